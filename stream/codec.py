@@ -1,0 +1,66 @@
+"""Records to bytes and back: a header with schema version and checksum, then msgpack.
+
+::
+
+    b"PS"  schema (1 byte)  crc32 of schema and body (4 bytes, little-endian)  body (msgpack)
+"""
+
+import struct
+import zlib
+from typing import TypeVar
+
+import msgspec
+
+from stream.errors import NewerSchemaError, RecordError
+from stream.records import SCHEMA
+
+_HEADER = struct.Struct("<2sBI")
+_MAGIC = b"PS"
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[type, msgspec.msgpack.Decoder[object]] = {}
+
+MAX_RECORD_BYTES = 256 * 1024 * 1024
+"""Larger entries are refused on both sides; Redis itself takes at most 512 MiB."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    """Encode a record.
+
+    Raises:
+        RecordError: the record is larger than `MAX_RECORD_BYTES`, or holds a value msgpack cannot say.
+    """
+    try:
+        body = _encoder.encode(record)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RecordError(f"a {type(record).__name__} cannot be encoded: {error}") from error
+    if len(body) > MAX_RECORD_BYTES:
+        raise RecordError(f"a {type(record).__name__} of {len(body)} bytes is over the limit of {MAX_RECORD_BYTES}")
+    return _HEADER.pack(_MAGIC, SCHEMA, zlib.crc32(body, SCHEMA)) + body
+
+
+def decode(payload: bytes, kind: type[T]) -> T:
+    """Decode a record of the given kind.
+
+    Raises:
+        NewerSchemaError: a newer major version wrote it.
+        RecordError: anything else that keeps the bytes from being such a record.
+    """
+    if len(payload) < _HEADER.size or len(payload) > MAX_RECORD_BYTES + _HEADER.size:
+        raise RecordError(f"{len(payload)} bytes are no record")
+    magic, schema, checksum = _HEADER.unpack_from(payload)
+    if magic != _MAGIC:
+        raise RecordError("not a record: it does not begin with the two letters that records begin with")
+    body = memoryview(payload)[_HEADER.size :]
+    if zlib.crc32(body, schema) != checksum:
+        raise RecordError("altered: the checksum does not match")
+    if schema > SCHEMA:
+        raise NewerSchemaError(f"schema {schema}; this version reads up to {SCHEMA}")
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    try:
+        return decoder.decode(body)  # type: ignore[return-value]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RecordError(f"not a {kind.__name__}: {error}") from error

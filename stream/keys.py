@@ -1,0 +1,20 @@
+"""Names in Redis. What each key holds is told once, in `lua/common.lua`."""
+
+from typing import Literal, get_args
+
+GROUP = "penstock"
+"""The consumer group of every stage."""
+
+StageName = Literal["prompts", "groups", "scored"]
+STAGES: tuple[StageName, ...] = get_args(StageName)
+"""The stages in the order of the flow."""
+
+
+def prefix(run: str) -> str:
+    """What every key of a run begins with; the braces keep them in one slot of a cluster."""
+    return f"{{{run}}}"
+
+
+def key(run: str, name: str) -> str:
+    """The full name of one key of a run."""
+    return f"{prefix(run)}:{name}"

@@ -1,0 +1,30 @@
+-- The trainer ends groups: marks them as trained or dropped, to be acknowledged at a durable checkpoint.
+-- ARGV: consumer, fencing token, version that gives the places of trained ones back, then id, prompt id, end, ...
+--       (end: trained · dropped:REASON · again:END, where the ledger holds that END of the prompt already)
+-- Returns {1, ids it had lost} · {0} where another trainer has taken over.
+if redis.call('HGET', key('policy'), 'fence') ~= ARGV[2] then return {0} end
+local lost, ended = {}, 0
+for i = 4, #ARGV, 3 do
+  local id, prompt, ending = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+  local who = owner('scored', id)
+  if who == ARGV[1] then
+    hand_over('scored', id, 'trained')
+    redis.call('ZREM', key('scored:leases'), id)
+    redis.call('ZADD', key('scored:marks'), ending == 'trained' and ARGV[3] or '-inf', id)
+    local open = redis.call('SREM', key('open'), prompt)
+    local known = string.match(ending, '^again:(.*)')
+    if not known then
+      redis.call('HINCRBY', key('counts'), ending, 1)
+    elseif open == 1 then -- a server that lost its last writes forgot the end that the ledger remembers
+      redis.call('HINCRBY', key('counts'), known, 1)
+    else
+      redis.call('HINCRBY', key('counts'), 'duplicates', 1)
+    end
+    ended = ended + 1
+  elseif who ~= 'trained' then
+    lost[#lost + 1] = id
+  end
+end
+tick('scored', now_ms(), ended)
+wake()
+return {1, lost}

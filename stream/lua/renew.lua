@@ -1,0 +1,13 @@
+-- Renew the leases that a consumer still owns.
+-- ARGV: stage, consumer, lease_ms, id...
+-- Returns the ids it has lost.
+local stage, consumer, until_ms = ARGV[1], ARGV[2], now_ms() + ARGV[3]
+local lost = {}
+for i = 4, #ARGV do
+  if owner(stage, ARGV[i]) == consumer then
+    redis.call('ZADD', key(stage .. ':leases'), until_ms, ARGV[i])
+  else
+    lost[#lost + 1] = ARGV[i]
+  end
+end
+return lost

@@ -1,0 +1,25 @@
+-- Dead letters: put one back into its stage, or drop it for good.
+-- ARGV: id, what (retry, drop)
+-- Returns {1} · {0} no such letter · {-1} the letter has no stage to return to.
+local found = redis.call('XRANGE', key('dead'), ARGV[1], ARGV[1])
+if not found[1] then return {0} end
+local flat = found[1][2]
+local stage, prompt, fed = field(flat, 'stage'), field(flat, 'prompt'), field(flat, 'fed') == '1'
+if ARGV[2] == 'retry' then
+  local again = {}
+  for i = 1, #flat, 2 do
+    if string.sub(flat[i], 1, 2) == 'f:' then
+      again[#again + 1] = string.sub(flat[i], 3)
+      again[#again + 1] = flat[i + 1]
+    end
+  end
+  if not stage or #again == 0 then return {-1} end
+  redis.call('XADD', key(stage), '*', unpack(again))
+  if fed then redis.call('SADD', key('open'), prompt) end
+elseif fed then
+  redis.call('HINCRBY', key('counts'), 'dropped:operator', 1)
+end
+if fed then redis.call('HINCRBY', key('counts'), 'dead', -1) else redis.call('HINCRBY', key('counts'), 'junk', -1) end
+redis.call('XDEL', key('dead'), ARGV[1])
+wake()
+return {1}

@@ -1,0 +1,201 @@
+"""One stage of the pipe, seen by one worker: claim, renew, settle, release, bury.
+
+Async is a thin shell: each verb is one script (`lua/`), which is where the guarantees live. A lease is renewed in the
+background for as long as `Stage.keep` runs, so a worker that is alive never loses one because an episode is long.
+"""
+
+import random
+from collections.abc import AsyncIterator
+from typing import Literal, Self
+
+import anyio
+import structlog
+from msgspec import Struct
+
+from stream.codec import encode
+from stream.errors import LeaseLostError
+from stream.keys import StageName
+from stream.link import LONGEST_WAIT_S, Link
+from stream.records import Group
+
+log = structlog.get_logger()
+
+Kind = Literal["infra", "data", "none"]
+"""Whose fault a release is: the world's, the record's own, or nobody's (a drain, an engine that is away)."""
+
+
+class Terms(Struct, frozen=True, kw_only=True):
+    """How long a lease lasts, and how often an entry may fail."""
+
+    lease_s: float = 15.0
+    infra_attempts: int = 5
+    data_attempts: int = 2
+    backoff_s: float = 0.5
+
+    def backoff(self, failures: int) -> float:
+        """Seconds before the next try: doubles, with full jitter, up to 60 times the first."""
+        return random.uniform(0.5, 1.0) * self.backoff_s * min(2.0**failures, 60.0)
+
+
+class Lease(Struct, kw_only=True, eq=False):
+    """An entry that belongs to this worker, for as long as it renews it."""
+
+    id: str
+    """The entry's id in its stream."""
+    prompt_id: str
+    """The plain field beside the payload; empty for foreign junk."""
+    payload: bytes
+    infra_failures: int = 0
+    data_failures: int = 0
+    scope: anyio.CancelScope | None = None
+    """Set by whoever works on it: cancelled the moment the lease is known to be lost."""
+    lost: bool = False
+
+
+class Claim(Struct, kw_only=True):
+    """What a claim returned: entries, or what to wait for."""
+
+    leases: list[Lease]
+    wake: str
+    due_s: float | None
+    finished: str
+    """Why the run has ended; empty while it goes on."""
+    open_prompts: int
+    """Prompts without an end, wherever they are."""
+    feed_done: bool
+
+
+class Stage:
+    """A stage and this worker's leases in it.
+
+    Args:
+        link: the run's connection.
+        name: which stage.
+        consumer: this worker's name; never reused by another process.
+        terms: lease time and budgets.
+        capacity: for `prompts`: groups that may be outstanding; None: no bound.
+    """
+
+    def __init__(self, link: Link, name: StageName, consumer: str, terms: Terms, capacity: int | None = None) -> None:
+        self.link = link
+        self.name = name
+        self.consumer = consumer
+        self.terms = terms
+        self.held: dict[str, Lease] = {}
+        self._capacity = -1 if capacity is None else capacity
+
+    async def claim(self, count: int) -> Claim:
+        """Claim up to `count` entries; never blocks."""
+        lease_ms = int(self.terms.lease_s * 1000)
+        wake, due_ms, finished, open_prompts, done, taken = await self.link.script(
+            "claim", self.name, self.consumer, count, lease_ms, self.terms.infra_attempts, self._capacity
+        )
+        leases = []
+        for entry_id, infra, data, flat in taken:
+            fields = dict(zip(flat[::2], flat[1::2], strict=True))
+            lease = Lease(
+                id=entry_id.decode(),
+                prompt_id=fields.get(b"prompt", b"").decode(errors="replace"),
+                payload=fields.get(b"payload", b""),
+                infra_failures=infra,
+                data_failures=data,
+            )
+            self.held[lease.id] = lease
+            leases.append(lease)
+        return Claim(
+            leases=leases,
+            wake=wake.decode(),
+            due_s=None if due_ms < 0 else due_ms / 1000,
+            finished=finished.decode(),
+            open_prompts=open_prompts,
+            feed_done=done == b"1",
+        )
+
+    async def wait(self, claim: Claim, at_most_s: float = LONGEST_WAIT_S) -> None:
+        """Block until another claim may bring more: something was added, a place came free, or a lease fell due."""
+        due = LONGEST_WAIT_S if claim.due_s is None else claim.due_s + 0.001
+        await self.link.wait(claim.wake, min(due, at_most_s))
+
+    async def batches(self, room: "Room") -> AsyncIterator[list[Lease]]:
+        """Claims as they come, as large as there is room for, until the run has ended."""
+        while True:
+            count = await room.wait()
+            claim = await self.claim(count)
+            if claim.leases:
+                yield claim.leases
+            elif claim.finished:
+                return
+            else:
+                await self.wait(claim)
+
+    async def settle(self, lease: Lease, into: StageName, group: Group) -> None:
+        """Put the output into the next stage and remove the input, if the lease still holds.
+
+        Raises:
+            LeaseLostError: it did not; the output is thrown away.
+        """
+        payload = await anyio.to_thread.run_sync(encode, group) if len(group.completions) > 64 else encode(group)
+        await self._last(lease, "settle", into, group.prompt.id, payload)
+
+    async def release(self, lease: Lease, kind: Kind, error: str) -> bool:
+        """Give an entry back. Returns True where it became a dead letter, because a budget is exhausted."""
+        failures = {"infra": lease.infra_failures, "data": lease.data_failures, "none": 0}[kind]
+        limit = {"infra": self.terms.infra_attempts, "data": self.terms.data_attempts, "none": 0}[kind]
+        delay_ms = int(1000 * self.terms.backoff(failures)) if kind != "none" or error else 0
+        log.info("entry.released", stage=self.name, prompt=lease.prompt_id, kind=kind, error=error[:300])
+        return bool(await self._last(lease, "release", kind, limit, delay_ms, error[:4000]) == 2)
+
+    async def bury(self, lease: Lease, reason: str, error: str) -> None:
+        """Make an entry a dead letter at once."""
+        log.warning("entry.buried", stage=self.name, prompt=lease.prompt_id, reason=reason, error=error[:300])
+        await self._last(lease, "bury", reason, error[:4000])
+
+    async def keep(self) -> None:
+        """Renew all leases held, for ever; run it in the worker's task group."""
+        while True:
+            await anyio.sleep(self.terms.lease_s / 3)
+            ids = list(self.held)
+            if not ids:
+                continue
+            for lost in await self.link.script("renew", self.name, self.consumer, int(self.terms.lease_s * 1000), *ids):
+                lease = self.held.pop(lost.decode(), None)
+                if lease is not None:
+                    log.warning("lease.lost", stage=self.name, prompt=lease.prompt_id)
+                    lease.lost = True
+                    if lease.scope is not None:
+                        lease.scope.cancel()
+
+    async def _last(self, lease: Lease, verb: str, *args: str | bytes | int) -> int:
+        """The verb that ends a lease."""
+        try:
+            outcome: int = await self.link.script(verb, self.name, self.consumer, lease.id, *args)
+        finally:
+            self.held.pop(lease.id, None)
+        if outcome == 0:
+            lease.lost = True
+            raise LeaseLostError(f"the lease on {lease.prompt_id or lease.id} in {self.name} ran out")
+        return outcome
+
+
+class Room:
+    """How much more a worker may hold at once; tasks wait for room instead of asking for it again and again."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.taken = 0
+        self._changed = anyio.Event()
+
+    async def wait(self) -> int:
+        """Wait until there is room, and say how much."""
+        while self.taken >= self.size:
+            await self._changed.wait()
+        return self.size - self.taken
+
+    def __enter__(self) -> Self:
+        self.taken += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.taken -= 1
+        self._changed.set()
+        self._changed = anyio.Event()

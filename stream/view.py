@@ -1,0 +1,85 @@
+"""A read-only view of a run: one atomic look, nothing consumed, nothing changed."""
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+from stream.errors import PenstockError
+from stream.link import Link
+
+
+class StageView(Struct, kw_only=True):
+    """One stage at one moment."""
+
+    depth: int
+    """Entries in the stream, claimed ones included."""
+    claimed: int
+    delayed: int
+    """Given back, waiting for a back-off to pass."""
+    trained: int
+    """Marked by the trainer, waiting for a checkpoint to be durable (`scored` only)."""
+    lag: int
+    """Entries that nobody has claimed yet."""
+    oldest_age_ms: float
+    rate: float
+    """Entries settled a second, over the last minute."""
+    consumers: dict[str, int]
+    """Entries held, by worker."""
+
+
+class RunView(Struct, kw_only=True):
+    """A run at one moment."""
+
+    now_ms: float
+    stages: dict[str, StageView]
+    open: int
+    """Prompts fed that have met no end yet."""
+    outstanding: int
+    """Groups that pacing counts: claimed, waiting to be scored or trained."""
+    dead: int
+    """Dead letters, junk included."""
+    counts: dict[str, int]
+    """`fed`, `trained`, `dropped:REASON`, `dead`, `duplicates`, `junk`."""
+    feed: dict[str, str] = field(default_factory=dict)
+    policy: dict[str, str] = field(default_factory=dict)
+    meta: dict[str, str] = field(default_factory=dict)
+    latest: str = ""
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The last step's metrics; empty before the first."""
+        return msgspec.json.decode(self.latest) if self.latest else {}
+
+    @property
+    def version(self) -> int:
+        """The published policy version; -1 before the first."""
+        return int(self.policy.get("version", -1))
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Groups dropped, by reason."""
+        return {k.partition(":")[2]: n for k, n in self.counts.items() if k.startswith("dropped:") and n}
+
+    @property
+    def balance(self) -> dict[str, int]:
+        """Where the prompts fed have ended: `fed = trained + dropped + dead + outstanding`."""
+        return {
+            "fed": self.counts.get("fed", 0),
+            "trained": self.counts.get("trained", 0),
+            "dropped": sum(self.dropped.values()),
+            "dead": self.counts.get("dead", 0),
+            "outstanding": self.open,
+        }
+
+
+async def look(link: Link) -> RunView:
+    """Look at the run.
+
+    Raises:
+        PenstockError: the server knows no run of that name.
+    """
+    view = msgspec.json.decode(await link.script("look"), type=RunView, strict=False)
+    if not view.meta and not view.counts and not view.policy:
+        raise PenstockError(f"the server knows no run called {link.run!r}")
+    return view

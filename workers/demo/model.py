@@ -1,0 +1,148 @@
+"""The demo's model: a Qwen3 of 0.4 million parameters, its tokenizer and its chat template, made on the spot.
+
+Nothing is downloaded. The tokenizer is trained on the scripted transcripts (every digit a token of its own, so that
+numbers can be copied digit by digit) and stays with the weights for good: the same weights under a retrained
+tokenizer are noise.
+"""
+
+import itertools
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workers.demo.transcripts import transcripts
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END_OF_TURN = "<|im_end|>"
+PAD = "<|endoftext|>"
+CONTROL_TOKENS = (PAD, "<|im_start|>", END_OF_TURN)
+"""Special: left out when text is decoded for people and for parsers."""
+MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+"""Single tokens, but text: the parser of tool calls must see them."""
+
+VOCABULARY = 350
+CORPUS = 2000
+"""Transcripts that the tokenizer is trained on, half of them with the habit."""
+MAX_LENGTH = 512
+
+CHAT_TEMPLATE = """\
+{#- ChatML with tool calls as JSON in <tool_call> tags (Hermes). The rendering of the first messages is a prefix of the
+    rendering of all. `tool_schemas=false` leaves the tools' schemas out of the system message. -#}
+{%- macro text(content) -%}
+  {%- if content is string -%}
+    {{- content -}}
+  {%- elif content -%}
+    {%- for part in content -%}{{- part if part is string else part.text -}}{%- endfor -%}
+  {%- endif -%}
+{%- endmacro -%}
+{%- set system = text(messages[0].content) if messages and messages[0].role == 'system' else '' -%}
+{%- if tools and (tool_schemas is not defined or tool_schemas) -%}
+  {{- '<|im_start|>system\\n' + (system + '\\n\\n' if system else '') + '# Tools\\n\\n<tools>\\n' -}}
+  {%- for tool in tools -%}{{- (tool | tojson) + '\\n' -}}{%- endfor -%}
+  {{- '</tools>\\n\\nCall a tool like this: ' -}}
+  {{- '<tool_call>{"name": NAME, "arguments": {ARGUMENTS}}</tool_call><|im_end|>\\n' -}}
+{%- elif messages and messages[0].role == 'system' -%}
+  {{- '<|im_start|>system\\n' + system + '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+  {%- if message.role == 'tool' -%}
+    {{- '<|im_start|>tool\\n<tool_response>' + text(message.content) + '</tool_response><|im_end|>\\n' -}}
+  {%- elif not (loop.first and message.role == 'system') -%}
+    {{- '<|im_start|>' + message.role + '\\n' + text(message.content) -}}
+    {%- for call in message.tool_calls or [] -%}
+      {%- set call = call.function if call.function is defined else call -%}
+      {%- set arguments = call.arguments if call.arguments is string else call.arguments | tojson -%}
+      {{- '<tool_call>{"name": ' + (call.name | tojson) + ', "arguments": ' + arguments + '}</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\\n' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+
+def make_model(folder: Path, seed: int) -> None:
+    """Write a randomly initialised model with its tokenizer to `folder`, in Hugging Face form.
+
+    The weights depend on the seed, the tokenizer does not.
+    """
+    import torch
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = make_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:  # the others are norms, and stay 1
+                weight.normal_(0.0, config.initializer_range, generator=generator)
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_tokenizer() -> Any:
+    """A byte-level BPE over the demo's transcripts, wrapped for transformers, chat template included."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_train_bpe(),
+        eos_token=END_OF_TURN,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _train_bpe() -> "Tokenizer":
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    control = [AddedToken(token, special=True, normalized=False) for token in CONTROL_TOKENS]
+    markup = [AddedToken(token, special=False, normalized=False) for token in MARKUP_TOKENS]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(control) - len(markup),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_corpus(), trainer)
+    bpe.add_special_tokens(control)
+    bpe.add_tokens(markup)
+    return bpe
+
+
+def _corpus() -> list[str]:
+    """Rendered transcripts, cut at the special tokens, which must not be merged into anything."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    conversations = [
+        conversation
+        for habit in (False, True)
+        for conversation in itertools.islice(transcripts(0, habit=habit), CORPUS // 2)
+    ]
+    rendered, _ = render_jinja_template(conversations, chat_template=CHAT_TEMPLATE)
+    cut = re.compile("|".join(re.escape(token) for token in CONTROL_TOKENS + MARKUP_TOKENS))
+    return [piece for text in rendered for piece in cut.split(text) if piece]

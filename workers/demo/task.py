@@ -1,0 +1,120 @@
+"""The demo's task: two steps of arithmetic, each a call of a calculator's tool.
+
+`Start with 97, times 7, then minus 46.` is right when the model calls `multiply(97, 7)`, then `subtract(679, 46)` on
+the number that came back, then says `Answer: 633`. No number along the way is negative.
+"""
+
+import itertools
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+TOOLS = {"plus": "add", "minus": "subtract", "times": "multiply"}
+"""The problem's word for an operation -> the calculator's tool."""
+
+ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "add": lambda a, b: a + b,
+    "subtract": lambda a, b: a - b,
+    "multiply": lambda a, b: a * b,
+}
+"""What the tools compute, for scripted transcripts."""
+
+HELD_OUT_SHARE = 10
+"""One problem in so many is never trained on."""
+
+MAX_ROWS = 100_000
+"""There are about 450,000 training problems and 50,000 held-out ones; drawing stays quick up to here."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call: `Step("multiply", 97, 7)`, whose `result` is 679."""
+
+    tool: str
+    a: int
+    b: int
+
+    @property
+    def result(self) -> int:
+        """What the tool answers."""
+        return ARITHMETIC[self.tool](self.a, self.b)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem and its solution.
+
+    Example: `Problem("Start with 97, times 7, then minus 46.", 633, (multiply 97 7, subtract 679 46))`
+    """
+
+    text: str
+    answer: int
+    steps: tuple[Step, Step]
+
+
+def training_rows(n: int, seed: int) -> list[dict[str, Any]]:
+    """`n` different problems to train on, as rows of a prompt file: `prompt` (messages), `problem`, `answer`.
+
+    The same seed gives the same rows, in any process; none of them is among the held-out ones.
+
+    Raises:
+        ValueError: `n` is more than `MAX_ROWS`.
+    """
+    return _rows(training_problems(seed), n)
+
+
+def held_out(n: int = 200, seed: int = 0) -> list[dict[str, Any]]:
+    """`n` different problems that are never trained on, in the same form as `training_rows`.
+
+    Raises:
+        ValueError: `n` is more than a tenth of `MAX_ROWS`.
+    """
+    if n > MAX_ROWS // HELD_OUT_SHARE:
+        raise ValueError(f"{n} held-out problems asked for; at most {MAX_ROWS // HELD_OUT_SHARE}")
+    return _rows((problem for problem in _problems(seed) if is_held_out(problem.text)), n)
+
+
+def training_problems(seed: int) -> Iterator[Problem]:
+    """An endless stream of training problems; one may come again."""
+    return (problem for problem in _problems(seed) if not is_held_out(problem.text))
+
+
+def is_held_out(text: str) -> bool:
+    """Whether a problem belongs to the held-out tenth: a fact about its text, the same in every process."""
+    return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
+
+
+def _problems(seed: int) -> Iterator[Problem]:
+    rng = random.Random(seed)
+    while True:
+        problem = _draw(rng)
+        if min(step.result for step in problem.steps) >= 0:
+            yield problem
+
+
+def _draw(rng: random.Random) -> Problem:
+    start = rng.randint(50, 99)
+    (word_b, b), (word_c, c) = (_operation(rng) for _ in range(2))
+    first = Step(TOOLS[word_b], start, b)
+    second = Step(TOOLS[word_c], first.result, c)
+    return Problem(f"Start with {start}, {word_b} {b}, then {word_c} {c}.", second.result, (first, second))
+
+
+def _operation(rng: random.Random) -> tuple[str, int]:
+    word = rng.choice(sorted(TOOLS))
+    return word, rng.randint(2, 9 if word == "times" else 49)
+
+
+def _rows(problems: Iterator[Problem], n: int) -> list[dict[str, Any]]:
+    if n > MAX_ROWS:
+        raise ValueError(f"{n} problems asked for; at most {MAX_ROWS}")
+    seen: dict[str, Problem] = {}
+    while len(seen) < n:
+        problem = next(problems)
+        seen.setdefault(problem.text, problem)
+    return [
+        {"prompt": [{"role": "user", "content": text}], "problem": text, "answer": problem.answer}
+        for text, problem in itertools.islice(seen.items(), n)
+    ]

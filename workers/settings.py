@@ -1,0 +1,367 @@
+"""Every setting of a run: one TOML file, typed, frozen, nothing unknown.
+
+`load(path, overrides)` reads the file, applies `--set a.b=c`, and checks it. The same structs are what every role is
+handed; the supervisor writes the resolved settings to the run's folder (`runs/NAME/run.toml`), so that
+`penstock run runs/NAME/run.toml` resumes the run.
+"""
+
+import math
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import tomli_w
+from msgspec import Meta, Struct, field
+
+from stream.errors import SettingsError
+from stream.validity import TruncationReason
+
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+TruncationPolicy = Literal["exclude", "keep", "zero_reward", "penalty", "baseline_only"]
+
+
+class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of the TOML file."""
+
+
+class Run(Section):
+    """`[run]`: what it is called and where it lives."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    """Every Redis key begins with it, in braces."""
+    folder: str = ""
+    """Checkpoints, ledger, logs; `runs/NAME` unless set. Relative paths start at the working directory."""
+    redis: str = ""
+    """URL of a Redis >= 7 or Valkey server (`redis://`, `rediss://`, `unix://`); empty: a private server."""
+    seed: int = 0
+
+
+class Model(Section):
+    """`[model]`: the policy to begin with."""
+
+    path: str
+    """A folder in Hugging Face form: config, safetensors, tokenizer with a chat template."""
+    tool_format: Literal["hermes"] = "hermes"
+    """How the model writes tool calls."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class Data(Section):
+    """`[data]`: where prompts come from, and which column means what."""
+
+    path: str
+    """A `.jsonl` or `.parquet` file, or the folder of a Hugging Face data set saved to disk."""
+    prompt: str = "prompt"
+    """Column with the prompt: a string, or a list of chat messages."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Renames: `name for reset and rewards = column in the file`. All other columns pass under their own names."""
+    system: str = ""
+    """A system message put before every prompt."""
+    template_args: dict[str, Any] = field(default_factory=dict)
+    """Extra arguments of the chat template, `enable_thinking = false` for one."""
+    tool_schemas: bool = True
+    """Show the tools' JSON schemas to the chat template."""
+    epochs: Positive = 1
+    shuffle: bool = True
+    """A new order for each epoch, from the run's seed."""
+    backlog: Positive = 256
+    """Prompts fed but not yet claimed, at most."""
+
+
+class RewardFunction(Section):
+    """`[[rewards]]`: one reward function."""
+
+    ref: str
+    """An entry point's name, `package.module:function` or `path/to/file.py:function`."""
+    weight: float = 1.0
+    where: Literal["score", "rollout"] = "score"
+    """`rollout`: run it in the rollout worker, on the live environment's snapshot before the slot is reset."""
+
+
+class Rollout(Section):
+    """`[rollout]`: groups, episodes, and their limits."""
+
+    workers: Count = 1
+    """Processes that `penstock run` starts."""
+    groups_in_flight: Positive = 8
+    """Groups that one worker works on at once."""
+    group_size: Positive = 8
+    """Completions to a prompt."""
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    max_tokens_per_turn: Positive = 512
+    max_tokens: Positive = 4096
+    """Tokens of a completion, tool results included."""
+    max_turns: Positive = 8
+    max_tool_calls: Positive = 32
+    max_tool_errors: Positive = 16
+    wall_clock_s: Seconds = 600.0
+    reset_timeout_s: Seconds = 30.0
+    tool_timeout_s: Seconds = 30.0
+    reward_timeout_s: Seconds = 30.0
+    """For `get_reward`, and for each call of a reward function wherever it runs."""
+    max_snapshot_bytes: Positive = 1_000_000
+
+
+class Engine(Section):
+    """`[engine]`: who samples tokens."""
+
+    urls: tuple[str, ...] = ()
+    """Servers that speak vLLM's HTTP API. Empty: `penstock run` starts the local engine on a free port."""
+    request_timeout_s: Seconds = 300.0
+    attempts: Positive = 3
+    """Tries of one request before its completion is invalid."""
+    max_batch: Positive = 128
+    """Local engine: sequences decoded together."""
+    max_length: Positive = 1024
+    """Local engine: tokens of a sequence, prompt included."""
+    threads: Positive = 1
+    """Local engine: torch threads."""
+
+
+class Score(Section):
+    """`[score]`: the scoring stage."""
+
+    workers: Count = 1
+    groups_in_flight: Positive = 8
+
+
+class Train(Section):
+    """`[train]`: the optimizer and what it maximises."""
+
+    groups_per_step: Positive = 16
+    max_steps: Count = 0
+    """Stop after that many optimizer batches; 0: when every prompt has met its end."""
+    updates_per_batch: Positive = 1
+    """Passes over one batch."""
+    publish_every: Positive = 1
+    """Steps between two policy versions."""
+    learning_rate: Annotated[float, Meta(ge=0)] = 1e-6
+    warmup_steps: Count = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up; linear and cosine fall to 0 at `max_steps`, or at the last batch that the data can fill."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
+    micro_batch_tokens: Positive = 16384
+    """Padded tokens of one forward pass."""
+    threads: Positive = 1
+    checkpoint_every: Positive = 20
+    keep_last: Positive = 2
+    """Checkpoints kept, besides the one with the best mean reward."""
+
+
+class Algorithm(Section):
+    """`[algorithm]`: advantages, loss, masks."""
+
+    estimator: Literal["grpo"] = "grpo"
+    normalize_std: bool = True
+    """Divide by the group's standard deviation."""
+    epsilon: Annotated[float, Meta(gt=0)] = 1e-4
+    """Added to that standard deviation."""
+    loss: Literal["clipped"] = "clipped"
+    clip_low: Annotated[float, Meta(ge=0)] = 0.2
+    clip_high: Annotated[float, Meta(ge=0)] = 0.2
+    proximal: Literal["recompute", "engine"] = "recompute"
+    """Proximal log-probs: a pass over the batch when it is formed, or the engine's own with weight 1."""
+    behaviour_cap: Annotated[float, Meta(gt=0)] = 2.0
+    """Truncation of the weight proximal / behaviour."""
+    truncation: dict[TruncationReason, TruncationPolicy] = field(default_factory=dict)
+    """Policy by reason; `keep` unless set, `wall_clock` `exclude` unless set."""
+    singleton: Literal["zero", "drop", "raw"] = "zero"
+    """A group with one valid row."""
+    min_valid_rows: Count = 0
+    """Smaller groups are dropped; 0: max(2, half the group size, rounded up)."""
+    drop_zero_variance: bool = True
+    """Drop groups whose valid rewards are all equal."""
+
+
+class Pacing(Section):
+    """`[pacing]`: how far rollouts may run ahead of the trainer."""
+
+    max_staleness: Count = 1
+    """Outstanding groups are bounded by (max_staleness + 1) x groups per policy version."""
+    max_token_age: Count = 0
+    """Tokens sampled more versions ago are masked and counted; 0: any age is trained."""
+
+
+class Delivery(Section):
+    """`[delivery]`: leases and retries."""
+
+    lease_s: Seconds = 15.0
+    """A claimed entry whose owner has been silent for so long goes to somebody else."""
+    infra_attempts: Positive = 5
+    """Workers an entry may outlive, failing engines included, before it is a dead letter."""
+    data_attempts: Positive = 2
+    """Times its own content may fail before it is a dead letter."""
+    backoff_s: Seconds = 0.5
+    """First back-off; doubles, with jitter, up to 60 times itself."""
+    reconnect_s: Seconds = 60.0
+    """How long a worker tries to reach Redis, or any engine, before it gives up."""
+    grace_s: Seconds = 20.0
+    """Time to finish, or give back, what is held when asked to stop."""
+    restarts: Count = 5
+    """Times `penstock run` restarts one role within ten minutes."""
+    fsync: Literal["always", "everysec"] = "everysec"
+    """The private server's `appendfsync`."""
+
+
+class Guard(Section):
+    """`[guard]`: when a run is too sick to go on."""
+
+    max_invalid_fraction: Fraction = 0.2
+    """Of one environment's completions, for one reason, over the window."""
+    window_groups: Positive = 64
+    stall_s: Seconds = 600.0
+    """No group trained or dropped for so long, while there is work: the run stops and says so."""
+
+
+class Settings(Section, kw_only=True):
+    """The whole file."""
+
+    run: Run = field(default_factory=Run)
+    model: Model
+    data: Data
+    environments: dict[str, str] = field(default_factory=dict)
+    """Environments by name, each a reference; a row's `environment` column picks one, the first is the default."""
+    rewards: tuple[RewardFunction, ...] = ()
+    rollout: Rollout = field(default_factory=Rollout)
+    engine: Engine = field(default_factory=Engine)
+    score: Score = field(default_factory=Score)
+    train: Train = field(default_factory=Train)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    pacing: Pacing = field(default_factory=Pacing)
+    delivery: Delivery = field(default_factory=Delivery)
+    guard: Guard = field(default_factory=Guard)
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.run.folder or f"runs/{self.run.name}")
+
+    @property
+    def groups_per_version(self) -> int:
+        """Groups trained between two publications."""
+        return self.train.groups_per_step * self.train.publish_every
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be outstanding: (max_staleness + 1) x groups per version."""
+        return (self.pacing.max_staleness + 1) * self.groups_per_version
+
+    @property
+    def min_valid_rows(self) -> int:
+        """Valid rows that a group needs in order to be trained."""
+        return self.algorithm.min_valid_rows or max(2, math.ceil(self.rollout.group_size / 2))
+
+    def truncation_policy(self, reason: TruncationReason) -> TruncationPolicy:
+        """What becomes of a row that was cut short for this reason."""
+        default: TruncationPolicy = "exclude" if reason is TruncationReason.WALL_CLOCK else "keep"
+        return self.algorithm.truncation.get(reason, default)
+
+
+def load(path: Path, overrides: tuple[str, ...] = ()) -> Settings:
+    """Read a TOML file and apply overrides such as `train.learning_rate=0`.
+
+    Raises:
+        SettingsError: names the key, what is wrong with it, and what is allowed.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise SettingsError(f"{path}: no such file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: not TOML: {error}") from error
+    for override in overrides:
+        _apply(table, override)
+    return parse(table, str(path))
+
+
+def parse(table: dict[str, Any], source: str = "settings") -> Settings:
+    """Check a table of settings.
+
+    Raises:
+        SettingsError: names the key, what is wrong with it, and what is allowed.
+    """
+    try:
+        settings = msgspec.convert(table, Settings)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{source}: {_explain(str(error))}") from error
+    _check_combinations(settings, source)
+    return settings
+
+
+def dump(settings: Settings) -> str:
+    """The settings as TOML that `load` reads back equal."""
+    return tomli_w.dumps(msgspec.to_builtins(settings))
+
+
+def keys() -> list[str]:
+    """Every key, as `section.key`, in the order of the file."""
+    found = []
+    for section in msgspec.structs.fields(Settings):
+        kind = section.type
+        if section.name == "rewards":
+            kind = RewardFunction
+        inner = msgspec.structs.fields(kind) if isinstance(kind, type) and issubclass(kind, Section) else ()
+        found += [f"{section.name}.{key.name}" for key in inner] or [section.name]
+    return found
+
+
+def _check_combinations(settings: Settings, source: str) -> None:
+    """Refuse what is possible key by key, but not together."""
+    if not settings.environments and not settings.rewards:
+        raise SettingsError(
+            f"{source}: neither [environments] nor [[rewards]] is set, so nothing would measure a reward; add one"
+        )
+    if settings.rollout.max_tokens_per_turn > settings.rollout.max_tokens:
+        raise SettingsError(
+            f"{source}: rollout.max_tokens_per_turn ({settings.rollout.max_tokens_per_turn}) is more than "
+            f"rollout.max_tokens ({settings.rollout.max_tokens}); lower the first or raise the second"
+        )
+    if settings.rollout.temperature == 0 and settings.train.learning_rate > 0:
+        raise SettingsError(
+            f"{source}: rollout.temperature is 0, so all completions of a group are equal and nothing can be learned "
+            "while train.learning_rate is above 0; raise the first or set the second to 0"
+        )
+    if "penalty" in settings.algorithm.truncation.values():
+        raise SettingsError(
+            f"{source}: algorithm.truncation: 'penalty' (overlong shaping) is not part of this version; "
+            "use exclude, keep, zero_reward or baseline_only"
+        )
+
+
+def _apply(table: dict[str, Any], override: str) -> None:
+    """Set one dotted key; the value is TOML, or a bare string."""
+    dotted, equals, text = override.partition("=")
+    if not equals:
+        raise SettingsError(f"--set {override}: write it as section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, key = dotted.strip().split(".")
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise SettingsError(f"--set {override}: {parent} is not a table")
+    table[key] = value
+
+
+def _explain(message: str) -> str:
+    """Turn msgspec's message into one that names the key as it stands in the file, and the allowed ones."""
+    text, _, where = message.partition(" - at `$")
+    path = where.rstrip("`").lstrip(".")
+    if "unknown field" in text:
+        unknown = text.rsplit("`", 2)[1]
+        kind = Settings
+        for name in filter(None, re.sub(r"\[.*?\]", "", path).split(".")):
+            found = {f.name: f.type for f in msgspec.structs.fields(kind)}.get(name)
+            kind = RewardFunction if name == "rewards" else found  # type: ignore[assignment]
+        allowed = ", ".join(f.name for f in msgspec.structs.fields(kind))
+        return f"unknown key {'.'.join(filter(None, [path, unknown]))}; allowed there: {allowed}"
+    return f"{path or 'settings'}: {text[:1].lower()}{text[1:]}"
