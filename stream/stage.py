@@ -5,8 +5,7 @@ background for as long as `Stage.keep` runs, so a worker that is alive never los
 """
 
 import random
-from collections.abc import AsyncIterator
-from typing import Literal, Self
+from typing import Literal
 
 import anyio
 import structlog
@@ -63,6 +62,8 @@ class Claim(Struct, kw_only=True):
     open_prompts: int
     """Prompts without an end, wherever they are."""
     feed_done: bool
+    version: int
+    """The published policy version; -1 before the first."""
 
 
 class Stage:
@@ -87,7 +88,7 @@ class Stage:
     async def claim(self, count: int) -> Claim:
         """Claim up to `count` entries; never blocks."""
         lease_ms = int(self.terms.lease_s * 1000)
-        wake, due_ms, finished, open_prompts, done, taken = await self.link.script(
+        wake, due_ms, finished, open_prompts, done, version, taken = await self.link.script(
             "claim", self.name, self.consumer, count, lease_ms, self.terms.infra_attempts, self._capacity
         )
         leases = []
@@ -109,24 +110,13 @@ class Stage:
             finished=finished.decode(),
             open_prompts=open_prompts,
             feed_done=done == b"1",
+            version=version,
         )
 
     async def wait(self, claim: Claim, at_most_s: float = LONGEST_WAIT_S) -> None:
         """Block until another claim may bring more: something was added, a place came free, or a lease fell due."""
         due = LONGEST_WAIT_S if claim.due_s is None else claim.due_s + 0.001
         await self.link.wait(claim.wake, min(due, at_most_s))
-
-    async def batches(self, room: "Room") -> AsyncIterator[list[Lease]]:
-        """Claims as they come, as large as there is room for, until the run has ended."""
-        while True:
-            count = await room.wait()
-            claim = await self.claim(count)
-            if claim.leases:
-                yield claim.leases
-            elif claim.finished:
-                return
-            else:
-                await self.wait(claim)
 
     async def settle(self, lease: Lease, into: StageName, group: Group) -> None:
         """Put the output into the next stage and remove the input, if the lease still holds.
@@ -175,27 +165,3 @@ class Stage:
             lease.lost = True
             raise LeaseLostError(f"the lease on {lease.prompt_id or lease.id} in {self.name} ran out")
         return outcome
-
-
-class Room:
-    """How much more a worker may hold at once; tasks wait for room instead of asking for it again and again."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.taken = 0
-        self._changed = anyio.Event()
-
-    async def wait(self) -> int:
-        """Wait until there is room, and say how much."""
-        while self.taken >= self.size:
-            await self._changed.wait()
-        return self.size - self.taken
-
-    def __enter__(self) -> Self:
-        self.taken += 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.taken -= 1
-        self._changed.set()
-        self._changed = anyio.Event()

@@ -1,7 +1,7 @@
 -- Claim entries of a stage, or say what to wait for. Never blocks.
 -- ARGV: stage, consumer, count, lease_ms, infra_limit, capacity (-1: no bound; groups that may be outstanding)
 -- Returns {last id of wake, ms until a lease or a back-off falls due (-1: none), finished, prompts open, feed done,
---          {{id, infra, data, flat fields}, ...}}
+--          policy version (-1: none yet), {{id, infra, data, flat fields}, ...}}
 local stage, consumer, count = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local lease_ms, infra_limit, capacity = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local stream, leases, retries = key(stage), key(stage .. ':leases'), key(stage .. ':retries')
@@ -72,5 +72,6 @@ end
 local last = redis.call('XREVRANGE', key('wake'), '+', '-', 'COUNT', 1)
 return {
   last[1] and last[1][1] or '0-0', due, redis.call('HGET', key('meta'), 'finished') or '',
-  redis.call('SCARD', key('open')), redis.call('HGET', key('feed'), 'done') or '', taken,
+  redis.call('SCARD', key('open')), redis.call('HGET', key('feed'), 'done') or '',
+  tonumber(redis.call('HGET', key('policy'), 'version') or -1), taken,
 }

@@ -1,0 +1,39 @@
+# Everything here works on a fresh machine with Python 3.11 or newer; nothing needs to be installed by hand first.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+SEED   ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo check test test-full clean
+
+help:  ## Show what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+setup: $(VENV)/.done  ## Make .venv with everything in it
+
+$(VENV)/.done: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@
+
+demo: setup  ## Train a small model to use a calculator, through the whole pipeline
+	$(BIN)/penstock demo --seed $(SEED)
+
+check: setup  ## Format, lint, types, import contracts, spelling
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+test: setup  ## Unit, property, integration and end-to-end tests
+	$(BIN)/pytest -m "not full" -n 2 --dist worksteal
+
+test-full: setup  ## What is too long for `make test`
+	$(BIN)/pytest -m full
+
+clean:  ## Remove what setup, tests and demos made
+	rm -rf $(VENV) runs .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -1,0 +1,70 @@
+"""What a demo run begins with: a small model with clumsy habits, problems to train on, settings that were seen to learn."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from workers.demo.model import make_model
+from workers.demo.task import training_rows
+from workers.demo.warmstart import warm_start
+from workers.settings import Settings, dump, parse
+
+STEPS = 50
+"""By then the score has flattened: half of the groups have no variance left."""
+WARM_START_STEPS = 1200
+GROUPS_PER_STEP = 16
+GROUP_SIZE = 8
+
+
+def settings_for(folder: Path, seed: int, steps: int = STEPS, reward: str = "calculator_answer") -> Settings:
+    """The demo's settings."""
+    return parse(
+        {
+            "run": {"name": folder.name, "folder": str(folder), "seed": seed},
+            "model": {"path": str(folder / "model")},
+            "data": {"path": str(folder / "prompts.jsonl"), "tool_schemas": False},
+            "environments": {"calculator": "calculator"},
+            "rewards": [{"ref": reward}],
+            "rollout": {
+                "workers": 2,
+                "groups_in_flight": 16,
+                "group_size": GROUP_SIZE,
+                "max_turns": 4,
+                "max_tokens_per_turn": 40,
+                "max_tokens": 256,
+            },
+            "engine": {"max_batch": 256, "max_length": 384},
+            "train": {
+                "groups_per_step": GROUPS_PER_STEP,
+                "learning_rate": 3e-4,
+                "betas": [0.9, 0.95],
+                "checkpoint_every": 10,
+            },
+            "pacing": {"max_staleness": 1},
+        },
+        "the demo's settings",
+    )
+
+
+def prepare(folder: Path, seed: int, steps: int = STEPS, progress: Callable[[str, float], None] | None = None) -> Settings:
+    """Make the model, its warm start, the prompt file and `run.toml`; what is there already stays.
+
+    Args:
+        folder: the run's folder.
+        seed: of model, warm start, problems and run.
+        steps: optimizer batches that the prompts suffice for.
+        progress: called with what is being done and how much of it, 0 to 1.
+    """
+    tell = progress or (lambda _what, _share: None)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = settings_for(folder, seed, steps)
+    model = folder / "model"
+    if not (model / "model.safetensors").exists() or not (folder / "run.toml").exists():
+        tell("model", 0.0)
+        make_model(model, seed)
+        warm_start(model, seed, WARM_START_STEPS, progress=lambda step, _loss: tell("warm start", step / WARM_START_STEPS))
+        rows = training_rows(steps * GROUPS_PER_STEP, seed)
+        (folder / "prompts.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+        (folder / "run.toml").write_text(dump(settings))
+    return settings

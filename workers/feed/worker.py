@@ -1,0 +1,103 @@
+"""Feeds the backlog, epoch after epoch, and resumes where it stopped.
+
+The cursor is the number of rows passed since the beginning, epochs counted through; it lives in Redis and moves in the
+same atomic step as the prompts that it passes.
+"""
+
+from itertools import islice
+from pathlib import Path
+
+import anyio
+import structlog
+
+from stream.errors import DataError
+from stream.feeding import CursorMovedError, Feed
+from stream.ledger import Ledger
+from stream.records import Prompt
+from workers.feed.mapping import to_prompt
+from workers.feed.source import Source, open_source, order
+from workers.process import Role
+from workers.settings import Settings
+
+log = structlog.get_logger()
+
+_BATCH = 32
+_MAX_BAD_ROWS_TOLD = 20
+
+
+async def feed(role: Role) -> None:
+    """Feed everything, then stay until the run has ended."""
+    settings = role.settings
+    source = await anyio.to_thread.run_sync(open_source, settings.data)
+    await role.link.write_hash(
+        "meta",
+        {"data": await anyio.to_thread.run_sync(source.fingerprint), "capacity": str(settings.capacity)},
+    )
+    total = len(source) * settings.data.epochs
+    await role.link.write_hash("feed", {"total": str(total)})
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_stop_when, role.stopping, tasks.cancel_scope)
+        await _feed_all(role, source, total)
+        await Feed(role.link, settings.data.backlog).finish()
+        log.info("feed.finished", rows=total)
+        tasks.cancel_scope.cancel()
+
+
+async def _stop_when(stopping: anyio.Event, scope: anyio.CancelScope) -> None:
+    await stopping.wait()
+    scope.cancel()
+
+
+async def _feed_all(role: Role, source: Source, total: int) -> None:
+    feed = Feed(role.link, role.settings.data.backlog)
+    cursor = await feed.cursor()
+    bad = 0
+    # A run whose ledger outlived its server starts over here, and passes by what the ledger holds.
+    known = _ended(role.settings) if not cursor else frozenset()
+    while int(cursor or 0) < total:
+        start = int(cursor or 0)
+        stop = min(total, start + _BATCH)
+        prompts, errors = await anyio.to_thread.run_sync(_read, role.settings, source, start, stop)
+        for error in errors:
+            bad += 1
+            if bad <= _MAX_BAD_ROWS_TOLD:
+                log.warning("row.refused", error=str(error))
+        fresh = [prompt for prompt in prompts if prompt.id not in known]
+        try:
+            await feed.put(fresh, cursor, str(stop))
+        except CursorMovedError as moved:
+            log.warning("feed.moved", cursor=moved.cursor, expected=cursor)
+            cursor = moved.cursor
+        else:
+            cursor = str(stop)
+            if errors:
+                await role.link.write_hash("feed", {"bad_rows": str(bad)})
+    if bad == total and total:
+        raise DataError(f"{role.settings.data.path}: none of its {total} rows could be fed; the first errors are above")
+
+
+def _read(settings: Settings, source: Source, start: int, stop: int) -> tuple[list[Prompt], list[DataError]]:
+    """The prompts of rows `start` to `stop` of the whole feed, and what kept others from becoming prompts."""
+    prompts: list[Prompt] = []
+    errors: list[DataError] = []
+    size = len(source)
+    while start < stop:
+        epoch, first = divmod(start, size)
+        last = min(size, first + stop - start)
+        numbers = list(islice(order(size, epoch, settings.run.seed, settings.data.shuffle), first, last))
+        for number, row in source.rows(numbers):
+            try:
+                if isinstance(row, DataError):
+                    raise row
+                prompts.append(to_prompt(row, number, epoch, settings=settings))
+            except DataError as error:
+                errors.append(error)
+        start += last - first
+    return prompts, errors
+
+
+def _ended(settings: Settings) -> frozenset[str]:
+    path = Path(settings.folder) / "ledger.jsonl"
+    if not path.exists():
+        return frozenset()
+    return frozenset(Ledger.read(path))

@@ -1,0 +1,203 @@
+"""One process, one role: settings, connection, signals, drain, exit code.
+
+Exit codes: 0 the run has ended, or a drain was asked for; 1 failed, a restart may help; 2 failed for good: the settings
+or the files are at fault, and a restart would fail the same way.
+"""
+
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import anyio
+import msgspec
+import structlog
+from msgspec import Struct
+
+from stream.errors import (
+    DataError,
+    FencedError,
+    PenstockError,
+    ReferenceNotFoundError,
+    RunFailedError,
+    RunMismatchError,
+    SettingsError,
+)
+from stream.link import Link, connect
+from stream.stage import Terms
+from workers import logs
+from workers.settings import Settings, load
+
+log = structlog.get_logger()
+
+RESTART_MAY_HELP, FAILED_FOR_GOOD = 1, 2
+_FOR_GOOD = (SettingsError, ReferenceNotFoundError, RunMismatchError, DataError, FencedError, RunFailedError)
+
+
+class Role(Struct, kw_only=True, eq=False):
+    """What every role is handed."""
+
+    settings: Settings
+    link: Link
+    consumer: str
+    """This process's name in the streams; never used again by another one."""
+    stopping: anyio.Event
+    """Set when the process is asked to stop: claim nothing more, finish or give back what is held."""
+
+    @property
+    def terms(self) -> Terms:
+        """Lease time and retry budgets."""
+        d = self.settings.delivery
+        return Terms(
+            lease_s=d.lease_s,
+            infra_attempts=d.infra_attempts,
+            data_attempts=d.data_attempts,
+            backoff_s=d.backoff_s,
+        )
+
+
+Main = Callable[[Role], Awaitable[None]]
+
+
+def launch(role: str, file: Path, overrides: tuple[str, ...], redis: str, engines: tuple[str, ...]) -> int:
+    """Run one role until its work is done. Returns the exit code."""
+    logs.configure(role)
+
+    async def main() -> None:
+        settings = load(file, overrides)
+        if engines:
+            settings = msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, urls=engines))
+        url = redis or settings.run.redis
+        if not url:
+            raise SettingsError(f"{file}: run.redis is empty and no --redis was given: `penstock {role}` needs a server")
+        await _with_link(role, settings, url, _main_of(role))
+
+    return _run(main)
+
+
+def launch_engine(target: Path, host: str, port: int, overrides: tuple[str, ...]) -> int:
+    """Serve the model of a settings file, or of a model folder, with the local engine. Returns the exit code."""
+    logs.configure("serve")
+
+    async def main() -> None:
+        from workers.engine.server import serve
+        from workers.settings import Engine
+
+        if target.is_dir():
+            model, dtype, engine = target, "float32", Engine()
+        else:
+            settings = load(target, overrides)
+            model, dtype, engine = Path(settings.model.path), settings.model.dtype, settings.engine
+        stopping = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_watch_signals, stopping, 0.0, tasks.cancel_scope)
+            await serve(
+                model,
+                host=host,
+                port=port,
+                max_batch=engine.max_batch,
+                max_length=engine.max_length,
+                threads=engine.threads,
+                dtype=dtype,
+                ready=lambda url: print(f"listening on {url}", flush=True),  # noqa: T201  (the supervisor reads it)
+            )
+            tasks.cancel_scope.cancel()
+
+    return _run(main)
+
+
+def run_loop(main: Callable[[], Awaitable[int]]) -> int:
+    """Run a coroutine function on uvloop where it is installed."""
+    return anyio.run(main, backend_options={"use_uvloop": _has_uvloop()})
+
+
+def _run(main: Callable[[], Awaitable[None]]) -> int:
+    """Run to the end, and turn what ended it into an exit code and one clear line."""
+
+    async def to_the_end() -> int:
+        await main()
+        return 0
+
+    try:
+        return run_loop(to_the_end)
+    except BaseExceptionGroup as group:
+        error = _first(group)
+        if error is None:
+            raise
+        return _explain(error)
+    except PenstockError as error:
+        return _explain(error)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> PenstockError | None:
+    """The error of ours that ended a task group, if that is what did."""
+    for error in group.exceptions:
+        found = _first(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(found, PenstockError):
+            return found
+    return None
+
+
+def _explain(error: PenstockError) -> int:
+    log.error("role.failed", kind=type(error).__name__, error=str(error))
+    print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201  (the supervisor quotes this line)
+    return FAILED_FOR_GOOD if isinstance(error, _FOR_GOOD) else RESTART_MAY_HELP
+
+
+async def _with_link(name: str, settings: Settings, url: str, main: Main) -> None:
+    consumer = f"{name}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    delivery = settings.delivery
+    async with connect(url, settings.run.name, reconnect_s=delivery.reconnect_s) as link:
+        stopping = anyio.Event()
+        role = Role(settings=settings, link=link, consumer=consumer, stopping=stopping)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_watch_signals, stopping, delivery.grace_s, tasks.cancel_scope)
+            log.info("role.started", consumer=consumer)
+            await main(role)
+            log.info("role.ended", drained=stopping.is_set())
+            tasks.cancel_scope.cancel()
+
+
+async def _watch_signals(stopping: anyio.Event, grace_s: float, scope: anyio.CancelScope) -> None:
+    """The first signal asks for a drain; the grace time, or a second signal, ends it."""
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async for received in signals:
+            if not stopping.is_set():
+                log.info("drain.begun", signal=received.name, grace_s=grace_s)
+                stopping.set()
+                with anyio.move_on_after(grace_s):
+                    async for _again in signals:
+                        break
+            scope.cancel()
+            return
+
+
+def _main_of(role: str) -> Main:
+    """The role's coroutine; imported here, so that a role loads only what it needs."""
+    match role:
+        case "feed":
+            from workers.feed.worker import feed
+
+            return feed
+        case "rollout":
+            from workers.rollout.worker import rollout
+
+            return rollout
+        case "score":
+            from workers.score.worker import score
+
+            return score
+        case "train":
+            from workers.train.worker import train
+
+            return train
+    raise SettingsError(f"no role is called {role!r}; there are feed, rollout, score, train and serve")
+
+
+def _has_uvloop() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("uvloop") is not None

@@ -1,0 +1,98 @@
+"""The loop that rollout workers and scorers share: claim entries of one stage, work on many at once, end each lease.
+
+What can happen to an entry, and what the pump does about it:
+
+==============================  ==========================================================================
+the work settles it             nothing more to do
+its bytes are no record         dead letter at once; a newer schema is given back for those who can read it
+the record itself is at fault   given back, a few times (`DataError`)
+no engine answers               given back for nobody's fault, after a back-off
+anything else raises            given back as a failure of the infrastructure, within its budget
+the lease is lost               the work is cancelled, its result thrown away
+the worker is asked to stop     no new claims; what is not done within the grace time is given back
+==============================  ==========================================================================
+"""
+
+from collections.abc import Awaitable, Callable
+
+import anyio
+import structlog
+
+from stream.errors import DataError, EngineUnavailableError, LeaseLostError, NewerSchemaError, RecordError
+from stream.stage import Claim, Kind, Lease, Stage
+from workers.room import Room
+
+log = structlog.get_logger()
+
+Work = Callable[[Lease, int], Awaitable[None]]
+"""Works on a lease, at a published policy version, and settles it."""
+
+
+async def pump(stage: Stage, work: Work, *, at_once: int, stopping: anyio.Event) -> None:
+    """Work until the run has ended, or `stopping` is set."""
+    room = Room(at_once)
+    async with anyio.create_task_group() as background:
+        background.start_soon(stage.keep)
+        async with anyio.create_task_group() as jobs:
+            async with anyio.create_task_group() as claiming:
+                claiming.start_soon(_cancel_when, stopping, claiming.cancel_scope)
+                while True:
+                    claim = await _claim(stage, await room.wait())
+                    for lease in claim.leases:
+                        room.take()
+                        jobs.start_soon(_job, stage, lease, claim.version, work, room)
+                    if claim.finished:
+                        log.info("run.finished", stage=stage.name, why=claim.finished)
+                        break
+                    if not claim.leases:
+                        await stage.wait(claim)
+                claiming.cancel_scope.cancel()
+        background.cancel_scope.cancel()
+
+
+async def _claim(stage: Stage, count: int) -> Claim:
+    """A claim that is not torn in two by being asked to stop: entries claimed unknowingly would wait for their lease."""
+    with anyio.CancelScope(shield=True):
+        return await stage.claim(count)
+
+
+async def _cancel_when(event: anyio.Event, scope: anyio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
+
+
+async def _job(stage: Stage, lease: Lease, version: int, work: Work, room: Room) -> None:
+    try:
+        with anyio.CancelScope() as lease.scope:
+            await work(lease, version)
+    except NewerSchemaError as error:
+        await _release(stage, lease, "none", str(error))
+    except RecordError as error:
+        await _quietly(stage.bury(lease, "unreadable", str(error)))
+    except DataError as error:
+        await _release(stage, lease, "data", str(error))
+    except EngineUnavailableError as error:
+        await _release(stage, lease, "none", str(error))
+    except LeaseLostError as error:
+        log.warning("result.discarded", stage=stage.name, why=str(error))
+    except anyio.get_cancelled_exc_class():
+        with anyio.CancelScope(shield=True):
+            await _release(stage, lease, "none", "")
+        raise
+    except Exception as error:  # noqa: BLE001  (one entry's trouble must not end the worker; it is counted and shown)
+        log.warning("work.failed", stage=stage.name, prompt=lease.prompt_id, error=repr(error), exc_info=True)
+        await _release(stage, lease, "infra", f"{type(error).__name__}: {error}")
+    finally:
+        room.give()
+
+
+async def _release(stage: Stage, lease: Lease, kind: Kind, error: str) -> None:
+    await _quietly(stage.release(lease, kind, error))
+
+
+async def _quietly(ending: Awaitable[object]) -> None:
+    """End a lease that may be lost already, which then needs no ending."""
+    try:
+        await ending
+    except LeaseLostError as error:
+        log.warning("lease.lost", why=str(error))

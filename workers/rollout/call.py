@@ -1,0 +1,111 @@
+"""Calling code that is not ours: on no event loop of ours if it is synchronous, and never for longer than allowed.
+
+What comes of a call is a value, so that nothing which an environment raises, `SystemExit` included, ends a worker.
+"""
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import anyio
+from anyio import CancelScope, CapacityLimiter, to_thread
+
+_MAX_TEXT = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """It returned."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """It raised."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class Overran:
+    """It was still running when its time was over. A thread cannot be stopped: it may be running even now."""
+
+    seconds: float
+
+
+Outcome = Returned | Raised | Overran
+
+
+class Caller:
+    """Calls functions with deadlines; at most so many of the synchronous ones at once.
+
+    Args:
+        limiter: bounds the threads. Waiting for one is our load, and is not taken from a function's time.
+    """
+
+    def __init__(self, limiter: CapacityLimiter) -> None:
+        self._limiter = limiter
+        self._passed = CapacityLimiter(math.inf)  # for anyio, which would else count each call a second time
+
+    async def call(self, function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float) -> Outcome:
+        """Call a function, or await a coroutine function."""
+        if inspect.iscoroutinefunction(function):
+            return await self._within(timeout_s, lambda scope: _wait_for(partial(function, **arguments), scope))
+        async with self._limiter:
+            return await self._within(timeout_s, lambda scope: self._in_thread(function, arguments, scope))
+
+    async def _within(self, timeout_s: float, start: Callable[[CancelScope], Awaitable[Outcome]]) -> Outcome:
+        with anyio.move_on_after(timeout_s) as scope:
+            outcome = await start(scope)
+            if not scope.cancel_called:  # code that turns being cancelled into an error of its own has overrun too
+                return outcome
+        return Overran(timeout_s)
+
+    async def _in_thread(self, function: Callable[..., Any], arguments: dict[str, Any], scope: CancelScope) -> Outcome:
+        outcome = await to_thread.run_sync(_call, function, arguments, abandon_on_cancel=True, limiter=self._passed)
+        if isinstance(outcome, Returned) and inspect.isawaitable(outcome.value):
+            return await _wait_for(lambda: outcome.value, scope)
+        return outcome
+
+
+async def _wait_for(start: Callable[[], Awaitable[Any]], scope: CancelScope) -> Outcome:
+    try:
+        return Returned(await start())
+    except anyio.get_cancelled_exc_class() as error:
+        if scope.cancel_called or anyio.get_current_task().has_pending_cancellation():
+            raise
+        return Raised(error)  # it was cancelled by its own doing, not by ours
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  (an environment's code: whatever it raises is an outcome)
+        return Raised(error)
+
+
+def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+    try:
+        return Returned(function(**arguments))
+    except BaseException as error:  # noqa: BLE001  (an environment's code: whatever it raises is an outcome)
+        return Raised(error)
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one text: its type and what it says, never longer than a page."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  (its __str__ is not ours either)
+        text = "(its message cannot be read)"
+    name = type(error).__name__
+    return clean(f"{name}: {text}" if text else name)[:_MAX_TEXT]
+
+
+def clean(text: str) -> str:
+    """The text without halves of surrogate pairs, which neither a tokenizer nor a record can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
+    return text

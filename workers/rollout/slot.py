@@ -1,0 +1,299 @@
+"""Slots: one environment instance each, reused from episode to episode, every call into it bounded in time.
+
+Outcomes are values. A tool's answer or its error is text for the model; where nobody knows what the policy would have
+done there is a `Failure`. After a failure, a deadline or a cancelled call the instance is not trusted again: it is
+closed in the background, and the slot makes a new one at its next reset.
+"""
+
+import inspect
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import msgspec
+import structlog
+
+from envs.factory import Factory
+from envs.rewards import environment_reward
+from envs.snapshot import freeze
+from envs.tools import ToolArgumentError, bind
+from stream.errors import DataError, EnvironmentFailure
+from stream.records import Failure, Part
+from stream.validity import RolloutReason, Unmeasured
+from workers.rollout.call import Caller, Outcome, Overran, Raised, Returned, clean, describe
+from workers.rollout.tool_format import ToolCall
+
+log = structlog.get_logger()
+
+Observation = str | list[dict[str, Any]] | None
+"""What `reset` returned, to be appended to the prompt's last message."""
+
+_CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What the model reads."""
+
+    text: str
+    is_error: bool = False
+
+
+class Slot:
+    """One environment instance at a time.
+
+    Args:
+        name: the environment's name in the settings.
+        factory: makes instances.
+        caller: runs their code.
+    """
+
+    def __init__(self, name: str, factory: Factory, caller: Caller) -> None:
+        self.name = name
+        self.spoiled = False
+        self._factory = factory
+        self._caller = caller
+        self._environment: Any = None
+        self._tools = frozenset(tool.name for tool in factory.tools)
+        self._one_thread = anyio.Lock(fast_acquire=True)
+
+    @property
+    def has_tools(self) -> bool:
+        """The model can call something."""
+        return bool(self._tools)
+
+    @property
+    def has_reward(self) -> bool:
+        """The environment measures a reward itself."""
+        return bool(self._factory.has_reward)
+
+    async def reset(self, fields: dict[str, Any], seed: int, index: int, timeout_s: float) -> Observation | Failure:
+        """Begin an episode, with a new instance where there is none to reuse.
+
+        Making an instance and resetting it may each take `timeout_s`.
+        """
+        if self._environment is None:
+            made = await self._call(self._factory.make, {}, timeout_s)
+            if not isinstance(made, Returned):
+                return self._failed(RolloutReason.ENV_RESET, "making it", made)
+            self._environment = made.value
+        arguments = self._factory.reset_arguments(self._environment, fields, seed, index)
+        outcome = await self._call(self._environment.reset, arguments, timeout_s)
+        if not isinstance(outcome, Returned):
+            return self._failed(RolloutReason.ENV_RESET, "reset", outcome)
+        return self._observation(outcome.value)
+
+    async def call_tool(self, call: ToolCall, timeout_s: float) -> ToolResult | Failure:
+        """Call a tool: its answer, or for the model to read what went wrong.
+
+        Tools of one turn may run at the same time if they are async; synchronous ones take turns, in order, since no
+        class was promised that two threads would be in it at once.
+        """
+        if call.name not in self._tools:
+            known = ", ".join(sorted(self._tools))
+            return ToolResult(clean(f"Error: there is no tool {call.name!r}; the tools are: {known}"), is_error=True)
+        method = getattr(self._environment, call.name)
+        try:
+            arguments = bind(method, call.arguments)
+        except ToolArgumentError as error:
+            return ToolResult(clean(f"Error: {error}"), is_error=True)
+        if inspect.iscoroutinefunction(method):
+            outcome = await self._call(_awaited_text(method), arguments, timeout_s)
+        else:
+            async with self._one_thread:
+                outcome = await self._call(_text(method), arguments, timeout_s)
+        match outcome:
+            case Returned(text):
+                return ToolResult(text)
+            case Raised(error) if _is_environment_failure(error):
+                return self._failed(RolloutReason.ENV_STEP, call.name, outcome)
+            case Raised(error):
+                return ToolResult(f"Error: {describe(error)}", is_error=True)
+            case Overran(seconds):
+                return ToolResult(f"Error: {call.name} did not answer within {seconds:g} s", is_error=True)
+
+    async def reward(self, timeout_s: float) -> list[Part]:
+        """What `get_reward` measured, or did not."""
+        parts = await self._watched(environment_reward(self._environment, timeout_s))
+        self.spoiled |= any(isinstance(part.reward, Unmeasured) for part in parts)
+        return parts
+
+    async def freeze(self, max_bytes: int, timeout_s: float) -> bytes | Failure:
+        """The instance's attributes as bytes, before anybody can reset it."""
+        outcome = await self._call(freeze, {"env": self._environment, "max_bytes": max_bytes}, timeout_s)
+        if isinstance(outcome, Returned):
+            return bytes(outcome.value)
+        reason = RolloutReason.ENV_TIMEOUT if isinstance(outcome, Overran) else RolloutReason.ENV_STEP
+        return self._failed(reason, "taking its snapshot", outcome)
+
+    async def close(self) -> None:
+        """Call the instance's `close`, if it has one, for a limited time; what goes wrong is logged."""
+        environment, self._environment = self._environment, None
+        self.spoiled = False
+        close = getattr(environment, "close", None)
+        if not callable(close):
+            return
+        outcome = await self._caller.call(close, {}, _CLOSE_TIMEOUT_S)
+        if not isinstance(outcome, Returned):
+            log.warning("environment.close_failed", environment=self.name, why=_why(outcome))
+
+    async def _call(self, function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float) -> Outcome:
+        outcome = await self._watched(self._caller.call(function, arguments, timeout_s))
+        self.spoiled |= isinstance(outcome, Overran)
+        return outcome
+
+    async def _watched(self, call: Any) -> Any:
+        """Await; if that is cut short, the instance may still be busy with it."""
+        try:
+            return await call
+        except BaseException:
+            self.spoiled = True
+            raise
+
+    def _failed(self, reason: RolloutReason, what: str, outcome: Outcome) -> Failure:
+        self.spoiled = True
+        return Failure(reason=reason, detail=f"{self.name}: {what}: {_why(outcome)}")
+
+    def _observation(self, value: Any) -> Observation | Failure:
+        if value is None:
+            return None
+        if isinstance(value, str):
+            return clean(value)
+        if isinstance(value, list) and all(isinstance(part, dict) for part in value):
+            try:
+                msgspec.msgpack.encode(value)
+            except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                wrong = Raised(error)
+            else:
+                return value
+        else:
+            wrong = Raised(TypeError(f"None, a string or a list of content parts expected, not {type(value).__name__}"))
+        return self._failed(RolloutReason.ENV_RESET, "what reset returned", wrong)
+
+
+class SlotPool:
+    """Slots by environment, made when needed, never more than `size` of one environment. Enter it before use.
+
+    Args:
+        factories: by the environment's name.
+        size: slots of each environment.
+        limiter: bounds the threads that environments run in; `size` of them unless given.
+    """
+
+    def __init__(
+        self, factories: Mapping[str, Factory], *, size: int, limiter: anyio.CapacityLimiter | None = None
+    ) -> None:
+        self._factories = factories
+        self._caller = Caller(limiter or anyio.CapacityLimiter(size))
+        self._room = {name: anyio.Semaphore(size, fast_acquire=True) for name in factories}
+        self._idle: dict[str, list[Slot]] = {name: [] for name in factories}
+        self._stack = AsyncExitStack()
+        self._closing: anyio.abc.TaskGroup | None = None
+
+    async def __aenter__(self) -> Self:
+        self._closing = await self._stack.enter_async_context(anyio.create_task_group())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        for name, slots in self._idle.items():
+            while slots:
+                self._retire(slots.pop())
+            log.debug("slots.closed", environment=name)
+        return await self._stack.__aexit__(kind, error, traceback)
+
+    @asynccontextmanager
+    async def slot(self, name: str | None) -> AsyncIterator[Slot | None]:
+        """Have a slot of that environment to yourself; None for data without an environment.
+
+        Raises:
+            DataError: no environment bears this name.
+        """
+        if name is None:
+            yield None
+            return
+        slot = await self.acquire(name)
+        try:
+            yield slot
+        finally:
+            self.release(slot)
+
+    async def acquire(self, name: str) -> Slot:
+        """Wait for a slot of that environment."""
+        if name not in self._factories:
+            raise DataError(f"no environment is called {name!r}; there are: {', '.join(self._factories) or 'none'}")
+        await self._room[name].acquire()
+        return self._idle[name].pop() if self._idle[name] else Slot(name, self._factories[name], self._caller)
+
+    def release(self, slot: Slot) -> None:
+        """Give a slot back. A spoiled one loses its instance; nobody waits for that."""
+        if slot.spoiled:
+            self._retire(slot)
+        else:
+            self._idle[slot.name].append(slot)
+        self._room[slot.name].release()
+
+    def _retire(self, slot: Slot) -> None:
+        if self._closing is None:
+            raise RuntimeError("the pool is not entered")
+        self._closing.start_soon(_close, slot)
+
+
+async def _close(slot: Slot) -> None:
+    with anyio.CancelScope(shield=True):  # bounded by close's own deadline
+        await slot.close()
+
+
+def to_text(value: Any) -> str:
+    """A tool's result as the model reads it: strings as they are, else JSON, else `str`."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON would say null
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return clean(str(value))
+
+
+def _text(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method with its result as text, converted in the same thread; an awaitable is awaited elsewhere first."""
+
+    def call(**arguments: Any) -> Any:
+        value = method(**arguments)
+        return _text_of(value) if inspect.isawaitable(value) else to_text(value)
+
+    return call
+
+
+def _awaited_text(method: Callable[..., Any]) -> Callable[..., Any]:
+    async def call(**arguments: Any) -> str:
+        return to_text(await method(**arguments))
+
+    return call
+
+
+async def _text_of(value: Any) -> str:
+    return to_text(await value)
+
+
+def _is_environment_failure(error: BaseException) -> bool:
+    """An `EnvironmentFailure`, also one inside the group that a task group raises."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.subgroup(EnvironmentFailure) is not None
+    return isinstance(error, EnvironmentFailure)
+
+
+def _why(outcome: Outcome) -> str:
+    match outcome:
+        case Raised(error):
+            return describe(error)
+        case Overran(seconds):
+            return f"it did not return within {seconds:g} s"
+        case Returned():
+            return "it returned"

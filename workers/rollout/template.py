@@ -1,0 +1,110 @@
+"""A model's chat template, read from its folder and rendered to text, without torch and without a model.
+
+What `transformers` does in `AutoTokenizer.apply_chat_template` up to the point where text becomes tokens: the same
+template, the same special tokens as variables, the same sandbox.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stream.errors import DataError, PenstockError
+from stream.records import Message
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Template:
+    """A chat template with its variables, bound to one model folder.
+
+    Args:
+        source: the Jinja text.
+        variables: what the template may refer to besides messages and tools; special tokens, `enable_thinking`.
+        folder: where it came from, for messages.
+    """
+
+    def __init__(self, source: str, variables: dict[str, Any], folder: Path) -> None:
+        self.source = source
+        self.variables = variables
+        self.folder = folder
+
+    @classmethod
+    def load(cls, folder: Path, template_args: dict[str, Any], *, with_tools: bool) -> "Template":
+        """Read `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`.
+
+        Raises:
+            PenstockError: the folder holds no template, or files that are no JSON.
+        """
+        config = read_json(folder / "tokenizer_config.json")
+        legacy = read_json(folder / "special_tokens_map.json")
+        tokens = {name: _token_text(config.get(name) or legacy.get(name)) for name in _SPECIAL_TOKENS}
+        special = {name: text for name, text in tokens.items() if text is not None}
+        return cls(_source(folder, config, with_tools=with_tools), {**special, **template_args}, folder)
+
+    def render(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool
+    ) -> str:
+        """The conversation as text.
+
+        Raises:
+            DataError: the template refuses these messages, in its own words.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered, _ = render_jinja_template(
+                [list(messages)],
+                tools=tools,
+                chat_template=self.source,
+                add_generation_prompt=add_generation_prompt,
+                **self.variables,
+            )
+        except Exception as error:  # noqa: BLE001  (a template is the model author's code, and fails in any way it likes)
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise DataError(
+                f"the chat template of {self.folder} refuses messages of the roles {roles}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return str(rendered[0])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; empty where there is no such file.
+
+    Raises:
+        PenstockError: the file is there, but is no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, OSError) as error:
+        raise PenstockError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise PenstockError(f"{path}: holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def _source(folder: Path, config: dict[str, Any], *, with_tools: bool) -> str:
+    """The template's text. A folder may hold several by name, `tool_use` beside `default`."""
+    beside = folder / "chat_template.jinja"
+    if beside.is_file():
+        return beside.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry["name"]: entry["template"] for entry in source}
+        source = named.get("tool_use" if with_tools else "default") or named.get("default")
+    if not isinstance(source, str):
+        raise PenstockError(
+            f"{folder}: no chat template, neither chat_template.jinja nor 'chat_template' in tokenizer_config.json; "
+            "take the instruction-tuned model, or put a chat_template.jinja into the folder"
+        )
+    return source
+
+
+def _token_text(token: object) -> str | None:
+    """A special token as text; older files write an object with its `content`."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

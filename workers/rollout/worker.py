@@ -1,0 +1,98 @@
+"""A rollout worker: prompts in, groups of completions out, many groups at once."""
+
+import time
+from pathlib import Path
+
+import anyio
+import structlog
+
+from envs.factory import Factory
+from envs.rewards import RewardFunction
+from stream.codec import decode
+from stream.errors import SettingsError
+from stream.records import Prompt
+from stream.stage import Lease, Stage
+from workers.process import Role
+from workers.pump import pump
+from workers.rollout.chat import Chat
+from workers.rollout.engine import EngineClient
+from workers.rollout.group import roll_out
+from workers.rollout.slot import SlotPool
+from workers.rollout.tool_format import TOOL_FORMATS
+
+log = structlog.get_logger()
+
+
+async def rollout(role: Role) -> None:
+    """Roll out prompts until the run has ended."""
+    settings = role.settings
+    if not settings.engine.urls:
+        raise SettingsError("engine.urls is empty and no --engine was given: a rollout worker needs an engine")
+    factories = {name: await anyio.to_thread.run_sync(Factory.load, ref) for name, ref in settings.environments.items()}
+    rewards = [RewardFunction.load(r.ref, r.weight, r.where) for r in settings.rewards if r.where == "rollout"]
+    _check_rewards(settings.rewards, factories)
+    chats = await anyio.to_thread.run_sync(_load_chats, role, factories)
+    at_once = settings.rollout.groups_in_flight
+    pool = SlotPool(factories, size=at_once * settings.rollout.group_size)
+    stage = Stage(role.link, "prompts", role.consumer, role.terms, settings.capacity)
+
+    async with (
+        EngineClient(
+            settings.engine.urls,
+            request_timeout_s=settings.engine.request_timeout_s,
+            attempts=settings.engine.attempts,
+            reconnect_s=settings.delivery.reconnect_s,
+        ) as engine,
+        pool,
+    ):
+        await engine.probe()
+
+        async def work(lease: Lease, version: int) -> None:
+            claimed_at = time.time()
+            prompt = await anyio.to_thread.run_sync(decode, lease.payload, Prompt) if len(
+                lease.payload
+            ) > 1_000_000 else decode(lease.payload, Prompt)
+            group = await roll_out(
+                prompt,
+                chat=chats[prompt.environment if prompt.environment in chats else None],
+                sampler=engine,
+                pool=pool,
+                limits=settings.rollout,
+                tool_format=TOOL_FORMATS[settings.model.tool_format],
+                rewards=rewards,
+                factories=factories,
+                at_least=max(0, version),
+            )
+            group.attempt = lease.infra_failures + lease.data_failures
+            group.worker = role.consumer
+            group.claimed_at = claimed_at
+            group.rolled_out_at = time.time()
+            await stage.settle(lease, "groups", group)
+
+        await pump(stage, work, at_once=at_once, stopping=role.stopping)
+
+
+def _load_chats(role: Role, factories: dict[str, Factory]) -> dict[str | None, Chat]:
+    """A chat for each environment, since its tools stand in the prompt; None for data without one."""
+    settings = role.settings
+    path, arguments = Path(settings.model.path), settings.data.template_args
+    chats: dict[str | None, Chat] = {}
+    for name, factory in factories.items():
+        schemas = [tool.schema for tool in factory.tools] if settings.data.tool_schemas else None
+        chats[name] = Chat.load(path, arguments, schemas or None)
+    if not factories:
+        chats[None] = Chat.load(path, arguments, None)
+    for chat in chats.values():
+        chat.check_template()
+    return chats
+
+
+def _check_rewards(rewards: tuple[object, ...], factories: dict[str, Factory]) -> None:
+    if rewards:
+        return
+    silent = [name for name, factory in factories.items() if not factory.has_reward]
+    if silent:
+        raise SettingsError(
+            f"environment {silent[0]!r} has no get_reward and there are no [[rewards]]: nothing would measure a reward; "
+            "add a reward function"
+        )

@@ -1,0 +1,139 @@
+"""One process of a role: started tethered to us, its output in its log, stopped with all that it started."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import structlog
+from anyio.abc import Process
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from stream import tether
+from stream.errors import RunFailedError
+from workers.run.roles import RoleSpec
+
+log = structlog.get_logger()
+
+ANNOUNCE_S = 120.0
+"""An engine that has not said where it listens by then never will."""
+_LONGEST_LINE = 64 * 1024
+_TAIL_BYTES = 64 * 1024
+
+
+class Child:
+    """A process that can be started again and again; one life at a time.
+
+    Args:
+        spec: its name and command line.
+        logs: folder of its log.
+    """
+
+    def __init__(self, spec: RoleSpec, logs: Path) -> None:
+        self.spec = spec
+        self.log = logs / f"{spec.name}.log"
+        self.left = anyio.Event()
+        """Set by whoever keeps it, once it will not be started again."""
+        self._process: Process | None = None
+        self._asked_to_stop = False
+        self._log_start = 0
+
+    async def run(self, announced: Callable[[str], None] | None = None) -> int:
+        """Start the process, and wait for its end.
+
+        Args:
+            announced: called with the URL that the process says it listens on; None: it listens on nothing.
+
+        Returns:
+            Its exit code, negative for a signal.
+
+        Raises:
+            RunFailedError: it cannot be started, or did not say in time where it listens.
+        """
+        async with await anyio.open_file(self.log, "ab") as file:
+            self._log_start = await file.tell()
+            self._process = process = await self._start(file.wrapped.fileno(), announced is not None)
+        try:
+            if self._asked_to_stop:  # while it was being started
+                self.terminate()
+            if announced is not None:
+                await self._follow(process, announced)
+            return await process.wait()
+        finally:
+            self._kill_group(process)
+            with anyio.CancelScope(shield=True):
+                await process.aclose()
+
+    def terminate(self) -> None:
+        """Ask it to stop."""
+        self._asked_to_stop = True
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """Kill it, and whatever it has started."""
+        self._asked_to_stop = True
+        if self._process is not None and self._process.returncode is None:
+            self._kill_group(self._process)
+
+    def last_words(self) -> str:
+        """The last error that it wrote, else its last line; reads the log."""
+        with self.log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, size - _TAIL_BYTES))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return (errors or lines or ["it said nothing"])[-1]
+
+    async def _start(self, output: int, announces: bool) -> Process:
+        # A session of its own: Ctrl-C in the terminal reaches us alone, and we say who stops when.
+        try:
+            return await anyio.open_process(
+                (sys.executable, "-I", "-S", str(tether.__file__), *self.spec.command),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if announces else output,
+                stderr=output,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RunFailedError(f"{self.spec.name} cannot be started: {error}") from error
+
+    async def _follow(self, process: Process, announced: Callable[[str], None]) -> None:
+        """Find the announcement in the output, and copy all of it to the log."""
+        assert process.stdout is not None
+        stream = BufferedByteReceiveStream(process.stdout)
+        async with await anyio.open_file(self.log, "ab", buffering=0) as file:
+            try:
+                with anyio.fail_after(ANNOUNCE_S):
+                    url = None
+                    while url is None:
+                        line = await stream.receive_until(b"\n", _LONGEST_LINE)
+                        await file.write(line + b"\n")
+                        url = re.search(rb"listening on (\S+)", line)
+                    announced(url[1].decode())
+                async for chunk in stream:
+                    await file.write(chunk)
+            except TimeoutError:
+                raise RunFailedError(f"{self.spec.name} did not say within {ANNOUNCE_S:g} s where it listens") from None
+            except anyio.DelimiterNotFound as error:
+                raise RunFailedError(f"{self.spec.name} writes something else than where it listens") from error
+            except (anyio.EndOfStream, anyio.IncompleteRead):
+                return
+
+    @staticmethod
+    def _kill_group(process: Process) -> None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # its session's first process leads its group
+        except (ProcessLookupError, PermissionError):  # nobody is left in it (macOS says it the second way)
+            return
+
+
+def describe(code: int) -> str:
+    """An exit code in words."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"exited with code {code}"

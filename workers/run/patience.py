@@ -1,0 +1,93 @@
+"""When to give up: how often a role may die, and how long a run may stand still."""
+
+import random
+import time
+from collections import deque
+
+from stream.view import RunView
+from workers.settings import Delivery
+
+WINDOW_S = 600.0
+CRASH_LOOP = 3
+"""So many quick ends in a row, by its own doing, and a role is not started again."""
+QUICK_S = 10.0
+
+
+class Restarts:
+    """How often one process was restarted, and whether it may be once more.
+
+    Args:
+        delivery: the budget, and the first back-off.
+    """
+
+    def __init__(self, delivery: Delivery) -> None:
+        self.total = 0
+        self._limit = delivery.restarts
+        self._backoff_s = delivery.backoff_s
+        self._recent: deque[float] = deque()
+        self._quick = 0
+
+    def after(self, code: int, lived_s: float, now: float | None = None) -> float | str:
+        """Judge an unexpected end.
+
+        Args:
+            code: the exit code, negative for a signal.
+            lived_s: how long the process had run.
+            now: monotonic time in seconds.
+
+        Returns:
+            Seconds to wait before the next start, or why there will be none.
+        """
+        now = time.monotonic() if now is None else now
+        # A killed process says nothing about whether it works; one that ends by itself, at once and again, does.
+        self._quick = self._quick + 1 if code >= 0 and lived_s < QUICK_S else 0
+        if self._quick >= CRASH_LOOP:
+            return f"it ended within {QUICK_S:g} s of its start {self._quick} times in a row"
+        while self._recent and now - self._recent[0] > WINDOW_S:
+            self._recent.popleft()
+        if len(self._recent) >= self._limit:
+            return f"it was restarted {len(self._recent)} times within {WINDOW_S / 60:g} minutes (delivery.restarts)"
+        self._recent.append(now)
+        self.total += 1
+        return float(random.uniform(0.5, 1.0) * self._backoff_s * min(2.0 ** (len(self._recent) - 1), 60.0))
+
+
+class StallAlarm:
+    """Nothing trained or dropped for so long, while there is work.
+
+    Args:
+        after_s: for how long.
+        now: monotonic time in seconds.
+    """
+
+    def __init__(self, after_s: float, now: float | None = None) -> None:
+        self._after_s = after_s
+        self._since = time.monotonic() if now is None else now
+        self._ended = -1
+
+    def see(self, view: RunView, now: float | None = None) -> str:
+        """Look at the run; returns the alarm, empty while there is none."""
+        now = time.monotonic() if now is None else now
+        balance = view.balance
+        ended = balance["trained"] + balance["dropped"] + balance["dead"]
+        working = view.open > 0 or view.feed.get("done") != "1"
+        if ended != self._ended or not working:
+            self._ended, self._since = ended, now
+        if now - self._since < self._after_s:
+            return ""
+        return (
+            f"nothing was trained or dropped for {self._after_s:g} s (guard.stall_s), while {view.open} prompts have no "
+            f"end: {'; '.join(_holding(view))}"
+        )
+
+
+def _holding(view: RunView) -> list[str]:
+    """What each stage holds, and who has it."""
+    told = []
+    for name, stage in view.stages.items():
+        who = ", ".join(f"{consumer} {count}" for consumer, count in sorted(stage.consumers.items()) if count)
+        held = f"{stage.claimed} held by {who}" if who else f"{stage.claimed} held"
+        told.append(f"{name} has {stage.lag} waiting, {held}, {stage.delayed} given back")
+    if view.feed.get("done") != "1":
+        told.append("feed has not fed everything yet")
+    return told

@@ -1,0 +1,45 @@
+"""The command lines of the roles that make up a run on one machine."""
+
+import sys
+from pathlib import Path
+
+from msgspec import Struct
+
+from workers.settings import Settings
+
+ENGINE = "engine"
+
+
+class RoleSpec(Struct, frozen=True, kw_only=True):
+    """One process to keep running."""
+
+    role: str
+    """`feed`, `rollout`, `score`, `train`, or `engine`."""
+    index: int = 0
+    command: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What people call it: `rollout-0`."""
+        return f"{self.role}-{self.index}"
+
+
+def commands(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
+    """Every role but the engine, with the settings file and the addresses that it needs."""
+    wanted = {"feed": 1, "rollout": settings.rollout.workers, "score": settings.score.workers, "train": 1}
+    addresses = ("--redis", redis, *(part for url in engines for part in ("--engine", url)))
+    return [
+        RoleSpec(role=role, index=index, command=(*_penstock(), role, str(file), *addresses))
+        for role, count in wanted.items()
+        for index in range(count)
+    ]
+
+
+def engine_command(settings: Settings, file: Path, port: int) -> RoleSpec:  # noqa: ARG001  (tests' engines look at them)
+    """The local engine; port 0 lets the system choose one. Its first line says `listening on URL`."""
+    return RoleSpec(role=ENGINE, command=(*_penstock(), "serve", str(file), "--port", str(port)))
+
+
+def _penstock() -> tuple[str, ...]:
+    # -P: whatever lies in the working directory, our own packages are the ones that run.
+    return (sys.executable, "-P", "-m", "workers")

@@ -1,0 +1,1 @@
+"""The scoring stage: calls reward functions on thawed snapshots, merges the parts of each reward."""

@@ -1,0 +1,56 @@
+"""Folders that are there whole, or not at all: written beside their place, forced to disk, then renamed."""
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes `target` when the block ends well, and vanishes when it does not.
+
+    On return every file of it, and its name, are on the disk.
+
+    Raises:
+        FileExistsError: there is something at `target` already.
+        OSError: the disk is full, or refuses; nothing is left behind.
+    """
+    if target.exists():
+        raise FileExistsError(f"{target} exists already; nothing was written")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
+    temporary.mkdir()
+    try:
+        yield temporary
+        for folder, _, names in os.walk(temporary):
+            for name in names:
+                _sync(Path(folder) / name)
+            _sync(Path(folder))
+        temporary.rename(target)
+        _sync(target.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def remove_leftovers(parent: Path) -> int:
+    """Remove what a killed process left half written in this folder.
+
+    Returns:
+        How many folders were removed.
+    """
+    leftovers = list(parent.glob(".*.tmp"))
+    for leftover in leftovers:
+        shutil.rmtree(leftover, ignore_errors=True)
+    return len(leftovers)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,97 @@
+"""The groups in the trainer's hand: claimed, judged worth training, waiting for a step to be full."""
+
+from collections import Counter
+
+import structlog
+from msgspec import Struct, field
+
+from stream.codec import decode
+from stream.errors import NewerSchemaError, RecordError
+from stream.ledger import Ledger
+from stream.records import Group
+from stream.stage import Lease
+from stream.validity import DropReason
+from workers.settings import Settings
+from workers.train.guard import Guard
+from workers.train.selection import assess
+
+log = structlog.get_logger()
+
+
+class Judgement(Struct, kw_only=True):
+    """What becomes of one entry. Without any of these it is in hand."""
+
+    group: Group | None = None
+    ending: str = ""
+    """`dropped:REASON`, or `again:END` where the ledger holds that end of the prompt already."""
+    states: Counter[str] = field(default_factory=Counter)
+    """Completions by state, where the group is dropped."""
+    unreadable: str = ""
+    unknown_schema: str = ""
+
+
+class Hand:
+    """Groups in hand, by prompt id.
+
+    Args:
+        settings: of the run.
+        ledger: what has ended already.
+    """
+
+    def __init__(self, settings: Settings, ledger: Ledger) -> None:
+        self.groups: dict[str, tuple[Lease, Group]] = {}
+        self._settings = settings
+        self._ledger = ledger
+        self._guard = Guard(settings.guard.max_invalid_fraction, settings.guard.window_groups)
+        self._duplicates: list[Lease] = []
+        self._dropped: Counter[DropReason] = Counter()
+
+    def consider(self, lease: Lease, version: int) -> Judgement:
+        """Take an entry into hand, or say what becomes of it.
+
+        Raises:
+            RunFailedError: too many completions are invalid for one reason (`Guard`).
+        """
+        try:
+            group = decode(lease.payload, Group)
+            reason, states = assess(group, self._settings, version)
+        except NewerSchemaError as error:
+            return Judgement(unknown_schema=str(error))
+        except RecordError as error:
+            return Judgement(unreadable=str(error))
+        prompt = group.prompt.id
+        if prompt in self._ledger.ends:
+            return Judgement(ending=f"again:{self._ledger.ends[prompt]}")
+        if prompt in self.groups:
+            log.warning("group.duplicate", prompt=prompt)
+            self._duplicates.append(lease)  # its twin is in no ledger yet, so it may not end before that one does
+            return Judgement()
+        self._guard.see(group)
+        if reason is not None:
+            self._dropped[reason] += 1
+            return Judgement(group=group, ending=f"dropped:{reason}", states=states)
+        self.groups[prompt] = (lease, group)
+        return Judgement()
+
+    def deal(self) -> tuple[list[Lease], list[Group]]:
+        """Empty the hand, in the order of prompt ids, so that a step does not depend on who was faster."""
+        dealt = [self.groups[prompt] for prompt in sorted(self.groups)]
+        self.groups.clear()
+        return [lease for lease, _ in dealt], [group for _, group in dealt]
+
+    def duplicates(self) -> list[Lease]:
+        """Hand out the twins of groups that have ended by now."""
+        found, self._duplicates = self._duplicates, []
+        return found
+
+    def dropped_counts(self) -> dict[DropReason, int]:
+        """Groups dropped since this was last asked, by reason."""
+        found, self._dropped = dict(self._dropped), Counter()
+        return found
+
+    def put_down(self) -> list[Lease]:
+        """Empty the hand without training; the leases are to be given back."""
+        leases = [lease for lease, _ in self.groups.values()] + self._duplicates
+        self.groups.clear()
+        self._duplicates = []
+        return leases

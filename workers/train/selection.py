@@ -1,0 +1,47 @@
+"""Masks and verdicts of a batch under a run's settings: the one place where the two meet."""
+
+# ruff: noqa: N806 (tensors are named after their axes)
+
+import torch
+
+from stream.records import Group
+from stream.validity import DropReason, TruncationReason
+from workers.settings import Settings
+from workers.train.batch import Batch, collate
+from workers.train.masks import Masks, derive, select_groups, too_old
+
+
+def derive_masks(batch: Batch, settings: Settings, version: int) -> Masks:
+    """The masks of a batch that is trained at this policy version.
+
+    Tokens older than `pacing.max_token_age`, and tokens whose engine log-prob is no finite number, are rejected.
+    """
+    old_RT = too_old(batch.sampled_RT, batch.versions_RT, version, settings.pacing.max_token_age)
+    return derive(
+        batch.facts,
+        batch.completion_ids_R,
+        batch.sampled_RT,
+        truncation={reason: settings.truncation_policy(reason) for reason in TruncationReason},
+        rejected_RT=old_RT | ~torch.isfinite(batch.behaviour_logprobs_RT),
+    )
+
+
+def verdicts(batch: Batch, masks: Masks, settings: Settings) -> list[DropReason | None]:
+    """For each group of the batch, why it is not worth training; None if it is."""
+    return select_groups(
+        batch.facts,
+        masks,
+        min_valid_rows=settings.min_valid_rows,
+        drop_zero_variance=settings.algorithm.drop_zero_variance,
+        singleton=settings.algorithm.singleton,
+    )
+
+
+def verdict(group: Group, settings: Settings, version: int) -> DropReason | None:
+    """Why this group is not worth training at this policy version; None if it is.
+
+    Raises:
+        RecordError: the group cannot be trained as it stands; see `workers.train.batch.collate`.
+    """
+    batch = collate([group])
+    return verdicts(batch, derive_masks(batch, settings, version), settings)[0]

@@ -1,0 +1,66 @@
+"""The published weights: on disk under their version number, on the engines, then known to everybody."""
+
+import shutil
+from pathlib import Path
+
+import anyio
+import structlog
+
+from stream.training import Tenure
+from workers.train.learner import Learner
+from workers.train.publisher import EnginePublisher
+
+log = structlog.get_logger()
+
+_KEPT = 3
+"""Versions kept on disk; an engine that restarts needs the last one, and may be reading the one before."""
+
+
+class Weights:
+    """The policy versions of a run.
+
+    Args:
+        folder: where they are written, one folder each.
+        tenure: the right to publish.
+        publisher: the way to the engines.
+    """
+
+    def __init__(self, folder: Path, tenure: Tenure, publisher: EnginePublisher) -> None:
+        self.folder = folder
+        self.version = -1
+        """The version that the engines have; -1 before the first."""
+        self._tenure = tenure
+        self._publisher = publisher
+        self._lock = anyio.Lock()
+
+    async def publish(self, learner: Learner, known: int, step: int, metrics: dict[str, float]) -> None:
+        """Give the engines the learner's weights, under a number that nobody has used: above `known`, too."""
+        on_engines = [v for v in (await self._publisher.versions()).values() if v is not None]
+        version = await self._tenure.reserve(max([known, *on_engines]))
+        path = self.folder / f"v{version:06d}"
+        await anyio.to_thread.run_sync(_write, learner, path)
+        async with self._lock:
+            await self._publisher.push(path, version)
+            self.version = version
+        await self._tenure.publish(version, path, step, metrics)
+        log.info("policy.published", version=version, step=step)
+        await anyio.to_thread.run_sync(_prune, self.folder)
+
+    async def keep_engines_current(self, every_s: float) -> None:
+        """Give an engine that restarted the current version, for ever; run it in the trainer's task group."""
+        while True:
+            await anyio.sleep(every_s / 3)
+            if self.version < 0:
+                continue
+            async with self._lock:
+                await self._publisher.refresh(self.folder / f"v{self.version:06d}", self.version)
+
+
+def _write(learner: Learner, path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)  # of a server that forgot which numbers it had given out
+    learner.save_weights(path)
+
+
+def _prune(folder: Path) -> None:
+    for old in sorted(folder.glob("v*"))[:-_KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
