@@ -1,5 +1,6 @@
 """Dead letters: what no worker could finish, kept with its payload, its stage and the last error."""
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ class Letter(Struct, kw_only=True):
 
 async def letters(link: Link, only: str | None = None, count: int = 1000) -> list[Letter]:
     """The dead letters, oldest first; `only` one of them by id."""
-    low, high = (only, only) if only else ("-", "+")
+    low, high = (_checked(link, only), only) if only else ("-", "+")
     found: Any = await link.patiently(lambda: link.redis.xrange(link.key("dead"), low, high, count))
     return [_letter(entry_id.decode(), fields) for entry_id, fields in found]
 
@@ -45,11 +46,21 @@ async def drop(link: Link, letter_ids: Sequence[str]) -> None:
 
 async def _revive(link: Link, letter_ids: Sequence[str], what: Literal["retry", "drop"]) -> None:
     for letter_id in letter_ids:
-        answer = await link.script("revive", letter_id, what)
+        answer = await link.script("revive", _checked(link, letter_id), what)
         if answer[0] == 0:
-            raise PenstockError(f"run {link.run!r} has no dead letter {letter_id}")
+            raise _unknown(link, letter_id)
         if answer[0] == -1:
             raise PenstockError(f"dead letter {letter_id} has nothing that could be put back; drop it")
+
+
+def _checked(link: Link, letter_id: str) -> str:
+    if not re.fullmatch(r"\d{1,20}-\d{1,20}", letter_id):
+        raise _unknown(link, letter_id)
+    return letter_id
+
+
+def _unknown(link: Link, letter_id: str) -> PenstockError:
+    return PenstockError(f"run {link.run!r} has no dead letter {letter_id}; `penstock dead` lists them")
 
 
 def _letter(entry_id: str, fields: dict[bytes, bytes]) -> Letter:

@@ -35,8 +35,14 @@ class Feed:
         """Where feeding stands; empty at the beginning."""
         return (await self.link.read_hash("feed")).get("cursor", "")
 
-    async def put(self, prompts: Sequence[Prompt], before: str, after: str) -> int:
+    async def put(self, prompts: Sequence[Prompt], before: str, after: str, *, passed: int = 0) -> int:
         """Feed a batch, once the backlog has room, and move the cursor from `before` to `after`.
+
+        Args:
+            prompts: the batch; may be empty.
+            before: the cursor that this batch follows.
+            after: the cursor behind it.
+            passed: prompts left out of it because the ledger holds their ends already; they count as fed.
 
         Returns:
             How many of them were new: a prompt that is still without an end is not fed a second time.
@@ -48,7 +54,7 @@ class Feed:
         for prompt in prompts:
             flat += [prompt.id, encode(prompt)]
         while True:
-            status, value = await self.link.script("feed", self.backlog, before, after, *flat)
+            status, value = await self.link.script("feed", self.backlog, before, after, passed, *flat)
             if status == 1:
                 return int(value)
             if status == -1:

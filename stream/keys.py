@@ -5,6 +5,9 @@ from typing import Literal, get_args
 GROUP = "penstock"
 """The consumer group of every stage."""
 
+RESERVED = ("released", "trained")
+"""Consumers in it that are nobody: entries given back, and entries marked by the trainer."""
+
 StageName = Literal["prompts", "groups", "scored"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
 """The stages in the order of the flow."""

@@ -32,34 +32,50 @@ class Line(Struct, frozen=True, omit_defaults=True):
 
 
 class Ledger:
-    """The file and, in memory, each prompt's end.
+    """The file and, in memory, each prompt's end. For the trainer alone; others `read` it.
 
     Args:
         path: the file; made where it does not exist.
         length: bytes to keep, from a checkpoint; what lies behind is cut off.
 
     Raises:
-        RunMismatchError: the file is shorter than the checkpoint says, or a line within that length is no line.
+        RunMismatchError: the file is shorter than the checkpoint says, or a line within that length is no line; then
+            nothing is cut.
     """
 
     def __init__(self, path: Path, length: int = 0) -> None:
         self.path = path
-        self.ends: dict[str, str] = {}
+        self.kept = length
+        """Bytes that it was cut to."""
+        self.ends = self.read(path, length)
+        """Each prompt's end: `trained`, `dropped:REASON`."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        size = path.stat().st_size
-        if size < length:
-            raise RunMismatchError(f"{path} has {size} bytes, but the checkpoint was made when it had {length}")
-        os.truncate(path, length)
-        decoder = msgspec.json.Decoder(Line)
-        with path.open("rb") as file:
-            for number, text in enumerate(file, 1):
-                try:
-                    line = decoder.decode(text)
-                except msgspec.DecodeError as error:
-                    raise RunMismatchError(f"{path}, line {number}: {error}") from error
-                self.ends[line.prompt] = line.end
         self._file = path.open("ab")
+        os.truncate(path, length)
+
+    @staticmethod
+    def read(path: Path, length: int | None = None) -> dict[str, str]:
+        """Each prompt's end in the first `length` bytes, or in all whole lines; changes nothing.
+
+        Raises:
+            RunMismatchError: the file is shorter, or something in there is no line.
+        """
+        content = path.read_bytes() if path.exists() else b""
+        if length is None:
+            length = content.rfind(b"\n") + 1
+        if len(content) < length:
+            raise RunMismatchError(f"{path} has {len(content)} bytes, but the checkpoint was made when it had {length}")
+        decoder = msgspec.json.Decoder(Line)
+        ends = {}
+        for number, text in enumerate(content[:length].splitlines(keepends=True), 1):
+            try:
+                if not text.endswith(b"\n"):
+                    raise RunMismatchError(f"{path}, line {number}: the checkpoint was made when it ended elsewhere")
+                line = decoder.decode(text)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise RunMismatchError(f"{path}, line {number}: {error}") from error
+            ends[line.prompt] = line.end
+        return ends
 
     def append(self, lines: Sequence[Line]) -> None:
         """Write lines; durable only after `sync`."""
@@ -85,11 +101,11 @@ class Ledger:
 
 def content_hash(group: Group) -> str:
     """A hash of what the trainer sees: ids, tokens, log-probs, rewards, validity; not times, attempts or workers."""
-    digest = hashlib.blake2b(group.prompt.id.encode(), digest_size=12)
-    for completion in group.completions:
-        facts = (completion.index, completion.failure, completion.truncated, completion.parts, completion.reward)
-        digest.update(msgspec.msgpack.encode(facts))
-        for row in completion.rows:
-            for part in (row.prompt_ids, row.token_ids, row.logprobs, msgspec.msgpack.encode((row.sampled, row.spans))):
-                digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()
+    facts = [
+        (
+            *(c.index, c.failure, c.truncated, c.parts, c.reward),
+            [(row.prompt_ids, row.token_ids, row.sampled, row.logprobs, row.spans) for row in c.rows],
+        )
+        for c in group.completions
+    ]
+    return hashlib.blake2b(msgspec.msgpack.encode((group.prompt.id, facts)), digest_size=12).hexdigest()

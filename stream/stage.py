@@ -12,8 +12,8 @@ import structlog
 from msgspec import Struct
 
 from stream.codec import encode
-from stream.errors import LeaseLostError
-from stream.keys import StageName
+from stream.errors import LeaseLostError, PenstockError
+from stream.keys import RESERVED, StageName
 from stream.link import LONGEST_WAIT_S, Link
 from stream.records import Group
 
@@ -32,8 +32,8 @@ class Terms(Struct, frozen=True, kw_only=True):
     backoff_s: float = 0.5
 
     def backoff(self, failures: int) -> float:
-        """Seconds before the next try: doubles, with full jitter, up to 60 times the first."""
-        return random.uniform(0.5, 1.0) * self.backoff_s * min(2.0**failures, 60.0)
+        """Seconds before the next try: doubles, up to 60 times the first, less up to half of it as jitter."""
+        return random.uniform(0.5, 1.0) * self.backoff_s * min(2.0 ** min(failures, 6), 60.0)
 
 
 class Lease(Struct, kw_only=True, eq=False):
@@ -49,6 +49,8 @@ class Lease(Struct, kw_only=True, eq=False):
     scope: anyio.CancelScope | None = None
     """Set by whoever works on it: cancelled the moment the lease is known to be lost."""
     lost: bool = False
+    ending: bool = False
+    """The verb that ends it is under way, and will itself say whether it still held."""
 
 
 class Claim(Struct, kw_only=True):
@@ -78,6 +80,8 @@ class Stage:
     """
 
     def __init__(self, link: Link, name: StageName, consumer: str, terms: Terms, capacity: int | None = None) -> None:
+        if consumer in RESERVED:
+            raise PenstockError(f"a worker cannot be called {consumer!r}: that name stands for entries nobody works on")
         self.link = link
         self.name = name
         self.consumer = consumer
@@ -101,6 +105,7 @@ class Stage:
                 infra_failures=infra,
                 data_failures=data,
             )
+            self._lose(lease.id)  # ours until it ran out: whoever still works on it must stop
             self.held[lease.id] = lease
             leases.append(lease)
         return Claim(
@@ -125,7 +130,7 @@ class Stage:
             LeaseLostError: it did not; the output is thrown away.
         """
         payload = await anyio.to_thread.run_sync(encode, group) if len(group.completions) > 64 else encode(group)
-        await self._last(lease, "settle", into, group.prompt.id, payload)
+        await self._last(lease, "settle", into, lease.prompt_id, payload)
 
     async def release(self, lease: Lease, kind: Kind, error: str) -> bool:
         """Give an entry back. Returns True where it became a dead letter, because a budget is exhausted."""
@@ -148,19 +153,26 @@ class Stage:
             if not ids:
                 continue
             for lost in await self.link.script("renew", self.name, self.consumer, int(self.terms.lease_s * 1000), *ids):
-                lease = self.held.pop(lost.decode(), None)
-                if lease is not None:
-                    log.warning("lease.lost", stage=self.name, prompt=lease.prompt_id)
-                    lease.lost = True
-                    if lease.scope is not None:
-                        lease.scope.cancel()
+                self._lose(lost.decode())
+
+    def _lose(self, entry_id: str) -> None:
+        lease = self.held.get(entry_id)
+        if lease is None or lease.ending:
+            return
+        log.warning("lease.lost", stage=self.name, prompt=lease.prompt_id)
+        del self.held[entry_id]
+        lease.lost = True
+        if lease.scope is not None:
+            lease.scope.cancel()
 
     async def _last(self, lease: Lease, verb: str, *args: str | bytes | int) -> int:
         """The verb that ends a lease."""
+        lease.ending = True
         try:
             outcome: int = await self.link.script(verb, self.name, self.consumer, lease.id, *args)
         finally:
-            self.held.pop(lease.id, None)
+            if self.held.get(lease.id) is lease:
+                del self.held[lease.id]
         if outcome == 0:
             lease.lost = True
             raise LeaseLostError(f"the lease on {lease.prompt_id or lease.id} in {self.name} ran out")

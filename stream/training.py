@@ -12,6 +12,7 @@ Public: another trainer may lease scored groups with `Stage(link, "scored", ...)
 """
 
 import os
+import secrets
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ import msgspec
 import structlog
 from msgspec import Struct
 
-from stream.errors import FencedError
+from stream.errors import FencedError, RunMismatchError
 from stream.ledger import Ledger
 from stream.link import Link
 from stream.stage import Lease, Stage
@@ -70,20 +71,23 @@ class Tenure:
         Raises:
             FencedError: a living trainer holds the run.
         """
-        me = f"{socket.gethostname()}/{os.getpid()}"
-        with anyio.move_on_after(1.5 * lease_s + 1):
-            known_dead = ""
-            while True:
-                answer = await link.script("enlist", me, int(lease_s * 1000), known_dead)
-                if answer[0]:
-                    return cls(link, answer[0], lease_s)
-                holder = answer[1].decode()
-                if not known_dead and _is_dead(holder):
-                    known_dead = holder
-                    continue
-                log.info("trainer.awaited", holder=holder, lease_ms=answer[2])
-                await anyio.sleep(min(1.0, answer[2] / 1000 + 0.01))
-        raise FencedError(f"{holder} trains run {link.run!r} already; stop it first, or give this run another name")
+        here = await anyio.to_thread.run_sync(_here)
+        me = f"{here}/{os.getpid()}/{secrets.token_hex(4)}"
+        deadline, known_dead = anyio.current_time() + 1.5 * lease_s + 1, ""
+        while True:
+            answer = await link.script("enlist", me, int(lease_s * 1000), known_dead)
+            if answer[0]:
+                return cls(link, answer[0], lease_s)
+            holder = answer[1].decode()
+            if holder != known_dead and _is_dead(holder, here):
+                known_dead = holder
+                continue
+            if anyio.current_time() > deadline:
+                raise FencedError(
+                    f"{holder} trains run {link.run!r} already; stop it first, or give this run another name"
+                )
+            log.info("trainer.awaited", holder=holder, lease_ms=answer[2])
+            await anyio.sleep(min(1.0, answer[2] / 1000 + 0.01))
 
     async def keep(self) -> None:
         """Renew the right, for ever; run it in the trainer's task group."""
@@ -98,17 +102,33 @@ class Tenure:
     async def recover(self, ledger: Ledger) -> int:
         """Meet what an earlier trainer left behind: acknowledge what the ledger holds, let the rest come again.
 
+        Call it before the first claim, with the ledger as the checkpoint left it.
+
         Returns:
             Groups that come again.
+
+        Raises:
+            RunMismatchError: prompts have ended on the server that neither the ledger nor a mark remembers.
         """
-        flat = [item.decode() for item in await self.link.script("marked")]
-        marked = list(zip(flat[::2], flat[1::2], strict=True))
-        await self.acknowledge([entry for entry, prompt in marked if prompt in ledger.ends])
-        again = [(entry, prompt) for entry, prompt in marked if prompt not in ledger.ends]
-        counts = msgspec.json.encode(ledger.tally())
-        chunks = [again[i : i + _CHUNK] for i in range(0, len(again), _CHUNK)] or [[]]
-        for chunk in chunks:
-            self._check(await self.link.script("recover", self.token, counts, *(x for pair in chunk for x in pair)))
+        marked = await self.link.read_hash("scored:ended")
+        again = {entry: prompt for entry, prompt in marked.items() if prompt not in ledger.ends}
+        counts = await self.link.read_hash("counts")
+        ended = sum(int(n) for name, n in counts.items() if name == "trained" or name.startswith("dropped:"))
+        forgotten = ended - int(counts.get("dropped:operator", 0)) - len(again) - len(ledger.ends)
+        if forgotten > 0:
+            raise RunMismatchError(
+                f"{forgotten} prompts of run {self.link.run!r} have ended of which {ledger.path} knows nothing: it is "
+                "another run's ledger, or an older one. Put the run's own folder back, or give this run another name"
+            )
+        await self.acknowledge([entry for entry in marked if entry not in again])
+        open_prompts: Any = await self.link.patiently(lambda: self.link.redis.smembers(self.link.key("open")))
+        closed = [prompt for prompt in open_prompts if prompt.decode(errors="replace") in ledger.ends]
+        self._check(
+            await self.link.script(
+                *("recover", self.token, ledger.kept, msgspec.json.encode(ledger.tally()), len(closed), *closed),
+                *(item for pair in again.items() for item in pair),
+            )
+        )
         return len(again)
 
     async def commit(self, stage: Stage, ends: Sequence[End], frees_at: int) -> list[str]:
@@ -150,10 +170,18 @@ class Tenure:
             raise FencedError(f"another trainer has taken over run {self.link.run!r}; this one must stop")
 
 
-def _is_dead(holder: str) -> bool:
-    """Whether the holder was a process of this host that no longer exists."""
-    host, _, pid = holder.rpartition("/")
-    if host != socket.gethostname() or not pid.isdigit():
+def _here() -> str:
+    """Where a process id means what it means to us: this host and, in containers, this namespace of process ids."""
+    try:
+        return f"{socket.gethostname()}:{Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _is_dead(holder: str, here: str) -> bool:
+    """Whether the holder was a process beside us that no longer exists."""
+    place, pid, _ = (*holder.rsplit("/", 2), "", "")[:3]
+    if place != here or not pid.isdigit():
         return False
     try:
         os.kill(int(pid), 0)

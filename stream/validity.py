@@ -81,8 +81,8 @@ def measure(value: object) -> Reward:
     """Classify what a reward function returned.
 
     Args:
-        value: anything. Python and numpy numbers, and one-element tensors, count as numbers; bools do too (an
-            exact match is a common reward).
+        value: anything. Python and numpy numbers, and arrays and tensors of one element, count as numbers; bools do
+            too (an exact match is a common reward).
 
     Returns:
         `Measured` for a finite number, else `Unmeasured` with `missing`, `not_finite` or `not_numeric`.
@@ -93,13 +93,16 @@ def measure(value: object) -> Reward:
         >>> measure(float("nan")).reason
         <RewardReason.NOT_FINITE: 'not_finite'>
     """
-    if isinstance(value, Measured | Unmeasured):
+    if isinstance(value, Unmeasured):
         return value
+    if isinstance(value, Measured):
+        value = value.value  # whoever made it may not have looked
     if value is None:
         return Unmeasured(RewardReason.MISSING, "returned None")
     item = getattr(value, "item", None)
-    if callable(item) and getattr(value, "shape", None) == ():
-        value = item()  # numpy scalars and zero-dimensional tensors
+    shape = getattr(value, "shape", None)
+    if callable(item) and isinstance(shape, tuple) and all(size == 1 for size in shape):
+        value = item()  # numpy scalars, arrays and tensors of one element
     if not isinstance(value, Real):
         return Unmeasured(RewardReason.NOT_NUMERIC, f"returned {type(value).__name__}, not a number")
     try:

@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import anyio
 import msgspec
@@ -59,6 +60,7 @@ class Role(Struct, kw_only=True, eq=False):
         )
 
 
+T = TypeVar("T")
 Main = Callable[[Role], Awaitable[None]]
 
 
@@ -72,7 +74,9 @@ def launch(role: str, file: Path, overrides: tuple[str, ...], redis: str, engine
             settings = msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, urls=engines))
         url = redis or settings.run.redis
         if not url:
-            raise SettingsError(f"{file}: run.redis is empty and no --redis was given: `penstock {role}` needs a server")
+            raise SettingsError(
+                f"{file}: run.redis is empty and no --redis was given: `penstock {role}` needs a server"
+            )
         await _with_link(role, settings, url, _main_of(role))
 
     return _run(main)
@@ -109,7 +113,7 @@ def launch_engine(target: Path, host: str, port: int, overrides: tuple[str, ...]
     return _run(main)
 
 
-def run_loop(main: Callable[[], Awaitable[int]]) -> int:
+def run_loop(main: Callable[[], Awaitable[T]]) -> T:
     """Run a coroutine function on uvloop where it is installed."""
     return anyio.run(main, backend_options={"use_uvloop": _has_uvloop()})
 
@@ -194,7 +198,8 @@ def _main_of(role: str) -> Main:
             from workers.train.worker import train
 
             return train
-    raise SettingsError(f"no role is called {role!r}; there are feed, rollout, score, train and serve")
+        case _:
+            raise SettingsError(f"no role is called {role!r}; there are feed, rollout, score, train and serve")
 
 
 def _has_uvloop() -> bool:

@@ -13,6 +13,7 @@ the worker is asked to stop     no new claims; what is not done within the grace
 ==============================  ==========================================================================
 """
 
+import traceback
 from collections.abc import Awaitable, Callable
 
 import anyio
@@ -53,7 +54,8 @@ async def pump(stage: Stage, work: Work, *, at_once: int, stopping: anyio.Event)
 async def _claim(stage: Stage, count: int) -> Claim:
     """A claim that is not torn in two by being asked to stop: entries claimed unknowingly would wait for their lease."""
     with anyio.CancelScope(shield=True):
-        return await stage.claim(count)
+        claim = await stage.claim(count)
+    return claim
 
 
 async def _cancel_when(event: anyio.Event, scope: anyio.CancelScope) -> None:
@@ -80,10 +82,15 @@ async def _job(stage: Stage, lease: Lease, version: int, work: Work, room: Room)
             await _release(stage, lease, "none", "")
         raise
     except Exception as error:  # noqa: BLE001  (one entry's trouble must not end the worker; it is counted and shown)
-        log.warning("work.failed", stage=stage.name, prompt=lease.prompt_id, error=repr(error), exc_info=True)
+        trace = await anyio.to_thread.run_sync(_traced, error)  # it reads source files
+        log.warning("work.failed", stage=stage.name, prompt=lease.prompt_id, trace=trace)
         await _release(stage, lease, "infra", f"{type(error).__name__}: {error}")
     finally:
         room.give()
+
+
+def _traced(error: Exception) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 async def _release(stage: Stage, lease: Lease, kind: Kind, error: str) -> None:

@@ -29,7 +29,7 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of the TOML file."""
 
 
-class Run(Section):
+class Run(Section, frozen=True):
     """`[run]`: what it is called and where it lives."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
@@ -39,9 +39,10 @@ class Run(Section):
     redis: str = ""
     """URL of a Redis >= 7 or Valkey server (`redis://`, `rediss://`, `unix://`); empty: a private server."""
     seed: int = 0
+    """Of shuffling and of the prompts' own seeds."""
 
 
-class Model(Section):
+class Model(Section, frozen=True):
     """`[model]`: the policy to begin with."""
 
     path: str
@@ -49,9 +50,10 @@ class Model(Section):
     tool_format: Literal["hermes"] = "hermes"
     """How the model writes tool calls."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights that are published; the optimizer always works in float32."""
 
 
-class Data(Section):
+class Data(Section, frozen=True):
     """`[data]`: where prompts come from, and which column means what."""
 
     path: str
@@ -67,52 +69,65 @@ class Data(Section):
     tool_schemas: bool = True
     """Show the tools' JSON schemas to the chat template."""
     epochs: Positive = 1
+    """Passes over the file."""
     shuffle: bool = True
     """A new order for each epoch, from the run's seed."""
     backlog: Positive = 256
     """Prompts fed but not yet claimed, at most."""
 
 
-class RewardFunction(Section):
+class RewardFunction(Section, frozen=True):
     """`[[rewards]]`: one reward function."""
 
     ref: str
     """An entry point's name, `package.module:function` or `path/to/file.py:function`."""
     weight: float = 1.0
+    """The completion's reward is the weighted sum of its parts."""
     where: Literal["score", "rollout"] = "score"
     """`rollout`: run it in the rollout worker, on the live environment's snapshot before the slot is reset."""
 
 
-class Rollout(Section):
+class Rollout(Section, frozen=True):
     """`[rollout]`: groups, episodes, and their limits."""
 
     workers: Count = 1
     """Processes that `penstock run` starts."""
     groups_in_flight: Positive = 8
+    """Groups that one scorer works on at once."""
     """Groups that one worker works on at once."""
     group_size: Positive = 8
     """Completions to a prompt."""
     temperature: Annotated[float, Meta(ge=0)] = 1.0
+    """Of sampling; the trainer divides its logits by the same."""
     max_tokens_per_turn: Positive = 512
+    """Sampled tokens of one turn."""
     max_tokens: Positive = 4096
     """Tokens of a completion, tool results included."""
     max_turns: Positive = 8
+    """Turns of the model."""
     max_tool_calls: Positive = 32
+    """Calls in one episode."""
     max_tool_errors: Positive = 16
+    """Failed or malformed calls in one episode."""
     wall_clock_s: Seconds = 600.0
+    """Of one episode, resets and tools included."""
     reset_timeout_s: Seconds = 30.0
+    """For `reset`; past it the completion is invalid."""
     tool_timeout_s: Seconds = 30.0
+    """For each tool call; past it the model reads that the tool timed out."""
     reward_timeout_s: Seconds = 30.0
     """For `get_reward`, and for each call of a reward function wherever it runs."""
     max_snapshot_bytes: Positive = 1_000_000
+    """Of one frozen environment; the largest attributes are left out beyond it."""
 
 
-class Engine(Section):
+class Engine(Section, frozen=True):
     """`[engine]`: who samples tokens."""
 
     urls: tuple[str, ...] = ()
     """Servers that speak vLLM's HTTP API. Empty: `penstock run` starts the local engine on a free port."""
     request_timeout_s: Seconds = 300.0
+    """For one turn."""
     attempts: Positive = 3
     """Tries of one request before its completion is invalid."""
     max_batch: Positive = 128
@@ -123,17 +138,20 @@ class Engine(Section):
     """Local engine: torch threads."""
 
 
-class Score(Section):
+class Score(Section, frozen=True):
     """`[score]`: the scoring stage."""
 
     workers: Count = 1
+    """Processes that `penstock run` starts."""
     groups_in_flight: Positive = 8
+    """Groups that one scorer works on at once."""
 
 
-class Train(Section):
+class Train(Section, frozen=True):
     """`[train]`: the optimizer and what it maximises."""
 
     groups_per_step: Positive = 16
+    """Groups in one optimizer batch."""
     max_steps: Count = 0
     """Stop after that many optimizer batches; 0: when every prompt has met its end."""
     updates_per_batch: Positive = 1
@@ -141,31 +159,42 @@ class Train(Section):
     publish_every: Positive = 1
     """Steps between two policy versions."""
     learning_rate: Annotated[float, Meta(ge=0)] = 1e-6
+    """Of AdamW, at its peak."""
     warmup_steps: Count = 0
+    """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up; linear and cosine fall to 0 at `max_steps`, or at the last batch that the data can fill."""
+    """After warm-up; linear and cosine fall to 0 at `max_steps`, which they need."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Of AdamW."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    """Of matrices; gains and biases do not decay."""
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
+    """The gradient's norm is clipped to it."""
     micro_batch_tokens: Positive = 16384
     """Padded tokens of one forward pass."""
     threads: Positive = 1
+    """Torch threads of the trainer."""
     checkpoint_every: Positive = 20
+    """Steps between two checkpoints."""
     keep_last: Positive = 2
     """Checkpoints kept, besides the one with the best mean reward."""
 
 
-class Algorithm(Section):
+class Algorithm(Section, frozen=True):
     """`[algorithm]`: advantages, loss, masks."""
 
     estimator: Literal["grpo"] = "grpo"
+    """How rewards become advantages."""
     normalize_std: bool = True
     """Divide by the group's standard deviation."""
     epsilon: Annotated[float, Meta(gt=0)] = 1e-4
     """Added to that standard deviation."""
     loss: Literal["clipped"] = "clipped"
+    """The policy loss."""
     clip_low: Annotated[float, Meta(ge=0)] = 0.2
+    """The ratio is clipped at 1 - clip_low."""
     clip_high: Annotated[float, Meta(ge=0)] = 0.2
+    """The ratio is clipped at 1 + clip_high."""
     proximal: Literal["recompute", "engine"] = "recompute"
     """Proximal log-probs: a pass over the batch when it is formed, or the engine's own with weight 1."""
     behaviour_cap: Annotated[float, Meta(gt=0)] = 2.0
@@ -180,7 +209,7 @@ class Algorithm(Section):
     """Drop groups whose valid rewards are all equal."""
 
 
-class Pacing(Section):
+class Pacing(Section, frozen=True):
     """`[pacing]`: how far rollouts may run ahead of the trainer."""
 
     max_staleness: Count = 1
@@ -189,7 +218,7 @@ class Pacing(Section):
     """Tokens sampled more versions ago are masked and counted; 0: any age is trained."""
 
 
-class Delivery(Section):
+class Delivery(Section, frozen=True):
     """`[delivery]`: leases and retries."""
 
     lease_s: Seconds = 15.0
@@ -210,17 +239,18 @@ class Delivery(Section):
     """The private server's `appendfsync`."""
 
 
-class Guard(Section):
+class Guard(Section, frozen=True):
     """`[guard]`: when a run is too sick to go on."""
 
     max_invalid_fraction: Fraction = 0.2
     """Of one environment's completions, for one reason, over the window."""
     window_groups: Positive = 64
+    """Groups of one environment looked at together."""
     stall_s: Seconds = 600.0
     """No group trained or dropped for so long, while there is work: the run stops and says so."""
 
 
-class Settings(Section, kw_only=True):
+class Settings(Section, frozen=True, kw_only=True):
     """The whole file."""
 
     run: Run = field(default_factory=Run)

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Move an entry to the dead letters at once.
 -- ARGV: stage, consumer, id, reason, error
 -- Returns 1, or 0 if the lease was lost.

@@ -1,8 +1,9 @@
+#!lua flags=allow-oom
 -- The trainer ends groups: marks them as trained or dropped, to be acknowledged at a durable checkpoint.
 -- ARGV: consumer, fencing token, version that gives the places of trained ones back, then id, prompt id, end, ...
 --       (end: trained · dropped:REASON · again:END, where the ledger holds that END of the prompt already)
 -- Returns {1, ids it had lost} · {0} where another trainer has taken over.
-if redis.call('HGET', key('policy'), 'fence') ~= ARGV[2] then return {0} end
+if not is_trainer(ARGV[2]) then return {0} end
 local lost, ended = {}, 0
 for i = 4, #ARGV, 3 do
   local id, prompt, ending = ARGV[i], ARGV[i + 1], ARGV[i + 2]
@@ -10,7 +11,8 @@ for i = 4, #ARGV, 3 do
   if who == ARGV[1] then
     hand_over('scored', id, 'trained')
     redis.call('ZREM', key('scored:leases'), id)
-    redis.call('ZADD', key('scored:marks'), ending == 'trained' and ARGV[3] or '-inf', id)
+    redis.call('HSET', key('scored:ended'), id, prompt)
+    if ending == 'trained' then redis.call('ZADD', key('places'), ARGV[3], id) end
     local open = redis.call('SREM', key('open'), prompt)
     local known = string.match(ending, '^again:(.*)')
     if not known then

@@ -1,4 +1,7 @@
--- Put before every script. One script is one atomic step.
+-- Put before every script, behind its first line. One script is one atomic step.
+--
+-- That first line says how it behaves where the server is out of memory: what adds payloads (feed, settle) is refused
+-- before it has begun, and waits; what renews, marks or removes (allow-oom) goes through, or memory would never be freed.
 --
 -- KEYS[1] is the run's prefix, `{NAME}`. The braces keep all keys of a run in one slot of a cluster, so a script may make
 -- the names of the others itself. For each stage S of prompts, groups, scored:
@@ -8,12 +11,13 @@
 --   {NAME}:S:attempts   hash, `ID:infra` and `ID:data` -> failures so far
 --   {NAME}:S:rate       hash, second modulo 60 -> second * 1e6 + entries settled in it
 -- and for the run:
---   {NAME}:scored:marks zset, entry id -> policy version that gives its place back (owned by consumer `trained`)
+--   {NAME}:scored:ended hash, entry id -> prompt id: marked, not yet acknowledged (owned by consumer `trained`)
+--   {NAME}:places       zset, entry id -> policy version that gives the place of this trained group back
 --   {NAME}:open         set, ids of prompts without an end
 --   {NAME}:counts       hash, fed, trained, dropped:REASON, dead, duplicates, junk
 --   {NAME}:dead         stream of dead letters
 --   {NAME}:feed         hash, the feeder's cursor and `done`
---   {NAME}:policy       hash, version, path, step, next, fence, owner, owner_until
+--   {NAME}:policy       hash, version, path, step, next, fence, owner, owner_until, ledger (bytes, when the trainer began)
 --   {NAME}:meta         hash, what the run is, `server` (the server's run id), `finished`
 --   {NAME}:latest       hash, the last step's metrics, for people
 --   {NAME}:wake         stream of one entry: whoever waits, waits on it
@@ -52,6 +56,9 @@ local function attempts(stage, id, kind)
   return tonumber(redis.call('HGET', key(stage .. ':attempts'), id .. ':' .. kind) or 0)
 end
 
+-- Numbers are written out: Lua's own way turns round ones into 1e+15, which is no integer to Redis.
+local function whole(number) return string.format('%.0f', number) end
+
 -- Remove an entry and all that was noted of it.
 local function forget(stage, id)
   redis.call('XACK', key(stage), GROUP, id)
@@ -78,7 +85,39 @@ local function put_aside(stage, id, due_ms)
   redis.call('ZADD', key(stage .. ':retries'), due_ms, id)
 end
 
--- Move an entry to the dead letters, payload and all.
+-- Whether the caller is the run's trainer. Tokens only grow: a smaller one on the server means that it lost its last
+-- writes, a larger one that somebody has taken over.
+local function is_trainer(token)
+  local fence = redis.call('HGET', key('policy'), 'fence')
+  if not fence then error({err = 'NOGROUP the run has no trainer'}) end
+  if fence == token then return true end
+  if tonumber(fence) > tonumber(token) then return false end
+  redis.call('HSET', key('policy'), 'fence', token)
+  return true
+end
+
+-- While a server is away nobody can renew. So all leases, the trainer's too, start anew when it is found to be another
+-- process than the one they were given by. Returns whether it was.
+local function came_back(lease_ms)
+  local server = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
+  local known = redis.call('HGET', key('meta'), 'server')
+  if known == server then return false end
+  redis.call('HSET', key('meta'), 'server', server)
+  if not known then return false end
+  local until_ms = now_ms() + lease_ms
+  for _, stage in ipairs({'prompts', 'groups', 'scored'}) do
+    for _, id in ipairs(redis.call('ZRANGE', key(stage .. ':leases'), 0, -1)) do
+      redis.call('ZADD', key(stage .. ':leases'), 'GT', until_ms, id)
+    end
+  end
+  if (redis.call('HGET', key('policy'), 'owner') or '') ~= '' then
+    redis.call('HSET', key('policy'), 'owner_until', whole(until_ms))
+  end
+  return true
+end
+
+-- Move an entry to the dead letters, payload and all. Of foreign junk with very many fields, the first hundred: there is
+-- a limit to what `unpack` can hand on.
 local function bury(stage, id, reason, message)
   local flat = fields(stage, id)
   if flat then
@@ -89,7 +128,7 @@ local function bury(stage, id, reason, message)
       'stage', stage, 'prompt', prompt, 'reason', reason, 'error', message, 'fed', fed, 'entry', id,
       'infra', attempts(stage, id, 'infra'), 'data', attempts(stage, id, 'data'),
     }
-    for i = 1, #flat, 2 do
+    for i = 1, math.min(#flat, 200), 2 do
       letter[#letter + 1] = 'f:' .. flat[i]
       letter[#letter + 1] = flat[i + 1]
     end
@@ -98,11 +137,10 @@ local function bury(stage, id, reason, message)
   forget(stage, id)
 end
 
--- Groups outstanding: claimed, waiting to be scored, waiting to be trained; not those whose place was given back.
+-- Groups outstanding: claimed, waiting to be scored, waiting to be trained, trained for a version yet to be published.
 local function outstanding()
-  local version = tonumber(redis.call('HGET', key('policy'), 'version') or -1)
-  return redis.call('ZCARD', key('prompts:leases')) + redis.call('XLEN', key('groups'))
-    + redis.call('XLEN', key('scored')) - redis.call('ZCOUNT', key('scored:marks'), '-inf', version)
+  return redis.call('ZCARD', key('prompts:leases')) + redis.call('XLEN', key('groups')) + redis.call('XLEN', key('scored'))
+    - redis.call('HLEN', key('scored:ended')) + redis.call('ZCARD', key('places'))
 end
 
 -- Count one settled entry in the ring of the last 60 seconds.
@@ -111,5 +149,5 @@ local function tick(stage, now, n)
   local rate, slot = key(stage .. ':rate'), second % 60
   local seen = tonumber(redis.call('HGET', rate, slot) or 0)
   if math.floor(seen / 1000000) ~= second then seen = second * 1000000 end
-  redis.call('HSET', rate, slot, string.format('%.0f', seen + n))
+  redis.call('HSET', rate, slot, whole(seen + n))
 end

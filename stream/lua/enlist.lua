@@ -1,10 +1,15 @@
+#!lua flags=allow-oom
 -- Become the trainer of the run: take the fence, unless a living trainer holds it.
 -- ARGV: owner, lease_ms, owner known to be dead ('' if none)
 -- Returns {token} · {0, owner, ms until its lease runs out}.
+-- A token is a time, not a count, so that a server that was emptied gives none out twice.
 local policy, now = key('policy'), now_ms()
 local holder = redis.call('HGET', policy, 'owner') or ''
-local until_ms = tonumber(redis.call('HGET', policy, 'owner_until') or 0)
-if holder ~= '' and holder ~= ARGV[1] and holder ~= ARGV[3] and until_ms > now then return {0, holder, until_ms - now} end
-local token = redis.call('HINCRBY', policy, 'fence', 1)
-redis.call('HSET', policy, 'owner', ARGV[1], 'owner_until', now + ARGV[2])
+if holder ~= '' and holder ~= ARGV[1] and holder ~= ARGV[3] then
+  came_back(tonumber(ARGV[2]))
+  local until_ms = tonumber(redis.call('HGET', policy, 'owner_until') or 0)
+  if until_ms > now then return {0, holder, until_ms - now} end
+end
+local token = math.max(tonumber(redis.call('HGET', policy, 'fence') or 0) + 1, now)
+redis.call('HSET', policy, 'fence', whole(token), 'owner', ARGV[1], 'owner_until', whole(now + ARGV[2]))
 return {token}

@@ -1,3 +1,4 @@
+#!lua flags=no-writes
 -- One atomic look at the whole run. Writes nothing.
 -- Returns JSON.
 local now = now_ms()

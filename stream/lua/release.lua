@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Give an entry back, to be taken by anybody after a back-off; or bury it, where a budget is exhausted.
 -- ARGV: stage, consumer, id, kind (infra, data, none), limit of that budget, delay_ms, error
 -- Returns 0 lease lost, 1 given back, 2 buried.

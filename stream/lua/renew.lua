@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Renew the leases that a consumer still owns.
 -- ARGV: stage, consumer, lease_ms, id...
 -- Returns the ids it has lost.

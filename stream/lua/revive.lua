@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Dead letters: put one back into its stage, or drop it for good.
 -- ARGV: id, what (retry, drop)
 -- Returns {1} · {0} no such letter · {-1} the letter has no stage to return to.

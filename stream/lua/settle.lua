@@ -1,3 +1,4 @@
+#!lua
 -- If this consumer still owns the entry: put the output into the next stage, remove the input.
 -- ARGV: stage, consumer, id, next stage, prompt id, payload
 -- Returns 1, or 0 if the lease was lost.

@@ -90,7 +90,7 @@ async def _play(
                     tool_format=TOOL_FORMATS[settings.model.tool_format],
                     rewards=[],
                     factories=factories,
-                    at_least=-1,
+                    at_least=0,
                 )
                 await score_group(group, functions, factories, limits.reward_timeout_s)
                 groups[i] = group

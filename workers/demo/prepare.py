@@ -47,7 +47,9 @@ def settings_for(folder: Path, seed: int, steps: int = STEPS, reward: str = "cal
     )
 
 
-def prepare(folder: Path, seed: int, steps: int = STEPS, progress: Callable[[str, float], None] | None = None) -> Settings:
+def prepare(
+    folder: Path, seed: int, steps: int = STEPS, progress: Callable[[str, float], None] | None = None
+) -> Settings:
     """Make the model, its warm start, the prompt file and `run.toml`; what is there already stays.
 
     Args:
@@ -63,7 +65,9 @@ def prepare(folder: Path, seed: int, steps: int = STEPS, progress: Callable[[str
     if not (model / "model.safetensors").exists() or not (folder / "run.toml").exists():
         tell("model", 0.0)
         make_model(model, seed)
-        warm_start(model, seed, WARM_START_STEPS, progress=lambda step, _loss: tell("warm start", step / WARM_START_STEPS))
+        warm_start(
+            model, seed, WARM_START_STEPS, progress=lambda step, _loss: tell("warm start", step / WARM_START_STEPS)
+        )
         rows = training_rows(steps * GROUPS_PER_STEP, seed)
         (folder / "prompts.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
         (folder / "run.toml").write_text(dump(settings))

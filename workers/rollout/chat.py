@@ -1,11 +1,11 @@
-"""Conversations as token ids: the prompt once, and after each turn only what is new.
+r"""Conversations as token ids: the prompt once, and after each turn only what is new.
 
 The ids that the engine sampled are never made again from text. After a turn the chat appends what the template writes
 *between* the assistant's turn-ending token and the next place to sample::
 
-    <|im_start|>user ... <|im_end|>\\n<|im_start|>assistant\\n        prompt_ids(messages)
+    <|im_start|>user ... <|im_end|>\n<|im_start|>assistant\n          prompt_ids(messages)
     <tool_call>{...}</tool_call><|im_end|>                           sampled by the engine, kept as they are
-    \\n<|im_start|>user\\n<tool_response>42</tool_response>...         continuation_ids([tool message], True)
+    \n<|im_start|>user\n<tool_response>42</tool_response>...           continuation_ids([tool message], True)
 
 The continuation is rendered behind a dummy conversation of two short messages, so that its cost does not depend on how
 long the conversation is. That it says the same as rendering the whole conversation is what `check_template` verifies.
@@ -75,10 +75,12 @@ class Chat:
             raise PenstockError(f"{model_path}: no such folder; model.path names a folder in Hugging Face form")
         file = model_path / "tokenizer.json"
         if not file.is_file():
-            raise PenstockError(f"{model_path}: no tokenizer.json; save the model's *fast* tokenizer beside its weights")
+            raise PenstockError(
+                f"{model_path}: no tokenizer.json; save the model's *fast* tokenizer beside its weights"
+            )
         try:
             tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # noqa: BLE001  (the library raises bare Exception)
+        except Exception as error:  # the library raises nothing more precise
             raise PenstockError(f"{file}: not a tokenizer: {error}") from error
         tokenizer.no_truncation()  # a folder may ship both switched on: a prompt cut short in silence
         tokenizer.no_padding()
@@ -146,21 +148,22 @@ class Chat:
                 self._compare(self._prompt_text(messages), pieces)
                 if not all(result["content"] in pieces for result in results):
                     raise PenstockError(
-                        f"the chat template of {self._template.folder} leaves out tool messages, so a model would never "
-                        "read what its tools answered; use a template that knows the role 'tool'"
+                        f"the chat template of {self._template.folder} leaves out tool messages, so that no model "
+                        "reads what its tools answered; use a template that knows the role 'tool'"
                     )
 
     def _compare(self, whole: str, pieces: str) -> None:
         if whole == pieces:
             return
-        place = next((i for i, (a, b) in enumerate(zip(whole, pieces, strict=False)) if a != b), 0)
-        place = place or min(len(whole), len(pieces))
+        place = next((i for i, (a, b) in enumerate(zip(whole, pieces, strict=False)) if a != b), None)
+        place = min(len(whole), len(pieces)) if place is None else place
+        around = slice(max(0, place - 40), place + 40)
         raise PenstockError(
             f"the chat template of {self._template.folder} rewrites history: a conversation rendered as a whole is not "
             "what the model saw turn by turn, which this version does not support for episodes with tools. First "
-            f"difference at character {place}: the whole says {whole[max(0, place - 40) : place + 40]!r}, the turns say "
-            f"{pieces[max(0, place - 40) : place + 40]!r}. Put a chat_template.jinja that leaves earlier turns as they "
-            "are into the model's folder, or change data.template_args"
+            f"difference at character {place}: the whole says {whole[around]!r}, the turns say {pieces[around]!r}. Put "
+            "a chat_template.jinja that leaves earlier turns as they are into the model's folder, or change "
+            "data.template_args"
         )
 
     def _prompt_text(self, messages: Sequence[Message]) -> str:
@@ -179,8 +182,8 @@ class Chat:
         after = self._text_after_mark([*_DUMMY, *new_messages], tools, add_generation_prompt=True)
         if not after.startswith(self._end_of_turn):
             raise PenstockError(
-                f"the chat template of {self._template.folder} ends an assistant's turn with {self._end_of_turn!r} where "
-                f"it is the last one, but with {after[:40]!r} before a tool message; this version cannot continue that"
+                f"the chat template of {self._template.folder} ends an assistant's last turn with "
+                f"{self._end_of_turn!r}, but one before a tool message with {after[:40]!r}: no way to go on from there"
             )
         return after
 

@@ -7,16 +7,18 @@ closed in the background, and the slot makes a new one at its next reset.
 
 import inspect
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import anyio
 import msgspec
 import structlog
 
+from envs.call import Caller, Outcome, Overran, Raised, Returned, clean, describe, is_async
+from envs.contract import Observation, is_observation
 from envs.factory import Factory
 from envs.rewards import environment_reward
 from envs.snapshot import freeze
@@ -24,13 +26,11 @@ from envs.tools import ToolArgumentError, bind
 from stream.errors import DataError, EnvironmentFailure
 from stream.records import Failure, Part
 from stream.validity import RolloutReason, Unmeasured
-from workers.rollout.call import Caller, Outcome, Overran, Raised, Returned, clean, describe
 from workers.rollout.tool_format import ToolCall
 
 log = structlog.get_logger()
 
-Observation = str | list[dict[str, Any]] | None
-"""What `reset` returned, to be appended to the prompt's last message."""
+T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -99,9 +99,9 @@ class Slot:
         method = getattr(self._environment, call.name)
         try:
             arguments = bind(method, call.arguments)
-        except ToolArgumentError as error:
-            return ToolResult(clean(f"Error: {error}"), is_error=True)
-        if inspect.iscoroutinefunction(method):
+        except ToolArgumentError as wrong:
+            return ToolResult(clean(f"Error: {wrong}"), is_error=True)
+        if is_async(method):
             outcome = await self._call(_awaited_text(method), arguments, timeout_s)
         else:
             async with self._one_thread:
@@ -118,7 +118,7 @@ class Slot:
 
     async def reward(self, timeout_s: float) -> list[Part]:
         """What `get_reward` measured, or did not."""
-        parts = await self._watched(environment_reward(self._environment, timeout_s))
+        parts = await self._watched(environment_reward(self._environment, timeout_s, self._caller))
         self.spoiled |= any(isinstance(part.reward, Unmeasured) for part in parts)
         return parts
 
@@ -146,7 +146,7 @@ class Slot:
         self.spoiled |= isinstance(outcome, Overran)
         return outcome
 
-    async def _watched(self, call: Any) -> Any:
+    async def _watched(self, call: Awaitable[T]) -> T:
         """Await; if that is cut short, the instance may still be busy with it."""
         try:
             return await call
@@ -159,20 +159,20 @@ class Slot:
         return Failure(reason=reason, detail=f"{self.name}: {what}: {_why(outcome)}")
 
     def _observation(self, value: Any) -> Observation | Failure:
-        if value is None:
-            return None
+        """What `reset` returned, if a prompt can end with it."""
         if isinstance(value, str):
             return clean(value)
-        if isinstance(value, list) and all(isinstance(part, dict) for part in value):
-            try:
-                msgspec.msgpack.encode(value)
-            except (TypeError, ValueError, OverflowError, RecursionError) as error:
-                wrong = Raised(error)
-            else:
-                return value
-        else:
-            wrong = Raised(TypeError(f"None, a string or a list of content parts expected, not {type(value).__name__}"))
-        return self._failed(RolloutReason.ENV_RESET, "what reset returned", wrong)
+        try:
+            msgspec.msgpack.encode(value)
+            fits = is_observation(value)
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            fits = False
+        if fits:
+            observation: Observation = value
+            return observation
+        kind = type(value).__name__
+        wrong = Raised(TypeError(f"{kind} returned; None, a string, or a list of plain content parts is expected"))
+        return self._failed(RolloutReason.ENV_RESET, "reset", wrong)
 
 
 class SlotPool:
@@ -191,21 +191,21 @@ class SlotPool:
         self._caller = Caller(limiter or anyio.CapacityLimiter(size))
         self._room = {name: anyio.Semaphore(size, fast_acquire=True) for name in factories}
         self._idle: dict[str, list[Slot]] = {name: [] for name in factories}
-        self._stack = AsyncExitStack()
         self._closing: anyio.abc.TaskGroup | None = None
 
     async def __aenter__(self) -> Self:
-        self._closing = await self._stack.enter_async_context(anyio.create_task_group())
+        self._closing = anyio.create_task_group()
+        await self._closing.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        for name, slots in self._idle.items():
+    ) -> None:
+        for slots in self._idle.values():
             while slots:
                 self._retire(slots.pop())
-            log.debug("slots.closed", environment=name)
-        return await self._stack.__aexit__(kind, error, traceback)
+        if self._closing is not None:  # not told of the error, so that it leaves here as itself, not in a group
+            await self._closing.__aexit__(None, None, None)
 
     @asynccontextmanager
     async def slot(self, name: str | None) -> AsyncIterator[Slot | None]:

@@ -60,7 +60,7 @@ class Template:
                 add_generation_prompt=add_generation_prompt,
                 **self.variables,
             )
-        except Exception as error:  # noqa: BLE001  (a template is the model author's code, and fails in any way it likes)
+        except Exception as error:  # a template is code of the model's author, and fails in any way it likes
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise DataError(
                 f"the chat template of {self.folder} refuses messages of the roles {roles}: "

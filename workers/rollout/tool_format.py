@@ -56,7 +56,7 @@ class ToolFormat(Protocol):
     """A way of writing tool calls."""
 
     def parse(self, text: str) -> ParsedTurn:
-        """Read a turn's text, in time linear in its length. Never raises."""
+        """Read a turn's text. Never raises."""
 
 
 class Hermes:
@@ -93,9 +93,10 @@ class Hermes:
         body = _past_space(text, start)
         try:
             # The decoder finds the end: a string inside the arguments may well contain the closing tag.
-            value, end = _DECODER.raw_decode(text, body)
+            value, length = _DECODER.raw_decode(text[body:])
         except (ValueError, RecursionError) as error:
             return self._skip(text, start, f"its JSON is malformed ({error})")
+        end = body + length
         closing = _past_space(text, end)
         if not text.startswith(self.closing, closing):
             what = f"after its JSON stands {text[closing : closing + 20]!r}" if closing < len(text) else "the turn ends"
@@ -147,7 +148,14 @@ def _past_space(text: str, position: int) -> int:
 
 
 def _kind(value: object) -> str:
-    names = {str: "a string", list: "an array", bool: "a boolean", int: "a number", float: "a number", dict: "an object"}
+    names = {
+        str: "a string",
+        list: "an array",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        dict: "an object",
+    }
     return names.get(type(value), "null")
 
 

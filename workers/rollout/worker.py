@@ -49,9 +49,11 @@ async def rollout(role: Role) -> None:
 
         async def work(lease: Lease, version: int) -> None:
             claimed_at = time.time()
-            prompt = await anyio.to_thread.run_sync(decode, lease.payload, Prompt) if len(
-                lease.payload
-            ) > 1_000_000 else decode(lease.payload, Prompt)
+            prompt = (
+                await anyio.to_thread.run_sync(decode, lease.payload, Prompt)
+                if len(lease.payload) > 1_000_000
+                else decode(lease.payload, Prompt)
+            )
             group = await roll_out(
                 prompt,
                 chat=chats[prompt.environment if prompt.environment in chats else None],

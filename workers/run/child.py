@@ -7,10 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import anyio
 import structlog
-from anyio.abc import Process
+from anyio.abc import ByteReceiveStream, Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from stream import tether
@@ -104,8 +105,7 @@ class Child:
 
     async def _follow(self, process: Process, announced: Callable[[str], None]) -> None:
         """Find the announcement in the output, and copy all of it to the log."""
-        assert process.stdout is not None
-        stream = BufferedByteReceiveStream(process.stdout)
+        stream = BufferedByteReceiveStream(cast("ByteReceiveStream", process.stdout))
         async with await anyio.open_file(self.log, "ab", buffering=0) as file:
             try:
                 with anyio.fail_after(ANNOUNCE_S):

@@ -1,9 +1,10 @@
 """Finding a run: its folder says where its server is, while it goes on (`live.json`) and after."""
 
 import os
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
+from typing import TypeVar
 
 import anyio
 import msgspec
@@ -17,6 +18,8 @@ from workers.settings import load
 
 _RUNS = Path("runs")
 _RECONNECT_S = 10.0
+
+T = TypeVar("T")
 
 
 class Live(Struct, kw_only=True):
@@ -56,7 +59,7 @@ def read(folder: Path) -> Live | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except msgspec.DecodeError as error:
-        raise PenstockError(f"{folder / 'live.json'} cannot be read: {error}; remove it if nothing runs there") from error
+        raise PenstockError(f"{folder / 'live.json'} is broken: {error}; remove it if nothing runs there") from error
     try:
         os.kill(live.pid, 0)
     except ProcessLookupError:
@@ -76,33 +79,40 @@ def locate(target: str | None, redis: str = "") -> Place:
     Raises:
         PenstockError: no such run, or more than one that could be meant.
     """
-    folder = _only_live() if target is None else _folder(target, redis)
-    if folder is None:
-        return Place(run=str(target), url=redis)
+    file = _only_live() / "run.toml" if target is None else _settings_file(target)
+    if file is None:
+        if redis:
+            return Place(run=str(target), url=redis)
+        raise PenstockError(
+            f"{target} is no run's folder, no settings file, and no run under {_RUNS}/; with --redis URL it may be the "
+            "name of a run there"
+        )
+    settings = load(file)
+    folder = settings.folder if target and Path(target).is_file() else file.parent
     live = read(folder)
-    if live is not None:
-        return Place(run=live.run, url=redis or live.redis, folder=folder)
-    settings = load(folder / "run.toml")
-    url = redis or settings.run.redis
+    url = redis or (live.redis if live else settings.run.redis)
     if not url and not (folder / "redis").is_dir():
-        raise PenstockError(f"{folder} holds no server's data: this run has not begun")
+        raise PenstockError(f"the run in {folder} has not begun: there is no server, and no server's data")
     return Place(run=settings.run.name, url=url, folder=folder, fsync=settings.delivery.fsync)
 
 
-@asynccontextmanager
-async def open_run(place: Place) -> AsyncIterator[Link]:
-    """Connect to the run, creating nothing; a private server that is at rest is woken for as long as this lasts."""
-    async with AsyncExitStack() as stack:
-        url = place.url
-        if not url:
-            assert place.folder is not None
-            stack.enter_context(await anyio.to_thread.run_sync(_holding, place.folder))
-            url = await stack.enter_async_context(private_server(place.folder / "redis", fsync=place.fsync))
-        yield await stack.enter_async_context(connect(url, place.run, reconnect_s=_RECONNECT_S, create=False))
+def visit(place: Place, main: Callable[[Link], Awaitable[T]]) -> T:
+    """Connect to a run, creating nothing, and do something there.
 
+    A private server that is at rest is woken for as long as that takes; nobody can start the run meanwhile.
+    """
 
-def _holding(folder: Path) -> "AsyncExitStack":
-    raise NotImplementedError
+    async def there() -> T:
+        async with AsyncExitStack() as stack:
+            url = place.url
+            if not url and place.folder is not None:
+                url = await stack.enter_async_context(private_server(place.folder / "redis", fsync=place.fsync))
+            link = await stack.enter_async_context(connect(url, place.run, reconnect_s=_RECONNECT_S, create=False))
+            return await main(link)
+
+    at_rest = place.folder if not place.url else None
+    with held(at_rest) if at_rest else nullcontext():
+        return anyio.run(there)
 
 
 def _only_live() -> Path:
@@ -114,16 +124,8 @@ def _only_live() -> Path:
     raise PenstockError(f"no run goes on under {_RUNS}/; name a run's folder, or its settings file")
 
 
-def _folder(target: str, redis: str) -> Path | None:
-    """The folder that is meant; None for a bare name on the server that was given."""
+def _settings_file(target: str) -> Path | None:
+    """The settings file that a target means, or that lies in the folder it means."""
     path = Path(target)
-    if path.is_file():
-        return load(path).folder
-    for folder in (path, _RUNS / target):
-        if (folder / "run.toml").is_file():
-            return folder
-    if redis:
-        return None
-    raise PenstockError(
-        f"{target} is no run's folder, no settings file, and no run under {_RUNS}/; with --redis URL it may be a run's name"
-    )
+    candidates = (path, path / "run.toml", _RUNS / target / "run.toml")
+    return next((file for file in candidates if file.is_file()), None)

@@ -65,9 +65,11 @@ class StallAlarm:
         self._since = time.monotonic() if now is None else now
         self._ended = -1
 
-    def see(self, view: RunView, now: float | None = None) -> str:
-        """Look at the run; returns the alarm, empty while there is none."""
+    def see(self, view: RunView | None, now: float | None = None) -> str:
+        """Look at the run, None before it has begun; returns the alarm, empty while there is none."""
         now = time.monotonic() if now is None else now
+        if view is None:
+            return f"the run had not begun after {self._after_s:g} s" if now - self._since >= self._after_s else ""
         balance = view.balance
         ended = balance["trained"] + balance["dropped"] + balance["dead"]
         working = view.open > 0 or view.feed.get("done") != "1"
@@ -76,8 +78,8 @@ class StallAlarm:
         if now - self._since < self._after_s:
             return ""
         return (
-            f"nothing was trained or dropped for {self._after_s:g} s (guard.stall_s), while {view.open} prompts have no "
-            f"end: {'; '.join(_holding(view))}"
+            f"nothing was trained or dropped for {self._after_s:g} s (guard.stall_s), while {view.open} prompts are "
+            f"open: {'; '.join(_holding(view))}"
         )
 
 

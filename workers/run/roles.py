@@ -1,6 +1,7 @@
 """The command lines of the roles that make up a run on one machine."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
@@ -22,6 +23,12 @@ class RoleSpec(Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """What people call it: `rollout-0`."""
         return f"{self.role}-{self.index}"
+
+
+Commands = Callable[[Settings, Path, str, tuple[str, ...]], list[RoleSpec]]
+"""(settings, settings file, server's URL, engines' URLs) -> every role but the engine."""
+EngineCommand = Callable[[Settings, Path, int], RoleSpec]
+"""(settings, settings file, port) -> the local engine."""
 
 
 def commands(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:

@@ -9,7 +9,6 @@ they are; no token passes through Python.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -68,8 +67,8 @@ def collate(groups: Sequence[Group]) -> Batch:
     """Build the batch of these groups.
 
     Raises:
-        RecordError: a row that cannot be trained as it stands (ranges out of order, versions that do not cover the
-            sampled tokens, a sampled token that nothing precedes); names prompt, completion and row.
+        RecordError: a row that cannot be trained as it stands (versions that do not cover the sampled tokens, a sampled
+            token that nothing precedes); names prompt, completion and row.
     """
     completions = [(code, completion) for code, group in enumerate(groups) for completion in group.completions]
     rows = [(code, row) for code, (_, completion) in enumerate(completions) for row in completion.rows]
@@ -145,8 +144,6 @@ def split(batch: Batch, micro_batch_tokens: int, rows_R: Tensor | None = None) -
 
 def _problem(row: Row) -> str:
     """Why this row cannot be trained; empty if it can."""
-    if any(end > start for (_, end), (start, _) in pairwise(row.sampled)):
-        return "its sampled ranges overlap or are out of order"
     if row.sampled and row.sampled[0][0] == 0 and not row.prompt_ids:
         return "its first token was sampled, with no prompt before it"
     spans = sorted((span.start, span.end) for span in row.spans if span.end > span.start)

@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from stream.errors import RunFailedError
 from workers.train.durable import new_folder, remove_leftovers
+from workers.train.progress import Progress
 
 if TYPE_CHECKING:
     from workers.train.learner import Learner
@@ -38,27 +39,6 @@ log = structlog.get_logger()
 MANIFEST: Final = "checkpoint.json"
 MODEL: Final = "model"
 OPTIMIZER: Final = "optimizer.safetensors"
-
-
-class Progress(Struct, kw_only=True):
-    """How far a run has come; a checkpoint holds it as it was then."""
-
-    step: int
-    """Optimizer batches done."""
-    version: int
-    """Policy version of these weights."""
-    ledger_bytes: int = 0
-    """Length of the ledger whose groups these weights contain; resume cuts what lies behind."""
-    metrics_bytes: int = 0
-    """Length of the file of metrics, cut likewise."""
-    groups: int = 0
-    """Groups trained."""
-    tokens: int = 0
-    """Loss tokens trained."""
-    mean_reward: float | None = None
-    """Of the steps since the checkpoint before; None where nothing was measured."""
-    best_reward: float | None = None
-    """The highest `mean_reward` of the run so far."""
 
 
 class File(Struct, frozen=True):
@@ -121,6 +101,11 @@ class Checkpoints:
         self.folder = folder
         self.keep_last = keep_last
 
+    @property
+    def empty(self) -> bool:
+        """There is no checkpoint, or none with all its files."""
+        return not self.all()
+
     def save(self, step: int, learner: "Learner", progress: Progress) -> Checkpoint:
         """Write a checkpoint and remove those that are not to be kept. Durable when it returns.
 
@@ -135,13 +120,14 @@ class Checkpoints:
                 learner.write_weights(temporary / MODEL)
                 save_file(learner.state(), temporary / OPTIMIZER)
                 manifest = Manifest(
-                    progress=msgspec.structs.replace(progress),
+                    progress=progress,
                     steps=learner.steps,
                     skipped_steps=learner.skipped_steps,
                     files=_inventory(temporary),
-                    saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+                    saved_at=datetime.now(UTC).isoformat(),
                 )
-                (temporary / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+                written = msgspec.json.encode(manifest)
+                (temporary / MANIFEST).write_bytes(msgspec.json.format(written))
         except (OSError, SafetensorError) as error:
             before = self.latest()
             stands = f"{before.folder.name} stands" if before else "there is none before it"
@@ -151,7 +137,7 @@ class Checkpoints:
             ) from error
         log.info("checkpoint.saved", step=step, version=progress.version, folder=str(target))
         self._prune()
-        return Checkpoint(folder=target, manifest=manifest)
+        return Checkpoint(folder=target, manifest=msgspec.json.decode(written, type=Manifest))
 
     def latest(self) -> Checkpoint | None:
         """The latest checkpoint that is complete and unaltered; None if there is none."""
@@ -183,7 +169,9 @@ class Checkpoints:
         """Remove all but the last ones and the best."""
         found = self.all()
         rewarded = [c for c in found if c.progress.mean_reward is not None]
-        kept = {c.folder for c in found[-self.keep_last :]} | {max(rewarded, key=_reward).folder for _ in rewarded[:1]}
+        kept = {c.folder for c in found[-self.keep_last :]} | {
+            max(reversed(rewarded), key=_reward).folder for _ in rewarded[:1]
+        }
         for checkpoint in found:
             if checkpoint.folder not in kept:
                 shutil.rmtree(checkpoint.folder, ignore_errors=True)

@@ -1,6 +1,6 @@
 """The groups in the trainer's hand: claimed, judged worth training, waiting for a step to be full."""
 
-from collections import Counter
+from collections import Counter, deque
 
 import structlog
 from msgspec import Struct, field
@@ -16,6 +16,9 @@ from workers.train.guard import Guard
 from workers.train.selection import assess
 
 log = structlog.get_logger()
+
+_FILTERED_KEPT = 4
+"""Dropped groups kept for the next step's metrics, in batches; the policy earned their rewards as well."""
 
 
 class Judgement(Struct, kw_only=True):
@@ -45,6 +48,7 @@ class Hand:
         self._guard = Guard(settings.guard.max_invalid_fraction, settings.guard.window_groups)
         self._duplicates: list[Lease] = []
         self._dropped: Counter[DropReason] = Counter()
+        self._filtered: deque[Group] = deque(maxlen=_FILTERED_KEPT * settings.train.groups_per_step)
 
     def consider(self, lease: Lease, version: int) -> Judgement:
         """Take an entry into hand, or say what becomes of it.
@@ -69,6 +73,7 @@ class Hand:
         self._guard.see(group)
         if reason is not None:
             self._dropped[reason] += 1
+            self._filtered.append(group)
             return Judgement(group=group, ending=f"dropped:{reason}", states=states)
         self.groups[prompt] = (lease, group)
         return Judgement()
@@ -84,10 +89,12 @@ class Hand:
         found, self._duplicates = self._duplicates, []
         return found
 
-    def dropped_counts(self) -> dict[DropReason, int]:
-        """Groups dropped since this was last asked, by reason."""
-        found, self._dropped = dict(self._dropped), Counter()
-        return found
+    def dropped(self) -> tuple[dict[DropReason, int], list[Group]]:
+        """Groups dropped since this was last asked: how many by reason, and the last of them, which were measured too."""
+        counts, self._dropped = dict(self._dropped), Counter()
+        groups = list(self._filtered)
+        self._filtered.clear()
+        return counts, groups
 
     def put_down(self) -> list[Lease]:
         """Empty the hand without training; the leases are to be given back."""

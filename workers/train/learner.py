@@ -74,7 +74,7 @@ class _Work:
 
     def count(self, output: LossOutput) -> None:
         """Add the share of one micro-batch."""
-        self.add("loss", float(output.loss) * self.denominator)
+        self.add("loss", float(output.loss.detach()) * self.denominator)
         for name, value in output.sums.items():
             self.add(name, float(value))
         for name, value in output.maxima.items():
@@ -168,10 +168,9 @@ class Learner:
             dropped=dropped,
         )
         metrics |= {"step": self.steps, "version": version, "learning_rate": rate, "trained": int(trained)}
-        learned = {"loss": 0.0, **work.metrics()}
-        metrics |= {name: value for name, value in learned.items() if math.isfinite(value)}
-        metrics["seconds"] = time.perf_counter() - started
-        return StepReport(trained=trained, skipped=skipped, loss=float(learned["loss"]), metrics=metrics)
+        metrics |= {"loss": 0.0, **work.metrics(), "seconds": time.perf_counter() - started}
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return StepReport(trained=trained, skipped=skipped, loss=float(metrics["loss"]), metrics=finite)
 
     def save_weights(self, folder: Path) -> None:
         """Write the policy in Hugging Face form to a new folder, which is there whole or not at all.

@@ -85,6 +85,7 @@ def derive(
     *,
     truncation: Mapping[TruncationReason, str],
     rejected_RT: Tensor | None = None,
+    unusable_RT: Tensor | None = None,
 ) -> Masks:
     """Derive the masks of a batch.
 
@@ -96,6 +97,8 @@ def derive(
             `baseline_only`; `keep` where it is not named.
         rejected_RT: bool, tokens taken out by a rule (too old, rollout correction). A row left with no token is
             rejected; a completion left with no row is out of B.
+        unusable_RT: bool, tokens whose data for the loss are junk. The same, but for completions that bear no loss:
+            nobody looks at their log-probs.
 
     Returns:
         The masks. Rewards outside of B are replaced by 0.0 here, before anybody computes with them.
@@ -104,18 +107,24 @@ def derive(
         ValueError: a truncation policy that does not exist.
     """
     kept_RT = sampled_RT if rejected_RT is None else sampled_RT & ~rejected_RT
-    surviving_C = torch.zeros_like(facts.measured_C).index_put((completion_ids_R[kept_RT.any(dim=1)],), _true(facts))
-    measured_C = facts.measured_C & torch.isfinite(facts.rewards_C)
+    usable_RT = kept_RT if unusable_RT is None else kept_RT & ~unusable_RT
+    silent_C = _under(facts.truncated_C, truncation, "baseline_only")
+    surviving_C = torch.where(
+        silent_C,
+        _any_row(facts, completion_ids_R, kept_RT),
+        _any_row(facts, completion_ids_R, usable_RT),
+    )
     eligible_C = (
-        measured_C
+        facts.measured_C
+        & torch.isfinite(facts.rewards_C)
         & (facts.failed_C == NONE)
         & (facts.dropped_C == NONE)
         & ~_under(facts.truncated_C, truncation, "exclude")
     )
     baseline_C = eligible_C & surviving_C
-    loss_C = baseline_C & ~_under(facts.truncated_C, truncation, "baseline_only")
+    loss_C = baseline_C & ~silent_C
     zeroed_C = _under(facts.truncated_C, truncation, "zero_reward")
-    tokens_RT = kept_RT & loss_C[completion_ids_R].unsqueeze(1)
+    tokens_RT = usable_RT & loss_C[completion_ids_R].unsqueeze(1)
     return Masks(
         baseline_C=baseline_C,
         loss_C=loss_C,
@@ -182,5 +191,8 @@ def _under(truncated_C: Tensor, truncation: Mapping[TruncationReason, str], poli
     return torch.tensor([*table, False], device=truncated_C.device)[truncated_C]
 
 
-def _true(facts: Facts) -> Tensor:
-    return torch.tensor(True, device=facts.measured_C.device)
+def _any_row(facts: Facts, completion_ids_R: Tensor, tokens_RT: Tensor) -> Tensor:
+    """Completions with one of these tokens in any of their rows."""
+    found_C = torch.zeros_like(facts.measured_C)
+    found_C[completion_ids_R[tokens_RT.any(dim=1)]] = True
+    return found_C

@@ -2,6 +2,8 @@
 
 # ruff: noqa: N806 (tensors are named after their axes)
 
+from collections import Counter
+
 import torch
 
 from stream.records import Group
@@ -9,12 +11,13 @@ from stream.validity import DropReason, TruncationReason
 from workers.settings import Settings
 from workers.train.batch import Batch, collate
 from workers.train.masks import Masks, derive, select_groups, too_old
+from workers.train.metrics import count_states
 
 
 def derive_masks(batch: Batch, settings: Settings, version: int) -> Masks:
     """The masks of a batch that is trained at this policy version.
 
-    Tokens older than `pacing.max_token_age`, and tokens whose engine log-prob is no finite number, are rejected.
+    Tokens older than `pacing.max_token_age` are rejected; tokens whose engine log-prob is not finite bear no loss.
     """
     old_RT = too_old(batch.sampled_RT, batch.versions_RT, version, settings.pacing.max_token_age)
     return derive(
@@ -22,7 +25,8 @@ def derive_masks(batch: Batch, settings: Settings, version: int) -> Masks:
         batch.completion_ids_R,
         batch.sampled_RT,
         truncation={reason: settings.truncation_policy(reason) for reason in TruncationReason},
-        rejected_RT=old_RT | ~torch.isfinite(batch.behaviour_logprobs_RT),
+        rejected_RT=old_RT,
+        unusable_RT=~torch.isfinite(batch.behaviour_logprobs_RT),
     )
 
 
@@ -37,11 +41,12 @@ def verdicts(batch: Batch, masks: Masks, settings: Settings) -> list[DropReason 
     )
 
 
-def verdict(group: Group, settings: Settings, version: int) -> DropReason | None:
-    """Why this group is not worth training at this policy version; None if it is.
+def assess(group: Group, settings: Settings, version: int) -> tuple[DropReason | None, Counter[str]]:
+    """Why this group is not worth training at this policy version (None if it is), and its completions by state.
 
     Raises:
         RecordError: the group cannot be trained as it stands; see `workers.train.batch.collate`.
     """
     batch = collate([group])
-    return verdicts(batch, derive_masks(batch, settings, version), settings)[0]
+    masks = derive_masks(batch, settings, version)
+    return verdicts(batch, masks, settings)[0], count_states(batch.facts, masks)

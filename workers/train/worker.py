@@ -11,7 +11,7 @@
 """
 
 import time
-from pathlib import Path
+from collections.abc import Mapping
 
 import anyio
 import structlog
@@ -21,12 +21,14 @@ from stream.ledger import Ledger, Line, content_hash
 from stream.records import Group
 from stream.stage import Lease, Stage
 from stream.training import End, Tenure
+from stream.validity import DropReason
 from workers.process import Role
 from workers.settings import Settings
+from workers.train.batch import collate
 from workers.train.checkpoint import Checkpoints
 from workers.train.hand import Hand
 from workers.train.journal import Journal
-from workers.train.learner import Learner
+from workers.train.learner import Learner, StepReport
 from workers.train.progress import Progress
 from workers.train.publisher import EnginePublisher
 from workers.train.weights import Weights
@@ -157,7 +159,8 @@ class Trainer:
         """One optimizer batch of the groups in hand."""
         leases, groups = self.hand.deal()
         version = self.weights.version
-        report = await anyio.to_thread.run_sync(self.learner.train_on, groups, version, self.hand.dropped_counts())
+        dropped, filtered = self.hand.dropped()
+        report = await anyio.to_thread.run_sync(_train_on, self.learner, groups, version, dropped, filtered)
         self.progress.stepped(report.metrics, len(groups), time.monotonic() - began)
         self._note(groups, "trained", self.progress.step)
         await self._end([End(lease, "trained") for lease in leases])
@@ -211,6 +214,13 @@ def _load(settings: Settings, checkpoints: Checkpoints) -> tuple[Learner, Progre
         return learner, Progress()
     checkpoint.restore(learner)
     return learner, checkpoint.progress
+
+
+def _train_on(
+    learner: Learner, groups: list[Group], version: int, dropped: Mapping[DropReason, int], filtered: list[Group]
+) -> StepReport:
+    """One step, and what it says of the groups that were dropped on the way to it."""
+    return learner.step(collate(groups), version, filtered=collate(filtered) if filtered else None, dropped=dropped)
 
 
 async def _cancel_when(event: anyio.Event, scope: anyio.CancelScope) -> None:

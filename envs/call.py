@@ -1,11 +1,12 @@
 """Calling code that is not ours: on no event loop of ours if it is synchronous, and never for longer than allowed.
 
-What comes of a call is a value, so that nothing which an environment raises, `SystemExit` included, ends a worker.
+What comes of a call is a value, so that nothing which an environment or a reward function raises, `SystemExit`
+included, ends a worker.
 """
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,9 +52,9 @@ class Caller:
         self._limiter = limiter
         self._passed = CapacityLimiter(math.inf)  # for anyio, which would else count each call a second time
 
-    async def call(self, function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float) -> Outcome:
+    async def call(self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float) -> Outcome:
         """Call a function, or await a coroutine function."""
-        if inspect.iscoroutinefunction(function):
+        if is_async(function):
             return await self._within(timeout_s, lambda scope: _wait_for(partial(function, **arguments), scope))
         async with self._limiter:
             return await self._within(timeout_s, lambda scope: self._in_thread(function, arguments, scope))
@@ -65,31 +66,30 @@ class Caller:
                 return outcome
         return Overran(timeout_s)
 
-    async def _in_thread(self, function: Callable[..., Any], arguments: dict[str, Any], scope: CancelScope) -> Outcome:
+    async def _in_thread(
+        self, function: Callable[..., Any], arguments: Mapping[str, Any], scope: CancelScope
+    ) -> Outcome:
         outcome = await to_thread.run_sync(_call, function, arguments, abandon_on_cancel=True, limiter=self._passed)
         if isinstance(outcome, Returned) and inspect.isawaitable(outcome.value):
             return await _wait_for(lambda: outcome.value, scope)
         return outcome
 
 
-async def _wait_for(start: Callable[[], Awaitable[Any]], scope: CancelScope) -> Outcome:
-    try:
-        return Returned(await start())
-    except anyio.get_cancelled_exc_class() as error:
-        if scope.cancel_called or anyio.get_current_task().has_pending_cancellation():
-            raise
-        return Raised(error)  # it was cancelled by its own doing, not by ours
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001  (an environment's code: whatever it raises is an outcome)
-        return Raised(error)
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine: an `async def`, or an object whose `__call__` is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+def arguments_for(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what is offered, the keyword arguments that the function takes: all with `**kwargs`, else those it names."""
     try:
-        return Returned(function(**arguments))
-    except BaseException as error:  # noqa: BLE001  (an environment's code: whatever it raises is an outcome)
-        return Raised(error)
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C, without a signature
+        return dict(offered)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(offered)
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {name: value for name, value in offered.items() if name in named}
 
 
 def describe(error: BaseException) -> str:
@@ -109,3 +109,23 @@ def clean(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-8", "replace").decode()
     return text
+
+
+async def _wait_for(start: Callable[[], Awaitable[Any]], scope: CancelScope) -> Outcome:
+    try:
+        return Returned(await start())
+    except anyio.get_cancelled_exc_class() as error:
+        if scope.cancel_called or anyio.get_current_task().has_pending_cancellation():
+            raise
+        return Raised(error)  # it was cancelled by its own doing, not by ours
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  (user code: whatever it raises is an outcome)
+        return Raised(error)
+
+
+def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Outcome:
+    try:
+        return Returned(function(**arguments))
+    except BaseException as error:  # noqa: BLE001  (user code: whatever it raises is an outcome)
+        return Raised(error)

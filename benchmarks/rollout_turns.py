@@ -1,0 +1,195 @@
+"""What a turn costs the rollout worker's CPU, with an engine that answers at once and a tool that does nothing.
+
+    python benchmarks/rollout_turns.py [--groups 60] [--repeats 5] [--json]
+
+Counted is all that a worker does between engine and stream: reset, chat template, tokenising, parsing, the tool in its
+thread, rows, get_reward, snapshot. Not counted: HTTP, Redis, and what a real environment computes. Groups of 8, 8 at
+once, prompts of about 490 tokens (tools included), 3 turns of 64 tokens, one tool call in each but the last. Told is
+the least disturbed of the repeats: on a machine that does other things as well, CPU time itself grows by half.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from envs.factory import Factory
+from stream.records import Prompt, Span
+from workers.rollout.chat import Chat
+from workers.rollout.engine import Sampled, Sampling
+from workers.rollout.group import roll_out
+from workers.rollout.slot import SlotPool
+from workers.rollout.tool_format import TOOL_FORMATS
+from workers.settings import Rollout
+
+GROUP, AT_ONCE, TURNS, TURN_TOKENS, PROMPT_TOKENS = 8, 8, 3, 64, 490
+
+TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n# Tools\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+{{- '\\n</tools><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- else %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+class Adder:
+    """An environment with one tool that costs nothing."""
+
+    def reset(self, **row: object) -> None:  # noqa: ARG002
+        self.calls = 0
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: the first one.
+            b: the second one.
+        """
+        self.calls += 1
+        return a + b
+
+    def get_reward(self) -> float:
+        return float(self.calls)
+
+
+class Instant:
+    """Answers with the same turns for every conversation."""
+
+    def __init__(self, turns: list[list[int]], prompt_tokens: int) -> None:
+        self._turns = turns
+        self._prompt_tokens = prompt_tokens
+        self.asked = 0
+
+    async def sample(self, prompt_ids: Sequence[int], sampling: Sampling, *, at_least: int = 0) -> Sampled:  # noqa: ARG002
+        await anyio.lowlevel.checkpoint()
+        self.asked += 1
+        turn = (len(prompt_ids) - self._prompt_tokens) // TURN_TOKENS  # continuations are shorter than a turn
+        ids = self._turns[min(turn, TURNS - 1)]
+        return Sampled(list(ids), [-0.5] * len(ids), "stop", [Span(1, 0, len(ids))])
+
+
+def make_folder(folder: Path) -> Tokenizer:
+    """A tokenizer of ordinary shape, and a template in Qwen's form."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=4000, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    sources = sorted(Path(__file__).parents[1].glob("*/*.py"))
+    tokenizer.train_from_iterator((path.read_text(encoding="utf-8") for path in sources), trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}), encoding="utf-8")
+    return tokenizer
+
+
+def padded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The text and the end of turn, in exactly as many tokens as a turn has."""
+    call, filler = tokenizer.encode(text).ids, tokenizer.encode(" it" * TURN_TOKENS).ids
+    return [*filler[: TURN_TOKENS - 1 - len(call)], *call, tokenizer.token_to_id("<|im_end|>")]
+
+
+def prompts(tokenizer: Tokenizer, chat: Chat, groups: int) -> list[Prompt]:
+    """Prompts that differ, each about as long as it should be."""
+    empty = len(chat.prompt_ids([{"role": "user", "content": ""}]))
+    text = Path(__file__).read_text(encoding="utf-8")
+    filler = tokenizer.decode(tokenizer.encode(text).ids[: PROMPT_TOKENS - empty - 4])
+    return [
+        Prompt(
+            id=f"bench:0:{i}",
+            messages=[{"role": "user", "content": f"{i}: {filler}"}],
+            environment="adder",
+            group_size=GROUP,
+        )
+        for i in range(groups)
+    ]
+
+
+async def measure(groups: int) -> dict[str, float]:
+    """Roll out that many groups."""
+    factory = Factory.load(f"{Path(__file__)}:Adder")
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = make_folder(Path(folder))
+        chat = Chat.load(Path(folder), {}, [tool.schema for tool in factory.tools])
+        chat.check_template()
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    turns = [padded(tokenizer, call)] * (TURNS - 1) + [padded(tokenizer, "Answer: 3")]
+    todo = prompts(tokenizer, chat, groups + AT_ONCE)
+    length = len(chat.prompt_ids(todo[0].messages))
+    sampler = Instant(turns, length)
+
+    async with SlotPool({"adder": factory}, size=AT_ONCE * GROUP) as pool:
+
+        async def work() -> None:
+            while todo:
+                group = await roll_out(
+                    todo.pop(),
+                    chat=chat,
+                    sampler=sampler,
+                    pool=pool,
+                    limits=Rollout(),
+                    tool_format=TOOL_FORMATS["hermes"],
+                )
+                for completion in group.completions:
+                    assert (completion.failure, completion.turns, completion.tool_errors) == (None, TURNS, 0)
+
+        async def batch() -> None:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(AT_ONCE):
+                    tasks.start_soon(work)
+
+        measured, todo[groups:] = todo[:groups], []
+        todo[:] = prompts(tokenizer, chat, AT_ONCE)
+        await batch()  # warm: threads, caches, environments
+        todo[:] = measured
+        before, cpu, wall = sampler.asked, time.process_time(), time.perf_counter()
+        await batch()
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    count = sampler.asked - before
+    return {
+        "turns": count,
+        "prompt_tokens": length,
+        "turn_tokens": TURN_TOKENS,
+        "cpu_s_per_1000_turns": round(cpu / count * 1000, 4),
+        "turns_per_s": round(count / wall, 1),
+    }
+
+
+def main() -> None:
+    """Run, and print."""
+    parser = argparse.ArgumentParser(description="CPU time of a rollout worker per turn")
+    parser.add_argument("--groups", type=int, default=60)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    options = {"use_uvloop": sys.platform != "win32"}
+    runs = [anyio.run(measure, arguments.groups, backend_options=options) for _ in range(arguments.repeats)]
+    found = min(runs, key=lambda run: run["cpu_s_per_1000_turns"])
+    if arguments.json:
+        print(json.dumps(found))
+        return
+    for name, value in found.items():
+        print(f"{name:24} {value}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Factories: what makes environments, and what is known of them before the first episode."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from enum import Enum
+from threading import Thread
+from typing import Any
+
+import anyio
+import msgspec
+import structlog
+
+from envs.call import arguments_for, describe
+from envs.references import Reference, class_key, resolve
+from envs.tools import ToolSpec, tool_specs
+from stream.errors import EnvironmentFailure, ReferenceNotFoundError
+
+log = structlog.get_logger()
+
+GROUP = "penstock.environments"
+"""Entry points of environments."""
+
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class Factory:
+    """A zero-argument callable that makes environments: a class, or a function.
+
+    Example:
+        factory = Factory.load("calculator")
+        env = factory.make()
+        env.reset(**factory.reset_arguments(env, prompt.fields, seed=7, completion_index=0))
+    """
+
+    def __init__(self, reference: Reference, call: Callable[[], object], sample: object) -> None:
+        self.ref = reference.ref
+        self.reference = reference
+        self.environment_class: type = type(sample)
+        """The class of what is made; snapshots of this factory thaw to it, whatever their bytes may say."""
+        self.tools: list[ToolSpec] = tool_specs(sample)
+        self.has_reward: bool = callable(getattr(sample, "get_reward", None))
+        self.known_classes: dict[str, type] = _known_classes(reference, type(sample))
+        """The closed table for thawing, `module:qualname` to class: what the factory's own modules define, and the
+        enums and dataclasses that they import by name."""
+        self._call = call
+
+    @classmethod
+    def load(cls, ref: str) -> "Factory":
+        """Resolve a reference, and make one environment to see what it is; that one is closed again.
+
+        Imports and constructs, and so may block: on an event loop, call it in a thread.
+
+        Raises:
+            ReferenceNotFoundError: the reference leads nowhere, or to something that makes no environment.
+        """
+        reference = resolve(ref, GROUP)
+        call = reference.target
+        if not callable(call):
+            raise ReferenceNotFoundError(
+                f"{ref!r} is of type {type(call).__name__}; a factory is a class, or a function without arguments"
+            )
+        try:
+            sample = call()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit too: it is user code
+            raise ReferenceNotFoundError(
+                f"{ref!r} was found, but making an environment, {_name(call)}(), raised {describe(error)}"
+            ) from error
+        _check(ref, call, sample)
+        factory = cls(reference, call, sample)
+        _close(sample, ref)
+        return factory
+
+    def make(self) -> object:
+        """Make an environment.
+
+        Raises:
+            EnvironmentFailure: it could not be made, although one could at start-up; the cause is attached.
+        """
+        try:
+            return self._call()
+        except Exception as error:
+            raise EnvironmentFailure(f"making an environment of {self.ref!r} raised {describe(error)}") from error
+
+    def reset_arguments(self, env: object, fields: dict[str, Any], seed: int, completion_index: int) -> dict[str, Any]:
+        """Keyword arguments for `reset`; the function of this name."""
+        return reset_arguments(env, fields, seed, completion_index)
+
+
+def reset_arguments(env: object, fields: dict[str, Any], seed: int, completion_index: int) -> dict[str, Any]:
+    """What `reset` is called with.
+
+    A `reset(self, **row)` gets all fields, and `seed` and `completion_index` where no field is called so; one without
+    `**` gets just what it names.
+
+    Args:
+        env: the environment.
+        fields: the prompt's fields.
+        seed: of this completion.
+        completion_index: its position within the group, from 0.
+    """
+    reset: Callable[..., Any] = env.reset  # type: ignore[attr-defined]
+    return arguments_for(reset, {"seed": seed, "completion_index": completion_index} | fields)
+
+
+def _check(ref: str, call: Callable[..., object], sample: object) -> None:
+    if inspect.isawaitable(sample):
+        if inspect.iscoroutine(sample):
+            sample.close()
+        raise ReferenceNotFoundError(
+            f"{ref!r} is async; a factory is a plain callable (await things in an async reset)"
+        )
+    if not callable(getattr(sample, "reset", None)):
+        raise ReferenceNotFoundError(
+            f"{ref!r} was found, but what {_name(call)}() makes, of type {type(sample).__name__}, has no reset method, "
+            "so it is no environment"
+        )
+
+
+def _known_classes(reference: Reference, environment: type) -> dict[str, type]:
+    homes = [reference.module.__name__, *(c.__module__ for c in environment.__mro__)]
+    homes = [name for name in dict.fromkeys(homes) if name.partition(".")[0] not in sys.stdlib_module_names]
+    known = {class_key(environment): environment}
+    for name in homes:
+        for value in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
+            if isinstance(value, type) and (value.__module__ in homes or _is_record(value)):
+                known.update((class_key(cls), cls) for cls in _with_nested(value))
+    return known
+
+
+def _is_record(cls: type) -> bool:
+    """Made to hold data, so that one which is merely imported by name is known too."""
+    return issubclass(cls, Enum | msgspec.Struct) or is_dataclass(cls)
+
+
+def _with_nested(cls: type) -> Iterator[type]:
+    yield cls
+    for value in vars(cls).values():
+        if isinstance(value, type) and value.__qualname__.startswith(f"{cls.__qualname__}."):
+            yield from _with_nested(value)
+
+
+def _close(sample: Any, ref: str) -> None:
+    """Close the sample; an async `close` runs on a loop of its own, in a thread, for a limited time."""
+    close = getattr(sample, "close", None)
+    if not callable(close):
+        return
+
+    async def wait(closing: Any) -> None:
+        with anyio.fail_after(_CLOSE_TIMEOUT_S):
+            await closing
+
+    def run() -> None:
+        try:
+            closing = close()
+            if inspect.isawaitable(closing):
+                anyio.run(wait, closing)
+        except Exception as error:  # noqa: BLE001  (user code; the sample is thrown away whatever happens)
+            log.warning("environment.close_failed", environment=ref, why=describe(error))
+
+    thread = Thread(target=run, daemon=True, name=f"close {ref}")
+    thread.start()
+    thread.join(_CLOSE_TIMEOUT_S)
+
+
+def _name(call: object) -> str:
+    return getattr(call, "__qualname__", None) or repr(call)

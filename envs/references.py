@@ -1,0 +1,202 @@
+"""References: how a setting names an environment or a reward function.
+
+===========================  ==========================================================================================
+`calculator`                 the name of an entry point, in group `penstock.environments` or `penstock.rewards`
+`package.module:attr`        an importable module; the working directory is importable, behind everything else
+`path/to/file.py:attr`       a file, relative to the working directory; its folder is importable, behind everything else
+===========================  ==========================================================================================
+
+There is no fallback from one spelling to another. Folders are *appended* to the path, so that nobody's `stream/` or
+`workers/` hides ours. References come from settings alone; nothing that came over the wire is ever resolved.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+import traceback
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from threading import RLock
+from types import ModuleType
+from typing import Literal, NoReturn
+
+from envs.call import describe
+from stream.errors import ReferenceNotFoundError
+
+Spelling = Literal["entry point", "module", "file"]
+
+_PLUGIN = "penstock_plugin_"
+_loading = RLock()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Where a reference led."""
+
+    ref: str
+    spelling: Spelling
+    target: object
+    module: ModuleType
+    """The module that the target was found in."""
+
+
+def resolve(ref: str, group: str | None) -> Reference:
+    """Find what a reference names.
+
+    Args:
+        ref: one of the three spellings.
+        group: the group of entry points in which a plain name is looked up; None if plain names mean nothing here.
+
+    Raises:
+        ReferenceNotFoundError: says which spelling was tried, and what was found in place of the target.
+    """
+    place, colon, attribute = ref.rpartition(":")
+    if colon and place and attribute:
+        if place.endswith(".py"):
+            return _from_file(ref, place, attribute)
+        if "/" in place or "\\" in place:
+            raise ReferenceNotFoundError(f"{ref!r} was read as a file, but {place!r} does not end in .py")
+        return _from_module(ref, place, attribute)
+    if colon or ref.endswith(".py") or "/" in ref or "\\" in ref:
+        raise ReferenceNotFoundError(
+            f"{ref!r} is incomplete; write package.module:name or path/to/file.py:name"
+            + (", or the name of an entry point" if group else "")
+        )
+    return _from_entry_point(ref, group)
+
+
+def class_key(cls: type) -> str:
+    """`module:qualname`, the same on every machine, also for a class from a file, whose module name is made up."""
+    module = cls.__module__
+    if module.startswith(_PLUGIN):
+        module = module.removeprefix(_PLUGIN).rpartition("_")[0] + ".py"
+    return f"{module}:{cls.__qualname__}"
+
+
+def _from_entry_point(ref: str, group: str | None) -> Reference:
+    if group is None:
+        raise ReferenceNotFoundError(f"{ref!r} is a plain name; write package.module:name or path/to/file.py:name")
+    tried = f"{ref!r} was read as an entry point of group {group!r}"
+    available = entry_points(group=group)
+    found = {entry.value: entry for entry in available if entry.name == ref}
+    if not found:
+        names = ", ".join(sorted({entry.name for entry in available})) or "none at all"
+        hint = f"; for a module write {ref.rpartition('.')[0]}:{ref.rpartition('.')[2]}" if "." in ref else ""
+        raise ReferenceNotFoundError(f"{tried}, which has no such name; installed are: {names}{hint}")
+    if len(found) > 1:
+        owners = ", ".join(f"{_owner(entry)} ({value})" for value, entry in sorted(found.items()))
+        raise ReferenceNotFoundError(f"{tried}, which several distributions claim: {owners}; uninstall all but one")
+    (entry,) = found.values()
+    module = _import(lambda: importlib.import_module(entry.module), f"{tried} ({entry.value}, of {_owner(entry)})")
+    return Reference(ref, "entry point", _attribute(module, entry.attr, tried), module)
+
+
+def _from_module(ref: str, name: str, attribute: str) -> Reference:
+    tried = f"{ref!r} was read as module {name!r}"
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ReferenceNotFoundError(f"{tried}, which is no name that a module can have; a file ends in .py")
+    _append_to_path(Path.cwd())
+    module = _import(lambda: importlib.import_module(name), tried, name)
+    return Reference(ref, "module", _attribute(module, attribute, tried), module)
+
+
+def _from_file(ref: str, place: str, attribute: str) -> Reference:
+    path = Path(place).expanduser().resolve()
+    tried = f"{ref!r} was read as file {path}"
+    if not path.is_file():
+        siblings = sorted(p.name for p in path.parent.glob("*.py"))[:10] if path.parent.is_dir() else None
+        beside = "its folder does not exist either" if siblings is None else f"beside it: {', '.join(siblings) or '-'}"
+        raise ReferenceNotFoundError(f"{tried}, which does not exist ({beside})")
+    _append_to_path(path.parent)
+    _append_to_path(Path.cwd())
+    with _loading:  # another thread must not find the module half loaded
+        module = _import(lambda: _load(path), tried)
+    return Reference(ref, "file", _attribute(module, attribute, tried), module)
+
+
+def _load(path: Path) -> ModuleType:
+    """Load a file once, under a name of its own; a second reference to it finds the same classes."""
+    name = f"{_PLUGIN}{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"Python has no loader for {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _append_to_path(folder: Path) -> None:
+    """Make a folder importable, behind everything else; its own folder `envs/` becomes part of this package."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    importlib.invalidate_caches()
+    package = sys.modules[__name__.rpartition(".")[0]]
+    package.__path__ = pkgutil.extend_path(package.__path__, package.__name__)
+
+
+def _import(load: Callable[[], ModuleType], tried: str, name: str = "") -> ModuleType:
+    try:
+        return load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # user code runs, and may even call sys.exit
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and (name == missing or name.startswith(f"{missing}.")):
+            raise ReferenceNotFoundError(
+                f"{tried}, but there is no module {missing!r} (looked in the installed ones and in {Path.cwd()}); "
+                "install it, or write the path of a .py file"
+            ) from error
+        _raise_import_error(tried, error)
+
+
+def _raise_import_error(tried: str, error: BaseException) -> NoReturn:
+    """Name the line of the user's that failed: the last one outside the import machinery."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    lines = [f for f in frames if f.filename != __file__]
+    where = f" ({lines[-1].filename}, line {lines[-1].lineno})" if lines else ""
+    raise ReferenceNotFoundError(f"{tried}; importing it raised {describe(error)}{where}") from error
+
+
+def _attribute(module: ModuleType, dotted: str, tried: str) -> object:
+    """Follow a dotted name into a module."""
+    target: object = module
+    for name in dotted.split("."):
+        try:
+            target = getattr(target, name)
+        except AttributeError as error:
+            file = getattr(module, "__file__", None) or "no file"
+            where = f"it ({file})" if target is module else repr(target)
+            raise ReferenceNotFoundError(f"{tried}; {where} has no {name!r}; {_alternatives(target, name)}") from error
+    return target
+
+
+def _alternatives(target: object, name: str) -> str:
+    own = [n for n, v in vars(target).items() if _is_offered(n, v, target)] if hasattr(target, "__dict__") else []
+    close = difflib.get_close_matches(name, own, n=3)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"it defines: {', '.join(sorted(own)[:20]) or 'nothing that could be meant'}"
+
+
+def _is_offered(name: str, value: object, target: object) -> bool:
+    """Whether a name is worth suggesting: public, callable, and defined there rather than imported."""
+    home = getattr(value, "__module__", None)
+    imported = inspect.ismodule(target) and home != target.__name__
+    return not name.startswith("_") and callable(value) and not imported
+
+
+def _owner(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else "an unknown distribution"

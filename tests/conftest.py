@@ -1,0 +1,191 @@
+"""What every tier of tests shares: the event loop, a private server, a run of one's own, a watch for blocking calls."""
+
+import os
+import subprocess
+import tempfile
+import time
+import uuid
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from blockbuster import BlockBuster, blockbuster_ctx
+from hypothesis import HealthCheck, settings
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from stream.feeding import Feed
+from stream.keys import StageName
+from stream.link import Link, connect
+from stream.records import Completion, Group, Prompt, Row, Span
+from stream.server import command_line, find_server
+from stream.stage import Stage, Terms
+from stream.validity import Measured
+from stream.view import look
+
+settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", max_examples=200, deadline=None, derandomize=True, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """Plain asyncio: uvloop's sockets are out of blockbuster's sight."""
+    return "asyncio", {"debug": False, "use_uvloop": False}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def blockbuster() -> Iterator[BlockBuster]:
+    """A blocking call on the event loop, anywhere below our packages, fails the test that makes it."""
+    with blockbuster_ctx(scanned_modules=[_folder_of(name) for name in ("stream", "envs", "workers")]) as found:
+        for function in found.functions.values():
+            # A log line is one short write to a terminal or a file. A process is started by fork and exec, which has
+            # no other way; waiting for it is asynchronous. A module is imported once.
+            function.can_block_in("structlog/_output.py", {"msg", "__call__"})
+            function.can_block_in("subprocess.py", {"_execute_child"})
+            function.can_block_in("<frozen importlib._bootstrap>", {"_find_and_load"})
+        yield found
+
+
+def _folder_of(package: str) -> ModuleType:
+    """Stands for a package by its folder alone, so that arming imports nothing."""
+    module = ModuleType(package)
+    module.__path__ = [str(Path(__file__).parents[1] / package)]
+    return module
+
+
+class Server:
+    """A private server that a test may start, kill and start again on the same data; one process at a time."""
+
+    def __init__(self, folder: Path, *options: str, binary: Path | None = None, fsync: str = "everysec") -> None:
+        self.socket = folder / "redis.sock"
+        self.url = f"unix://{self.socket}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._command = [*command_line(binary or find_server(), folder, self.socket, fsync), *options]
+
+    def start(self) -> "Server":
+        """Start it, and wait until it answers."""
+        self._process = subprocess.Popen(self._command, start_new_session=True)
+        with Redis.from_url(self.url) as redis:
+            for _ in range(500):
+                assert self._process.poll() is None, f"the server ended at once: {self._command}"
+                try:
+                    if redis.ping():
+                        return self
+                except RedisConnectionError:
+                    time.sleep(0.02)
+        raise AssertionError("the server does not answer")
+
+    def kill(self) -> None:
+        """End it with SIGKILL, as a machine that fails would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        assert self._process is not None
+        return self._process.pid
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    """A server for this test process alone, without persistence; under xdist each worker has its own."""
+    with tempfile.TemporaryDirectory(prefix="penstock-test-") as folder:  # a socket's path must be short
+        server = Server(Path(folder), "--appendonly", "no").start()
+        yield server.url
+        server.kill()
+
+
+@pytest.fixture
+def make_server() -> Iterator[Callable[..., Server]]:
+    """A server of the test's own, not started yet: `make_server(*options, binary=..., fsync=...)`."""
+    with tempfile.TemporaryDirectory(prefix="penstock-test-") as folder:
+        made: list[Server] = []
+
+        def make(*options: str, binary: Path | None = None, fsync: str = "everysec") -> Server:
+            home = Path(folder) / str(len(made))
+            home.mkdir()
+            made.append(Server(home, *options, binary=binary, fsync=fsync))
+            return made[-1]
+
+        yield make
+        for server in made:
+            server.kill()
+
+
+class Pipe:
+    """Short ways to what tests of a run do again and again.
+
+    Leases last 30 s and back-offs 10 ms unless a test says otherwise.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+
+    def stage(self, name: StageName, consumer: str = "w", capacity: int | None = None, **terms: float) -> Stage:
+        """One worker's view of a stage."""
+        return Stage(self.link, name, consumer, Terms(**{"lease_s": 30.0, "backoff_s": 0.01, **terms}), capacity)
+
+    async def feed(self, *prompt_ids: str) -> None:
+        """Feed prompts behind what was fed before."""
+        feed = Feed(self.link, backlog=100_000)
+        before = await feed.cursor()
+        await feed.put([Prompt(id=each, messages=[]) for each in prompt_ids], before, f"{before}{len(prompt_ids)};")
+
+    async def rolled_out(self, *prompt_ids: str) -> None:
+        """Feed prompts, and take them to the scoring stage."""
+        await self.feed(*prompt_ids)
+        await self._pass_on("prompts", "groups", len(prompt_ids))
+
+    async def scored(self, *prompt_ids: str) -> None:
+        """Feed prompts, and take them to the trainer."""
+        await self.rolled_out(*prompt_ids)
+        await self._pass_on("groups", "scored", len(prompt_ids))
+
+    async def _pass_on(self, stage: StageName, into: StageName, count: int) -> None:
+        worker = self.stage(stage, f"passing-{stage}")
+        for lease in (await worker.claim(count)).leases:
+            await worker.settle(lease, into, self.group(lease.prompt_id))
+
+    @staticmethod
+    def group(prompt_id: str, tokens: tuple[int, ...] = (1, 2, 3)) -> Group:
+        """A group of one completion."""
+        row = Row(
+            prompt_ids=array("i", [7]).tobytes(),
+            token_ids=array("i", tokens).tobytes(),
+            sampled=[(0, len(tokens))],
+            logprobs=array("f", [-0.5] * len(tokens)).tobytes(),
+            spans=[Span(0, 0, len(tokens))],
+        )
+        completion = Completion(index=0, rows=[row], reward=Measured(1.0))
+        return Group(prompt=Prompt(id=prompt_id, messages=[]), completions=[completion])
+
+    async def balance(self) -> dict[str, int]:
+        """The run's account, which must balance: fed = trained + dropped + dead + outstanding."""
+        balance = (await look(self.link)).balance
+        assert balance["fed"] == sum(n for name, n in balance.items() if name != "fed"), balance
+        return balance
+
+
+@pytest.fixture
+def run_name() -> str:
+    """The name of a run that nobody else uses."""
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+async def link(redis_url: str, run_name: str) -> AsyncIterator[Link]:
+    """A connection to the test's own run."""
+    async with connect(redis_url, run_name, reconnect_s=5.0) as found:
+        yield found
+
+
+@pytest.fixture
+def pipe(link: Link) -> Pipe:
+    """Helpers on the test's own run."""
+    return Pipe(link)

@@ -1,0 +1,20 @@
+"""Fixtures for whole runs."""
+
+import pytest
+
+from tests.e2e.harness import Project
+from workers.demo.model import make_model
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory):
+    """A model that has learned nothing."""
+    folder = tmp_path_factory.mktemp("model") / "policy"
+    make_model(folder, seed=0)
+    return folder
+
+
+@pytest.fixture
+def project(tmp_path, random_model):
+    """A user's folder with ten prompts and a reward by chance."""
+    return Project(tmp_path, random_model)

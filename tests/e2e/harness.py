@@ -1,0 +1,126 @@
+"""A user's folder and the console script, for tests of whole runs in their own processes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import tomli_w
+
+from stream.link import connect
+from stream.view import look
+
+
+class Project:
+    """A user's folder: prompts, rewards, environments, one TOML file."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self.table: dict[str, Any] = {
+            "run": {"name": "test", "folder": str(folder / "run")},
+            "model": {"path": str(model)},
+            "data": {"path": str(folder / "prompts.jsonl"), "tool_schemas": False},
+            "rollout": {"group_size": 4, "max_tokens_per_turn": 6, "max_tokens": 12, "groups_in_flight": 4},
+            "engine": {"max_length": 256, "max_batch": 32},
+            "train": {"groups_per_step": 4, "learning_rate": 1e-4, "checkpoint_every": 2},
+            "delivery": {"lease_s": 3.0, "backoff_s": 0.1},
+        }
+        self.prompts(10)
+        (folder / "rewards.py").write_text(
+            "import zlib\n\n\n"
+            "def by_chance(completions, **columns):\n"
+            "    return [float(zlib.crc32(text.encode()) % 2) for text in completions]\n"
+        )
+        self.table["rewards"] = [{"ref": str(folder / "rewards.py") + ":by_chance"}]
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / "run"
+
+    def prompts(self, n: int, extra: str = "") -> None:
+        rows = [json.dumps({"prompt": f"Say {i}.", "number": i}) for i in range(n)]
+        (self.folder / "prompts.jsonl").write_text("\n".join(rows) + "\n" + extra)
+
+    def write(self) -> Path:
+        path = self.folder / "run_me.toml"
+        path.write_text(tomli_w.dumps(self.table))
+        return path
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "workers", *arguments]
+
+    def run(self, *arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*arguments),
+            cwd=self.folder,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command(*arguments),
+            cwd=self.folder,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def ledger(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_folder / "ledger.jsonl").read_text().splitlines()]
+
+    def logs(self) -> str:
+        """The end of every role's log, for the message of a failing test."""
+        parts = [f"== {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.run_folder.glob("logs/*.log"))]
+        return "\n".join(parts)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def summary_of(result: subprocess.CompletedProcess[str], project: Project) -> dict[str, Any]:
+    assert result.returncode == 0, f"{result.stderr[-3000:]}\n{project.logs()}"
+    lines = result.stdout.strip().splitlines()
+    assert len(lines) == 1, result.stdout
+    return json.loads(lines[0])
+
+
+def balanced(summary: dict[str, Any]) -> bool:
+    ended = summary["groups_trained"] + sum(summary["groups_dropped"].values()) + summary["dead"]
+    return summary["fed"] == ended + summary["outstanding"]
+
+
+def children(pid: int) -> dict[str, int]:
+    """Role -> pid of one process that the supervisor started."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        command = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
+        if "workers" in command:
+            found[command[command.index("workers") + 1]] = int(child)
+    return found
+
+
+def wait_for_trained(project, n: int, process: subprocess.Popen[str], within_s: float) -> None:
+    async def wait() -> None:
+        live = json.loads((project.run_folder / "live.json").read_text())
+        async with connect(live["redis"], "test", create=False) as link:
+            with anyio.fail_after(within_s):
+                while (await look(link)).counts.get("trained", 0) < n:
+                    assert process.poll() is None, f"{process.stderr.read()}\n{project.logs()}"
+                    await anyio.sleep(0.1)
+
+    deadline = time.monotonic() + within_s
+    while not (project.run_folder / "live.json").exists():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    anyio.run(wait)

@@ -1,0 +1,35 @@
+"""SIGKILL to any role: the run recovers by itself, and the count comes out exact."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from tests.e2e.harness import balanced, children, wait_for_trained
+
+pytestmark = pytest.mark.timeout(280)
+
+
+def test_a_rollout_worker_the_scorer_and_the_trainer_are_killed_once_each(project):
+    prompts = 80
+    project.prompts(prompts)
+    project.table["rollout"]["workers"] = 2
+    project.table["algorithm"] = {"drop_zero_variance": False}
+    process = project.start("run", str(project.write()), "--json")
+    try:
+        for trained, role in ((4, "rollout"), (16, "score"), (28, "train")):
+            wait_for_trained(project, trained, process, 120)
+            os.kill(children(process.pid)[role], signal.SIGKILL)
+        out, err = process.communicate(timeout=150)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=60)
+    assert process.returncode == 0, f"{err[-2000:]}\n{project.logs()}"
+    summary = json.loads(out)
+    assert balanced(summary)
+    assert summary["fed"] == summary["groups_trained"] == prompts
+    ends = [line["prompt"] for line in project.ledger()]
+    assert len(ends) == len(set(ends)) == prompts
+    assert summary["rows"]["valid"] == prompts * 4

@@ -1,0 +1,96 @@
+"""`penstock run` from a prompt file to a checkpoint, every role a process."""
+
+import json
+
+import pytest
+
+from tests.e2e.harness import balanced, summary_of
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def test_every_prompt_ends_once_and_the_last_smaller_batch_is_trained(project):
+    project.table["algorithm"] = {"drop_zero_variance": False}
+    summary = summary_of(project.run("run", str(project.write()), "--json"), project)
+    assert summary["fed"] == summary["groups_trained"] == 10
+    assert summary["steps"] == 3  # 4 + 4 + 2
+    assert summary["outstanding"] == summary["dead"] == summary["duplicates"] == 0
+    assert balanced(summary)
+    assert summary["rows"]["valid"] == 40
+    assert summary["tokens_per_second"] > 0
+    ends = project.ledger()
+    assert sorted(line["prompt"] for line in ends) == sorted({line["prompt"] for line in ends})
+    assert {line["end"] for line in ends} == {"trained"}
+    assert json.loads((project.run_folder / "summary.json").read_text()) == summary
+
+
+def test_a_finished_run_that_is_run_again_does_nothing_twice(project):
+    file = str(project.write())
+    first = summary_of(project.run("run", file, "--json"), project)
+    again = summary_of(project.run("run", str(project.run_folder / "run.toml"), "--json"), project)
+    for key in ("fed", "groups_trained", "groups_dropped", "steps", "rows"):
+        assert again[key] == first[key], key
+
+
+def test_rewards_that_nobody_measured_are_counted_by_reason_and_leave_siblings_alone(project):
+    (project.folder / "moody.py").write_text(
+        "import zlib\n\n\n"
+        "class Moody:\n"
+        "    def reset(self, number, completion_index, **row):\n"
+        "        self.n = number + completion_index\n"
+        "    def get_reward(self):\n"
+        "        if self.n % 5 == 0:\n"
+        "            return None\n"
+        "        if self.n % 7 == 0:\n"
+        "            raise RuntimeError('the grader crashed')\n"
+        "        if self.n % 11 == 0:\n"
+        "            return float('nan')\n"
+        "        return float(self.n % 2)\n"
+    )
+    prompts, size = 20, 8
+    project.prompts(prompts)
+    project.table |= {"environments": {"moody": f"{project.folder / 'moody.py'}:Moody"}, "rewards": []}
+    project.table["rollout"]["group_size"] = size
+    project.table["guard"] = {"max_invalid_fraction": 0.5}
+    summary = summary_of(project.run("run", str(project.write()), "--json"), project)
+    expected = {"valid": 0, "reward:missing": 0, "reward:raised": 0, "reward:not_finite": 0}
+    for p in range(prompts):
+        for i in range(size):
+            n = p + i
+            reason = next((r for d, r in ((5, "missing"), (7, "raised"), (11, "not_finite")) if n % d == 0), None)
+            expected[f"reward:{reason}" if reason else "valid"] += 1
+    assert summary["rows"] == expected
+    assert balanced(summary)
+    assert summary["groups_trained"] + sum(summary["groups_dropped"].values()) == prompts
+
+
+def test_malformed_lines_are_told_and_the_others_are_fed(project):
+    project.prompts(6, extra='{"prompt": \n[1, 2]\n{"number": 3}\n')
+    result = project.run("run", str(project.write()), "--json")
+    summary = summary_of(result, project)
+    assert summary["fed"] == 6
+    told = (project.run_folder / "logs" / "feed-0.log").read_text()
+    for line in (7, 8, 9):
+        assert f"line {line}" in told, told
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"train": {"learning_speed": 1}}, ["train.learning_speed", "learning_rate"]),
+        ({"rollout": {"group_size": "eight"}}, ["rollout.group_size", "int"]),
+        ({"run": {"redis": "redis://127.0.0.1:1/0"}, "delivery": {"reconnect_s": 1.0}}, ["127.0.0.1:1"]),
+        ({"environments": {"e": "no_such_environment"}}, ["no_such_environment", "entry point", "calculator"]),
+        ({"model": {"path": "nowhere"}}, ["nowhere"]),
+        ({"data": {"path": "nothing.jsonl"}}, ["nothing.jsonl"]),
+    ],
+    ids=["unknown key", "wrong type", "unreachable redis", "no such factory", "no model", "no data"],
+)
+def test_bad_input_gets_a_clear_error(project, change, words):
+    project.table |= change
+    result = project.run("run", str(project.write()), "--json", timeout=90)
+    assert result.returncode != 0
+    for word in words:
+        assert word in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""

@@ -1,0 +1,136 @@
+"""Pacing: how many groups may be outstanding, computed from the streams in the same step as the claim."""
+
+import anyio
+import pytest
+
+from stream.ledger import Ledger, Line
+from stream.training import End, Tenure
+from stream.view import look
+
+
+async def outstanding(pipe) -> int:
+    return (await look(pipe.link)).outstanding
+
+
+async def test_groups_claimed_waiting_to_be_scored_and_to_be_trained_hold_places(pipe):
+    await pipe.feed(*"abcdef")
+    rollout, score = pipe.stage("prompts", capacity=3), pipe.stage("groups")
+    first, second, _third = (await rollout.claim(10)).leases
+    assert (await rollout.claim(10)).leases == []
+    await rollout.settle(first, "groups", pipe.group("a"))
+    await rollout.settle(second, "groups", pipe.group("b"))
+    (lease,) = (await score.claim(1)).leases
+    await score.settle(lease, "scored", pipe.group("a"))
+    assert (await rollout.claim(10)).leases == []
+    assert await outstanding(pipe) == 3
+
+
+async def test_what_is_given_back_gives_its_place_back(pipe):
+    await pipe.feed(*"abc")
+    rollout = pipe.stage("prompts", capacity=2, backoff_s=10.0)
+    lease, _ = (await rollout.claim(10)).leases
+    await rollout.release(lease, "infra", "no tool server")
+    assert [each.prompt_id for each in (await rollout.claim(10)).leases] == ["c"]
+
+
+async def test_what_was_given_back_waits_for_a_place_like_everything_else(pipe):
+    await pipe.feed("a", "b")
+    rollout, other = pipe.stage("prompts", capacity=1), pipe.stage("prompts", "other", capacity=1)
+    (lease,) = (await rollout.claim(1)).leases
+    await rollout.release(lease, "none", "")
+    (lease,) = (await other.claim(2)).leases
+    assert (await rollout.claim(2)).leases == []
+    await other.bury(lease, "unreadable", "")
+    assert len((await rollout.claim(2)).leases) == 1
+
+
+async def test_expired_leases_are_taken_over_even_where_there_is_no_room(pipe):
+    await pipe.feed(*"abc")
+    await pipe.stage("prompts", "dead", capacity=2, lease_s=0.05).claim(2)
+    await anyio.sleep(0.06)
+    claim = await pipe.stage("prompts", "next", capacity=1).claim(5)
+    assert sorted(lease.prompt_id for lease in claim.leases) == ["a", "b"]
+
+
+async def test_concurrent_claimers_never_exceed_the_capacity(pipe):
+    await pipe.feed(*(f"p{i}" for i in range(200)))
+    seen = []
+
+    async def work(name: str) -> None:
+        rollout = pipe.stage("prompts", name, capacity=7)
+        for _ in range(10):
+            claim = await rollout.claim(3)
+            seen.append(await outstanding(pipe))
+            for lease in claim.leases:
+                await rollout.release(lease, "none", "")
+
+    async with anyio.create_task_group() as tasks:
+        for i in range(6):
+            tasks.start_soon(work, f"w{i}")
+    assert max(seen) == 7
+
+
+@pytest.fixture
+async def tenure(pipe):
+    return await Tenure.begin(pipe.link, 30.0)
+
+
+async def test_a_trained_group_gives_its_place_back_when_its_version_is_published(pipe, tenure, tmp_path):
+    await pipe.scored("a")
+    await pipe.feed("b")
+    rollout, trainer = pipe.stage("prompts", capacity=1), pipe.stage("scored", "trainer")
+    (lease,) = (await trainer.claim(1)).leases
+    await tenure.commit(trainer, [End(lease, "trained")], frees_at=1)
+    await tenure.publish(0, tmp_path, 0, {})
+    assert (await rollout.claim(1)).leases == []
+    waiting = await rollout.claim(1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(rollout.wait, waiting)
+        await tenure.publish(1, tmp_path, 1, {})
+    assert len((await rollout.claim(1)).leases) == 1
+
+
+async def test_a_checkpoint_between_two_versions_gives_no_place_back(pipe, tenure, tmp_path):
+    await pipe.scored("a")
+    await pipe.feed("b")
+    rollout, trainer = pipe.stage("prompts", capacity=1), pipe.stage("scored", "trainer")
+    (lease,) = (await trainer.claim(1)).leases
+    await tenure.commit(trainer, [End(lease, "trained")], frees_at=1)
+    await tenure.acknowledge([lease.id])
+    assert (await look(pipe.link)).stages["scored"].depth == 0
+    assert (await rollout.claim(1)).leases == []
+    await tenure.publish(1, tmp_path, 1, {})
+    assert len((await rollout.claim(1)).leases) == 1
+
+
+@pytest.mark.parametrize("ending", ["dropped:zero_variance", "again:trained"])
+async def test_a_group_that_is_not_trained_gives_its_place_back_at_once(pipe, tenure, ending):
+    await pipe.scored("a")
+    await pipe.feed("b")
+    trainer = pipe.stage("scored", "trainer")
+    (lease,) = (await trainer.claim(1)).leases
+    await tenure.commit(trainer, [End(lease, ending)], frees_at=1)
+    assert len((await pipe.stage("prompts", capacity=1).claim(1)).leases) == 1
+
+
+async def test_a_dead_letter_gives_its_place_back_at_once(pipe):
+    await pipe.rolled_out("a")
+    await pipe.feed("b")
+    score = pipe.stage("groups")
+    (lease,) = (await score.claim(1)).leases
+    await score.bury(lease, "unreadable", "altered")
+    assert len((await pipe.stage("prompts", capacity=1).claim(1)).leases) == 1
+
+
+async def test_a_group_that_comes_again_takes_its_place_again(pipe, tenure, tmp_path):
+    await pipe.scored("a", "b")
+    trainer = pipe.stage("scored", "trainer")
+    leases = (await trainer.claim(2)).leases
+    await tenure.commit(trainer, [End(lease, "trained") for lease in leases], frees_at=1)
+    await tenure.publish(1, tmp_path, 1, {})
+    assert await outstanding(pipe) == 0
+    ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger")
+    await anyio.to_thread.run_sync(ledger.append, [Line("a", "trained", 1, 0, "")])
+    await tenure.recover(ledger)
+    ledger.close()
+    assert await outstanding(pipe) == 1

@@ -1,0 +1,313 @@
+"""One stage and its verbs: who owns an entry, for how long, and what becomes of it."""
+
+import time
+
+import anyio
+import pytest
+
+from stream.dead import letters
+from stream.errors import LeaseLostError, PenstockError, ServerError
+from stream.stage import Terms
+from stream.view import look
+
+
+async def test_a_settled_entry_is_in_the_next_stage_alone(pipe):
+    await pipe.feed("a")
+    worker = pipe.stage("prompts")
+    (lease,) = (await worker.claim(10)).leases
+    assert (lease.prompt_id, lease.infra_failures, lease.data_failures) == ("a", 0, 0)
+    await worker.settle(lease, "groups", pipe.group("a"))
+    stages = (await look(pipe.link)).stages
+    assert (stages["prompts"].depth, stages["groups"].depth, worker.held) == (0, 1, {})
+    assert not await pipe.link.redis.exists(pipe.link.key("prompts:leases"), pipe.link.key("prompts:attempts"))
+
+
+async def test_the_output_bears_the_prompt_of_the_entry_that_it_came_from(pipe):
+    await pipe.feed("a")
+    worker = pipe.stage("prompts")
+    (lease,) = (await worker.claim(1)).leases
+    await worker.settle(lease, "groups", pipe.group("somebody else's"))
+    assert (await pipe.stage("groups").claim(1)).leases[0].prompt_id == "a"
+
+
+async def test_settling_twice_says_that_the_lease_is_gone(pipe):
+    await pipe.feed("a")
+    worker = pipe.stage("prompts")
+    (lease,) = (await worker.claim(1)).leases
+    await worker.settle(lease, "groups", pipe.group("a"))
+    with pytest.raises(LeaseLostError, match="a in prompts"):
+        await worker.settle(lease, "groups", pipe.group("a"))
+    assert lease.lost
+    assert (await look(pipe.link)).stages["groups"].depth == 1
+
+
+@pytest.mark.parametrize("verb", ["settle", "release", "bury"])
+async def test_whoever_lost_an_entry_cannot_end_it(pipe, verb):
+    await pipe.feed("a")
+    slow, quick = pipe.stage("prompts", "slow", lease_s=0.05), pipe.stage("prompts", "quick")
+    (old,) = (await slow.claim(1)).leases
+    await anyio.sleep(0.06)
+    (new,) = (await quick.claim(1)).leases
+    assert (new.id, new.infra_failures) == (old.id, 1)
+    with pytest.raises(LeaseLostError):
+        match verb:
+            case "settle":
+                await slow.settle(old, "groups", pipe.group("a"))
+            case "release":
+                await slow.release(old, "infra", "too late")
+            case "bury":
+                await slow.bury(old, "unreadable", "too late")
+    await quick.settle(new, "groups", pipe.group("a"))
+    stages = (await look(pipe.link)).stages
+    assert (stages["prompts"].depth, stages["groups"].depth) == (0, 1)
+
+
+async def test_nobody_takes_an_entry_before_its_lease_runs_out(pipe):
+    await pipe.feed("a")
+    await pipe.stage("prompts", "dead", lease_s=0.3).claim(1)
+    other = pipe.stage("prompts", "other")
+    claim = await other.claim(1)
+    assert claim.leases == []
+    assert claim.due_s == pytest.approx(0.3, abs=0.1)
+    await other.wait(claim)
+    assert len((await other.claim(1)).leases) == 1
+
+
+async def test_renewal_keeps_a_long_job(pipe):
+    await pipe.feed("a")
+    worker, other = pipe.stage("prompts", "long", lease_s=0.3), pipe.stage("prompts", "other")
+    (lease,) = (await worker.claim(1)).leases
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(worker.keep)
+        for _ in range(10):
+            await anyio.sleep(0.08)
+            assert (await other.claim(1)).leases == []
+        tasks.cancel_scope.cancel()
+    await worker.settle(lease, "groups", pipe.group("a"))
+
+
+async def test_renewal_finds_out_what_is_lost_and_stops_the_work(pipe):
+    await pipe.feed("a", "b")
+    worker = pipe.stage("prompts", "stalled", lease_s=0.15)
+    lost, kept = (await worker.claim(2)).leases
+    lost.scope, kept.scope = anyio.CancelScope(), anyio.CancelScope()
+    await anyio.sleep(0.16)
+    await pipe.stage("prompts", "other").claim(1)
+    with anyio.move_on_after(0.1):
+        await worker.keep()
+    assert (lost.lost, kept.lost) == (True, False)
+    assert (lost.scope.cancel_called, kept.scope.cancel_called) == (True, False)
+    assert list(worker.held) == [kept.id]
+
+
+async def test_renewal_leaves_the_work_alone_that_is_being_settled(pipe):
+    await pipe.feed("a")
+    worker = pipe.stage("prompts", lease_s=0.06)
+    (lease,) = (await worker.claim(1)).leases
+    lease.scope, lease.ending = anyio.CancelScope(), True
+    await pipe.link.script("settle", "prompts", "w", lease.id, "groups", "a", b"")  # done, the reply still under way
+    with anyio.move_on_after(0.1):
+        await worker.keep()
+    assert not lease.scope.cancel_called
+
+
+async def test_a_worker_that_claims_its_own_lost_entry_stops_its_older_work(pipe):
+    await pipe.feed("a")
+    worker = pipe.stage("prompts", lease_s=0.05)
+    (old,) = (await worker.claim(1)).leases
+    old.scope = anyio.CancelScope()
+    await anyio.sleep(0.06)
+    (new,) = (await worker.claim(1)).leases
+    assert old.lost
+    assert old.scope.cancel_called
+    assert worker.held == {new.id: new}
+
+
+async def test_a_back_off_is_honoured(pipe):
+    await pipe.feed("a")
+    worker, other = pipe.stage("prompts", backoff_s=0.4), pipe.stage("prompts", "other")
+    (lease,) = (await worker.claim(1)).leases
+    released = time.monotonic()
+    assert not await worker.release(lease, "infra", "no tool server")
+    claim = await other.claim(1)
+    assert claim.leases == []
+    assert 0.1 < claim.due_s <= 0.4
+    while not claim.leases:
+        await other.wait(claim)
+        claim = await other.claim(1)
+    assert 0.2 <= time.monotonic() - released < 0.6
+    assert claim.leases[0].infra_failures == 1
+
+
+def test_back_offs_double_up_to_a_limit():
+    terms = Terms(backoff_s=1.0)
+    assert all(0.5 * 2**n <= terms.backoff(n) <= 2**n for n in range(6))
+    assert 30 <= terms.backoff(100_000) <= 60
+
+
+@pytest.mark.parametrize("kind", ["infra", "data"])
+async def test_an_exhausted_budget_makes_a_dead_letter(pipe, kind):
+    await pipe.feed("a")
+    worker = pipe.stage("prompts", infra_attempts=3, data_attempts=3)
+    for failures in (1, 2, 3):
+        await anyio.sleep(0.05)
+        (lease,) = (await worker.claim(1)).leases
+        assert await worker.release(lease, kind, f"failure {failures}") == (failures == 3)
+    (letter,) = await letters(pipe.link)
+    assert (letter.stage, letter.prompt_id, letter.reason, letter.error) == ("prompts", "a", kind, "failure 3")
+    assert (letter.infra_failures, letter.data_failures) == ((3, 0) if kind == "infra" else (0, 3))
+    assert (letter.payload, letter.fed) == (lease.payload, True)
+    assert (await pipe.balance())["dead"] == 1
+
+
+async def test_the_budgets_are_apart(pipe):
+    await pipe.feed("a")
+    worker = pipe.stage("prompts", infra_attempts=2, data_attempts=2)
+    for kind in ("infra", "data"):
+        await anyio.sleep(0.02)
+        (lease,) = (await worker.claim(1)).leases
+        assert not await worker.release(lease, kind, "once")
+    assert await letters(pipe.link) == []
+
+
+async def test_what_is_nobodys_fault_is_counted_against_nobody(pipe):
+    await pipe.feed("a")
+    worker = pipe.stage("prompts", infra_attempts=1, data_attempts=1)
+    for _ in range(5):
+        (lease,) = (await worker.claim(1)).leases
+        assert not await worker.release(lease, "none", "")
+    assert (lease.infra_failures, lease.data_failures) == (0, 0)
+
+
+async def test_an_entry_that_outlives_too_many_workers_is_a_dead_letter(pipe):
+    await pipe.feed("a", "b")
+    killed = pipe.stage("prompts", "killed", lease_s=0.03, infra_attempts=2)
+    for _ in range(2):
+        assert [lease.prompt_id for lease in (await killed.claim(1)).leases] == ["a"]
+        await anyio.sleep(0.05)
+    claim = await pipe.stage("prompts", "next", infra_attempts=2).claim(1)
+    assert [lease.prompt_id for lease in claim.leases] == ["b"]
+    (letter,) = await letters(pipe.link)
+    assert (letter.prompt_id, letter.reason, letter.infra_failures) == ("a", "infra", 2)
+
+
+@pytest.mark.parametrize("fields", [{"who": "knows"}, {f"field{i}": "x" for i in range(6000)}], ids=["one", "thousands"])
+async def test_foreign_junk_is_one_dead_letter_and_the_stream_goes_on(pipe, fields):
+    await pipe.link.redis.xadd(pipe.link.key("prompts"), fields)
+    await pipe.feed("a")
+    worker = pipe.stage("prompts")
+    junk, good = (await worker.claim(10)).leases
+    assert (junk.payload, junk.prompt_id) == (b"", "")
+    await worker.bury(junk, "unreadable", "0 bytes are no record")
+    await worker.settle(good, "groups", pipe.group("a"))
+    (letter,) = await letters(pipe.link)
+    assert (letter.reason, letter.fed, letter.payload) == ("unreadable", False, b"")
+    assert (await look(pipe.link)).counts == {"fed": 1, "junk": 1}
+    assert (await pipe.balance())["outstanding"] == 1
+
+
+async def test_entries_deleted_under_us_are_passed_by(pipe):
+    await pipe.feed("a", "b", "c")
+    worker = pipe.stage("prompts", lease_s=0.05)
+    first, second = (await worker.claim(2)).leases
+    await worker.release(second, "none", "")
+    await pipe.link.redis.xdel(pipe.link.key("prompts"), first.id, second.id)
+    await anyio.sleep(0.06)
+    claims = [await worker.claim(1) for _ in range(3)]
+    assert [lease.prompt_id for claim in claims for lease in claim.leases] == ["c"]
+    assert await pipe.link.redis.zcard(pipe.link.key("prompts:retries")) == 0
+
+
+async def test_a_thousand_entries_in_one_call(pipe):
+    await pipe.feed(*(f"p{i}" for i in range(1000)))
+    worker = pipe.stage("prompts", lease_s=0.2)
+    leases = (await worker.claim(1000)).leases
+    assert len(leases) == 1000
+    await pipe.link.script("renew", "prompts", "w", 100, *worker.held)
+    await anyio.sleep(0.12)
+    again = (await pipe.stage("prompts", "other").claim(1000)).leases
+    assert {lease.id for lease in again} == {lease.id for lease in leases}
+
+
+@pytest.mark.parametrize("what", ["feed", "settle", "release"])
+async def test_a_waiter_is_woken_at_once(pipe, what):
+    await pipe.feed("a")
+    worker, waiter = pipe.stage("prompts"), pipe.stage("groups" if what == "settle" else "prompts", "waiter")
+    (lease,) = (await worker.claim(1)).leases
+    woken_after = []
+
+    async def wait():
+        claim = await waiter.claim(1)
+        assert claim.leases == []
+        ready.set()
+        await waiter.wait(claim)
+        woken_after.append(time.monotonic() - began)
+        assert len((await waiter.claim(1)).leases) == 1
+
+    ready = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await ready.wait()
+        await anyio.sleep(0.1)
+        began = time.monotonic()
+        match what:
+            case "feed":
+                await pipe.feed("b")
+            case "settle":
+                await worker.settle(lease, "groups", pipe.group("a"))
+            case "release":
+                await worker.release(lease, "none", "")
+    assert woken_after[0] < 0.1
+
+
+@pytest.mark.parametrize("situation", ["nothing there", "no place for what waits"])
+async def test_an_idle_waiter_makes_hardly_a_call(pipe, situation):
+    worker = pipe.stage("prompts", capacity=1)
+    if situation == "no place for what waits":
+        await pipe.feed("a", "b")
+        (lease,) = (await worker.claim(1)).leases
+        await worker.release(lease, "none", "")  # its back-off has passed ...
+        (lease,) = (await pipe.stage("prompts", "other").claim(1)).leases  # ... and another has the place
+    stats = await pipe.link.redis.info("commandstats")
+    calls = stats["cmdstat_evalsha"]["calls"] + stats.get("cmdstat_xread", {"calls": 0})["calls"]
+    with anyio.move_on_after(2):
+        while True:
+            claim = await worker.claim(1)
+            assert claim.leases == []
+            await worker.wait(claim)
+    stats = await pipe.link.redis.info("commandstats")
+    assert stats["cmdstat_evalsha"]["calls"] + stats["cmdstat_xread"]["calls"] - calls <= 4
+
+
+@pytest.mark.parametrize("name", ["released", "trained"])
+async def test_names_of_nobody_are_no_workers_names(pipe, name):
+    with pytest.raises(PenstockError, match=name):
+        pipe.stage("prompts", name)
+
+
+async def test_what_is_released_or_trained_belongs_to_no_takeover(pipe):
+    await pipe.scored("a")
+    trainer = pipe.stage("scored", "trainer", lease_s=0.02)
+    (lease,) = (await trainer.claim(1)).leases
+    await trainer.release(lease, "none", "")
+    await anyio.sleep(0.03)
+    (lease,) = (await pipe.stage("scored", "other").claim(1)).leases
+    assert lease.infra_failures == 0
+
+
+async def test_an_emptied_server_is_recognised(pipe):
+    await pipe.feed("a")
+    worker = pipe.stage("prompts")
+    (lease,) = (await worker.claim(1)).leases
+    await pipe.link.redis.delete(*await pipe.link.redis.keys(f"{{{pipe.link.run}}}*"))
+    for call in (worker.claim(1), worker.settle(lease, "groups", pipe.group("a"))):
+        with pytest.raises(ServerError, match="no longer knows run"):
+            await call
+
+
+async def test_an_old_wake_entry_does_not_hold_a_waiter_back(pipe):
+    worker = pipe.stage("prompts")
+    before = await worker.claim(1)
+    await pipe.feed("a")
+    with anyio.fail_after(0.5):
+        await worker.wait(before)

@@ -1,0 +1,405 @@
+"""`penstock run`: starting, restarting, failing, draining, with small scripts in the roles' places."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import pytest
+
+from stream.errors import PenstockError, RunMismatchError
+from stream.feeding import Feed
+from stream.records import Prompt
+from workers.run.command import judge, supervise
+from workers.run.folder import held, keep_settings
+from workers.run.live import Live
+from workers.run.live import read as read_live
+from workers.run.progress import Silent, Status
+from workers.run.roles import RoleSpec
+from workers.run.supervisor import Outcome, Supervisor
+from workers.settings import Settings, parse
+
+STAY = "stay()"
+FINISH = "finish(); "
+
+PRELUDE = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+me, folder, run, url = sys.argv[1:5]
+home = Path(folder)
+with open(home / "lives", "a") as f: f.write(f"{me} {os.getpid()} {' '.join(sys.argv[5:])}\\n")
+def lives(name):
+    return [line for line in open(home / "lives") if line.startswith(name + " ")]
+def leave(*_):
+    with open(home / "left", "a") as f: f.write(me + "\\n")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+def stay(finished=home / "finished"):
+    while not finished.exists(): time.sleep(0.02)
+def until(condition):
+    while not condition(): time.sleep(0.02)
+def redis():
+    from redis import Redis
+    return Redis.from_url(url)
+def finish():
+    redis().hset("{%s}:meta" % run, "finished", "done")
+    (home / "finished").touch()
+"""
+
+
+class Pipeline:
+    """A run whose roles are scripts."""
+
+    def __init__(self, folder: Path, run: str, redis: str, scripts: dict[str, str], **delivery: float) -> None:
+        self.home = folder
+        self.scripts = {"feed": STAY, "rollout": STAY, "score": STAY, "train": STAY} | scripts
+        engine = {} if "engine" in scripts else {"urls": ["http://127.0.0.1:1"]}
+        self.settings = settings_in(folder / "run", run, redis, engine, delivery)
+        self.statuses: list[Status] = []
+
+    async def run(self) -> Outcome:
+        self.settings.folder.mkdir(exist_ok=True)
+        seen = Seen(self.statuses)
+        return await Supervisor(self.settings, Path("run.toml"), seen, self.roles, self.engine).run()
+
+    def roles(self, settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
+        return [
+            RoleSpec(role=role, command=self.command(role, redis, *engines))
+            for role in self.scripts
+            if role != "engine"
+        ]
+
+    def engine(self, settings: Settings, file: Path, port: int) -> RoleSpec:
+        return RoleSpec(role="engine", command=self.command("engine", "", str(port)))
+
+    def command(self, role: str, redis: str, *rest: str) -> tuple[str, ...]:
+        script = PRELUDE + self.scripts[role]
+        return (sys.executable, "-c", script, role, str(self.home), self.settings.run.name, redis, *rest)
+
+    def lives(self, role: str) -> list[list[str]]:
+        """Each life of a role: its pid and further arguments."""
+        lines = (self.home / "lives").read_text().splitlines()
+        return [line.split()[1:] for line in lines if line.split()[0] == role]
+
+    @property
+    def order_of_leaving(self) -> list[str]:
+        return (self.home / "left").read_text().split()
+
+    async def until_started(self, role: str, lives: int = 1) -> None:
+        with anyio.fail_after(20):
+            while not (self.home / "lives").exists() or len(self.lives(role)) < lives:  # noqa: ASYNC110
+                await anyio.sleep(0.02)
+
+    def assert_nobody_is_left(self) -> None:
+        for line in (self.home / "lives").read_text().splitlines():
+            assert not alive(int(line.split()[1])), line
+
+
+class Seen(Silent):
+    def __init__(self, statuses: list[Status]) -> None:
+        self.statuses = statuses
+
+    def show(self, view, status: Status) -> None:
+        self.statuses.append(status)
+
+
+def settings_in(folder: Path, run: str, redis: str, engine: dict, delivery: dict) -> Settings:
+    guard = {"stall_s": delivery.pop("stall_s", 60.0)}
+    return parse(
+        {
+            "run": {"name": run, "folder": str(folder), "redis": redis},
+            "model": {"path": "model"},
+            "data": {"path": "prompts.jsonl"},
+            "rewards": [{"ref": "module:function"}],
+            "engine": engine,
+            "delivery": {"backoff_s": 0.05, "grace_s": 5.0, "restarts": 3} | delivery,
+            "guard": guard,
+        }
+    )
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3] if sys.platform == "linux" else True
+
+
+@pytest.fixture
+def make_pipeline(tmp_path: Path, run_name: str, redis_url: str) -> Callable[..., Pipeline]:
+    return lambda scripts, **delivery: Pipeline(tmp_path, run_name, redis_url, scripts, **delivery)
+
+
+async def test_the_run_is_over_when_the_trainer_is_done_and_the_others_are_sent_home(make_pipeline):
+    train = "until(lambda: lives('feed') and lives('score') and lives('rollout')); time.sleep(0.3);" + FINISH
+    pipeline = make_pipeline({"train": train, "rollout": "stay(home / 'never')"})
+    outcome = await pipeline.run()
+    assert outcome.failure is None
+    assert not outcome.interrupted
+    assert outcome.killed == []
+    assert pipeline.order_of_leaving == ["rollout"]  # the others went of their own accord
+    pipeline.assert_nobody_is_left()
+
+
+async def test_while_it_goes_on_the_folder_says_where_it_is_and_afterwards_not(make_pipeline, redis_url):
+    copy = "import shutil; shutil.copy(home / 'run' / 'live.json', home / 'copy.json');"
+    pipeline = make_pipeline({"train": copy + FINISH})
+    await pipeline.run()
+    live = json.loads((pipeline.home / "copy.json").read_text())
+    assert live == {
+        "run": pipeline.settings.run.name,
+        "redis": redis_url,
+        "engines": ["http://127.0.0.1:1"],
+        "pid": os.getpid(),
+    }
+    assert not (pipeline.settings.folder / "live.json").exists()
+
+
+async def test_a_role_that_is_killed_is_started_again(make_pipeline):
+    pipeline = make_pipeline(
+        {
+            "rollout": "if len(lives('rollout')) == 1: os.kill(os.getpid(), signal.SIGKILL)\nstay()",
+            "train": "until(lambda: len(lives('rollout')) == 2);" + FINISH,
+        }
+    )
+    outcome = await pipeline.run()
+    assert outcome.failure is None
+    assert pipeline.statuses[-1].restarts == {"rollout-0": 1}
+    pipeline.assert_nobody_is_left()
+
+
+async def test_a_role_that_somebody_sent_away_is_started_again(make_pipeline):
+    pipeline = make_pipeline({"train": "until(lambda: len(lives('score')) == 2);" + FINISH, "score": STAY})
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_send_away, pipeline, "score")
+        outcome = await pipeline.run()
+    assert outcome.failure is None
+    assert len(pipeline.lives("score")) == 2
+
+
+async def _send_away(pipeline: Pipeline, role: str) -> None:
+    await pipeline.until_started(role)
+    os.kill(int(pipeline.lives(role)[0][0]), signal.SIGTERM)
+
+
+async def test_a_role_that_ends_at_once_and_again_fails_the_run_with_its_last_error(make_pipeline):
+    pipeline = make_pipeline({"score": "print('{\"event\": 1}'); print('error: the disk is full'); sys.exit(1)"})
+    outcome = await pipeline.run()
+    message = str(outcome.failure)
+    assert message.startswith("score-0 exited with code 1, and it ended within 10 s of its start 3 times in a row")
+    assert "the disk is full" in message
+    assert str(pipeline.settings.folder / "logs" / "score-0.log") in message
+    assert len(pipeline.lives("score")) == 3
+    pipeline.assert_nobody_is_left()
+
+
+async def test_a_role_that_is_killed_too_often_fails_the_run(make_pipeline):
+    pipeline = make_pipeline({"rollout": "os.kill(os.getpid(), signal.SIGKILL)"}, restarts=4)
+    outcome = await pipeline.run()
+    assert "rollout-0 was killed by SIGKILL, and it was restarted 4 times" in str(outcome.failure)
+    assert len(pipeline.lives("rollout")) == 5
+
+
+async def test_a_permanent_error_fails_the_run_at_once(make_pipeline):
+    pipeline = make_pipeline({"train": "print('error: model: no such folder', file=sys.stderr); sys.exit(2)"})
+    outcome = await pipeline.run()
+    assert "train-0 exited with code 2, and that is for good: model: no such folder" in str(outcome.failure)
+    assert len(pipeline.lives("train")) == 1
+    pipeline.assert_nobody_is_left()
+
+
+async def test_ctrl_c_drains_from_the_front_to_the_back(make_pipeline):
+    slow = "signal.signal(signal.SIGTERM, lambda *_: time.sleep(0.3) or leave()); stay()"
+    scripts = dict.fromkeys(("feed", "score", "train"), slow)
+    pipeline = make_pipeline(
+        scripts | {"engine": "print('listening on http://127.0.0.1:7'); sys.stdout.flush(); stay()"}
+    )
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_interrupt, pipeline)
+        outcome = await pipeline.run()
+    assert outcome.interrupted
+    assert outcome.failure is None
+    assert outcome.killed == []
+    assert pipeline.order_of_leaving == ["rollout", "feed", "score", "train", "engine"]
+    pipeline.assert_nobody_is_left()
+
+
+async def _interrupt(pipeline: Pipeline, times: int = 1) -> None:
+    for role in pipeline.scripts:
+        await pipeline.until_started(role)
+    await anyio.sleep(0.3)
+    for _ in range(times):
+        os.kill(os.getpid(), signal.SIGINT)
+        await anyio.sleep(0.2)
+
+
+async def test_a_role_that_does_not_leave_within_the_grace_time_is_killed(make_pipeline):
+    pipeline = make_pipeline({"rollout": "signal.signal(signal.SIGTERM, signal.SIG_IGN); stay()"}, grace_s=0.1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_interrupt, pipeline)
+        outcome = await pipeline.run()
+    assert outcome.killed == ["rollout-0"]
+    pipeline.assert_nobody_is_left()
+
+
+async def test_a_second_ctrl_c_kills(make_pipeline):
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); stay()"
+    pipeline = make_pipeline(dict.fromkeys(("feed", "rollout", "score", "train"), deaf), grace_s=60)
+    began = time.monotonic()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_interrupt, pipeline, 2)
+        outcome = await pipeline.run()
+    assert time.monotonic() - began < 20
+    assert sorted(outcome.killed) == ["feed-0", "rollout-0", "score-0", "train-0"]
+    pipeline.assert_nobody_is_left()
+
+
+async def test_what_a_role_has_started_goes_with_it(make_pipeline):
+    child = "p = subprocess.Popen(['sleep', '1000']); open(home / 'lives', 'a').write(f'grandchild {p.pid}\\n');"
+    pipeline = make_pipeline({"train": child + FINISH})
+    await pipeline.run()
+    assert pipeline.lives("grandchild")
+    pipeline.assert_nobody_is_left()
+
+
+ENGINE = "port = int(sys.argv[5]) or 4321; print(f'listening on http://127.0.0.1:{port}', flush=True);"
+
+
+async def test_the_roles_start_when_the_engine_listens_and_a_new_engine_has_the_same_port(make_pipeline):
+    pipeline = make_pipeline(
+        {
+            "engine": "time.sleep(0.3); print('loading');" + ENGINE
+            + "\nif len(lives('engine')) == 1: until(lambda: lives('train')); os.kill(os.getpid(), signal.SIGKILL)\nstay()",
+            "train": "until(lambda: len(lives('engine')) == 2);" + FINISH,
+        }
+    )  # fmt: skip
+    outcome = await pipeline.run()
+    assert outcome.failure is None
+    assert [rest for _, *rest in pipeline.lives("engine")] == [["0"], ["4321"]]
+    assert [rest for _, *rest in pipeline.lives("rollout")] == [["http://127.0.0.1:4321"]]
+    log = (pipeline.settings.folder / "logs" / "engine-0.log").read_text()
+    assert log.splitlines() == ["loading", "listening on http://127.0.0.1:4321"] * 2
+    pipeline.assert_nobody_is_left()
+
+
+async def test_a_run_that_stands_still_fails_and_says_where_the_work_is(make_pipeline, link):
+    await Feed(link, 10).put([Prompt(id="a", messages=[])], "", "1")
+    pipeline = make_pipeline({}, stall_s=1.5)
+    outcome = await pipeline.run()
+    assert "nothing was trained or dropped for 1.5 s" in str(outcome.failure)
+    assert "1 prompts are open: prompts has 1 waiting, 0 held" in str(outcome.failure)
+    pipeline.assert_nobody_is_left()
+
+
+async def test_when_a_trainer_that_had_finished_starts_again_the_others_return(make_pipeline):
+    pipeline = make_pipeline(
+        {
+            "rollout": "until(lambda: redis().hget('{%s}:meta' % run, 'finished'))",
+            "train": "if len(lives('train')) == 1: finish(); time.sleep(1.5); sys.exit(1)\n"
+            "until(lambda: len(lives('rollout')) == 2); finish()",
+        }
+    )
+    outcome = await pipeline.run()
+    assert outcome.failure is None
+    assert len(pipeline.lives("train")) == 2
+
+
+def test_a_run_is_summed_up_in_its_folder_and_its_books_balance(make_pipeline):
+    ends = (
+        "r = redis(); k = '{%s}:' % run; r.hset(k + 'counts', mapping={'fed': 3, 'trained': 2, 'dropped:operator': 1});"
+        "c = home / 'run' / 'checkpoints' / 'step-000004'; c.mkdir(parents=True);"
+        '(c / \'checkpoint.json\').write_text(\'{"progress": {"step": 4, "tokens": 100, "rows": {"valid": 8}}}\');'
+    )
+    pipeline = make_pipeline({"train": ends + FINISH})
+    ended = supervise(pipeline.settings, quiet=True, roles=pipeline.roles, engine=pipeline.engine)
+    judge(ended, pipeline.settings)
+    told = json.loads((pipeline.settings.folder / "summary.json").read_text())
+    assert told["steps"] == 4
+    assert told["groups_trained"] == 2
+    assert told["groups_dropped"] == {"operator": 1}
+    assert told["rows"] == {"valid": 8}
+    assert told["tokens_per_second"] == pytest.approx(100 / told["seconds"], abs=0.1)
+    events = [json.loads(line) for line in (pipeline.settings.folder / "logs" / "supervisor.log").open()]
+    assert "role.started" in {event["event"] for event in events}
+
+
+def test_books_that_do_not_balance_fail_the_run(make_pipeline):
+    lose = "redis().hset('{%s}:counts' % run, mapping={'fed': 3, 'trained': 2});"
+    pipeline = make_pipeline({"train": lose + FINISH})
+    ended = supervise(pipeline.settings, quiet=True, roles=pipeline.roles)
+    with pytest.raises(PenstockError, match="do not balance: 3 fed ≠ 2 trained"):
+        judge(ended, pipeline.settings)
+
+
+def test_a_folder_has_one_supervisor(tmp_path):
+    with held(tmp_path), pytest.raises(PenstockError, match=f"in use by process {os.getpid()}"), held(tmp_path):
+        pass
+    with held(tmp_path):
+        pass
+
+
+def test_a_folder_holds_one_run_for_ever(tmp_path):
+    there = settings_in(tmp_path, "one", "", {}, {})
+    tmp_path.joinpath("run.toml").touch()
+    tmp_path.joinpath("run.toml").unlink()
+    keep_settings(there)
+    other = settings_in(tmp_path, "two", "", {}, {})
+    with pytest.raises(RunMismatchError, match="run.name is 'one' there and 'two' here"):
+        keep_settings(other)
+
+
+def test_a_supervisor_that_was_killed_is_not_taken_for_alive(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    (tmp_path / "live.json").write_text(json.dumps({"run": "r", "redis": "unix://x", "pid": process.pid}))
+    assert read_live(tmp_path) is None
+    (tmp_path / "live.json").write_text(json.dumps({"run": "r", "redis": "unix://x", "pid": os.getpid()}))
+    assert read_live(tmp_path) == Live(run="r", redis="unix://x", pid=os.getpid())
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from workers.run.command import supervise
+from workers.run.roles import RoleSpec
+from workers.settings import load
+
+def roles(settings, file, redis, engines):
+    script = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
+    return [RoleSpec(role=r, command=(sys.executable, "-c", script)) for r in ("feed", "rollout", "score", "train")]
+
+supervise(load(Path(sys.argv[1])), quiet=True, roles=roles)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
+def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path):
+    settings = settings_in(tmp_path / "run", "killed", "", {"urls": ["http://127.0.0.1:1"]}, {})
+    settings.folder.mkdir()
+    file = keep_settings(settings)
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(file)])
+    logs = [settings.folder / "logs" / f"{role}-0.log" for role in ("feed", "rollout", "score", "train")]
+    _until(lambda: all(log.exists() and log.read_text().strip() for log in logs))
+    children = _children(driver.pid)
+    assert len(children) == 5  # four roles and the private server
+    driver.kill()
+    driver.wait()
+    _until(lambda: not any(map(alive, children)))
+    assert read_live(settings.folder) is None
+
+
+def _children(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,305 @@
+import json
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from stream.errors import DataError, PenstockError
+from workers.rollout.chat import Chat
+from workers.rollout.template import Template
+
+# Qwen's form: tool results of one turn share a user's message, and a line break follows every end of turn.
+TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n# Tools\\n' }}
+{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- else %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+# Drops the reasoning of all turns but the last, as some models' templates do.
+FORGETFUL = TEMPLATE.replace(
+    "+ message.content + '<|im_end|>",
+    "+ (message.content.split('</think>')[-1] if message.role == 'assistant' else message.content) + '<|im_end|>",
+)
+USER = {"role": "user", "content": "What is 1 + 2?"}
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+def tool(text):
+    return {"role": "tool", "name": "add", "content": text}
+
+
+def make_tokenizer(**end_of_turn):
+    """One token a byte, and a few special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = ["<|endoftext|>", "<|im_start|>"]
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False, **end_of_turn)])
+    return tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    write(tmp_path, "tokenizer_config.json", eos_token="<|im_end|>", pad_token={"content": "<|endoftext|>"})
+    return tmp_path
+
+
+def write(folder, name, **content):
+    (folder / name).write_text(json.dumps(content))
+
+
+def text_of(folder, ids):
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).decode(ids, skip_special_tokens=False)
+
+
+def ids_of(folder, text):
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+
+
+def test_importing_and_loading_a_chat_loads_no_torch(folder):
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from workers.rollout.chat import Chat; assert 'torch' not in sys.modules\n"
+        f"Chat.load(Path({str(folder)!r}), {{}}, None).check_template(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_prompt_ends_where_the_assistant_begins(folder):
+    ids = Chat.load(folder, {}, None).prompt_ids([USER])
+    assert text_of(folder, ids) == "<|im_start|>user\nWhat is 1 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    assert ids == ids_of(folder, text_of(folder, ids))
+
+
+def test_tools_stand_in_the_prompt_and_not_in_continuations(folder):
+    with_tools, without = Chat.load(folder, {}, [ADD]), Chat.load(folder, {}, None)
+    assert '"name": "add"' in text_of(folder, with_tools.prompt_ids([USER]))
+    assert with_tools.continuation_ids([tool("3")], True) == without.continuation_ids([tool("3")], True)
+
+
+def test_prompt_turns_and_continuations_are_the_whole_conversation_token_by_token(folder):
+    chat = Chat.load(folder, {}, [ADD])
+    two = [tool("3"), tool("Error: no <|such|> thing")]
+    turns = [(CALL, [tool("3")]), (f"{CALL} and {CALL}", two), ("Wait.", [tool("")])]
+    messages = [{"role": "system", "content": "Be brief."}, USER]
+    ids = chat.prompt_ids(messages)
+    for text, results in turns:
+        messages += [{"role": "assistant", "content": text}, *results]
+        ids = ids + ids_of(folder, text) + [chat.end_of_turn_id] + chat.continuation_ids(results, True)
+        assert ids == chat.prompt_ids(messages)
+
+
+def test_what_follows_the_end_of_turn_belongs_to_the_continuation(folder):
+    chat = Chat.load(folder, {}, None)
+    expected = "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert text_of(folder, chat.continuation_ids([tool("3")], True)) == expected
+
+
+def test_a_turn_that_stopped_otherwise_gets_its_end_from_the_continuation(folder):
+    chat = Chat.load(folder, {}, None)
+    assert chat.continuation_ids([tool("3")], False) == [chat.end_of_turn_id, *chat.continuation_ids([tool("3")], True)]
+
+
+def test_an_end_of_turn_token_that_swallows_the_line_break_is_still_cut_exactly_once(folder):
+    make_tokenizer(rstrip=True).save(str(folder / "tokenizer.json"))
+    chat = Chat.load(folder, {}, None)
+    ids = chat.continuation_ids([tool("3")], True)
+    assert text_of(folder, ids).startswith("<|im_start|>user\n<tool_response>")
+    assert chat.prompt_ids([USER])[-len(ids_of(folder, "assistant\n")) :] == ids[-len(ids_of(folder, "assistant\n")) :]
+
+
+def test_a_tool_result_that_quotes_the_dummy_conversation_is_passed_on_whole(folder):
+    from workers.rollout.chat import _MARK
+
+    chat = Chat.load(folder, {}, None)
+    assert f"\n{_MARK}<|im_end|>\n" in text_of(folder, chat.continuation_ids([tool(f"{_MARK}<|im_end|>")], True))
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"generation_config.json": {"eos_token_id": 7}}, {7}),
+        ({"generation_config.json": {"eos_token_id": [7, 8]}}, {7, 8}),
+        ({"config.json": {"eos_token_id": 9}}, {9}),
+        ({"tokenizer_config.json": {"eos_token": {"content": "<|endoftext|>"}}}, {256}),
+        ({"tokenizer_config.json": {}, "special_tokens_map.json": {"eos_token": "<|endoftext|>"}}, {256}),
+        ({"tokenizer_config.json": {}}, set()),
+    ],
+)
+def test_a_turn_stops_at_whatever_the_folder_calls_its_end_and_at_what_the_template_writes(folder, files, expected):
+    (folder / "tokenizer_config.json").write_text("{}")
+    for name, content in files.items():
+        write(folder, name, **content)
+    chat = Chat.load(folder, {}, None)
+    assert chat.end_of_turn_id == 258
+    assert chat.stop_token_ids == tuple(sorted({258} | expected))
+
+
+def test_a_turns_text_keeps_special_tokens_but_not_the_one_that_ended_it(folder):
+    chat = Chat.load(folder, {}, None)
+    ids = ids_of(folder, "Hi<|im_start|>é<|im_end|><|im_end|>")
+    assert chat.decode(ids) == "Hi<|im_start|>é<|im_end|>"
+    assert chat.decode(ids_of(folder, "Hi")) == "Hi"
+    assert chat.decode([]) == ""
+
+
+def test_special_tokens_and_template_arguments_reach_the_template(folder):
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ pad_token }}{{ mood }}{{ messages[0].content }}")
+    write(folder, "tokenizer_config.json", bos_token="<|im_start|>", pad_token={"content": "<|endoftext|>"})
+    chat = Chat.load(folder, {"mood": "glad:"}, None)
+    assert text_of(folder, chat.prompt_ids([USER])) == "<|im_start|><|endoftext|>glad:What is 1 + 2?"
+
+
+def test_a_template_of_the_tokenizer_config_is_found_and_one_for_tools_preferred(folder):
+    (folder / "chat_template.jinja").unlink()
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    write(folder, "tokenizer_config.json", chat_template=named)
+    assert text_of(folder, Chat.load(folder, {}, None).prompt_ids([USER])) == "plain"
+    assert text_of(folder, Chat.load(folder, {}, [ADD]).prompt_ids([USER])) == "with tools"
+    write(folder, "tokenizer_config.json", chat_template="one for all")
+    assert text_of(folder, Chat.load(folder, {}, [ADD]).prompt_ids([USER])) == "one for all"
+
+
+def test_a_tokenizer_saved_with_truncation_and_padding_neither_cuts_nor_pads(folder):
+    tokenizer = make_tokenizer()
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=512)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    chat = Chat.load(folder, {}, None)
+    text = f"<|im_start|>user\n{'long ' * 9}<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.decode(chat.prompt_ids([{"role": "user", "content": "long " * 9}])) == text
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("\\n<tool_response>\\n", "<tool_response>")])
+def test_a_template_that_only_adds_passes_the_check(folder, template):
+    (folder / "chat_template.jinja").write_text(template)
+    Chat.load(folder, {}, [ADD]).check_template()
+
+
+def test_a_template_that_drops_earlier_reasoning_is_refused_with_the_first_difference(folder):
+    (folder / "chat_template.jinja").write_text(FORGETFUL)
+    with pytest.raises(PenstockError, match=r"rewrites history.*First difference at character \d+.*<think>") as raised:
+        Chat.load(folder, {}, [ADD]).check_template()
+    assert str(folder) in str(raised.value)
+
+
+def test_a_template_that_leaves_tool_messages_out_is_refused(folder):
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("+ message.content + '\\n</tool_response>'", ""))
+    with pytest.raises(PenstockError, match="leaves out tool messages"):
+        Chat.load(folder, {}, [ADD]).check_template()
+
+
+def test_a_template_that_refuses_tool_messages_says_so_in_its_own_words(folder):
+    refusing = TEMPLATE.replace("{%- if loop.first or", "{{ raise_exception('no tools here') }}{%- if loop.first or")
+    (folder / "chat_template.jinja").write_text(refusing)
+    chat = Chat.load(folder, {}, [ADD])
+    with pytest.raises(DataError, match="roles user, assistant, tool: TemplateError: no tools here"):
+        chat.check_template()
+
+
+def test_a_template_without_an_end_of_turn_serves_single_turns_only(folder):
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    chat = Chat.load(folder, {}, None)
+    assert text_of(folder, chat.prompt_ids([USER])) == "user: What is 1 + 2?\n"
+    assert chat.end_of_turn_id is None
+    with pytest.raises(PenstockError, match="without a special token"):
+        chat.continuation_ids([tool("3")], True)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda folder: (folder / "tokenizer.json").unlink(), r"no tokenizer\.json"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "not a tokenizer"),
+        (lambda folder: (folder / "chat_template.jinja").unlink(), "no chat template"),
+        (
+            lambda folder: (folder / "generation_config.json").write_text("{"),
+            r"generation_config\.json: cannot be read",
+        ),
+        (lambda folder: (folder / "config.json").write_text("[]"), "holds a JSON list"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused_by_what_is_wrong_with_it(folder, break_it, message):
+    break_it(folder)
+    with pytest.raises(PenstockError, match=message):
+        Chat.load(folder, {}, None)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(PenstockError, match="nowhere: no such folder"):
+        Chat.load(tmp_path / "nowhere", {}, None)
+
+
+def test_messages_that_the_template_refuses_are_the_datas_fault(folder):
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match="roles must alternate"):
+        Chat.load(folder, {}, None).prompt_ids([USER, USER])
+
+
+def test_prompts_that_are_remembered_are_not_mixed_up_nor_shared(folder):
+    chat = Chat.load(folder, {}, None)
+    first = chat.prompt_ids([USER])
+    other = chat.prompt_ids([{"role": "user", "content": "Else?"}])
+    first.append(0)
+    assert "Else?" in chat.decode(other)
+    assert chat.prompt_ids([USER]) == first[:-1]
+
+
+class WatchedTemplate(Template):
+    """Notes who renders."""
+
+    def render(self, *args, **kwargs):
+        self.__dict__.setdefault("threads", []).append(threading.get_ident())
+        return super().render(*args, **kwargs)
+
+
+async def test_long_texts_are_rendered_off_the_event_loop_and_once_for_all_siblings(folder):
+    import anyio
+
+    template = WatchedTemplate(TEMPLATE, {}, folder)
+    chat = await anyio.to_thread.run_sync(Chat, make_tokenizer(), template, None, set())  # as a worker makes it
+    template.threads.clear()
+    await chat.encode_prompt([USER])
+    await chat.encode_continuation([tool("3")], True)
+    assert set(template.threads) == {threading.get_ident()}
+
+    template.threads.clear()
+    long = [{"role": "user", "content": "x" * 25_000}]
+    async with anyio.create_task_group() as tasks:
+        for _ in range(4):
+            tasks.start_soon(chat.encode_prompt, long)
+    assert len(template.threads) == 1
+    await chat.encode_continuation([tool("x" * 25_000)], True)
+    assert len(template.threads) == 2
+    assert threading.get_ident() not in template.threads
+
+
+def test_threads_may_share_a_chat(folder):
+    chat = Chat.load(folder, {}, [ADD])
+
+    def both(i):
+        text = str(i % 5) * 50
+        return chat.prompt_ids([{"role": "user", "content": text}]), chat.continuation_ids([tool(text)], True)
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(both, range(200)))
+    assert found == [both(i) for i in range(200)]

@@ -1,0 +1,271 @@
+"""Checkpoints: whole or absent, verified, never a broken one chosen; and export."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from stream.errors import RunFailedError, RunMismatchError
+from stream.records import Completion, Group, Prompt, Row, Span
+from stream.validity import Measured
+from workers import settings
+from workers.train.batch import collate
+from workers.train.checkpoint import Checkpoints
+from workers.train.durable import new_folder
+from workers.train.export import export
+from workers.train.learner import Learner
+from workers.train.progress import Progress
+
+
+def write_model(folder, hidden=16):
+    config = Qwen3Config(
+        vocab_size=16,
+        hidden_size=hidden,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=16,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(16)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("base"))
+
+
+def make_learner(base, dtype="float32"):
+    return Learner(
+        settings.Settings(
+            model=settings.Model(path=str(base), dtype=dtype),
+            data=settings.Data(path="none"),
+            train=settings.Train(learning_rate=1e-2),
+        )
+    )
+
+
+def batch():
+    def completion(index, tokens, reward):
+        row = Row(
+            prompt_ids=array("i", [1]).tobytes(),
+            token_ids=array("i", tokens).tobytes(),
+            sampled=[(0, len(tokens))],
+            logprobs=array("f", [-2.0] * len(tokens)).tobytes(),
+            spans=[Span(0, 0, len(tokens))],
+        )
+        return Completion(index=index, rows=[row], reward=Measured(reward))
+
+    members = [completion(0, [3, 4], 1.0), completion(1, [5, 6], 0.0)]
+    return collate([Group(prompt=Prompt(id="p", messages=[]), completions=members)])
+
+
+def weights(learner):
+    return torch.cat([p.detach().flatten().clone() for p in learner.parameters.values()])
+
+
+def saved(checkpoints, learner, *steps, rewards=None):
+    for place, step in enumerate(steps):
+        reward = rewards[place] if rewards else None
+        checkpoints.save(step, learner, Progress(step=step, version=step, mean_reward=reward))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_restored_learner_goes_on_as_if_nothing_had_happened(base, tmp_path, dtype):
+    through, checkpoints = make_learner(base, dtype), Checkpoints(tmp_path)
+    through.step(batch(), 0)
+    through.step(batch(), 0)
+    checkpoints.save(2, through, Progress(step=2, version=4, ledger_bytes=123, rows={"valid": 4}))
+    through.step(batch(), 0)
+    back = make_learner(base, dtype)
+    checkpoint = checkpoints.latest()
+    checkpoint.restore(back)
+    assert back.steps == 2
+    assert not torch.equal(weights(back), weights(through))
+    back.step(batch(), 0)
+    assert torch.equal(weights(back), weights(through))
+    assert checkpoint.progress == Progress(step=2, version=4, ledger_bytes=123, rows={"valid": 4})
+
+
+def test_a_learner_that_never_stepped_can_be_saved_and_restored(base, tmp_path):
+    Checkpoints(tmp_path).save(0, make_learner(base), Progress())
+    again = make_learner(base)
+    Checkpoints(tmp_path).latest().restore(again)
+    assert torch.equal(weights(again), weights(make_learner(base)))
+
+
+def test_a_checkpoint_of_another_model_is_refused(base, tmp_path):
+    saved(Checkpoints(tmp_path / "run"), make_learner(base), 1)
+    other = make_learner(write_model(tmp_path / "other", hidden=32))
+    with pytest.raises(RunMismatchError, match="not those of"):
+        Checkpoints(tmp_path / "run").latest().restore(other)
+
+
+def test_a_run_without_checkpoints_has_none(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "none")
+    assert checkpoints.empty
+    assert checkpoints.latest() is checkpoints.best() is checkpoints.at(3) is None
+
+
+def test_the_last_ones_and_the_best_are_kept(base, tmp_path):
+    checkpoints, learner = Checkpoints(tmp_path, keep_last=2), make_learner(base)
+    saved(checkpoints, learner, 10, 20, 30, 40, 50, rewards=[0.1, 0.9, 0.3, 0.2, None])
+    assert names(tmp_path) == ["step-000020", "step-000040", "step-000050"]
+    assert checkpoints.latest().progress.step == 50
+    assert checkpoints.best().progress.step == 20
+    assert checkpoints.at(40).progress.version == 40
+    assert checkpoints.at(30) is None
+
+
+def test_a_step_that_comes_again_replaces_nothing_and_is_the_latest(base, tmp_path):
+    checkpoints, learner = Checkpoints(tmp_path), make_learner(base)
+    saved(checkpoints, learner, 7)
+    checkpoints.save(7, learner, Progress(step=7, version=99))
+    assert names(tmp_path) == ["step-000007", "step-000007-2"]
+    assert checkpoints.latest().progress.version == 99
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "no manifest": lambda folder: (folder / "checkpoint.json").unlink(),
+    "half a manifest": lambda folder: cut(folder / "checkpoint.json"),
+    "an empty manifest": lambda folder: (folder / "checkpoint.json").write_text("{}"),
+    "short weights": lambda folder: cut(folder / "model" / "model.safetensors"),
+    "altered weights": lambda folder: flip(folder / "model" / "model.safetensors"),
+    "altered optimizer": lambda folder: flip(folder / "optimizer.safetensors"),
+    "a missing file": lambda folder: (folder / "model" / "config.json").unlink(),
+    "nothing in it": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_checkpoint_is_passed_over_loudly(base, tmp_path, damage):
+    checkpoints = Checkpoints(tmp_path)
+    saved(checkpoints, make_learner(base), 1, 2, rewards=[0.0, 1.0])
+    damage(tmp_path / "step-000002")
+    with capture_logs() as logs:
+        assert checkpoints.latest().progress.step == 1
+    passed_over = [line for line in logs if line["event"] == "checkpoint.passed_over"]
+    assert [(line["log_level"], Path(line["folder"]).name) for line in passed_over] == [("error", "step-000002")]
+    assert checkpoints.best().progress.step == 1
+    assert checkpoints.at(2) is None
+
+
+def test_what_a_killed_trainer_left_half_written_is_no_checkpoint_and_goes(base, tmp_path):
+    script = f"""
+import sys
+from pathlib import Path
+from workers.train.durable import new_folder
+with new_folder(Path({str(tmp_path / "step-000009")!r})) as folder:
+    (folder / "checkpoint.json").write_text("half")
+    print("there", flush=True)
+    sys.stdin.read()
+"""
+    child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"there\n"
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert len(names(tmp_path)) == 1
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.empty
+    saved(checkpoints, make_learner(base), 10)
+    assert names(tmp_path) == ["step-000010"]
+
+
+def test_a_full_disk_is_a_clear_error_and_the_last_good_checkpoint_stands(base, tmp_path):
+    checkpoints, learner = Checkpoints(tmp_path), make_learner(base)
+    saved(checkpoints, learner, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # no file may grow beyond, as if the disk were full
+    try:
+        with pytest.raises(RunFailedError, match=r"step-000002 could not be written.*step-000001 stands"):
+            saved(checkpoints, learner, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == ["step-000001"]
+    assert checkpoints.latest().progress.step == 1
+    saved(checkpoints, learner, 2)
+    assert checkpoints.latest().progress.step == 2
+
+
+def test_a_folder_whose_making_fails_is_not_there(tmp_path):
+    def make():
+        with new_folder(tmp_path / "a") as folder:
+            (folder / "x").write_text("x")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        make()
+    assert names(tmp_path) == []
+
+
+def test_a_folder_is_there_only_when_it_is_whole(tmp_path):
+    with new_folder(tmp_path / "deep" / "a") as folder:
+        (folder / "x").write_text("x")
+        assert not (tmp_path / "deep" / "a").exists()
+    assert names(tmp_path / "deep") == ["a"]
+    assert os.stat(tmp_path / "deep" / "a").st_mode & 0o055
+
+
+def run_with_checkpoints(base, folder):
+    learner = make_learner(base)
+    for step, reward in ((1, 0.5), (2, 0.9), (3, 0.7)):
+        learner.step(batch(), 0)
+        saved(Checkpoints(folder / "checkpoints", keep_last=3), learner, step, rewards=[reward])
+    return learner
+
+
+@pytest.mark.parametrize(("which", "step"), [("latest", 3), ("best", 2), (1, 1)])
+def test_an_exported_model_loads_like_any_other(base, tmp_path, which, step):
+    run_with_checkpoints(base, tmp_path)
+    assert export(tmp_path, tmp_path / "out", which).progress.step == step
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / f"step-{step:06d}" / "model")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), kept.parameters(), strict=True))
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([3, 4]) == "w3 w4"
+
+
+def test_export_never_overwrites(base, tmp_path):
+    run_with_checkpoints(base, tmp_path)
+    (tmp_path / "out").mkdir()
+    export(tmp_path, tmp_path / "out")
+    before = names(tmp_path / "out")
+    with pytest.raises(RunMismatchError, match="not empty"):
+        export(tmp_path, tmp_path / "out")
+    assert names(tmp_path / "out") == before
+
+
+def test_export_of_what_is_not_there_says_what_is(base, tmp_path):
+    with pytest.raises(RunMismatchError, match="no sound checkpoint latest; steps with a checkpoint: none"):
+        export(tmp_path, tmp_path / "out")
+    run_with_checkpoints(base, tmp_path)
+    with pytest.raises(RunMismatchError, match="no sound checkpoint 9; steps with a checkpoint: 1, 2, 3"):
+        export(tmp_path, tmp_path / "out", 9)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,630 @@
+import sys
+import threading
+import time
+from array import array
+from itertools import pairwise
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from envs.factory import Factory
+from envs.references import Reference
+from envs.rewards import RewardFunction
+from envs.snapshot import thaw
+from stream.codec import decode, encode
+from stream.errors import (
+    DataError,
+    EngineError,
+    EngineRefusedError,
+    EngineUnavailableError,
+    EnvironmentFailure,
+)
+from stream.records import Group, Prompt, Span
+from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason
+from workers.rollout.chat import Chat
+from workers.rollout.engine import Sampled
+from workers.rollout.episode import play
+from workers.rollout.group import roll_out
+from workers.rollout.slot import SlotPool
+from workers.rollout.template import Template
+from workers.rollout.tool_format import TOOL_FORMATS
+from workers.settings import Rollout
+
+TEMPLATE = """\
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{{- '<|im_start|>tool\\n' + message.content + '<|im_end|>\\n' }}
+{%- else %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string %}{{- message.content }}
+{%- else %}{%- for part in message.content %}{{- '[' + part.text + ']' }}{%- endfor %}{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+END = "<|im_end|>"
+
+
+def make_tokenizer():
+    """One token a byte, and a few special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in (END, "<|im_start|>", "<|eos|>")]
+    )
+    return tokenizer
+
+
+TOKENIZER = make_tokenizer()
+EOS = TOKENIZER.token_to_id("<|eos|>")
+
+
+def ids(text):
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def text_of(tokens):
+    return TOKENIZER.decode(list(tokens), skip_special_tokens=False)
+
+
+def make_chat(template=None):
+    return Chat(TOKENIZER, template or Template(TEMPLATE, {}, Path("model")), None, {EOS})
+
+
+def call(name, arguments="{}"):
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+class Scripted:
+    """Samples what it is told: `script(turn, text)` gives a turn's text, a `Sampled`, or an exception to raise."""
+
+    def __init__(self, script):
+        self.script = script if callable(script) else lambda turn, _text: script[turn]
+        self.asked = []
+
+    async def sample(self, prompt_ids, sampling, *, at_least=0):
+        await anyio.lowlevel.checkpoint()
+        self.asked.append((list(prompt_ids), sampling, at_least))
+        text = text_of(prompt_ids)
+        answer = self.script(text.count("<|im_start|>assistant\n") - 1, text)
+        if hasattr(answer, "__await__"):
+            answer = await answer
+        if isinstance(answer, Exception):
+            raise answer
+        return sampled(answer, sampling.max_tokens) if isinstance(answer, str) else answer
+
+
+def sampled(text, max_tokens=10_000, finish=None, version=7):
+    tokens = (ids(text) if "<|eos|>" in text or finish == "length" else ids(text + END))[:max_tokens]
+    ended = tokens and tokens[-1] in (EOS, ids(END)[0])
+    spans = [Span(version, 0, len(tokens))] if tokens else []
+    return Sampled(tokens, [-0.5] * len(tokens), finish or ("stop" if ended else "length"), spans)
+
+
+class Box:
+    """Something with tools that remembers."""
+
+    def reset(self, greeting=None, **row):
+        self.row = row
+        self.seen = []
+        return greeting
+
+    def put(self, thing: str = "it") -> str:
+        self.seen.append(thing)
+        return f"has {len(self.seen)}"
+
+    def give(self, what: str = "none") -> object:
+        if what == "world":
+            raise EnvironmentFailure("the box is gone")
+        raise ValueError("nothing to give")
+
+    def nap(self, seconds: float) -> str:
+        time.sleep(seconds)
+        self.seen.append("nap")
+        return "rested"
+
+    async def doze(self, seconds: float) -> str:
+        await anyio.sleep(seconds)
+        return f"dozed {seconds:g}"
+
+    def get_reward(self):
+        return float(len(self.seen))
+
+
+def factory_of(cls):
+    return Factory(Reference("test", "module", cls, sys.modules[cls.__module__]), cls, cls())
+
+
+def make_prompt(**changes):
+    fields = {"messages": [{"role": "user", "content": "Fill it."}], "environment": "box", "group_size": 1}
+    return Prompt(**({"id": "train:0:0", "seed": 100} | fields | changes))
+
+
+async def group_of(script, *, env=Box, chat=None, prompt=None, rewards=(), size=8, at_least=0, **limits):
+    """Roll out a group of one, unless the prompt says otherwise."""
+    factories = {"box": factory_of(env)} if env else {}
+    sampler = script if hasattr(script, "sample") else Scripted(script)
+    prompt = prompt or make_prompt(environment="box" if env else None)
+    async with SlotPool(factories, size=size) as pool:
+        group = await roll_out(
+            prompt,
+            chat=chat or make_chat(),
+            sampler=sampler,
+            pool=pool,
+            limits=Rollout(**limits),
+            tool_format=TOOL_FORMATS["hermes"],
+            rewards=rewards,
+            factories=factories,
+            at_least=at_least,
+        )
+    return decode(encode(group), Group)  # whatever is in it has to survive the wire
+
+
+async def completion_of(script, **options):
+    return (await group_of(script, **options)).completions[0]
+
+
+# Bookkeeping
+
+
+async def test_three_turns_are_kept_token_by_token():
+    chat = make_chat()
+    first, second, third = call("put", '{"thing": "a"}'), call("put") + " " + call("put"), "Done."
+    turns = [
+        Sampled(
+            t := ids(first + END), [-0.125 * i for i in range(len(t))], "stop", [Span(3, 0, 4), Span(4, 4, len(t))]
+        ),
+        Sampled(u := ids(second + END), [-1.0] * len(u), "stop", [Span(4, 0, len(u))]),
+        Sampled(v := ids(third + END), [-2.0] * len(v), "stop", [Span(5, 0, len(v))]),
+    ]
+    sampler = Scripted(turns)
+    completion = await completion_of(sampler, chat=chat, at_least=3)
+    (row,) = completion.rows
+
+    seen = [ids("\n<|im_start|>tool\nhas 1<|im_end|>\n<|im_start|>assistant\n")]
+    seen.append(ids("\n<|im_start|>tool\nhas 2<|im_end|>\n<|im_start|>tool\nhas 3<|im_end|>\n<|im_start|>assistant\n"))
+    starts = [0, len(t) + len(seen[0])]
+    starts.append(starts[1] + len(u) + len(seen[1]))
+    assert text_of(row.prompt) == "<|im_start|>user\nFill it.<|im_end|>\n<|im_start|>assistant\n"
+    assert row.tokens.tolist() == t + seen[0] + u + seen[1] + v
+    assert row.sampled == [(start, start + len(tokens)) for start, tokens in zip(starts, (t, u, v), strict=True)]
+    assert row.sampled_logprobs.tolist() == turns[0].logprobs + turns[1].logprobs + turns[2].logprobs
+    assert row.spans == [
+        Span(3, 0, 4),
+        Span(4, 4, len(t)),
+        Span(4, starts[1], starts[1] + len(u)),
+        Span(5, starts[2], starts[2] + len(v)),
+    ]
+    assert [asked for asked, _, _ in sampler.asked] == [
+        row.prompt.tolist() + row.tokens.tolist()[:start] for start in starts
+    ]
+    assert {at_least for _, _, at_least in sampler.asked} == {3}
+    assert (completion.turns, completion.tool_calls, completion.tool_errors) == (3, 3, 0)
+    assert (completion.failure, completion.truncated, completion.reward) == (None, None, None)
+    assert [(p.name, p.reward) for p in completion.parts] == [("env", Measured(3.0))]
+
+
+async def test_messages_tell_people_what_happened():
+    completion = await completion_of([f"Hm. {call('put')}", call("give") + "<tool_call>oops</tool_call>", "Done."])
+    assert completion.prompt_messages == [{"role": "user", "content": "Fill it."}]
+    called = {"type": "function", "function": {"name": "put", "arguments": {}}}
+    assert completion.messages[:2] == [
+        {"role": "assistant", "content": "Hm.", "tool_calls": [called]},
+        {"role": "tool", "name": "put", "content": "has 1"},
+    ]
+    assert completion.messages[2]["content"] == "<tool_call>oops</tool_call>"
+    assert completion.messages[3] == {"role": "tool", "name": "give", "content": "Error: ValueError: nothing to give"}
+    assert completion.messages[4]["content"].startswith("Error: this tool call could not be read")
+    assert completion.messages[5] == {"role": "assistant", "content": "Done."}
+    assert (completion.turns, completion.tool_calls, completion.tool_errors) == (3, 2, 2)
+
+
+async def test_the_row_equals_the_whole_conversation_rendered():
+    chat = make_chat()
+    texts = [call("put"), call("put") + call("give"), call("nowhere"), "Done."]
+    completion = await completion_of(texts, chat=chat)
+    (row,) = completion.rows
+    tools = [m for m in completion.messages if m["role"] == "tool"]
+    said = [{"role": "assistant", "content": text} for text in texts]
+    whole = [*completion.prompt_messages, said[0], tools[0], said[1], *tools[1:3], said[2], tools[3]]
+    assert text_of(row.prompt) + text_of(row.tokens) == text_of(chat.prompt_ids(whole)) + "Done." + END
+
+
+async def test_a_turn_that_stopped_at_another_token_is_ended_by_tokens_that_bear_no_loss():
+    completion = await completion_of([call("put") + "<|eos|>", "Done."])
+    (row,) = completion.rows
+    (_, end), (again, _) = row.sampled
+    assert row.tokens[end - 1] == EOS
+    assert text_of(row.tokens[end:again]) == f"{END}\n<|im_start|>tool\nhas 1{END}\n<|im_start|>assistant\n"
+    assert completion.messages[0]["content"] == ""
+
+
+async def test_every_turn_is_sampled_within_its_budget_and_stops_where_the_chat_says():
+    chat = make_chat()
+    sampler = Scripted([call("put"), "Done."])
+    await completion_of(sampler, chat=chat, max_tokens=200, max_tokens_per_turn=150, temperature=0.7)
+    (_, first, _), (prompt, second, _) = sampler.asked
+    assert (first.max_tokens, first.temperature, first.stop_token_ids) == (150, 0.7, chat.stop_token_ids)
+    assert second.max_tokens == 200 - (len(prompt) - len(sampler.asked[0][0]))
+
+
+class CountingTemplate(Template):
+    rendered = 0
+
+    def render(self, *args, **kwargs):
+        text = super().render(*args, **kwargs)
+        self.rendered += len(text)
+        return text
+
+
+async def test_what_a_turn_costs_does_not_grow_with_the_conversation():
+    template = CountingTemplate(TEMPLATE, {}, Path("model"))
+    counts = []
+
+    def script(turn, _text):
+        counts.append(template.rendered)
+        return call("put") if turn < 59 else "Done."
+
+    completion = await completion_of(
+        script, chat=make_chat(template), max_turns=60, max_tokens=100_000, max_tool_calls=99
+    )
+    assert completion.turns == 60
+    costs = {later - earlier for earlier, later in pairwise(counts[1:])}
+    assert max(costs) <= min(costs) + 1  # "has 9", "has 10"
+
+
+async def test_seconds_are_told_by_activity():
+    completion = await completion_of([call("nap", '{"seconds": 0.05}'), "Done."])
+    assert set(completion.seconds) == {"reset", "engine", "tools", "reward", "total"}
+    assert completion.seconds["tools"] >= 0.05
+    assert completion.seconds["total"] >= sum(v for k, v in completion.seconds.items() if k != "total")
+
+
+async def test_whatever_a_model_writes_as_arguments_survives_the_wire():
+    big, deep = call("put", '{"thing": ' + "9" * 40 + "}"), call("put", '{"thing": ' + "[" * 900 + "]" * 900 + "}")
+    half = call("put", '{"thing": "\\ud800"}')
+    completion = await completion_of([big, deep, half, "Done."], max_tokens_per_turn=4000)
+    stored = [m["tool_calls"][0]["function"]["arguments"] for m in completion.messages if "tool_calls" in m]
+    assert stored == [text.removeprefix("<tool_call>").removesuffix("</tool_call>") for text in (big, deep)]
+    assert completion.tool_errors == 3
+
+
+# Reset and prompt
+
+
+@pytest.mark.parametrize(
+    ("greeting", "content"),
+    [
+        (None, "Fill it."),
+        (" Now.", "Fill it. Now."),
+        ([{"type": "text", "text": "Now."}], [{"type": "text", "text": "Fill it."}, {"type": "text", "text": "Now."}]),
+    ],
+)
+async def test_the_observation_ends_the_prompt_of_this_completion_alone(greeting, content):
+    prompt = make_prompt(fields={"greeting": greeting}, group_size=2)
+    group = await group_of(["Done."], prompt=prompt)
+    for completion in group.completions:
+        assert completion.prompt_messages == [{"role": "user", "content": content}]
+    assert prompt.messages == group.prompt.messages == [{"role": "user", "content": "Fill it."}]
+
+
+async def test_text_is_appended_to_a_prompt_of_parts_as_one_more():
+    parts = [{"type": "text", "text": "Fill it."}]
+    prompt = make_prompt(messages=[{"role": "user", "content": parts}], fields={"greeting": "Now."})
+    (completion,) = (await group_of(["Done."], prompt=prompt)).completions
+    assert completion.prompt_messages[0]["content"] == [*parts, {"type": "text", "text": "Now."}]
+    assert "[Fill it.][Now.]" in text_of(completion.rows[0].prompt)
+
+
+async def test_reset_gets_fields_prompt_seed_and_index():
+    group = await group_of(["Done."], prompt=make_prompt(fields={"answer": "4"}, group_size=2, text=True))
+    seen = [thaw(c.snapshot, factory_of(Box)).row for c in group.completions]
+    assert seen == [{"prompt": "Fill it.", "answer": "4", "seed": 100 + i, "completion_index": i} for i in range(2)]
+
+
+async def test_an_environment_that_changes_its_fields_changes_nobody_elses():
+    class Greedy(Box):
+        def reset(self, things, prompt):
+            super().reset()
+            self.found = len(things)
+            things.clear()
+            prompt.clear()
+
+    prompt = make_prompt(fields={"things": ["a", "b"]}, group_size=3)
+    group = await group_of(["Done."], env=Greedy, prompt=prompt, size=1)
+    assert [thaw(c.snapshot, factory_of(Greedy)).found for c in group.completions] == [2, 2, 2]
+    assert group.prompt == prompt
+
+
+# Limits
+
+
+async def test_a_turn_that_uses_all_its_tokens_is_cut_by_length_and_its_calls_are_not_run():
+    completion = await completion_of([call("put") + "x" * 500], max_tokens_per_turn=60)
+    assert (completion.truncated, completion.turns, completion.tool_calls) == (TruncationReason.LENGTH, 1, 0)
+    assert completion.rows[0].sampled == [(0, 60)]
+    assert [p.reward for p in completion.parts] == [Measured(0.0)]
+    assert completion.snapshot is not None
+
+
+async def test_a_turn_that_ends_before_its_tokens_are_used_met_the_context():
+    completion = await completion_of([sampled("abc", finish="length")], max_tokens_per_turn=60)
+    assert completion.truncated is TruncationReason.CONTEXT
+    assert completion.rows[0].sampled == [(0, 3)]
+
+
+async def test_the_completions_budget_counts_what_tools_say():
+    one = len(ids(call("put") + END))
+    answer = len(ids("\n<|im_start|>tool\nhas 1<|im_end|>\n<|im_start|>assistant\n"))
+    exactly = one + answer
+    script = [call("put"), "x" * 99]
+    cut = await completion_of(script, max_tokens=exactly + 5, max_tokens_per_turn=80)
+    assert (cut.truncated, cut.turns) == (TruncationReason.LENGTH, 2)
+    assert len(cut.rows[0].tokens) == exactly + 5
+    none_left = await completion_of(script, max_tokens=exactly, max_tokens_per_turn=80)
+    assert (none_left.truncated, none_left.turns) == (TruncationReason.LENGTH, 1)
+    assert len(none_left.rows[0].tokens) == one  # what the model never saw is no part of its row
+    assert [p.reward for p in none_left.parts] == [Measured(1.0)]
+
+
+async def test_a_model_that_wants_one_turn_too_many_has_its_last_calls_run_and_is_cut():
+    completion = await completion_of(lambda *_: call("put"), max_turns=3)
+    assert (completion.truncated, completion.turns, completion.tool_calls) == (TruncationReason.MAX_TURNS, 3, 3)
+    assert [p.reward for p in completion.parts] == [Measured(3.0)]
+    assert completion.rows[0].sampled[-1][1] == len(completion.rows[0].tokens)
+
+
+async def test_a_model_that_answers_in_its_last_turn_is_not_cut():
+    assert (await completion_of([call("put"), "Done."], max_turns=2)).truncated is None
+
+
+async def test_calls_beyond_their_number_are_not_run_and_end_the_episode():
+    completion = await completion_of([call("put") * 2, call("put") * 2, "Done."], max_tool_calls=3)
+    assert (completion.truncated, completion.turns, completion.tool_calls) == (TruncationReason.TOOL_CALLS, 2, 3)
+    assert [p.reward for p in completion.parts] == [Measured(3.0)]
+    assert (await completion_of([call("put") * 2, call("put"), "Done."], max_tool_calls=3)).truncated is None
+
+
+@pytest.mark.parametrize("wrong", [call("nowhere"), call("give"), call("put", "[]"), "<tool_call>oops"])
+async def test_errors_beyond_their_number_end_the_episode(wrong):
+    completion = await completion_of(lambda *_: wrong, max_tool_errors=2)
+    assert (completion.truncated, completion.turns, completion.tool_errors) == (TruncationReason.TOOL_ERRORS, 3, 3)
+    assert (await completion_of([wrong, wrong, "Done."], max_tool_errors=2)).truncated is None
+
+
+async def test_a_wall_clock_that_runs_out_while_sampling_keeps_the_turns_before():
+    def script(turn, _text):
+        return anyio.sleep(60) if turn else call("put")
+
+    started = time.perf_counter()
+    completion = await completion_of(script, wall_clock_s=0.2)
+    assert time.perf_counter() - started < 2
+    assert (completion.truncated, completion.failure, completion.turns) == (TruncationReason.WALL_CLOCK, None, 1)
+    assert len(completion.rows[0].sampled) == 1
+    assert [p.reward for p in completion.parts] == [Measured(1.0)]
+    assert completion.snapshot is not None
+
+
+async def test_a_wall_clock_that_runs_out_in_a_tool_or_before_any_token():
+    completion = await completion_of([call("nap", '{"seconds": 0.5}')], wall_clock_s=0.1)
+    assert (completion.truncated, completion.turns) == (TruncationReason.WALL_CLOCK, 1)
+    completion = await completion_of(lambda *_: anyio.sleep(60), wall_clock_s=0.1)
+    assert (completion.truncated, completion.rows) == (TruncationReason.WALL_CLOCK, [])
+
+
+async def test_a_tool_past_its_deadline_goes_back_to_the_model():
+    completion = await completion_of([call("nap", '{"seconds": 0.4}'), "Done."], tool_timeout_s=0.05)
+    assert completion.messages[1]["content"] == "Error: nap did not answer within 0.05 s"
+    assert (completion.failure, completion.truncated, completion.tool_errors) == (None, None, 1)
+    assert "did not answer within" in text_of(completion.rows[0].tokens)
+
+
+async def test_calls_of_a_turn_run_at_the_same_time_and_answer_in_order():
+    calls = "".join(call("doze", f'{{"seconds": {s}}}') for s in (0.2, 0.1, 0.15))
+    started = time.perf_counter()
+    completion = await completion_of([calls, "Done."])
+    assert time.perf_counter() - started < 0.4
+    assert [m["content"] for m in completion.messages[1:4]] == ["dozed 0.2", "dozed 0.1", "dozed 0.15"]
+
+
+# Failures
+
+
+async def test_a_prompt_that_is_too_long_fails_and_a_conversation_that_became_so_is_truncated():
+    refusal = EngineRefusedError("This model's maximum context length is 64 tokens, and the prompt has 70.")
+    failed = await completion_of([refusal])
+    assert failed.failure.reason is RolloutReason.PROMPT_TOO_LONG
+    assert (failed.rows, failed.parts, failed.snapshot, failed.truncated) == ([], [], None, None)
+    cut = await completion_of([call("put"), refusal])
+    assert (cut.failure, cut.truncated, cut.turns) == (None, TruncationReason.CONTEXT, 1)
+    assert [p.reward for p in cut.parts] == [Measured(1.0)]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        EngineRefusedError("temperature must not be negative"),
+        EngineError("three times 500"),
+        Sampled([1, 2], [-0.5], "stop", [Span(1, 0, 2)]),
+        Sampled([1], [float("nan")], "stop", [Span(1, 0, 1)]),
+        Sampled([1], [float("-inf")], "stop", [Span(1, 0, 1)]),
+        Sampled([1, 2], [-0.5, -0.5], "stop", []),
+        Sampled([1, 2], [-0.5, -0.5], "stop", [Span(1, 0, 1)]),
+        Sampled([1, 2], [-0.5, -0.5], "stop", [Span(1, 0, 2), Span(2, 1, 2)]),
+    ],
+)
+async def test_an_engine_that_fails_this_request_or_answers_junk_fails_this_completion(answer):
+    completion = await completion_of([call("put"), answer])
+    assert completion.failure.reason is RolloutReason.ENGINE
+    assert completion.failure.detail
+    assert (completion.parts, completion.snapshot, completion.truncated) == ([], None, None)
+
+
+async def test_a_turn_of_no_token_at_all_is_the_end():
+    completion = await completion_of([Sampled([], [], "stop", [])])
+    assert (completion.rows, completion.failure, completion.truncated) == ([], None, None)
+
+
+async def test_siblings_of_a_failed_completion_are_unharmed():
+    class Fragile(Box):
+        def reset(self, completion_index):
+            if completion_index == 1:
+                raise RuntimeError("no server")
+            if completion_index == 2:
+                time.sleep(0.5)
+            super().reset(str(completion_index))
+
+    def script(turn, text):
+        if turn:
+            return "Done."
+        return (
+            EngineError("500")
+            if "it.3" in text
+            else call("give", '{"what": "world"}')
+            if "it.4" in text
+            else call("put")
+        )
+
+    class Told(Fragile):
+        def reset(self, completion_index):
+            super().reset(completion_index)
+            return str(completion_index)
+
+    group = await group_of(script, env=Told, prompt=make_prompt(group_size=6), reset_timeout_s=0.15)
+    reasons = [c.failure and c.failure.reason for c in group.completions]
+    expected = [RolloutReason.ENV_RESET] * 2 + [RolloutReason.ENGINE, RolloutReason.ENV_STEP]
+    assert reasons == [None, *expected, None]
+    assert [c.index for c in group.completions] == list(range(6))
+    for completion in (group.completions[0], group.completions[5]):
+        assert [p.reward for p in completion.parts] == [Measured(1.0)]
+        assert completion.turns == 2
+        assert completion.snapshot
+
+
+async def test_an_engine_that_answers_nobody_is_raised_as_itself_and_the_siblings_are_called_off():
+    def script(turn, text):
+        return EngineUnavailableError("all down") if text.count("<|im_start|>user") and not turn else "Done."
+
+    with pytest.raises(EngineUnavailableError, match="all down"):
+        await group_of(script, prompt=make_prompt(group_size=4))
+    with pytest.raises(EngineUnavailableError):
+        await group_of([call("put"), EngineUnavailableError("all down")], prompt=make_prompt(group_size=4))
+
+
+async def test_a_prompt_that_the_template_refuses_is_the_datas_fault():
+    refusing = Template("{{ raise_exception('no') }}", {}, Path("model"))
+    with pytest.raises(DataError, match="no"):
+        await group_of(["Done."], chat=make_chat(refusing))
+
+
+async def test_a_reward_past_its_deadline_is_unmeasured_and_its_tokens_are_kept():
+    class Slow(Box):
+        def get_reward(self):
+            time.sleep(0.4)
+
+    completion = await completion_of(["Done."], env=Slow, reward_timeout_s=0.05)
+    assert [p.reward.reason for p in completion.parts] == [RewardReason.TIMEOUT]
+    assert (completion.failure, len(completion.rows)) == (None, 1)
+
+
+# Groups
+
+
+async def test_resets_of_a_group_run_at_the_same_time():
+    together = threading.Barrier(4)
+
+    class Meeting(Box):
+        def reset(self):
+            super().reset()
+            together.wait(timeout=5)
+
+    group = await group_of(["Done."], env=Meeting, prompt=make_prompt(group_size=4))
+    assert [c.failure for c in group.completions] == [None] * 4
+
+
+async def test_snapshots_are_taken_before_the_slot_is_reused():
+    def script(turn, text):
+        return call("put", f'{{"thing": "{text.count("<|im_start|>")}"}}') if turn < 2 else "Done."
+
+    group = await group_of(script, prompt=make_prompt(group_size=3), size=1)  # one environment for all three
+    seen = [thaw(c.snapshot, factory_of(Box)) for c in group.completions]
+    assert [env.row["completion_index"] for env in seen] == [0, 1, 2]
+    assert [len(env.seen) for env in seen] == [2, 2, 2]
+
+
+async def test_data_without_an_environment_is_one_turn_and_knows_no_tools():
+    completion = await completion_of([call("put"), "never"], env=None)
+    assert (completion.turns, completion.tool_calls, completion.snapshot) == (1, 0, None)
+    assert completion.messages == [{"role": "assistant", "content": call("put")}]
+
+
+async def test_reward_functions_of_the_rollout_see_the_snapshots_of_what_did_not_fail():
+    def count(completions, environments, weight_of):
+        return [
+            len(env.seen) * w if len(env.seen) < 2 else None for env, w in zip(environments, weight_of, strict=True)
+        ]
+
+    def script(turn, text):
+        if not turn:
+            return EngineError("500") if "it.2" in text else call("put") * (1 + ("it.1" in text))
+        return "Done."
+
+    class Told(Box):
+        def reset(self, completion_index, **row):
+            super().reset()
+            return str(completion_index)
+
+    prompt = make_prompt(group_size=3, fields={"weight_of": 5})
+    function = RewardFunction(count, "count", weight=0.5, where="rollout")
+    group = await group_of(script, env=Told, prompt=prompt, rewards=[function])
+    parts = [[(p.name, p.weight) for p in c.parts] for c in group.completions]
+    assert parts == [[("env", 1.0), ("count", 0.5)], [("env", 1.0), ("count", 0.5)], []]
+    assert group.completions[0].parts[1].reward == Measured(5.0)
+    assert group.completions[1].parts[1].reward.reason is RewardReason.MISSING
+    assert all(c.reward is None for c in group.completions)
+
+
+async def test_reward_functions_serve_data_without_environments():
+    def exact(completions, answer):
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    prompt = make_prompt(environment=None, text=True, fields={"answer": "4"})
+    function = RewardFunction(exact, "exact", where="rollout")
+    (completion,) = (await group_of(["4"], env=None, prompt=prompt, rewards=[function])).completions
+    assert [p.reward for p in completion.parts] == [Measured(1.0)]
+
+
+async def test_a_cancelled_group_leaves_no_environment_in_use():
+    pool = SlotPool({"box": factory_of(Box)}, size=2)
+    async with pool:
+        with anyio.move_on_after(0.1):
+            await roll_out(
+                make_prompt(group_size=2),
+                chat=make_chat(),
+                sampler=Scripted(lambda *_: anyio.sleep(60)),
+                pool=pool,
+                limits=Rollout(),
+                tool_format=TOOL_FORMATS["hermes"],
+            )
+        with anyio.fail_after(1):
+            await pool.acquire("box")
+            await pool.acquire("box")
+
+
+async def test_an_episode_can_be_played_alone():
+    completion = await play(
+        make_prompt(environment=None),
+        5,
+        chat=make_chat(),
+        sampler=Scripted(["Done."]),
+        slot=None,
+        limits=Rollout(),
+        tool_format=TOOL_FORMATS["hermes"],
+    )
+    assert (completion.index, completion.rows[0].tokens.tolist()) == (5, ids("Done." + END))
+    assert completion.rows[0].logprobs == array("f", [-0.5] * 6).tobytes()

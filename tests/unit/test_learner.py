@@ -1,0 +1,337 @@
+"""One step of the learner on a small Qwen3: what moves the weights, what may not, and what is written."""
+
+import math
+from array import array
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from stream.errors import SettingsError
+from stream.records import Completion, Group, Prompt, Row, Span
+from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
+from workers import settings
+from workers.train.batch import collate
+from workers.train.learner import Learner
+from workers.train.logprobs import token_logprobs
+from workers.train.metrics import NAMES
+from workers.train.schedule import factor
+
+VOCABULARY = 24
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model folder with something that looks like a tokenizer's file."""
+    folder = tmp_path_factory.mktemp("base")
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=32,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng():
+        torch.default_generator.manual_seed(5)
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "notes.txt").write_text("not of the model")
+    return folder
+
+
+def learner(base, *, dtype="float32", pacing=None, rollout=None, algorithm=None, **train):
+    train = {"learning_rate": 1e-2, "max_grad_norm": 1e9} | train
+    return Learner(
+        settings.Settings(
+            model=settings.Model(path=str(base), dtype=dtype),
+            data=settings.Data(path="none"),
+            train=settings.Train(**train),
+            algorithm=settings.Algorithm(**algorithm or {}),
+            pacing=settings.Pacing(**pacing or {}),
+            rollout=settings.Rollout(**rollout or {}),
+        )
+    )
+
+
+def completion(index, tokens, reward, version=3, **facts):
+    """An episode behind the prompt [1, 2]; token 0 stands for a tool's answer, which nobody sampled."""
+    sampled = [(i, i + 1) for i, token in enumerate(tokens) if token]
+    row = Row(
+        prompt_ids=array("i", [1, 2]).tobytes(),
+        token_ids=array("i", tokens).tobytes(),
+        sampled=sampled,
+        logprobs=array("f", [-3.0] * len(sampled)).tobytes(),
+        spans=[Span(version, start, end) for start, end in sampled],
+    )
+    return Completion(index=index, rows=[row], reward=reward, **facts)
+
+
+GOOD, BAD = [3, 4, 0, 5], [6, 7, 8]
+
+
+def group(*others, name="p"):
+    return Group(
+        prompt=Prompt(id=name, messages=[]),
+        completions=[completion(0, GOOD, Measured(1.0)), completion(1, BAD, Measured(0.0)), *others],
+    )
+
+
+def logprob(found, tokens):
+    """Log-prob that the learner's model gives to what was sampled of these tokens behind the prompt."""
+    ids = torch.tensor([[1, 2, *tokens]])
+    with torch.no_grad():
+        return float(token_logprobs(found.model, ids, (ids != 0) & (ids > 2), temperature=1.0).logprobs_N.sum())
+
+
+def weights(found):
+    return torch.cat([p.detach().flatten().clone() for p in found.parameters.values()])
+
+
+def test_a_step_makes_the_better_completion_likelier(base):
+    trained = learner(base)
+    before = logprob(trained, GOOD), logprob(trained, BAD)
+    report = trained.step(collate([group()]), 3)
+    assert report.trained
+    assert not report.skipped
+    assert logprob(trained, GOOD) > before[0]
+    assert logprob(trained, BAD) < before[1]
+
+
+def test_the_micro_batch_does_not_change_the_step(base):
+    batch = collate([group(completion(2, [3, 3, 3, 3, 3, 9], Measured(0.5))), group(name="q")])
+    one, many = learner(base, learning_rate=1e-3), learner(base, learning_rate=1e-3, micro_batch_tokens=1)
+    first, second = one.step(batch, 3), many.step(batch, 3)
+    assert first.loss == pytest.approx(second.loss, rel=1e-5)
+    assert first.metrics["grad_norm"] == pytest.approx(second.metrics["grad_norm"], rel=1e-4)
+    assert first.metrics["entropy"] == pytest.approx(second.metrics["entropy"], rel=1e-5)
+
+
+def test_invalid_completions_train_nothing(base):
+    bad = completion(2, [9, 9], Unmeasured(RewardReason.RAISED))
+    cut = completion(3, [10, 10], Measured(7.0), truncated=TruncationReason.WALL_CLOCK)
+    nan = completion(4, [11, 11], Measured(7.0))
+    nan.rows[0].logprobs = array("f", [math.nan] * 2).tobytes()
+    clean, dirty = learner(base), learner(base)
+    one, other = clean.step(collate([group()]), 3), dirty.step(collate([group(bad, cut, nan)]), 3)
+    assert torch.equal(weights(clean), weights(dirty))
+    assert one.loss == other.loss
+    assert other.metrics["tokens/loss"] == one.metrics["tokens/loss"] == 6
+    assert other.metrics["rows/reward:raised"] == other.metrics["rows/truncated:wall_clock"] == 1
+    assert other.metrics["rows/rejected:no_token"] == 1
+
+
+def test_a_batch_with_no_valid_row_moves_nothing_and_says_so(base):
+    trained = learner(base)
+    before = weights(trained)
+    nothing = Group(
+        prompt=Prompt(id="p", messages=[]), completions=[completion(0, GOOD, Unmeasured(RewardReason.TIMEOUT))]
+    )
+    report = trained.step(collate([nothing]), 3)
+    assert (report.trained, report.skipped, report.loss) == (False, "no_valid_row", 0.0)
+    assert torch.equal(weights(trained), before)
+    assert report.metrics["trained"] == 0
+    assert "reward/mean" not in report.metrics
+    assert trained.step(collate([]), 3).skipped == "no_valid_row"
+
+
+def test_a_gradient_that_is_not_finite_is_never_applied(base):
+    trained = learner(base, algorithm={"normalize_std": False}, updates_per_batch=2)
+    trained.step(collate([group()]), 3)
+    before, state = weights(trained), {name: value.clone() for name, value in trained.state().items()}
+    huge = group(completion(2, [9], Measured(1e300)))
+    report = trained.step(collate([huge]), 3)
+    assert (report.trained, report.skipped, trained.skipped_steps) == (False, "gradient_not_finite", 1)
+    assert torch.equal(weights(trained), before)
+    assert all(torch.equal(state[name], value) for name, value in trained.state().items())
+    assert all(math.isfinite(value) for value in report.metrics.values())
+    assert trained.step(collate([group()]), 3).trained
+
+
+def test_the_same_batches_give_the_same_weights(base):
+    one, other = learner(base), learner(base)
+    for _ in range(3):
+        one.step(collate([group()]), 3)
+        other.step(collate([group()]), 3)
+    assert torch.equal(weights(one), weights(other))
+
+
+def test_a_recomputed_proximal_policy_is_the_policy_before_the_first_update(base):
+    batch = collate([group()])
+    first = learner(base).step(batch, 3).metrics
+    assert first["ratio/mean"] == first["ratio/max"] == 1.0
+    assert first["weight/mean"] != 1.0
+    twice = learner(base, updates_per_batch=2).step(batch, 3).metrics
+    assert twice["ratio/max"] > 1.0
+    assert twice["kl/k1"] == pytest.approx(first["kl/k1"])
+
+
+def test_the_engines_log_probs_may_be_the_proximal_policy(base):
+    metrics = learner(base, algorithm={"proximal": "engine"}).step(collate([group()]), 3).metrics
+    assert metrics["weight/mean"] == 1.0
+    assert metrics["kl/k1"] == 0.0
+    assert metrics["ratio/mean"] != 1.0
+
+
+def test_tokens_over_the_maximal_age_are_masked_and_counted(base):
+    young = completion(2, [9, 9, 9], Measured(0.5), version=8)
+    metrics = learner(base, pacing={"max_token_age": 4}).step(collate([group(young)]), 9).metrics
+    assert (metrics["tokens/too_old"], metrics["tokens/loss"], metrics["tokens/sampled"]) == (6, 3, 9)
+    assert metrics["staleness/max"] == 1
+
+
+def test_weight_decay_spares_gains(base):
+    trained = learner(base, weight_decay=0.5)
+    decays = {id(p): group["weight_decay"] for group in trained.optimizer.param_groups for p in group["params"]}
+    assert {name: decays[id(p)] for name, p in trained.parameters.items()} == {
+        name: 0.5 if p.ndim > 1 else 0.0 for name, p in trained.parameters.items()
+    }
+
+
+def test_the_learning_rate_follows_its_schedule(base):
+    trained = learner(base, schedule="linear", max_steps=4, warmup_steps=1, learning_rate=1.0)
+    rates = [trained.step(collate([]), 3).metrics["learning_rate"] for _ in range(5)]
+    assert rates == pytest.approx([1.0, 1.0, 2 / 3, 1 / 3, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25, 0, 0]),
+        ("cosine", [0.5, 1, 1, 0.8535534, 0.5, 0.1464466, 0, 0]),
+    ],
+)
+def test_factor_after_two_steps_of_warm_up(schedule, expected):
+    found = [factor(step, schedule=schedule, warmup_steps=2, total_steps=6) for step in range(8)]
+    assert found == pytest.approx(expected)
+
+
+def test_a_falling_learning_rate_must_know_its_end(base):
+    with pytest.raises(SettingsError, match=r"train\.max_steps"):
+        learner(base, schedule="cosine")
+    with pytest.raises(ValueError, match="must know where it ends"):
+        factor(0, schedule="linear", warmup_steps=0, total_steps=0)
+
+
+def test_a_folder_without_a_model_is_refused_by_name(tmp_path):
+    with pytest.raises(SettingsError, match=r"no config\.json.*model\.path"):
+        learner(tmp_path)
+
+
+def test_written_weights_are_those_that_were_trained(base, tmp_path):
+    trained = learner(base)
+    trained.step(collate([group()]), 3)
+    trained.save_weights(tmp_path / "v1")
+    assert {p.name for p in (tmp_path / "v1").iterdir()} == {
+        *["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    }
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "v1")
+    found = torch.cat([p.detach().flatten() for p in loaded.parameters()])
+    assert torch.equal(found, weights(trained))
+    assert not torch.equal(found, weights(learner(base)))
+
+
+def test_a_folder_that_exists_is_left_alone(base, tmp_path):
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1" / "mine").write_text("x")
+    with pytest.raises(FileExistsError):
+        learner(base).save_weights(tmp_path / "v1")
+    assert [p.name for p in tmp_path.rglob("*")] == ["v1", "mine"]
+
+
+def test_bfloat16_is_written_and_float32_is_kept(base, tmp_path):
+    trained = learner(base, dtype="bfloat16", learning_rate=1e-6)
+    before = weights(trained)
+    assert trained.step(collate([group()]), 3).trained
+    assert not torch.equal(weights(trained), before)
+    trained.save_weights(tmp_path / "v1")
+    written = load_file(tmp_path / "v1" / "model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    assert "lm_head.weight" not in written
+    assert msgspec.json.decode((tmp_path / "v1" / "config.json").read_bytes())["dtype"] == "bfloat16"
+    assert torch.equal(trained.state()["master.model.norm.weight"], trained.parameters["model.norm.weight"])
+
+
+def test_every_metric_is_documented(base):
+    odd = completion(2, [9], Measured(1.0), truncated=TruncationReason.LENGTH)
+    metrics = learner(base).step(
+        collate([group(odd)]), 3, filtered=collate([group(name="f")]), dropped={DropReason.ZERO_VARIANCE: 2}
+    ).metrics
+    families = tuple(name.removesuffix("*") for name in NAMES if name.endswith("*"))
+    assert [name for name in metrics if name not in NAMES and not name.startswith(families)] == []
+    assert [name for name in NAMES if not name.endswith("*") and name not in metrics] == []
+
+
+def full_logprobs(model, tokens, chosen, temperature):
+    logits = model(input_ids=tokens).logits[:, :-1] / temperature
+    found = logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    return found[chosen[:, 1:]]
+
+
+@pytest.fixture
+def rows():
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, VOCABULARY, (3, 9), generator=generator)
+    chosen = torch.rand(3, 9, generator=generator) < 0.5
+    chosen[:, 0] = False
+    return tokens, chosen
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
+def test_log_probs_are_those_of_the_whole_forward_pass(base, rows, temperature):
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    found, entropy = token_logprobs(model, *rows, temperature=temperature, entropy=True)
+    assert torch.allclose(found, full_logprobs(model, *rows, temperature), atol=1e-5)
+    assert ((entropy > 0) & (entropy < math.log(VOCABULARY) + 1e-4)).all()
+
+
+def test_greedy_counts_as_temperature_one(base, rows):
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    greedy = token_logprobs(model, *rows, temperature=0.0).logprobs_N
+    assert torch.equal(greedy, token_logprobs(model, *rows, temperature=1.0).logprobs_N)
+
+
+def test_what_a_model_does_to_its_logits_is_done(rows):
+    config = Gemma2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=32,
+        final_logit_softcapping=0.5,
+    )
+    model = Gemma2ForCausalLM(config).eval()
+    found = token_logprobs(model, *rows, temperature=1.0).logprobs_N
+    assert torch.allclose(found, full_logprobs(model, *rows, 1.0), atol=1e-5)
+    assert float((found.max() - found.min()).detach()) <= 1.0 + 1e-5
+
+
+def test_a_model_without_an_output_layer_of_its_own_works_too(rows):
+    table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(2))
+
+    class Bigrams:
+        def get_output_embeddings(self):
+            return None
+
+        def __call__(self, input_ids, use_cache=False):
+            return SimpleNamespace(logits=table[input_ids])
+
+    found = token_logprobs(Bigrams(), *rows, temperature=1.0).logprobs_N
+    assert torch.allclose(found, full_logprobs(Bigrams(), *rows, 1.0))
+
+
+def test_padding_and_batch_mates_do_not_change_a_rows_log_probs(base, rows):
+    model, (tokens, chosen) = AutoModelForCausalLM.from_pretrained(base).eval(), rows
+    padded = torch.cat([tokens, torch.zeros(3, 5, dtype=torch.int64)], dim=1)
+    mask = torch.cat([chosen, torch.zeros(3, 5, dtype=torch.bool)], dim=1)
+    alone = token_logprobs(model, tokens[:1], chosen[:1], temperature=1.0).logprobs_N
+    together = token_logprobs(model, padded, mask, temperature=1.0).logprobs_N
+    assert torch.allclose(together[: len(alone)], alone, atol=1e-5)

@@ -1,0 +1,190 @@
+"""Facts to masks: what votes, what bears loss, and which groups are not worth training."""
+
+import math
+
+import pytest
+import torch
+
+from stream.validity import DropReason, RewardReason, RolloutReason, TruncationReason
+from workers.train.masks import (
+    DROP_REASONS,
+    NONE,
+    REWARD_REASONS,
+    ROLLOUT_REASONS,
+    TRUNCATION_REASONS,
+    Facts,
+    derive,
+    select_groups,
+    too_old,
+)
+
+
+def facts(rewards, groups=None, truncated=None, failed=None, dropped=None):
+    """Facts of completions; a reward of None is unmeasured, `truncated` and so on map a completion to its reason."""
+
+    def codes(table, found):
+        return torch.tensor([table.index(found[c]) if c in (found or {}) else NONE for c in range(len(rewards))], dtype=torch.int64)
+
+    ids = torch.tensor(groups or [0] * len(rewards), dtype=torch.int64)
+    unmeasured = {c: RewardReason.RAISED for c, r in enumerate(rewards) if r is None}
+    return Facts(
+        group_ids_C=ids,
+        groups=int(ids.max()) + 1 if len(ids) else 0,
+        rewards_C=torch.tensor([0.0 if r is None else r for r in rewards]).double(),
+        measured_C=torch.tensor([r is not None for r in rewards], dtype=torch.bool),
+        reward_reason_C=codes(REWARD_REASONS, unmeasured),
+        failed_C=codes(ROLLOUT_REASONS, failed),
+        truncated_C=codes(TRUNCATION_REASONS, truncated),
+        dropped_C=codes(DROP_REASONS, dropped),
+        turns_C=torch.ones(len(rewards)).long(),
+    )
+
+
+def one_row_each(found, policy=None, **masks):
+    """Masks where every completion has one row of two sampled tokens behind one of the prompt."""
+    count = len(found.rewards_C)
+    sampled = torch.tensor([[False, True, True]] * count)
+    truncation = {reason: policy for reason in TruncationReason if policy}
+    return derive(found, torch.arange(count), sampled, truncation=truncation, **masks)
+
+
+def test_a_measured_completion_votes_and_bears_loss():
+    masks = one_row_each(facts([1.0]))
+    assert masks.baseline_C.tolist() == masks.loss_C.tolist() == masks.loss_R.tolist() == [True]
+    assert masks.tokens_RT.tolist() == [[False, True, True]]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"rewards": [1.0, None]},
+        {"rewards": [1.0, math.nan]},
+        {"rewards": [1.0, -math.inf]},
+        {"rewards": [1.0, 1.0], "failed": {1: RolloutReason.ENGINE}},
+        {"rewards": [1.0, 1.0], "dropped": {1: DropReason.ABORTED}},
+    ],
+)
+def test_nothing_invalid_votes_or_bears_loss(bad):
+    masks = one_row_each(facts(**bad))
+    assert masks.baseline_C.tolist() == masks.loss_C.tolist() == [True, False]
+    assert masks.rewards_C.tolist() == [1.0, 0.0]
+    assert not masks.tokens_RT[1].any()
+
+
+@pytest.mark.parametrize(
+    ("policy", "votes", "bears_loss", "reward"),
+    [
+        ("exclude", False, False, 0.0),
+        ("keep", True, True, 5.0),
+        (None, True, True, 5.0),
+        ("zero_reward", True, True, 0.0),
+        ("baseline_only", True, False, 5.0),
+    ],
+)
+@pytest.mark.parametrize("reason", TruncationReason)
+def test_truncated_completions_follow_the_policy_of_their_reason(reason, policy, votes, bears_loss, reward):
+    masks = one_row_each(facts([1.0, 5.0], truncated={1: reason}), policy)
+    assert masks.baseline_C.tolist() == [True, votes]
+    assert masks.loss_C.tolist() == [True, bears_loss]
+    assert masks.rewards_C.tolist() == [1.0, reward]
+    assert masks.tokens_RT.any(dim=1).tolist() == [True, bears_loss]
+
+
+def test_a_policy_for_one_reason_leaves_the_others_alone():
+    found = facts([1.0, 1.0], truncated={0: TruncationReason.LENGTH, 1: TruncationReason.CONTEXT})
+    masks = derive(
+        found, torch.arange(2), torch.ones(2, 1).bool(), truncation={TruncationReason.CONTEXT: "exclude"}
+    )
+    assert masks.baseline_C.tolist() == [True, False]
+
+
+def test_zero_reward_does_not_make_an_unmeasured_reward_a_zero():
+    masks = one_row_each(facts([1.0, None], truncated={1: TruncationReason.LENGTH}), "zero_reward")
+    assert masks.baseline_C.tolist() == [True, False]
+
+
+def test_an_unknown_policy_is_refused_by_name():
+    with pytest.raises(ValueError, match="'penalty'.*exclude, keep"):
+        one_row_each(facts([1.0]), "penalty")
+
+
+def test_a_row_left_with_no_token_is_rejected_and_does_not_vote():
+    rejected = torch.tensor([[False, True, True], [False, True, False]])
+    masks = one_row_each(facts([1.0, 0.0]), rejected_RT=rejected)
+    assert masks.baseline_C.tolist() == [False, True]
+    assert masks.rejected_C.tolist() == [True, False]
+    assert masks.tokens_RT.tolist() == [[False] * 3, [False, False, True]]
+
+
+def test_a_completion_votes_while_one_of_its_rows_is_left():
+    found = facts([3.0, 0.0, 1.0])
+    rows = torch.tensor([0, 0, 1, 2])
+    rejected = torch.tensor([[False], [True], [False], [False]])
+    masks = derive(found, rows, torch.ones(4, 1).bool(), truncation={}, rejected_RT=rejected)
+    assert masks.baseline_C.tolist() == [True, True, True]
+    assert masks.loss_R.tolist() == [True, False, True, True]
+    masks = derive(found, rows, torch.ones(4, 1).bool(), truncation={}, rejected_RT=rejected | (rows == 0)[:, None])
+    assert masks.baseline_C.tolist() == [False, True, True]
+
+
+def test_a_completion_that_bears_no_loss_may_hold_junk_log_probs():
+    unusable = torch.ones(2, 3).bool()
+    found = facts([1.0, 1.0], truncated={0: TruncationReason.LENGTH})
+    assert one_row_each(found, "baseline_only", unusable_RT=unusable).baseline_C.tolist() == [True, False]
+
+
+def test_a_completion_without_a_row_is_counted_and_does_not_vote():
+    masks = derive(facts([1.0, 1.0]), torch.tensor([1]), torch.ones(1, 1).bool(), truncation={})
+    assert masks.baseline_C.tolist() == [False, True]
+
+
+def test_a_batch_of_nothing_has_masks():
+    masks = derive(facts([]), torch.empty(0).long(), torch.empty(0, 0).bool(), truncation={})
+    assert masks.baseline_C.numel() == masks.tokens_RT.numel() == 0
+
+
+def test_tokens_are_too_old_beyond_the_bound_and_not_at_it():
+    sampled = torch.tensor([[False, True, True, True]])
+    versions = torch.tensor([[-1, 4, 5, 9]])
+    assert too_old(sampled, versions, 9, 4).tolist() == [[False, True, False, False]]
+    assert not too_old(sampled, versions, 9, 0).any()
+
+
+def select(found, policy=None, **settings):
+    chosen = {"min_valid_rows": 1, "drop_zero_variance": True, "singleton": "zero"} | settings
+    return select_groups(found, one_row_each(found, policy), **chosen)
+
+
+def test_three_right_answers_and_a_crashed_verifier_are_a_tie():
+    assert select(facts([1.0, 1.0, 1.0, None])) == [DropReason.ZERO_VARIANCE]
+    assert select(facts([1.0, 1.0, 1.0, 0.0])) == [None]
+
+
+def test_four_times_nine_tenths_is_a_tie():
+    assert select(facts([0.9] * 4)) == [DropReason.ZERO_VARIANCE]
+    assert select(facts([0.9] * 4), drop_zero_variance=False) == [None]
+
+
+def test_the_filter_looks_at_rewards_after_the_truncation_policy():
+    found = facts([0.0, 1.0], truncated={1: TruncationReason.LENGTH})
+    assert select(found, "zero_reward") == [DropReason.ZERO_VARIANCE]
+    assert select(found, "baseline_only") == [None]
+
+
+def test_a_group_without_a_valid_completion_is_dropped():
+    assert select(facts([None, None, 1.0, 0.0], groups=[0, 0, 1, 1])) == [DropReason.NO_VALID_ROW, None]
+
+
+def test_groups_below_the_minimum_are_dropped():
+    found = facts([1.0, 0.0, None, None, 1.0, 0.0, 0.5], groups=[0, 0, 0, 0, 1, 1, 1])
+    assert select(found, min_valid_rows=3) == [DropReason.MIN_VALID_ROWS, None]
+
+
+@pytest.mark.parametrize(("policy", "verdict"), [("zero", None), ("raw", None), ("drop", DropReason.SINGLETON)])
+def test_a_group_of_one_is_the_singleton_policys_business(policy, verdict):
+    assert select(facts([1.0, None]), singleton=policy) == [verdict]
+
+
+def test_interleaved_groups_are_told_apart_by_id():
+    found = facts([1.0, 5.0, 1.0, 0.0], groups=[0, 1, 0, 1])
+    assert select(found) == [DropReason.ZERO_VARIANCE, None]

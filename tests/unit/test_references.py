@@ -1,0 +1,294 @@
+"""References: three spellings, no fallback, and messages that say where to look."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from envs.calculator import Calculator, exact_answer
+from envs.factory import Factory
+from envs.references import class_key, resolve
+from envs.rewards import RewardFunction
+from stream.errors import ReferenceNotFoundError
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A working directory of one's own; the path and the modules are as before afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    modules = set(sys.modules)
+
+    def write(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+        return path
+
+    yield write
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+def refusal(ref, group="penstock.environments"):
+    with pytest.raises(ReferenceNotFoundError) as caught:
+        resolve(ref, group)
+    return str(caught.value)
+
+
+def test_an_entry_point_is_found_by_name():
+    found = resolve("calculator", "penstock.environments")
+    assert found.target is Calculator
+    assert found.spelling == "entry point"
+    assert resolve("calculator_answer", "penstock.rewards").target is exact_answer
+
+
+def test_a_module_is_found_with_a_dotted_attribute():
+    found = resolve("envs.calculator:Calculator.add", None)
+    assert found.target is Calculator.add
+    assert found.spelling == "module"
+    assert found.module.__name__ == "envs.calculator"
+
+
+def test_a_file_is_found_relative_to_the_working_directory(project):
+    project("games/chess.py", "class Chess:\n    def reset(self): pass\n")
+    found = resolve("games/chess.py:Chess", None)
+    assert found.spelling == "file"
+    assert found.target.__name__ == "Chess"
+
+
+def test_two_references_to_one_file_see_the_same_classes(project):
+    path = project("both.py", "class Env:\n    def reset(self): pass\n\ndef reward(completions): return [0.0]\n")
+    first = resolve("both.py:Env", None)
+    second = resolve(f"{path}:reward", None)
+    assert first.module is second.module
+
+
+def test_a_file_may_import_its_neighbours(project):
+    project("mine/rules.py", "LIMIT = 3\n")
+    project("mine/game.py", "import rules\nclass Game:\n    limit = rules.LIMIT\n")
+    assert resolve("mine/game.py:Game", None).target.limit == 3
+
+
+def test_a_module_of_the_working_directory_is_found_behind_installed_ones(project):
+    project("my_own_game.py", "class Game: pass\n")
+    project("envs/calculator.py", "Calculator = 'an impostor'\n")
+    project("stream/__init__.py", "raise RuntimeError('an impostor')\n")
+    assert resolve("my_own_game:Game", None).target.__name__ == "Game"
+    assert resolve("envs.calculator:Calculator", None).target is Calculator
+
+
+def test_a_project_has_its_own_folder_called_envs(project):
+    project("envs/__init__.py", "raise RuntimeError('never run')\n")
+    project("envs/house_rules.py", "PIECES = 32\n")
+    project("envs/house_chess.py", "from envs.house_rules import PIECES\nclass Chess:\n    pieces = PIECES\n")
+    assert resolve("envs.house_chess:Chess", None).target.pieces == 32
+    assert resolve("envs/house_chess.py:Chess", None).target.pieces == 32
+
+
+def test_dataclasses_work_in_a_file(project):
+    project("data.py", "from dataclasses import dataclass\n@dataclass\nclass Point:\n    x: int = 1\n")
+    assert resolve("data.py:Point", None).target(2).x == 2
+
+
+def test_the_key_of_a_files_class_does_not_depend_on_where_the_file_is(project):
+    for folder in ("here", "there"):
+        project(f"{folder}/snake_game.py", "class Env:\n    class Inner: pass\n")
+    here, there = (resolve(f"{folder}/snake_game.py:Env.Inner", None).target for folder in ("here", "there"))
+    assert here is not there
+    assert class_key(here) == class_key(there) == "snake_game.py:Env.Inner"
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones():
+    message = refusal("nonsense")
+    assert "entry point" in message
+    assert "calculator, guess" in message
+
+
+def test_a_dotted_name_without_colon_is_answered_with_the_right_spelling():
+    assert "write envs.calculator:Calculator" in refusal("envs.calculator.Calculator")
+
+
+def test_a_plain_name_means_nothing_without_a_group():
+    assert "write package.module:name" in refusal("calculator", None)
+
+
+def test_there_is_no_fallback_from_a_file_to_a_module(project):
+    project("game.py", "class Game: pass\n")
+    assert "read as file" in refusal("other/game.py:Game")
+    assert "does not end in .py" in refusal("./game:Game")
+    assert "entry point" in refusal("game")
+
+
+@pytest.mark.parametrize("ref", ["", ":", "game.py", "a/b", "game:", ":Game"])
+def test_an_incomplete_reference_is_refused(ref):
+    assert refusal(ref)
+
+
+def test_a_misspelt_attribute_is_answered_with_a_close_one():
+    message = refusal("envs.calculator:Calculater")
+    assert "did you mean Calculator?" in message
+    assert "calculator.py" in message
+
+
+def test_an_attribute_that_is_close_to_nothing_is_answered_with_what_there_is():
+    message = refusal("envs.guess:Zzz")
+    assert "it defines: Guess" in message
+    assert "Random" not in message
+
+
+def test_a_missing_module_is_told_from_a_module_with_a_missing_import(project):
+    project("needs.py", "import a_library_nobody_has\nclass Env: pass\n")
+    assert "there is no module 'absent_module'" in refusal("absent_module:Env")
+    assert "there is no module 'envs.absent'" in refusal("envs.absent:Env")
+    message = refusal("needs:Env")
+    assert "ModuleNotFoundError: No module named 'a_library_nobody_has'" in message
+    assert "needs.py, line 1" in message
+
+
+def test_a_missing_file_is_answered_with_its_neighbours(project):
+    project("games/chess.py", "")
+    assert "beside it: chess.py" in refusal("games/ches.py:Chess")
+    assert "folder does not exist" in refusal("nowhere/ches.py:Chess")
+
+
+def test_an_error_while_importing_names_the_line(project):
+    project("broken.py", "x = 1\n\ndef f():\n    return 1 / 0\n\nf()\n")
+    message = refusal("broken.py:Env")
+    assert "ZeroDivisionError" in message
+    assert "broken.py, line 4" in message
+
+
+def test_a_file_that_exits_while_it_is_imported_does_not_take_us_along(project):
+    project("script.py", "import sys\nsys.exit(3)\n")
+    assert "SystemExit: 3" in refusal("script.py:Env")
+
+
+def test_a_file_that_failed_can_be_repaired(project):
+    path = project("retry.py", "raise ValueError('not yet')\n")
+    assert "not yet" in refusal("retry.py:Env")
+    path.write_text("class Env: pass  # at last\n", encoding="utf-8")
+    assert resolve("retry.py:Env", None).target.__name__ == "Env"
+
+
+# Factories
+
+
+def test_a_factory_knows_its_environment():
+    factory = Factory.load("guess")
+    assert factory.environment_class.__name__ == "Guess"
+    assert [tool.name for tool in factory.tools] == ["guess"]
+    assert factory.has_reward
+    assert not Factory.load("calculator").has_reward
+    assert factory.make() is not factory.make()
+
+
+def test_a_function_is_a_factory_too_and_its_sample_is_closed(project):
+    project(
+        "made.py",
+        """
+        CLOSED = []
+        class _Env:
+            def __init__(self, size): self.size = size
+            def reset(self): pass
+            async def close(self): CLOSED.append(self.size)
+        def small():
+            return _Env(3)
+        """,
+    )
+    factory = Factory.load("made.py:small")
+    assert factory.make().size == 3
+    assert factory.reference.module.CLOSED == [3]
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("Env = [1]", "of type list"),
+        ("class Env:\n    pass", "no reset method"),
+        ("class Env:\n    reset = 3", "no reset method"),
+        ("class Env:\n    def __init__(self): raise OSError('no display')", "OSError: no display"),
+        ("class Env:\n    def __init__(self, size): pass", "missing 1 required positional argument"),
+        ("class Env:\n    def reset(self): pass\n    def go(self, x, /): pass", "positional-only"),
+        ("async def Env(): pass", "is async"),
+        ("import sys\ndef Env(): sys.exit('gone')", "SystemExit: gone"),
+    ],
+)
+def test_what_makes_no_environment_is_refused_at_the_start(project, code, told):
+    project("bad.py", code + "\n")
+    with pytest.raises(ReferenceNotFoundError, match=told):
+        Factory.load("bad.py:Env")
+
+
+def test_a_close_that_raises_does_not_keep_an_environment_from_being_used(project):
+    project("env.py", "class Env:\n    def reset(self): pass\n    def close(self): raise OSError('already gone')\n")
+    assert Factory.load("env.py:Env").make() is not None
+
+
+class All:
+    def reset(self, **row): ...
+
+
+class Some:
+    def reset(self, answer, seed=None): ...
+
+
+class Nothing:
+    def reset(self): ...
+
+
+def test_reset_gets_what_it_takes():
+    factory = Factory.load("guess")
+    fields = {"answer": 4, "problem": "2 + 2"}
+    reset = factory.reset_arguments
+    assert reset(All(), fields, 7, 2) == {"answer": 4, "problem": "2 + 2", "seed": 7, "completion_index": 2}
+    assert reset(Some(), fields, 7, 2) == {"answer": 4, "seed": 7}
+    assert reset(Nothing(), fields, 7, 2) == {}
+
+
+def test_a_field_of_the_row_goes_before_our_own_seed():
+    assert Factory.load("guess").reset_arguments(All(), {"seed": "of the row"}, 7, 2)["seed"] == "of the row"
+
+
+def test_known_classes_are_those_of_the_factorys_modules_and_imported_records(project):
+    project("shapes.py", "import dataclasses\n@dataclasses.dataclass\nclass Box: pass\nclass Handle: pass\n")
+    project(
+        "table.py",
+        """
+        import enum, subprocess
+        from shapes import Box, Handle
+        from subprocess import Popen
+        class Base:
+            def reset(self): pass
+        class Env(Base):
+            class Mood(enum.Enum):
+                GOOD = 1
+        """,
+    )
+    known = Factory.load("table.py:Env").known_classes
+    assert set(known) == {"table.py:Base", "table.py:Env", "table.py:Env.Mood", "shapes:Box"}
+
+
+# Reward functions
+
+
+@pytest.mark.parametrize(("code", "told"), [("reward = 3", "of type int"), ("class reward: pass", "is a class")])
+def test_what_is_no_reward_function_is_refused_at_the_start(project, code, told):
+    project("bad_reward.py", code + "\n")
+    with pytest.raises(ReferenceNotFoundError, match=told):
+        RewardFunction.load("bad_reward.py:reward")
+
+
+def test_a_reward_function_is_named_after_its_reference(project):
+    project("scores.py", "def tidy(completions): return []\n")
+    assert RewardFunction.load("calculator_answer", 0.5, "rollout").name == "calculator_answer"
+    assert RewardFunction.load("scores.py:tidy").name == "tidy"
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    code = (
+        "import sys, envs; print([m for m in ('torch', 'transformers', 'numpy', 'aiohttp', 'redis') if m in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+    assert ran.stdout.strip() == "[]"

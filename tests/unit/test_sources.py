@@ -1,0 +1,174 @@
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from stream.errors import DataError
+from workers.feed.source import dataset_name, open_source, order
+from workers.settings import Data
+
+LINES = [{"prompt": "a", "answer": 1}, {"prompt": [{"role": "user", "content": "b"}], "answer": None}, {"prompt": "c"}]
+
+
+def jsonl(path, lines):
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else msgspec.json.encode(line) for line in lines))
+    return open_source(Data(path=str(path)))
+
+
+def all_rows(source):
+    return dict(source.rows(range(len(source))))
+
+
+def test_rows_of_a_jsonl_file_come_by_number_in_any_order(tmp_path):
+    source = jsonl(tmp_path / "train.jsonl", LINES)
+    assert len(source) == 3
+    assert list(source.rows([2, 0, 2])) == [(2, LINES[2]), (0, LINES[0]), (2, LINES[2])]
+
+
+def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path):
+    source = jsonl(tmp_path / "train.jsonl", [b"", LINES[0], b"  \t", b"", b"oops", LINES[2], b""])
+    rows = all_rows(source)
+    assert [rows[0], rows[2]] == [LINES[0], LINES[2]]
+    assert f"{tmp_path / 'train.jsonl'}:5: not JSON" in str(rows[1])
+
+
+def test_windows_line_ends_and_a_byte_order_mark_are_read_over(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    assert all_rows(open_source(Data(path=str(path)))) == {0: {"prompt": "a"}, 1: {"prompt": "b"}}
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"prompt": ', "not JSON"),
+        (b'{"prompt": "\xff"}', "not JSON"),
+        (b'["prompt"]', "a JSON list"),
+        (b"3", "a JSON int"),
+        (b'{"question": "a"}', "no column 'prompt'"),
+        (b'{"prompt": null}', "no column 'prompt'"),
+        (b'{"prompt": ""}', "empty"),
+        (b'{"prompt": " \\n"}', "empty"),
+        (b'{"prompt": []}', "empty"),
+        (b"[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_reason_and_the_others_are_fed(tmp_path, line, why):
+    rows = all_rows(jsonl(tmp_path / "train.jsonl", [LINES[0], line, LINES[2]]))
+    assert (rows[0], rows[2]) == (LINES[0], LINES[2])
+    assert isinstance(rows[1], DataError)
+    assert f"{tmp_path / 'train.jsonl'}:2: " in str(rows[1])
+    assert why in str(rows[1])
+
+
+def test_an_empty_file_has_no_rows(tmp_path):
+    assert len(jsonl(tmp_path / "train.jsonl", [])) == 0
+
+
+def test_parquet_gives_the_same_rows(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [{"prompt": "a", "answer": 1}, {"prompt": "", "answer": 2}, {"prompt": "c", "answer": None}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet", row_group_size=1)
+    source = open_source(Data(path=str(tmp_path / "train.parquet")))
+    assert len(source) == 3
+    found = dict(source.rows([2, 1, 0]))
+    assert (found[0], found[2]) == (rows[0], rows[2])
+    assert "train.parquet: row 1: the prompt in column 'prompt' is empty" in str(found[1])
+
+
+def test_a_table_without_the_prompt_column_is_refused_at_once(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"question": ["a"]}), tmp_path / "train.parquet")
+    with pytest.raises(DataError, match=r"data\.prompt names the column 'prompt'; there are: question"):
+        open_source(Data(path=str(tmp_path / "train.parquet")))
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path):
+    (tmp_path / "train.parquet").write_text("{}")
+    with pytest.raises(DataError, match="not a Parquet file"):
+        open_source(Data(path=str(tmp_path / "train.parquet")))
+
+
+def test_a_data_set_on_disk_gives_its_rows_and_one_with_splits_asks_for_one(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    one = datasets.Dataset.from_list([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}])
+    one.save_to_disk(str(tmp_path / "plain"))
+    datasets.DatasetDict({"train": one, "test": one.select([1])}).save_to_disk(str(tmp_path / "split"))
+    plain, test = tmp_path / "plain", f"{tmp_path / 'split'}#test"
+    assert all_rows(open_source(Data(path=str(plain))))[1] == {"prompt": "b", "answer": "2"}
+    assert all_rows(open_source(Data(path=test))) == {0: {"prompt": "b", "answer": "2"}}
+    with pytest.raises(DataError, match=r"name a split as .*split#SPLIT; there are: train, test"):
+        open_source(Data(path=str(tmp_path / "split")))
+    with pytest.raises(DataError, match="there are: train, test"):
+        open_source(Data(path=f"{tmp_path / 'split'}#valid"))
+    with pytest.raises(DataError, match="leave out #train"):
+        open_source(Data(path=f"{plain}#train"))
+    assert (dataset_name(str(plain)), dataset_name(test)) == ("plain", "split#test")
+    assert open_source(Data(path=test)).fingerprint() != open_source(Data(path=str(plain))).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("nowhere.jsonl", "no such file or folder"), ("train.csv", "a .jsonl or .parquet file"), ("", "not a data set")],
+)
+def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, name, message):
+    (tmp_path / "train.csv").write_text("prompt\na")
+    with pytest.raises(DataError, match=message):
+        open_source(Data(path=str(tmp_path / name)))
+
+
+@pytest.mark.parametrize(("library", "name"), [("pyarrow", "train.parquet"), ("datasets", "folder")])
+def test_a_missing_library_names_the_extra_that_brings_it(tmp_path, library, name):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "train.parquet").write_text("")
+    code = (
+        f"import sys; sys.modules[{library!r}] = None\n"
+        "from workers.feed.source import open_source; from workers.settings import Data\n"
+        f"open_source(Data(path={str(tmp_path / name)!r}))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"takes {library}, which is not installed: pip install 'penstock[data]'" in found.stderr
+
+
+def test_a_hash_in_a_files_name_is_part_of_it(tmp_path):
+    assert len(jsonl(tmp_path / "a#b.jsonl", LINES)) == 3
+    assert dataset_name(str(tmp_path / "a#b.jsonl")) == "a#b"
+
+
+def test_a_fingerprint_follows_the_content_and_not_the_folder(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    first = jsonl(tmp_path / "train.jsonl", LINES).fingerprint()
+    assert jsonl(tmp_path / "elsewhere" / "train.jsonl", LINES).fingerprint() == first
+    assert jsonl(tmp_path / "train.jsonl", LINES[:2]).fingerprint() != first
+
+
+def test_an_epochs_order_holds_every_row_once_and_depends_on_seed_and_epoch_alone():
+    assert list(order(5, 3, 0, False)) == [0, 1, 2, 3, 4]
+    first = list(order(50, 0, 7, True))
+    assert sorted(first) == list(range(50))
+    assert first != list(range(50))
+    assert first != list(order(50, 1, 7, True))
+    assert first != list(order(50, 0, 8, True))
+    code = "from workers.feed.source import order; print(list(order(50, 0, 7, True)))"
+    elsewhere = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert elsewhere.stdout.strip() == str(first)
+
+
+def test_the_order_is_the_one_that_runs_were_begun_with():
+    assert list(order(8, 0, 0, True)) == [2, 1, 6, 5, 0, 3, 7, 4]  # changing it would feed resumed runs other rows
+
+
+def test_reading_any_kind_of_source_loads_no_torch(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"prompt": "a"}]).save_to_disk(str(tmp_path / "plain"))
+    code = (
+        "import sys; from workers.feed.source import open_source; from workers.settings import Data\n"
+        f"list(open_source(Data(path={str(tmp_path / 'plain')!r})).rows([0]))\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,117 @@
+import json
+import time
+
+import pytest
+
+from workers.rollout.tool_format import TOOL_FORMATS, ToolCall
+
+parse = TOOL_FORMATS["hermes"].parse
+
+
+def call(body):
+    return f"<tool_call>{body}</tool_call>"
+
+
+ADD = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+
+
+def test_text_without_calls_is_content_alone():
+    turn = parse("  Answer: 3\n")
+    assert (turn.content, turn.calls, turn.errors) == ("  Answer: 3\n", [], [])
+
+
+def test_a_call_is_read_and_taken_out_of_the_content():
+    turn = parse(f"Let me see.\n<tool_call>\n{ADD}\n</tool_call>")
+    assert turn.calls == [ToolCall("add", {"a": 1, "b": 2}, ADD)]
+    assert (turn.content, turn.errors) == ("Let me see.", [])
+
+
+def test_several_calls_in_one_turn_keep_their_order():
+    turn = parse(call(ADD) + "and" + call('{"name": "mul", "arguments": {}}'))
+    assert [(found.name, found.arguments) for found in turn.calls] == [("add", {"a": 1, "b": 2}), ("mul", {})]
+    assert turn.content == "and"
+
+
+def test_arguments_may_be_a_string_of_json():
+    assert parse(call('{"name": "add", "arguments": "{\\"a\\": 1}"}')).calls[0].arguments == {"a": 1}
+
+
+def test_a_call_without_arguments_may_leave_them_out():
+    assert parse(call('{"name": "look"}')).calls[0].arguments == {}
+
+
+def test_arguments_may_hold_the_tags_themselves():
+    body = json.dumps({"name": "run", "arguments": {"code": "print('</tool_call><tool_call>')"}})
+    turn = parse(call(body) + call(ADD))
+    assert [found.name for found in turn.calls] == ["run", "add"]
+    assert turn.calls[0].arguments == {"code": "print('</tool_call><tool_call>')"}
+    assert not turn.errors
+
+
+def test_integers_of_any_size_survive():
+    assert parse(call('{"name": "add", "arguments": {"a": ' + "9" * 30 + "}}")).calls[0].arguments == {
+        "a": int("9" * 30)
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("", "JSON is malformed"),
+        ("add(1, 2)", "JSON is malformed"),
+        ("{'name': 'add'}", "JSON is malformed"),
+        ('{"name": "add", "arguments": {"a": NaN}}', "NaN is no JSON"),
+        ('{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}", "JSON is malformed"),
+        ("[" * 100_000, "JSON is malformed"),
+        ('["add"]', "a JSON object, not an array"),
+        ("null", "a JSON object, not null"),
+        ('{"arguments": {}}', "no 'name'"),
+        ('{"name": "", "arguments": {}}', "no 'name'"),
+        ('{"name": 5, "arguments": {}}', "no 'name'"),
+        ('{"name": "add", "arguments": [1, 2]}', "not an array"),
+        ('{"name": "add", "arguments": null}', "not null"),
+        ('{"name": "add", "arguments": "1, 2"}', "a string that is no JSON"),
+        ('{"name": "add", "arguments": "[1]"}', "not an array"),
+        ('{"name": "add", "arguments": {"a": "\\ud800"}}', "surrogate"),
+        ('{"name": "add", "arguments": "{\\"a\\": \\"\\\\ud800\\"}"}', "surrogate"),
+        (ADD + " thanks", "after its JSON stands 'thanks"),
+    ],
+)
+def test_a_malformed_call_is_an_error_that_the_model_can_read_and_its_neighbours_are_unharmed(body, told):
+    turn = parse(call(body) + call(ADD))
+    assert [found.name for found in turn.calls] == ["add"]
+    assert len(turn.errors) == 1
+    assert told in turn.errors[0]
+    assert len(turn.errors[0]) <= 300
+
+
+@pytest.mark.parametrize("text", ["<tool_call>" + ADD, "<tool_call>" + ADD[:-5], "<tool_call>"])
+def test_a_call_that_is_not_closed_is_an_error(text):
+    turn = parse("So: " + text)
+    assert turn.content == "So: " + text
+    assert not turn.calls
+    assert len(turn.errors) == 1
+    assert "</tool_call> is missing" in turn.errors[0]
+
+
+def test_a_call_that_is_not_closed_does_not_swallow_the_next_one():
+    turn = parse("<tool_call>" + ADD + call('{"name": "mul", "arguments": {}}'))
+    assert [found.name for found in turn.calls] == ["mul"]
+    assert len(turn.errors) == 1
+
+
+def test_a_malformed_call_stays_in_the_content():
+    assert parse("a" + call("oops") + "b" + call(ADD) + "c").content == "a" + call("oops") + "bc"
+
+
+def test_what_is_only_thought_is_not_called():
+    turn = parse(f"<think>I could write {call(ADD)}.</think>\n{call(ADD)}")
+    assert len(turn.calls) == 1
+    assert turn.content == f"<think>I could write {call(ADD)}.</think>"
+
+
+def test_a_text_of_nothing_but_openings_does_not_hold_the_worker_up():
+    text = "<tool_call> [1, 2" * 2_000
+    started = time.perf_counter()
+    assert len(parse(text).errors) == 2_000
+    assert time.perf_counter() - started < 1.0  # 0.03 s; minutes if each opening searched what follows anew

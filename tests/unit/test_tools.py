@@ -1,0 +1,342 @@
+"""Tools: methods as schemas, and a model's arguments as what the method was promised."""
+
+import datetime as dt
+import enum
+import functools
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Optional, TypedDict
+
+import msgspec
+import pytest
+
+from envs.samples import sample_arguments
+from envs.tools import ToolArgumentError, bind, tool_specs
+from stream.errors import ReferenceNotFoundError
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass
+class Move:
+    x: int
+    y: int = 0
+
+
+class Options(TypedDict):
+    depth: int
+
+
+@dataclass
+class Tree:
+    value: int
+    children: "list[Tree]"
+
+
+class Base:
+    handler = print
+
+    def inherited(self) -> str:
+        """From above."""
+
+    def replaced(self, a: int):
+        """The old one."""
+
+
+class Everything(Base):
+    attribute = 3
+
+    class Nested:
+        """No tool."""
+
+    def __init__(self):
+        self.callback = lambda: None
+
+    def reset(self, **row): ...
+
+    def get_reward(self):
+        return 0.0
+
+    def close(self): ...
+
+    def _private(self): ...
+
+    @property
+    def computed(self):
+        raise AssertionError("a property is never read in search of tools")
+
+    def replaced(self, b: str):
+        """The new one."""
+
+    @staticmethod
+    def fixed(a: int = 3):
+        """Static."""
+
+    @classmethod
+    def of_class(cls, a: int):
+        """Of the class."""
+
+    async def later(self, seconds: float):
+        """Async."""
+
+    def move(
+        self,
+        move: Move,
+        colour: Colour,
+        how: Literal["fast", "slow"],
+        when: Optional[dt.date] = None,  # noqa: UP045
+        options: Options | None = None,
+        path: tuple[int, int] = (0, 0),
+        tags: set[str] = frozenset(),
+        count: Annotated[int, msgspec.Meta(ge=1, description="How often.")] = 1,
+    ) -> str:
+        """Move a piece.
+
+        It may be
+        moved more than once.
+
+        Args:
+            move (Move): Where to,
+                in squares.
+            colour: Whose piece.
+            how: How quickly.
+
+        Returns:
+            What happened.
+
+        Raises:
+            ValueError: Never.
+        """
+
+
+@pytest.fixture
+def specs():
+    return {spec.name: spec for spec in tool_specs(Everything())}
+
+
+def parameters_of(spec):
+    return spec.schema["function"]["parameters"]
+
+
+def test_public_methods_are_tools_in_order_and_nothing_else_is(specs):
+    assert list(specs) == ["inherited", "replaced", "fixed", "of_class", "later", "move"]
+
+
+def test_a_method_set_to_none_is_no_tool():
+    class Less(Base):
+        inherited = None
+
+    assert [spec.name for spec in tool_specs(Less())] == ["replaced"]
+
+
+def test_the_schema_is_a_function_in_openais_form(specs):
+    assert specs["replaced"].schema == {
+        "type": "function",
+        "function": {
+            "name": "replaced",
+            "description": "The new one.",
+            "parameters": {"type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"]},
+        },
+    }
+
+
+def test_self_and_cls_are_no_parameters(specs):
+    assert list(parameters_of(specs["fixed"])["properties"]) == ["a"]
+    assert list(parameters_of(specs["of_class"])["properties"]) == ["a"]
+    assert list(parameters_of(specs["inherited"])["properties"]) == []
+
+
+def test_descriptions_come_from_the_docstring(specs):
+    spec = specs["move"]
+    assert spec.description == "Move a piece.\n\nIt may be\nmoved more than once."
+    properties = parameters_of(spec)["properties"]
+    assert properties["move"]["description"] == "Where to, in squares."
+    assert properties["how"] == {"enum": ["fast", "slow"], "description": "How quickly."}
+    assert properties["count"]["description"] == "How often."
+    assert "description" not in properties["path"]
+
+
+def test_hints_of_every_kind_have_a_schema(specs):
+    shape = parameters_of(specs["move"])
+    assert shape["required"] == ["move", "colour", "how"]
+    properties = shape["properties"]
+    assert properties["move"]["properties"] == {"x": {"type": "integer"}, "y": {"type": "integer", "default": 0}}
+    assert properties["colour"]["enum"] == ["blue", "red"]
+    assert {"type": "null"} in properties["when"]["anyOf"]
+    assert properties["path"]["default"] == [0, 0]
+    assert properties["count"] == {"type": "integer", "minimum": 1, "description": "How often.", "default": 1}
+    assert "$defs" not in shape
+
+
+def test_a_type_within_itself_stays_a_reference():
+    class Forest:
+        def reset(self): ...
+
+        def plant(self, tree: Tree):
+            """Plant a tree."""
+
+    (spec,) = tool_specs(Forest())
+    shape = parameters_of(spec)
+    assert shape["properties"]["tree"]["properties"]["children"]["items"] == {"$ref": "#/$defs/Tree"}
+    assert shape["$defs"]["Tree"]["properties"]["value"] == {"type": "integer"}
+
+
+def test_what_a_tool_lacks_is_told(specs):
+    class Poor:
+        def reset(self): ...
+
+        def tool(self, a, b: complex, c: "Absent"):  # noqa: F821
+            pass
+
+    (spec,) = tool_specs(Poor())
+    assert [problem.partition(":")[0] for problem in spec.problems] == [
+        "it has no docstring",
+        "parameter a",
+        "parameter b",
+        "parameter c",
+    ]
+    assert parameters_of(spec)["properties"] == {"a": {}, "b": {}, "c": {}}
+    assert all(not specs[name].problems for name in ("move", "later"))
+
+
+def test_a_docstring_of_another_style_is_kept_whole():
+    class Env:
+        def reset(self): ...
+
+        def tool(self, a: int):
+            """Do it.
+
+            :param a: a number
+            """
+
+    (spec,) = tool_specs(Env())
+    assert ":param a: a number" in spec.description
+
+
+def test_a_positional_only_parameter_is_refused():
+    class Env:
+        def reset(self): ...
+
+        def tool(self, a, /): ...
+
+    with pytest.raises(ReferenceNotFoundError, match="positional-only"):
+        tool_specs(Env())
+
+
+def test_a_decorated_tool_keeps_its_signature():
+    def logged(function):
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    class Env:
+        def reset(self): ...
+
+        @logged
+        def tool(self, a: int) -> int:
+            """A tool."""
+            return a
+
+    env = Env()
+    (spec,) = tool_specs(env)
+    assert parameters_of(spec)["properties"] == {"a": {"type": "integer"}}
+    assert env.tool(**bind(env.tool, {"a": 1})) == 1
+
+
+def test_arguments_become_what_the_hints_say():
+    bound = bind(
+        Everything().move,
+        {
+            "move": {"x": 1},
+            "colour": "red",
+            "how": "slow",
+            "when": "2026-08-21",
+            "options": {"depth": 2},
+            "path": [1, 2],
+            "tags": ["a", "a"],
+        },
+    )
+    assert bound == {
+        "move": Move(1, 0),
+        "colour": Colour.RED,
+        "how": "slow",
+        "when": dt.date(2026, 8, 21),
+        "options": {"depth": 2},
+        "path": (1, 2),
+        "tags": {"a"},
+    }
+
+
+def test_an_integer_is_a_float_but_a_string_is_no_integer():
+    assert bind(Everything().later, {"seconds": 3}) == {"seconds": 3.0}
+    with pytest.raises(ToolArgumentError, match=r"replaced: b: expected `str`, got `int`"):
+        bind(Everything().replaced, {"b": 3})
+
+
+def test_keys_of_a_dict_may_be_integers():
+    class Env:
+        def tool(self, names: dict[int, str]): ...
+
+    assert bind(Env().tool, {"names": {"1": "a"}}) == {"names": {1: "a"}}
+
+
+def test_none_is_let_through_where_it_is_the_default():
+    class Env:
+        def tool(self, a: int = None): ...  # noqa: RUF013
+
+    assert bind(Env().tool, {"a": None}) == {"a": None}
+    assert bind(Env().tool, {}) == {}
+
+
+def test_all_that_is_wrong_is_told_at_once():
+    with pytest.raises(ToolArgumentError) as caught:
+        bind(Everything().move, {"move": {"x": "1"}, "colour": "green", "color": "red"})
+    message = str(caught.value)
+    assert message.startswith("move: ")
+    assert "how is missing" in message
+    assert "move: expected `int`, got `str` - at `$.x`" in message
+    assert "colour: invalid enum value 'green'" in message
+    assert "color is not a parameter (there are: move, colour, how, when" in message
+
+
+@pytest.mark.parametrize("arguments", [None, [1], "a"])
+def test_arguments_that_are_no_object_are_refused(arguments):
+    with pytest.raises(ToolArgumentError, match="must be an object"):
+        bind(Everything().fixed, arguments)
+
+
+def test_any_name_is_let_through_where_the_tool_takes_any():
+    class Env:
+        def tool(self, a: int, **rest: str): ...
+
+    assert bind(Env().tool, {"a": 1, "b": "2"}) == {"a": 1, "b": "2"}
+    with pytest.raises(ToolArgumentError, match="b: expected `str`"):
+        bind(Env().tool, {"a": 1, "b": 2})
+
+
+def test_what_cannot_be_checked_is_passed_as_it_is():
+    class Env:
+        def tool(self, a, b: Any, c: complex): ...
+
+    given = {"a": [1], "b": {"x": None}, "c": "1j"}
+    assert bind(Env().tool, given) == given
+
+
+def test_arguments_made_up_from_a_schema_are_accepted_by_the_tool(specs):
+    env = Everything()
+    for spec in specs.values():
+        bind(getattr(env, spec.name), sample_arguments(parameters_of(spec)))
+
+
+def test_arguments_made_up_for_a_type_within_itself_come_to_an_end():
+    class Env:
+        def reset(self): ...
+
+        def tool(self, trees: Annotated[list[Tree], msgspec.Meta(min_length=2)]): ...
+
+    (spec,) = tool_specs(Env())
+    assert len(bind(Env().tool, sample_arguments(parameters_of(spec)))["trees"]) == 2

@@ -1,0 +1,348 @@
+"""`penstock check REF`: play an environment without a model, and say what will go wrong with it.
+
+The episode goes through the same slot that a rollout worker uses, so that what is shown as a tool's answer, an
+observation or a reward is what a run would see. Arguments of tools are made up from their schemas; a tool that refuses
+them is in order, and is shown refusing.
+"""
+
+import copy
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from threading import Thread
+from typing import Any
+
+import anyio
+import click
+import msgspec
+from msgspec import Struct, field
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from envs.call import Caller, Outcome, Overran, Raised, Returned, describe
+from envs.factory import Factory
+from envs.merge import merge
+from envs.references import class_key
+from envs.samples import sample_arguments
+from envs.snapshot import left_out, thaw
+from envs.tools import ToolSpec
+from stream.errors import PenstockError, SettingsError
+from stream.records import Failure, Part
+from stream.validity import Measured, Reward
+from workers.logs import configure
+from workers.rollout.slot import Slot
+from workers.rollout.tool_format import ToolCall
+from workers.settings import Rollout
+
+_LOAD_TIMEOUT_S = 120.0
+_LOOK_TIMEOUT_S = 30.0
+_MUTABLE = (list, dict, set, bytearray, deque)
+_MAX_SHOWN = 2000
+
+
+class ToolTrial(Struct, kw_only=True):
+    """One tool, and one call of it."""
+
+    name: str
+    description: str
+    schema: dict[str, Any]
+    arguments: dict[str, Any]
+    """Made up from the schema."""
+    reply: str = ""
+    """What the model would read."""
+    is_error: bool = False
+    """The reply is an error's text, which is the model's business."""
+    failure: str = ""
+    """The tool failed the episode instead: no model would read anything, and the completion would be invalid."""
+
+
+class Report(Struct, kw_only=True):
+    """What was found out about an environment."""
+
+    ref: str
+    fields: dict[str, Any]
+    ok: bool = False
+    """It can be used; warnings do not speak against that."""
+    spelling: str = ""
+    environment: str = ""
+    """Its class, as `module:qualname`."""
+    observation: Any = None
+    """What `reset` returned."""
+    tools: list[ToolTrial] = field(default_factory=list)
+    has_reward: bool = False
+    parts: list[Part] = field(default_factory=list)
+    reward: Reward | None = None
+    """The parts merged; None without a `get_reward`."""
+    snapshot_bytes: int | None = None
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Attributes that the snapshot lacks, and why."""
+    warnings: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+async def check(ref: str, fields: dict[str, Any], limits: Rollout | None = None) -> Report:
+    """Load an environment and play one episode with it.
+
+    Args:
+        ref: an entry point's name, `package.module:attr`, or `path/to/file.py:attr`.
+        fields: the prompt's fields, for `reset`.
+        limits: deadlines and the snapshot's size; those of `[rollout]` unless given.
+    """
+    limits = limits or Rollout()
+    report = Report(ref=ref, fields=fields)
+    caller = Caller(anyio.CapacityLimiter(4))
+    loaded = await caller.call(Factory.load, {"ref": ref}, _LOAD_TIMEOUT_S)
+    if not isinstance(loaded, Returned):
+        report.errors.append(_why(loaded))
+        return report
+    factory: Factory = loaded.value
+    report.spelling = factory.reference.spelling
+    report.environment = class_key(factory.environment_class)
+    report.has_reward = factory.has_reward
+    slot = Slot(ref, factory, caller)
+    try:
+        await _play(report, factory, slot, limits)
+    finally:
+        await slot.close()
+    if not report.errors:
+        await _compare_two(report, factory, caller, limits)
+    _look_at_class(report, factory)
+    report.ok = not report.errors
+    return report
+
+
+async def _play(report: Report, factory: Factory, slot: Slot, limits: Rollout) -> None:
+    observation = await slot.reset(report.fields, seed=0, index=0, timeout_s=limits.reset_timeout_s)
+    if isinstance(observation, Failure):
+        report.errors.append(f"{observation.detail}; reset gets the row's fields: give them with --field name=value")
+        return
+    report.observation = observation
+    for spec in factory.tools:
+        trial = await _try_tool(spec, slot, limits.tool_timeout_s)
+        report.tools.append(trial)
+        if trial.failure:
+            report.warnings.append(f"tool {spec.name} failed the episode: {trial.failure}")
+            return  # the instance is not to be trusted after that
+    if factory.has_reward:
+        report.parts = await slot.reward(limits.reward_timeout_s)
+        report.reward = merge(report.parts)
+        if not isinstance(report.reward, Measured):
+            told = f"{report.reward.reason} {report.reward.detail}".rstrip()
+            report.warnings.append(
+                f"get_reward measured nothing after these calls ({told}); such completions are invalid"
+            )
+    data = await slot.freeze(limits.max_snapshot_bytes, limits.reward_timeout_s)
+    if isinstance(data, Failure):
+        report.errors.append(data.detail)
+        return
+    report.snapshot_bytes = len(data)
+    try:
+        report.left_out = dict(_all_left_out(await anyio.to_thread.run_sync(thaw, data, factory)))
+    except PenstockError as error:
+        report.errors.append(f"the snapshot cannot be read back: {error}")
+    for name, why in report.left_out.items():
+        report.warnings.append(f"attribute {name} is not in snapshots: {why}; reward functions cannot read it")
+
+
+async def _try_tool(spec: ToolSpec, slot: Slot, timeout_s: float) -> ToolTrial:
+    arguments = sample_arguments(spec.schema["function"]["parameters"])
+    trial = ToolTrial(name=spec.name, description=spec.description, schema=spec.schema, arguments=arguments)
+    result = await slot.call_tool(ToolCall(spec.name, arguments, raw=""), timeout_s)
+    if isinstance(result, Failure):
+        trial.failure = result.detail
+    else:
+        trial.reply, trial.is_error = result.text, result.is_error
+    return trial
+
+
+async def _compare_two(report: Report, factory: Factory, caller: Caller, limits: Rollout) -> None:
+    """Start two more episodes, and see what their instances have in common."""
+    instances: list[Any] = []
+    unseen: list[str] = []
+
+    def start() -> None:
+        instances.append(factory.make())
+
+    for i in range(2):
+        outcome = await caller.call(start, {}, limits.reset_timeout_s)
+        if isinstance(outcome, Returned):
+            arguments = factory.reset_arguments(instances[i], report.fields, 0, i)
+            unseen = [name for name in report.fields if name not in arguments]
+            outcome = await caller.call(instances[i].reset, arguments, limits.reset_timeout_s)
+        if not isinstance(outcome, Returned):
+            report.errors.append(f"a second environment could not be started beside the first: {_why(outcome)}")
+            break
+    else:
+        report.warnings += [f"reset takes no {name!r}: only reward functions see that field" for name in unseen]
+        found = await caller.call(_look_at_instances, {"one": instances[0], "other": instances[1]}, _LOOK_TIMEOUT_S)
+        report.warnings += found.value if isinstance(found, Returned) else [f"__copy__: {_why(found)}"]
+    for instance in instances:
+        if callable(close := getattr(instance, "close", None)):
+            await caller.call(close, {}, limits.reset_timeout_s)
+
+
+def _look_at_instances(one: object, other: object) -> Iterable[str]:
+    warnings = []
+    if one is other:
+        warnings.append("the factory returns the same object each time; every episode needs one of its own")
+    elif hasattr(one, "__dict__") and hasattr(other, "__dict__"):
+        shared = [n for n, v in vars(one).items() if isinstance(v, _MUTABLE) and vars(other).get(n) is v]
+        warnings += [
+            f"attribute {name} is the same object in two instances: what one episode changes, the other sees"
+            for name in shared
+        ]
+    if hasattr(type(one), "__copy__") and copy.copy(one) is one:
+        warnings.append("__copy__ returns the environment itself, so that nothing it should drop is dropped")
+    return warnings
+
+
+def _look_at_class(report: Report, factory: Factory) -> None:
+    """What can be seen without playing."""
+    cls = factory.environment_class
+    own = [c for c in cls.__mro__ if c.__module__.partition(".")[0] == cls.__module__.partition(".")[0]]
+    for home in own:
+        for name, value in vars(home).items():
+            if isinstance(value, _MUTABLE) and not name.startswith("__") and not name.isupper():
+                report.warnings.append(
+                    f"{home.__name__}.{name} is a {type(value).__name__} on the class, which all instances share; "
+                    "make it in __init__ or reset"
+                )
+    report.warnings += [f"tool {tool.name}: {problem}" for tool in factory.tools for problem in tool.problems]
+    if not factory.has_reward:
+        report.warnings.append("it has no get_reward: a run needs a reward function under [[rewards]]")
+
+
+def _all_left_out(snapshot: object, prefix: str = "", depth: int = 4) -> Iterator[tuple[str, str]]:
+    """What a snapshot lacks, also within its objects, by dotted name."""
+    for name, why in left_out(snapshot).items():
+        yield f"{prefix}{name}", why
+    for name, value in getattr(snapshot, "__dict__", {}).items() if depth else ():
+        if hasattr(value, "__dict__"):
+            yield from _all_left_out(value, f"{prefix}{name}.", depth - 1)
+
+
+def render(report: Report) -> RenderableType:
+    """The report for people; `--json` has the tools' whole schemas."""
+    parts: list[RenderableType] = []
+    if report.environment:
+        parts.append(Text.assemble((report.environment, "bold"), f", found as {report.spelling} {report.ref!r}"))
+    if report.observation is not None:
+        parts.append(Panel(Text(_short(report.observation)), title="reset returned", title_align="left"))
+    parts += [_render_tool(trial) for trial in report.tools]
+    if report.environment and not report.tools and not report.errors:
+        parts.append(Text("It has no tools: the model answers once."))
+    if report.parts:
+        parts.append(_render_parts(report))
+    if report.snapshot_bytes is not None:
+        left = f", without {', '.join(report.left_out)}" if report.left_out else ""
+        parts.append(Text(f"Its snapshot takes {report.snapshot_bytes:,} bytes{left}."))
+    parts += [Text.assemble(("warning  ", "bold yellow"), text) for text in report.warnings]
+    parts += [Text.assemble(("error    ", "bold red"), text) for text in report.errors]
+    verdict = ("It can be used", "bold green") if report.ok else ("It cannot be used", "bold red")
+    counts = [_count(report.errors, "error"), _count(report.warnings, "warning")]
+    return Group(*parts, Text.assemble(verdict, f": {', '.join(counts)}."))
+
+
+def _render_tool(trial: ToolTrial) -> RenderableType:
+    shape = trial.schema["function"]["parameters"]
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, schema in shape["properties"].items():
+        kind = {key: value for key, value in schema.items() if key != "description"}
+        needed = "required" if name in shape["required"] else "optional"
+        told = schema.get("description", "")
+        table.add_row(Text(name, "bold"), needed, Text(json.dumps(kind, ensure_ascii=False), "cyan"), Text(told))
+    reply = trial.failure or trial.reply
+    style = "red" if trial.failure else "yellow" if trial.is_error else "green"
+    call = f"{trial.name}({', '.join(f'{name}={value!r}' for name, value in trial.arguments.items())})"
+    said = Text.assemble((call, "bold"), " -> ", (_short(reply), style))
+    description = Text(trial.description or "(no docstring)", "" if trial.description else "yellow")
+    body = Group(description, table, said) if shape["properties"] else Group(description, said)
+    return Panel(body, title=Text(f"tool {trial.name}"), title_align="left")
+
+
+def _render_parts(report: Report) -> RenderableType:
+    table = Table("get_reward", "value", "validity")
+    rows = [(part.name, part.reward) for part in report.parts]
+    if report.reward is not None and len(rows) > 1:
+        rows.append(("together", report.reward))
+    for name, reward in rows:
+        if isinstance(reward, Measured):
+            table.add_row(Text(name), f"{reward.value:g}", Text("valid", style="green"))
+        else:
+            table.add_row(Text(name), "-", Text(f"{reward.reason}: {reward.detail}", style="red"))
+    return table
+
+
+def _count(things: list[str], word: str) -> str:
+    return f"{len(things) or 'no'} {word}{'' if len(things) == 1 else 's'}"
+
+
+def check_main(ref: str, fields: Mapping[str, object] | Iterable[str], as_json: bool) -> int:
+    """The command: check, print, and return the exit code.
+
+    Args:
+        ref: the environment.
+        fields: for `reset`: by name, or as texts of the form `name=value`, where a value that is JSON is read as such.
+        as_json: print the report as JSON.
+
+    Returns:
+        0 if it can be used, 1 if not.
+
+    Raises:
+        SettingsError: a field is not of the form `name=value`.
+    """
+    row = dict(fields) if isinstance(fields, Mapping) else dict(map(_field, fields))
+    configure("check")
+    report = _run(ref, row)
+    if as_json:
+        encoded = msgspec.json.encode(report, enc_hook=str)
+        click.echo(msgspec.json.format(encoded, indent=2).decode())
+    else:
+        Console().print(render(report))
+    return 0 if report.ok else 1
+
+
+def _run(ref: str, fields: dict[str, Any]) -> Report:
+    """Run `check` in a daemon thread: threads that hang in the user's code are its children, and end with us."""
+    results: list[Report | BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(anyio.run(check, ref, fields))
+        except BaseException as error:  # noqa: BLE001  (raised again in the main thread)
+            results.append(error)
+
+    thread = Thread(target=run, daemon=True, name="check")
+    thread.start()
+    thread.join()
+    (result,) = results
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def _field(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise SettingsError(f"--field {text}: write it as name=value")
+    try:
+        return name, msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        return name, value
+
+
+def _why(outcome: Outcome) -> str:
+    match outcome:
+        case Raised(error):
+            return str(error) if isinstance(error, PenstockError) else describe(error)
+        case Overran(seconds):
+            return f"it did not return within {seconds:g} s"
+        case Returned():
+            return "it returned"
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]} … ({len(text):,} characters)"

@@ -1,0 +1,286 @@
+"""The command `penstock`.
+
+Every command imports what it needs when it runs, so that `penstock --help` is there at once and `penstock queues` needs
+neither torch nor a model. Exit codes: 0 done; 1 failed; 2 the command line or the settings are at fault, and nothing
+was started.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_TARGET = click.Path(exists=True, path_type=Path)
+_set = click.option("overrides", "--set", multiple=True, metavar="a.b=c", help="Override a setting; may be repeated.")
+_json = click.option("as_json", "--json", is_flag=True, help="Print JSON for programs.")
+_redis = click.option("--redis", default="", metavar="URL", help="The run's server, if the run itself does not say.")
+
+
+class Failure(click.ClickException):
+    """An error that was to be expected: one clear line and an exit code, no traceback."""
+
+    exit_code = 1
+
+    def show(self, file: Any = None) -> None:
+        """Write it to stderr, in the form that the supervisor quotes from a role's log."""
+        click.echo(f"error: {' '.join(self.message.split())}", file=file, err=file is None)
+
+
+class SettingsFailure(Failure):
+    """The settings are at fault, and nothing was started."""
+
+    exit_code = 2
+
+
+class Commands(click.Group):
+    """The commands, in the order in which they are written; every error of ours becomes a `Failure`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """Names in the order of this file."""
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            known = _expected(error)
+            if known is None:
+                raise
+            raise known from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="penstock")
+def penstock() -> None:
+    """Async streaming rollout pipeline for reinforcement learning on language models."""
+    _check_installation()
+
+
+@penstock.command()
+@click.option("--seed", default=1, show_default=True, help="Of model, data and run.")
+@click.option("--folder", default=Path("runs/demo"), show_default=True, type=click.Path(path_type=Path))
+@click.option("--steps", default=None, type=click.IntRange(1), help="Optimizer steps.")
+@click.option("--control", type=click.Choice(["zero-lr", "permuted"]), help="A run that must not learn.")
+@click.option("--prepare", "only_prepare", is_flag=True, help="Make the model, its warm start and run.toml, and stop.")
+@_json
+def demo(seed: int, folder: Path, steps: int | None, control: str | None, only_prepare: bool, as_json: bool) -> None:
+    """Train a small model on this machine, in a few minutes."""
+    from workers.demo.demo import prepare_demo, run_demo
+
+    if only_prepare:
+        sys.exit(prepare_demo(seed, folder, steps))
+    sys.exit(run_demo(seed, folder, as_json=as_json, control=control, steps=steps))
+
+
+@penstock.command()
+@click.argument("file", type=_FILE)
+@_set
+@_json
+@click.option("--quiet", is_flag=True, help="Show no progress.")
+def run(file: Path, overrides: tuple[str, ...], as_json: bool, quiet: bool) -> None:
+    """Run what FILE describes on this machine, or resume it.
+
+    Ctrl-C drains and stops; `penstock run runs/NAME/run.toml` goes on from there.
+    """
+    from workers.run.command import run
+
+    sys.exit(run(file, overrides, as_json=as_json, quiet=quiet))
+
+
+@penstock.command()
+@click.argument("target", metavar="[RUN]", required=False)
+@_redis
+@_json
+@click.option("--watch", is_flag=True, help="Look again every second, until the run has finished.")
+def queues(target: str | None, redis: str, as_json: bool, watch: bool) -> None:
+    """Show where a run's prompts are. RUN is its folder, settings file or name.
+
+    Looking changes nothing. Without RUN: the one that goes on under runs/.
+    """
+    from workers.queues import show_queues
+
+    show_queues(target, redis, as_json=as_json, watch=watch)
+
+
+@penstock.group()
+def dead() -> None:
+    """Show, retry or drop what no worker could finish."""
+
+
+def _letters(command: Any) -> Any:
+    """What the commands on dead letters have in common."""
+    ids = click.option("ids", "--id", multiple=True, metavar="ID", help="A letter's id; may be repeated.")
+    return click.argument("target", metavar="[RUN]", required=False)(ids(_redis(_json(command))))
+
+
+_all = click.option("every", "--all", is_flag=True, help="All of them.")
+
+
+@dead.command("list")
+@_letters
+def list_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool) -> None:
+    """List dead letters, oldest first."""
+    from workers.dead import list_dead
+
+    list_dead(target, redis, ids, as_json=as_json)
+
+
+@dead.command("show")
+@_letters
+def show_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool) -> None:
+    """Show dead letters with what is in them."""
+    from workers.dead import show_dead
+
+    show_dead(target, redis, ids, as_json=as_json)
+
+
+@dead.command("retry")
+@_letters
+@_all
+def retry_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool, every: bool) -> None:
+    """Put dead letters back where they came from, with fresh budgets."""
+    from workers.dead import retry_dead
+
+    retry_dead(target, redis, _chosen(ids, every), as_json=as_json)
+
+
+@dead.command("drop")
+@_letters
+@_all
+def drop_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool, every: bool) -> None:
+    """Delete dead letters for good; their prompts count as dropped."""
+    from workers.dead import drop_dead
+
+    drop_dead(target, redis, _chosen(ids, every), as_json=as_json)
+
+
+def _chosen(ids: tuple[str, ...], every: bool) -> tuple[str, ...]:
+    """The ids that were named; none means all, which has to be said."""
+    if bool(ids) == every:
+        raise click.UsageError("name letters by --id, or take them all with --all")
+    return ids
+
+
+@penstock.command()
+@click.argument("ref")
+@click.option(
+    "fields", "--field", multiple=True, metavar="k=v", help="A field of the row, for `reset`; may be repeated."
+)
+@_json
+def check(ref: str, fields: tuple[str, ...], as_json: bool) -> None:
+    """Try the environment REF without a model.
+
+    What its tools look like to a model, and whether it lives up to its contract.
+    """
+    from workers.check import check_main
+
+    sys.exit(check_main(ref, fields, as_json))
+
+
+@penstock.command()
+@click.argument("run_folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--which", default="latest", show_default=True, metavar="latest|best|STEP", help="Which checkpoint.")
+def export(run_folder: Path, out: Path, which: str) -> None:
+    """Copy a run's trained model to OUT, in Hugging Face form."""
+    if which not in {"latest", "best"} and not which.isdigit():
+        raise click.UsageError(f"--which {which}: write latest, best, or the number of a step")
+    from workers import logs
+    from workers.train.export import export
+
+    logs.configure("export")
+    export(run_folder, out, int(which) if which.isdigit() else which)  # type: ignore[arg-type]
+    click.echo(str(out))
+
+
+@penstock.command()
+@click.argument("target", metavar="FILE|MODEL_FOLDER", type=_TARGET)
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", default=8000, show_default=True, help="0: a free one, told on the first line.")
+@_set
+def serve(target: Path, host: str, port: int, overrides: tuple[str, ...]) -> None:
+    """Serve a model with the local engine."""
+    from workers.process import launch_engine
+
+    sys.exit(launch_engine(target, host, port, overrides))
+
+
+def _add_role(role: str, what: str) -> None:
+    @penstock.command(role, help=what)
+    @click.argument("file", type=_FILE)
+    @click.option("--redis", default="", metavar="URL", help="The run's server; run.redis unless given.")
+    @click.option("engines", "--engine", multiple=True, metavar="URL", help="An engine; engine.urls unless given.")
+    @_set
+    def command(file: Path, redis: str, engines: tuple[str, ...], overrides: tuple[str, ...]) -> None:
+        from workers.process import launch
+
+        sys.exit(launch(role, file, overrides, redis, engines))
+
+
+_add_role("feed", "One role of a run: put prompts into the pipe.")
+_add_role("rollout", "One role of a run: play episodes. As many processes as you like.")
+_add_role("score", "One role of a run: measure rewards. As many processes as you like.")
+_add_role("train", "One role of a run: train, publish, keep checkpoints.")
+
+
+def main() -> None:
+    """The console script."""
+    _own_packages_first()
+    penstock(prog_name="penstock")
+
+
+def _own_packages_first() -> None:
+    """Put the working directory behind everything else: a project may have a folder `envs/` of its own there.
+
+    It comes first with `python -m workers`, or with a PYTHONPATH that names it.
+    """
+    here, ours = Path.cwd(), Path(__file__).resolve().parents[1]
+    entries = [entry for entry in sys.path if Path(entry or ".").resolve() == here]
+    if entries and here != ours:
+        others = [entry for entry in sys.path if entry not in entries]
+        sys.path[:] = [*others, *({str(ours)} - set(others)), str(here)]
+
+
+def _check_installation() -> None:
+    """See that our three packages come from one place: their names are common ones.
+
+    Raises:
+        Failure: names the intruder.
+    """
+    from importlib.util import find_spec
+
+    ours = Path(__file__).resolve().parents[1]
+    for name in ("stream", "envs"):
+        spec = find_spec(name)
+        places = [] if spec is None else [spec.origin] if spec.origin else list(spec.submodule_search_locations or [])
+        if not places:
+            raise Failure(f"the package {name!r} is missing beside {ours / 'workers'}; install penstock again")
+        found = Path(str(places[0])).resolve()
+        folder = found.parent if found.name == "__init__.py" else found
+        if folder != ours / name:
+            raise Failure(
+                f"{folder} hides penstock's own package {name!r}, which is {ours / name}; rename it, uninstall it, or "
+                "take its folder off PYTHONPATH"
+            )
+
+
+def _expected(error: BaseException) -> Failure | None:
+    """The errors of ours in what was raised, as one line; None if there is anything else among them."""
+    if "stream.errors" not in sys.modules:  # nothing that could raise one was imported
+        return None
+    from stream.errors import PenstockError, SettingsError
+
+    leaves = _leaves(error)
+    if not all(isinstance(leaf, PenstockError) for leaf in leaves):
+        return None
+    kind = SettingsFailure if any(isinstance(leaf, SettingsError) for leaf in leaves) else Failure
+    return kind("; ".join(dict.fromkeys(str(leaf) for leaf in leaves)))
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]

@@ -1,0 +1,162 @@
+"""`penstock dead`: what no worker could finish, and what is to become of it."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from stream.codec import decode
+from stream.dead import Letter, drop, letters, retry
+from stream.errors import PenstockError, RecordError
+from stream.link import Link
+from stream.records import Group, Prompt, Row
+from stream.view import look
+from workers import logs
+from workers.run.live import locate, visit
+
+_HEX_BYTES = 512
+
+
+def list_dead(target: str | None, redis: str, ids: Sequence[str] = (), *, as_json: bool = False) -> None:
+    """Print one line for each dead letter, all of them unless some are named."""
+    found = _visit(target, redis, lambda link: _some(link, ids))
+    if as_json:
+        _print_json([_facts(letter) for letter in found])
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
+    for heading in ("id", "died", "stage", "prompt", "reason", "failures"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("error", overflow="fold")
+    for letter in found:
+        failures = f"{letter.infra_failures} infra, {letter.data_failures} data"
+        table.add_row(
+            letter.id,
+            _died(letter).strftime("%Y-%m-%d %H:%M:%S"),
+            letter.stage,
+            letter.prompt_id or "-",
+            letter.reason,
+            failures,
+            letter.error,
+        )
+    Console().print(table if found else "no dead letters")
+
+
+def show_dead(target: str | None, redis: str, ids: Sequence[str] = (), *, as_json: bool = False) -> None:
+    """Print dead letters with their records, all of them unless some are named."""
+    found = _visit(target, redis, lambda link: _some(link, ids))
+    told = [_facts(letter) | opened(letter) for letter in found]
+    if as_json:
+        _print_json(told)
+        return
+    console = Console()
+    for letter in told:
+        dump = letter.pop("hex", "")
+        console.print_json(msgspec.json.encode(letter).decode())
+        if dump:
+            console.print(dump, highlight=False, markup=False)
+    if not told:
+        console.print("no dead letters")
+
+
+def retry_dead(target: str | None, redis: str, ids: Sequence[str], *, as_json: bool = False) -> None:
+    """Put dead letters back into their stages; all of them if none is named."""
+    _revive(target, redis, ids, as_json, retry, "retried")
+
+
+def drop_dead(target: str | None, redis: str, ids: Sequence[str], *, as_json: bool = False) -> None:
+    """Delete dead letters; all of them if none is named."""
+    _revive(target, redis, ids, as_json, drop, "dropped")
+
+
+def opened(letter: Letter) -> dict[str, Any]:
+    """What is in a letter: `record` where it can be read, else `unreadable` (why) and `hex` (how it begins)."""
+    kind: type[Prompt | Group] = Prompt if letter.stage == "prompts" else Group
+    try:
+        return {"record": _readable(decode(letter.payload, kind))}
+    except RecordError as error:
+        return {"unreadable": str(error), "bytes": len(letter.payload), "hex": hex_dump(letter.payload[:_HEX_BYTES])}
+
+
+def hex_dump(data: bytes) -> str:
+    """Sixteen bytes a line: offset, hexadecimal, and the printable ones as text."""
+    lines = []
+    for start in range(0, len(data), 16):
+        part = data[start : start + 16]
+        text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in part)
+        lines.append(f"{start:06x}  {part.hex(' '):<47}  {text}")
+    return "\n".join(lines)
+
+
+def _visit(target: str | None, redis: str, main: Callable[[Link], Awaitable[list[Letter]]]) -> list[Letter]:
+    logs.configure("dead")
+    return visit(locate(target, redis), main)
+
+
+async def _some(link: Link, ids: Sequence[str]) -> list[Letter]:
+    """The letters with these ids, or all of them."""
+    if not ids:
+        view = await look(link)
+        return await letters(link, count=max(1, view.dead))
+    found = [letter for one in ids for letter in await letters(link, only=one)]
+    missing = sorted(set(ids) - {letter.id for letter in found})
+    if missing:
+        raise PenstockError(
+            f"run {link.run!r} has no dead letter {', '.join(missing)}; `penstock dead list` shows them"
+        )
+    return found
+
+
+def _revive(
+    target: str | None,
+    redis: str,
+    ids: Sequence[str],
+    as_json: bool,
+    verb: Callable[[Link, Sequence[str]], Awaitable[None]],
+    done: str,
+) -> None:
+    async def main(link: Link) -> list[Letter]:
+        chosen = await _some(link, ids)
+        await verb(link, [letter.id for letter in chosen])
+        return chosen
+
+    chosen = _visit(target, redis, main)
+    if as_json:
+        _print_json({done: [letter.id for letter in chosen]})
+    else:
+        Console().print(f"{done} {len(chosen)} dead letter{'' if len(chosen) == 1 else 's'}")
+
+
+def _facts(letter: Letter) -> dict[str, Any]:
+    """A letter without its payload."""
+    facts = {name: getattr(letter, name) for name in letter.__struct_fields__ if name != "payload"}
+    return facts | {"died_at": _died(letter).isoformat(timespec="seconds")}
+
+
+def _died(letter: Letter) -> datetime:
+    return datetime.fromtimestamp(int(letter.id.partition("-")[0]) / 1000, UTC)
+
+
+def _readable(value: Any) -> Any:
+    """A record as plain values, token buffers as numbers."""
+    if isinstance(value, Row):
+        fields = {name: getattr(value, name) for name in value.__struct_fields__}
+        buffers = {
+            "prompt_ids": value.prompt.tolist(),
+            "token_ids": value.tokens.tolist(),
+            "logprobs": value.sampled_logprobs.tolist(),
+        }
+        return msgspec.to_builtins(fields | buffers)
+    if isinstance(value, msgspec.Struct) and not value.__struct_config__.array_like:
+        plain = {name: _readable(getattr(value, name)) for name in value.__struct_fields__}
+        tag = value.__struct_config__.tag
+        return plain if tag is None else {str(value.__struct_config__.tag_field): tag} | plain
+    if isinstance(value, list):
+        return [_readable(item) for item in value]
+    return msgspec.to_builtins(value)
+
+
+def _print_json(what: Any) -> None:
+    print(msgspec.json.encode(what).decode(), flush=True)  # noqa: T201  (this is the command's output)

@@ -1,0 +1,158 @@
+"""`penstock demo`: a small model learns to use a calculator, through the whole pipeline, in a few minutes and offline.
+
+::
+
+    prepare      a model, a tokenizer, a warm start with clumsy habits, problems, run.toml
+    score        200 held-out problems, through the run's own episode loop and reward
+    run          every role a process, exactly as `penstock run FOLDER/run.toml`
+    score        the same problems again
+    report       table, summary.json, progress.png, conversations
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from stream.errors import RunFailedError
+from workers.demo.evaluate import Score, evaluate
+from workers.demo.prepare import STEPS, prepare
+from workers.demo.report import conversations, score_table
+from workers.demo.task import held_out
+from workers.process import run_loop
+from workers.run.child import Child
+from workers.run.command import judge, supervise
+from workers.run.folder import write_whole
+from workers.run.roles import engine_command
+from workers.run.summary import Summary
+from workers.settings import RewardFunction, Settings
+from workers.train.checkpoint import Checkpoints
+from workers.train.publisher import EnginePublisher
+
+Control = Literal["zero-lr", "permuted"]
+
+HELD_OUT = 200
+WORST_START = 0.15
+"""A warm start below this knows too little for reinforcement learning to find a foothold."""
+
+
+def run_demo(
+    seed: int, folder: Path, *, as_json: bool = False, control: str | None = None, steps: int | None = None
+) -> int:
+    """Run the whole demo, or resume it. Returns the exit code.
+
+    Args:
+        seed: of model, warm start, problems and run.
+        folder: the run's folder.
+        as_json: print the summary as one JSON line, and nothing else, on stdout.
+        control: `zero-lr` trains with learning rate 0; `permuted` hands rewards to the wrong siblings.
+        steps: optimizer batches; about 50 unless given.
+
+    Raises:
+        RunFailedError: the warm start is too weak, or the run failed.
+    """
+    console = Console(stderr=True, highlight=False)
+    settings = _prepared(console, folder, seed, steps or STEPS)
+    rows = held_out(HELD_OUT)
+    model = Path(settings.model.path)
+    before = _scored(settings, model, rows, console, "before")
+    if before.sampled < WORST_START:
+        raise RunFailedError(
+            f"the warm start scores {before.sampled:.3f} on held-out problems, below {WORST_START}: too little to "
+            f"learn from; try another --seed (its model is in {model})"
+        )
+    ended = supervise(_controlled(settings, control))
+    judge(ended, settings)
+    summary = ended.summary
+    if summary is None or ended.outcome.interrupted:
+        console.print(f"stopped; `penstock run {folder / 'run.toml'}` resumes")
+        return 0
+    checkpoint = Checkpoints(settings.folder / "checkpoints").latest()
+    if checkpoint is None:
+        raise RunFailedError(f"{settings.folder / 'checkpoints'} holds no checkpoint, although the run ended")
+    after = _scored(settings, checkpoint.model, rows, console, "after")
+    summary.score_before, summary.score_after = round(before.sampled, 4), round(after.sampled, 4)
+    write_whole(folder / "summary.json", msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
+    _report(console, folder, rows, before, after, summary)
+    if as_json:
+        print(msgspec.json.encode(summary).decode(), flush=True)  # noqa: T201  (this is the command's output)
+    return 0
+
+
+def prepare_demo(seed: int, folder: Path, steps: int | None = None) -> int:
+    """Only make what the run begins with, for roles that are started one by one. Returns the exit code."""
+    console = Console(stderr=True, highlight=False)
+    _prepared(console, folder, seed, steps or STEPS)
+    console.print(f"ready: {folder / 'run.toml'}", soft_wrap=True)
+    return 0
+
+
+def _prepared(console: Console, folder: Path, seed: int, steps: int) -> Settings:
+    """Make what the run begins with, showing how far that is."""
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) if console.is_terminal else nullcontext() as bar:
+        tell: Callable[[str, float], None] | None = None
+        if isinstance(bar, Progress):
+            task = bar.add_task("warm start", total=1.0)
+
+            def tell(what: str, share: float) -> None:
+                bar.update(task, description=what, completed=share)
+        else:
+            console.print(f"preparing {folder}: a small model and its warm start", soft_wrap=True)
+        return prepare(folder, seed, steps, tell)
+
+
+def _controlled(settings: Settings, control: str | None) -> Settings:
+    replace = msgspec.structs.replace
+    if control == "zero-lr":
+        return replace(settings, train=replace(settings.train, learning_rate=0.0))
+    if control == "permuted":
+        return replace(settings, rewards=(RewardFunction(ref="workers.demo.controls:permuted_answer"),))
+    return settings
+
+
+def _scored(settings: Settings, model: Path, rows: list[dict[str, Any]], console: Console, when: str) -> Score:
+    """The score of a model, sampled from by an engine of its own."""
+    with console.status(f"score {when}: {len(rows)} held-out problems") if console.is_terminal else nullcontext():
+        score = run_loop(lambda: _score(settings, model, rows))
+    if score.unmeasured or not math.isfinite(score.sampled):
+        console.print(f"score {when}: {score.unmeasured} episodes could not be measured; they are left out")
+    return score
+
+
+async def _score(settings: Settings, model: Path, rows: list[dict[str, Any]]) -> Score:
+    folder = settings.folder
+    (folder / "logs").mkdir(exist_ok=True)
+    scores: list[Score] = []
+    async with anyio.create_task_group() as tasks:
+        # The engine reads the run's file; the weights to be scored are pushed into it.
+        child = Child(engine_command(settings, folder / "run.toml", 0), folder / "logs")
+
+        async def play(url: str) -> None:
+            await EnginePublisher((url,), settings.delivery.reconnect_s).push(model, 0)
+            scores.append(await evaluate(settings, url, model, rows))
+            child.terminate()
+
+        def announced(url: str) -> None:
+            tasks.start_soon(play, url)
+
+        code = await child.run(announced)
+    if not scores:
+        raise RunFailedError(f"the engine ended with code {code}: {child.last_words()} (its log is {child.log})")
+    return scores[0]
+
+
+def _report(
+    console: Console, folder: Path, rows: list[dict[str, Any]], before: Score, after: Score, summary: Summary
+) -> None:
+    for row, one, other in zip(rows, before.samples, after.samples, strict=False):
+        console.print(conversations(row, one, other))
+    console.print(score_table(before, after, summary))
+    console.print(f"[dim]plot[/]    {folder / 'progress.png'}\n[dim]summary[/] {folder / 'summary.json'}")
+    console.print(f"[dim]policy[/]  penstock export {folder} my-policy", soft_wrap=True)

@@ -1,0 +1,306 @@
+"""Continuous batching: one thread that owns the model, and loops over *admit, prefill, decode, sample, finish*.
+
+Running sequences always lie in slots 0 .. n-1 of the cache, so a decode step reads one contiguous slice; where one
+finishes, the last moves into the hole. Slots from `max_batch` on keep finished sequences: the next turn of an episode
+begins with one of them, and siblings of a group share their prompt, so most of a prefill is a copy.
+
+Everything reaches the thread through one mailbox, in order; nothing else is shared.
+"""
+
+# ruff: noqa: N806 (tensors are named after their axes)
+
+import math
+from array import array
+from collections import deque
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Literal
+
+import structlog
+import torch
+
+from stream.errors import EngineError, EngineRefusedError
+from workers.engine import weights
+from workers.engine.generation import Deliver, Generation, Mail, Order
+from workers.engine.model import SlotModel
+from workers.engine.prefixes import Prefixes
+from workers.engine.sampling import sample
+from workers.engine.wire import NO_VERSION, UPDATE_ORDER, PauseMode
+
+log = structlog.get_logger()
+
+State = Literal["running", "draining", "paused"]
+UpdateState = Literal["none", "started", "updated"]
+
+
+class Scheduler:
+    """The generation loop and its state.
+
+    Args:
+        model: with twice as many slots as `max_batch`.
+        max_batch: sequences decoded together.
+        deliver: hands finished mail back to the event loop.
+    """
+
+    def __init__(self, model: SlotModel, max_batch: int, deliver: Deliver) -> None:
+        self.state: State = "running"
+        self.version: str | None = None
+        self.failure: Exception | None = None
+        """What ended generation for good."""
+        self.tokens_sampled = 0
+        self.tokens_prefilled = 0
+        self._model = model
+        self._max_batch = max_batch
+        self._deliver = deliver
+        self._mailbox: SimpleQueue[Mail | None] = SimpleQueue()
+        self._waiting: deque[Generation] = deque()
+        self._running: list[Generation] = []
+        self._prefixes = Prefixes(range(max_batch, model.slots))
+        self._update: UpdateState = "none"
+        self._drains: list[Order] = []
+        self._finished: list[Mail] = []
+        self._stopping = False
+
+    # What the event loop may call.
+
+    @property
+    def running(self) -> int:
+        """Sequences being decoded."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no place yet."""
+        return len(self._waiting) + self._mailbox.qsize()
+
+    @property
+    def cache_fraction(self) -> float:
+        """Part of the running slots' positions that is in use."""
+        return sum(g.fed for g in list(self._running)) / (self._max_batch * self._model.max_length)
+
+    def put(self, mail: Mail) -> None:
+        """Hand over a request or an order."""
+        self._mailbox.put(mail)
+
+    def abort(self, generation: Generation) -> None:
+        """Stop working on a request: nobody waits for it any more."""
+        self._mailbox.put(Order(lambda _: self._abort(generation), _nobody))
+
+    def stop(self) -> None:
+        """Let `run` return soon; what is unfinished is answered with an error."""
+        self._stopping = True
+        self._mailbox.put(None)
+
+    # The generation thread.
+
+    def run(self, threads: int) -> None:
+        """Generate until `stop`; the body of the generation thread."""
+        torch.set_num_threads(threads)
+        try:
+            with torch.inference_mode():
+                while not self._stopping:
+                    self.step()
+        except Exception as error:  # whatever it is: /health reports it, and no request may hang
+            log.exception("engine.failed")
+            self.failure = error
+        while not self._stopping:
+            self._reject(EngineError(f"generation has failed: {self.failure!r}; restart the engine"))
+            self._keep(self._mailbox.get())
+        self._reject(EngineError("the engine is shutting down"))
+
+    def step(self) -> None:
+        """Take the mail in, generate one token for every running sequence, hand out what is finished."""
+        self._read_mail()
+        if self.state == "draining" and not self._running:
+            self._drained()
+        if self.state != "paused":
+            self._generate()
+        if self._finished:
+            finished, self._finished = self._finished, []
+            self._deliver(finished)
+
+    def _read_mail(self) -> None:
+        """Empty the mailbox; where there is nothing else to do, wait for mail."""
+        if self.state == "paused" or (self.state == "running" and not self._running and not self._waiting):
+            self._receive(self._mailbox.get())
+        while True:
+            try:
+                self._receive(self._mailbox.get_nowait())
+            except Empty:
+                return
+
+    def _receive(self, mail: Mail | None) -> None:
+        if isinstance(mail, Generation):
+            self._waiting.append(mail)
+        elif isinstance(mail, Order):
+            try:
+                carried_out = mail.action(mail)
+            except EngineError as error:
+                mail.error, carried_out = error, True
+            if carried_out:
+                self._finished.append(mail)
+
+    def _generate(self) -> None:
+        count = len(self._running)
+        parts = []
+        if self.state == "running" and self._waiting and count < self._max_batch:
+            parts.append(self._admit())
+        if count:
+            old = self._running[:count]
+            parts.insert(0, self._model.extend(0, [g.tokens[-1:] for g in old], [g.fed for g in old]))
+        if not parts:
+            return
+        logits_BV = parts[0] if len(parts) == 1 else torch.cat(parts)
+        ids, logprobs = sample(logits_BV, [g.params for g in self._running], [g.random for g in self._running])
+        self.tokens_sampled += len(ids)
+        ended = []
+        for row, generation in enumerate(self._running):
+            if not math.isfinite(logprobs[row]):
+                generation.error = EngineError("the model's logits are not finite")
+                self._model.clear(row)
+                ended.append(row)
+            elif generation.take(ids[row], logprobs[row]):
+                ended.append(row)
+        for row in reversed(ended):
+            self._finish(row)
+
+    def _admit(self) -> torch.Tensor:
+        """Give places to waiting requests, and feed their prompts. Returns their logits, in the order of their rows."""
+        first = len(self._running)
+        count = min(self._max_batch - first, len(self._waiting))
+        unique: dict[bytes, Generation] = {}
+        copies = []
+        for g in [self._waiting.popleft() for _ in range(count)]:
+            g.mark(self.version or NO_VERSION)
+            if unique.setdefault(g.key, g) is not g:
+                copies.append(g)
+        sources = {key: self._source(g) for key, g in unique.items()}
+        fresh = sorted(unique.values(), key=lambda g: g.prompt_length - sources[g.key][1])  # alike side by side
+        known = [sources[g.key][1] for g in fresh]
+        rows = {g.key: row for row, g in enumerate(fresh)}
+        for g, length in zip(fresh, known, strict=True):
+            if length:
+                self._model.copy(sources[g.key][0], first + rows[g.key], length)
+        logits_BV = self._model.extend(first, [g.tokens[k:] for g, k in zip(fresh, known, strict=True)], known)
+        self.tokens_prefilled += sum(g.prompt_length for g in fresh) - sum(known)
+        for row, g in enumerate(copies, start=first + len(fresh)):
+            self._model.copy(first + rows[g.key], row, g.prompt_length)
+        self._running += fresh + copies
+        if copies:
+            logits_BV = logits_BV[[*range(len(fresh)), *(rows[g.key] for g in copies)]]
+        return logits_BV
+
+    def _source(self, g: Generation) -> tuple[int, int]:
+        """A slot that holds the beginning of a prompt, and how much; one token is always left, to get its logits."""
+        for row, sibling in enumerate(self._running):
+            if sibling.key == g.key:
+                return row, g.prompt_length - 1
+        slot, length = self._prefixes.find(g.key) or (0, 0)
+        return slot, min(length, g.prompt_length - 1)
+
+    def _finish(self, row: int) -> None:
+        """Take a sequence out of the running ones, keep its keys and values, and close the gap."""
+        generation = self._running[row]
+        if generation.error is None:
+            slot = self._prefixes.keep(array("i", generation.tokens[:-1]).tobytes())
+            if slot is not None:
+                self._model.copy(row, slot, generation.fed)
+        last = self._running.pop()
+        if last is not generation:
+            self._running[row] = last
+            self._model.copy(len(self._running), row, last.fed)
+        self._finished.append(generation)
+
+    # Orders: called on the generation thread, between two steps.
+
+    def _abort(self, generation: Generation) -> bool:
+        generation.reason = "abort"
+        if generation in self._waiting:
+            self._waiting.remove(generation)
+        elif generation in self._running:
+            self._finish(self._running.index(generation))
+        return True
+
+    def pause(self, mode: PauseMode, order: Order) -> bool:
+        """Freeze between two tokens; with `wait` after the running sequences end, with `abort` after ending them."""
+        if self.state == "paused":
+            return True
+        if mode == "wait" and self._running:
+            self.state = "draining"
+            self._drains.append(order)
+            return False
+        if mode == "abort":
+            for generation in [*self._running, *self._waiting]:
+                self._abort(generation)
+                if generation not in self._finished:
+                    self._finished.append(generation)
+        self._drained()
+        return True
+
+    def _drained(self) -> None:
+        self.state = "paused"
+        self._finished += self._drains
+        self._drains = []
+
+    def resume(self) -> bool:
+        """Go on. Refused while the live weights are new but have no version yet."""
+        if self._update == "updated":
+            raise EngineRefusedError(f"weights were updated but not finished; the order is {UPDATE_ORDER}")
+        self._update = "none"
+        self._drained()
+        self.state = "running"
+        return True
+
+    def start_update(self) -> bool:
+        """Open an update; again, where an earlier one failed."""
+        if self.state != "paused":
+            raise EngineRefusedError(f"start_weight_update while not paused; the order is {UPDATE_ORDER}")
+        if self._update == "none":
+            self._update = "started"
+        return True
+
+    def update(self, path: Path) -> bool:
+        """Bring the weights at `path` into the model."""
+        if self._update == "none":
+            raise EngineRefusedError(f"update_weights before start_weight_update; the order is {UPDATE_ORDER}")
+        weights.load(self._model.model, path)
+        self._update = "updated"
+        return True
+
+    def finish_update(self, version: str) -> bool:
+        """Name the new weights, and compute the running sequences' keys and values again with them."""
+        if self._update != "updated":
+            raise EngineRefusedError(f"finish_weight_update before update_weights; the order is {UPDATE_ORDER}")
+        self.version = version
+        self._prefixes.clear()
+        if self._running:
+            self._model.extend(0, [g.tokens[:-1] for g in self._running], [0] * len(self._running))
+        for generation in self._running:
+            generation.mark(version)
+        self._update = "none"
+        return True
+
+    def forget_prefixes(self) -> bool:
+        """Forget the finished sequences' keys and values."""
+        self._prefixes.clear()
+        return True
+
+    def _keep(self, mail: Mail | None) -> None:
+        if mail is not None:
+            self._finished.append(mail)
+
+    def _reject(self, error: EngineError) -> None:
+        """Answer everything that is here with an error."""
+        while not self._mailbox.empty():
+            self._keep(self._mailbox.get())
+        rejected: list[Mail] = [*self._finished, *self._running, *self._waiting, *self._drains]
+        self._running, self._drains, self._finished = [], [], []
+        self._waiting.clear()
+        for mail in rejected:
+            mail.error = mail.error or error
+        if rejected:
+            self._deliver(rejected)
+
+
+def _nobody() -> None:
+    """Nobody waits for it."""

@@ -1,0 +1,250 @@
+"""The local engine's HTTP side: vLLM's routes, kept thin, in front of the generation thread."""
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import msgspec
+import structlog
+from aiohttp import web
+
+from stream.errors import EngineError, EngineRefusedError
+from workers.engine.generation import Generation, Mail, Order
+from workers.engine.model import SlotModel
+from workers.engine.scheduler import Scheduler
+from workers.engine.site import MAX_BODY_BYTES, listen
+from workers.engine.wire import FinishUpdate, PauseMode, UpdateWeights, decode_request, refusal, response
+
+log = structlog.get_logger()
+_encoder = msgspec.json.Encoder()
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MAX_WAITING = 4096
+"""Requests that wait for a place; more are answered with 429."""
+
+
+async def serve(
+    model_path: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int,
+    max_batch: int,
+    max_length: int,
+    threads: int,
+    dtype: str,
+    ready: Callable[[str], object] | None = None,
+) -> None:
+    """Serve a model until cancelled.
+
+    Args:
+        model_path: a folder in Hugging Face form.
+        host: address to listen on.
+        port: 0 for a free one.
+        max_batch: sequences decoded together.
+        max_length: tokens of a sequence, prompt included.
+        threads: torch threads.
+        dtype: `float32` or `bfloat16`.
+        ready: called with the URL once it listens.
+
+    Raises:
+        EngineError: the model cannot be loaded, or the address cannot be listened on.
+    """
+    load = partial(SlotModel.load, model_path, slots=2 * max_batch, max_length=max_length, dtype=dtype)
+    model = await anyio.to_thread.run_sync(load)
+    loop: Any = anyio.lowlevel.current_token().native_token  # from_thread.run would block the thread until it ran
+    scheduler = Scheduler(model, max_batch, lambda mail: loop.call_soon_threadsafe(_hand_out, mail))
+    routes = Routes(scheduler, model, str(model_path))
+    async with listen(routes.application(), host, port) as url, anyio.create_task_group() as tasks:
+        run = partial(anyio.to_thread.run_sync, scheduler.run, threads, limiter=anyio.CapacityLimiter(1))
+        tasks.start_soon(run)
+        log.info("engine.listening", url=url, model=str(model_path), max_batch=max_batch, max_length=model.max_length)
+        try:
+            if ready is not None:
+                ready(url)
+            await anyio.sleep_forever()
+        finally:
+            scheduler.stop()
+
+
+def _hand_out(mail: list[Mail]) -> None:
+    for one in mail:
+        one.done()
+
+
+class Routes:
+    """The handlers.
+
+    Args:
+        scheduler: does the work.
+        model: asked for its limits alone.
+        name: the model's name in `/v1/models`.
+    """
+
+    def __init__(self, scheduler: Scheduler, model: SlotModel, name: str) -> None:
+        self._scheduler = scheduler
+        self._name = name
+        self._max_length = model.max_length
+        self._vocabulary = model.vocabulary
+        self._end_ids = model.end_ids
+
+    def application(self) -> web.Application:
+        """All routes, with errors turned into answers."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_answer_errors])
+        app.router.add_post("/inference/v1/generate", self.generate)
+        reads: list[tuple[str, Handler]] = [
+            ("/health", self.health),
+            ("/metrics", self.metrics),
+            ("/v1/models", self.models),
+            ("/version", self.version),
+            ("/is_paused", self.is_paused),
+            ("/weight_info", self.weight_info),
+        ]
+        orders: list[tuple[str, Handler]] = [
+            ("/pause", self.pause),
+            ("/resume", self.resume),
+            ("/init_weight_transfer_engine", self.init_weight_transfer_engine),
+            ("/start_weight_update", self.start_weight_update),
+            ("/update_weights", self.update_weights),
+            ("/finish_weight_update", self.finish_weight_update),
+            ("/reset_prefix_cache", self.reset_prefix_cache),
+        ]
+        app.router.add_routes([web.get(path, handler) for path, handler in reads])
+        app.router.add_routes([web.post(path, handler) for path, handler in orders])
+        return app
+
+    async def generate(self, http: web.Request) -> web.Response:
+        """Sample a continuation of token ids."""
+        request = decode_request(await http.read())
+        if request.stream:
+            raise EngineRefusedError("stream: this engine answers in one piece; leave it false")
+        done = anyio.Event()
+        generation = Generation(
+            request,
+            vocabulary=self._vocabulary,
+            max_length=self._max_length,
+            end_ids=self._end_ids,
+            done=done.set,
+        )
+        if self._scheduler.waiting >= MAX_WAITING:
+            return web.Response(status=429, body=refusal(f"{MAX_WAITING} requests are waiting"))
+        self._scheduler.put(generation)
+        try:
+            await done.wait()
+        finally:
+            if not done.is_set():
+                self._scheduler.abort(generation)
+        if generation.error is not None:
+            raise generation.error
+        reason = generation.reason or "abort"
+        return _json(response(request, generation.sampled, generation.logprobs, reason, generation.spans()))
+
+    async def health(self, _: web.Request) -> web.Response:
+        """200 while generation lives, else 503 with what ended it."""
+        failure = self._scheduler.failure
+        if failure is None:
+            return web.Response()
+        return web.Response(status=503, body=refusal(f"generation has failed: {failure!r}"))
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """Prometheus' text format, under vLLM's names."""
+        s = self._scheduler
+        lines = [
+            f"# TYPE {name} {kind}\n{name} {value}\n"
+            for name, kind, value in (
+                ("vllm:num_requests_running", "gauge", s.running),
+                ("vllm:num_requests_waiting", "gauge", s.waiting),
+                ("vllm:kv_cache_usage_perc", "gauge", s.cache_fraction),
+                ("vllm:prompt_tokens_total", "counter", s.tokens_prefilled),
+                ("vllm:generation_tokens_total", "counter", s.tokens_sampled),
+            )
+        ]
+        return web.Response(text="".join(lines))
+
+    async def models(self, _: web.Request) -> web.Response:
+        """The one model that is served."""
+        one = {"id": self._name, "object": "model", "owned_by": "penstock", "max_model_len": self._max_length}
+        return _json({"object": "list", "data": [one]})
+
+    async def version(self, _: web.Request) -> web.Response:
+        """Who answers."""
+        return _json({"version": f"penstock-{version('penstock')}"})
+
+    async def is_paused(self, _: web.Request) -> web.Response:
+        """Whether generation is frozen."""
+        return _json({"is_paused": self._scheduler.state != "running"})
+
+    async def weight_info(self, _: web.Request) -> web.Response:
+        """The version of the weights; null before the first update."""
+        return _json({"weight_version": self._scheduler.version})
+
+    async def pause(self, http: web.Request) -> web.Response:
+        """Freeze generation; requests wait from then on."""
+        mode: Any = http.query.get("mode", "abort")
+        if mode not in get_args(PauseMode):
+            raise EngineRefusedError(f"mode={mode}: there are {', '.join(get_args(PauseMode))}")
+        return await self._order(lambda order: self._scheduler.pause(mode, order))
+
+    async def resume(self, _: web.Request) -> web.Response:
+        """Go on."""
+        return await self._order(lambda _: self._scheduler.resume())
+
+    async def init_weight_transfer_engine(self, http: web.Request) -> web.Response:
+        """Nothing to set up: weights come as files."""
+        await http.read()
+        return _json({})
+
+    async def start_weight_update(self, _: web.Request) -> web.Response:
+        """Open an update."""
+        return await self._order(lambda _: self._scheduler.start_update())
+
+    async def update_weights(self, http: web.Request) -> web.Response:
+        """Load a safetensors file, or a model folder, into the live model."""
+        path = Path(_decode(await http.read(), UpdateWeights).update_info.path)
+        return await self._order(lambda _: self._scheduler.update(path))
+
+    async def finish_weight_update(self, http: web.Request) -> web.Response:
+        """Give the new weights their version."""
+        name = _decode(await http.read(), FinishUpdate).weight_version
+        return await self._order(lambda _: self._scheduler.finish_update(name))
+
+    async def reset_prefix_cache(self, _: web.Request) -> web.Response:
+        """Forget finished sequences' keys and values."""
+        return await self._order(lambda _: self._scheduler.forget_prefixes())
+
+    async def _order(self, action: Callable[[Order], bool]) -> web.Response:
+        """Have something done on the generation thread, and wait for it."""
+        done = anyio.Event()
+        order = Order(action, done.set)
+        self._scheduler.put(order)
+        await done.wait()
+        if order.error is not None:
+            raise order.error
+        return _json({})
+
+
+@web.middleware
+async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """4xx for what the client did, 500 for what we did."""
+    try:
+        return await handler(request)
+    except EngineRefusedError as error:
+        return web.Response(status=400, body=refusal(str(error)), content_type="application/json")
+    except EngineError as error:
+        return web.Response(status=500, body=refusal(str(error)), content_type="application/json")
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise EngineRefusedError(f"bad request: {error}") from error
+
+
+def _json(answer: object) -> web.Response:
+    return web.Response(body=_encoder.encode(answer), content_type="application/json")

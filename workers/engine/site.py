@@ -1,0 +1,43 @@
+"""An aiohttp application that listens for as long as a context is open."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+from aiohttp import web
+
+from stream.errors import EngineError
+
+_BACKLOG = 1024
+_CLEANUP_S = 2.0
+"""For answers under way when it closes."""
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+
+
+@asynccontextmanager
+async def listen(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
+    """Serve until the context is left; a client that disconnects cancels its handler.
+
+    Args:
+        app: what to serve.
+        host: address to listen on.
+        port: 0 for a free one.
+
+    Yields:
+        The URL, with the port really taken.
+
+    Raises:
+        EngineError: the address is taken, or none of this machine's.
+    """
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLEANUP_S)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port, backlog=_BACKLOG).start()
+        except OSError as error:
+            raise EngineError(f"cannot listen on {host}:{port}: {error}; choose another port") from error
+        yield f"http://{host}:{runner.addresses[0][1]}"
+    finally:
+        with anyio.CancelScope(shield=True):
+            await runner.cleanup()

@@ -1,0 +1,157 @@
+"""What engine and client say to one another: vLLM's tokens-in, tokens-out protocol as records. No torch."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from stream.errors import EngineRefusedError
+
+FinishReason = Literal["stop", "length", "abort"]
+PauseMode = Literal["keep", "wait", "abort"]
+
+NO_VERSION = "none"
+"""Version in the spans of an engine that has never been given weights under a number."""
+
+UPDATE_ORDER = "pause, start_weight_update, update_weights, finish_weight_update, resume"
+"""The order of the control routes, for messages."""
+
+
+class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How to sample. What is not listed here is refused, never ignored."""
+
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    """0 is greedy."""
+    max_tokens: Annotated[int, Meta(ge=1)] = 16
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    """Any number asks for the log-prob of each sampled token."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    seed: int | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    """0 and -1: off."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    ignore_eos: bool = False
+
+    @property
+    def restricted(self) -> bool:
+        """Whether the distribution is cut to a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+class GenerateRequest(Struct, kw_only=True):
+    """Body of `POST /inference/v1/generate`."""
+
+    token_ids: list[int]
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    request_id: str = ""
+    model: str | None = None
+    stream: bool = False
+
+
+class TokenLogprob(Struct):
+    """One entry of `choices[].logprobs.content`."""
+
+    token: str
+    """`token_id:123`."""
+    logprob: float
+
+
+class Logprobs(Struct):
+    """`choices[].logprobs`."""
+
+    content: list[TokenLogprob]
+
+
+class Choice(Struct, kw_only=True):
+    """What was sampled."""
+
+    index: int = 0
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: Logprobs | None = None
+
+
+class VersionSpan(Struct):
+    """Sampled tokens [start, end) come from this version of the weights."""
+
+    version: str
+    start: int
+    end: int
+
+
+class GenerateResponse(Struct, kw_only=True):
+    """Answer of `POST /inference/v1/generate`."""
+
+    request_id: str
+    choices: list[Choice]
+    weight_versions: list[VersionSpan]
+
+
+class UpdateInfo(Struct):
+    """`update_info` of `POST /update_weights`."""
+
+    path: str
+
+
+class UpdateWeights(Struct):
+    """Body of `POST /update_weights`."""
+
+    update_info: UpdateInfo
+
+
+class FinishUpdate(Struct):
+    """Body of `POST /finish_weight_update`."""
+
+    weight_version: str
+
+
+_request_decoder = msgspec.json.Decoder(GenerateRequest)
+
+
+def decode_request(body: bytes) -> GenerateRequest:
+    """Read the body of a generate request.
+
+    Raises:
+        EngineRefusedError: says what is wrong with it; unknown sampling parameters are named, all of them.
+    """
+    try:
+        return _request_decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise EngineRefusedError(_unknown_parameters(body) or f"bad request: {error}") from error
+
+
+def _unknown_parameters(body: bytes) -> str:
+    """A message naming all sampling parameters that nobody here knows, or nothing."""
+    try:
+        table: Any = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return ""
+    given = table.get("sampling_params") if isinstance(table, dict) else None
+    known = SamplingParams.__struct_fields__
+    unknown = sorted(set(given) - set(known)) if isinstance(given, dict) else []
+    if not unknown:
+        return ""
+    return f"unknown sampling parameters: {', '.join(unknown)}; known ones: {', '.join(known)}"
+
+
+def refusal(message: str) -> bytes:
+    """The body of a 4xx or 5xx."""
+    return msgspec.json.encode({"error": {"message": message}})
+
+
+def response(
+    request: GenerateRequest,
+    token_ids: list[int],
+    logprobs: list[float],
+    finish_reason: FinishReason,
+    spans: list[VersionSpan],
+) -> GenerateResponse:
+    """Put an answer together; log-probs only where they were asked for."""
+    content = None
+    if request.sampling_params.logprobs is not None:
+        content = Logprobs(
+            [TokenLogprob(f"token_id:{token}", number) for token, number in zip(token_ids, logprobs, strict=True)]
+        )
+    choice = Choice(token_ids=token_ids, finish_reason=finish_reason, logprobs=content)
+    return GenerateResponse(request_id=request.request_id, choices=[choice], weight_versions=spans)

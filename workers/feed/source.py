@@ -1,0 +1,225 @@
+"""Prompt files: rows by number, from JSONL, Parquet, or a Hugging Face data set on disk.
+
+A row that cannot be read is a `DataError` among the rows, with file, line and reason, so that the others are fed.
+"""
+
+import hashlib
+import random
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from stream.errors import DataError
+from workers.settings import Data
+
+Row = dict[str, Any]
+
+_BLOCK = 1 << 20
+
+
+class Source(Protocol):
+    """A prompt file."""
+
+    def __len__(self) -> int:
+        """Rows, those that cannot be read included."""
+
+    def rows(self, numbers: Iterable[int]) -> Iterator[tuple[int, Row | DataError]]:
+        """These rows, in this order; for one that cannot be read, why."""
+
+    def fingerprint(self) -> str:
+        """A digest of the content, which tells two versions of a file apart."""
+
+
+def open_source(data: Data) -> Source:
+    """Open the file, or folder, that `data.path` names.
+
+    A folder with several splits is opened as `path/to/folder#split`.
+
+    Raises:
+        DataError: there is no such file, its kind is unknown, or the library that reads it is missing.
+    """
+    path, split = _split_of(data.path)
+    if path.is_dir():
+        return TableSource(data, _hugging_face(path, split), path)
+    if not path.is_file():
+        raise DataError(f"{data.path}: no such file or folder; data.path names the prompts")
+    if path.suffix == ".jsonl":
+        return JsonLines(data, path)
+    if path.suffix == ".parquet":
+        return TableSource(data, _parquet(path), path)
+    raise DataError(f"{data.path}: prompts come from a .jsonl or .parquet file, or a data set saved to a folder")
+
+
+@lru_cache(maxsize=2)
+def order(size: int, epoch: int, seed: int, shuffle: bool) -> Sequence[int]:
+    """The row numbers of an epoch, in feeding order: the same on every machine and in every process."""
+    if not shuffle:
+        return range(size)
+    numbers = array("q", range(size))
+    draw = random.Random(f"{seed}:{epoch}").random  # of a generator's methods, only this one never changes
+    for last in range(size - 1, 0, -1):
+        other = int(draw() * (last + 1))
+        numbers[last], numbers[other] = numbers[other], numbers[last]
+    return numbers
+
+
+def dataset_name(path: str) -> str:
+    """What a data set is called in the ids of its prompts: the file's stem, or the folder with its split."""
+    found, split = _split_of(path)
+    return (found.stem if found.suffix in {".jsonl", ".parquet"} else found.name) + (f"#{split}" if split else "")
+
+
+class JsonLines:
+    """One JSON object a line; blank lines do not count as rows."""
+
+    def __init__(self, data: Data, path: Path) -> None:
+        self._prompt = data.prompt
+        self._path = path
+        self._offsets, self._lines = array("q"), array("q")
+        offset = 0
+        with path.open("rb") as file:
+            for line, text in enumerate(file, 1):
+                if text.strip():
+                    self._offsets.append(offset)
+                    self._lines.append(line)
+                offset += len(text)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def rows(self, numbers: Iterable[int]) -> Iterator[tuple[int, Row | DataError]]:
+        """See `Source.rows`."""
+        with self._path.open("rb") as file:
+            for number in numbers:
+                file.seek(self._offsets[number])
+                yield number, self._read(file.readline(), number)
+
+    def fingerprint(self) -> str:
+        """See `Source.fingerprint`."""
+        return _digest([self._path])
+
+    def _read(self, text: bytes, number: int) -> Row | DataError:
+        place = f"{self._path}:{self._lines[number]}"
+        try:
+            value = msgspec.json.decode(text.removeprefix(b"\xef\xbb\xbf"))
+        except (ValueError, RecursionError) as error:
+            return DataError(f"{place}: not JSON: {error}")
+        if not isinstance(value, dict):
+            return DataError(f"{place}: a JSON {type(value).__name__}, not an object with columns")
+        return _checked(value, self._prompt, place)
+
+
+class TableSource:
+    """Rows of a table in memory, or mapped into it: Parquet, and Hugging Face data sets."""
+
+    def __init__(self, data: Data, table: "Table", path: Path) -> None:
+        self._prompt = data.prompt
+        self._table = table
+        self._path = path
+        if len(table) and data.prompt not in table.columns:
+            raise DataError(
+                f"{data.path}: data.prompt names the column {data.prompt!r}; there are: {', '.join(table.columns)}"
+            )
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def rows(self, numbers: Iterable[int]) -> Iterator[tuple[int, Row | DataError]]:
+        """See `Source.rows`."""
+        for number in numbers:
+            place = f"{self._path}: row {number}"
+            try:
+                yield number, _checked(self._table.row(number), self._prompt, place)
+            except (ValueError, TypeError, OSError) as error:  # a timestamp out of range, an image that is none
+                yield number, DataError(f"{place}: cannot be read: {error}")
+
+    def fingerprint(self) -> str:
+        """See `Source.fingerprint`."""
+        if self._path.is_file():
+            return _digest([self._path])
+        files = (path for path in self._path.rglob("*") if path.is_file() and not path.name.startswith("cache-"))
+        return _digest(sorted(files))
+
+
+class Table:
+    """Anything with columns whose rows can be had by number."""
+
+    def __init__(self, size: int, columns: Sequence[str], row: Callable[[int], Row]) -> None:
+        self._size = size
+        self.columns = columns
+        self.row = row
+
+    def __len__(self) -> int:
+        return self._size
+
+
+def _parquet(path: Path) -> Table:
+    try:
+        from pyarrow import ArrowInvalid
+        from pyarrow import parquet as pq
+    except ImportError as error:
+        raise _missing("pyarrow", path) from error
+    try:
+        table = pq.read_table(path, memory_map=True)
+    except (ArrowInvalid, OSError) as error:
+        raise DataError(f"{path}: not a Parquet file: {error}") from error
+
+    def row(number: int) -> Row:
+        found: Row = table.slice(number, 1).to_pylist()[0]
+        return found
+
+    return Table(table.num_rows, table.column_names, row)
+
+
+def _hugging_face(path: Path, split: str) -> Table:
+    try:
+        import datasets
+    except ImportError as error:
+        raise _missing("datasets", path) from error
+    try:
+        found = datasets.load_from_disk(str(path))
+    except (FileNotFoundError, ValueError, OSError) as error:
+        raise DataError(f"{path}: not a data set saved to disk (save_to_disk): {error}") from error
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            splits = ", ".join(found)
+            raise DataError(f"{path}: name a split as {path}#SPLIT; there are: {splits}")
+        found = found[split]
+    elif split:
+        raise DataError(f"{path}: a data set without splits; leave out #{split}")
+    return Table(len(found), found.column_names, found.__getitem__)
+
+
+def _checked(row: Row, prompt: str, place: str) -> Row | DataError:
+    """The row, unless it has nothing to prompt with."""
+    value = row.get(prompt)
+    if value is None:
+        return DataError(f"{place}: no column {prompt!r}; data.prompt names the column with the prompt")
+    if not (value.strip() if isinstance(value, str) else value):
+        return DataError(f"{place}: the prompt in column {prompt!r} is empty")
+    return row
+
+
+def _split_of(path: str) -> tuple[Path, str]:
+    """A path, and the split after its last `#`; a `#` in the name of what is there is part of the name."""
+    whole = Path(path)
+    folder, mark, split = path.rpartition("#")
+    return (whole, "") if whole.exists() or not mark else (Path(folder), split)
+
+
+def _missing(library: str, path: Path) -> DataError:
+    return DataError(f"{path}: reading it takes {library}, which is not installed: pip install 'penstock[data]'")
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        digest.update(path.name.encode() + b"\0")
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,70 @@
+"""Reward functions called on a group: one part for each function and completion, measured or not."""
+
+from collections.abc import Mapping, Sequence
+
+import anyio
+import msgspec
+
+from envs.factory import Factory
+from envs.rewards import RewardFunction, batch_of
+from envs.snapshot import thaw
+from stream.errors import RecordError
+from stream.records import Completion, Group, Part
+from stream.validity import Reward, RewardReason, Unmeasured
+
+
+async def add_parts(
+    group: Group, functions: Sequence[RewardFunction], factories: Mapping[str, Factory], timeout_s: float
+) -> None:
+    """Call every function on all completions that did not fail, and append what it measured to their parts.
+
+    Each function sees environments thawed for it alone, so that none can change what another one reads. A completion
+    whose snapshot cannot be read is unmeasured; the others are judged without it.
+
+    Args:
+        group: its completions gain parts, in the order of the functions.
+        functions: with their weights.
+        factories: environments by name.
+        timeout_s: for each call of a function.
+    """
+    judged = [completion for completion in group.completions if completion.failure is None]
+    if not judged or not functions:
+        return
+    factory = factories.get(group.prompt.environment or "")
+    found: dict[int, list[Reward]] = {}
+
+    async def call(position: int, function: RewardFunction) -> None:
+        found[position] = await _measure(group, judged, function, factory, timeout_s)
+
+    async with anyio.create_task_group() as calls:
+        for position, function in enumerate(functions):
+            calls.start_soon(call, position, function)
+    for position, function in enumerate(functions):
+        for completion, reward in zip(judged, found[position], strict=True):
+            completion.parts.append(Part(name=function.name, reward=reward, weight=function.weight))
+
+
+async def _measure(
+    group: Group, judged: list[Completion], function: RewardFunction, factory: Factory | None, timeout_s: float
+) -> list[Reward]:
+    if factory is None:
+        return await function(batch_of(msgspec.structs.replace(group, completions=judged), None), timeout_s)
+    thawed = await anyio.to_thread.run_sync(_thaw_all, judged, factory)
+    readable = [
+        completion for completion, state in zip(judged, thawed, strict=True) if not isinstance(state, Unmeasured)
+    ]
+    states = [state for state in thawed if not isinstance(state, Unmeasured)]
+    batch = batch_of(msgspec.structs.replace(group, completions=readable), states)
+    rewards = iter(await function(batch, timeout_s) if readable else [])
+    return [state if isinstance(state, Unmeasured) else next(rewards) for state in thawed]
+
+
+def _thaw_all(completions: list[Completion], factory: Factory) -> list[object]:
+    return [_thaw(completion, factory) for completion in completions]
+
+
+def _thaw(completion: Completion, factory: Factory) -> object:
+    try:
+        return thaw(completion.snapshot or b"", factory)
+    except RecordError as error:
+        return Unmeasured(RewardReason.RAISED, f"the environment's snapshot cannot be read: {error}")

@@ -1,0 +1,154 @@
+"""`penstock queues`: where a run's prompts are. Looking changes nothing, and creates no key."""
+
+from typing import Any
+
+import anyio
+import msgspec
+from msgspec import Struct
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from stream.link import Link
+from stream.view import RunView, look
+from workers import logs
+from workers.run.live import locate, visit
+from workers.run.progress import books, stage_table
+
+_EVERY_S = 1.0
+
+
+class StageReport(Struct, kw_only=True):
+    """One stage, as `--json` says it."""
+
+    depth: int
+    """Entries that are not done with; in `scored`, those trained and waiting for a checkpoint are."""
+    claimed: int
+    delayed: int
+    lag: int
+    oldest_age_s: float
+    rate: float
+    consumers: dict[str, int]
+
+
+class QueueReport(Struct, kw_only=True):
+    """What `--json` says; keys are only ever added."""
+
+    run: str
+    at: float
+    """Unix time in seconds, by the server's clock."""
+    stages: dict[str, StageReport]
+    fed: int
+    trained: int
+    dropped: int
+    dropped_by_reason: dict[str, int]
+    dead: int
+    outstanding: int
+    """Prompts without an end: `fed = trained + dropped + dead + outstanding`."""
+    groups_outstanding: int
+    """Groups that pacing counts."""
+    capacity: int | None
+    """How many of them there may be; None where nobody has said."""
+    version: int
+    step: int
+    dead_letters: int
+    """Foreign junk included."""
+    duplicates: int
+    finished: str
+    """Why the run has ended; empty while it goes on."""
+
+
+def show_queues(target: str | None, redis: str, *, as_json: bool = False, watch: bool = False) -> None:
+    """Print where a run's prompts are, once or every second.
+
+    Raises:
+        PenstockError: no such run.
+    """
+    logs.configure("queues")
+    place = locate(target, redis)
+
+    async def main(link: Link) -> None:
+        if watch:
+            await _watch(link, as_json)
+        else:
+            _show(report(link.run, await look(link)) if as_json else table(link.run, await look(link)))
+
+    try:
+        visit(place, main)
+    except KeyboardInterrupt:
+        if not watch:
+            raise
+
+
+def report(run: str, view: RunView) -> QueueReport:
+    """A look at a run, for programs."""
+    stages = {
+        name: StageReport(
+            depth=stage.depth - stage.trained,
+            claimed=stage.claimed,
+            delayed=stage.delayed,
+            lag=stage.lag,
+            oldest_age_s=stage.oldest_age_ms / 1000,
+            rate=stage.rate,
+            consumers={consumer: count for consumer, count in stage.consumers.items() if count},
+        )
+        for name, stage in view.stages.items()
+    }
+    return QueueReport(
+        run=run,
+        at=view.now_ms / 1000,
+        stages=stages,
+        **view.balance,
+        dropped_by_reason=view.dropped,
+        groups_outstanding=view.outstanding,
+        capacity=int(view.meta["capacity"]) if "capacity" in view.meta else None,
+        version=view.version,
+        step=int(view.policy.get("step", 0)),
+        dead_letters=view.dead,
+        duplicates=view.counts.get("duplicates", 0),
+        finished=view.meta.get("finished", ""),
+    )
+
+
+def table(run: str, view: RunView) -> RenderableType:
+    """A look at a run, for people."""
+    told = report(run, view)
+    quiet = "bright_black"
+    head = Text.assemble(
+        (run, "bold"),
+        ("   step ", quiet),
+        str(told.step),
+        ("   policy version ", quiet),
+        str(told.version) if told.version >= 0 else "none yet",
+        *([("   finished: ", quiet), (told.finished, "green")] if told.finished else []),
+    )
+    paced = Text.assemble(("groups outstanding ", quiet), f"{told.groups_outstanding:,}")
+    if told.capacity is not None:
+        paced.append_text(Text.assemble((" of ", quiet), f"{told.capacity:,}"))
+    paced.append_text(Text.assemble(("   dead letters ", quiet), (str(told.dead_letters), "red" if view.dead else "")))
+    if told.duplicates:
+        paced.append_text(Text.assemble(("   duplicates ", quiet), str(told.duplicates)))
+    return Group(head, Text(), stage_table(view, consumers=True), Text(), books(view), paced)
+
+
+async def _watch(link: Link, as_json: bool) -> None:
+    """Look every second, until the run has finished."""
+    with Live(console=Console(), auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as screen:
+        if as_json:
+            screen.stop()
+        while True:
+            view = await look(link)
+            if as_json:
+                _show(report(link.run, view))
+            else:
+                screen.update(table(link.run, view), refresh=True)
+            if view.meta.get("finished"):
+                return
+            await anyio.sleep(_EVERY_S)
+
+
+def _show(what: Any) -> None:
+    if isinstance(what, QueueReport):
+        print(msgspec.json.encode(what).decode(), flush=True)  # noqa: T201  (this is the command's output)
+    else:
+        Console().print(what)

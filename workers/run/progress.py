@@ -1,0 +1,237 @@
+"""What is shown while a run goes on: a quiet table on a terminal, one line every ten seconds elsewhere."""
+
+import sys
+import time
+from typing import Protocol, Self
+
+from msgspec import Struct, field
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from stream.view import RunView
+from workers.run.metrics import shown
+
+_LINE_EVERY_S = 10.0
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_HISTORY = 40
+_BAR = 46
+_ACCENT, _QUIET, _ALARM = "cyan", "bright_black", "yellow"
+
+
+class Status(Struct, kw_only=True):
+    """What the supervisor knows beside the streams."""
+
+    run: str
+    phase: str
+    seconds: float = 0.0
+    restarts: dict[str, int] = field(default_factory=dict)
+    """By process."""
+
+
+class Display(Protocol):
+    """Where progress is shown."""
+
+    def show(self, view: RunView | None, status: Status) -> None:
+        """Show a look at the run; None before there is anything to see."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def display_for(quiet: bool) -> Display:
+    """What suits stderr: the table on a terminal, lines elsewhere, nothing if it shall be quiet."""
+    if quiet:
+        return Silent()
+    return Screen(Console(stderr=True)) if sys.stderr.isatty() else Lines()
+
+
+class Silent:
+    """Shows nothing."""
+
+    def show(self, view: RunView | None, status: Status) -> None:
+        """Show nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class Lines(Silent):
+    """One plain line every ten seconds, and one whenever something else begins."""
+
+    def __init__(self, every_s: float = _LINE_EVERY_S) -> None:
+        self._every_s = every_s
+        self._next = 0.0
+        self._phase = ""
+
+    def show(self, view: RunView | None, status: Status) -> None:
+        """Write a line, if it is time."""
+        now = time.monotonic()
+        if now < self._next and status.phase == self._phase:
+            return
+        self._next, self._phase = now + self._every_s, status.phase
+        print(line(view, status), file=sys.stderr, flush=True)  # noqa: T201  (this is the command's output)
+
+
+class Screen:
+    """A live table on a terminal; its last state stays on the screen."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._rewards: dict[int, float] = {}
+
+    def show(self, view: RunView | None, status: Status) -> None:
+        """Draw it anew."""
+        if view is not None and (reward := shown(view.metrics, "reward")) is not None:
+            self._rewards[int(view.policy.get("step", 0))] = reward
+        recent = [self._rewards[step] for step in sorted(self._rewards)][-_HISTORY:]
+        self._live.update(picture(view, status, recent), refresh=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+
+def line(view: RunView | None, status: Status) -> str:
+    """The run on one line."""
+    told = [f"{status.run} {duration(status.seconds)}", status.phase]
+    if view is not None:
+        balance = view.balance
+        depths = " ".join(f"{name} {stage.depth - stage.trained}" for name, stage in view.stages.items())
+        told += [
+            f"step {view.policy.get('step', 0)}",
+            f"version {max(view.version, 0)}",
+            *(f"{name} {value}" for name, value in _measures(view)),
+            depths,
+            " ".join(f"{name} {balance[name]}" for name in ("trained", "dropped", "dead", "outstanding", "fed")),
+        ]
+    if status.restarts:
+        told.append("restarts " + " ".join(f"{name} {count}" for name, count in sorted(status.restarts.items())))
+    return " | ".join(told)
+
+
+def picture(view: RunView | None, status: Status, rewards: list[float]) -> RenderableType:
+    """The run as it is drawn on a terminal."""
+    head = Text.assemble((status.run, "bold"), "  ", (status.phase, _QUIET), "  ", (duration(status.seconds), _QUIET))
+    if view is None:
+        return Padding(head, (1, 2))
+    head.append_text(
+        Text.assemble(
+            ("   step ", _QUIET), (str(view.policy.get("step", 0)), "bold"),
+            ("  version ", _QUIET), (str(view.version) if view.version >= 0 else "-", "bold"),
+        )
+    )  # fmt: skip
+    parts = [head, *_bar(view), Text(), stage_table(view), Text(), _facts(view, rewards), books(view)]
+    if status.restarts:
+        told = ", ".join(f"{name} {count}x" for name, count in sorted(status.restarts.items()))
+        parts.append(Text.assemble(("restarted  ", _QUIET), (told, _ALARM)))
+    return Padding(Group(*parts), (1, 2))
+
+
+def stage_table(view: RunView, consumers: bool = False) -> Table:
+    """One row a stage; `consumers`: and who holds how much of it."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style=_QUIET)
+    table.add_column("stage")
+    for heading in ("depth", "claimed", "lag", "delayed", "oldest", "rate"):
+        table.add_column(heading, justify="right", min_width=11 if heading == "oldest" else 7)
+    if consumers:
+        table.add_column("held by", overflow="fold")
+    for name, stage in view.stages.items():
+        depth = stage.depth - stage.trained
+        row = [
+            Text(name, "bold"),
+            _count(depth),
+            _count(stage.claimed),
+            _count(stage.lag),
+            _count(stage.delayed, _ALARM),
+            Text(duration(stage.oldest_age_ms / 1000) if depth else "-", "" if depth else _QUIET),
+            Text(f"{stage.rate:.1f}/s" if stage.rate else "-", _ACCENT if stage.rate else _QUIET),
+        ]
+        held = [f"{consumer}: {count}" for consumer, count in sorted(stage.consumers.items()) if count]
+        table.add_row(*row, *([Text("\n".join(held) or "-", _QUIET)] if consumers else []))
+    return table
+
+
+def books(view: RunView) -> Text:
+    """Where the prompts that were fed are now."""
+    balance = view.balance
+    text = Text.assemble(("fed ", _QUIET), f"{balance['fed']:,}")
+    for sign, name in (("=", "trained"), ("+", "dropped"), ("+", "dead"), ("+", "outstanding")):
+        alarm = _ALARM if name == "dead" and balance[name] else ""
+        text.append_text(Text.assemble((f" {sign} {name} ", _QUIET), (f"{balance[name]:,}", alarm)))
+    if view.dropped:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(view.dropped.items()))
+        text.append(f"\ndropped: {reasons}", _QUIET)
+    return text
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _bar(view: RunView) -> list[RenderableType]:
+    """How far the run has come, if it is known how far it will go."""
+    total = int(view.feed.get("total", 0))
+    if not total:
+        return []
+    balance = view.balance
+    ended = balance["trained"] + balance["dropped"] + balance["dead"]
+    row = Table.grid(padding=(0, 2, 0, 0))
+    bar = ProgressBar(total=total, completed=ended, width=_BAR, complete_style=_ACCENT, finished_style=_ACCENT)
+    row.add_row(bar, Text.assemble(f"{ended:,}", (f" of {total:,} prompts", _QUIET), f"  {ended / total:.0%}"))
+    return [Text(), row]
+
+
+def _facts(view: RunView, rewards: list[float]) -> Text:
+    """The last step's metrics, as far as there are any."""
+    text = Text()
+    for name, value in _measures(view):
+        text.append(f"{name} ", _QUIET)
+        text.append(value, "bold" if name == "reward" else "")
+        if name == "reward":
+            text.append(f"  {sparkline(rewards)}\n" if len(rewards) > 1 else "\n", _ACCENT)
+        else:
+            text.append("   ")
+    return text or Text("no step yet", _QUIET)
+
+
+def sparkline(values: list[float]) -> str:
+    """Values as blocks, the lowest to the highest."""
+    low, high = min(values), max(values)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in values)
+
+
+def _measures(view: RunView) -> list[tuple[str, str]]:
+    """Names and values of the metrics that are there."""
+    metrics, told = view.metrics, []
+    if (reward := shown(metrics, "reward")) is not None:
+        told.append(("reward", f"{reward:.3f}"))
+    if (valid := shown(metrics, "valid")) is not None:
+        told.append(("valid", f"{valid:.1%}"))
+    if (mean := shown(metrics, "staleness")) is not None:
+        most = shown(metrics, "staleness_max")
+        told.append(("staleness", f"{mean:.2f}" + ("" if most is None else f" (max {most:g})")))
+    if (speed := shown(metrics, "tokens_per_second")) is not None:
+        told.append(("tokens/s", f"{speed:,.0f}"))
+    return told
+
+
+def _count(number: int, style: str = "") -> Text:
+    return Text(f"{number:,}", style if number else _QUIET)

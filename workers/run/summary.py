@@ -1,0 +1,102 @@
+"""How a run ended, in numbers that must add up: `fed = trained + dropped + dead + outstanding`."""
+
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from stream.view import RunView
+from workers.train.progress import Progress
+
+
+class _Manifest(Struct):
+    """What the summary reads of a checkpoint's manifest."""
+
+    progress: Progress
+    saved_at: str = ""
+
+
+class Staleness(Struct, frozen=True):
+    """Policy versions between sampling and training a token; None where no token was trained."""
+
+    mean: float | None = None
+    max: float | None = None
+
+
+class Summary(Struct, kw_only=True):
+    """`summary.json`. Groups and prompts are counted over the whole run, seconds and speed over this start of it."""
+
+    steps: int
+    groups_trained: int
+    groups_dropped: dict[str, int]
+    """By reason."""
+    rows: dict[str, int]
+    """Completions by what became of them."""
+    score_before: float | None = None
+    score_after: float | None = None
+    """Mean reward on held-out problems; None unless somebody measured it."""
+    staleness: Staleness
+    tokens_per_second: float
+    """Sampled tokens trained, by second of wall time."""
+    seconds: float
+    fed: int
+    outstanding: int
+    """Prompts without an end."""
+    dead: int
+    duplicates: int
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every prompt that was fed is accounted for."""
+        return self.fed == self.groups_trained + sum(self.groups_dropped.values()) + self.dead + self.outstanding
+
+    @property
+    def books(self) -> str:
+        """The balance, written out."""
+        return (
+            f"{self.fed} fed {'=' if self.balanced else '≠'} {self.groups_trained} trained + "
+            f"{sum(self.groups_dropped.values())} dropped + {self.dead} dead + {self.outstanding} outstanding"
+        )
+
+
+def summarize(view: RunView, before: Progress, after: Progress, seconds: float) -> Summary:
+    """Sum up a run.
+
+    Args:
+        view: the last look at it.
+        before: what had been done when this start of it began.
+        after: what has been done now.
+        seconds: wall time of this start.
+    """
+    count = after.staleness_count
+    staleness = Staleness(after.staleness_sum / count, after.staleness_max) if count else Staleness()
+    return Summary(
+        steps=after.step,
+        groups_trained=view.balance["trained"],
+        groups_dropped=view.dropped,
+        rows=after.rows,
+        staleness=staleness,
+        tokens_per_second=round(max(0, after.tokens - before.tokens) / seconds, 1),
+        seconds=round(seconds, 3),
+        fed=view.balance["fed"],
+        outstanding=view.balance["outstanding"],
+        dead=view.balance["dead"],
+        duplicates=view.counts.get("duplicates", 0),
+    )
+
+
+def newest_progress(folder: Path) -> Progress:
+    """What the newest checkpoint in a run's folder says has been done; nothing where there is none.
+
+    One that cannot be read is passed over, as the trainer does, who says so.
+    """
+    found = filter(None, map(_read, (folder / "checkpoints").glob("step-*/checkpoint.json")))
+    newest = max(found, key=lambda manifest: (manifest.progress.step, manifest.saved_at), default=None)
+    return newest.progress if newest else Progress()
+
+
+def _read(file: Path) -> _Manifest | None:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=_Manifest)
+    except (OSError, msgspec.DecodeError):
+        return None

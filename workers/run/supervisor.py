@@ -1,0 +1,311 @@
+"""`penstock run`: keeps every role of a run going on one machine, and ends them in order.
+
+::
+
+    start    engine, and when it listens: feed, rollout xN, score xM, train
+    keep     what dies is started again, within its budget; exit code 2 is for good
+    watch    one look a second: progress, and an alarm when the run stands still
+    end      trainer done       the rest go home by themselves, then are asked to
+             asked to stop      feed and rollout, score, train, engine: each drains, then the next
+             failed for good    all at once, the engine last
+
+Whatever happens, no process stays behind: each child is tethered to this one, and killed with all it has started.
+"""
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import structlog
+from anyio.abc import TaskGroup
+from msgspec import Struct
+
+from stream.errors import PenstockError, RunFailedError, ServerError
+from stream.link import Link, connect
+from stream.server import private_server
+from stream.view import RunView, look
+from workers.process import FAILED_FOR_GOOD
+from workers.run import live
+from workers.run.child import Child, describe
+from workers.run.patience import Restarts, StallAlarm
+from workers.run.progress import Display, Status
+from workers.run.roles import ENGINE, Commands, EngineCommand, commands, engine_command
+from workers.settings import Settings
+
+log = structlog.get_logger()
+
+_Waves = tuple[tuple[str, ...], ...]
+
+_LOOK_S = 1.0
+_HOME_S = 5.0
+"""Time to see that the run has finished, and leave unasked."""
+_LEAVE_S = 3.0
+"""Beyond the grace time: for a process to end once its role has."""
+_DRAIN: _Waves = (("feed", "rollout"), ("score",), ("train",), (ENGINE,))
+_AT_ONCE: _Waves = (("feed", "rollout", "score", "train"), (ENGINE,))
+
+
+class Outcome(Struct, kw_only=True):
+    """How it ended."""
+
+    view: RunView | None
+    """The last look; None where the server was gone."""
+    failure: RunFailedError | None
+    interrupted: bool
+    """Somebody asked it to stop."""
+    killed: list[str]
+    """Processes that had to be."""
+
+
+class Supervisor:
+    """Runs one run to its end.
+
+    Args:
+        settings: of the run.
+        file: the settings file that the roles read.
+        display: where progress is shown.
+        roles: the command lines of all roles but the engine.
+        engine: the command line of the local engine, on a port.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        file: Path,
+        display: Display,
+        roles: Commands = commands,
+        engine: EngineCommand = engine_command,
+    ) -> None:
+        self._settings = settings
+        self._file = file
+        self._display = display
+        self._roles = roles
+        self._engine = engine
+        self._logs = settings.folder / "logs"
+        self._children: list[Child] = []
+        self._restarts: Counter[str] = Counter()
+        self._phase = "starting"
+        self._over = anyio.Event()
+        self._stopping = anyio.Event()
+        self._reopened = anyio.Event()
+        self._failure: RunFailedError | None = None
+        self._signals = 0
+        self._interrupted = False
+        self._killed: list[str] = []
+        self._link: Link
+
+    async def run(self) -> Outcome:
+        """Run it to its end; every process is gone when this returns.
+
+        Raises:
+            ServerError: there is no server to run on.
+        """
+        await anyio.Path(self._logs).mkdir(parents=True, exist_ok=True)
+        async with anyio.create_task_group() as listening:
+            listening.start_soon(self._listen)
+            url = self._settings.run.redis
+            if url:
+                outcome = await self._run_on(url)
+            else:
+                fsync = self._settings.delivery.fsync
+                async with private_server(self._settings.folder / "redis", fsync=fsync) as url:
+                    outcome = await self._run_on(url)
+            listening.cancel_scope.cancel()
+        return outcome
+
+    async def _run_on(self, url: str) -> Outcome:
+        name, delivery = self._settings.run.name, self._settings.delivery
+        async with connect(url, name, reconnect_s=delivery.reconnect_s) as self._link:
+            await self._reopen()
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._watch)
+                    await self._start(tasks, url)
+                    await self._over.wait()
+                    await self._wind_down()
+                    tasks.cancel_scope.cancel()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(live.withdraw, self._settings.folder)
+            return Outcome(
+                view=await self._last_look(),
+                failure=self._failure,
+                interrupted=self._interrupted,
+                killed=self._killed,
+            )
+
+    async def _start(self, tasks: TaskGroup, url: str) -> None:
+        """Start everything, the engine first where it is ours."""
+
+        async def start(engines: tuple[str, ...]) -> None:
+            here = live.Live(run=self._settings.run.name, redis=url, engines=engines, pid=os.getpid())
+            await anyio.to_thread.run_sync(live.announce, self._settings.folder, here)
+            self._phase = "running"
+            for spec in self._roles(self._settings, self._file, url, engines):
+                child = Child(spec, self._logs)
+                self._children.append(child)
+                tasks.start_soon(self._keep, child)
+
+        if self._settings.engine.urls:
+            return await start(self._settings.engine.urls)
+        self._phase = "starting the engine"
+        child = Child(self._engine(self._settings, self._file, 0), self._logs)
+        self._children.append(child)
+
+        def announced(engine_url: str) -> None:
+            first = self._phase == "starting the engine"
+            # Its port stays its own, so that its URL holds good when it is started again.
+            child.spec = self._engine(self._settings, self._file, int(engine_url.rsplit(":", 1)[1].strip("/")))
+            log.info("engine.announced", url=engine_url)
+            if first and not self._stopping.is_set():
+                tasks.start_soon(start, (engine_url,))
+
+        tasks.start_soon(self._keep, child, announced)
+        return None
+
+    async def _keep(self, child: Child, announced: Callable[[str], None] | None = None) -> None:
+        """Keep one role going until it has done its work, the run stops, or its budget is exhausted."""
+        restarts = Restarts(self._settings.delivery)
+        try:
+            while not self._stopping.is_set():
+                began = time.monotonic()
+                log.info("role.started", name=child.spec.name, command=" ".join(child.spec.command))
+                code = await child.run(announced)
+                log.info("role.exited", name=child.spec.name, code=code)
+                if self._stopping.is_set():
+                    return
+                if code == 0 and await self._is_done(child.spec.role):
+                    await self._reopened.wait()
+                else:
+                    await self._start_again(child, code, restarts, time.monotonic() - began)
+        except RunFailedError as error:
+            self._fail(error)
+        except ServerError as error:
+            self._fail(RunFailedError(str(error)))
+        finally:
+            child.left.set()
+
+    async def _start_again(self, child: Child, code: int, restarts: Restarts, lived_s: float) -> None:
+        """Wait until a process that ended may be started again.
+
+        Raises:
+            RunFailedError: it may not.
+        """
+        name = child.spec.name
+        verdict = "that is for good" if code == FAILED_FOR_GOOD else restarts.after(code, lived_s)
+        if isinstance(verdict, str):
+            words = await anyio.to_thread.run_sync(child.last_words)
+            raise RunFailedError(f"{name} {describe(code)}, and {verdict}: {words} (its log is {child.log})")
+        self._restarts[name] += 1
+        log.warning("role.restarted", name=name, code=code, after_s=round(verdict, 2))
+        with anyio.move_on_after(verdict):
+            await self._stopping.wait()
+        if child.spec.role == "train":
+            await self._reopen()
+
+    async def _is_done(self, role: str) -> bool:
+        """Whether a role that left in peace has done its work, and was not merely sent away by somebody."""
+        finished = bool((await self._link.read_hash("meta")).get("finished"))
+        if role == "train" and finished:
+            self._over.set()
+        if role == "feed":
+            return finished or (await self._link.read_hash("feed")).get("done") == "1"
+        return finished
+
+    async def _reopen(self) -> None:
+        """A trainer is about to start: whatever the last one said, the run goes on, and those who went home return."""
+        meta = self._link.key("meta")
+        await self._link.patiently(lambda: cast("Awaitable[Any]", self._link.redis.hdel(meta, "finished")))
+        self._reopened.set()
+        self._reopened = anyio.Event()
+
+    def _fail(self, error: RunFailedError) -> None:
+        if self._failure is None and not self._stopping.is_set():
+            log.error("run.failed", error=str(error))
+            self._failure = error
+        self._over.set()
+
+    async def _watch(self) -> None:
+        """Look once a second: show it, and fail the run when it stands still."""
+        alarm = StallAlarm(self._settings.guard.stall_s)
+        began = time.monotonic()
+        while True:
+            view = await self._last_look()
+            status = Status(
+                run=self._settings.run.name,
+                phase=self._phase,
+                seconds=time.monotonic() - began,
+                restarts=dict(self._restarts),
+            )
+            self._display.show(view, status)
+            if not self._over.is_set():
+                stalled = alarm.see(view)
+                if stalled:
+                    self._fail(RunFailedError(stalled))
+            await anyio.sleep(_LOOK_S)
+
+    async def _last_look(self) -> RunView | None:
+        """A look at the run; None before there is anything to see, or when the server is gone (which fails the run)."""
+        try:
+            return await look(self._link)
+        except ServerError as error:
+            self._fail(RunFailedError(str(error)))
+        except PenstockError:
+            pass
+        return None
+
+    async def _listen(self) -> None:
+        """The first signal asks for a drain, the second one kills."""
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
+            async for received in signals:
+                self._signals += 1
+                log.info("signal.received", signal=received.name, count=self._signals)
+                if self._signals == 1:
+                    self._interrupted = not self._over.is_set()
+                    self._over.set()
+                    continue
+                running = [child for child in self._children if not child.left.is_set()]
+                self._killed += [child.spec.name for child in running]
+                for child in running:
+                    child.kill()
+
+    async def _wind_down(self) -> None:
+        """End every process."""
+        self._stopping.set()
+        self._reopened.set()
+        waves = _AT_ONCE
+        if self._failure is not None:
+            self._phase = "stopping: a role failed"
+        elif self._interrupted:
+            self._phase = "draining; Ctrl-C again kills"
+            waves = _DRAIN
+        else:
+            self._phase = "finishing"
+            with anyio.move_on_after(_HOME_S):
+                await _all_left(child for child in self._children if child.spec.role != ENGINE)
+        for wave in waves:
+            await self._retire([child for child in self._children if child.spec.role in wave])
+        self._phase = "ended"
+
+    async def _retire(self, children: list[Child]) -> None:
+        """Ask some processes to stop, and kill those that do not within the grace time."""
+        for child in children:
+            child.terminate()
+        with anyio.move_on_after(self._settings.delivery.grace_s + _LEAVE_S):
+            await _all_left(children)
+        late = [child for child in children if not child.left.is_set()]
+        for child in late:
+            log.warning("role.killed", name=child.spec.name)
+            self._killed.append(child.spec.name)
+            child.kill()
+        await _all_left(late)
+
+
+async def _all_left(children: Iterable[Child]) -> None:
+    for child in children:
+        await child.left.wait()

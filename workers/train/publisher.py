@@ -1,0 +1,129 @@
+"""Hands weights to the engines while they run: pause, start, update, finish, resume, over vLLM's control routes."""
+
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+import anyio
+import structlog
+
+from stream.errors import EngineError, EngineUnavailableError
+from workers.engine.wire import NO_VERSION
+
+log = structlog.get_logger()
+
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 2.0
+_CALL_TIMEOUT_S = 60.0
+_INFO_TIMEOUT_S = 5.0
+
+
+class EnginePublisher:
+    """The trainer's way to its engines.
+
+    Args:
+        urls: their base URLs.
+        timeout_s: how long to try to reach one.
+    """
+
+    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
+        self._urls = [url.rstrip("/") for url in urls]
+        self._timeout_s = timeout_s
+
+    async def push(self, path: Path, version: int) -> None:
+        """Give every engine these weights, all at once; requests under way freeze for the moment and go on with them.
+
+        Args:
+            path: a folder in Hugging Face form that the engines can read.
+            version: its number.
+
+        Raises:
+            EngineUnavailableError: no engine took them.
+        """
+        failed: dict[str, str] = {}
+        absolute = await anyio.Path(path).absolute()
+
+        async def push(url: str) -> None:
+            try:
+                await self._push(url, str(absolute), version)
+            except EngineError as error:
+                failed[url] = str(error)
+                log.warning("engine.push_failed", url=url, version=version, why=str(error))
+
+        async with anyio.create_task_group() as tasks:
+            for url in self._urls:
+                tasks.start_soon(push, url)
+        if len(failed) == len(self._urls):
+            raise EngineUnavailableError(
+                f"no engine took version {version} within {self._timeout_s:g} s: "
+                + "; ".join(f"{url}: {why}" for url, why in failed.items())
+            )
+
+    async def versions(self) -> dict[str, int | None]:
+        """The version that each engine has; None where it has none, or does not answer."""
+        found: dict[str, int | None] = {}
+
+        async def ask(url: str) -> None:
+            try:
+                async with _session(_INFO_TIMEOUT_S) as session, session.get(f"{url}/weight_info") as response:
+                    name = (await response.json())["weight_version"]
+                found[url] = None if name in {None, NO_VERSION} else int(name)
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError) as error:
+                log.info("engine.silent", url=url, why=str(error) or type(error).__name__)
+                found[url] = None
+
+        async with anyio.create_task_group() as tasks:
+            for url in self._urls:
+                tasks.start_soon(ask, url)
+        return found
+
+    async def refresh(self, path: Path, version: int) -> None:
+        """Give the version to engines that answer, but have another one: they restarted, or missed it."""
+        absolute = await anyio.Path(path).absolute()
+        for url, has in (await self.versions()).items():
+            if has == version or not await self._answers(url):
+                continue
+            try:
+                await self._push(url, str(absolute), version)
+            except EngineError as error:
+                log.warning("engine.push_failed", url=url, version=version, why=str(error))
+            else:
+                log.info("engine.refreshed", url=url, version=version, had=has)
+
+    async def _push(self, url: str, path: str, version: int) -> None:
+        """One engine; tries again until the time is over, and always leaves it resumed if it can."""
+        deadline, delay = time.monotonic() + self._timeout_s, _FIRST_DELAY_S
+        while True:
+            try:
+                # A connection of its own: after a 500 the kept-alive one is dead.
+                async with _session(_CALL_TIMEOUT_S) as session:
+                    await _post(session, f"{url}/pause?mode=keep", None)
+                    await _post(session, f"{url}/start_weight_update", None)
+                    await _post(session, f"{url}/update_weights", {"update_info": {"path": path}})
+                    await _post(session, f"{url}/finish_weight_update", {"weight_version": str(version)})
+                    await _post(session, f"{url}/resume", None)
+            except (aiohttp.ClientError, TimeoutError, OSError, EngineError) as error:
+                if time.monotonic() + delay > deadline:
+                    raise EngineError(str(error) or type(error).__name__) from error
+            else:
+                return
+            await anyio.sleep(random.uniform(delay / 2, delay))
+            delay = min(2 * delay, _LONGEST_DELAY_S)
+
+    async def _answers(self, url: str) -> bool:
+        try:
+            async with _session(_INFO_TIMEOUT_S) as session, session.get(f"{url}/health") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+
+def _session(timeout_s: float) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s))
+
+
+async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, object] | None) -> None:
+    async with session.post(url, json=body) as response:
+        if response.status != 200:
+            raise EngineError(f"{url} answers {response.status}: {(await response.text())[:300]}")
