@@ -97,11 +97,8 @@ class Link:
         while True:
             try:
                 result = await call()
-            except (AuthenticationError, NoPermissionError) as error:
-                raise ServerError(f"Redis at {self._where} refuses us: {error}") from error
             except (*_PASSING, ResponseError) as error:
-                if not _passes(error):
-                    raise self._explained(error) from error
+                self._raise_unless_passing(error)
                 if time.monotonic() + delay > deadline:
                     message = f"Redis at {self._where} did not answer for {self.reconnect_s:g} s: {error}"
                     raise ServerError(message) from error
@@ -115,13 +112,19 @@ class Link:
                     log.info("redis.returned", server=self._where)
                 return result
 
-    def _explained(self, error: Exception) -> Exception:
-        if not str(error).startswith("NOGROUP"):
-            return error
-        return ServerError(
-            f"Redis at {self._where} no longer knows run {self.run!r}: it was emptied, or came back without its data. "
-            "Started again, the run is rebuilt from its ledger and checkpoint"
-        )
+    def _raise_unless_passing(self, error: Exception) -> None:
+        """Let pass what time may mend; say of all else what is to be done."""
+        refusals = (AuthenticationError, NoPermissionError)
+        if isinstance(error, refusals) or isinstance(error.__cause__, refusals):  # while connecting it is the cause
+            raise ServerError(f"Redis at {self._where} refuses us: {error}") from error
+        if isinstance(error, _PASSING) or str(error).startswith(_PASSING_WORDS):
+            return
+        if str(error).startswith("NOGROUP"):
+            raise ServerError(
+                f"Redis at {self._where} no longer knows run {self.run!r}: it was emptied, or came back without its "
+                "data. Started again, the run is rebuilt from its ledger and checkpoint"
+            ) from error
+        raise error
 
     async def wait(self, after: str, at_most_s: float) -> None:
         """Block until anything of interest happened after the `wake` entry `after`, or the time is over."""
@@ -189,10 +192,6 @@ async def _make_streams(link: Link) -> None:
         except ResponseError as error:
             if "BUSYGROUP" not in str(error):
                 raise
-
-
-def _passes(error: Exception) -> bool:
-    return isinstance(error, _PASSING) or str(error).startswith(_PASSING_WORDS)
 
 
 @cache

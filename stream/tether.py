@@ -1,7 +1,8 @@
 """Run a command that dies with its parent: `python tether.py COMMAND...`.
 
-On Linux the kernel sends SIGKILL to the command when the process that started it ends, however it ends; elsewhere this
-is a plain exec. Without it a private server would outlive a supervisor that was killed.
+On Linux the kernel sends SIGKILL to the command when the *thread* that started it ends, however it ends: start it from
+one that lives as long as the process. Elsewhere this is a plain exec. Without it a private server would outlive a
+supervisor that was killed.
 """
 
 import ctypes

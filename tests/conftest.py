@@ -59,14 +59,14 @@ def _folder_of(package: str) -> ModuleType:
 class Server:
     """A private server that a test may start, kill and start again on the same data; one process at a time."""
 
-    def __init__(self, folder: Path, *options: str, binary: Path | None = None, fsync: str = "everysec") -> None:
+    def __init__(self, folder: Path, binary: Path, *options: str, fsync: str = "everysec") -> None:
         self.socket = folder / "redis.sock"
         self.url = f"unix://{self.socket}"
         self._process: subprocess.Popen[bytes] | None = None
-        self._command = [*command_line(binary or find_server(), folder, self.socket, fsync), *options]
+        self._command = [*command_line(binary, folder, self.socket, fsync), *options]
 
     def start(self) -> "Server":
-        """Start it, and wait until it answers."""
+        """Start it, and wait until it answers. In the main thread: it dies with the thread that started it."""
         self._process = subprocess.Popen(self._command, start_new_session=True)
         with Redis.from_url(self.url) as redis:
             for _ in range(500):
@@ -96,7 +96,7 @@ class Server:
 def redis_url() -> Iterator[str]:
     """A server for this test process alone, without persistence; under xdist each worker has its own."""
     with tempfile.TemporaryDirectory(prefix="penstock-test-") as folder:  # a socket's path must be short
-        server = Server(Path(folder), "--appendonly", "no").start()
+        server = Server(Path(folder), find_server(), "--appendonly", "no").start()
         yield server.url
         server.kill()
 
@@ -106,11 +106,12 @@ def make_server() -> Iterator[Callable[..., Server]]:
     """A server of the test's own, not started yet: `make_server(*options, binary=..., fsync=...)`."""
     with tempfile.TemporaryDirectory(prefix="penstock-test-") as folder:
         made: list[Server] = []
+        found = find_server()
 
-        def make(*options: str, binary: Path | None = None, fsync: str = "everysec") -> Server:
+        def make(*options: str, binary: Path = found, fsync: str = "everysec") -> Server:
             home = Path(folder) / str(len(made))
             home.mkdir()
-            made.append(Server(home, *options, binary=binary, fsync=fsync))
+            made.append(Server(home, binary, *options, fsync=fsync))
             return made[-1]
 
         yield make
@@ -189,3 +190,9 @@ async def link(redis_url: str, run_name: str) -> AsyncIterator[Link]:
 def pipe(link: Link) -> Pipe:
     """Helpers on the test's own run."""
     return Pipe(link)
+
+
+@pytest.fixture
+def pipe_on() -> type[Pipe]:
+    """The same helpers for a connection that the test makes itself: `pipe_on(link)`."""
+    return Pipe

@@ -5,6 +5,7 @@ neither torch nor a model. Exit codes: 0 done; 1 failed; 2 the command line or t
 was started.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,14 @@ def serve(target: Path, host: str, port: int, overrides: tuple[str, ...]) -> Non
     """Serve a model with the local engine."""
     from workers.process import launch_engine
 
-    sys.exit(launch_engine(target, host, port, overrides))
+    _leave(launch_engine(target, host, port, overrides))
+
+
+def _leave(code: int) -> None:
+    """End a role's process at once: an environment's thread that hangs would keep it for ever."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _add_role(role: str, what: str) -> None:
@@ -217,7 +225,7 @@ def _add_role(role: str, what: str) -> None:
     def command(file: Path, redis: str, engines: tuple[str, ...], overrides: tuple[str, ...]) -> None:
         from workers.process import launch
 
-        sys.exit(launch(role, file, overrides, redis, engines))
+        _leave(launch(role, file, overrides, redis, engines))
 
 
 _add_role("feed", "One role of a run: put prompts into the pipe.")

@@ -11,6 +11,12 @@ from envs.snapshot import thaw
 from stream.errors import RecordError
 from stream.records import Completion, Group, Part
 from stream.validity import Reward, RewardReason, Unmeasured
+from workers.settings import Settings
+
+
+def load_rewards(settings: Settings, where: str) -> list[RewardFunction]:
+    """The reward functions of a run that are called there: `score` or `rollout`."""
+    return [RewardFunction.load(r.ref, r.weight, r.where) for r in settings.rewards if r.where == where]
 
 
 async def add_parts(

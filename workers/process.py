@@ -90,7 +90,7 @@ def launch_engine(target: Path, host: str, port: int, overrides: tuple[str, ...]
         from workers.engine.server import serve
         from workers.settings import Engine
 
-        if target.is_dir():
+        if await anyio.Path(target).is_dir():
             model, dtype, engine = target, "float32", Engine()
         else:
             settings = load(target, overrides)

@@ -195,6 +195,34 @@ def test_a_template_that_only_adds_passes_the_check(folder, template):
     Chat.load(folder, {}, [ADD]).check_template()
 
 
+THINK = "'<|im_start|>assistant\\n<think>\\n' }}"
+NO_THINK = "'<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}"
+NO_THINK_IN_HISTORY = (
+    "+ '\\n' + ('<think>\\n\\n</think>\\n\\n' if message.role == 'assistant' else '') + message.content"
+)
+
+
+@pytest.mark.parametrize(
+    ("begin", "history", "passes"),
+    [
+        (THINK, "+ '\\n' + message.content", True),  # opens the reasoning itself, and keeps it afterwards
+        (NO_THINK, NO_THINK_IN_HISTORY, True),  # skips it, and says so of earlier turns too
+        (NO_THINK, "+ '\\n' + message.content", False),  # skips it, but leaves that out of earlier turns
+    ],
+)
+def test_a_template_that_begins_or_skips_the_reasoning_itself_has_to_stand_by_it(folder, begin, history, passes):
+    template = TEMPLATE.replace("'<|im_start|>assistant\\n' }}", begin).replace("+ '\\n' + message.content", history)
+    assert begin in template
+    assert history in template
+    (folder / "chat_template.jinja").write_text(template)
+    chat = Chat.load(folder, {}, [ADD])
+    if passes:
+        chat.check_template()
+    else:
+        with pytest.raises(PenstockError, match="rewrites history"):
+            chat.check_template()
+
+
 def test_a_template_that_drops_earlier_reasoning_is_refused_with_the_first_difference(folder):
     (folder / "chat_template.jinja").write_text(FORGETFUL)
     with pytest.raises(PenstockError, match=r"rewrites history.*First difference at character \d+.*<think>") as raised:

@@ -1,6 +1,5 @@
 """Checkpoints: whole or absent, verified, never a broken one chosen; and export."""
 
-import os
 import resource
 import shutil
 import signal
@@ -231,7 +230,7 @@ def test_a_folder_is_there_only_when_it_is_whole(tmp_path):
         (folder / "x").write_text("x")
         assert not (tmp_path / "deep" / "a").exists()
     assert names(tmp_path / "deep") == ["a"]
-    assert os.stat(tmp_path / "deep" / "a").st_mode & 0o055
+    assert (tmp_path / "deep" / "a").stat().st_mode & 0o055
 
 
 def run_with_checkpoints(base, folder):

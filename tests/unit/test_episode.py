@@ -442,6 +442,7 @@ async def test_a_prompt_that_is_too_long_fails_and_a_conversation_that_became_so
     assert (failed.rows, failed.parts, failed.snapshot, failed.truncated) == ([], [], None, None)
     cut = await completion_of([call("put"), refusal])
     assert (cut.failure, cut.truncated, cut.turns) == (None, TruncationReason.CONTEXT, 1)
+    assert len(cut.rows[0].tokens) == cut.rows[0].sampled[-1][1]  # nothing was sampled behind the tool's answer
     assert [p.reward for p in cut.parts] == [Measured(1.0)]
 
 
@@ -507,10 +508,13 @@ async def test_siblings_of_a_failed_completion_are_unharmed():
 
 
 async def test_an_engine_that_answers_nobody_is_raised_as_itself_and_the_siblings_are_called_off():
-    def script(turn, text):
-        return EngineUnavailableError("all down") if text.count("<|im_start|>user") and not turn else "Done."
+    asked = []
 
-    with pytest.raises(EngineUnavailableError, match="all down"):
+    def script(turn, text):
+        asked.append(turn)
+        return anyio.sleep(60) if len(asked) < 4 else EngineUnavailableError("all down")
+
+    with anyio.fail_after(5), pytest.raises(EngineUnavailableError, match="all down"):
         await group_of(script, prompt=make_prompt(group_size=4))
     with pytest.raises(EngineUnavailableError):
         await group_of([call("put"), EngineUnavailableError("all down")], prompt=make_prompt(group_size=4))

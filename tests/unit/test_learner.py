@@ -260,9 +260,11 @@ def test_bfloat16_is_written_and_float32_is_kept(base, tmp_path):
 
 def test_every_metric_is_documented(base):
     odd = completion(2, [9], Measured(1.0), truncated=TruncationReason.LENGTH)
-    metrics = learner(base).step(
-        collate([group(odd)]), 3, filtered=collate([group(name="f")]), dropped={DropReason.ZERO_VARIANCE: 2}
-    ).metrics
+    metrics = (
+        learner(base)
+        .step(collate([group(odd)]), 3, filtered=collate([group(name="f")]), dropped={DropReason.ZERO_VARIANCE: 2})
+        .metrics
+    )
     families = tuple(name.removesuffix("*") for name in NAMES if name.endswith("*"))
     assert [name for name in metrics if name not in NAMES and not name.startswith(families)] == []
     assert [name for name in NAMES if not name.endswith("*") and name not in metrics] == []

@@ -23,7 +23,9 @@ def facts(rewards, groups=None, truncated=None, failed=None, dropped=None):
     """Facts of completions; a reward of None is unmeasured, `truncated` and so on map a completion to its reason."""
 
     def codes(table, found):
-        return torch.tensor([table.index(found[c]) if c in (found or {}) else NONE for c in range(len(rewards))], dtype=torch.int64)
+        return torch.tensor(
+            [table.index(found[c]) if c in (found or {}) else NONE for c in range(len(rewards))], dtype=torch.int64
+        )
 
     ids = torch.tensor(groups or [0] * len(rewards), dtype=torch.int64)
     unmeasured = {c: RewardReason.RAISED for c, r in enumerate(rewards) if r is None}
@@ -92,9 +94,7 @@ def test_truncated_completions_follow_the_policy_of_their_reason(reason, policy,
 
 def test_a_policy_for_one_reason_leaves_the_others_alone():
     found = facts([1.0, 1.0], truncated={0: TruncationReason.LENGTH, 1: TruncationReason.CONTEXT})
-    masks = derive(
-        found, torch.arange(2), torch.ones(2, 1).bool(), truncation={TruncationReason.CONTEXT: "exclude"}
-    )
+    masks = derive(found, torch.arange(2), torch.ones(2, 1).bool(), truncation={TruncationReason.CONTEXT: "exclude"})
     assert masks.baseline_C.tolist() == [True, False]
 
 
@@ -104,7 +104,7 @@ def test_zero_reward_does_not_make_an_unmeasured_reward_a_zero():
 
 
 def test_an_unknown_policy_is_refused_by_name():
-    with pytest.raises(ValueError, match="'penalty'.*exclude, keep"):
+    with pytest.raises(ValueError, match=r"'penalty'.*exclude, keep"):
         one_row_each(facts([1.0]), "penalty")
 
 

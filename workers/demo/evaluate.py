@@ -1,4 +1,4 @@
-"""The demo's score: held-out problems played through the pipeline's own episode loop and reward, without the streams."""
+"""The demo's score: held-out problems through the pipeline's own episode loop and reward, without the streams."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,9 +64,7 @@ async def _play(
     """One group for each row, in the rows' order."""
     limits = msgspec.structs.replace(settings.rollout, temperature=temperature, group_size=episodes)
     settings = msgspec.structs.replace(settings, rollout=limits)
-    factories = {name: Factory.load(ref) for name, ref in settings.environments.items()}
-    functions = [RewardFunction.load(r.ref, r.weight, r.where) for r in settings.rewards]
-    chat = Chat.load(model, settings.data.template_args, None)
+    factories, functions, chat = await anyio.to_thread.run_sync(_load, settings, model)
     groups: dict[int, Group] = {}
     limiter = anyio.CapacityLimiter(_AT_ONCE)
     async with (
@@ -99,6 +97,14 @@ async def _play(
             for i in range(len(rows)):
                 tasks.start_soon(play, i)
     return [groups[i] for i in range(len(rows))]
+
+
+def _load(settings: Settings, model: Path) -> tuple[dict[str, Factory], list[RewardFunction], Chat]:
+    return (
+        {name: Factory.load(ref) for name, ref in settings.environments.items()},
+        [RewardFunction.load(r.ref, r.weight, r.where) for r in settings.rewards],
+        Chat.load(model, settings.data.template_args, None),
+    )
 
 
 def _mean(completions: Sequence[Completion]) -> float:

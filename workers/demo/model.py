@@ -70,7 +70,9 @@ def make_model(folder: Path, seed: int) -> None:
     """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     tokenizer = make_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),

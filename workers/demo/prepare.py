@@ -1,4 +1,4 @@
-"""What a demo run begins with: a small model with clumsy habits, problems to train on, settings that were seen to learn."""
+"""What a demo run begins with: a small clumsy model, problems to train on, settings that were seen to learn."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ GROUPS_PER_STEP = 16
 GROUP_SIZE = 8
 
 
-def settings_for(folder: Path, seed: int, steps: int = STEPS, reward: str = "calculator_answer") -> Settings:
+def settings_for(folder: Path, seed: int, reward: str = "calculator_answer") -> Settings:
     """The demo's settings."""
     return parse(
         {
@@ -60,7 +60,7 @@ def prepare(
     """
     tell = progress or (lambda _what, _share: None)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = settings_for(folder, seed, steps)
+    settings = settings_for(folder, seed)
     model = folder / "model"
     if not (model / "model.safetensors").exists() or not (folder / "run.toml").exists():
         tell("model", 0.0)

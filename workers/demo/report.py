@@ -4,7 +4,8 @@ import math
 from typing import Any
 
 from rich.columns import Columns
-from rich.console import Group as Lines, RenderableType
+from rich.console import Group as Lines
+from rich.console import RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text

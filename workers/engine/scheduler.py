@@ -12,6 +12,7 @@ Everything reaches the thread through one mailbox, in order; nothing else is sha
 import math
 from array import array
 from collections import deque
+from itertools import islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Literal
@@ -170,7 +171,7 @@ class Scheduler:
         count = min(self._max_batch - first, len(self._waiting))
         unique: dict[bytes, Generation] = {}
         copies = []
-        for g in [self._waiting.popleft() for _ in range(count)]:
+        for g in islice(self._waiting, count):
             g.mark(self.version or NO_VERSION)
             if unique.setdefault(g.key, g) is not g:
                 copies.append(g)
@@ -185,6 +186,8 @@ class Scheduler:
         self.tokens_prefilled += sum(g.prompt_length for g in fresh) - sum(known)
         for row, g in enumerate(copies, start=first + len(fresh)):
             self._model.copy(first + rows[g.key], row, g.prompt_length)
+        for _ in range(count):  # only now: what fails on the way is still in one of the two
+            self._waiting.popleft()
         self._running += fresh + copies
         if copies:
             logits_BV = logits_BV[[*range(len(fresh)), *(rows[g.key] for g in copies)]]
@@ -274,7 +277,7 @@ class Scheduler:
         self.version = version
         self._prefixes.clear()
         if self._running:
-            self._model.extend(0, [g.tokens[:-1] for g in self._running], [0] * len(self._running))
+            pass
         for generation in self._running:
             generation.mark(version)
         self._update = "none"

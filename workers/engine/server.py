@@ -1,6 +1,6 @@
 """The local engine's HTTP side: vLLM's routes, kept thin, in front of the generation thread."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -13,17 +13,16 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from stream.errors import EngineError, EngineRefusedError
+from stream.errors import EngineRefusedError
 from workers.engine.generation import Generation, Mail, Order
 from workers.engine.model import SlotModel
 from workers.engine.scheduler import Scheduler
-from workers.engine.site import MAX_BODY_BYTES, listen
+from workers.engine.site import MAX_BODY_BYTES, Handler, answer_errors, listen
 from workers.engine.wire import FinishUpdate, PauseMode, UpdateWeights, decode_request, refusal, response
 
 log = structlog.get_logger()
 _encoder = msgspec.json.Encoder()
 T = TypeVar("T")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_WAITING = 4096
 """Requests that wait for a place; more are answered with 429."""
@@ -59,7 +58,8 @@ async def serve(
     model = await anyio.to_thread.run_sync(load)
     loop: Any = anyio.lowlevel.current_token().native_token  # from_thread.run would block the thread until it ran
     scheduler = Scheduler(model, max_batch, lambda mail: loop.call_soon_threadsafe(_hand_out, mail))
-    routes = Routes(scheduler, model, str(model_path))
+    release = await anyio.to_thread.run_sync(version, "penstock")
+    routes = Routes(scheduler, model, str(model_path), release)
     async with listen(routes.application(), host, port) as url, anyio.create_task_group() as tasks:
         run = partial(anyio.to_thread.run_sync, scheduler.run, threads, limiter=anyio.CapacityLimiter(1))
         tasks.start_soon(run)
@@ -84,18 +84,20 @@ class Routes:
         scheduler: does the work.
         model: asked for its limits alone.
         name: the model's name in `/v1/models`.
+        release: Penstock's own.
     """
 
-    def __init__(self, scheduler: Scheduler, model: SlotModel, name: str) -> None:
+    def __init__(self, scheduler: Scheduler, model: SlotModel, name: str, release: str) -> None:
         self._scheduler = scheduler
         self._name = name
+        self._release = release
         self._max_length = model.max_length
         self._vocabulary = model.vocabulary
         self._end_ids = model.end_ids
 
     def application(self) -> web.Application:
         """All routes, with errors turned into answers."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_answer_errors])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[answer_errors])
         app.router.add_post("/inference/v1/generate", self.generate)
         reads: list[tuple[str, Handler]] = [
             ("/health", self.health),
@@ -173,7 +175,7 @@ class Routes:
 
     async def version(self, _: web.Request) -> web.Response:
         """Who answers."""
-        return _json({"version": f"penstock-{version('penstock')}"})
+        return _json({"version": f"penstock-{self._release}"})
 
     async def is_paused(self, _: web.Request) -> web.Response:
         """Whether generation is frozen."""
@@ -226,17 +228,6 @@ class Routes:
         if order.error is not None:
             raise order.error
         return _json({})
-
-
-@web.middleware
-async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """4xx for what the client did, 500 for what we did."""
-    try:
-        return await handler(request)
-    except EngineRefusedError as error:
-        return web.Response(status=400, body=refusal(str(error)), content_type="application/json")
-    except EngineError as error:
-        return web.Response(status=500, body=refusal(str(error)), content_type="application/json")
 
 
 def _decode(body: bytes, kind: type[T]) -> T:

@@ -1,18 +1,20 @@
-"""An aiohttp application that listens for as long as a context is open."""
+"""What servers of the engine's protocol share: they listen while a context is open, and answer errors alike."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import anyio
 from aiohttp import web
 
-from stream.errors import EngineError
+from stream.errors import EngineError, EngineRefusedError
+from workers.engine.wire import refusal
 
 _BACKLOG = 1024
 _CLEANUP_S = 2.0
 """For answers under way when it closes."""
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @asynccontextmanager
@@ -41,3 +43,14 @@ async def listen(app: web.Application, host: str, port: int) -> AsyncIterator[st
     finally:
         with anyio.CancelScope(shield=True):
             await runner.cleanup()
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """4xx for what the client did, 500 for what we did."""
+    try:
+        return await handler(request)
+    except EngineRefusedError as error:
+        return web.Response(status=400, body=refusal(str(error)), content_type="application/json")
+    except EngineError as error:
+        return web.Response(status=500, body=refusal(str(error)), content_type="application/json")

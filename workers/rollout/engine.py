@@ -171,15 +171,18 @@ class EngineClient:
         """Try until there is an answer, or a verdict."""
         began, tries = anyio.current_time(), 0
         failed: _Engine | None = None
+        stale_since = math.inf
         while True:
-            engine = min(self._engines, key=lambda e: (e is failed, e.version < at_least, e.load))
+            engine = min(self._engines, key=lambda e: (e is failed, e.load))
             asked_at = anyio.current_time()
+            engine.load += 1
             try:
                 return await self._generate(engine, body, at_least)
             except EngineRefusedError:
                 raise
             except _StaleError as error:
-                if anyio.current_time() - began > self._reconnect_s + self._request_timeout_s * tries:
+                failed, stale_since = engine, min(stale_since, asked_at)
+                if anyio.current_time() - stale_since > self._reconnect_s:
                     raise EngineUnavailableError(
                         f"{error}, for {self._reconnect_s:g} s; is the trainer there?"
                     ) from None
@@ -192,6 +195,8 @@ class EngineClient:
                     await self._find_healthy(asked_at)
                 if tries >= self._attempts:
                     raise await self._verdict(error, began, tries) from error
+            finally:
+                engine.load -= 1
             await _back_off(tries)
 
     async def _generate(self, engine: _Engine, body: bytes, at_least: int) -> Sampled:
@@ -201,11 +206,7 @@ class EngineClient:
             engine.version = _number(name)
             if engine.version < at_least:
                 raise _StaleError(f"{engine.url} has policy version {name}, older than {at_least}")
-        engine.load += 1
-        try:
-            status, payload = await self._send("POST", engine.url + _PATH, self._request_timeout_s, body)
-        finally:
-            engine.load -= 1
+        status, payload = await self._send("POST", engine.url + _PATH, self._request_timeout_s, body)
         sampled = read_answer(status, payload, engine.url)
         engine.version = sampled.spans[-1].version
         self._succeeded_at = anyio.current_time()

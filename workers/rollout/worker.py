@@ -7,11 +7,11 @@ import anyio
 import structlog
 
 from envs.factory import Factory
-from envs.rewards import RewardFunction
 from stream.codec import decode
 from stream.errors import SettingsError
 from stream.records import Prompt
 from stream.stage import Lease, Stage
+from workers.parts import load_rewards
 from workers.process import Role
 from workers.pump import pump
 from workers.rollout.chat import Chat
@@ -29,7 +29,7 @@ async def rollout(role: Role) -> None:
     if not settings.engine.urls:
         raise SettingsError("engine.urls is empty and no --engine was given: a rollout worker needs an engine")
     factories = {name: await anyio.to_thread.run_sync(Factory.load, ref) for name, ref in settings.environments.items()}
-    rewards = [RewardFunction.load(r.ref, r.weight, r.where) for r in settings.rewards if r.where == "rollout"]
+    rewards = await anyio.to_thread.run_sync(load_rewards, settings, "rollout")
     _check_rewards(settings.rewards, factories)
     chats = await anyio.to_thread.run_sync(_load_chats, role, factories)
     at_once = settings.rollout.groups_in_flight
@@ -49,11 +49,7 @@ async def rollout(role: Role) -> None:
 
         async def work(lease: Lease, version: int) -> None:
             claimed_at = time.time()
-            prompt = (
-                await anyio.to_thread.run_sync(decode, lease.payload, Prompt)
-                if len(lease.payload) > 1_000_000
-                else decode(lease.payload, Prompt)
-            )
+            prompt = decode(lease.payload, Prompt)
             group = await roll_out(
                 prompt,
                 chat=chats[prompt.environment if prompt.environment in chats else None],
@@ -82,10 +78,10 @@ def _load_chats(role: Role, factories: dict[str, Factory]) -> dict[str | None, C
     for name, factory in factories.items():
         schemas = [tool.schema for tool in factory.tools] if settings.data.tool_schemas else None
         chats[name] = Chat.load(path, arguments, schemas or None)
+        if factory.tools:  # where there is one turn, nothing is ever continued
+            chats[name].check_template()
     if not factories:
         chats[None] = Chat.load(path, arguments, None)
-    for chat in chats.values():
-        chat.check_template()
     return chats
 
 
@@ -95,6 +91,6 @@ def _check_rewards(rewards: tuple[object, ...], factories: dict[str, Factory]) -
     silent = [name for name, factory in factories.items() if not factory.has_reward]
     if silent:
         raise SettingsError(
-            f"environment {silent[0]!r} has no get_reward and there are no [[rewards]]: nothing would measure a reward; "
-            "add a reward function"
+            f"environment {silent[0]!r} has no get_reward and there are no [[rewards]]: nothing would measure "
+            "a reward; add a reward function"
         )

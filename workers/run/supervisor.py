@@ -89,6 +89,7 @@ class Supervisor:
         self._logs = settings.folder / "logs"
         self._children: list[Child] = []
         self._restarts: Counter[str] = Counter()
+        self._began = time.monotonic()
         self._phase = "starting"
         self._over = anyio.Event()
         self._stopping = anyio.Event()
@@ -133,7 +134,7 @@ class Supervisor:
                 with anyio.CancelScope(shield=True):
                     await anyio.to_thread.run_sync(live.withdraw, self._settings.folder)
             return Outcome(
-                view=await self._last_look(),
+                view=await self._look(),
                 failure=self._failure,
                 interrupted=self._interrupted,
                 killed=self._killed,
@@ -233,31 +234,25 @@ class Supervisor:
     async def _watch(self) -> None:
         """Look once a second: show it, and fail the run when it stands still."""
         alarm = StallAlarm(self._settings.guard.stall_s)
-        began = time.monotonic()
         while True:
-            view = await self._last_look()
-            status = Status(
-                run=self._settings.run.name,
-                phase=self._phase,
-                seconds=time.monotonic() - began,
-                restarts=dict(self._restarts),
-            )
-            self._display.show(view, status)
-            if not self._over.is_set():
-                stalled = alarm.see(view)
-                if stalled:
-                    self._fail(RunFailedError(stalled))
+            view = await self._look()
+            if not self._over.is_set() and (stalled := alarm.see(view)):
+                self._fail(RunFailedError(stalled))
             await anyio.sleep(_LOOK_S)
 
-    async def _last_look(self) -> RunView | None:
-        """A look at the run; None before there is anything to see, or when the server is gone (which fails the run)."""
+    async def _look(self) -> RunView | None:
+        """Look at the run and show it; None before it has begun, or when the server is gone, which fails the run."""
+        view = None
         try:
-            return await look(self._link)
+            view = await look(self._link)
         except ServerError as error:
             self._fail(RunFailedError(str(error)))
-        except PenstockError:
-            pass
-        return None
+        except PenstockError as error:
+            log.debug("look.failed", why=str(error))
+        seconds = time.monotonic() - self._began
+        restarts = dict(self._restarts)
+        self._display.show(view, Status(run=self._link.run, phase=self._phase, seconds=seconds, restarts=restarts))
+        return view
 
     async def _listen(self) -> None:
         """The first signal asks for a drain, the second one kills."""

@@ -1,8 +1,8 @@
 """The farming guard: a run whose rewards are not measured any more stops, and says so.
 
-Invalid rows are left out, which a policy could learn to exploit, and a dead verifier would go unnoticed. So the fraction
-of completions that are invalid, by environment and reason, is watched over a window of groups; beyond the bound the run
-stops. Nothing is turned into 0 to get there.
+Invalid rows are left out, which a policy could learn to exploit, and a dead verifier would go unnoticed. So the
+fraction of completions that are invalid, by environment and reason, is watched over a window of groups; beyond the
+bound the run stops. Nothing is turned into 0 to get there.
 """
 
 from collections import Counter, deque

@@ -90,7 +90,7 @@ class Hand:
         return found
 
     def dropped(self) -> tuple[dict[DropReason, int], list[Group]]:
-        """Groups dropped since this was last asked: how many by reason, and the last of them, which were measured too."""
+        """Groups dropped since this was last asked: how many by reason, and the last of them."""
         counts, self._dropped = dict(self._dropped), Counter()
         groups = list(self._filtered)
         self._filtered.clear()

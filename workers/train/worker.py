@@ -129,8 +129,8 @@ class Trainer:
                 return False
             elif time.monotonic() - last > stall_s:
                 raise RunFailedError(
-                    f"no group came to be trained for guard.stall_s = {stall_s:g} s, while {claim.open_prompts} prompts "
-                    "have met no end; `penstock queues` shows where they are, the workers' logs why"
+                    f"no group came to be trained for guard.stall_s = {stall_s:g} s, while {claim.open_prompts} "
+                    "prompts have met no end; `penstock queues` shows where they are, the workers' logs why"
                 )
             else:
                 async with anyio.create_task_group() as tasks:

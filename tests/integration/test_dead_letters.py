@@ -1,0 +1,75 @@
+"""Dead letters: listed, retried, dropped, and always counted."""
+
+import pytest
+
+from stream.dead import drop, letters, retry
+from stream.errors import PenstockError
+from stream.view import look
+
+
+async def bury(pipe, stage="prompts", reason="data") -> None:
+    worker = pipe.stage(stage, f"undertaker-{stage}", data_attempts=1)
+    (lease,) = (await worker.claim(1)).leases
+    if reason == "data":
+        assert await worker.release(lease, "data", "does not render")
+    else:
+        await worker.bury(lease, reason, "altered")
+
+
+async def test_letters_are_listed_oldest_first(pipe):
+    await pipe.feed("a", "b")
+    await bury(pipe)
+    await bury(pipe, reason="unreadable")
+    first, second = await letters(pipe.link)
+    assert (first.prompt_id, first.reason, first.data_failures) == ("a", "data", 1)
+    assert (second.prompt_id, second.reason, second.error) == ("b", "unreadable", "altered")
+    assert await letters(pipe.link, only=second.id) == [second]
+    assert await letters(pipe.link, count=1) == [first]
+    assert await pipe.balance() == {"fed": 2, "trained": 0, "dropped": 0, "dead": 2, "outstanding": 0}
+
+
+@pytest.mark.parametrize("stage", ["prompts", "groups", "scored"])
+async def test_a_letter_goes_back_where_it_came_from_with_fresh_budgets(pipe, stage):
+    await {"prompts": pipe.feed, "groups": pipe.rolled_out, "scored": pipe.scored}[stage]("a")
+    await bury(pipe, stage)
+    (letter,) = await letters(pipe.link)
+    await retry(pipe.link, [letter.id])
+    assert await letters(pipe.link) == []
+    (lease,) = (await pipe.stage(stage).claim(10)).leases
+    assert (lease.prompt_id, lease.payload) == ("a", letter.payload)
+    assert (lease.infra_failures, lease.data_failures) == (0, 0)
+    assert await pipe.balance() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 1}
+
+
+async def test_a_dropped_letter_is_an_end(pipe):
+    await pipe.feed("a", "b")
+    await bury(pipe)
+    await drop(pipe.link, [letter.id for letter in await letters(pipe.link)])
+    assert await letters(pipe.link) == []
+    assert (await look(pipe.link)).dropped == {"operator": 1}
+    assert await pipe.balance() == {"fed": 2, "trained": 0, "dropped": 1, "dead": 0, "outstanding": 1}
+
+
+@pytest.mark.parametrize("verb", [retry, drop])
+async def test_junk_stays_out_of_the_account(pipe, verb):
+    await pipe.link.redis.xadd(pipe.link.key("prompts"), {"prompt": "foreign", "payload": "junk"})
+    await bury(pipe, reason="unreadable")
+    assert (await look(pipe.link)).counts == {"junk": 1}
+    (letter,) = await letters(pipe.link)
+    await verb(pipe.link, [letter.id])
+    assert await pipe.balance() == {"fed": 0, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 0}
+
+
+@pytest.mark.parametrize("letter_id", ["1-1", "nonsense", "", "1", "-", "+"])
+async def test_an_unknown_letter_is_an_error_that_names_it(pipe, letter_id):
+    for verb in (retry, drop):
+        with pytest.raises(PenstockError, match="has no dead letter"):
+            await verb(pipe.link, [letter_id])
+
+
+async def test_a_letter_that_holds_nothing_can_only_be_dropped(pipe):
+    letter_id = (await pipe.link.redis.xadd(pipe.link.key("dead"), {"stage": "prompts"})).decode()
+    with pytest.raises(PenstockError, match="drop it"):
+        await retry(pipe.link, [letter_id])
+    await drop(pipe.link, [letter_id])
+    assert await letters(pipe.link) == []

@@ -1,0 +1,189 @@
+"""The engine's client against a scripted engine with every fault that it knows."""
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
+from stream.records import Span
+from workers.rollout.engine import EngineClient, Sampling, read_answer
+from workers.testing.scripted_engine import ScriptedEngine, scripted_logprob
+
+SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop_token_ids=(2,), seed=4)
+
+
+def reply(token_ids: list[int], _request) -> list[int]:
+    return [token_ids[-1] + 1, token_ids[-1] + 2, 2]
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@asynccontextmanager
+async def client_of(
+    *urls: str, attempts: int = 3, timeout_s: float = 5, reconnect_s: float = 5
+) -> AsyncIterator[EngineClient]:
+    async with EngineClient(urls, request_timeout_s=timeout_s, attempts=attempts, reconnect_s=reconnect_s) as client:
+        yield client
+
+
+async def test_a_sample_comes_with_logprobs_reason_and_versions():
+    async with ScriptedEngine(reply, version="3") as engine, client_of(engine.url) as client:
+        await client.probe()
+        sampled = await client.sample([5, 6], SAMPLING, at_least=3)
+    assert sampled.token_ids == [7, 8, 2]
+    assert sampled.logprobs == [scripted_logprob(2 + i, token) for i, token in enumerate([7, 8, 2])]
+    assert sampled.finish_reason == "stop"
+    assert sampled.spans == [Span(3, 0, 3)]
+    params = engine.requests[0].sampling_params
+    assert (params.temperature, params.max_tokens, params.stop_token_ids, params.seed) == (1.0, 8, [2], 4)
+
+
+@pytest.mark.parametrize(
+    "fault", ["500", "429", "hang", "reset", "garbage", "count_mismatch", "nan_logprob", "abort", "empty", "spans"]
+)
+async def test_one_fault_is_retried_and_the_sample_comes(fault: str):
+    async with ScriptedEngine(reply, version="0") as engine, client_of(engine.url, timeout_s=0.5) as client:
+        engine.faults = lambda number, _: fault if number == 0 else None
+        sampled = await client.sample([5], SAMPLING)
+    assert sampled.token_ids == [6, 7, 2]
+    assert engine.count == 2
+
+
+@pytest.mark.parametrize("fault", ["500", "reset", "garbage", "count_mismatch", "nan_logprob", "abort", "empty"])
+async def test_a_request_that_fails_every_time_fails_alone(fault: str):
+    async with ScriptedEngine(reply, version="0") as engine, client_of(engine.url) as client:
+        engine.faults = lambda _, request: fault if request.token_ids == [66] else None
+        outcomes: dict[int, object] = {}
+
+        async def ask(prompt: int) -> None:
+            try:
+                outcomes[prompt] = (await client.sample([prompt], SAMPLING)).token_ids
+            except EngineError as error:
+                outcomes[prompt] = type(error)
+
+        async with anyio.create_task_group() as tasks:
+            for prompt in (65, 66, 67):
+                tasks.start_soon(ask, prompt)
+    assert outcomes == {65: [66, 67, 2], 66: EngineError, 67: [68, 69, 2]}
+    assert engine.count == 2 + 3
+
+
+async def test_a_refusal_is_never_retried_and_keeps_the_engines_words():
+    async with ScriptedEngine(reply, version="0", max_length=4) as engine, client_of(engine.url) as client:
+        with pytest.raises(EngineRefusedError, match="maximum context length is 4"):
+            await client.sample([1, 2, 3, 4, 5], SAMPLING)
+        engine.faults = lambda *_: "400"
+        with pytest.raises(EngineRefusedError, match="scripted 400"):
+            await client.sample([1], SAMPLING)
+    assert engine.count == 1
+
+
+async def test_where_nothing_answers_the_url_is_named():
+    url = f"http://127.0.0.1:{free_port()}"
+    async with client_of(url, reconnect_s=0.3) as client:
+        with pytest.raises(EngineUnavailableError, match=url):
+            await client.probe()
+        with pytest.raises(EngineUnavailableError, match=url):
+            await client.sample([1], SAMPLING)
+
+
+async def test_many_requests_wait_together_for_an_engine_that_is_gone():
+    async with client_of(f"http://127.0.0.1:{free_port()}", reconnect_s=0.3) as client:
+        unavailable = []
+
+        async def ask() -> None:
+            with pytest.raises(EngineUnavailableError):
+                await client.sample([1], SAMPLING, at_least=-1)
+            unavailable.append(1)
+
+        with anyio.fail_after(5):
+            async with anyio.create_task_group() as tasks:
+                for _ in range(50):
+                    tasks.start_soon(ask)
+    assert len(unavailable) == 50
+
+
+async def test_an_engine_that_comes_back_with_old_weights_samples_nothing_until_it_has_new_ones():
+    port = free_port()
+    said = []
+    async with client_of(f"http://127.0.0.1:{port}", reconnect_s=10) as client, anyio.create_task_group() as tasks:
+
+        async def ask() -> None:
+            said.append(await client.sample([1], SAMPLING, at_least=4))
+
+        async with ScriptedEngine(reply, version="4", port=port):
+            await ask()
+        tasks.start_soon(ask)
+        await anyio.sleep(0.3)
+        async with ScriptedEngine(reply, version=None, port=port) as engine:
+            await anyio.sleep(0.5)
+            engine.version = "3"
+            await anyio.sleep(0.5)
+            assert len(said) == 1
+            engine.version = "5"
+            with anyio.fail_after(10):
+                while len(said) < 2:
+                    await anyio.sleep(0.05)
+    assert [sampled.spans for sampled in said] == [[Span(4, 0, 3)], [Span(5, 0, 3)]]
+
+
+async def test_weights_that_never_come_make_the_engine_unavailable():
+    async with ScriptedEngine(reply, version="2") as engine, client_of(engine.url, reconnect_s=0.3) as client:
+        with pytest.raises(EngineUnavailableError, match="policy version 2, older than 3"):
+            await client.sample([1], SAMPLING, at_least=3)
+        assert (await client.sample([1], SAMPLING, at_least=2)).spans == [Span(2, 0, 3)]
+
+
+async def test_an_engine_without_a_number_is_taken_only_where_any_is():
+    async with ScriptedEngine(reply) as engine, client_of(engine.url, reconnect_s=0.2) as client:
+        with pytest.raises(EngineUnavailableError):
+            await client.sample([1], SAMPLING)
+        assert (await client.sample([1], SAMPLING, at_least=-1)).spans == [Span(-1, 0, 3)]
+
+
+async def test_cancelling_the_caller_ends_the_request_at_the_engine():
+    async with ScriptedEngine(reply, version="0", delay_s=60) as engine, client_of(engine.url, timeout_s=60) as client:
+        with anyio.move_on_after(0.3):
+            await client.sample([1], SAMPLING)
+        with anyio.fail_after(5):
+            while engine.running:
+                await anyio.sleep(0.01)
+    assert (engine.count, engine.aborted) == (1, 1)
+
+
+async def test_the_other_engine_is_asked_where_one_fails():
+    async with (
+        ScriptedEngine(reply, version="0") as good,
+        ScriptedEngine(reply, version="0") as bad,
+        client_of(bad.url, good.url) as client,
+    ):
+        bad.faults = lambda *_: "500"
+        for _ in range(5):
+            assert (await client.sample([1], SAMPLING)).token_ids == [2, 3, 2]
+    assert good.count == 5
+
+
+async def test_requests_spread_over_engines():
+    async with (
+        ScriptedEngine(reply, version="0", delay_s=0.1) as one,
+        ScriptedEngine(reply, version="0", delay_s=0.1) as other,
+        client_of(one.url, other.url) as client,
+        anyio.create_task_group() as tasks,
+    ):
+        for _ in range(20):
+            tasks.start_soon(client.sample, [1], SAMPLING)
+    assert (one.count, other.count) == (10, 10)
+
+
+def test_an_answer_without_logprobs_is_no_sample():
+    choice = b'{"index": 0, "token_ids": [1], "finish_reason": "stop"}'
+    payload = b'{"request_id": "", "choices": [' + choice + b'], "weight_versions": []}'
+    with pytest.raises(EngineError, match="1 tokens with 0 log-probs"):
+        read_answer(200, payload, "http://x")

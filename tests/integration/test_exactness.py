@@ -1,0 +1,173 @@
+"""What is stored of an episode is what a forward pass of the right weights says: ids, log-probs, versions."""
+
+import math
+import shutil
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from envs.factory import Factory
+from stream.records import Prompt
+from stream.validity import Measured
+from workers.demo.model import make_model
+from workers.demo.task import training_rows
+from workers.demo.warmstart import warm_start
+from workers.engine.server import serve
+from workers.rollout.chat import Chat
+from workers.rollout.engine import EngineClient
+from workers.rollout.group import roll_out
+from workers.rollout.slot import SlotPool
+from workers.rollout.tool_format import TOOL_FORMATS
+from workers.settings import Algorithm, Data, Model, RewardFunction, Rollout, Settings
+from workers.train.batch import collate
+from workers.train.publisher import EnginePublisher
+from workers.train.selection import derive_masks
+
+pytestmark = pytest.mark.timeout(120)
+
+LIMITS = Rollout(group_size=4, max_turns=4, max_tokens_per_turn=40, max_tokens=220)
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory) -> dict[int, Path]:
+    """Two policies that use tools: version 0, and version 1 a few steps further on."""
+    folder = tmp_path_factory.mktemp("policies")
+    make_model(folder / "v0", seed=3)
+    warm_start(folder / "v0", 3, steps=250, threads=1)
+    shutil.copytree(folder / "v0", folder / "v1")
+    warm_start(folder / "v1", 4, steps=20, threads=1)
+    return {0: folder / "v0", 1: folder / "v1"}
+
+
+def forward(model, row) -> list[float]:
+    """Log-probs of the row's sampled tokens, teacher-forced."""
+    ids = torch.tensor([[*row.prompt, *row.tokens]])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(ids).logits[0].double(), dim=-1)
+    places = [len(row.prompt) + i for start, end in row.sampled for i in range(start, end)]
+    return [logprobs[place - 1, ids[0, place]].item() for place in places]
+
+
+def versions(row) -> list[int]:
+    """The policy version of each sampled token."""
+    of = {i: span.version for span in row.spans for i in range(span.start, span.end)}
+    return [of[i] for start, end in row.sampled for i in range(start, end)]
+
+
+async def roll_out_all(policies, prompts, push_after_s=None):
+    """Play all prompts at once on a real engine; version 1 is pushed meanwhile."""
+    urls, groups = [], []
+    ready = anyio.Event()
+
+    def announce(url):
+        urls.append(url)
+        ready.set()
+
+    factories = {"calculator": await anyio.to_thread.run_sync(Factory.load, "calculator")}
+    chat = await anyio.to_thread.run_sync(Chat.load, policies[0], {}, None)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(
+            lambda: serve(policies[0], port=0, max_batch=16, max_length=400, threads=1, dtype="float32", ready=announce)
+        )
+        with anyio.fail_after(60):
+            await ready.wait()
+            publisher = EnginePublisher(urls, 20)
+            await publisher.push(policies[0], 0)
+            async with (
+                EngineClient(urls, request_timeout_s=60, attempts=3, reconnect_s=20) as engine,
+                SlotPool(factories, size=4 * len(prompts)) as pool,
+            ):
+
+                async def play(prompt):
+                    groups.append(
+                        await roll_out(
+                            prompt,
+                            chat=chat,
+                            sampler=engine,
+                            pool=pool,
+                            limits=LIMITS,
+                            tool_format=TOOL_FORMATS["hermes"],
+                            factories=factories,
+                        )
+                    )
+
+                async with anyio.create_task_group() as playing:
+                    for prompt in prompts:
+                        playing.start_soon(play, prompt)
+                    if push_after_s is not None:
+                        await anyio.sleep(push_after_s)
+                        await publisher.push(policies[1], 1)
+                        assert await publisher.versions() == {urls[0]: 1}
+        tasks.cancel_scope.cancel()
+    return groups
+
+
+def prompts(n):
+    return [
+        Prompt(
+            id=f"d:0:{i}",
+            messages=row["prompt"],
+            fields={"problem": row["problem"], "answer": row["answer"]},
+            environment="calculator",
+            group_size=4,
+        )
+        for i, row in enumerate(training_rows(n, 5))
+    ]
+
+
+def check_rows(groups, policies) -> set[int]:
+    """Every stored log-prob is that of its version's weights. Returns the versions seen."""
+    models = {v: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for v, path in policies.items()}
+    seen = set()
+    for completion in (c for group in groups for c in group.completions):
+        assert completion.failure is None
+        for row in completion.rows:
+            right = {v: forward(model, row) for v, model in models.items()}
+            for i, (stored, version) in enumerate(zip(row.sampled_logprobs, versions(row), strict=True)):
+                assert math.isclose(stored, right[version][i], abs_tol=TOLERANCE)
+                seen.add(version)
+    return seen
+
+
+async def test_a_three_turn_completion_is_stored_to_the_token(policies):
+    groups = await roll_out_all(policies, prompts(8))
+    assert check_rows(groups, {0: policies[0]}) == {0}
+    long = [c for g in groups for c in g.completions if c.turns >= 3 and c.truncated is None]
+    assert long, "no episode came to three turns"
+    chat = await anyio.to_thread.run_sync(Chat.load, policies[0], {}, None)
+    for completion in long:
+        (row,) = completion.rows
+        assert len(row.sampled) == completion.turns
+        assert list(row.prompt) == chat.prompt_ids(completion.prompt_messages)
+        # Each turn as it was sampled, each tool's answer as the template writes it; nothing else.
+        text = chat.decode(list(row.tokens))
+        for message in completion.messages:
+            if message["role"] == "tool":
+                assert str(message["content"]) in text
+
+
+async def test_sampled_tokens_and_only_they_bear_loss(policies):
+    groups = await roll_out_all(policies, prompts(4))
+    for group in groups:
+        for i, completion in enumerate(group.completions):
+            completion.reward = Measured(float(i))
+    batch = collate(groups)
+    settings = Settings(
+        model=Model(path="m"), data=Data(path="d"), rewards=(RewardFunction(ref="x"),), algorithm=Algorithm()
+    )
+    masks = derive_masks(batch, settings, version=0)
+    rows = [row for group in groups for completion in group.completions for row in completion.rows]
+    for r, row in enumerate(rows):
+        bearing = {i - len(row.prompt) for i in torch.nonzero(masks.tokens_RT[r]).flatten().tolist()}
+        assert bearing == {i for start, end in row.sampled for i in range(start, end)}
+
+
+async def test_weights_pushed_in_flight_take_effect_at_the_token_that_the_spans_name(policies):
+    groups = await roll_out_all(policies, prompts(24), push_after_s=0.25)
+    assert check_rows(groups, policies) == {0, 1}
+    mixed = [r for g in groups for c in g.completions for r in c.rows if len({s.version for s in r.spans}) == 2]
+    assert mixed, "no completion was under way when the weights changed"

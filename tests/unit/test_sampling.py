@@ -1,0 +1,78 @@
+"""One token for each row: the right distribution, and the log-prob of it."""
+
+from random import Random
+
+import pytest
+import torch
+
+from workers.engine.sampling import restrict, sample
+from workers.engine.wire import SamplingParams
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
+
+
+def draw(params: SamplingParams, count: int = 20_000) -> tuple[torch.Tensor, dict[int, float]]:
+    """Relative frequencies, and the log-prob that came with each token."""
+    rows = LOGITS.expand(count, -1)
+    ids, logprobs = sample(rows, [params] * count, [Random(seed) for seed in range(count)])
+    return torch.bincount(torch.tensor(ids), minlength=len(LOGITS)) / count, dict(zip(ids, logprobs, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_come_as_often_as_their_logprobs_say(temperature: float):
+    frequencies, logprobs = draw(SamplingParams(temperature=temperature))
+    expected = torch.log_softmax(LOGITS / temperature, dim=-1)
+    assert torch.allclose(frequencies, expected.exp(), atol=0.015)
+    for token, logprob in logprobs.items():
+        assert logprob == pytest.approx(expected[token].item(), abs=1e-6)
+
+
+def test_greedy_takes_the_most_probable_and_answers_the_raw_logprob():
+    frequencies, logprobs = draw(SamplingParams(temperature=0, top_k=3), 10)
+    assert frequencies[0] == 1
+    assert logprobs[0] == pytest.approx(torch.log_softmax(LOGITS, dim=-1)[0].item(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("params", "left"),
+    [
+        (SamplingParams(top_k=2), [0, 1]),
+        (SamplingParams(top_k=100), [0, 1, 2, 3, 4, 5]),
+        (SamplingParams(top_k=-1, top_p=0.5), [0]),
+        (SamplingParams(top_p=0.8), [0, 1, 2]),  # masses .57 .21 .13: the third is what reaches .8
+        (SamplingParams(min_p=0.3), [0, 1]),  # e^-1 = .37, e^-1.5 = .22
+        (SamplingParams(top_k=3, top_p=0.7), [0, 1]),
+        (SamplingParams(top_p=1e-9), [0]),
+    ],
+)
+def test_what_is_cut_never_comes_and_the_rest_is_renormalised(params: SamplingParams, left: list[int]):
+    frequencies, logprobs = draw(params, 3000)
+    assert frequencies.nonzero().flatten().tolist() == left
+    expected = torch.log_softmax(LOGITS[left], dim=-1)
+    assert [logprobs[token] for token in left] == pytest.approx(expected.tolist(), abs=1e-6)
+    assert restrict(torch.log_softmax(LOGITS, dim=-1), params).exp().sum().item() == pytest.approx(1)
+
+
+def test_a_row_draws_the_same_whoever_is_beside_it():
+    params = SamplingParams(temperature=1.0)
+    alone = sample(LOGITS[None], [params], [Random(5)])
+    among = sample(
+        LOGITS.expand(3, -1), [SamplingParams(temperature=0), params, params], [Random(i) for i in (4, 5, 6)]
+    )
+    assert (alone[0][0], alone[1][0]) == (among[0][1], among[1][1])
+
+
+def test_a_number_at_the_very_end_of_the_range_finds_a_token_that_can_come():
+    class Last(Random):
+        def random(self) -> float:
+            return 1 - 2**-53
+
+    logits = torch.tensor([[0.0, 0.3, float("-inf"), float("-inf")]])
+    ids, logprobs = sample(logits, [SamplingParams()], [Last()])
+    assert ids == [1]
+    assert logprobs[0] > -1
+
+
+def test_broken_logits_show_in_the_logprob():
+    _, logprobs = sample(torch.full((1, 4), float("nan")), [SamplingParams()], [Random(0)])
+    assert logprobs[0] != logprobs[0]

@@ -1,0 +1,143 @@
+"""What a step reports: over whom, divided by what, and who is left out."""
+
+from array import array
+
+import pytest
+
+from stream.records import Completion, Failure, Group, Prompt, Row, Span
+from stream.validity import DropReason, Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
+from workers import settings
+from workers.train.advantages import grpo
+from workers.train.batch import collate
+from workers.train.metrics import count_states, step_metrics
+from workers.train.selection import assess, derive_masks
+
+SETTINGS = settings.Settings(
+    model=settings.Model(path="none"),
+    data=settings.Data(path="none"),
+    algorithm=settings.Algorithm(truncation={TruncationReason.LENGTH: "exclude"}, min_valid_rows=2),
+)
+
+
+def completion(index, length, reward, version=5, **facts):
+    row = Row(
+        prompt_ids=bytes(4),
+        token_ids=bytes(4 * length),
+        sampled=[(0, length)],
+        logprobs=array("f", [-1.0] * length).tobytes(),
+        spans=[Span(version, 0, length)],
+    )
+    return Completion(index=index, rows=[row], reward=reward, **facts)
+
+
+def group(*completions, name="p"):
+    return Group(prompt=Prompt(id=name, messages=[]), completions=list(completions))
+
+
+def metrics(*groups, version=7, **more):
+    batch = collate(groups)
+    masks = derive_masks(batch, SETTINGS, version)
+    advantages = grpo(masks.rewards_C, batch.facts.group_ids_C, masks.baseline_C, normalize_std=False)
+    return step_metrics(batch, masks, advantages, version=version, **more)
+
+
+VALID = (
+    completion(0, 2, Measured(1.0), turns=1),
+    completion(1, 4, Measured(0.0), version=7, turns=3),
+    completion(2, 3, Measured(5.0), truncated=TruncationReason.CONTEXT, turns=5),
+)
+INVALID = (
+    completion(3, 90, Unmeasured(RewardReason.TIMEOUT), turns=90),
+    completion(4, 90, Measured(1e6), failure=Failure(reason=RolloutReason.ENGINE), turns=90),
+    completion(5, 90, Measured(1e6), truncated=TruncationReason.LENGTH, turns=90, version=0),
+    Completion(index=6, failure=Failure(reason=RolloutReason.ENV_RESET)),
+)
+
+
+def test_rewards_lengths_turns_and_ages_are_those_of_valid_completions():
+    found = metrics(group(*VALID, *INVALID))
+    expected = {
+        "reward/mean": 2.0,
+        "reward/std": 7**0.5,
+        "reward/min": 0.0,
+        "reward/max": 5.0,
+        "reward/count": 3,
+        "advantage/mean": 0.0,
+        "advantage/min": -2.0,
+        "advantage/max": 3.0,
+        "length/mean": 3.0,
+        "length/max": 4,
+        "turns/mean": 3.0,
+        "tokens/loss": 9,
+        "tokens/sampled": 9 + 270,
+        "staleness/mean": 10 / 9,
+        "staleness/max": 2,
+        "valid_fraction": 3 / 7,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+def test_every_completion_is_counted_once_under_its_state():
+    found = metrics(group(*VALID, *INVALID))
+    assert {name: value for name, value in found.items() if name.startswith("rows/")} == {
+        "rows/valid": 3,
+        "rows/reward:timeout": 1,
+        "rows/failed:engine": 1,
+        "rows/truncated:length": 1,
+        "rows/failed:env_reset": 1,
+    }
+
+
+def test_truncated_completions_have_a_bucket_of_their_own():
+    found = metrics(group(*VALID, *INVALID))
+    assert (found["truncated/context"], found["truncated/length"]) == (1, 1)
+    assert (found["truncated/reward_mean"], found["truncated/length_mean"]) == (5.0, 3.0)
+
+
+def test_a_mean_of_nothing_is_left_out():
+    found = metrics(group(*INVALID))
+    assert found["reward/count"] == found["tokens/loss"] == 0
+    absent = ("reward/", "advantage/", "length/", "turns/", "staleness/", "truncated/reward")
+    assert [name for name in found if name.startswith(absent)] == ["reward/count"]
+
+
+def test_what_the_policy_earns_includes_groups_that_were_filtered():
+    tie = collate([group(*[completion(i, 2, Measured(1.0)) for i in range(3)], *INVALID, name="q")])
+    found = metrics(
+        group(*VALID), filtered=(tie, derive_masks(tie, SETTINGS, 7)), dropped={DropReason.ZERO_VARIANCE: 1}
+    )
+    assert (found["reward/mean"], found["reward/count"]) == (2.0, 3)
+    assert (found["sampled/reward_mean"], found["sampled/reward_count"]) == (1.5, 6)
+    assert (found["groups/kept"], found["groups/dropped/zero_variance"]) == (1, 1)
+
+
+def test_groups_without_signal_are_counted():
+    tie = group(*[completion(i, 2, Measured(1.0)) for i in range(2)], name="tie")
+    single = group(completion(0, 2, Measured(1.0)), *INVALID, name="single")
+    found = metrics(group(*VALID), tie, single)
+    assert (found["groups/kept"], found["groups/tie"], found["groups/singleton"]) == (3, 1, 1)
+
+
+def test_a_completion_of_several_rows_is_one_completion():
+    two = completion(0, 2, Measured(1.0))
+    two.rows.append(completion(0, 3, None).rows[0])
+    found = metrics(group(two, VALID[1]))
+    assert (found["reward/count"], found["length/mean"], found["length/max"]) == (2, 4.5, 5)
+
+
+def test_an_unscored_completion_is_missing_its_reward():
+    batch = collate([group(completion(0, 2, None))])
+    assert count_states(batch.facts, derive_masks(batch, SETTINGS, 7)) == {"reward:missing": 1}
+
+
+def test_a_group_is_assessed_by_the_same_masks():
+    assert assess(group(*VALID, *INVALID), SETTINGS, 7)[0] is None
+    reason, states = assess(group(*INVALID), SETTINGS, 7)
+    assert reason is DropReason.NO_VALID_ROW
+    assert states == {"reward:timeout": 1, "failed:engine": 1, "truncated:length": 1, "failed:env_reset": 1}
+    assert assess(group(VALID[0]), SETTINGS, 7)[0] is DropReason.MIN_VALID_ROWS
+    assert assess(group(VALID[0], VALID[0]), SETTINGS, 7)[0] is DropReason.ZERO_VARIANCE
+
+
+def test_metrics_are_plain_numbers():
+    assert {type(value) for value in metrics(group(*VALID, *INVALID)).values()} == {int, float}

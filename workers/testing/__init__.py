@@ -1,0 +1,1 @@
+"""Stand-ins for those who test environments, or the pipeline itself. No torch."""

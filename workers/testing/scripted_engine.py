@@ -1,0 +1,214 @@
+"""An engine without a model: the wire protocol of the real ones, with a plain function for what is said, and faults.
+
+>>> async with ScriptedEngine(lambda token_ids, request: [7, 8, 2]) as engine:  # doctest: +SKIP
+...     engine.faults = lambda number, request: "500" if number % 5 == 0 else None
+...     client = EngineClient([engine.url], ...)
+"""
+
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import anyio
+import msgspec
+from aiohttp import web
+
+from stream.errors import EngineRefusedError
+from workers.engine.site import MAX_BODY_BYTES, answer_errors, listen
+from workers.engine.wire import (
+    NO_VERSION,
+    FinishUpdate,
+    GenerateRequest,
+    UpdateWeights,
+    VersionSpan,
+    decode_request,
+    refusal,
+    response,
+)
+
+Fault = Literal[
+    "500",
+    "429",
+    "400",
+    "hang",
+    "reset",
+    "garbage",
+    "count_mismatch",
+    "nan_logprob",
+    "abort",
+    "empty",
+    "spans",
+]
+"""`hang` answers never, `reset` breaks the connection, `spans` leaves the last token without a version."""
+
+Reply = Callable[[list[int], GenerateRequest], list[int]]
+"""From the prompt's ids to the ids that are 'sampled'; cut at the request's `max_tokens`."""
+
+Faults = Callable[[int, GenerateRequest], Fault | None]
+"""From a request's number, counted from 0, to what goes wrong with it."""
+
+_REMEMBERED = 10_000
+_ORDERS = ("/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update")
+
+
+def scripted_logprob(position: int, token: int) -> float:
+    """The log-prob of `token` at `position` of the whole sequence: arbitrary, but always the same, in [-1, 0)."""
+    return -((token * 2_654_435_761 + position * 40_503) % 1000 + 1) / 1000
+
+
+def _no_faults(_number: int, _request: GenerateRequest) -> Fault | None:
+    return None
+
+
+class ScriptedEngine:
+    """A server for as long as the context is open.
+
+    Args:
+        reply: what it says.
+        version: the weights' version to begin with; None as after a restart.
+        max_length: longer prompts are refused.
+        delay_s: before each answer.
+        port: 0 for a free one; a fixed one to 'restart' at the same address.
+    """
+
+    def __init__(
+        self, reply: Reply, *, version: str | None = None, max_length: int = 4096, delay_s: float = 0.0, port: int = 0
+    ) -> None:
+        self.url = ""
+        self.version = version
+        self.faults: Faults = _no_faults
+        self.order_faults: Counter[str] = Counter()
+        """How many of the next calls of a control route, by path, answer 500."""
+        self.refused_paths: set[str] = set()
+        """Weights that are answered with a 400."""
+        self.requests: deque[GenerateRequest] = deque(maxlen=_REMEMBERED)
+        self.orders: deque[str] = deque(maxlen=_REMEMBERED)
+        """Control routes in the order of their calls, faults included."""
+        self.pushes: list[tuple[str, str]] = []
+        """Path and version of the weights that it took."""
+        self.count = 0
+        self.running = 0
+        self.aborted = 0
+        self.paused = False
+        self._reply = reply
+        self._max_length = max_length
+        self._delay_s = delay_s
+        self._port = port
+        self._path: str | None = None
+        self._resumed = anyio.Event()
+        self._ends = anyio.Event()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[answer_errors])
+        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/init_weight_transfer_engine", self._nothing)
+        app.router.add_post("/reset_prefix_cache", self._nothing)
+        app.router.add_get("/health", self._nothing)
+        answers: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+            ("/version", lambda: {"version": "scripted"}),
+            ("/v1/models", lambda: {"data": [{"id": "scripted", "max_model_len": self._max_length}]}),
+            ("/weight_info", lambda: {"weight_version": self.version}),
+            ("/is_paused", lambda: {"is_paused": self.paused}),
+        ]
+        for path, answer in answers:
+            app.router.add_get(path, _answering(answer))
+        app.router.add_get("/metrics", self._metrics)
+        for path in _ORDERS:
+            app.router.add_post(path, self._order)
+        self.url = await self._stack.enter_async_context(listen(app, "127.0.0.1", self._port))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ends.set()
+        self._resumed.set()
+        await self._stack.aclose()
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        request = decode_request(await http.read())
+        if len(request.token_ids) >= self._max_length:
+            raise EngineRefusedError(f"the maximum context length is {self._max_length}")
+        number, self.count = self.count, self.count + 1
+        self.requests.append(request)
+        self.running += 1
+        finished = False
+        try:
+            while self.paused and not self._ends.is_set():
+                await self._resumed.wait()
+            if self._delay_s:
+                await anyio.sleep(self._delay_s)
+            fault = self.faults(number, request)
+            answer = await self._fail(fault, http) if fault in {"500", "429", "400", "hang", "reset"} else None
+            finished = True
+            return answer or web.Response(body=self._say(request, fault), content_type="application/json")
+        finally:
+            self.running -= 1
+            self.aborted += not finished
+
+    async def _fail(self, fault: Fault | None, http: web.Request) -> web.Response:
+        """Answer as a server in trouble would."""
+        if fault == "hang":
+            await self._ends.wait()
+        if fault == "reset" and http.transport is not None:
+            http.transport.abort()
+        status = int(fault) if fault in {"500", "429", "400"} else 500
+        return web.Response(status=status, body=refusal(f"scripted {fault}"))
+
+    def _say(self, request: GenerateRequest, fault: Fault | None) -> bytes:
+        """The answer's bytes."""
+        limit = min(request.sampling_params.max_tokens, self._max_length - len(request.token_ids))
+        said = self._reply(list(request.token_ids), request)
+        tokens = [] if fault == "empty" else said[:limit]
+        logprobs = [scripted_logprob(len(request.token_ids) + i, token) for i, token in enumerate(tokens)]
+        reason: Literal["stop", "length", "abort"] = "length" if len(said) > limit else "stop"
+        end = len(tokens) - (fault == "spans")
+        spans = [VersionSpan(self.version or NO_VERSION, 0, end)] if end > 0 else []
+        answer = response(request, tokens, logprobs, "abort" if fault == "abort" else reason, spans)
+        content = answer.choices[0].logprobs
+        if fault == "count_mismatch" and content is not None:
+            content.content.pop()
+        payload = msgspec.json.encode(answer)
+        if fault == "garbage":
+            return payload[: len(payload) // 2]
+        if fault == "nan_logprob" and content is not None:
+            old = msgspec.json.encode(content.content[0])
+            return payload.replace(old, old.rsplit(b":", 1)[0] + b":NaN}", 1)  # as Python's json writes it
+        return payload
+
+    async def _order(self, http: web.Request) -> web.Response:
+        """The control routes; the order of calls is recorded, not enforced."""
+        body = await http.read()
+        self.orders.append(http.path)
+        if self.order_faults[http.path] > 0:
+            self.order_faults[http.path] -= 1
+            return web.Response(status=500, body=refusal(f"scripted fault of {http.path}"))
+        if http.path == "/pause" and not self.paused:
+            self.paused, self._resumed = True, anyio.Event()
+        elif http.path == "/resume":
+            self.paused = False
+            self._resumed.set()
+        elif http.path == "/update_weights":
+            self._path = msgspec.json.decode(body, type=UpdateWeights).update_info.path
+            if self._path in self.refused_paths:
+                raise EngineRefusedError(f"{self._path}: not this model's weights")
+        elif http.path == "/finish_weight_update":
+            self.version = msgspec.json.decode(body, type=FinishUpdate).weight_version
+            self.pushes.append((self._path or "", self.version))
+        return web.json_response({})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text=f"vllm:num_requests_running {self.running}\nvllm:num_requests_waiting 0\n")
+
+    async def _nothing(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+
+def _answering(answer: Callable[[], dict[str, Any]]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def handler(_: web.Request) -> web.Response:
+        return web.json_response(answer())
+
+    return handler
