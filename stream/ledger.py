@@ -50,8 +50,10 @@ class Ledger:
         self.ends = self.read(path, length)
         """Each prompt's end: `trained`, `dropped:REASON`."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        path.touch()
         os.truncate(path, length)
+        self._file = path.open("ab")
+        _sync_folder(path.parent)
 
     @staticmethod
     def read(path: Path, length: int | None = None) -> dict[str, str]:
@@ -97,6 +99,15 @@ class Ledger:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new file's name durable: `fsync` of the file alone does not."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def content_hash(group: Group) -> str:

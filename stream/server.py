@@ -81,7 +81,8 @@ async def private_server(data: Path, *, fsync: str = "everysec", binary: Path | 
     Raises:
         ServerError: there is no such binary, another server works on these data, or it did not start.
     """
-    found = binary or await anyio.to_thread.run_sync(find_server)
+    if binary is None:
+        binary = await anyio.to_thread.run_sync(find_server)
     home = Path(await anyio.Path(data).resolve())
     # A socket's path must be short, and private.
     folder = await anyio.to_thread.run_sync(lambda: tempfile.TemporaryDirectory(prefix="penstock-"))
@@ -90,7 +91,7 @@ async def private_server(data: Path, *, fsync: str = "everysec", binary: Path | 
     try:
         with await anyio.to_thread.run_sync(_lock, home) as lock:
             process = await anyio.open_process(
-                command_line(found, home, socket, fsync),
+                command_line(binary, home, socket, fsync),
                 stdin=None,
                 stdout=None,
                 stderr=None,
@@ -98,7 +99,7 @@ async def private_server(data: Path, *, fsync: str = "everysec", binary: Path | 
                 pass_fds=(lock.fileno(),),  # so that the data stay locked for as long as it lives
             )
         await _wait_for(socket, process, home)
-        log.info("server.started", binary=str(found), pid=process.pid)
+        log.info("server.started", binary=str(binary), pid=process.pid)
         yield f"unix://{socket}"
     finally:
         with anyio.CancelScope(shield=True):

@@ -66,12 +66,13 @@ def penstock() -> None:
 @click.option("--steps", default=None, type=click.IntRange(1), help="Optimizer steps.")
 @click.option("--control", type=click.Choice(["zero-lr", "permuted"]), help="A run that must not learn.")
 @click.option("--prepare", "only_prepare", is_flag=True, help="Make the model, its warm start and run.toml, and stop.")
+@click.option("--prepare", is_flag=True, help="Only make the model, its warm start and run.toml.")
 @_json
-def demo(seed: int, folder: Path, steps: int | None, control: str | None, only_prepare: bool, as_json: bool) -> None:
+def demo(seed: int, folder: Path, steps: int | None, control: str | None, prepare: bool, as_json: bool) -> None:
     """Train a small model on this machine, in a few minutes."""
     from workers.demo.demo import prepare_demo, run_demo
 
-    if only_prepare:
+    if prepare:
         sys.exit(prepare_demo(seed, folder, steps))
     sys.exit(run_demo(seed, folder, as_json=as_json, control=control, steps=steps))
 

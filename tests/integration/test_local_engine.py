@@ -246,10 +246,11 @@ async def test_new_weights_at_rest_leave_nothing_of_the_old_ones(models, kind: s
     async with serving(models[kind, "A"]) as engine:
         assert await engine.get("/weight_info") == {"weight_version": None}
         for version, name in (("0", "B"), ("1", "C"), ("2", "A")):
-            await engine.generate(prompt, max_tokens=5)  # fills the slots that hold finished sequences
+            said = tokens_of(await engine.generate(prompt, max_tokens=5, ignore_eos=True))
             await engine.push(models[kind, name], version, mode="abort")
-            answer = await engine.generate(prompt, max_tokens=20, ignore_eos=True)
-            check_by_span(answer, prompt, {version: models[kind, name]})
+            for again in (prompt, [*prompt, *said, 4]):  # the next turn begins with what the engine has kept
+                answer = await engine.generate(again, max_tokens=20, ignore_eos=True)
+                check_by_span(answer, again, {version: models[kind, name]})
 
 
 def spoil(source: Path, target: Path, how: str) -> Path:

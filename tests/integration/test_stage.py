@@ -49,14 +49,13 @@ async def test_whoever_lost_an_entry_cannot_end_it(pipe, verb):
     await anyio.sleep(0.06)
     (new,) = (await quick.claim(1)).leases
     assert (new.id, new.infra_failures) == (old.id, 1)
+    too_late = {
+        "settle": lambda: slow.settle(old, "groups", pipe.group("a")),
+        "release": lambda: slow.release(old, "infra", "too late"),
+        "bury": lambda: slow.bury(old, "unreadable", "too late"),
+    }
     with pytest.raises(LeaseLostError):
-        match verb:
-            case "settle":
-                await slow.settle(old, "groups", pipe.group("a"))
-            case "release":
-                await slow.release(old, "infra", "too late")
-            case "bury":
-                await slow.bury(old, "unreadable", "too late")
+        await too_late[verb]()
     await quick.settle(new, "groups", pipe.group("a"))
     stages = (await look(pipe.link)).stages
     assert (stages["prompts"].depth, stages["groups"].depth) == (0, 1)
@@ -191,9 +190,9 @@ async def test_an_entry_that_outlives_too_many_workers_is_a_dead_letter(pipe):
     assert (letter.prompt_id, letter.reason, letter.infra_failures) == ("a", "infra", 2)
 
 
-@pytest.mark.parametrize("fields", [{"who": "knows"}, {f"field{i}": "x" for i in range(6000)}], ids=["one", "thousands"])
+@pytest.mark.parametrize("fields", [1, 6000])
 async def test_foreign_junk_is_one_dead_letter_and_the_stream_goes_on(pipe, fields):
-    await pipe.link.redis.xadd(pipe.link.key("prompts"), fields)
+    await pipe.link.redis.xadd(pipe.link.key("prompts"), {f"field{i}": "?" for i in range(fields)})
     await pipe.feed("a")
     worker = pipe.stage("prompts")
     junk, good = (await worker.claim(10)).leases

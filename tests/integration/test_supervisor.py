@@ -324,7 +324,7 @@ def test_a_run_is_summed_up_in_its_folder_and_its_books_balance(make_pipeline):
     assert told["groups_trained"] == 2
     assert told["groups_dropped"] == {"operator": 1}
     assert told["rows"] == {"valid": 8}
-    assert told["tokens_per_second"] == pytest.approx(100 / told["seconds"], abs=0.1)
+    assert told["tokens_per_second"] == pytest.approx(100 / told["seconds"], rel=0.01)
     events = [
         json.loads(line) for line in (pipeline.settings.folder / "logs" / "supervisor.log").read_text().splitlines()
     ]

@@ -44,7 +44,7 @@ async def test_a_second_trainer_is_refused_while_the_first_renews(pipe):
     first = await Tenure.begin(pipe.link, 0.3)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(first.keep)
-        with pytest.raises(FencedError, match="trains run .* already"):
+        with pytest.raises(FencedError, match=r"trains run .* already"):
             await Tenure.begin(pipe.link, 0.3)
         assert await first.reserve(0) == 1
         tasks.cancel_scope.cancel()

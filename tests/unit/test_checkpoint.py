@@ -109,6 +109,10 @@ def test_a_learner_that_never_stepped_can_be_saved_and_restored(base, tmp_path):
     again = make_learner(base)
     Checkpoints(tmp_path).latest().restore(again)
     assert torch.equal(weights(again), weights(make_learner(base)))
+    again.step(batch(), 0)
+    Checkpoints(tmp_path).latest().restore(again)
+    assert again.state() == {}
+    assert again.steps == 0
 
 
 def test_a_checkpoint_of_another_model_is_refused(base, tmp_path):
@@ -122,6 +126,13 @@ def test_a_run_without_checkpoints_has_none(tmp_path):
     checkpoints = Checkpoints(tmp_path / "none")
     assert checkpoints.empty
     assert checkpoints.latest() is checkpoints.best() is checkpoints.at(3) is None
+
+
+def test_a_run_whose_only_checkpoint_lacks_a_byte_has_none(base, tmp_path):
+    saved(Checkpoints(tmp_path), make_learner(base), 1)
+    assert not Checkpoints(tmp_path).empty
+    cut(tmp_path / "step-000001" / "optimizer.safetensors")
+    assert Checkpoints(tmp_path).empty
 
 
 def test_the_last_ones_and_the_best_are_kept(base, tmp_path):

@@ -169,10 +169,11 @@ def test_a_recomputed_proximal_policy_is_the_policy_before_the_first_update(base
     twice = learner(base, updates_per_batch=2).step(batch, 3).metrics
     assert twice["ratio/max"] > 1.0
     assert twice["kl/k1"] == pytest.approx(first["kl/k1"])
+    assert twice["entropy"] == pytest.approx(first["entropy"])
 
 
 def test_the_engines_log_probs_may_be_the_proximal_policy(base):
-    metrics = learner(base, algorithm={"proximal": "engine"}).step(collate([group()]), 3).metrics
+    metrics = learner(base, algorithm={"proximal": "engine", "behaviour_cap": 0.5}).step(collate([group()]), 3).metrics
     assert metrics["weight/mean"] == 1.0
     assert metrics["kl/k1"] == 0.0
     assert metrics["ratio/mean"] != 1.0

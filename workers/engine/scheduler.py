@@ -277,7 +277,7 @@ class Scheduler:
         self.version = version
         self._prefixes.clear()
         if self._running:
-            pass
+            self._model.extend(0, [g.tokens[:-1] for g in self._running], [0] * len(self._running))
         for generation in self._running:
             generation.mark(version)
         self._update = "none"

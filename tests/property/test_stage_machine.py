@@ -1,0 +1,218 @@
+"""Any order of anything that workers, a trainer, a feeder and the clock may do, on a real server.
+
+After every step the account balances, every open prompt is in exactly one place, and no claim has gone over the capacity.
+At the end the run is brought to its end: nothing may be left, and no prompt may be in the trained history twice.
+"""
+
+import tempfile
+import uuid
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+from anyio.from_thread import start_blocking_portal
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from stream.dead import drop, letters, retry
+from stream.errors import LeaseLostError
+from stream.feeding import Feed
+from stream.keys import STAGES
+from stream.ledger import Ledger, Line
+from stream.link import connect
+from stream.records import Group, Prompt
+from stream.stage import Stage, Terms
+from stream.training import End, Tenure
+from stream.view import look
+
+CAPACITY = 4
+WORKERS = ("w0", "w1", "w2")
+NEXT = {"prompts": "groups", "groups": "scored"}
+TERMS = Terms(lease_s=600.0, infra_attempts=3, data_attempts=2, backoff_s=100.0)
+
+workers, stages, picks = st.sampled_from(WORKERS), st.sampled_from(list(NEXT)), st.integers(0, 50)
+
+
+class Run(RuleBasedStateMachine):
+    """A run, with a trainer that is killed now and then; time passes only where a rule says so."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.loop = start_blocking_portal("asyncio")
+        self.call = self.loop.__enter__().call
+        self.folder = tempfile.TemporaryDirectory()
+        self._connection = connect(url, f"machine-{uuid.uuid4().hex}")
+        self.link = self.call(self._connection.__aenter__)
+        self.stages = {
+            (s, w): Stage(self.link, s, w, TERMS, CAPACITY if s == "prompts" else None) for s in NEXT for w in WORKERS
+        }
+        self.leases = []  # (stage, lease), held or lost long ago
+        self.fed = 0
+        self.kept = 0
+        self.deaths = 0
+        self.version = 0
+        self.ledger = None
+        self.begin()
+
+    def teardown(self) -> None:
+        try:
+            self.bring_to_the_end()
+        finally:
+            self.ledger.close()
+            self.call(self._connection.__aexit__, None, None, None)
+            self.loop.__exit__(None, None, None)
+            self.folder.cleanup()
+
+    # -- the feeder and the workers
+
+    @rule(count=st.integers(1, 3))
+    def feed(self, count) -> None:
+        prompts = [Prompt(id=f"p{self.fed + i}", messages=[]) for i in range(count)]
+        self.call(Feed(self.link, 1000).put, prompts, str(self.fed or ""), str(self.fed + count))
+        self.fed += count
+
+    @rule(stage=stages, worker=workers, count=st.integers(1, 4))
+    def claim(self, stage, worker, count) -> None:
+        before = self.call(look, self.link).outstanding
+        claim = self.call(self.stages[stage, worker].claim, count)
+        self.leases += [(self.stages[stage, worker], lease) for lease in claim.leases]
+        assert len(claim.leases) <= count
+        assert self.call(look, self.link).outstanding <= max(before, CAPACITY)
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=picks, how=st.sampled_from(["settle", "settle", "settle", "infra", "data", "none", "bury"]))
+    def end_a_lease(self, pick, how) -> None:
+        stage, lease = self.leases.pop(pick % len(self.leases))
+        try:
+            match how:
+                case "settle":
+                    group = Group(prompt=Prompt(id=lease.prompt_id, messages=[]), completions=[])
+                    self.call(stage.settle, lease, NEXT[stage.name], group)
+                case "bury":
+                    self.call(stage.bury, lease, "unreadable", "altered")
+                case _:
+                    self.call(stage.release, lease, how, "")
+        except LeaseLostError:
+            assert lease.lost
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=picks)
+    def end_a_lease_twice(self, pick) -> None:
+        """A reply was lost, and the script runs again."""
+        stage, lease = self.leases[pick % len(self.leases)]
+        self.end_a_lease(pick, "settle")
+        again = self.call(
+            self.link.script, "settle", stage.name, stage.consumer, lease.id, NEXT[stage.name], "twice", b""
+        )
+        assert again == 0
+
+    @rule(stage=st.sampled_from(STAGES), what=st.sampled_from(["leases", "retries"]))
+    def time_passes(self, stage, what) -> None:
+        key = self.link.key(f"{stage}:{what}")
+        for entry in self.call(self.link.redis.zrange, key, 0, -1):
+            self.call(self.link.redis.zadd, key, {entry: 0})
+
+    @rule(pick=picks, verb=st.sampled_from([retry, drop]))
+    def see_to_a_dead_letter(self, pick, verb) -> None:
+        found = self.call(letters, self.link)
+        if found:
+            self.call(verb, self.link, [found[pick % len(found)].id])
+
+    # -- the trainer
+
+    @rule(count=st.integers(1, 3), ending=st.sampled_from(["trained", "trained", "dropped:zero_variance"]))
+    def train(self, count, ending) -> None:
+        ends, lines = [], []
+        for lease in self.call(self.trainer.claim, count).leases:
+            known = self.ledger.ends.get(lease.prompt_id)
+            ends.append(End(lease, f"again:{known}" if known else ending))
+            if not known:
+                lines.append(Line(lease.prompt_id, ending, 1, self.version, ""))
+        self.ledger.append(lines)
+        assert self.commit(ends) == []
+
+    def commit(self, ends) -> list[str]:
+        self.marked += [end.lease.id for end in ends]
+        return self.call(self.tenure.commit, self.trainer, ends, self.version + 1)
+
+    @rule()
+    def publish(self) -> None:
+        self.version = self.call(self.tenure.reserve, self.version)
+        self.call(self.tenure.publish, self.version, Path(), 1, {})
+
+    @rule()
+    def checkpoint(self) -> None:
+        self.kept = self.ledger.sync()
+        self.call(self.tenure.acknowledge, self.marked)
+        self.marked = []
+
+    @rule(in_hand=st.integers(0, 2))
+    def the_trainer_is_killed(self, in_hand) -> None:
+        self.call(self.trainer.claim, in_hand)
+        self.ledger.close()
+        self.call(self.tenure.end)
+        self.begin()
+
+    def begin(self) -> None:
+        self.deaths += 1
+        self.marked = []
+        self.ledger = Ledger(Path(self.folder.name) / "ledger", self.kept)
+        self.trainer = Stage(self.link, "scored", f"t{self.deaths}", TERMS)
+        self.tenure = self.call(Tenure.begin, self.link, 600.0)
+        self.call(self.tenure.recover, self.ledger)
+
+    # -- what must hold
+
+    @invariant()
+    def the_account_balances(self) -> None:
+        balance = self.call(look, self.link).balance
+        assert balance.pop("fed") == self.fed == sum(balance.values())
+
+    @invariant()
+    def every_open_prompt_is_in_one_place(self) -> None:
+        marked = set(self.call(self.link.redis.hkeys, self.link.key("scored:ended")))
+        places = Counter()
+        for stage in STAGES:
+            entries = dict(self.call(self.link.redis.xrange, self.link.key(stage)))
+            places.update(
+                fields[b"prompt"] for entry, fields in entries.items() if stage != "scored" or entry not in marked
+            )
+            leases, retries = (
+                set(self.call(self.link.redis.zrange, self.link.key(f"{stage}:{what}"), 0, -1))
+                for what in ("leases", "retries")
+            )
+            held = {
+                entry["message_id"]: entry["consumer"]
+                for entry in self.call(self.link.redis.xpending_range, self.link.key(stage), "penstock", "-", "+", 1000)
+            }
+            assert retries == {entry for entry, owner in held.items() if owner == b"released"}
+            assert leases == {entry for entry, owner in held.items() if owner not in (b"released", b"trained")}
+            assert set(held) <= set(entries)
+        assert set(places.values()) <= {1}
+        assert set(places) == self.call(self.link.redis.smembers, self.link.key("open"))
+
+    def bring_to_the_end(self) -> None:
+        for _ in range(50):
+            for stage in STAGES:
+                self.time_passes(stage, "leases")
+                self.time_passes(stage, "retries")
+            for stage in NEXT:
+                self.leases = []
+                self.claim(stage, "w0", CAPACITY)
+                while self.leases:
+                    self.end_a_lease(0, "settle")
+            self.train(CAPACITY, "trained")
+            self.publish()
+            if not self.call(look, self.link).open:
+                break
+        self.checkpoint()
+        view = self.call(look, self.link)
+        assert (view.open, view.outstanding) == (0, 0)
+        assert [view.stages[stage].depth for stage in STAGES] == [0, 0, 0]
+        history = [msgspec.json.decode(text)["prompt"] for text in self.ledger.path.read_bytes().splitlines()]
+        assert len(history) == len(set(history)) == view.balance["trained"] + view.dropped.get("zero_variance", 0)
+
+
+def test_a_run_survives_any_order_of_events(redis_url):
+    run_state_machine_as_test(lambda: Run(redis_url), settings=settings(stateful_step_count=30))

@@ -1,0 +1,119 @@
+"""The command line: quick to start, clear when something is wrong."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from workers.cli import penstock
+
+HEAVY = ("torch", "transformers", "vllm", "aiohttp", "redis", "rich", "msgspec", "anyio", "structlog", "stream", "envs")
+ROOT = Path(__file__).parents[2]
+
+
+def run_python(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+def test_importing_it_loads_nothing_heavy(tmp_path):
+    code = f"import sys, workers.cli; print([name for name in {HEAVY} if name in sys.modules])"
+    assert run_python("-c", code, cwd=tmp_path).stdout.strip() == "[]"
+
+
+def test_help_loads_nothing_heavy_either_and_names_every_command(tmp_path):
+    code = (
+        "import sys; from workers.cli import penstock; penstock(['--help'], standalone_mode=False);"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    told = run_python("-c", code, cwd=tmp_path).stdout
+    assert told.strip().endswith("[]")
+    names = ("demo", "run", "queues", "dead", "check", "export", "serve", "feed", "rollout", "score", "train")
+    assert all(f"\n  {name} " in told for name in names)
+
+
+@pytest.mark.parametrize("command", [*penstock.commands, "dead list", "dead show", "dead retry", "dead drop"])
+def test_every_command_has_help(command):
+    result = CliRunner().invoke(penstock, [*command.split(), "--help"])
+    assert result.exit_code == 0
+    assert "Usage: " in result.output
+
+
+def test_a_wrong_setting_is_one_clear_line_and_exit_code_2(tmp_path):
+    (tmp_path / "run.toml").write_text("[rollout]\ngroup_sise = 4\n")
+    result = run_python("-m", "workers", "run", "run.toml", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: run.toml: ")
+    assert list(tmp_path.iterdir()) == [tmp_path / "run.toml"]
+
+
+def test_a_setting_on_the_command_line_is_checked_too(tmp_path):
+    (tmp_path / "run.toml").write_text(
+        '[model]\npath = "m"\n[data]\npath = "d"\n[environments]\ncalculator = "calculator"\n'
+    )
+    result = run_python("-m", "workers", "run", "run.toml", "--set", "train.groups_per_step=0", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "train.groups_per_step" in result.stderr
+
+
+def test_other_errors_of_ours_are_one_clear_line_and_exit_code_1(tmp_path):
+    result = run_python("-m", "workers", "queues", cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr == "error: no run goes on under runs/; name a run's folder, or its settings file\n"
+
+
+def test_a_file_that_is_not_there_is_the_command_lines_fault(tmp_path):
+    result = run_python("-m", "workers", "train", "nowhere.toml", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "nowhere.toml" in result.stderr
+
+
+def test_dead_letters_are_named_or_taken_all(tmp_path):
+    result = CliRunner().invoke(penstock, ["dead", "drop"])
+    assert result.exit_code == 2
+    assert "--id" in result.stderr
+    result = CliRunner().invoke(penstock, ["dead", "drop", "--all", "--id", "1-0"])
+    assert result.exit_code == 2
+
+
+def project_with_envs(folder: Path) -> Path:
+    (folder / "envs").mkdir()
+    (folder / "envs" / "__init__.py").write_text("raise RuntimeError('the wrong one')\n")
+    return folder
+
+
+@pytest.mark.parametrize("pythonpath", ["", "."])
+def test_a_folder_of_a_users_own_called_envs_does_not_hide_ours(tmp_path, pythonpath):
+    project_with_envs(tmp_path)
+    environment = {"PYTHONPATH": pythonpath} if pythonpath else {}
+    result = run_python("-m", "workers", "check", "calculator", "--json", cwd=tmp_path, **environment)
+    assert result.returncode == 0, result.stderr
+    script = Path(sys.executable).with_name("penstock")
+    if script.exists():
+        called = subprocess.run(
+            [script, "check", "calculator", "--json"], cwd=tmp_path, env=os.environ | environment,
+            capture_output=True, text=True, timeout=50, check=False,
+        )  # fmt: skip
+        assert called.returncode == 0, called.stderr
+
+
+def test_another_package_of_that_name_is_named_as_the_intruder(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    project_with_envs(elsewhere)
+    result = run_python("-m", "workers", "queues", cwd=tmp_path, PYTHONPATH=str(elsewhere))
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: {elsewhere / 'envs'} hides penstock's own package 'envs'")
+    assert str(ROOT / "envs") in result.stderr

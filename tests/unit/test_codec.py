@@ -1,0 +1,132 @@
+"""Records to bytes and back."""
+
+import zlib
+
+import msgspec
+import pytest
+
+from stream import codec
+from stream.codec import decode, encode
+from stream.errors import NewerSchemaError, RecordError
+from stream.records import SCHEMA, Completion, Group, Part, Prompt, Row, Span
+from stream.validity import Measured, RewardReason, TruncationReason, Unmeasured
+
+
+def sealed(body: bytes, schema: int = SCHEMA) -> bytes:
+    """A payload with a valid header around any body."""
+    return b"PS" + bytes([schema]) + zlib.crc32(body, schema).to_bytes(4, "little") + body
+
+
+def test_a_group_comes_back_as_it_went():
+    row = Row(
+        prompt_ids=b"\1\0\0\0",
+        token_ids=b"\2\0\0\0\3\0\0\0",
+        sampled=[(0, 1)],
+        logprobs=b"\0\0\0\xbf",
+        spans=[Span(7, 0, 1)],
+    )
+    group = Group(
+        prompt=Prompt(
+            id="train:0:17", messages=[{"role": "user", "content": "2 + 2?"}], fields={"answer": [4, None, {}]}
+        ),
+        completions=[
+            Completion(
+                index=0, rows=[row], reward=Measured(0.5), truncated=TruncationReason.LENGTH, snapshot=b"\0\xff"
+            ),
+            Completion(index=1, parts=[Part(name="env", reward=Unmeasured(RewardReason.RAISED, "boom"))]),
+        ],
+    )
+    again = decode(encode(group), Group)
+    assert again == group
+    assert isinstance(again.completions[1].parts[0].reward, Unmeasured)
+    assert list(again.completions[0].rows[0].tokens) == [2, 3]
+    assert list(again.completions[0].rows[0].sampled_logprobs) == [-0.5]
+    assert again.oldest_version == 7
+
+
+def test_unknown_fields_are_ignored():
+    body = msgspec.msgpack.encode({"id": "a", "messages": [], "invented_later": {"x": 1}})
+    assert decode(sealed(body), Prompt) == Prompt(id="a", messages=[])
+
+
+def test_missing_fields_take_their_defaults():
+    assert decode(sealed(msgspec.msgpack.encode({"id": "a", "messages": []})), Prompt).group_size == 1
+
+
+def test_a_newer_schema_is_told_apart_from_junk():
+    with pytest.raises(NewerSchemaError, match=f"schema {SCHEMA + 1}"):
+        decode(sealed(msgspec.msgpack.encode({}), SCHEMA + 1), Prompt)
+
+
+def test_an_altered_schema_byte_is_junk():
+    payload = bytearray(encode(Prompt(id="a", messages=[])))
+    payload[2] = SCHEMA + 1
+    with pytest.raises(RecordError, match="checksum") as caught:
+        decode(bytes(payload), Prompt)
+    assert not isinstance(caught.value, NewerSchemaError)
+
+
+@pytest.mark.parametrize("payload", [b"", b"PS", b"PS\1\0\0\0", b"XX" + bytes(20), b"\x80\x04pickle...", bytes(7)])
+def test_bytes_that_are_no_record_are_refused(payload):
+    with pytest.raises(RecordError):
+        decode(payload, Prompt)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        {},
+        {"id": 7, "messages": []},
+        {"id": "a", "messages": "hello"},
+        {"id": "a", "messages": [], "group_size": "many"},
+        {"id": b"\xff\xfe", "messages": []},
+    ],
+)
+def test_a_field_of_the_wrong_type_is_refused(value):
+    with pytest.raises(RecordError, match="not a Prompt"):
+        decode(sealed(msgspec.msgpack.encode(value)), Prompt)
+
+
+def test_a_record_of_another_kind_is_refused():
+    with pytest.raises(RecordError, match="not a Group"):
+        decode(encode(Prompt(id="a", messages=[])), Group)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xc1",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xdd\xff\xff\xff\xff",
+        b"\x91" * 100_000,
+        b"\x81\xa2id\xa1\xff",
+        b"",
+        b"\x80\x80",
+    ],
+    ids=["reserved", "huge map", "huge array", "deep", "not utf-8", "empty", "two values"],
+)
+def test_a_body_that_is_not_what_it_says_is_refused(body):
+    with pytest.raises(RecordError):
+        decode(sealed(body), Prompt)
+
+
+def test_deep_nesting_in_a_free_field_is_refused():
+    body = b"\x83\xa2id\xa1a\xa8messages\x90\xa6fields\x81\xa1x" + b"\x91" * 100_000
+    with pytest.raises(RecordError):
+        decode(sealed(body), Prompt)
+
+
+def test_records_over_the_limit_are_refused_on_both_sides(monkeypatch):
+    payload = encode(Prompt(id="a" * 1000, messages=[]))
+    monkeypatch.setattr(codec, "MAX_RECORD_BYTES", 500)
+    with pytest.raises(RecordError, match="over the limit of 500"):
+        encode(Prompt(id="a" * 1000, messages=[]))
+    with pytest.raises(RecordError, match="no record"):
+        decode(payload, Prompt)
+
+
+@pytest.mark.parametrize("value", [object(), 2**70, {1, 2}.__iter__()])
+def test_a_value_that_msgpack_cannot_say_is_refused(value):
+    with pytest.raises(RecordError, match="a Prompt cannot be encoded"):
+        encode(Prompt(id="a", messages=[], fields={"x": value}))

@@ -1,0 +1,185 @@
+"""The ledger: append-only, cut to the checkpoint's length, and a hash of what the trainer saw."""
+
+import copy
+from array import array
+
+import pytest
+
+from stream.errors import RunMismatchError
+from stream.ledger import Ledger, Line, content_hash
+from stream.records import Completion, Failure, Group, Part, Prompt, Row, Span
+from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
+
+
+def line(prompt: str, end: str = "trained") -> Line:
+    return Line(prompt, end, 1, 0, "abc")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run" / "ledger.jsonl"
+
+
+@pytest.fixture
+def length(path):
+    """A ledger with two lines within the checkpoint, and two behind it. Returns the checkpoint's length."""
+    ledger = Ledger(path)
+    ledger.append([line("a"), line("b", "dropped:stale")])
+    length = ledger.sync()
+    ledger.append([line("c"), line("d")])
+    ledger.close()
+    return length
+
+
+def test_a_new_ledger_is_empty(path):
+    ledger = Ledger(path)
+    assert (ledger.ends, ledger.tally(), ledger.sync()) == ({}, {}, 0)
+    ledger.close()
+
+
+def test_resuming_cuts_what_lies_behind_the_checkpoint(path, length):
+    assert path.stat().st_size > length
+    ledger = Ledger(path, length)
+    assert ledger.ends == {"a": "trained", "b": "dropped:stale"}
+    assert ledger.tally() == {"trained": 1, "dropped:stale": 1}
+    assert (path.stat().st_size, ledger.sync(), ledger.kept) == (length, length, length)
+    ledger.append([line("e")])
+    assert ledger.sync() > length
+    ledger.close()
+    assert list(Ledger.read(path)) == ["a", "b", "e"]
+
+
+def test_a_line_torn_behind_the_checkpoint_is_cut(path, length):
+    with path.open("ab") as file:
+        file.write(b'{"prompt":"e","end":"tra')
+    assert list(Ledger.read(path)) == ["a", "b", "c", "d"]
+    ledger = Ledger(path, length)
+    assert list(ledger.ends) == ["a", "b"]
+    ledger.close()
+
+
+def test_without_a_checkpoint_nothing_remains(path, length):
+    ledger = Ledger(path)
+    assert (ledger.ends, path.stat().st_size) == ({}, 0)
+    ledger.close()
+
+
+@pytest.mark.parametrize("wrong_by", [-1, 1])
+def test_a_checkpoint_of_another_ledger_is_refused_and_nothing_is_cut(path, length, wrong_by):
+    before = path.read_bytes()
+    with pytest.raises(RunMismatchError, match=f"{path}, line"):
+        Ledger(path, length + wrong_by)
+    assert path.read_bytes() == before
+
+
+def test_a_ledger_shorter_than_the_checkpoint_is_refused(path, length):
+    before = path.read_bytes()
+    with pytest.raises(RunMismatchError, match=r"has .* bytes, but the checkpoint"):
+        Ledger(path, len(before) + 1)
+    assert path.read_bytes() == before
+
+
+def test_a_missing_ledger_is_refused_and_not_made(path):
+    with pytest.raises(RunMismatchError, match="has 0 bytes"):
+        Ledger(path, 100)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("junk", [b"\0\xff junk\n", b"{}\n", b"\n", b'{"prompt":"\xff"}\n', b"[1]\n"])
+def test_a_line_that_is_none_within_the_checkpoint_is_refused_by_number(path, length, junk):
+    content = path.read_bytes()
+    whole = content[:length] + junk + content[length:]
+    path.write_bytes(whole)
+    with pytest.raises(RunMismatchError, match="line 3"):
+        Ledger(path, length + len(junk))
+    assert path.read_bytes() == whole
+
+
+def test_reading_changes_nothing(path, length):
+    before = path.read_bytes()
+    assert list(Ledger.read(path, length)) == ["a", "b"]
+    assert list(Ledger.read(path)) == ["a", "b", "c", "d"]
+    assert path.read_bytes() == before
+    assert Ledger.read(path.with_name("none.jsonl")) == {}
+    assert not path.with_name("none.jsonl").exists()
+
+
+def test_ids_of_every_kind_come_back(path):
+    ids = ["ünïcode", 'quote"s', "line\nbreak", "line\u2028separator", ""]
+    ledger = Ledger(path)
+    ledger.append([line(each) for each in ids])
+    length = ledger.sync()
+    ledger.close()
+    assert list(Ledger.read(path, length)) == ids
+
+
+def make_group() -> Group:
+    return Group(
+        prompt=Prompt(id="a", messages=[{"role": "user", "content": "?"}]),
+        completions=[
+            Completion(
+                index=i,
+                rows=[
+                    Row(
+                        prompt_ids=array("i", [1]).tobytes(),
+                        token_ids=array("i", [2, 3]).tobytes(),
+                        sampled=[(0, 2)],
+                        logprobs=array("f", [-0.5, -1.0]).tobytes(),
+                        spans=[Span(1, 0, 2)],
+                    )
+                ],
+                parts=[Part(name="env", reward=Measured(1.0))],
+                reward=Measured(1.0),
+            )
+            for i in range(2)
+        ],
+    )
+
+
+def changed(change) -> Group:
+    group = copy.deepcopy(make_group())
+    change(group)
+    return group
+
+
+UNSEEN = {
+    "attempt": lambda g: setattr(g, "attempt", 3),
+    "worker": lambda g: setattr(g, "worker", "rollout-2"),
+    "claimed": lambda g: setattr(g, "claimed_at", 1.0),
+    "rolled out": lambda g: setattr(g, "rolled_out_at", 1.0),
+    "scored": lambda g: setattr(g, "scored_at", 1.0),
+    "fed": lambda g: setattr(g.prompt, "fed_at", 1.0),
+    "seconds": lambda g: g.completions[0].seconds.update(total=1.0),
+}
+
+
+@pytest.mark.parametrize("change", UNSEEN.values(), ids=UNSEEN)
+def test_the_hash_ignores_times_attempts_and_workers(change):
+    assert content_hash(changed(change)) == content_hash(make_group())
+
+
+SEEN = {
+    "prompt id": lambda g: setattr(g.prompt, "id", "b"),
+    "index": lambda g: setattr(g.completions[0], "index", 7),
+    "order": lambda g: g.completions.reverse(),
+    "one completion fewer": lambda g: g.completions.pop(),
+    "one row more": lambda g: g.completions[0].rows.append(g.completions[0].rows[0]),
+    "a row elsewhere": lambda g: g.completions[1].rows.append(g.completions[0].rows.pop()),
+    "prompt ids": lambda g: setattr(g.completions[0].rows[0], "prompt_ids", array("i", [9]).tobytes()),
+    "token ids": lambda g: setattr(g.completions[0].rows[0], "token_ids", array("i", [2, 9]).tobytes()),
+    "log-probs": lambda g: setattr(g.completions[0].rows[0], "logprobs", array("f", [-0.5, -1.1]).tobytes()),
+    "sampled": lambda g: setattr(g.completions[0].rows[0], "sampled", [(0, 1)]),
+    "versions": lambda g: setattr(g.completions[0].rows[0], "spans", [Span(2, 0, 2)]),
+    "reward": lambda g: setattr(g.completions[0], "reward", Measured(0.0)),
+    "no reward": lambda g: setattr(g.completions[0], "reward", None),
+    "unmeasured": lambda g: setattr(g.completions[0], "reward", Unmeasured(RewardReason.RAISED)),
+    "part's reward": lambda g: setattr(g.completions[0].parts[0], "reward", Measured(0.0)),
+    "part's weight": lambda g: setattr(g.completions[0].parts[0], "weight", 2.0),
+    "failure": lambda g: setattr(g.completions[0], "failure", Failure(reason=RolloutReason.ENGINE)),
+    "truncated": lambda g: setattr(g.completions[0], "truncated", TruncationReason.LENGTH),
+}
+
+
+@pytest.mark.parametrize("change", SEEN.values(), ids=SEEN)
+def test_the_hash_sees_all_that_the_trainer_sees(change):
+    assert content_hash(changed(change)) != content_hash(make_group())

@@ -1,0 +1,133 @@
+"""The numbers at the end of a run, its picture, and the settings that make it this run."""
+
+import json
+
+import msgspec
+import pytest
+
+from stream.errors import PenstockError
+from stream.view import RunView
+from workers.run.folder import differences
+from workers.run.plot import draw, read_metrics, smooth
+from workers.run.summary import Summary, newest_progress, summarize
+from workers.settings import parse
+from workers.train.progress import Progress
+
+KEYS = [
+    "steps", "groups_trained", "groups_dropped", "rows", "score_before", "score_after", "staleness",
+    "tokens_per_second", "seconds", "fed", "outstanding", "dead", "duplicates",
+]  # fmt: skip
+
+
+def view(is_open: int, **counts: int) -> RunView:
+    named = {name.replace("__", ":"): n for name, n in counts.items()}
+    return RunView(now_ms=0, stages={}, open=is_open, outstanding=0, dead=0, counts=named)
+
+
+def summary_of(view: RunView, before=Progress(), after=Progress(), seconds=10.0) -> Summary:  # noqa: B008
+    return summarize(view, before, after, seconds)
+
+
+def test_the_keys_are_these():
+    assert list(json.loads(msgspec.json.encode(summary_of(view(0))))) == KEYS
+
+
+def test_every_prompt_is_accounted_for():
+    summary = summary_of(view(2, fed=10, trained=4, dropped__operator=1, dropped__zero_variance=2, dead=1))
+    assert summary.balanced
+    assert summary.groups_dropped == {"operator": 1, "zero_variance": 2}
+    assert summary.books == "10 fed = 4 trained + 3 dropped + 1 dead + 2 outstanding"
+
+
+def test_a_prompt_too_many_or_too_few_is_noticed():
+    assert not summary_of(view(1, fed=10, trained=10)).balanced
+    assert not summary_of(view(0, fed=10, trained=9)).balanced
+
+
+def test_speed_is_that_of_this_start_and_staleness_that_of_the_whole_run():
+    before = Progress(step=5, tokens=1000)
+    after = Progress(step=9, tokens=3000, staleness_sum=30.0, staleness_count=20, staleness_max=3, rows={"valid": 7})
+    summary = summary_of(view(0), before, after)
+    assert summary.steps == 9
+    assert summary.tokens_per_second == 200.0
+    assert summary.staleness.mean == 1.5
+    assert summary.staleness.max == 3
+    assert summary.rows == {"valid": 7}
+
+
+def test_what_was_not_measured_is_null_and_not_0():
+    told = json.loads(msgspec.json.encode(summary_of(view(0))))
+    assert told["staleness"] == {"mean": None, "max": None}
+    assert told["score_before"] is None
+
+
+def test_progress_is_that_of_the_newest_checkpoint_that_can_be_read(tmp_path):
+    assert newest_progress(tmp_path).step == 0
+    for name, text in {
+        "step-000009": '{"progress": {"step": 9, "unknown": 1}, "files": {}, "saved_at": "2026-01-01"}',
+        "step-000010": '{"progress": {"step": 10, "tokens": 1}, "saved_at": "2026-01-02"}',
+        "step-000010-2": '{"progress": {"step": 10, "tokens": 2}, "saved_at": "2026-01-03"}',
+        "step-000011": '{"progress": {"st',
+    }.items():
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir(parents=True)
+        (folder / "checkpoint.json").write_text(text)
+    assert newest_progress(tmp_path) == Progress(step=10, tokens=2)
+
+
+def settings(**sections):
+    table = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}]}
+    return parse(table | sections)
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"model": {"path": "n"}}, "model.path"),
+        ({"data": {"path": "d", "columns": {"a": "b"}}}, "data.columns"),
+        ({"rewards": [{"ref": "a:c"}]}, "rewards"),
+        ({"environments": {"c": "calculator"}}, "environments"),
+        ({"rollout": {"group_size": 2}}, "rollout.group_size"),
+        ({"algorithm": {"clip_low": 0.1}}, "algorithm.clip_low"),
+        ({"run": {"seed": 1}}, "run.seed"),
+    ],
+)
+def test_what_makes_it_another_run_is_named(changed, key):
+    found = differences(settings(), settings(**changed))
+    assert found
+    assert all(text.startswith(key) for text in found), found
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"train": {"max_steps": 9, "threads": 2, "learning_rate": 1e-3}},
+        {"rollout": {"workers": 4}},
+        {"data": {"path": "d", "backlog": 9}},
+        {"delivery": {"restarts": 1}},
+        {"run": {"redis": "redis://elsewhere"}},
+    ],
+)
+def test_what_may_change_when_a_run_is_resumed(changed):
+    assert differences(settings(), settings(**changed)) == []
+
+
+def test_steps_that_were_done_again_count_as_they_were_done_last(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "a": 1}\n{"step": 2, "a": 2}\n{"step": 2, "a": 3}\n{"st')
+    assert [row["a"] for row in read_metrics(file)] == [1, 3]
+
+
+def test_a_running_mean_keeps_a_constant_and_the_length():
+    points = [(float(step), 2.0) for step in range(20)]
+    assert smooth(points) == points
+    assert smooth([(0.0, 0.0), (1.0, 3.0)], window=3) == [(0.0, 1.5), (1.0, 1.5)]
+
+
+def test_a_run_is_drawn_even_where_something_was_not_measured(tmp_path):
+    with pytest.raises(PenstockError, match="no step yet"):
+        draw(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "time": 1.0, "version": 1, "reward/mean": 0.5, "staleness/mean": null}\n'
+    )
+    assert draw(tmp_path).read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,74 @@
+"""A number is a reward only if somebody measured it."""
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from stream.validity import Measured, RewardReason, Unmeasured, measure
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"),
+    [
+        (1, 1.0),
+        (0.0, 0.0),
+        (-0.25, -0.25),
+        (True, 1.0),
+        (False, 0.0),
+        (Fraction(1, 2), 0.5),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3.0),
+        (np.bool_(True), 1.0),
+        (np.array(0.5), 0.5),
+        (np.array([0.5]), 0.5),
+        (np.array([[2]]), 2.0),
+        (Measured(0.5), 0.5),
+    ],
+)
+def test_numbers_are_rewards(value, reward):
+    found = measure(value)
+    assert found == Measured(reward)
+    assert type(found.value) is float
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (None, RewardReason.MISSING),
+        (math.nan, RewardReason.NOT_FINITE),
+        (math.inf, RewardReason.NOT_FINITE),
+        (-math.inf, RewardReason.NOT_FINITE),
+        (10**400, RewardReason.NOT_FINITE),
+        (np.float32("nan"), RewardReason.NOT_FINITE),
+        (Measured(math.nan), RewardReason.NOT_FINITE),
+        ("1.0", RewardReason.NOT_NUMERIC),
+        ("", RewardReason.NOT_NUMERIC),
+        ([1.0], RewardReason.NOT_NUMERIC),
+        ({"reward": 1.0}, RewardReason.NOT_NUMERIC),
+        (1 + 0j, RewardReason.NOT_NUMERIC),
+        (Decimal("0.5"), RewardReason.NOT_NUMERIC),
+        (object(), RewardReason.NOT_NUMERIC),
+        (np.array([1.0, 2.0]), RewardReason.NOT_NUMERIC),
+        (np.array([]), RewardReason.NOT_NUMERIC),
+        (np.array("1.0"), RewardReason.NOT_NUMERIC),
+    ],
+)
+def test_all_else_is_unmeasured_with_its_reason(value, reason):
+    found = measure(value)
+    assert isinstance(found, Unmeasured)
+    assert (found.reason, bool(found.detail)) == (reason, True)
+
+
+def test_what_is_unmeasured_stays_unmeasured():
+    found = Unmeasured(RewardReason.TIMEOUT, "30 s")
+    assert measure(found) is found
+
+
+def test_one_element_tensors_are_numbers():
+    torch = pytest.importorskip("torch")
+    assert measure(torch.tensor(0.5, requires_grad=True)) == Measured(0.5)
+    assert measure(torch.tensor([2])) == Measured(2.0)
+    assert isinstance(measure(torch.tensor([1.0, 2.0])), Unmeasured)
