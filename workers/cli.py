@@ -66,13 +66,12 @@ def penstock() -> None:
 @click.option("--steps", default=None, type=click.IntRange(1), help="Optimizer steps.")
 @click.option("--control", type=click.Choice(["zero-lr", "permuted"]), help="A run that must not learn.")
 @click.option("--prepare", "only_prepare", is_flag=True, help="Make the model, its warm start and run.toml, and stop.")
-@click.option("--prepare", is_flag=True, help="Only make the model, its warm start and run.toml.")
 @_json
-def demo(seed: int, folder: Path, steps: int | None, control: str | None, prepare: bool, as_json: bool) -> None:
+def demo(seed: int, folder: Path, steps: int | None, control: str | None, only_prepare: bool, as_json: bool) -> None:
     """Train a small model on this machine, in a few minutes."""
     from workers.demo.demo import prepare_demo, run_demo
 
-    if prepare:
+    if only_prepare:
         sys.exit(prepare_demo(seed, folder, steps))
     sys.exit(run_demo(seed, folder, as_json=as_json, control=control, steps=steps))
 
@@ -102,14 +101,19 @@ def queues(target: str | None, redis: str, as_json: bool, watch: bool) -> None:
 
     Looking changes nothing. Without RUN: the one that goes on under runs/.
     """
+    from workers import logs
     from workers.queues import show_queues
 
+    logs.configure("queues")
     show_queues(target, redis, as_json=as_json, watch=watch)
 
 
 @penstock.group()
 def dead() -> None:
     """Show, retry or drop what no worker could finish."""
+    from workers import logs
+
+    logs.configure("dead")
 
 
 def _letters(command: Any) -> Any:

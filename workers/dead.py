@@ -14,7 +14,6 @@ from stream.errors import PenstockError, RecordError
 from stream.link import Link
 from stream.records import Group, Prompt, Row
 from stream.view import look
-from workers import logs
 from workers.run.live import locate, visit
 
 _HEX_BYTES = 512
@@ -91,7 +90,6 @@ def hex_dump(data: bytes) -> str:
 
 
 def _visit(target: str | None, redis: str, main: Callable[[Link], Awaitable[list[Letter]]]) -> list[Letter]:
-    logs.configure("dead")
     return visit(locate(target, redis), main)
 
 

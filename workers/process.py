@@ -16,7 +16,6 @@ from typing import TypeVar
 import anyio
 import msgspec
 import structlog
-from msgspec import Struct
 
 from stream.errors import (
     DataError,
@@ -27,9 +26,9 @@ from stream.errors import (
     RunMismatchError,
     SettingsError,
 )
-from stream.link import Link, connect
-from stream.stage import Terms
+from stream.link import connect
 from workers import logs
+from workers.role import Main, Role
 from workers.settings import Settings, load
 
 log = structlog.get_logger()
@@ -38,30 +37,7 @@ RESTART_MAY_HELP, FAILED_FOR_GOOD = 1, 2
 _FOR_GOOD = (SettingsError, ReferenceNotFoundError, RunMismatchError, DataError, FencedError, RunFailedError)
 
 
-class Role(Struct, kw_only=True, eq=False):
-    """What every role is handed."""
-
-    settings: Settings
-    link: Link
-    consumer: str
-    """This process's name in the streams; never used again by another one."""
-    stopping: anyio.Event
-    """Set when the process is asked to stop: claim nothing more, finish or give back what is held."""
-
-    @property
-    def terms(self) -> Terms:
-        """Lease time and retry budgets."""
-        d = self.settings.delivery
-        return Terms(
-            lease_s=d.lease_s,
-            infra_attempts=d.infra_attempts,
-            data_attempts=d.data_attempts,
-            backoff_s=d.backoff_s,
-        )
-
-
 T = TypeVar("T")
-Main = Callable[[Role], Awaitable[None]]
 
 
 def launch(role: str, file: Path, overrides: tuple[str, ...], redis: str, engines: tuple[str, ...]) -> int:

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from stream.link import Link
 from stream.view import RunView, look
-from workers import logs
 from workers.run.live import locate, visit
 from workers.run.progress import books, stage_table
 
@@ -64,7 +63,6 @@ def show_queues(target: str | None, redis: str, *, as_json: bool = False, watch:
     Raises:
         PenstockError: no such run.
     """
-    logs.configure("queues")
     place = locate(target, redis)
 
     async def main(link: Link) -> None:

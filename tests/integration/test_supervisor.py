@@ -92,7 +92,7 @@ class Pipeline:
 
     async def until_started(self, role: str, lives: int = 1) -> None:
         with anyio.fail_after(20):
-            while not (self.home / "lives").exists() or len(self.lives(role)) < lives:  # noqa: ASYNC110
+            while not (self.home / "lives").exists() or len(self.lives(role)) < lives:
                 await anyio.sleep(0.02)
 
     def assert_nobody_is_left(self) -> None:

@@ -1,6 +1,6 @@
 """Any order of anything that workers, a trainer, a feeder and the clock may do, on a real server.
 
-After every step the account balances, every open prompt is in exactly one place, and no claim has gone over the capacity.
+After every step the account balances, each open prompt is in exactly one place, and no claim has gone over capacity.
 At the end the run is brought to its end: nothing may be left, and no prompt may be in the trained history twice.
 """
 
@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import msgspec
+import pytest
 from anyio.from_thread import start_blocking_portal
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -214,5 +215,6 @@ class Run(RuleBasedStateMachine):
         assert len(history) == len(set(history)) == view.balance["trained"] + view.dropped.get("zero_variance", 0)
 
 
+@pytest.mark.timeout(300)  # two hundred examples in the `ci` profile
 def test_a_run_survives_any_order_of_events(redis_url):
     run_state_machine_as_test(lambda: Run(redis_url), settings=settings(stateful_step_count=30))

@@ -50,8 +50,8 @@ RUNNING = Status(run="demo", phase="running", seconds=61)
 def test_a_line_tells_what_is_known_and_nothing_else():
     told = line(view(METRICS, counts={"fed": 9, "trained": 4, "dropped:operator": 1}, is_open=4), RUNNING)
     assert told == (
-        "demo 1 min 01 s | running | step 3 | version 4 | reward 0.750 | valid 98.0% | staleness 0.50 | tokens/s 1,234 | "
-        "prompts 5 groups 0 scored 0 | trained 4 dropped 1 dead 0 outstanding 4 fed 9"
+        "demo 1 min 01 s | running | step 3 | version 4 | reward 0.750 | valid 98.0% | staleness 0.50 | "
+        "tokens/s 1,234 | prompts 5 groups 0 scored 0 | trained 4 dropped 1 dead 0 outstanding 4 fed 9"
     )
     assert "reward" not in line(view(), RUNNING)
 

@@ -16,7 +16,7 @@ from stream.ledger import Ledger
 from stream.records import Prompt
 from workers.feed.mapping import to_prompt
 from workers.feed.source import Source, open_source, order
-from workers.process import Role
+from workers.role import Role
 from workers.settings import Settings
 
 log = structlog.get_logger()

@@ -12,8 +12,8 @@ from stream.errors import SettingsError
 from stream.records import Prompt
 from stream.stage import Lease, Stage
 from workers.parts import load_rewards
-from workers.process import Role
 from workers.pump import pump
+from workers.role import Role
 from workers.rollout.chat import Chat
 from workers.rollout.engine import EngineClient
 from workers.rollout.group import roll_out

@@ -16,8 +16,8 @@ from stream.codec import decode
 from stream.records import Group
 from stream.stage import Lease, Stage
 from workers.parts import add_parts, load_rewards
-from workers.process import Role
 from workers.pump import pump
+from workers.role import Role
 
 
 async def score(role: Role) -> None:

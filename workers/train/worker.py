@@ -22,7 +22,7 @@ from stream.records import Group
 from stream.stage import Lease, Stage
 from stream.training import End, Tenure
 from stream.validity import DropReason
-from workers.process import Role
+from workers.role import Role
 from workers.settings import Settings
 from workers.train.batch import collate
 from workers.train.checkpoint import Checkpoints

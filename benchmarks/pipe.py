@@ -1,0 +1,224 @@
+"""The pipe against a floor: groups a second through stages, and the time of a claim with many entries pending.
+
+    python benchmarks/pipe.py [--groups 600] [--pending 10000] [--rounds 3] [--json]
+
+A group is 16 completions of 1000 tokens: ids and log-probs, 127 KiB. The server is private, on a unix socket, with
+`appendfsync everysec`; workers are tasks of one process. The floor is what bare commands cost for the same bytes with
+the same client, in the same run, turn by turn: XREADGROUP, XADD, XACK, XDEL, with no owner, no lease, no count, and not
+atomic. `end_to_end` is encode, settle, claim, decode, settle, claim, decode, commit, acknowledge.
+
+Caveats: one client process, so on two cores the server and the client have one each; the disk's write cache decides how
+much `everysec` costs; medians of the rounds.
+"""
+
+import argparse
+import json
+import statistics
+import struct
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import anyio
+import structlog
+
+from stream.codec import decode, encode
+from stream.feeding import Feed
+from stream.link import Link, connect
+from stream.records import Completion, Group, Prompt, Row, Span
+from stream.server import private_server
+from stream.stage import Stage, Terms
+from stream.training import End, Tenure
+from stream.validity import Measured
+
+AT_ONCE = 4
+"""Tasks of a stage, and entries of a claim."""
+GROUP = "floor"
+
+
+def make_group(prompt_id: str, completions: int = 16, tokens: int = 1000) -> Group:
+    row = Row(
+        prompt_ids=struct.pack("64i", *range(64)),
+        token_ids=struct.pack(f"{tokens}i", *range(tokens)),
+        sampled=[(0, tokens)],
+        logprobs=struct.pack(f"{tokens}f", *(-i / tokens for i in range(tokens))),
+        spans=[Span(0, 0, tokens)],
+    )
+    rows = [Completion(index=i, rows=[row], reward=Measured(1.0)) for i in range(completions)]
+    return Group(prompt=Prompt(id=prompt_id, messages=[]), completions=rows)
+
+
+async def work(stage: Stage, total: list[int], do: Callable[[list], Awaitable[None]]) -> None:
+    """Claim until the stage has done its share."""
+    while total[0] > 0:
+        claim = await stage.claim(min(AT_ONCE, total[0]))
+        total[0] -= len(claim.leases)
+        if claim.leases:
+            await do(claim.leases)
+        elif total[0] > 0:
+            await stage.wait(claim, 0.1)
+
+
+async def feed(link: Link, groups: int) -> None:
+    await Feed(link, groups).put([Prompt(id=f"p{i}", messages=[]) for i in range(groups)], "", "1")
+
+
+async def roll_out(link: Link, groups: int) -> None:
+    made, left = make_group("p"), [groups]
+
+    async def do(leases):
+        for lease in leases:
+            await stage.settle(lease, "groups", made)
+
+    stage = Stage(link, "prompts", "rollout", Terms())
+    async with anyio.create_task_group() as tasks:
+        for _ in range(AT_ONCE):
+            tasks.start_soon(work, stage, left, do)
+
+
+async def score(link: Link, groups: int) -> None:
+    left = [groups]
+
+    async def do(leases):
+        for lease in leases:
+            await stage.settle(lease, "scored", decode(lease.payload, Group))
+
+    stage = Stage(link, "groups", "score", Terms())
+    async with anyio.create_task_group() as tasks:
+        for _ in range(AT_ONCE):
+            tasks.start_soon(work, stage, left, do)
+
+
+async def train(link: Link, groups: int) -> None:
+    tenure, marked = await Tenure.begin(link, 60.0), []
+
+    async def do(leases):
+        for lease in leases:
+            decode(lease.payload, Group)
+        await tenure.commit(stage, [End(lease, "trained") for lease in leases], frees_at=1)
+        marked.extend(lease.id for lease in leases)
+        if len(marked) >= 64:
+            await tenure.acknowledge(marked)
+            marked.clear()
+
+    stage = Stage(link, "scored", "train", Terms())
+    await work(stage, [groups], do)
+    await tenure.acknowledge(marked)
+
+
+async def one_stage(link: Link, groups: int) -> float:
+    """Claim and settle, 127 KiB in and out."""
+    await feed(link, groups)
+    await roll_out(link, groups)
+    began = time.perf_counter()
+    await score(link, groups)
+    return groups / (time.perf_counter() - began)
+
+
+async def one_stage_floor(link: Link, groups: int) -> float:
+    """The same bytes through the same client: read a group, decode and encode it, add it, acknowledge, delete."""
+    redis, source, sink, payload, left = link.redis, "floor:in", "floor:out", encode(make_group("p")), groups
+    await redis.xgroup_create(source, GROUP, id="0", mkstream=True)
+    for _ in range(groups):
+        await redis.xadd(source, {"prompt": "p", "payload": payload})
+
+    async def worker() -> None:
+        nonlocal left
+        while left > 0:
+            count, left = min(AT_ONCE, left), left - AT_ONCE
+            for _, entries in await redis.xreadgroup(GROUP, "w", {source: ">"}, count=count):
+                for entry, fields in entries:
+                    again = encode(decode(fields[b"payload"], Group))
+                    await redis.xadd(sink, {"prompt": "p", "payload": again})
+                    await redis.xack(source, GROUP, entry)
+                    await redis.xdel(source, entry)
+
+    began = time.perf_counter()
+    async with anyio.create_task_group() as tasks:
+        for _ in range(AT_ONCE):
+            tasks.start_soon(worker)
+    elapsed = time.perf_counter() - began
+    await redis.delete(source, sink)
+    return groups / elapsed
+
+
+async def end_to_end(link: Link, groups: int) -> float:
+    await feed(link, groups)
+    began = time.perf_counter()
+    async with anyio.create_task_group() as tasks:
+        for role in (roll_out, score, train):
+            tasks.start_soon(role, link, groups)
+    return groups / (time.perf_counter() - began)
+
+
+async def claims(link: Link, pending: int, count: int) -> tuple[float, float]:
+    """Microseconds of a claim of one entry with many pending: at the client, and in the server."""
+    await feed(link, pending + count)
+    stage = Stage(link, "prompts", "w", Terms(lease_s=600.0))
+    for _ in range(0, pending, 1000):
+        await stage.claim(min(1000, pending))
+    return await timed(link, "evalsha", lambda: stage.claim(1), count)
+
+
+async def claims_floor(link: Link, pending: int, count: int) -> tuple[float, float]:
+    redis, source = link.redis, "floor:pending"
+    await redis.xgroup_create(source, GROUP, id="0", mkstream=True)
+    payload = encode(Prompt(id="p", messages=[]))
+    for _ in range(pending + count):
+        await redis.xadd(source, {"prompt": "p", "payload": payload})
+    await redis.xreadgroup(GROUP, "w", {source: ">"}, count=pending)
+    found = await timed(link, "xreadgroup", lambda: redis.xreadgroup(GROUP, "w", {source: ">"}, count=1), count)
+    await redis.delete(source)
+    return found
+
+
+async def timed(link: Link, command: str, call: Callable[[], Awaitable[object]], count: int) -> tuple[float, float]:
+    await link.redis.config_resetstat()
+    began = time.perf_counter()
+    for _ in range(count):
+        await call()
+    elapsed = time.perf_counter() - began
+    stats = await link.redis.info("commandstats")
+    return 1e6 * elapsed / count, stats[f"cmdstat_{command}"]["usec_per_call"]
+
+
+async def bench(arguments: argparse.Namespace) -> dict[str, float]:
+    seen: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        async with private_server(Path(folder)) as url:
+            for turn in range(arguments.rounds):
+                for name, measure, scale in (
+                    ("end_to_end_groups_per_s", end_to_end, (arguments.groups,)),
+                    ("one_stage_groups_per_s", one_stage, (arguments.groups,)),
+                    ("one_stage_floor_groups_per_s", one_stage_floor, (arguments.groups,)),
+                    ("claim_us", claims, (arguments.pending, 1000)),
+                    ("claim_floor_us", claims_floor, (arguments.pending, 1000)),
+                ):
+                    async with connect(url, f"{name}-{turn}") as link:
+                        found = await measure(link, *scale)
+                        await link.redis.flushall()
+                    for suffix, value in zip(("", "_in_server"), found if isinstance(found, tuple) else (found,)):
+                        seen.setdefault(name + suffix, []).append(value)
+    return {name: round(statistics.median(values), 1) for name, values in seen.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=600)
+    parser.add_argument("--pending", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    found = {"group_kib": round(len(encode(make_group("p"))) / 1024, 1), "pending": arguments.pending}
+    found |= anyio.run(bench, arguments)
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        for name, value in found.items():
+            print(f"{name:32} {value:>10}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""`penstock dead`: list, show, retry and drop what no worker could finish."""
+
+import array
+import json
+from collections.abc import Iterator
+
+import anyio
+import pytest
+import structlog
+
+from stream import Completion, Feed, Group, Prompt, Row, Span, Stage, Terms, look
+from stream.dead import letters
+from stream.errors import PenstockError
+from stream.validity import Measured
+from workers.dead import drop_dead, hex_dump, list_dead, retry_dead, show_dead
+
+TERMS = Terms(data_attempts=1)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """What is printed here is the command's; as a command it logs to stderr."""
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+    yield
+    structlog.reset_defaults()
+
+
+async def bury_prompt(link, name: str = "a", error: str = "its image does not decode") -> str:
+    feed = Feed(link, 10)
+    cursor = await feed.cursor()
+    await feed.put([Prompt(id=name, messages=[{"role": "user", "content": "?"}])], cursor, f"after {name}")
+    stage = Stage(link, "prompts", "rollout-1", TERMS)
+    (lease,) = (await stage.claim(1)).leases
+    assert await stage.release(lease, "data", error)
+    return (await letters(link))[-1].id
+
+
+async def bury_junk(link) -> str:
+    await link.redis.xadd(link.key("groups"), {"payload": b"\x00junk\xff" * 3})
+    stage = Stage(link, "groups", "score-1", TERMS)
+    (lease,) = (await stage.claim(1)).leases
+    await stage.bury(lease, "unreadable", "no record")
+    return (await letters(link))[-1].id
+
+
+@pytest.fixture
+def run_command(redis_url, run_name, capsys):
+    async def run(command, *arguments, **named) -> str:
+        """What it prints; the command makes an event loop of its own."""
+        await anyio.to_thread.run_sync(lambda: command(run_name, redis_url, *arguments, **named))
+        return capsys.readouterr().out
+
+    return run
+
+
+async def test_the_list_says_what_died_where_and_why(link, run_command):
+    letter = await bury_prompt(link)
+    junk = await bury_junk(link)
+    told = await run_command(list_dead)
+    assert letter in told
+    assert "its image" in told
+    first, second = json.loads(await run_command(list_dead, as_json=True))
+    assert (first["id"], first["stage"], first["prompt_id"], first["reason"]) == (letter, "prompts", "a", "data")
+    assert (first["data_failures"], first["fed"], first["error"]) == (1, True, "its image does not decode")
+    assert (second["id"], second["fed"], second["reason"]) == (junk, False, "unreadable")
+    assert "payload" not in first
+
+
+async def test_a_run_without_dead_letters_says_so(link, run_command):
+    await Feed(link, 10).put([Prompt(id="a", messages=[])], "", "1")
+    for command in (list_dead, show_dead):
+        assert await run_command(command) == "no dead letters\n"
+        assert json.loads(await run_command(command, as_json=True)) == []
+
+
+async def test_a_record_is_shown_as_what_it_says(link, run_command):
+    await bury_prompt(link)
+    (told,) = json.loads(await run_command(show_dead, as_json=True))
+    assert told["record"]["messages"] == [{"role": "user", "content": "?"}]
+    assert json.loads(await run_command(show_dead))["record"] == told["record"]
+
+
+async def test_token_buffers_are_shown_as_numbers(link, run_command):
+    await bury_prompt(link)
+    row = Row(
+        prompt_ids=array.array("i", [5, 6]).tobytes(),
+        token_ids=array.array("i", [7]).tobytes(),
+        sampled=[(0, 1)],
+        logprobs=array.array("f", [-0.5]).tobytes(),
+        spans=[Span(3, 0, 1)],
+    )
+    completion = Completion(index=0, rows=[row], reward=Measured(value=1.0), snapshot=b"\x00\x01")
+    prompts = Stage(link, "prompts", "rollout-1", TERMS)
+    await Feed(link, 10).put([Prompt(id="b", messages=[])], "after a", "2")
+    (lease,) = (await prompts.claim(1)).leases
+    await prompts.settle(lease, "groups", Group(prompt=Prompt(id="b", messages=[]), completions=[completion]))
+    groups = Stage(link, "groups", "score-1", TERMS)
+    (lease,) = (await groups.claim(1)).leases
+    await groups.bury(lease, "data", "for the test")
+    last = (await letters(link))[-1].id
+    (told,) = json.loads(await run_command(show_dead, [last], as_json=True))
+    shown = told["record"]["completions"][0]
+    assert shown["rows"][0]["prompt_ids"] == [5, 6]
+    assert shown["rows"][0]["logprobs"] == [-0.5]
+    assert shown["rows"][0]["spans"] == [[3, 0, 1]]
+    assert shown["reward"]["value"] == 1.0
+
+
+async def test_what_cannot_be_read_is_shown_as_bytes_with_the_reason(link, run_command):
+    await bury_junk(link)
+    (told,) = json.loads(await run_command(show_dead, as_json=True))
+    assert "record" not in told
+    assert told["unreadable"].startswith("not a record")
+    assert told["bytes"] == 18
+    assert "00 6a 75 6e 6b ff" in await run_command(show_dead)
+
+
+async def test_a_retried_letter_is_back_in_its_stage(link, run_command):
+    letter = await bury_prompt(link)
+    assert json.loads(await run_command(retry_dead, [letter], as_json=True)) == {"retried": [letter]}
+    view = await look(link)
+    assert (view.dead, view.balance["dead"], view.balance["outstanding"], view.stages["prompts"].lag) == (0, 0, 1, 1)
+
+
+async def test_a_dropped_letter_counts_as_dropped(link, run_command):
+    await bury_prompt(link)
+    await bury_junk(link)
+    assert await run_command(drop_dead, []) == "dropped 2 dead letters\n"
+    view = await look(link)
+    assert (view.dead, view.dropped) == (0, {"operator": 1})
+
+
+async def test_a_letter_that_is_not_there_changes_nothing(link, run_command):
+    letter = await bury_prompt(link)
+    with pytest.raises(PenstockError, match="has no dead letter 1-1"):
+        await run_command(drop_dead, [letter, "1-1"])
+    assert (await look(link)).dead == 1
+
+
+def test_a_hex_dump_reads_like_one():
+    assert hex_dump(b"PS\x00") == f"{'000000  50 53 00':<55}  PS."
+    assert hex_dump(bytes(17)).splitlines()[1].startswith("000010  00")

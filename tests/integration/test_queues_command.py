@@ -1,0 +1,151 @@
+"""`penstock queues`: finding a run, and looking without touching."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+from redis import Redis
+
+from stream import Feed, Group, Prompt, Stage, Terms, connect, private_server
+from stream.errors import PenstockError, SettingsError
+from workers.queues import show_queues
+from workers.run.live import Live, announce, locate
+from workers.settings import dump, parse
+
+TERMS = Terms()
+STAGE_KEYS = {"depth", "claimed", "delayed", "lag", "oldest_age_s", "rate", "consumers"}
+KEYS = {
+    "run", "at", "stages", "fed", "trained", "dropped", "dropped_by_reason", "dead", "outstanding",
+    "groups_outstanding", "capacity", "version", "step", "dead_letters", "duplicates", "finished",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """What is printed here is the command's; as a command it logs to stderr."""
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+    yield
+    structlog.reset_defaults()
+
+
+def make_folder(folder: Path, name: str, redis: str = "") -> Path:
+    folder.mkdir(parents=True)
+    table = {"run": {"name": name, "folder": str(folder), "redis": redis}, "model": {"path": "m"}}
+    settings = parse(table | {"data": {"path": "d"}, "rewards": [{"ref": "a:b"}]})
+    (folder / "run.toml").write_text(dump(settings))
+    return folder
+
+
+async def some_work(link) -> None:
+    """Four prompts: one rolled out, one held, one given back, one waiting."""
+    await link.write_hash("meta", {"capacity": "8"})
+    await Feed(link, 10).put([Prompt(id=name, messages=[]) for name in "abcd"], "", "4")
+    stage = Stage(link, "prompts", "rollout-1", TERMS)
+    done, _held, back = (await stage.claim(3)).leases
+    await stage.settle(done, "groups", Group(prompt=Prompt(id="a", messages=[]), completions=[]))
+    await stage.release(back, "infra", "the engine said no")
+
+
+async def in_thread(*arguments, **named) -> None:
+    """The command makes an event loop of its own."""
+    import anyio
+
+    await anyio.to_thread.run_sync(lambda: show_queues(*arguments, **named))
+
+
+async def test_json_has_stable_keys_and_says_where_everything_is(link, redis_url, run_name, capsys):
+    await some_work(link)
+    await in_thread(run_name, redis_url, as_json=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    told = json.loads(line)
+    assert set(told) == KEYS
+    assert {stage: set(facts) for stage, facts in told["stages"].items()} == dict.fromkeys(
+        ("prompts", "groups", "scored"), STAGE_KEYS
+    )
+    prompts = told["stages"]["prompts"]
+    assert (prompts["depth"], prompts["claimed"], prompts["delayed"], prompts["lag"]) == (3, 1, 1, 1)
+    assert prompts["consumers"] == {"rollout-1": 1}
+    assert told["stages"]["groups"]["depth"] == 1
+    assert (told["fed"], told["outstanding"], told["groups_outstanding"], told["capacity"]) == (4, 4, 2, 8)
+    assert told["fed"] == told["trained"] + told["dropped"] + told["dead"] + told["outstanding"]
+    assert (told["version"], told["finished"]) == (-1, "")
+
+
+async def test_the_table_says_the_same_to_people(link, redis_url, run_name, capsys):
+    await some_work(link)
+    await in_thread(run_name, redis_url)
+    told = capsys.readouterr().out
+    assert "rollout-1: 1" in told
+    assert "fed 4 = trained 0 + dropped 0 + dead 0 + outstanding 4" in told
+    assert "groups outstanding 2 of 8" in told
+
+
+async def test_looking_creates_no_key_and_changes_none(link, redis_url, run_name):
+    await some_work(link)
+    with Redis.from_url(redis_url) as redis:
+        before = {key: redis.dump(key) for key in redis.keys("*")}
+        await in_thread(run_name, redis_url, as_json=True)
+        assert {key: redis.dump(key) for key in redis.keys("*")} == before
+        with pytest.raises(PenstockError, match="knows no run called 'nobody'"):
+            await in_thread("nobody", redis_url)
+        assert set(redis.keys("*")) == set(before)
+
+
+async def test_watching_ends_when_the_run_has_finished(link, redis_url, run_name, capsys):
+    await link.write_hash("meta", {"finished": "trained 3 steps"})
+    await in_thread(run_name, redis_url, watch=True, as_json=True)
+    await in_thread(run_name, redis_url, watch=True)
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert json.loads(first)["finished"] == "trained 3 steps"
+    assert "trained 3 steps" in "\n".join(rest)
+
+
+async def test_a_run_that_goes_on_is_found_by_folder_name_file_or_alone(
+    link, redis_url, run_name, tmp_path, monkeypatch, capsys
+):
+    await some_work(link)
+    monkeypatch.chdir(tmp_path)
+    folder = make_folder(Path("runs/mine"), run_name)
+    make_folder(Path("runs/other"), "other")
+    announce(folder, Live(run=run_name, redis=redis_url, pid=1))
+    for target in ("runs/mine", "mine", "runs/mine/run.toml", None):
+        await in_thread(target, "", as_json=True)
+        assert json.loads(capsys.readouterr().out)["run"] == run_name
+
+
+async def test_a_run_whose_server_is_at_rest_is_woken_for_the_look(tmp_path, capsys):
+    folder = make_folder(tmp_path / "rests", "rests")
+    async with private_server(folder / "redis") as url, connect(url, "rests") as link:
+        await some_work(link)
+    await in_thread(str(folder), "", as_json=True)
+    assert json.loads(capsys.readouterr().out)["fed"] == 4
+
+
+def test_settings_may_say_where_the_server_is(tmp_path, redis_url):
+    folder = make_folder(tmp_path / "far", "far", redis_url)
+    assert locate(str(folder)).url == redis_url
+    assert locate(str(folder), "redis://elsewhere").url == "redis://elsewhere"
+
+
+def test_a_run_that_cannot_be_found_is_a_clear_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PenstockError, match="no run goes on"):
+        locate(None)
+    with pytest.raises(PenstockError, match="mine is no run's folder"):
+        locate("mine")
+    folder = make_folder(Path("runs/mine"), "mine")
+    with pytest.raises(PenstockError, match="has not begun"):
+        locate("mine")
+    (folder / "run.toml").write_text("[run]\n")
+    with pytest.raises(SettingsError):
+        locate("mine")
+
+
+def test_two_runs_that_go_on_have_to_be_told_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        announce(make_folder(Path("runs") / name, name), Live(run=name, redis="unix://x", pid=1))
+    with pytest.raises(PenstockError, match="2 runs go on: runs/one, runs/two"):
+        locate(None)
