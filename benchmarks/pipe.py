@@ -198,7 +198,9 @@ async def bench(arguments: argparse.Namespace) -> dict[str, float]:
                     async with connect(url, f"{name}-{turn}") as link:
                         found = await measure(link, *scale)
                         await link.redis.flushall()
-                    for suffix, value in zip(("", "_in_server"), found if isinstance(found, tuple) else (found,)):
+                    for suffix, value in zip(
+                        ("", "_in_server"), found if isinstance(found, tuple) else (found,), strict=False
+                    ):
                         seen.setdefault(name + suffix, []).append(value)
     return {name: round(statistics.median(values), 1) for name, values in seen.items()}
 

@@ -1,4 +1,4 @@
-"""Makes docs/settings.md from the docstrings of workers/settings.py: `python docs/settings_page.py > docs/settings.md`."""
+"""Makes docs/settings.md from workers/settings.py: `python docs/settings_page.py > docs/settings.md`."""
 
 import ast
 import sys

@@ -162,7 +162,7 @@ def _describe(schema: dict[str, Any], parameter: _Parameter, description: str) -
         described.setdefault("description", description)
     if not parameter.required:
         with suppress(TypeError, ValueError, OverflowError):  # what JSON cannot say is optional all the same
-            described.setdefault("default", msgspec.to_builtins(parameter.default, str_keys=True))
+            described.setdefault("default", msgspec.json.decode(msgspec.json.encode(parameter.default)))
     return described
 
 

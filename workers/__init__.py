@@ -17,7 +17,7 @@ role          waits for                  is freed by               gives
 ``train``     a full batch               score                     policy versions, places given back
 ============  =========================  ========================  ==================================
 
-Shared by roles: `process` (signals, drain, exit codes), `pump` (claim, work, end each lease), `parts` (reward functions
+Shared by roles: `role`, `pump` (claim, work, end each lease), `parts` (reward functions
 on a group), `room`, `settings`, `logs`. Around them: `cli`, `run/` (the supervisor), `queues`, `dead`, `check`,
 `demo/`, and `testing/` for those who write tests.
 """

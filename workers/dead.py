@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from stream.codec import decode
 from stream.dead import Letter, drop, letters, retry
@@ -20,27 +20,25 @@ _HEX_BYTES = 512
 
 
 def list_dead(target: str | None, redis: str, ids: Sequence[str] = (), *, as_json: bool = False) -> None:
-    """Print one line for each dead letter, all of them unless some are named."""
+    """Print what died where and why: all dead letters, unless some are named."""
     found = _visit(target, redis, lambda link: _some(link, ids))
     if as_json:
         _print_json([_facts(letter) for letter in found])
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
-    for heading in ("id", "died", "stage", "prompt", "reason", "failures"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("error", overflow="fold")
+    console = Console(highlight=False, markup=False)
     for letter in found:
-        failures = f"{letter.infra_failures} infra, {letter.data_failures} data"
-        table.add_row(
-            letter.id,
-            _died(letter).strftime("%Y-%m-%d %H:%M:%S"),
-            letter.stage,
-            letter.prompt_id or "-",
-            letter.reason,
-            failures,
-            letter.error,
+        failures = letter.infra_failures + letter.data_failures
+        head = (
+            (letter.id, "bold"),
+            f"  {_died(letter):%Y-%m-%d %H:%M:%S}  {letter.stage}",
+            (f"  {letter.reason}", "yellow"),
+            f"  after {failures} failure{'' if failures == 1 else 's'}" if failures else "",
+            (f"  {letter.prompt_id}" if letter.prompt_id else "  not one of the run's prompts", "bright_black"),
         )
-    Console().print(table if found else "no dead letters")
+        console.print(Text.assemble(*head), soft_wrap=True)
+        console.print(f"    {letter.error}", soft_wrap=True)
+    if not found:
+        console.print("no dead letters")
 
 
 def show_dead(target: str | None, redis: str, ids: Sequence[str] = (), *, as_json: bool = False) -> None:

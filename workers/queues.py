@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Struct
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from stream.link import Link
@@ -126,7 +127,16 @@ def table(run: str, view: RunView) -> RenderableType:
     paced.append_text(Text.assemble(("   dead letters ", quiet), (str(told.dead_letters), "red" if view.dead else "")))
     if told.duplicates:
         paced.append_text(Text.assemble(("   duplicates ", quiet), str(told.duplicates)))
-    return Group(head, Text(), stage_table(view, consumers=True), Text(), books(view), paced)
+    return Group(head, Text(), stage_table(view), Text(), *_holders(told), books(view), paced)
+
+
+def _holders(told: QueueReport) -> list[RenderableType]:
+    """Who holds how much of each stage."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for name, stage in told.stages.items():
+        for consumer, count in sorted(stage.consumers.items()):
+            grid.add_row(Text(f"{name} held by", "bright_black"), consumer, str(count))
+    return [grid, Text()] if grid.row_count else []
 
 
 async def _watch(link: Link, as_json: bool) -> None:

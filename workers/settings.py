@@ -358,6 +358,12 @@ def _check_combinations(settings: Settings, source: str) -> None:
             f"{source}: rollout.temperature is 0, so all completions of a group are equal and nothing can be learned "
             "while train.learning_rate is above 0; raise the first or set the second to 0"
         )
+    if settings.min_valid_rows > settings.rollout.group_size:
+        raise SettingsError(
+            f"{source}: algorithm.min_valid_rows ({settings.min_valid_rows}, at least 2 unless set) is more than "
+            f"rollout.group_size ({settings.rollout.group_size}), so every group would be dropped; lower the first or "
+            "raise the second"
+        )
     if "penalty" in settings.algorithm.truncation.values():
         raise SettingsError(
             f"{source}: algorithm.truncation: 'penalty' (overlong shaping) is not part of this version; "

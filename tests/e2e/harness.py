@@ -11,7 +11,8 @@ from typing import Any
 import anyio
 import tomli_w
 
-from stream.link import connect
+from stream.errors import PenstockError
+from stream.link import Link, connect
 from stream.view import look
 
 
@@ -109,12 +110,19 @@ def children(pid: int) -> dict[str, int]:
     return found
 
 
+async def trained(link: Link) -> int:
+    try:
+        return (await look(link)).counts.get("trained", 0)
+    except PenstockError:  # the roles have not begun
+        return 0
+
+
 def wait_for_trained(project, n: int, process: subprocess.Popen[str], within_s: float) -> None:
     async def wait() -> None:
         live = json.loads((project.run_folder / "live.json").read_text())
         async with connect(live["redis"], "test", create=False) as link:
             with anyio.fail_after(within_s):
-                while (await look(link)).counts.get("trained", 0) < n:
+                while await trained(link) < n:
                     assert process.poll() is None, f"{process.stderr.read()}\n{project.logs()}"
                     await anyio.sleep(0.1)
 

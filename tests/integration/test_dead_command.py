@@ -57,8 +57,11 @@ async def test_the_list_says_what_died_where_and_why(link, run_command):
     letter = await bury_prompt(link)
     junk = await bury_junk(link)
     told = await run_command(list_dead)
-    assert letter in told
-    assert "its image" in told
+    first, why, second, _ = told.splitlines()
+    assert first.startswith(letter)
+    assert first.endswith("prompts  data  after 1 failure  a")
+    assert why == "    its image does not decode"
+    assert second.startswith(junk)
     first, second = json.loads(await run_command(list_dead, as_json=True))
     assert (first["id"], first["stage"], first["prompt_id"], first["reason"]) == (letter, "prompts", "a", "data")
     assert (first["data_failures"], first["fed"], first["error"]) == (1, True, "its image does not decode")

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import anyio
 import pytest
 import structlog
 from redis import Redis
@@ -50,8 +51,6 @@ async def some_work(link) -> None:
 
 async def in_thread(*arguments, **named) -> None:
     """The command makes an event loop of its own."""
-    import anyio
-
     await anyio.to_thread.run_sync(lambda: show_queues(*arguments, **named))
 
 
@@ -77,7 +76,7 @@ async def test_the_table_says_the_same_to_people(link, redis_url, run_name, caps
     await some_work(link)
     await in_thread(run_name, redis_url)
     told = capsys.readouterr().out
-    assert "rollout-1: 1" in told
+    assert "prompts held by  rollout-1  1" in told
     assert "fed 4 = trained 0 + dropped 0 + dead 0 + outstanding 4" in told
     assert "groups outstanding 2 of 8" in told
 
@@ -102,14 +101,17 @@ async def test_watching_ends_when_the_run_has_finished(link, redis_url, run_name
     assert "trained 3 steps" in "\n".join(rest)
 
 
+def announce_mine(run_name: str, redis_url: str) -> None:
+    make_folder(Path("runs/other"), "other")
+    announce(make_folder(Path("runs/mine"), run_name), Live(run=run_name, redis=redis_url, pid=1))
+
+
 async def test_a_run_that_goes_on_is_found_by_folder_name_file_or_alone(
     link, redis_url, run_name, tmp_path, monkeypatch, capsys
 ):
     await some_work(link)
     monkeypatch.chdir(tmp_path)
-    folder = make_folder(Path("runs/mine"), run_name)
-    make_folder(Path("runs/other"), "other")
-    announce(folder, Live(run=run_name, redis=redis_url, pid=1))
+    await anyio.to_thread.run_sync(announce_mine, run_name, redis_url)
     for target in ("runs/mine", "mine", "runs/mine/run.toml", None):
         await in_thread(target, "", as_json=True)
         assert json.loads(capsys.readouterr().out)["run"] == run_name

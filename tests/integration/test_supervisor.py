@@ -310,6 +310,24 @@ async def test_when_a_trainer_that_had_finished_starts_again_the_others_return(m
     assert len(pipeline.lives("train")) == 2
 
 
+async def test_a_run_that_is_stopped_before_its_engine_listens_has_done_nothing(make_pipeline):
+    pipeline = make_pipeline({"engine": "stay()"})
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_stop_early, pipeline)
+        outcome = await pipeline.run()
+    assert outcome.interrupted
+    assert outcome.failure is None
+    assert outcome.view is not None
+    assert set(outcome.view.balance.values()) == {0}
+    assert not pipeline.lives("train")
+
+
+async def _stop_early(pipeline: Pipeline) -> None:
+    await pipeline.until_started("engine")
+    assert (pipeline.settings.folder / "live.json").exists()
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_a_run_is_summed_up_in_its_folder_and_its_books_balance(make_pipeline):
     ends = (
         "r = redis(); k = '{%s}:' % run; r.hset(k + 'counts', mapping={'fed': 3, 'trained': 2, 'dropped:operator': 1});"

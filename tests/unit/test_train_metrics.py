@@ -41,6 +41,7 @@ def metrics(*groups, version=7, **more):
     return step_metrics(batch, masks, advantages, version=version, **more)
 
 
+VOCABULARY = 1_000_000
 VALID = (
     completion(0, 2, Measured(1.0), turns=1),
     completion(1, 4, Measured(0.0), version=7, turns=3),
@@ -104,7 +105,7 @@ def test_a_mean_of_nothing_is_left_out():
 def test_what_the_policy_earns_includes_groups_that_were_filtered():
     tie = collate([group(*[completion(i, 2, Measured(1.0)) for i in range(3)], *INVALID, name="q")])
     found = metrics(
-        group(*VALID), filtered=(tie, derive_masks(tie, SETTINGS, 7)), dropped={DropReason.ZERO_VARIANCE: 1}
+        group(*VALID), filtered=(tie, derive_masks(tie, SETTINGS, 7, VOCABULARY)), dropped={DropReason.ZERO_VARIANCE: 1}
     )
     assert (found["reward/mean"], found["reward/count"]) == (2.0, 3)
     assert (found["sampled/reward_mean"], found["sampled/reward_count"]) == (1.5, 6)
@@ -127,16 +128,16 @@ def test_a_completion_of_several_rows_is_one_completion():
 
 def test_an_unscored_completion_is_missing_its_reward():
     batch = collate([group(completion(0, 2, None))])
-    assert count_states(batch.facts, derive_masks(batch, SETTINGS, 7)) == {"reward:missing": 1}
+    assert count_states(batch.facts, derive_masks(batch, SETTINGS, 7, VOCABULARY)) == {"reward:missing": 1}
 
 
 def test_a_group_is_assessed_by_the_same_masks():
-    assert assess(group(*VALID, *INVALID), SETTINGS, 7)[0] is None
-    reason, states = assess(group(*INVALID), SETTINGS, 7)
+    assert assess(group(*VALID, *INVALID), SETTINGS, 7, VOCABULARY)[0] is None
+    reason, states = assess(group(*INVALID), SETTINGS, 7, VOCABULARY)
     assert reason is DropReason.NO_VALID_ROW
     assert states == {"reward:timeout": 1, "failed:engine": 1, "truncated:length": 1, "failed:env_reset": 1}
-    assert assess(group(VALID[0]), SETTINGS, 7)[0] is DropReason.MIN_VALID_ROWS
-    assert assess(group(VALID[0], VALID[0]), SETTINGS, 7)[0] is DropReason.ZERO_VARIANCE
+    assert assess(group(VALID[0]), SETTINGS, 7, VOCABULARY)[0] is DropReason.MIN_VALID_ROWS
+    assert assess(group(VALID[0], VALID[0]), SETTINGS, 7, VOCABULARY)[0] is DropReason.ZERO_VARIANCE
 
 
 def test_metrics_are_plain_numbers():

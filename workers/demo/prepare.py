@@ -39,6 +39,7 @@ def settings_for(folder: Path, seed: int, reward: str = "calculator_answer") -> 
                 "groups_per_step": GROUPS_PER_STEP,
                 "learning_rate": 3e-4,
                 "betas": [0.9, 0.95],
+                "micro_batch_tokens": 4096,
                 "checkpoint_every": 10,
             },
             "pacing": {"max_staleness": 1},

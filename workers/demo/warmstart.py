@@ -4,8 +4,6 @@ Copying digits has to emerge in the clean part; a policy that has only ever seen
 in reinforcement learning.
 """
 
-# ruff: noqa: N806 (tensors are named after their axes)
-
 import itertools
 import math
 from collections.abc import Callable, Iterator

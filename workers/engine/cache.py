@@ -4,8 +4,6 @@ Position-major memory, `[slot, position, head, channel]` per layer: writing one 
 moving a sequence one contiguous copy, and reading the first n slots up to the longest sequence is a view.
 """
 
-# ruff: noqa: N803 (tensors are named after their axes)
-
 from typing import Any
 
 import numpy as np

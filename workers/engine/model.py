@@ -1,7 +1,5 @@
 """A Hugging Face causal model that extends many sequences at once, each in its own slot of the cache."""
 
-# ruff: noqa: N806 (tensors are named after their axes)
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """From logits to one token for each row, and the log-prob of that token under the distribution sampled from."""
 
-# ruff: noqa: N803, N806 (tensors are named after their axes)
-
 from collections.abc import Sequence
 from random import Random
 

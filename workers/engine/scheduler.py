@@ -7,11 +7,10 @@ begins with one of them, and siblings of a group share their prompt, so most of 
 Everything reaches the thread through one mailbox, in order; nothing else is shared.
 """
 
-# ruff: noqa: N806 (tensors are named after their axes)
-
 import math
 from array import array
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -46,7 +45,9 @@ class Scheduler:
         deliver: hands finished mail back to the event loop.
     """
 
-    def __init__(self, model: SlotModel, max_batch: int, deliver: Deliver) -> None:
+    def __init__(
+        self, model: SlotModel, max_batch: int, deliver: Deliver, failed: Callable[[], object] = lambda: None
+    ) -> None:
         self.state: State = "running"
         self.version: str | None = None
         self.failure: Exception | None = None
@@ -56,6 +57,7 @@ class Scheduler:
         self._model = model
         self._max_batch = max_batch
         self._deliver = deliver
+        self._failed = failed
         self._mailbox: SimpleQueue[Mail | None] = SimpleQueue()
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
@@ -108,6 +110,7 @@ class Scheduler:
         except Exception as error:  # whatever it is: /health reports it, and no request may hang
             log.exception("engine.failed")
             self.failure = error
+            self._failed()
         while not self._stopping:
             self._reject(EngineError(f"generation has failed: {self.failure!r}; restart the engine"))
             self._keep(self._mailbox.get())

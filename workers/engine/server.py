@@ -13,7 +13,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from stream.errors import EngineRefusedError
+from stream.errors import EngineError, EngineRefusedError
 from workers.engine.generation import Generation, Mail, Order
 from workers.engine.model import SlotModel
 from workers.engine.scheduler import Scheduler
@@ -26,6 +26,10 @@ T = TypeVar("T")
 
 MAX_WAITING = 4096
 """Requests that wait for a place; more are answered with 429."""
+
+
+_LAST_WORDS_S = 1.0
+"""After generation has failed: time to tell those that wait."""
 
 
 async def serve(
@@ -52,12 +56,18 @@ async def serve(
         ready: called with the URL once it listens.
 
     Raises:
-        EngineError: the model cannot be loaded, or the address cannot be listened on.
+        EngineError: the model cannot be loaded, the address cannot be listened on, or generation failed.
     """
     load = partial(SlotModel.load, model_path, slots=2 * max_batch, max_length=max_length, dtype=dtype)
     model = await anyio.to_thread.run_sync(load)
     loop: Any = anyio.lowlevel.current_token().native_token  # from_thread.run would block the thread until it ran
-    scheduler = Scheduler(model, max_batch, lambda mail: loop.call_soon_threadsafe(_hand_out, mail))
+    failed = anyio.Event()
+    scheduler = Scheduler(
+        model,
+        max_batch,
+        deliver=lambda mail: loop.call_soon_threadsafe(_hand_out, mail),
+        failed=lambda: loop.call_soon_threadsafe(failed.set),
+    )
     release = await anyio.to_thread.run_sync(version, "penstock")
     routes = Routes(scheduler, model, str(model_path), release)
     async with listen(routes.application(), host, port) as url, anyio.create_task_group() as tasks:
@@ -67,7 +77,11 @@ async def serve(
         try:
             if ready is not None:
                 ready(url)
-            await anyio.sleep_forever()
+            await failed.wait()
+            await anyio.sleep(_LAST_WORDS_S)
+            raise EngineError(
+                f"generation has failed: {scheduler.failure!r}; an engine that is started again may do better"
+            )
         finally:
             scheduler.stop()
 

@@ -138,17 +138,15 @@ def picture(view: RunView | None, status: Status, rewards: list[float]) -> Rende
     return Padding(Group(*parts), (1, 2))
 
 
-def stage_table(view: RunView, consumers: bool = False) -> Table:
-    """One row a stage; `consumers`: and who holds how much of it."""
+def stage_table(view: RunView) -> Table:
+    """One row a stage."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style=_QUIET)
     table.add_column("stage")
     for heading in ("depth", "claimed", "lag", "delayed", "oldest", "rate"):
         table.add_column(heading, justify="right", min_width=11 if heading == "oldest" else 7)
-    if consumers:
-        table.add_column("held by", overflow="fold")
     for name, stage in view.stages.items():
         depth = stage.depth - stage.trained
-        row = [
+        table.add_row(
             Text(name, "bold"),
             _count(depth),
             _count(stage.claimed),
@@ -156,9 +154,7 @@ def stage_table(view: RunView, consumers: bool = False) -> Table:
             _count(stage.delayed, _ALARM),
             Text(duration(stage.oldest_age_ms / 1000) if depth else "-", "" if depth else _QUIET),
             Text(f"{stage.rate:.1f}/s" if stage.rate else "-", _ACCENT if stage.rate else _QUIET),
-        ]
-        held = [f"{consumer}: {count}" for consumer, count in sorted(stage.consumers.items()) if count]
-        table.add_row(*row, *([Text("\n".join(held) or "-", _QUIET)] if consumers else []))
+        )
     return table
 
 

@@ -95,6 +95,7 @@ class Supervisor:
         self._stopping = anyio.Event()
         self._reopened = anyio.Event()
         self._failure: RunFailedError | None = None
+        self._gone = False
         self._signals = 0
         self._interrupted = False
         self._killed: list[str] = []
@@ -134,7 +135,7 @@ class Supervisor:
                 with anyio.CancelScope(shield=True):
                     await anyio.to_thread.run_sync(live.withdraw, self._settings.folder)
             return Outcome(
-                view=await self._look(),
+                view=await self._look() or (None if self._gone else _nothing()),
                 failure=self._failure,
                 interrupted=self._interrupted,
                 killed=self._killed,
@@ -144,8 +145,7 @@ class Supervisor:
         """Start everything, the engine first where it is ours."""
 
         async def start(engines: tuple[str, ...]) -> None:
-            here = live.Live(run=self._settings.run.name, redis=url, engines=engines, pid=os.getpid())
-            await anyio.to_thread.run_sync(live.announce, self._settings.folder, here)
+            await self._announce(url, engines)
             self._phase = "running"
             for spec in self._roles(self._settings, self._file, url, engines):
                 child = Child(spec, self._logs)
@@ -155,6 +155,7 @@ class Supervisor:
         if self._settings.engine.urls:
             return await start(self._settings.engine.urls)
         self._phase = "starting the engine"
+        await self._announce(url, ())
         child = Child(self._engine(self._settings, self._file, 0), self._logs)
         self._children.append(child)
 
@@ -168,6 +169,10 @@ class Supervisor:
 
         tasks.start_soon(self._keep, child, announced)
         return None
+
+    async def _announce(self, url: str, engines: tuple[str, ...]) -> None:
+        here = live.Live(run=self._settings.run.name, redis=url, engines=engines, pid=os.getpid())
+        await anyio.to_thread.run_sync(live.announce, self._settings.folder, here)
 
     async def _keep(self, child: Child, announced: Callable[[str], None] | None = None) -> None:
         """Keep one role going until it has done its work, the run stops, or its budget is exhausted."""
@@ -246,6 +251,7 @@ class Supervisor:
         try:
             view = await look(self._link)
         except ServerError as error:
+            self._gone = True
             self._fail(RunFailedError(str(error)))
         except PenstockError as error:
             log.debug("look.failed", why=str(error))
@@ -256,7 +262,9 @@ class Supervisor:
 
     async def _listen(self) -> None:
         """The first signal asks for a drain, the second one kills."""
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
+        # Under nohup a terminal that closes is no reason to stop.
+        hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, *hangup) as signals:
             async for received in signals:
                 self._signals += 1
                 log.info("signal.received", signal=received.name, count=self._signals)
@@ -299,6 +307,11 @@ class Supervisor:
             self._killed.append(child.spec.name)
             child.kill()
         await _all_left(late)
+
+
+def _nothing() -> RunView:
+    """A run that was stopped before it had begun."""
+    return RunView(now_ms=0.0, stages={}, open=0, outstanding=0, dead=0, counts={})
 
 
 async def _all_left(children: Iterable[Child]) -> None:

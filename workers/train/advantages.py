@@ -5,8 +5,6 @@ registered with what it declares of itself: its source, and the invariants that 
 parameters are an estimator's options; they bear the names of the settings in `[algorithm]`.
 """
 
-# ruff: noqa: N803, N806 (tensors are named after their axes)
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ that a completion without a row (its rollout failed before it sampled) is counte
 they are; no token passes through Python.
 """
 
-# ruff: noqa: N802, N803, N806, N815 (tensors are named after their axes)
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self

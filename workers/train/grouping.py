@@ -1,7 +1,5 @@
 """Statistics over the members of a group, found by the group's id: never by position, never in a loop."""
 
-# ruff: noqa: N803, N806 (tensors are named after their axes)
-
 import torch
 from torch import Tensor
 

@@ -39,12 +39,14 @@ class Hand:
     Args:
         settings: of the run.
         ledger: what has ended already.
+        vocabulary: number of token ids that the model knows.
     """
 
-    def __init__(self, settings: Settings, ledger: Ledger) -> None:
+    def __init__(self, settings: Settings, ledger: Ledger, vocabulary: int) -> None:
         self.groups: dict[str, tuple[Lease, Group]] = {}
         self._settings = settings
         self._ledger = ledger
+        self._vocabulary = vocabulary
         self._guard = Guard(settings.guard.max_invalid_fraction, settings.guard.window_groups)
         self._duplicates: list[Lease] = []
         self._dropped: Counter[DropReason] = Counter()
@@ -58,7 +60,7 @@ class Hand:
         """
         try:
             group = decode(lease.payload, Group)
-            reason, states = assess(group, self._settings, version)
+            reason, states = assess(group, self._settings, version, self._vocabulary)
         except NewerSchemaError as error:
             return Judgement(unknown_schema=str(error))
         except RecordError as error:

@@ -1,7 +1,5 @@
 """Model and optimizer: one batch in, one step done, and weights to write. Knows nothing of streams."""
 
-# ruff: noqa: N803, N806, N815 (tensors are named after their axes)
-
 import math
 import shutil
 import time
@@ -127,6 +125,11 @@ class Learner:
         self.model: Any = _load(self.base).to(self.device)
         self.parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
         self.optimizer = _optimizer(self.parameters, settings)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids that the model knows."""
+        return int(self.model.get_input_embeddings().num_embeddings)
 
     def step(
         self,

@@ -6,8 +6,6 @@ model's own code does all the rest, whatever it does to logits after that. A mod
 its own computes all logits, and they are narrowed then.
 """
 
-# ruff: noqa: N803, N806, N815 (tensors are named after their axes)
-
 from typing import Any, NamedTuple
 
 import torch

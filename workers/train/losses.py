@@ -8,8 +8,6 @@ What stands in a masked place is replaced before any arithmetic: a `where` after
 the gradient NaN.
 """
 
-# ruff: noqa: N803 (tensors are named after their axes)
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -8,8 +8,6 @@
 The facts are independent of one another, so an invalid completion is described by all of its facts, not by one state.
 """
 
-# ruff: noqa: N803, N806, N815 (tensors are named after their axes)
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final

@@ -4,8 +4,6 @@ Nothing invalid is in any of them but the counters, and a mean of nothing is lef
 all that there is, with what each is measured over; names that end in `*` stand for one counter to a state or reason.
 """
 
-# ruff: noqa: N803, N806 (tensors are named after their axes)
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Final

@@ -1,11 +1,10 @@
 """Masks and verdicts of a batch under a run's settings: the one place where the two meet."""
 
-# ruff: noqa: N806 (tensors are named after their axes)
-
 from collections import Counter
 
 import torch
 
+from stream.errors import RecordError
 from stream.records import Group
 from stream.validity import DropReason, TruncationReason
 from workers.settings import Settings
@@ -41,12 +40,15 @@ def verdicts(batch: Batch, masks: Masks, settings: Settings) -> list[DropReason 
     )
 
 
-def assess(group: Group, settings: Settings, version: int) -> tuple[DropReason | None, Counter[str]]:
+def assess(group: Group, settings: Settings, version: int, vocabulary: int) -> tuple[DropReason | None, Counter[str]]:
     """Why this group is not worth training at this policy version (None if it is), and its completions by state.
 
     Raises:
-        RecordError: the group cannot be trained as it stands; see `workers.train.batch.collate`.
+        RecordError: the group cannot be trained as it stands (see `workers.train.batch.collate`), or a token id is not
+            in the vocabulary.
     """
     batch = collate([group])
+    if batch.tokens_RT.numel() and not 0 <= int(batch.tokens_RT.min()) <= int(batch.tokens_RT.max()) < vocabulary:
+        raise RecordError(f"group {group.prompt.id}: a token id outside of the model's vocabulary of {vocabulary}")
     masks = derive_masks(batch, settings, version)
     return verdicts(batch, masks, settings)[0], count_states(batch.facts, masks)

@@ -83,7 +83,7 @@ class Trainer:
         self.ledger = ledger
         self.weights = weights
         self.progress = progress
-        self.hand = Hand(self.settings, ledger)
+        self.hand = Hand(self.settings, ledger, learner.vocabulary)
         self.journal = Journal(self.settings.folder / "metrics.jsonl", progress.metrics_bytes)
         self._marked: list[str] = []
         """Entries ended since the last checkpoint."""
@@ -161,10 +161,11 @@ class Trainer:
         version = self.weights.version
         dropped, filtered = self.hand.dropped()
         report = await anyio.to_thread.run_sync(_train_on, self.learner, groups, version, dropped, filtered)
-        self.progress.stepped(report.metrics, len(groups), time.monotonic() - began)
-        self._note(groups, "trained", self.progress.step)
-        await self._end([End(lease, "trained") for lease in leases])
-        await self._end([End(lease, "again:trained") for lease in self.hand.duplicates()])
+        self.progress.stepped(report.metrics, len(groups) * report.trained, time.monotonic() - began)
+        ending = "trained" if report.trained else f"dropped:{report.skipped}"
+        self._note(groups, ending, self.progress.step)
+        await self._end([End(lease, ending) for lease in leases])
+        await self._end([End(lease, f"again:{ending}") for lease in self.hand.duplicates()])
         elapsed = time.monotonic() - began
         metrics = dict(report.metrics) | {
             "time": time.time(),
