@@ -101,19 +101,16 @@ def queues(target: str | None, redis: str, as_json: bool, watch: bool) -> None:
 
     Looking changes nothing. Without RUN: the one that goes on under runs/.
     """
-    from workers import logs
     from workers.queues import show_queues
 
-    logs.configure("queues")
+    _log_errors_alone("queues")
     show_queues(target, redis, as_json=as_json, watch=watch)
 
 
 @penstock.group()
 def dead() -> None:
     """Show, retry or drop what no worker could finish."""
-    from workers import logs
-
-    logs.configure("dead")
+    _log_errors_alone("dead")
 
 
 def _letters(command: Any) -> Any:
@@ -212,6 +209,16 @@ def serve(target: Path, host: str, port: int, overrides: tuple[str, ...]) -> Non
     from workers.process import launch_engine
 
     _leave(launch_engine(target, host, port, overrides))
+
+
+def _log_errors_alone(command: str) -> None:
+    """For commands whose output is a table: waking a server is nothing to tell."""
+    import structlog
+
+    from workers import logs
+
+    logs.configure(command)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("error"))
 
 
 def _leave(code: int) -> None:

@@ -105,7 +105,7 @@ def test_a_mean_of_nothing_is_left_out():
 def test_what_the_policy_earns_includes_groups_that_were_filtered():
     tie = collate([group(*[completion(i, 2, Measured(1.0)) for i in range(3)], *INVALID, name="q")])
     found = metrics(
-        group(*VALID), filtered=(tie, derive_masks(tie, SETTINGS, 7, VOCABULARY)), dropped={DropReason.ZERO_VARIANCE: 1}
+        group(*VALID), filtered=(tie, derive_masks(tie, SETTINGS, 7)), dropped={DropReason.ZERO_VARIANCE: 1}
     )
     assert (found["reward/mean"], found["reward/count"]) == (2.0, 3)
     assert (found["sampled/reward_mean"], found["sampled/reward_count"]) == (1.5, 6)
@@ -128,7 +128,7 @@ def test_a_completion_of_several_rows_is_one_completion():
 
 def test_an_unscored_completion_is_missing_its_reward():
     batch = collate([group(completion(0, 2, None))])
-    assert count_states(batch.facts, derive_masks(batch, SETTINGS, 7, VOCABULARY)) == {"reward:missing": 1}
+    assert count_states(batch.facts, derive_masks(batch, SETTINGS, 7)) == {"reward:missing": 1}
 
 
 def test_a_group_is_assessed_by_the_same_masks():
