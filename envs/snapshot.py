@@ -59,7 +59,8 @@ class _Frozen(Struct, array_like=True):
     """The format's version, or the class of an object within another one."""
     attributes: dict[str, Raw]
     left_out: dict[str, str] = {}
-    contents: Raw | None = None
+    contents: tuple[Raw, ...] = ()
+    """One entry for what derives from a dict, list or the like; else none."""
 
 
 class Namespace:
@@ -98,11 +99,11 @@ def freeze(env: object, max_bytes: int) -> bytes:
             attributes[name] = freezing.value(value)
         except UnfreezableError as error:
             left_out[name] = str(error)[:_MAX_REASON]
-    contents = None
+    contents: tuple[Raw, ...] = ()
     base = _builtin_base(type(source))
     if base is not None:
         try:
-            contents = Raw(freezing.value(_CONTENT_OF[base](source)))
+            contents = (Raw(freezing.value(_CONTENT_OF[base](source))),)
         except UnfreezableError as error:
             left_out[_CONTENTS] = str(error)[:_MAX_REASON]
     while True:
@@ -189,7 +190,7 @@ class _Freezing:
                 raise UnfreezableError(why)
             frozen = _Frozen(class_key(cls), {})
             if base is not None:
-                frozen.contents = Raw(encode(packer.pack(_CONTENT_OF[base](value))))
+                frozen.contents = (Raw(encode(packer.pack(_CONTENT_OF[base](value)))),)
             for name, member in _members(value):
                 packer.spend(len(name))
                 try:
@@ -272,8 +273,8 @@ class _Thawing:
         base = _builtin_base(cls) if cls is not None else None
         if cls is not None and not _hidden_state(cls, base or object):
             return self.make(cls, frozen)
-        if frozen.contents is not None:
-            return self._unpacker.unpack(frozen.contents)  # the plain value
+        if frozen.contents:
+            return self._unpacker.unpack(frozen.contents[0])  # the plain value
         return self.make(_named(frozen.head), frozen)
 
     def make(self, cls: type, frozen: _Frozen) -> object:
@@ -285,7 +286,7 @@ class _Thawing:
                 attributes[name] = self._unpacker.unpack(raw)
             except UnfreezableError as error:
                 left_out[name] = str(error)
-        contents = self._unpacker.unpack(frozen.contents) if frozen.contents is not None else None
+        contents = self._unpacker.unpack(frozen.contents[0]) if frozen.contents else None
         if issubclass(cls, Struct):
             return _struct(cls, attributes) if not left_out else self.make(_named(class_key(cls)), frozen)
         instance = _blank(_lacking(cls, left_out) if left_out else cls, contents)

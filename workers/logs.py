@@ -1,13 +1,19 @@
-"""Logging: events for people on a terminal, JSON lines everywhere else, always on stderr."""
+"""Logging: events for people on a terminal, JSON lines everywhere else; on stderr unless a file is given."""
 
 import sys
+from typing import TextIO
 
 import structlog
 
 
-def configure(role: str) -> None:
-    """Set up structlog for this process."""
-    people = sys.stderr.isatty()
+def configure(role: str, file: TextIO | None = None) -> None:
+    """Set up structlog for this process.
+
+    Args:
+        role: named in every event.
+        file: where the terminal is for something else, a progress display for one.
+    """
+    people = file is None and sys.stderr.isatty()
     renderer = structlog.dev.ConsoleRenderer() if people else structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
@@ -17,7 +23,7 @@ def configure(role: str) -> None:
             *([] if people else [structlog.processors.format_exc_info]),
             renderer,
         ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file or sys.stderr),
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(role=role)

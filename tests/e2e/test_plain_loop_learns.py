@@ -16,7 +16,7 @@ CONTROL = Path(__file__).parents[1] / "sync_grpo.py"
 def test_the_warm_start_leaves_something_to_learn_and_a_plain_loop_learns_it(tmp_path):
     make_model(tmp_path, seed=1)
     came_to = warm_start(tmp_path, seed=1, threads=1)
-    assert came_to.clean_loss < 0.08, "digits are not copied well"
+    assert came_to.clean_loss < 0.06, "digits are not copied well"
     command = [sys.executable, str(CONTROL), str(tmp_path), "--steps", "40", "--seed", "1", "--threads", "1"]
     told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=800).stdout
     result = json.loads(told)

@@ -276,7 +276,8 @@ async def test_the_roles_start_when_the_engine_listens_and_a_new_engine_has_the_
         {
             "engine": "time.sleep(0.3); print('loading');" + ENGINE
             + "\nif len(lives('engine')) == 1: until(lambda: lives('train')); os.kill(os.getpid(), 9)\nstay()",
-            "train": "until(lambda: len(lives('engine')) == 2);" + FINISH,
+            "train": "log = home / 'run' / 'logs' / 'engine-0.log'\n"
+            "until(lambda: log.read_text().count('listening') == 2);" + FINISH,
         }
     )  # fmt: skip
     outcome = await pipeline.run()
@@ -300,6 +301,8 @@ async def test_a_run_that_stands_still_fails_and_says_where_the_work_is(make_pip
 async def test_when_a_trainer_that_had_finished_starts_again_the_others_return(make_pipeline):
     pipeline = make_pipeline(
         {
+            "feed": "stay(home / 'never')",
+            "score": "stay(home / 'never')",
             "rollout": "until(lambda: redis().hget('{%s}:meta' % run, 'finished'))",
             "train": "if len(lives('train')) == 1: finish(); time.sleep(1.5); sys.exit(1)\n"
             "until(lambda: len(lives('rollout')) == 2); finish()",

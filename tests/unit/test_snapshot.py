@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 import uuid
-from collections import namedtuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -58,7 +58,9 @@ class Cell(msgspec.Struct):
     inside: list[int] = []
 
 
-Pair = namedtuple("Pair", "a b")
+class Pair(NamedTuple):
+    a: int
+    b: object
 
 
 class Deck(list):
@@ -450,7 +452,8 @@ def test_what_is_shared_within_one_attribute_is_no_cycle():
 
 
 @pytest.mark.parametrize(
-    "large", [b"x" * 5000, "x" * 5000, list(range(5000)), np.zeros(5000), {"a": [Point(i) for i in range(500)]}, 10**4000]
+    "large",
+    [b"x" * 5000, "x" * 5000, list(range(5000)), np.zeros(5000), {"a": [Point(i) for i in range(500)]}, 10**4000],
 )
 def test_over_the_limit_the_largest_attributes_are_left_out(large):
     env = Env(small=1, large=large, medium="m" * 700)

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stream.errors import RunFailedError
+from workers import logs
 from workers.demo.evaluate import Score, evaluate
 from workers.demo.prepare import STEPS, prepare
 from workers.demo.report import conversations, score_table
@@ -119,8 +120,11 @@ def _controlled(settings: Settings, control: str | None) -> Settings:
 
 def _scored(settings: Settings, model: Path, rows: list[dict[str, Any]], console: Console, when: str) -> Score:
     """The score of a model, sampled from by an engine of its own."""
-    with console.status(f"score {when}: {len(rows)} held-out problems") if console.is_terminal else nullcontext():
-        score = run_loop(lambda: _score(settings, model, rows))
+    (settings.folder / "logs").mkdir(exist_ok=True)
+    with (settings.folder / "logs" / "demo.log").open("a", buffering=1) as events:
+        logs.configure("demo", events)
+        with console.status(f"score {when}: {len(rows)} held-out problems") if console.is_terminal else nullcontext():
+            score = run_loop(lambda: _score(settings, model, rows))
     if score.unmeasured or not math.isfinite(score.sampled):
         console.print(f"score {when}: {score.unmeasured} episodes could not be measured; they are left out")
     return score
@@ -128,7 +132,6 @@ def _scored(settings: Settings, model: Path, rows: list[dict[str, Any]], console
 
 async def _score(settings: Settings, model: Path, rows: list[dict[str, Any]]) -> Score:
     folder = settings.folder
-    (folder / "logs").mkdir(exist_ok=True)
     scores: list[Score] = []
     async with anyio.create_task_group() as tasks:
         # The engine reads the run's file; the weights to be scored are pushed into it.

@@ -1,0 +1,209 @@
+"""`penstock check`: an episode without a model, and a word about everything that will go wrong."""
+
+import io
+import json
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import structlog
+from rich.console import Console
+
+from stream.errors import SettingsError
+from stream.validity import Measured
+from workers.check import check, check_main, render
+from workers.settings import Rollout
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    """Writes a file with an environment `Env`, and returns its reference."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def write(code):
+        path = tmp_path / "checked.py"
+        path.write_text(textwrap.dedent(code), encoding="utf-8")
+        return f"{path}:Env"
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before():
+    """The command sets up this process's logging, on a stream that is the test's own."""
+    yield
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+def shown(report):
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render(report))
+    return console.file.getvalue()
+
+
+async def test_a_good_environment_is_played_and_shown():
+    report = await check("guess", {"secret": 1})
+    assert report.ok
+    assert (report.warnings, report.errors) == ([], [])
+    (tool,) = report.tools
+    assert (tool.arguments, tool.reply, tool.is_error) == ({"number": 1}, "correct", False)
+    assert report.reward == Measured(1.0)
+    assert report.snapshot_bytes
+    text = shown(report)
+    for expected in ("envs.guess:Guess", "I am thinking of", "Guess the number.", "valid", "It can be used: no errors"):
+        assert expected in text
+
+
+async def test_an_environment_that_needs_a_reward_function_says_so():
+    report = await check("calculator", {})
+    assert report.ok
+    assert report.parts == []
+    assert report.warnings == ["it has no get_reward: a run needs a reward function under [[rewards]]"]
+
+
+async def test_what_is_not_there_is_an_error_with_the_reason():
+    report = await check("nonsense", {})
+    assert not report.ok
+    assert "installed are: calculator, guess" in report.errors[0]
+    assert "It cannot be used: 1 error" in shown(report)
+
+
+async def test_a_reset_that_raises_is_an_error_with_a_hint(environment):
+    report = await check(environment("class Env:\n    def reset(self, word): pass\n"), {})
+    assert not report.ok
+    assert "missing 1 required positional argument: 'word'" in report.errors[0]
+    assert "--field" in report.errors[0]
+
+
+async def test_a_reset_that_returns_something_else_is_an_error(environment):
+    report = await check(environment("class Env:\n    def reset(self): return 3\n"), {})
+    assert "int returned" in report.errors[0]
+
+
+MESSY = """
+    import threading
+
+    SHARED = []
+
+    class Env:
+        history = []
+        LIMITS = {"a": 1}
+
+        def __init__(self):
+            self.shared = SHARED
+            self.lock = threading.Lock()
+
+        def __copy__(self):
+            return self
+
+        def reset(self): return "say [bold]it[/bold]"
+
+        def tool(self, n): return n
+
+        def boom(self):
+            "Raise."
+            raise KeyError("x")
+
+        def get_reward(self): return {"a": 1.0, "b": None}
+"""
+
+
+async def test_everything_that_will_misbehave_is_warned_of(environment):
+    report = await check(environment(MESSY), {"unseen": 1})
+    assert report.ok
+    warnings = "\n".join(report.warnings)
+    for expected in (
+        "Env.history is a list on the class",
+        "attribute shared is the same object in two instances",
+        "__copy__ returns the environment itself",
+        "attribute lock is not in snapshots",
+        "tool tool: it has no docstring",
+        "tool tool: parameter n: it has no type hint",
+        "get_reward measured nothing",
+        "reset takes no 'unseen'",
+    ):
+        assert expected in warnings
+    assert "LIMITS" not in warnings
+    assert list(report.left_out) == ["lock"]
+    replies = {tool.name: tool.reply for tool in report.tools}
+    assert replies["boom"] == "Error: KeyError: 'x'"
+    assert "say [bold]it[/bold]" in shown(report)
+
+
+async def test_a_tool_that_fails_the_episode_is_told_from_one_that_raises(environment):
+    report = await check(
+        environment("""
+            from envs import EnvironmentFailure
+            class Env:
+                def reset(self): pass
+                def tool(self):
+                    "A tool."
+                    raise EnvironmentFailure("the server is gone")
+        """),
+        {},
+    )
+    assert "the server is gone" in report.tools[0].failure
+    assert any("failed the episode" in warning for warning in report.warnings)
+
+
+async def test_one_object_for_all_episodes_is_warned_of(environment):
+    report = await check(
+        environment("""
+            class _Env:
+                def reset(self): pass
+            ONE = _Env()
+            def Env():
+                return ONE
+        """),
+        {},
+    )
+    assert any("same object each time" in warning for warning in report.warnings)
+
+
+async def test_what_hangs_does_not_hang_the_check(environment):
+    reference = environment("""
+        import time
+        class Env:
+            def reset(self): pass
+            def tool(self):
+                "Never returns, as far as we are concerned."
+                time.sleep(2)
+    """)
+    report = await check(reference, {}, Rollout(tool_timeout_s=0.05))
+    assert "did not answer within 0.05 s" in report.tools[0].reply
+
+
+def test_the_command_prints_json_and_exits_with_0_or_1(capsys):
+    assert check_main("guess", {"secret": 3}, as_json=True) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True
+    assert report["tools"][0]["schema"]["function"]["name"] == "guess"
+    assert check_main("nonsense", {}, as_json=True) == 1
+    assert json.loads(capsys.readouterr().out)["errors"]
+
+
+def test_fields_may_be_texts_whose_values_are_json_or_text(capsys):
+    assert check_main("guess", ("secret=3", "name=abc", "empty="), as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["fields"] == {"secret": 3, "name": "abc", "empty": ""}
+    with pytest.raises(SettingsError, match="name=value"):
+        check_main("guess", ("secret",), as_json=True)
+
+
+def test_a_thread_that_hangs_does_not_keep_the_command_from_ending(environment):
+    reference = environment("""
+        import time
+        class Env:
+            def reset(self): time.sleep(60)
+    """)
+    code = (
+        "import sys, workers.check as c; from workers.settings import Rollout; "
+        "c.Rollout = lambda: Rollout(reset_timeout_s=0.1); sys.exit(c.check_main(sys.argv[1], {}, True))"
+    )
+    began = time.monotonic()
+    ran = subprocess.run([sys.executable, "-c", code, reference], capture_output=True, timeout=40, check=False)
+    assert ran.returncode == 1
+    assert b"0.1 s" in ran.stdout
+    assert time.monotonic() - began < 30

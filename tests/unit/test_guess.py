@@ -1,0 +1,50 @@
+"""The number to be guessed, whose state the calls change."""
+
+import pytest
+
+from envs.contract import Environment, EnvironmentFailure
+from envs.factory import Factory
+from envs.guess import Guess
+from envs.snapshot import freeze, thaw
+
+
+def test_an_episode_is_played_to_its_end():
+    env = Guess()
+    assert isinstance(env, Environment)
+    assert "from 1 to 10" in env.reset(secret=7, high=10)
+    assert [env.guess(5), env.guess(9), env.guess(7)] == ["higher", "lower", "correct"]
+    assert env.get_reward() == 1.0
+
+
+def test_without_the_number_the_reward_is_zero():
+    env = Guess()
+    env.reset(secret=7)
+    env.guess(8)
+    assert env.get_reward() == 0.0
+
+
+def test_a_secret_that_is_not_given_is_drawn_from_the_seed():
+    secrets = []
+    for seed in (1, 1, 2, 3):
+        env = Guess()
+        env.reset(seed=seed, low=1, high=10**6)
+        secrets.append(env.secret)
+    assert secrets[0] == secrets[1]
+    assert len(set(secrets)) == 3
+
+
+@pytest.mark.parametrize("row", [{"secret": 101}, {"low": 5, "high": 4}, {"secret": 3, "low": 5, "high": 4}])
+def test_a_row_that_cannot_be_played_is_not_the_models_fault(row):
+    with pytest.raises(EnvironmentFailure, match="the row asks"):
+        Guess().reset(**row)
+
+
+def test_the_next_episode_leaves_the_last_ones_snapshot_alone():
+    env = Guess()
+    env.reset(secret=7)
+    env.guess(7)
+    data = freeze(env, 10_000)
+    env.guesses.clear()
+    env.reset(secret=1)
+    back = thaw(data, Factory.load("guess"))
+    assert (back.guesses, back.get_reward()) == ([7], 1.0)

@@ -1,0 +1,350 @@
+"""Reward functions: TRL's signature, and no number that nobody measured."""
+
+import math
+import threading
+import time
+
+import anyio
+import numpy as np
+import pytest
+
+from envs.rewards import RewardBatch, RewardFunction, batch_of, environment_reward
+from stream.errors import EnvironmentFailure
+from stream.records import Completion, Group, Prompt, Row
+from stream.validity import Measured, RewardReason, Unmeasured
+
+
+def batch(n=3, environments=None, **columns):
+    return RewardBatch(
+        prompts=["p"] * n,
+        completions=[f"c{i}" for i in range(n)],
+        completion_ids=[[i] for i in range(n)],
+        environments=environments,
+        columns=columns,
+    )
+
+
+async def rewards_of(function, given=None, timeout_s=5.0):
+    return await RewardFunction(function, "test")(given or batch(), timeout_s)
+
+
+def reasons(rewards):
+    return [None if isinstance(reward, Measured) else reward.reason for reward in rewards]
+
+
+async def test_a_function_gets_what_it_asks_for_and_nothing_else():
+    def everything(prompts, completions, completion_ids, environments, **columns):
+        return [len(columns), columns["answer"][1], completion_ids[2][0]]
+
+    def little(answer):
+        return [float(a) for a in answer]
+
+    given = batch(environments=[None] * 3, answer=[1, 2, 3], other=["a"] * 3)
+    assert await rewards_of(everything, given) == [Measured(2.0), Measured(2.0), Measured(2.0)]
+    assert await rewards_of(little, given) == [Measured(1.0), Measured(2.0), Measured(3.0)]
+
+
+async def test_environments_are_not_passed_at_all_without_any():
+    def names(**kwargs):
+        return [float("environments" in kwargs)] * 3
+
+    assert await rewards_of(names) == [Measured(0.0)] * 3
+    assert await rewards_of(names, batch(environments=[1, 2, 3])) == [Measured(1.0)] * 3
+
+
+async def test_a_function_that_needs_environments_is_told_that_there_are_none():
+    def score(completions, environments):
+        return [1.0] * len(completions)
+
+    rewards = await rewards_of(score)
+    assert reasons(rewards) == [RewardReason.RAISED] * 3
+    assert "environments" in rewards[0].detail
+
+
+async def test_a_column_cannot_pass_for_the_completions():
+    def score(completions):
+        return [float(c.startswith("c")) for c in completions]
+
+    assert await rewards_of(score, batch(completions=["x", "y", "z"])) == [Measured(1.0)] * 3
+
+
+async def test_a_synchronous_function_runs_in_a_thread_one_call_at_a_time():
+    threads, inside, most = set(), [], []
+
+    def score(completions):
+        threads.add(threading.get_ident())
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.02)
+        inside.pop()
+        return [1.0] * len(completions)
+
+    function = RewardFunction(score, "test")
+    async with anyio.create_task_group() as group:
+        for _ in range(4):
+            group.start_soon(function, batch(), 5.0)
+    assert threading.get_ident() not in threads
+    assert most == [1, 1, 1, 1]
+
+
+async def test_async_functions_and_callable_objects():
+    async def score(completions):
+        await anyio.sleep(0.001)
+        return [2.0] * len(completions)
+
+    class Judge:
+        async def __call__(self, completions):
+            return await score(completions)
+
+    def handing_over(completions):
+        return score(completions)
+
+    for function in (score, Judge(), handing_over):
+        assert await rewards_of(function) == [Measured(2.0)] * 3
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (None, RewardReason.MISSING),
+        (math.nan, RewardReason.NOT_FINITE),
+        (-math.inf, RewardReason.NOT_FINITE),
+        (10**400, RewardReason.NOT_FINITE),
+        ("1.0", RewardReason.NOT_NUMERIC),
+        ({"score": 1}, RewardReason.NOT_NUMERIC),
+        (1j, RewardReason.NOT_NUMERIC),
+        (Measured(math.nan), RewardReason.NOT_FINITE),
+        (Unmeasured(RewardReason.UNAVAILABLE, "judge"), RewardReason.UNAVAILABLE),
+    ],
+)
+async def test_one_bad_value_makes_its_own_row_invalid_and_no_other(value, reason):
+    rewards = await rewards_of(lambda completions: [1.0, value, 0.0])
+    assert reasons(rewards) == [None, reason, None]
+    assert rewards[2] == Measured(0.0)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        [1.0, 1.0],
+        [1.0] * 4,
+        [],
+        1.0,
+        None,
+        "abc",
+        {"a": 1, "b": 2, "c": 3},
+        [[1.0], [1.0], [1.0]],
+        [1.0, [1.0], 1.0],
+        [1.0, np.array([1.0]), 1.0],
+        np.ones((3, 1)),
+        np.ones(2),
+        np.float64(2.0),
+        {1.0, 2.0, 3.0},
+        (x for x in [1.0, 1.0, 1.0]),
+    ],
+)
+async def test_a_result_of_the_wrong_shape_is_never_cut_to_fit(result):
+    assert reasons(await rewards_of(lambda completions: result)) == [RewardReason.SHAPE] * 3
+
+
+@pytest.mark.parametrize("result", [(1, 2, 3), [True, 2, np.float32(3)], np.array([1, 2, 3]), [1, 2, np.array(3)]])
+async def test_numbers_of_every_kind_count(result):
+    assert await rewards_of(lambda completions: result) == [Measured(1.0), Measured(2.0), Measured(3.0)]
+
+
+async def test_one_row_that_raises_does_not_take_its_siblings_along():
+    calls = []
+
+    def score(completions, answer):
+        calls.append(len(completions))
+        return [1 / a for a in answer]
+
+    rewards = await rewards_of(score, batch(answer=[1, 0, 2]))
+    assert rewards[0] == Measured(1.0)
+    assert rewards[2] == Measured(0.5)
+    assert rewards[1] == Unmeasured(RewardReason.RAISED, "ZeroDivisionError: division by zero")
+    assert calls == [3, 1, 1, 1]
+
+
+async def test_a_single_row_that_raises_is_not_asked_twice():
+    calls = []
+
+    def score(completions):
+        calls.append(1)
+        raise ValueError("no")
+
+    assert reasons(await rewards_of(score, batch(1))) == [RewardReason.RAISED]
+    assert calls == [1]
+
+
+class Gone(BaseException):
+    """As math-verify's timeout: no Exception."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), Gone("x"), TimeoutError("its own"), StopIteration(), GeneratorExit()])
+async def test_whatever_a_function_raises_is_raised_and_not_ours(error):
+    def score(completions):
+        raise error
+
+    async def score_async(completions):
+        raise error
+
+    assert reasons(await rewards_of(score, batch(1))) == [RewardReason.RAISED]
+    if not isinstance(error, StopIteration):  # which Python itself turns into a RuntimeError in a coroutine
+        assert reasons(await rewards_of(score_async, batch(1))) == [RewardReason.RAISED]
+
+
+async def test_past_its_deadline_all_rows_of_the_call_are_timeouts():
+    release = threading.Event()
+
+    def hangs(completions):
+        release.wait(10)
+        return [1.0] * len(completions)
+
+    async def hangs_too(completions):
+        await anyio.sleep(10)
+        return [1.0] * len(completions)
+
+    began = time.monotonic()
+    try:
+        for function in (hangs, hangs_too):
+            rewards = await rewards_of(function, timeout_s=0.05)
+            assert reasons(rewards) == [RewardReason.TIMEOUT] * 3
+            assert "0.05 s" in rewards[0].detail
+    finally:
+        release.set()
+    assert time.monotonic() - began < 5
+
+
+async def test_our_own_cancellation_goes_through():
+    async def hangs(completions):
+        await anyio.sleep(10)
+
+    with anyio.move_on_after(0.05) as scope:
+        await rewards_of(hangs)
+        raise AssertionError("a cancelled call returned")
+    assert scope.cancelled_caught
+
+
+async def test_a_function_cannot_shorten_the_batch_of_the_next_one():
+    def greedy(completions, answer):
+        completions.clear()
+        answer.pop()
+        return [1.0] * 3
+
+    given = batch(answer=[1, 2, 3])
+    await rewards_of(greedy, given)
+    assert given.size == 3
+    assert given.columns == {"answer": [1, 2, 3]}
+
+
+async def test_an_empty_batch_is_not_asked_about():
+    def score(completions):
+        raise AssertionError
+
+    assert await RewardFunction(score, "test")(batch(0), 1.0) == []
+
+
+# A group as a batch
+
+
+def row_of(*tokens):
+    ids = np.array(tokens, "<i4").tobytes()
+    return Row(prompt_ids=b"", token_ids=ids, sampled=[(0, len(tokens))], logprobs=bytes(4 * len(tokens)))
+
+
+def group_of(text):
+    first = Completion(
+        index=0,
+        rows=[row_of(9), row_of(1, 2, 3)],
+        prompt_messages=[{"role": "user", "content": "2 + 2?\nUse the tool."}],
+        messages=[
+            {"role": "assistant", "content": "I call.", "tool_calls": []},
+            {"role": "tool", "content": "4"},
+            {"role": "assistant", "content": [{"type": "text", "text": "Answer: "}, {"type": "text", "text": "4"}]},
+        ],
+    )
+    second = Completion(index=1, messages=[{"role": "assistant", "content": None}])
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "2 + 2?"}]
+    prompt = Prompt(id="p", messages=messages, text=text, fields={"answer": 4})
+    return Group(prompt=prompt, completions=[first, second])
+
+
+def test_a_group_of_plain_text_is_a_batch_of_strings():
+    built = batch_of(group_of(text=True), None)
+    assert built.prompts == ["2 + 2?", "2 + 2?"]
+    assert built.completions == ["I call.\nAnswer: 4", ""]
+    assert built.completion_ids == [[1, 2, 3], []]
+    assert built.columns == {"answer": [4, 4]}
+    assert built.environments is None
+
+
+def test_a_group_of_conversations_is_a_batch_of_messages_as_each_completion_saw_them():
+    group = group_of(text=False)
+    built = batch_of(group, ["e0", "e1"])
+    assert built.prompts == [group.completions[0].prompt_messages, group.prompt.messages]
+    assert built.completions == [group.completions[0].messages, group.completions[1].messages]
+    assert built.row(1).environments == ["e1"]
+    assert built.row(0).columns == {"answer": [4]}
+
+
+# get_reward
+
+
+class Env:
+    def __init__(self, result):
+        self.result = result
+
+    def reset(self): ...
+
+    def get_reward(self):
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+
+async def test_an_environment_without_get_reward_measures_nothing():
+    class Silent:
+        def reset(self): ...
+
+    assert await environment_reward(Silent(), 1.0) == []
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        (None, RewardReason.MISSING),
+        ("1", RewardReason.NOT_NUMERIC),
+        (math.inf, RewardReason.NOT_FINITE),
+        ([1.0], RewardReason.NOT_NUMERIC),
+        ({}, RewardReason.MISSING),
+        (ValueError("x"), RewardReason.RAISED),
+        (EnvironmentFailure("x"), RewardReason.RAISED),
+        (SystemExit(1), RewardReason.RAISED),
+    ],
+)
+async def test_what_an_environment_does_not_measure_has_a_reason(result, reason):
+    (part,) = await environment_reward(Env(result), 5.0)
+    assert part.name == "env"
+    assert part.reward.reason is reason
+
+
+async def test_a_number_is_one_part_and_a_mapping_several():
+    (part,) = await environment_reward(Env(0), 5.0)
+    assert (part.name, part.reward) == ("env", Measured(0.0))
+    parts = await environment_reward(Env({"won": True, "style": None}), 5.0)
+    assert [part.name for part in parts] == ["env.won", "env.style"]
+    assert parts[0].reward == Measured(1.0)
+    assert parts[1].reward.reason is RewardReason.MISSING
+
+
+async def test_get_reward_may_be_async_and_has_a_deadline():
+    class Slow(Env):
+        async def get_reward(self):
+            await anyio.sleep(self.result)
+            return 1.0
+
+    (part,) = await environment_reward(Slow(0), 5.0)
+    assert part.reward == Measured(1.0)
+    (part,) = await environment_reward(Slow(10), 0.05)
+    assert part.reward.reason is RewardReason.TIMEOUT
