@@ -71,7 +71,7 @@ def test_malformed_lines_are_told_and_the_others_are_fed(project):
     assert summary["fed"] == 6
     told = (project.run_folder / "logs" / "feed-0.log").read_text()
     for line in (7, 8, 9):
-        assert f"line {line}" in told, told
+        assert f"prompts.jsonl:{line}" in told, told
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import anyio
 import msgspec
@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from stream.errors import RunFailedError
 from workers import logs
 from workers.demo.evaluate import Score, evaluate
-from workers.demo.prepare import STEPS, prepare
+from workers.demo.prepare import STEPS, Control, prepare, settings_for
 from workers.demo.report import conversations, score_table
 from workers.demo.task import held_out
 from workers.process import run_loop
@@ -32,11 +32,9 @@ from workers.run.command import judge, supervise
 from workers.run.folder import write_whole
 from workers.run.roles import engine_command
 from workers.run.summary import Summary
-from workers.settings import RewardFunction, Settings
+from workers.settings import Settings
 from workers.train.checkpoint import Checkpoints
 from workers.train.publisher import EnginePublisher
-
-Control = Literal["zero-lr", "permuted"]
 
 HELD_OUT = 200
 WORST_START = 0.15
@@ -44,7 +42,7 @@ WORST_START = 0.15
 
 
 def run_demo(
-    seed: int, folder: Path, *, as_json: bool = False, control: str | None = None, steps: int | None = None
+    seed: int, folder: Path, *, as_json: bool = False, control: Control | None = None, steps: int | None = None
 ) -> int:
     """Run the whole demo, or resume it. Returns the exit code.
 
@@ -59,16 +57,17 @@ def run_demo(
         RunFailedError: the warm start is too weak, or the run failed.
     """
     console = Console(stderr=True, highlight=False)
-    settings = _prepared(console, folder, seed, steps or STEPS)
+    settings = _prepared(console, folder, seed, steps or STEPS, control)
+    scoring = settings_for(folder, seed)  # a control is scored by the real reward
     rows = held_out(HELD_OUT)
     model = Path(settings.model.path)
-    before = _scored(settings, model, rows, console, "before")
+    before = _scored(scoring, model, rows, console, "before")
     if before.sampled < WORST_START:
         raise RunFailedError(
             f"the warm start scores {before.sampled:.3f} on held-out problems, below {WORST_START}: too little to "
             f"learn from; try another --seed (its model is in {model})"
         )
-    ended = supervise(_controlled(settings, control))
+    ended = supervise(settings)
     judge(ended, settings)
     summary = ended.summary
     if summary is None or ended.outcome.interrupted:
@@ -77,7 +76,7 @@ def run_demo(
     checkpoint = Checkpoints(settings.folder / "checkpoints").latest()
     if checkpoint is None:
         raise RunFailedError(f"{settings.folder / 'checkpoints'} holds no checkpoint, although the run ended")
-    after = _scored(settings, checkpoint.model, rows, console, "after")
+    after = _scored(scoring, checkpoint.model, rows, console, "after")
     summary.score_before, summary.score_after = round(before.sampled, 4), round(after.sampled, 4)
     write_whole(folder / "summary.json", msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
     _report(console, folder, rows, before, after, summary)
@@ -94,7 +93,7 @@ def prepare_demo(seed: int, folder: Path, steps: int | None = None) -> int:
     return 0
 
 
-def _prepared(console: Console, folder: Path, seed: int, steps: int) -> Settings:
+def _prepared(console: Console, folder: Path, seed: int, steps: int, control: Control | None = None) -> Settings:
     """Make what the run begins with, showing how far that is."""
     columns = (TextColumn("{task.description:<28}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) if console.is_terminal else nullcontext() as bar:
@@ -106,16 +105,7 @@ def _prepared(console: Console, folder: Path, seed: int, steps: int) -> Settings
                 bar.update(task, description=what, completed=share)
         else:
             console.print(f"preparing {folder}: a small model and its warm start", soft_wrap=True)
-        return prepare(folder, seed, steps, tell)
-
-
-def _controlled(settings: Settings, control: str | None) -> Settings:
-    replace = msgspec.structs.replace
-    if control == "zero-lr":
-        return replace(settings, train=replace(settings.train, learning_rate=0.0))
-    if control == "permuted":
-        return replace(settings, rewards=(RewardFunction(ref="workers.demo.controls:permuted_answer"),))
-    return settings
+        return prepare(folder, seed, steps, control, tell)
 
 
 def _scored(settings: Settings, model: Path, rows: list[dict[str, Any]], console: Console, when: str) -> Score:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -10,6 +11,8 @@ from workers.demo.task import training_rows
 from workers.demo.warmstart import warm_start
 from workers.settings import Settings, dump, parse
 
+Control = Literal["zero-lr", "permuted"]
+
 STEPS = 50
 """By then the score has flattened: half of the groups have no variance left."""
 WARM_START_STEPS = 1200
@@ -17,15 +20,17 @@ GROUPS_PER_STEP = 16
 GROUP_SIZE = 8
 
 
-def settings_for(folder: Path, seed: int, reward: str = "calculator_answer") -> Settings:
-    """The demo's settings."""
+def settings_for(folder: Path, seed: int, control: Control | None = None) -> Settings:
+    """The demo's settings, or those of a run that must not learn."""
     return parse(
         {
             "run": {"name": folder.name, "folder": str(folder), "seed": seed},
             "model": {"path": str(folder / "model")},
             "data": {"path": str(folder / "prompts.jsonl"), "tool_schemas": False},
             "environments": {"calculator": "calculator"},
-            "rewards": [{"ref": reward}],
+            "rewards": [
+                {"ref": "workers.demo.controls:permuted_answer" if control == "permuted" else "calculator_answer"}
+            ],
             "rollout": {
                 "workers": 2,
                 "groups_in_flight": 16,
@@ -37,7 +42,7 @@ def settings_for(folder: Path, seed: int, reward: str = "calculator_answer") -> 
             "engine": {"max_batch": 256, "max_length": 384},
             "train": {
                 "groups_per_step": GROUPS_PER_STEP,
-                "learning_rate": 3e-4,
+                "learning_rate": 0.0 if control == "zero-lr" else 3e-4,
                 "betas": [0.9, 0.95],
                 "micro_batch_tokens": 4096,
                 "checkpoint_every": 10,
@@ -49,7 +54,11 @@ def settings_for(folder: Path, seed: int, reward: str = "calculator_answer") -> 
 
 
 def prepare(
-    folder: Path, seed: int, steps: int = STEPS, progress: Callable[[str, float], None] | None = None
+    folder: Path,
+    seed: int,
+    steps: int = STEPS,
+    control: Control | None = None,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Settings:
     """Make the model, its warm start, the prompt file and `run.toml`; what is there already stays.
 
@@ -57,17 +66,23 @@ def prepare(
         folder: the run's folder.
         seed: of model, warm start, problems and run.
         steps: optimizer batches that the prompts suffice for.
+        control: `zero-lr` trains with learning rate 0; `permuted` hands rewards to the wrong siblings.
         progress: called with what is being done and how much of it, 0 to 1.
     """
     tell = progress or (lambda _what, _share: None)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = settings_for(folder, seed)
+    settings = settings_for(folder, seed, control)
     model = folder / "model"
     if not (model / "model.safetensors").exists() or not (folder / "run.toml").exists():
         tell("model", 0.0)
         make_model(model, seed)
+        # One thread: two of them wait for one another by spinning, which on a busy machine takes minutes.
         warm_start(
-            model, seed, WARM_START_STEPS, progress=lambda step, _loss: tell("warm start", step / WARM_START_STEPS)
+            model,
+            seed,
+            WARM_START_STEPS,
+            threads=1,
+            progress=lambda step, _loss: tell("warm start", step / WARM_START_STEPS),
         )
         rows = training_rows(steps * GROUPS_PER_STEP, seed)
         (folder / "prompts.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
