@@ -67,7 +67,7 @@ def penstock() -> None:
 @click.option("--control", type=click.Choice(["zero-lr", "permuted"]), help="A run that must not learn.")
 @click.option("--prepare", "only_prepare", is_flag=True, help="Make the model, its warm start and run.toml, and stop.")
 @_json
-def demo(seed: int, folder: Path, steps: int | None, control: str | None, only_prepare: bool, as_json: bool) -> None:
+def demo(seed: int, folder: Path, steps: int | None, control: Any, only_prepare: bool, as_json: bool) -> None:
     """Train a small model on this machine, in a few minutes."""
     from workers.demo.demo import prepare_demo, run_demo
 

@@ -46,7 +46,7 @@ def warm_start(
     steps: int = 1200,
     batch: int = 8,
     learning_rate: float = 2e-3,
-    threads: int = 2,
+    threads: int = 1,
     progress: Callable[[int, float], None] | None = None,
 ) -> WarmStart:
     """Train the model in `folder` on scripted transcripts, and save it there again.
@@ -59,7 +59,7 @@ def warm_start(
         steps: Optimizer steps, two thirds of them on clean transcripts; at least 2.
         batch: Transcripts of a step.
         learning_rate: Its peak; warm-up is linear, the rest of the way down a cosine.
-        threads: Of torch, for the time of this call.
+        threads: Of torch, for the time of this call. Two save a fifth on an idle machine, and cost tenfold on a busy one.
         progress: Called after each step with steps done and the step's loss.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
