@@ -137,6 +137,8 @@ class Tenure:
         Returns:
             Entry ids whose lease was lost before they could be marked; somebody will bring them again.
         """
+        for end in ends:
+            end.lease.ending = True
         flat = [x for end in ends for x in (end.lease.id, end.lease.prompt_id, end.ending)]
         answer = await self.link.script("commit", stage.consumer, self.token, frees_at, *flat)
         self._check(answer[0])

@@ -54,9 +54,7 @@ class Run(RuleBasedStateMachine):
         self.deaths = 0
         self.version = 0
         self.begin()
-        self.feed(6)
-        for worker in WORKERS[:2]:
-            self.claim("prompts", worker, 1)
+        self.begin_in_the_middle()
 
     def teardown(self) -> None:
         try:
@@ -66,6 +64,19 @@ class Run(RuleBasedStateMachine):
             self.call(self._connection.__aexit__, None, None, None)
             self.loop.__exit__(None, None, None)
             self.folder.cleanup()
+
+    def begin_in_the_middle(self) -> None:
+        """Something in every stage, in a worker's hand and in the ledger: else few examples would get that far."""
+        self.feed(8)
+        self.claim("prompts", "w0", CAPACITY)
+        for _ in range(CAPACITY):
+            self.end_a_lease(0, "settle")
+        self.claim("groups", "w1", 3)
+        for _ in range(2):
+            self.end_a_lease(0, "settle")
+        self.train(1, "trained")
+        self.publish()
+        self.claim("prompts", "w2", 1)
 
     # -- the feeder and the workers
 

@@ -18,6 +18,8 @@ def commands():
     """Every `penstock ...` command line in the file."""
     for name, service in SERVICES.items():
         words = service["command"]
+        if isinstance(words, str):
+            words = shlex.split(words)
         if words[0] == "sh":
             parts = words[2].replace("exec ", "").split("&&")
             yield from ((name, shlex.split(part)) for part in parts)
@@ -65,7 +67,7 @@ def test_volumes_are_declared():
 
 
 def test_redis_keeps_what_it_is_given():
-    words = SERVICES["redis"]["command"]
+    words = shlex.split(SERVICES["redis"]["command"])
     assert words[words.index("--appendonly") + 1] == "yes"
     assert words[words.index("--maxmemory-policy") + 1] == "noeviction"
 

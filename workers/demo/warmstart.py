@@ -59,7 +59,7 @@ def warm_start(
         steps: Optimizer steps, two thirds of them on clean transcripts; at least 2.
         batch: Transcripts of a step.
         learning_rate: Its peak; warm-up is linear, the rest of the way down a cosine.
-        threads: Of torch, for the time of this call. Two save a fifth on an idle machine, and cost tenfold on a busy one.
+        threads: Of torch, for the time of this call. Two save a fifth on an idle machine, and cost tenfold on a busy.
         progress: Called after each step with steps done and the step's loss.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
