@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import structlog
 from blockbuster import BlockBuster, blockbuster_ctx
 from hypothesis import HealthCheck, settings
 from redis import Redis
@@ -34,6 +35,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 def anyio_backend() -> tuple[str, dict[str, bool]]:
     """Plain asyncio: uvloop's sockets are out of blockbuster's sight."""
     return "asyncio", {"debug": False, "use_uvloop": False}
+
+
+@pytest.fixture(autouse=True)
+def plain_logging() -> Iterator[None]:
+    """A command run in the test's own process sets up logging; the next test begins without it."""
+    yield
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -213,12 +213,9 @@ def serve(target: Path, host: str, port: int, overrides: tuple[str, ...]) -> Non
 
 def _log_errors_alone(command: str) -> None:
     """For commands whose output is a table: waking a server is nothing to tell."""
-    import structlog
-
     from workers import logs
 
-    logs.configure(command)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("error"))
+    logs.configure(command, level="error")
 
 
 def _leave(code: int) -> None:

@@ -93,4 +93,5 @@ def test_bad_input_gets_a_clear_error(project, change, words):
     for word in words:
         assert word in result.stderr, result.stderr
     assert "Traceback" not in result.stderr
-    assert result.stdout == ""
+    if result.stdout:  # it began, and failed: the summary says how far it came
+        assert balanced(json.loads(result.stdout))

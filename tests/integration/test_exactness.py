@@ -58,8 +58,24 @@ def versions(row) -> list[int]:
     return [of[i] for start, end in row.sampled for i in range(start, end)]
 
 
-async def roll_out_all(policies, prompts, push_after_s=None):
-    """Play all prompts at once on a real engine; version 1 is pushed meanwhile."""
+class Watched:
+    """The engine's client, and an event set once so many turns were sampled."""
+
+    def __init__(self, engine, turns) -> None:
+        self.engine = engine
+        self.left = turns
+        self.reached = anyio.Event()
+
+    async def sample(self, *arguments, **options):
+        sampled = await self.engine.sample(*arguments, **options)
+        self.left -= 1
+        if self.left == 0:
+            self.reached.set()
+        return sampled
+
+
+async def roll_out_all(policies, prompts, push_after=None):
+    """Play all prompts at once on a real engine; version 1 is pushed when so many turns were sampled."""
     urls, groups = [], []
     ready = anyio.Event()
 
@@ -81,13 +97,14 @@ async def roll_out_all(policies, prompts, push_after_s=None):
                 EngineClient(urls, request_timeout_s=60, attempts=3, reconnect_s=20) as engine,
                 SlotPool(factories, size=4 * len(prompts)) as pool,
             ):
+                sampler = Watched(engine, push_after or 0)
 
                 async def play(prompt):
                     groups.append(
                         await roll_out(
                             prompt,
                             chat=chat,
-                            sampler=engine,
+                            sampler=sampler,
                             pool=pool,
                             limits=LIMITS,
                             tool_format=TOOL_FORMATS["hermes"],
@@ -98,8 +115,8 @@ async def roll_out_all(policies, prompts, push_after_s=None):
                 async with anyio.create_task_group() as playing:
                     for prompt in prompts:
                         playing.start_soon(play, prompt)
-                    if push_after_s is not None:
-                        await anyio.sleep(push_after_s)
+                    if push_after is not None:
+                        await sampler.reached.wait()
                         await publisher.push(policies[1], 1)
                         assert await publisher.versions() == {urls[0]: 1}
         tasks.cancel_scope.cancel()
@@ -167,7 +184,7 @@ async def test_sampled_tokens_and_only_they_bear_loss(policies):
 
 
 async def test_weights_pushed_in_flight_take_effect_at_the_token_that_the_spans_name(policies):
-    groups = await roll_out_all(policies, prompts(24), push_after_s=0.25)
+    groups = await roll_out_all(policies, prompts(24), push_after=20)
     assert check_rows(groups, policies) == {0, 1}
     mixed = [r for g in groups for c in g.completions for r in c.rows if len({s.version for s in r.spans}) == 2]
     assert mixed, "no completion was under way when the weights changed"

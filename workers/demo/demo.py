@@ -111,10 +111,9 @@ def _prepared(console: Console, folder: Path, seed: int, steps: int, control: Co
 def _scored(settings: Settings, model: Path, rows: list[dict[str, Any]], console: Console, when: str) -> Score:
     """The score of a model, sampled from by an engine of its own."""
     (settings.folder / "logs").mkdir(exist_ok=True)
-    with (settings.folder / "logs" / "demo.log").open("a", buffering=1) as events:
-        logs.configure("demo", events)
-        with console.status(f"score {when}: {len(rows)} held-out problems") if console.is_terminal else nullcontext():
-            score = run_loop(lambda: _score(settings, model, rows))
+    status = console.status(f"score {when}: {len(rows)} held-out problems") if console.is_terminal else nullcontext()
+    with logs.to_file("demo", settings.folder / "logs" / "demo.log"), status:
+        score = run_loop(lambda: _score(settings, model, rows))
     if score.unmeasured or not math.isfinite(score.sampled):
         console.print(f"score {when}: {score.unmeasured} episodes could not be measured; they are left out")
     return score

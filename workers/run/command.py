@@ -2,8 +2,6 @@
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
@@ -12,6 +10,7 @@ import structlog
 from msgspec import Struct
 
 from stream.errors import PenstockError, RunFailedError
+from workers import logs
 from workers.run.folder import held, keep_settings, write_whole
 from workers.run.progress import display_for, duration
 from workers.run.roles import Commands, EngineCommand, commands, engine_command
@@ -71,7 +70,7 @@ def supervise(
     with held(folder):
         file = keep_settings(settings)
         (folder / "logs").mkdir(exist_ok=True)
-        with _logging_to(folder / "logs" / "supervisor.log"):
+        with logs.to_file("run", folder / "logs" / "supervisor.log"):
             before, began = newest_progress(folder), time.monotonic()
             with display_for(quiet) as display:
                 outcome = anyio.run(Supervisor(settings, file, display, roles, engine).run)
@@ -125,23 +124,3 @@ def _draw(folder: Path) -> None:
         draw(folder)
     except PenstockError as error:
         log.info("plot.skipped", why=str(error))
-
-
-@contextmanager
-def _logging_to(path: Path) -> Iterator[None]:
-    """The supervisor's own events go to a file: the terminal is for progress, stdout for the summary."""
-    before = structlog.get_config()
-    with path.open("a", buffering=1) as file, structlog.contextvars.bound_contextvars(role="run"):
-        structlog.configure(
-            processors=[
-                structlog.contextvars.merge_contextvars,
-                structlog.processors.add_log_level,
-                structlog.processors.TimeStamper(fmt="iso", utc=True),
-                structlog.processors.JSONRenderer(),
-            ],
-            logger_factory=structlog.WriteLoggerFactory(file),
-        )
-        try:
-            yield
-        finally:
-            structlog.configure(**before)
