@@ -95,3 +95,19 @@ def test_bad_input_gets_a_clear_error(project, change, words):
     assert "Traceback" not in result.stderr
     if result.stdout:  # it began, and failed: the summary says how far it came
         assert balanced(json.loads(result.stdout))
+
+
+def test_a_project_with_a_folder_envs_of_its_own(project):
+    (project.folder / "envs").mkdir()
+    (project.folder / "envs" / "parity.py").write_text(
+        "class Parity:\n"
+        "    def reset(self, number, completion_index, **row):\n"
+        "        self.n = number + completion_index\n"
+        "        return 'Even or odd?'\n"
+        "    def get_reward(self):\n"
+        "        return float(self.n % 2)\n"
+    )
+    project.table |= {"environments": {"parity": "envs.parity:Parity"}, "rewards": []}
+    summary = summary_of(project.run("run", str(project.write()), "--json"), project)
+    assert summary["groups_trained"] == 10
+    assert summary["rows"] == {"valid": 40}

@@ -1,0 +1,107 @@
+"""What the trainer does with each entry before a step."""
+
+from array import array
+
+import pytest
+
+from stream.codec import encode
+from stream.ledger import Ledger, Line
+from stream.records import Completion, Group, Prompt, Row, Span
+from stream.stage import Lease
+from stream.validity import DropReason, Measured, RewardReason, Unmeasured
+from workers.settings import parse
+from workers.train.hand import Hand
+
+SETTINGS = parse(
+    {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "r:f"}], "rollout": {"group_size": 2}}
+)
+
+
+def completion(i, reward, token=3):
+    row = Row(
+        prompt_ids=array("i", [1, 2]).tobytes(),
+        token_ids=array("i", [token, 4]).tobytes(),
+        sampled=[(0, 2)],
+        logprobs=array("f", [-0.5, -0.5]).tobytes(),
+        spans=[Span(0, 0, 2)],
+    )
+    return Completion(index=i, rows=[row], reward=reward)
+
+
+def lease(prompt_id, *completions, entry="1-0"):
+    group = Group(prompt=Prompt(id=prompt_id, messages=[]), completions=list(completions))
+    return Lease(id=entry, prompt_id=prompt_id, payload=encode(group))
+
+
+GOOD = (completion(0, Measured(1.0)), completion(1, Measured(0.0)))
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    yield ledger
+    ledger.close()
+
+
+@pytest.fixture
+def hand(ledger):
+    return Hand(SETTINGS, ledger, vocabulary=10)
+
+
+def test_a_group_worth_training_is_taken_into_hand(hand):
+    judgement = hand.consider(lease("d:0:1", *GOOD), 0)
+    assert (judgement.ending, judgement.unreadable) == ("", "")
+    assert list(hand.groups) == ["d:0:1"]
+
+
+def test_groups_are_dealt_in_the_order_of_their_prompts(hand):
+    for name in ("d:0:3", "d:0:1", "d:0:2"):
+        hand.consider(lease(name, *GOOD), 0)
+    leases, groups = hand.deal()
+    assert [group.prompt.id for group in groups] == [lease.prompt_id for lease in leases] == ["d:0:1", "d:0:2", "d:0:3"]
+    assert not hand.groups
+
+
+def test_a_group_without_signal_is_dropped_with_its_reason_and_its_rows_are_counted(hand):
+    judgement = hand.consider(lease("d:0:1", completion(0, Measured(1.0)), completion(1, Measured(1.0))), 0)
+    assert judgement.ending == "dropped:zero_variance"
+    assert judgement.states == {"valid": 2}
+    counts, groups = hand.dropped()
+    assert counts == {DropReason.ZERO_VARIANCE: 1}
+    assert [group.prompt.id for group in groups] == ["d:0:1"]
+    assert hand.dropped() == ({}, [])
+
+
+def test_an_unmeasured_reward_is_not_a_number(hand):
+    timeout = Unmeasured(RewardReason.TIMEOUT)
+    judgement = hand.consider(lease("d:0:1", completion(0, Measured(1.0)), completion(1, timeout)), 0)
+    assert judgement.ending == "dropped:min_valid_rows"
+    assert judgement.states == {"valid": 1, "reward:timeout": 1}
+
+
+@pytest.mark.parametrize("end", ["trained", "dropped:zero_variance"])
+def test_what_the_ledger_holds_has_ended_already(hand, ledger, end):
+    ledger.append([Line("d:0:1", end, 1, 0, "h")])
+    assert hand.consider(lease("d:0:1", *GOOD), 0).ending == f"again:{end}"
+
+
+def test_the_twin_of_a_group_in_hand_waits_for_it(hand):
+    hand.consider(lease("d:0:1", *GOOD, entry="1-0"), 0)
+    assert hand.consider(lease("d:0:1", *GOOD, entry="2-0"), 0).ending == ""
+    assert len(hand.deal()[0]) == 1
+    assert [twin.id for twin in hand.duplicates()] == ["2-0"]
+    assert hand.duplicates() == []
+
+
+def test_junk_and_foreign_tokens_are_unreadable(hand):
+    assert hand.consider(Lease(id="1-0", prompt_id="d:0:1", payload=b"junk"), 0).unreadable
+    foreign = lease("d:0:1", completion(0, Measured(1.0), token=10), completion(1, Measured(0.0)))
+    assert "vocabulary" in hand.consider(foreign, 0).unreadable
+    assert not hand.groups
+
+
+def test_what_is_put_down_is_given_back_twins_included(hand):
+    hand.consider(lease("d:0:1", *GOOD, entry="1-0"), 0)
+    hand.consider(lease("d:0:1", *GOOD, entry="2-0"), 0)
+    assert sorted(lease.id for lease in hand.put_down()) == ["1-0", "2-0"]
+    assert not hand.groups

@@ -1,0 +1,113 @@
+"""One TOML file: typed, frozen, nothing unknown, nothing impossible."""
+
+import importlib.util
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stream.errors import SettingsError
+from stream.validity import TruncationReason
+from workers import settings
+from workers.settings import Settings, dump, keys, load, parse
+
+LEAST = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"ref": "r.py:f"}]}
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def page_module():
+    spec = importlib.util.spec_from_file_location("settings_page", DOCS / "settings_page.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_least_that_a_run_needs():
+    found = parse(LEAST)
+    assert found.folder == Path("runs/run")
+    assert found.capacity == 2 * found.train.groups_per_step
+    assert found.min_valid_rows == 4  # half of a group of 8
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        parse(LEAST).run.name = "other"
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "words"),
+    [
+        ("train", {"lr": 1}, ["train.lr", "learning_rate"]),
+        ("rewards", [{"reff": "x"}], ["rewards[0].reff", "ref, weight, where"]),
+        ("nonsense", {}, ["nonsense", "run, model, data"]),
+        ("rollout", {"group_size": "8"}, ["rollout.group_size", "int"]),
+        ("rollout", {"group_size": 0}, ["rollout.group_size", ">= 1"]),
+        ("train", {"learning_rate": -1.0}, ["train.learning_rate", ">= 0"]),
+        ("algorithm", {"estimator": "ppo"}, ["algorithm.estimator", "ppo"]),
+        ("run", {"name": "../up"}, ["run.name"]),
+        ("rewards", [], ["[environments]", "[[rewards]]"]),
+        ("rollout", {"max_tokens": 10}, ["max_tokens_per_turn", "max_tokens"]),
+        ("rollout", {"temperature": 0.0}, ["rollout.temperature", "train.learning_rate"]),
+        ("rollout", {"group_size": 1}, ["algorithm.min_valid_rows", "rollout.group_size"]),
+        ("algorithm", {"truncation": {"length": "penalty"}}, ["algorithm.truncation", "penalty"]),
+        ("algorithm", {"truncation": {"boredom": "keep"}}, ["algorithm.truncation", "boredom"]),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(section, change, words):
+    with pytest.raises(SettingsError) as caught:
+        parse(LEAST | {section: change}, "my.toml")
+    for word in ["my.toml", *words]:
+        assert word in str(caught.value)
+
+
+def test_a_file_that_is_not_there_or_is_no_toml(tmp_path):
+    with pytest.raises(SettingsError, match="no such file"):
+        load(tmp_path / "run.toml")
+    (tmp_path / "run.toml").write_text("[run\n")
+    with pytest.raises(SettingsError, match="not TOML"):
+        load(tmp_path / "run.toml")
+
+
+def test_overrides_reach_any_key_and_are_checked(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(dump(parse(LEAST)))
+    found = load(file, ("train.learning_rate=0.5", "run.name=other", 'engine.urls=["http://a"]'))
+    assert (found.train.learning_rate, found.run.name, found.engine.urls) == (0.5, "other", ("http://a",))
+    for wrong in ("train.learning_rate", "train.pace=1", "run.name.first=x"):
+        with pytest.raises(SettingsError):
+            load(file, (wrong,))
+
+
+def test_what_is_written_is_read_back_equal():
+    full = parse(
+        LEAST
+        | {
+            "environments": {"a": "calculator", "b": "x.py:Y"},
+            "rewards": [{"ref": "a:b", "weight": 0.5}, {"ref": "c:d", "where": "rollout"}],
+            "algorithm": {"truncation": {"length": "exclude"}},
+            "data": {"path": "d", "columns": {"answer": "gold"}, "template_args": {"enable_thinking": False}},
+        }
+    )
+    assert parse(tomllib.loads(dump(full))) == full
+
+
+def test_only_load_and_the_wall_clock_are_excluded_by_default():
+    found = parse(LEAST)
+    policies = {reason: found.truncation_policy(reason) for reason in TruncationReason}
+    assert {reason for reason, policy in policies.items() if policy != "keep"} == {TruncationReason.WALL_CLOCK}
+
+
+def test_the_number_of_keys_does_not_creep_up():
+    assert len(keys()) <= 90
+
+
+def test_every_key_is_explained_and_the_page_is_up_to_date():
+    module = page_module()
+    texts = module.docstrings()
+    for section in msgspec.structs.fields(Settings):
+        kind = settings.RewardFunction if section.name == "rewards" else section.type
+        if isinstance(kind, type) and issubclass(kind, settings.Section):
+            for field in msgspec.structs.fields(kind):
+                assert texts[kind.__name__].get(field.name), f"{section.name}.{field.name} has no docstring"
+    assert module.page() == (DOCS / "settings.md").read_text(), "run: python docs/settings_page.py > docs/settings.md"
