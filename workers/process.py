@@ -29,7 +29,8 @@ from stream.errors import (
 from stream.link import connect
 from workers import logs
 from workers.role import Main, Role
-from workers.settings import Settings, load
+from workers.settings import Settings
+from workers.settings_file import load
 
 log = structlog.get_logger()
 

@@ -95,6 +95,20 @@ def summary_of(result: subprocess.CompletedProcess[str], project: Project) -> di
     return json.loads(lines[0])
 
 
+def finish(process: subprocess.Popen[str], project: Project) -> dict[str, Any]:
+    """Wait for a run that was started, and read its summary."""
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, f"{err[-2000:]}\n{project.logs()}"
+    return json.loads(out)
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """End a run that a failing test left behind."""
+    if process.poll() is None:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
 def balanced(summary: dict[str, Any]) -> bool:
     ended = summary["groups_trained"] + sum(summary["groups_dropped"].values()) + summary["dead"]
     return summary["fed"] == ended + summary["outstanding"]

@@ -7,7 +7,7 @@ import pytest
 
 from stream.keys import STAGES
 from stream.link import connect
-from tests.e2e.harness import balanced, wait_for_trained
+from tests.e2e.harness import balanced, finish, stop, wait_for_trained
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -28,13 +28,9 @@ def test_junk_in_every_stream_is_a_dead_letter_and_the_run_goes_on(project):
     try:
         wait_for_trained(project, 4, process, 120)
         anyio.run(throw_junk)
-        out, err = process.communicate(timeout=150)
+        summary = finish(process, project)
     finally:
-        if process.poll() is None:
-            process.terminate()
-            process.communicate(timeout=60)
-    assert process.returncode == 0, f"{err[-2000:]}\n{project.logs()}"
-    summary = json.loads(out)
+        stop(process)
     assert balanced(summary)
     assert summary["groups_trained"] == prompts
     letters = project.run("dead", "list", str(project.run_folder), "--json")

@@ -1,12 +1,11 @@
 """SIGKILL to any role: the run recovers by itself, and the count comes out exact."""
 
-import json
 import os
 import signal
 
 import pytest
 
-from tests.e2e.harness import balanced, children, wait_for_trained
+from tests.e2e.harness import balanced, children, finish, stop, wait_for_trained
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -21,13 +20,9 @@ def test_a_rollout_worker_the_scorer_and_the_trainer_are_killed_once_each(projec
         for trained, role in ((4, "rollout"), (16, "score"), (28, "train")):
             wait_for_trained(project, trained, process, 120)
             os.kill(children(process.pid)[role], signal.SIGKILL)
-        out, err = process.communicate(timeout=150)
+        summary = finish(process, project)
     finally:
-        if process.poll() is None:
-            process.terminate()
-            process.communicate(timeout=60)
-    assert process.returncode == 0, f"{err[-2000:]}\n{project.logs()}"
-    summary = json.loads(out)
+        stop(process)
     assert balanced(summary)
     assert summary["fed"] == summary["groups_trained"] == prompts
     ends = [line["prompt"] for line in project.ledger()]

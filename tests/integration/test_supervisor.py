@@ -22,7 +22,8 @@ from workers.run.live import read as read_live
 from workers.run.progress import Silent, Status
 from workers.run.roles import RoleSpec
 from workers.run.supervisor import Outcome, Supervisor
-from workers.settings import Settings, parse
+from workers.settings import Settings
+from workers.settings_file import parse
 
 STAY = "stay()"
 FINISH = "finish(); "
@@ -389,7 +390,7 @@ import sys
 from pathlib import Path
 from workers.run.command import supervise
 from workers.run.roles import RoleSpec
-from workers.settings import load
+from workers.settings_file import load
 
 def roles(settings, file, redis, engines):
     script = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"

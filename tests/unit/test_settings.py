@@ -10,7 +10,8 @@ import pytest
 from stream.errors import SettingsError
 from stream.validity import TruncationReason
 from workers import settings
-from workers.settings import Settings, dump, keys, load, parse
+from workers.settings import Settings, keys
+from workers.settings_file import dump, load, parse
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"ref": "r.py:f"}]}
 DOCS = Path(__file__).parents[2] / "docs"

@@ -10,7 +10,7 @@ from stream.view import RunView
 from workers.run.folder import differences
 from workers.run.plot import draw, read_metrics, smooth
 from workers.run.summary import Summary, newest_progress, summarize
-from workers.settings import parse
+from workers.settings_file import parse
 from workers.train.progress import Progress
 
 KEYS = [

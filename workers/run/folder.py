@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from stream.errors import PenstockError, RunMismatchError
-from workers.settings import Settings, dump, load
+from workers.settings import Settings
+from workers.settings_file import dump, load
 
 _SAME_RUN = (
     "run.name",
