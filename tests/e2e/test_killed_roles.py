@@ -1,5 +1,6 @@
 """SIGKILL to any role: the run recovers by itself, and the count comes out exact."""
 
+import json
 import os
 import signal
 
@@ -28,3 +29,22 @@ def test_a_rollout_worker_the_scorer_and_the_trainer_are_killed_once_each(projec
     ends = [line["prompt"] for line in project.ledger()]
     assert len(ends) == len(set(ends)) == prompts
     assert summary["rows"]["valid"] == prompts * 4
+
+
+def test_the_engine_is_killed_and_gets_its_weights_back(project):
+    prompts = 60
+    project.prompts(prompts)
+    project.table["algorithm"] = {"drop_zero_variance": False}
+    process = project.start("run", str(project.write()), "--json")
+    try:
+        wait_for_trained(project, 8, process, 120)
+        os.kill(children(process.pid)["serve"], signal.SIGKILL)
+        summary = finish(process, project)
+    finally:
+        stop(process)
+    assert balanced(summary)
+    assert summary["groups_trained"] == prompts
+    # Nothing that the engine failed to answer was trained, or scored, as if it had been an answer.
+    assert summary["rows"] == {"valid": prompts * 4}
+    events = [json.loads(line) for line in (project.run_folder / "logs" / "supervisor.log").read_text().splitlines()]
+    assert [e["name"] for e in events if e["event"] == "role.restarted"] == ["engine-0"]
