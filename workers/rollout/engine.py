@@ -191,7 +191,8 @@ class EngineClient:
             except EngineError as error:
                 tries, failed = tries + 1, engine
                 log.warning("engine.request_failed", url=engine.url, tries=tries, why=str(error))
-                if isinstance(error, _SilentError):
+                # A server that is going down answers with 500s first: that is no fact about this request either.
+                if isinstance(error, _SilentError) or not await self._is_healthy(engine):
                     await self._find_healthy(asked_at)
                 if tries >= self._attempts:
                     raise await self._verdict(error, began, tries) from error
