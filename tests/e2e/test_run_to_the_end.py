@@ -111,3 +111,15 @@ def test_a_project_with_a_folder_envs_of_its_own(project):
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert summary["groups_trained"] == 10
     assert summary["rows"] == {"valid": 40}
+
+
+def test_a_run_in_which_nobody_measured_anything_fails_and_says_why(project):
+    (project.folder / "rewards.py").write_text(
+        "def by_chance(completions, **columns):\n    raise OSError('no grader')\n"
+    )
+    result = project.run("run", str(project.write()), "--json")
+    assert result.returncode == 1
+    assert "not one of the run's 40 completions was valid (reward:raised 40)" in result.stderr
+    summary = json.loads(result.stdout)
+    assert balanced(summary)
+    assert summary["groups_dropped"] == {"no_valid_row": 10}

@@ -111,8 +111,16 @@ class Trainer:
                 await self._checkpoint()
         await self._checkpoint()
         if not self.stopping.is_set():
+            self._refuse_to_call_it_done()
             await self.tenure.finish(f"trained {progress.step} steps")
             log.info("trainer.finished", step=progress.step)
+
+    def _refuse_to_call_it_done(self) -> None:
+        """A run in which nobody measured anything must not end in silence, were it too short for the guard."""
+        rows = self.progress.rows
+        if rows and not rows.get("valid"):
+            told = ", ".join(f"{state} {n}" for state, n in sorted(rows.items()))
+            raise RunFailedError(f"not one of the run's {sum(rows.values())} completions was valid ({told})")
 
     async def _collect(self) -> bool:
         """Take groups into hand until they fill a step. False where nothing more will come, or a stop was asked for."""
