@@ -34,7 +34,10 @@ _CHUNK = 500
 
 
 class End(Struct, frozen=True):
-    """How a group ended: `trained`, `dropped:REASON`, or `again:END` where the ledger holds that END of it already."""
+    """How a group ended: `trained`, `dropped:REASON`, or `again:END` where the ledger holds that END of it already.
+
+    Or `twin`: a second delivery of a group that is still in hand. It is held, and takes no place meanwhile.
+    """
 
     lease: Lease
     ending: str

@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
 -- The trainer ends groups: marks them as trained or dropped, to be acknowledged at a durable checkpoint.
 -- ARGV: consumer, fencing token, version that gives the places of trained ones back, then id, prompt id, end, ...
---       (end: trained · dropped:REASON · again:END, where the ledger holds that END of the prompt already)
+--       (end: trained · dropped:REASON · again:END, where the ledger holds that END of the prompt already ·
+--       twin, of a group that is in hand: held without a place, it ends nothing)
 -- Returns {1, ids it had lost} · {0} where another trainer has taken over.
 if not is_trainer(ARGV[2]) then return {0} end
 local lost, ended = {}, 0
@@ -13,9 +14,11 @@ for i = 4, #ARGV, 3 do
     redis.call('ZREM', key('scored:leases'), id)
     redis.call('HSET', key('scored:ended'), id, prompt)
     if ending == 'trained' then redis.call('ZADD', key('places'), ARGV[3], id) end
-    local open = redis.call('SREM', key('open'), prompt)
+    local open = ending ~= 'twin' and redis.call('SREM', key('open'), prompt)
     local known = string.match(ending, '^again:(.*)')
-    if not known then
+    if ending == 'twin' then
+      redis.call('HINCRBY', key('counts'), 'duplicates', 1)
+    elseif not known then
       redis.call('HINCRBY', key('counts'), ending, 1)
     elseif open == 1 then -- a server that lost its last writes forgot the end that the ledger remembers
       redis.call('HINCRBY', key('counts'), known, 1)

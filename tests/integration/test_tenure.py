@@ -264,6 +264,22 @@ async def test_a_duplicate_of_a_group_that_was_trained_counts_as_one(pipe, ledge
     await pipe.balance()
 
 
+async def test_the_twin_of_a_group_in_hand_takes_no_place_and_ends_nothing(pipe, ledger):
+    await pipe.scored("a")
+    await pipe.link.redis.xadd(pipe.link.key("scored"), {"prompt": "a", "payload": "again"})
+    tenure = await Tenure.begin(pipe.link, 30.0)
+    trainer = pipe.stage("scored", "trainer")
+    first, second = (await trainer.claim(2)).leases
+    await tenure.commit(trainer, [End(second, "twin")], frees_at=1)
+    view = await look(pipe.link)
+    assert (view.counts, view.open, view.outstanding) == ({"fed": 1, "duplicates": 1}, 1, 1)
+    await tenure.commit(trainer, [End(first, "trained")], frees_at=1)
+    await pipe.balance()
+    await tenure.recover(ledger)  # from before the step: both come again
+    assert len((await pipe.stage("scored", "trainer-2").claim(5)).leases) == 2
+    await pipe.balance()
+
+
 async def test_an_end_that_the_server_forgot_is_counted_again(pipe, ledger):
     """The ledger holds the end, the server that lost its last writes does not: the group comes again."""
     await pipe.scored("a")

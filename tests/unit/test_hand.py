@@ -85,12 +85,10 @@ def test_what_the_ledger_holds_has_ended_already(hand, ledger, end):
     assert hand.consider(lease("d:0:1", *GOOD), 0).ending == f"again:{end}"
 
 
-def test_the_twin_of_a_group_in_hand_waits_for_it(hand):
+def test_the_twin_of_a_group_in_hand_ends_nothing(hand):
     hand.consider(lease("d:0:1", *GOOD, entry="1-0"), 0)
-    assert hand.consider(lease("d:0:1", *GOOD, entry="2-0"), 0).ending == ""
-    assert len(hand.deal()[0]) == 1
-    assert [twin.id for twin in hand.duplicates()] == ["2-0"]
-    assert hand.duplicates() == []
+    assert hand.consider(lease("d:0:1", *GOOD, entry="2-0"), 0).ending == "twin"
+    assert [lease.id for lease in hand.deal()[0]] == ["1-0"]
 
 
 def test_junk_and_foreign_tokens_are_unreadable(hand):
@@ -100,8 +98,8 @@ def test_junk_and_foreign_tokens_are_unreadable(hand):
     assert not hand.groups
 
 
-def test_what_is_put_down_is_given_back_twins_included(hand):
+def test_what_is_put_down_is_given_back(hand):
     hand.consider(lease("d:0:1", *GOOD, entry="1-0"), 0)
-    hand.consider(lease("d:0:1", *GOOD, entry="2-0"), 0)
-    assert sorted(lease.id for lease in hand.put_down()) == ["1-0", "2-0"]
+    hand.consider(lease("d:0:2", *GOOD, entry="2-0"), 0)
+    assert [lease.id for lease in hand.put_down()] == ["1-0", "2-0"]
     assert not hand.groups

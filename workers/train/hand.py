@@ -26,7 +26,7 @@ class Judgement(Struct, kw_only=True):
 
     group: Group | None = None
     ending: str = ""
-    """`dropped:REASON`, or `again:END` where the ledger holds that end of the prompt already."""
+    """`dropped:REASON`; `again:END` where the ledger holds that end already; `twin` of a group in hand."""
     states: Counter[str] = field(default_factory=Counter)
     """Completions by state, where the group is dropped."""
     unreadable: str = ""
@@ -48,7 +48,6 @@ class Hand:
         self._ledger = ledger
         self._vocabulary = vocabulary
         self._guard = Guard(settings.guard.max_invalid_fraction, settings.guard.window_groups)
-        self._duplicates: list[Lease] = []
         self._dropped: Counter[DropReason] = Counter()
         self._filtered: deque[Group] = deque(maxlen=_FILTERED_KEPT * settings.train.groups_per_step)
 
@@ -70,8 +69,7 @@ class Hand:
             return Judgement(ending=f"again:{self._ledger.ends[prompt]}")
         if prompt in self.groups:
             log.warning("group.duplicate", prompt=prompt)
-            self._duplicates.append(lease)  # its twin is in no ledger yet, so it may not end before that one does
-            return Judgement()
+            return Judgement(ending="twin")
         self._guard.see(group)
         if reason is not None:
             self._dropped[reason] += 1
@@ -86,11 +84,6 @@ class Hand:
         self.groups.clear()
         return [lease for lease, _ in dealt], [group for _, group in dealt]
 
-    def duplicates(self) -> list[Lease]:
-        """Hand out the twins of groups that have ended by now."""
-        found, self._duplicates = self._duplicates, []
-        return found
-
     def dropped(self) -> tuple[dict[DropReason, int], list[Group]]:
         """Groups dropped since this was last asked: how many by reason, and the last of them."""
         counts, self._dropped = dict(self._dropped), Counter()
@@ -100,7 +93,6 @@ class Hand:
 
     def put_down(self) -> list[Lease]:
         """Empty the hand without training; the leases are to be given back."""
-        leases = [lease for lease, _ in self.groups.values()] + self._duplicates
+        leases = [lease for lease, _ in self.groups.values()]
         self.groups.clear()
-        self._duplicates = []
         return leases

@@ -104,7 +104,7 @@ class Trainer:
             if not self.hand.groups:
                 break
             metrics = await self._step(began)
-            if progress.step - published >= settings.publish_every or not more:
+            if progress.step - published >= settings.publish_every or not more or progress.step == settings.max_steps:
                 await self._publish(metrics)
                 published = progress.step
             if progress.step - self._kept[0] >= settings.checkpoint_every:
@@ -173,7 +173,6 @@ class Trainer:
         ending = "trained" if report.trained else f"dropped:{report.skipped}"
         self._note(groups, ending, self.progress.step)
         await self._end([End(lease, ending) for lease in leases])
-        await self._end([End(lease, f"again:{ending}") for lease in self.hand.duplicates()])
         elapsed = time.monotonic() - began
         metrics = dict(report.metrics) | {
             "time": time.time(),
