@@ -1,0 +1,25 @@
+"""What stands under examples/ is what the settings and the contract accept."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from envs.factory import Factory
+from envs.rewards import RewardFunction
+from workers.settings_file import load
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("examples/*/run.toml")), ids=lambda path: path.parent.name)
+def test_an_example_has_its_prompts_its_environment_and_its_reward(file, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = load(file)
+    assert all(json.loads(line)["prompt"] for line in Path(settings.data.path).read_text().splitlines())
+    for reference in settings.environments.values():
+        factory = Factory.load(reference)
+        assert factory.tools
+        assert factory.has_reward
+    for reward in settings.rewards:
+        assert RewardFunction.load(reward.ref, reward.weight, reward.where).name
