@@ -62,18 +62,29 @@ def penstock() -> None:
 
 @penstock.command()
 @click.option("--seed", default=1, show_default=True, help="Of model, data and run.")
-@click.option("--folder", default=Path("runs/demo"), show_default=True, type=click.Path(path_type=Path))
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="The run's folder; runs/demo unless given, and one of its own for another seed, length or control.",
+)
 @click.option("--steps", default=None, type=click.IntRange(1), help="Optimizer steps.")
 @click.option("--control", type=click.Choice(["zero-lr", "permuted"]), help="A run that must not learn.")
 @click.option("--prepare", "only_prepare", is_flag=True, help="Make the model, its warm start and run.toml, and stop.")
 @_json
-def demo(seed: int, folder: Path, steps: int | None, control: Any, only_prepare: bool, as_json: bool) -> None:
+def demo(seed: int, folder: Path | None, steps: int | None, control: Any, only_prepare: bool, as_json: bool) -> None:
     """Train a small model on this machine, in a few minutes."""
     from workers.demo.demo import prepare_demo, run_demo
 
+    folder = folder or _demo_folder(seed, steps, control)
     if only_prepare:
         sys.exit(prepare_demo(seed, folder, steps))
     sys.exit(run_demo(seed, folder, as_json=as_json, control=control, steps=steps))
+
+
+def _demo_folder(seed: int, steps: int | None, control: str | None) -> Path:
+    """A demo that is another run than the plain one lives elsewhere, so that both can be resumed."""
+    parts = [f"seed{seed}" if seed != 1 else "", f"{steps}steps" if steps else "", control or ""]
+    return Path("runs") / "-".join(["demo", *filter(None, parts)])
 
 
 @penstock.command()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from workers.cli import penstock
+from workers.cli import _demo_folder, penstock
 
 HEAVY = ("torch", "transformers", "vllm", "aiohttp", "redis", "rich", "msgspec", "anyio", "structlog", "stream", "envs")
 ROOT = Path(__file__).parents[2]
@@ -117,3 +117,14 @@ def test_another_package_of_that_name_is_named_as_the_intruder(tmp_path):
     assert result.returncode == 1
     assert result.stderr.startswith(f"error: {elsewhere / 'envs'} hides penstock's own package 'envs'")
     assert str(ROOT / "envs") in result.stderr
+
+
+def test_demos_that_are_different_runs_have_different_folders():
+    folders = [
+        _demo_folder(seed, steps, control)
+        for seed in (1, 2)
+        for steps in (None, 10)
+        for control in (None, "zero-lr", "permuted")
+    ]
+    assert folders[0] == Path("runs/demo")
+    assert len(set(folders)) == len(folders)
