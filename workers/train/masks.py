@@ -33,7 +33,7 @@ class Facts:
 
     Example, three completions of one prompt: right, verifier crashed, cut off by its token limit::
 
-        rewards_C        [1.0, 0.0, 0.0]      0.0 is a placeholder in the second, a measurement in the third
+        rewards_C        [1.0, 0.0, 0.0]      0.0 means nothing in the second, and was measured in the third
         measured_C       [True, False, True]
         reward_reason_C  [-1, 0, -1]          0 is REWARD_REASONS[0], "raised"
         truncated_C      [-1, -1, 0]
