@@ -1,6 +1,7 @@
 """`penstock run` from a prompt file to a checkpoint, every role a process."""
 
 import json
+import shutil
 
 import pytest
 
@@ -123,3 +124,13 @@ def test_a_run_in_which_nobody_measured_anything_fails_and_says_why(project):
     summary = json.loads(result.stdout)
     assert balanced(summary)
     assert summary["groups_dropped"] == {"no_valid_row": 10}
+
+
+def test_a_run_whose_server_was_emptied_is_rebuilt_from_its_ledger(project):
+    first = summary_of(project.run("run", str(project.write()), "--json"), project)
+    ledger = project.ledger()
+    shutil.rmtree(project.run_folder / "redis")
+    again = summary_of(project.run("run", str(project.run_folder / "run.toml"), "--json"), project)
+    for key in ("fed", "groups_trained", "groups_dropped", "steps", "rows", "outstanding"):
+        assert again[key] == first[key], key
+    assert project.ledger() == ledger
