@@ -8,7 +8,8 @@ written for TRL's `environment_factory` runs unchanged.
                            parts, which is appended to the last prompt message
 every other public method  a tool: name, Google-style docstring and type hints become its JSON schema. What it returns
                            goes back to the model, and so does the text of what it raises, or that it overran
-`get_reward()`             optional: a number, None for "I do not know" (invalid, never 0), a mapping of named parts
+`get_reward()`             optional: a number, None for "I do not know" (invalid, never 0), a mapping of named parts, or
+                           a list with a number for each turn of the model; may ask for `messages`, the conversation
 `close()`                  optional: called when an instance is retired
 `__copy__()`               optional: drop handles, keep facts; what it returns is frozen as the episode's snapshot
 =========================  ============================================================================================

@@ -4,7 +4,9 @@
 as few of those as it likes. Nothing that such a function does becomes a number, but a number that it returned.
 """
 
-from collections.abc import Callable, Mapping
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -145,42 +147,77 @@ def batch_of(group: Group, environments: list[Any] | None) -> RewardBatch:
     return RewardBatch(prompts, said, ids, environments, columns)
 
 
-async def environment_reward(env: object, timeout_s: float, caller: Caller | None = None) -> list[Part]:
+async def environment_reward(
+    env: object, timeout_s: float, caller: Caller | None = None, messages: Sequence[Message] = ()
+) -> list[Part]:
     """What the environment itself measured, by its `get_reward`.
 
     Args:
         env: the live environment, at the end of an episode.
         timeout_s: for the call.
         caller: bounds the threads; without one the call has its own.
+        messages: what followed the prompt. Each of the assistant's is a turn of the model; a `get_reward` with a
+            parameter of this name gets a copy.
 
     Returns:
         Nothing without a `get_reward`; one part `env` for a number or a failure; one part `env.KEY` for each entry of
-        a mapping.
+        a mapping; for a list, tuple or array of one dimension one part `env` for each turn of the model, or a single
+        unmeasured one (`shape`) where their numbers differ.
     """
     get_reward = getattr(env, "get_reward", None)
     if not callable(get_reward):
         return []
-    outcome = await (caller or Caller(CapacityLimiter(1))).call(get_reward, {}, timeout_s)
-    if isinstance(outcome, Returned) and isinstance(outcome.value, Mapping):
-        parts = [Part(name=f"env.{key}", reward=_measure(value)) for key, value in outcome.value.items()]
-        return parts or [Part(name="env", reward=Unmeasured(RewardReason.MISSING, "get_reward returned no part"))]
-    reward = _measure(outcome.value) if isinstance(outcome, Returned) else _failed(outcome)
-    return [Part(name="env", reward=reward)]
+    arguments = {"messages": copy.deepcopy(list(messages))} if takes_messages(get_reward) else {}
+    outcome = await (caller or Caller(CapacityLimiter(1))).call(get_reward, arguments, timeout_s)
+    if not isinstance(outcome, Returned):
+        return [Part(name="env", reward=_failed(outcome))]
+    turns = sum(message.get("role") == "assistant" for message in messages)
+    parts = _parts_of(outcome.value, turns)
+    return parts or [Part(name="env", reward=Unmeasured(RewardReason.MISSING, "get_reward returned no part"))]
+
+
+def takes_messages(get_reward: Any) -> bool:
+    """Whether it names a parameter `messages`; `**kwargs` is none, since it may belong to a wrapper."""
+    try:
+        return "messages" in inspect.signature(get_reward).parameters
+    except (TypeError, ValueError):  # no function, or written in C, without a signature
+        return False
+
+
+def _parts_of(value: Any, turns: int) -> list[Part]:
+    """What `get_reward` returned, after so many turns of the model."""
+    if isinstance(value, Mapping):
+        return [Part(name=f"env.{key}", reward=_measure(entry)) for key, entry in value.items()]
+    if not _is_by_turn(value):
+        return [Part(name="env", reward=_measure(value))]
+    values, wrong = _values(value, turns, "one for each turn of the model")
+    if wrong:
+        return [Part(name="env", reward=Unmeasured(RewardReason.SHAPE, wrong))]
+    return [Part(name="env", reward=_measure(entry), turn=turn) for turn, entry in enumerate(values)]
 
 
 def classify(outcome: Outcome, rows: int) -> list[Reward]:
     """What came of one call, as one reward for each of its rows."""
     if not isinstance(outcome, Returned):
         return [_failed(outcome)] * rows
-    values, wrong = _values(outcome.value, rows)
+    values, wrong = _values(outcome.value, rows, "one for each completion")
     if wrong:
         return [Unmeasured(RewardReason.SHAPE, wrong)] * rows
     return [_measure(value) for value in values]
 
 
-def _values(result: Any, rows: int) -> tuple[list[Any], str]:
+def _is_by_turn(result: Any) -> bool:
+    """A list, a tuple, or an array of one dimension; arrays of none are numbers."""
+    try:
+        shape = getattr(result, "shape", None)
+        return isinstance(result, list | tuple) or (isinstance(shape, tuple) and len(shape) == 1)
+    except Exception:  # noqa: BLE001  (attributes of user objects run their own code)
+        return False
+
+
+def _values(result: Any, count: int, each: str) -> tuple[list[Any], str]:
     """The entries of a result, or what is wrong with its shape. Never cut to fit, never repeated to fill."""
-    expected = f"a list of {rows} numbers expected"
+    expected = f"a list of {count} numbers expected, {each}"
     if not isinstance(result, list | tuple):
         shape = getattr(result, "shape", None)  # numpy arrays, tensors, series
         if not isinstance(shape, tuple) or not shape or not callable(getattr(result, "tolist", None)):
@@ -188,7 +225,7 @@ def _values(result: Any, rows: int) -> tuple[list[Any], str]:
         if len(shape) > 1:
             return [], f"returned an array of shape {tuple(shape)}; {expected}"
         result = result.tolist()
-    if len(result) != rows:
+    if len(result) != count:
         return [], f"returned {len(result)} values; {expected}"
     nested = next((v for v in result if isinstance(v, list | tuple) or getattr(v, "shape", ()) not in ((), None)), None)
     if nested is not None:

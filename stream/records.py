@@ -41,7 +41,7 @@ class Prompt(Struct, kw_only=True):
     environment: str | None = None
     """Name of the environment in the settings; None where there is none."""
     group_size: int = 1
-    """Completions to sample."""
+    """Completions to sample and train; a greedy one, where the estimator asks for it, is one more."""
     epoch: int = 0
     row: int = 0
     """Number of the row in the prompt file, from 0, before shuffling."""
@@ -122,7 +122,7 @@ class Part(Struct, kw_only=True):
     reward: Reward
     weight: float = 1.0
     turn: int | None = None
-    """Set where rewards come by turn."""
+    """The turn of the model, from 0, where rewards come by turn; None where it is the whole completion's."""
 
 
 class Failure(Struct, frozen=True, kw_only=True):
@@ -136,7 +136,9 @@ class Completion(Struct, kw_only=True):
     """One conversation: what was sampled, what happened, what it was worth."""
 
     index: int
-    """Position within the group, from 0; reaches `reset` as `completion_index`."""
+    """Position within the group, from 0; reaches `reset` as `completion_index`. A greedy one comes last."""
+    greedy: bool = False
+    """Sampled at temperature 0 as remax's baseline; never trained, never in a group statistic."""
     rows: list[Row] = field(default_factory=list)
     """Usually one. More where a chat template rewrites history; none where the episode failed before sampling."""
     prompt_messages: list[Message] = field(default_factory=list)
@@ -158,7 +160,7 @@ class Completion(Struct, kw_only=True):
 
 
 class Group(Struct, kw_only=True):
-    """All completions of one prompt."""
+    """All completions of one prompt, the greedy one included where there is one."""
 
     prompt: Prompt
     completions: list[Completion]

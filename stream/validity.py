@@ -58,6 +58,9 @@ class DropReason(StrEnum):
     MIN_VALID_ROWS = "min_valid_rows"  # fewer than the setting asks for
     ZERO_VARIANCE = "zero_variance"  # every valid row has the same reward: no signal
     SINGLETON = "singleton"  # one valid row, under the policy "drop"
+    NO_BASELINE = "no_baseline"  # the greedy completion that the others are compared with is not measured
+    DIFFICULTY = "difficulty"  # the mean reward of its valid rows is out of the filter's bounds
+    ADVANTAGE = "advantage"  # its largest advantage is out of the filter's bounds
     GRADIENT_NOT_FINITE = "gradient_not_finite"  # the optimizer could not step on the batch that it was part of
     OPERATOR = "operator"  # a dead letter that somebody dropped by hand
 

@@ -25,12 +25,13 @@ from envs.call import Caller, Outcome, Overran, Raised, Returned, describe
 from envs.factory import Factory
 from envs.merge import merge
 from envs.references import class_key
+from envs.rewards import takes_messages
 from envs.samples import sample_arguments
 from envs.snapshot import left_out, thaw
 from envs.tools import ToolSpec
 from stream.errors import PenstockError, SettingsError
-from stream.records import Failure, Part
-from stream.validity import Measured, Reward
+from stream.records import Failure, Message, Part
+from stream.validity import Measured, Reward, RewardReason, Unmeasured
 from workers.logs import configure
 from workers.rollout.slot import Slot
 from workers.rollout.tool_format import ToolCall
@@ -126,7 +127,7 @@ async def _play(report: Report, factory: Factory, slot: Slot, limits: Rollout) -
             report.warnings.append(f"tool {spec.name} failed the episode: {trial.failure}")
             return  # the instance is not to be trusted after that
     if factory.has_reward:
-        report.parts = await slot.reward(limits.reward_timeout_s)
+        report.parts = await slot.reward(limits.reward_timeout_s, _conversation(report.tools))
         report.reward = merge(report.parts)
         if not isinstance(report.reward, Measured):
             told = f"{report.reward.reason} {report.reward.detail}".rstrip()
@@ -144,6 +145,16 @@ async def _play(report: Report, factory: Factory, slot: Slot, limits: Rollout) -
         report.errors.append(f"the snapshot cannot be read back: {error}")
     for name, why in report.left_out.items():
         report.warnings.append(f"attribute {name} is not in snapshots: {why}; reward functions cannot read it")
+
+
+def _conversation(trials: list[ToolTrial]) -> list[Message]:
+    """What would have been said: a turn for each call, and a last one without any."""
+    messages: list[Message] = []
+    for trial in trials:
+        call = {"type": "function", "function": {"name": trial.name, "arguments": trial.arguments}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "name": trial.name, "content": trial.reply})
+    return [*messages, {"role": "assistant", "content": ""}]
 
 
 async def _try_tool(spec: ToolSpec, slot: Slot, timeout_s: float) -> ToolTrial:
@@ -210,8 +221,21 @@ def _look_at_class(report: Report, factory: Factory) -> None:
                     "make it in __init__ or reset"
                 )
     report.warnings += [f"tool {tool.name}: {problem}" for tool in factory.tools for problem in tool.problems]
+    if factory.tools and _is_by_turn(report) and not takes_messages(getattr(cls, "get_reward", None)):
+        report.warnings.append(
+            "get_reward returns a list but takes no messages, so it cannot know how many turns there were: one may "
+            "call several tools, or none that can be read; such completions are invalid"
+        )
     if not factory.has_reward:
         report.warnings.append("it has no get_reward: a run needs a reward function under [[rewards]]")
+
+
+def _is_by_turn(report: Report) -> bool:
+    """Whether `get_reward` returned a list, be it of the wrong length."""
+    return any(
+        part.turn is not None or (isinstance(part.reward, Unmeasured) and part.reward.reason is RewardReason.SHAPE)
+        for part in report.parts
+    )
 
 
 def _all_left_out(snapshot: object, prefix: str = "", depth: int = 4) -> Iterator[tuple[str, str]]:
@@ -264,7 +288,7 @@ def _render_tool(trial: ToolTrial) -> RenderableType:
 
 def _render_parts(report: Report) -> RenderableType:
     table = Table("get_reward", "value", "validity")
-    rows = [(part.name, part.reward) for part in report.parts]
+    rows = [(_label(part), part.reward) for part in report.parts]
     if report.reward is not None and len(rows) > 1:
         rows.append(("together", report.reward))
     for name, reward in rows:
@@ -273,6 +297,10 @@ def _render_parts(report: Report) -> RenderableType:
         else:
             table.add_row(Text(name), "-", Text(f"{reward.reason}: {reward.detail}", style="red"))
     return table
+
+
+def _label(part: Part) -> str:
+    return part.name if part.turn is None else f"{part.name}, turn {part.turn}"
 
 
 def _count(things: list[str], word: str) -> str:

@@ -195,6 +195,15 @@ def check(ref: str, fields: tuple[str, ...], as_json: bool) -> None:
 
 
 @penstock.command()
+@_json
+def estimators(as_json: bool) -> None:
+    """List estimators, losses and what goes with them, each with its formula and source."""
+    from workers.estimators import show_estimators
+
+    show_estimators(as_json=as_json)
+
+
+@penstock.command()
 @click.argument("run_folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--which", default="latest", show_default=True, metavar="latest|best|STEP", help="Which checkpoint.")

@@ -30,7 +30,7 @@ from stream.link import connect
 from workers import logs
 from workers.role import Main, Role
 from workers.settings import Settings
-from workers.settings_file import load
+from workers.settings.file import load
 
 log = structlog.get_logger()
 

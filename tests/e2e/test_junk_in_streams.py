@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(200)
 def test_junk_in_every_stream_is_a_dead_letter_and_the_run_goes_on(project):
     prompts = 60
     project.prompts(prompts)
-    project.table["algorithm"] = {"drop_zero_variance": False}
+    project.table["filter"] = {"zero_variance": False}
     process = project.start("run", str(project.write()), "--json")
 
     async def throw_junk() -> None:

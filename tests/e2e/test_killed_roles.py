@@ -15,7 +15,7 @@ def test_a_rollout_worker_the_scorer_and_the_trainer_are_killed_once_each(projec
     prompts = 80
     project.prompts(prompts)
     project.table["rollout"]["workers"] = 2
-    project.table["algorithm"] = {"drop_zero_variance": False}
+    project.table["filter"] = {"zero_variance": False}
     process = project.start("run", str(project.write()), "--json")
     try:
         for trained, role in ((4, "rollout"), (16, "score"), (28, "train")):
@@ -34,7 +34,7 @@ def test_a_rollout_worker_the_scorer_and_the_trainer_are_killed_once_each(projec
 def test_the_engine_is_killed_and_gets_its_weights_back(project):
     prompts = 60
     project.prompts(prompts)
-    project.table["algorithm"] = {"drop_zero_variance": False}
+    project.table["filter"] = {"zero_variance": False}
     process = project.start("run", str(project.write()), "--json")
     try:
         wait_for_trained(project, 8, process, 120)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(200)
 
 
 def test_every_prompt_ends_once_and_the_last_smaller_batch_is_trained(project):
-    project.table["algorithm"] = {"drop_zero_variance": False}
+    project.table["filter"] = {"zero_variance": False}
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert summary["fed"] == summary["groups_trained"] == 10
     assert summary["steps"] == 3  # 4 + 4 + 2

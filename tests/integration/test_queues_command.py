@@ -13,7 +13,7 @@ from stream import Feed, Group, Prompt, Stage, Terms, connect, private_server
 from stream.errors import PenstockError, SettingsError
 from workers.queues import show_queues
 from workers.run.live import Live, announce, locate
-from workers.settings_file import dump, parse
+from workers.settings.file import dump, parse
 
 TERMS = Terms()
 STAGE_KEYS = {"depth", "claimed", "delayed", "lag", "oldest_age_s", "rate", "consumers"}

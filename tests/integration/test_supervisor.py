@@ -23,7 +23,7 @@ from workers.run.progress import Silent, Status
 from workers.run.roles import RoleSpec
 from workers.run.supervisor import Outcome, Supervisor
 from workers.settings import Settings
-from workers.settings_file import parse
+from workers.settings.file import parse
 
 STAY = "stay()"
 FINISH = "finish(); "
@@ -390,7 +390,7 @@ import sys
 from pathlib import Path
 from workers.run.command import supervise
 from workers.run.roles import RoleSpec
-from workers.settings_file import load
+from workers.settings.file import load
 
 def roles(settings, file, redis, engines):
     script = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"

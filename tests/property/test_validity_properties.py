@@ -16,10 +16,18 @@ from torch import Tensor
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import DropReason, RewardReason, RolloutReason, TruncationReason, Unmeasured, measure
 from workers import settings
-from workers.train.advantages import ESTIMATORS, grpo
+from workers.train.algorithms.advantages import ESTIMATORS, grpo
 from workers.train.batch import Batch, collate
-from workers.train.losses import clipped
-from workers.train.masks import DROP_REASONS, NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, Facts, Masks
+from workers.train.algorithms.losses import clipped
+from workers.train.algorithms.masks import (
+    DROP_REASONS,
+    NONE,
+    REWARD_REASONS,
+    ROLLOUT_REASONS,
+    TRUNCATION_REASONS,
+    Facts,
+    Masks,
+)
 from workers.train.metrics import step_metrics
 from workers.train.selection import derive_masks, verdicts
 
@@ -114,6 +122,14 @@ def build(case: list[Made], extra_width: int = 0) -> Batch:
         completion_ids_R=torch.tensor([c for c, _ in rows], dtype=torch.int64),
         facts=facts,
         prompt_ids=tuple(str(g) for g in range(facts.groups)),
+        greedy_rewards_G=torch.zeros(facts.groups).double(),
+        greedy_measured_G=torch.zeros(facts.groups, dtype=torch.bool),
+        greedy_truncated_G=torch.full((facts.groups,), NONE),
+        part_names=(),
+        parts_PC=torch.zeros(0, len(case)).double(),
+        part_weights_P=torch.zeros(0).double(),
+        turn_rewards_RT=torch.zeros_like(behaviour),
+        outcome_C=facts.rewards_C,
     )
 
 

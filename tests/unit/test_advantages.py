@@ -1,40 +1,79 @@
-"""Advantage estimators against worked examples and published implementations."""
+"""Estimators with one value to a completion, against worked examples and published implementations."""
 
 import math
 
 import pytest
 import torch
 
-from workers.train.advantages import ESTIMATORS, estimator, grpo
+from workers.train.algorithms.advantages import ESTIMATORS, Traits, estimate
+from workers.train.algorithms.grouping import Grouping
+from workers.train.algorithms.token_advantages import TokenAdvantages
+
+NAN, INF = math.nan, math.inf
+DEFAULTS = {"normalize_std": True, "leave_one_out": False, "epsilon": 1e-6, "f_norm": 1.0, "k": 2}
+COMPLETION = [name for name, estimator in ESTIMATORS.items() if estimator.declared.level == "completion"]
+WITHIN_GROUP = [name for name in COMPLETION if ESTIMATORS[name].declared.within_group]
 
 
-def advantages(rewards, valid=None, groups=None, **options):
-    valid = [True] * len(rewards) if valid is None else valid
-    codes = {name: code for code, name in enumerate(dict.fromkeys(groups or [0] * len(rewards)))}
-    ids = torch.tensor([codes[name] for name in groups or [0] * len(rewards)])
-    return grpo(torch.tensor(rewards, dtype=torch.float64), ids, torch.tensor(valid), **options).tolist()
+def inputs(rewards, valid=None, groups=None, lengths=None, loss_lengths=None, parts=None, weights=None):
+    valid = torch.tensor([1] * len(rewards) if valid is None else valid, dtype=torch.bool)
+    names = [0] * len(rewards) if groups is None else list(groups)
+    codes = {name: code for code, name in enumerate(dict.fromkeys(names))}
+    ids = torch.tensor([codes[name] for name in names], dtype=torch.int64)
+    values = torch.tensor(rewards, dtype=torch.float64)
+    lengths = torch.tensor([1] * len(rewards) if lengths is None else lengths, dtype=torch.int64)
+    loss_lengths = lengths if loss_lengths is None else torch.tensor(loss_lengths)
+    return {
+        "rewards_C": values,
+        "groups": Grouping(ids, valid, len(codes)),
+        "lengths_C": lengths,
+        "loss_lengths_C": loss_lengths * valid,
+        "parts_PC": values.unsqueeze(0) if parts is None else torch.tensor(parts, dtype=torch.float64),
+        "part_weights_P": torch.ones(1) if weights is None else torch.tensor(weights),
+        "correct_C": values >= 1,
+    }
 
 
-MEAN = {"normalize_std": False}
-STD = {"normalize_std": True, "epsilon": 1e-6}
+def advantages(name, *case, singleton="zero", options=(), **columns):
+    found = estimate(name, inputs(*case, **columns), DEFAULTS | dict(options), singleton=singleton)
+    assert found.dtype == torch.float64
+    return found.tolist()
+
+
+MEAN, LEAVE_ONE_OUT = {"normalize_std": False}, {"normalize_std": False, "leave_one_out": True}
 WORKED = {
-    "a rejected row leaves its siblings [0, -0.5, 0.5]": ([100.0, 1, 2], [0, 1, 1], MEAN, [0, -0.5, 0.5]),
-    "a rejected row and one sibling": ([100.0, 1], [0, 1], MEAN, [0, 0]),
-    "mean baseline with row 1 masked": ([1.0, 1, 0, 0], [1, 0, 1, 1], MEAN, [0.6667, 0, -0.3333, -0.3333]),
-    "the same by its sample std": ([1.0, 1, 0, 0], [1, 0, 1, 1], STD, [1.1547, 0, -0.5774, -0.5774]),
-    "an unmeasured reward": ([1.0, 3, 2, math.nan], [1, 1, 1, 0], MEAN, [-1, 1, 0, 0]),
-    "three right and a crashed verifier": ([1.0, 1, 1, 0], [1, 1, 1, 0], STD, [0, 0, 0, 0]),
-    "a truncated row under exclude": ([1.0, 100], [1, 0], MEAN, [0, 0]),
-    "a truncated row under keep": ([1.0, 100], [1, 1], MEAN, [-49.5, 49.5]),
+    "a rejected row leaves its siblings [0, -0.5, 0.5]": ("grpo", [100.0, 1, 2], [0, 1, 1], MEAN, [0, -0.5, 0.5]),
+    "the same by rloo": ("rloo", [100.0, 1, 2], [0, 1, 1], {}, [0, -1, 1]),
+    "a rejected row and one sibling": ("grpo", [100.0, 1], [0, 1], MEAN, [0, 0]),
+    "mean baseline with row 1 masked": ("dr_grpo", [1.0, 1, 0, 0], [1, 0, 1, 1], {}, [0.6667, 0, -0.3333, -0.3333]),
+    "the same by its sample std": ("grpo", [1.0, 1, 0, 0], [1, 0, 1, 1], {}, [1.1547, 0, -0.5774, -0.5774]),
+    "an unmeasured reward": ("grpo", [1.0, 3, 2, NAN], [1, 1, 1, 0], MEAN, [-1, 1, 0, 0]),
+    "three right and a crashed verifier": ("grpo", [1.0, 1, 1, 0], [1, 1, 1, 0], {}, [0, 0, 0, 0]),
+    "a truncated row under exclude": ("grpo", [1.0, 100], [1, 0], MEAN, [0, 0]),
+    "a truncated row under keep": ("grpo", [1.0, 100], [1, 1], MEAN, [-49.5, 49.5]),
+    "one of four by rloo": ("rloo", [0.0, 0, 0, 1], [1] * 4, {}, [-1 / 3, -1 / 3, -1 / 3, 1]),
+    "leave one out is rloo": ("grpo", [0.0, 0, 0, 1], [1] * 4, LEAVE_ONE_OUT, [-1 / 3, -1 / 3, -1 / 3, 1]),
+    "one of four in units of the mean": ("max_rl", [0.0, 0, 0, 1], [1] * 4, {}, [-1, -1, -1, 3]),
+    "no reward has no unit": ("max_rl", [0.0, 0, 0], [1] * 3, {}, [0, 0, 0]),
+    "a mean below zero would turn every sign": ("max_rl", [-1.0, -2], [1] * 2, {}, [0, 0]),
+    "the best of three": ("grpo_passk", [1.0, 0, 2], [1] * 3, MEAN, [0, 0, 1]),
+    "two are the best": ("grpo_passk", [2.0, 0, 2], [1] * 3, MEAN, [0, 0, 0]),
+    "credit goes to the best valid row": ("grpo_passk", [9.0, 1, 0], [0, 1, 1], MEAN, [0, 1, 0]),
+    "pass@2 of four, one right": ("passk", [1.0, 0, 0, 0], [1] * 4, {"k": 2}, [1, -1 / 3, -1 / 3, -1 / 3]),
+    "pass@1 is the standard score": ("passk", [1.0, 0, 0, 0], [1] * 4, {"k": 1}, [3**0.5, *[-(3**-0.5)] * 3]),
+    "every draw of two has a right one": ("passk", [1.0, 1, 0], [1] * 3, {"k": 2}, [0, 0, 0]),
+    "fewer than k that are valid": ("passk", [1.0, 0, 0], [1, 1, 0], {"k": 3}, [0, 0, 0]),
+    "gpg scales by rewards that are not 0": ("gpg", [1.0, 0, 1, 0], [1] * 4, {}, [1, -1, 1, -1]),
+    "padding rows are not in gpg's alpha": ("gpg", [1.0, 0, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], {}, [1, -1, 1, -1, 0, 0]),
+    "gpg divides by f_norm": ("gpg", [1.0, 0, 1, 0], [1] * 4, {"f_norm": 2.0}, [0.5, -0.5, 0.5, -0.5]),
 }
 
 
-@pytest.mark.parametrize(("rewards", "valid", "options", "expected"), WORKED.values(), ids=WORKED.keys())
-def test_worked_example(rewards, valid, options, expected):
-    assert advantages(rewards, [bool(v) for v in valid], **options) == pytest.approx(expected, abs=1e-4)
+@pytest.mark.parametrize(("name", "rewards", "valid", "options", "expected"), WORKED.values(), ids=WORKED.keys())
+def test_worked_example(name, rewards, valid, options, expected):
+    assert advantages(name, rewards, valid, options=options) == pytest.approx(expected, abs=1e-4)
 
 
-NAN, INF = math.nan, math.inf
 # Rewards, validity, expected; computed with verl's functions on the valid rows alone.
 BY_STD = {
     "two": ([1.0, 0.0], "++", [0.7071057812, -0.7071057812]),
@@ -67,7 +106,42 @@ BY_STD = {
 
 @pytest.mark.parametrize(("rewards", "valid", "expected"), BY_STD.values(), ids=BY_STD.keys())
 def test_group_normalised_rewards_equal_those_of_the_reference(rewards, valid, expected):
-    assert advantages(rewards, [v == "+" for v in valid], **STD) == pytest.approx(expected, abs=1e-6, rel=1e-6)
+    assert advantages("grpo", rewards, [v == "+" for v in valid]) == pytest.approx(expected, abs=1e-6, rel=1e-6)
+
+
+def test_a_baseline_weighted_by_length():
+    assert advantages("opo", [0.0, 0, 0, 1], lengths=[4, 3, 2, 1]) == pytest.approx([-0.1, -0.1, -0.1, 0.9])
+
+
+def test_a_group_in_which_nobody_has_a_token_has_no_mean_by_length():
+    found = advantages("opo", [0.0, 1, 0, 2], groups="aabb", lengths=[0, 0, 1, 1])
+    assert found == [0, 0, -1, 1]
+
+
+def test_whitening_counts_a_completion_as_often_as_it_has_tokens():
+    found = advantages("reinforce_plus_plus_baseline", [1.0, 0, 2], lengths=[1, 3, 4])
+    assert found == pytest.approx([-0.1261312441, -1.1351811978, 0.8829187097])
+
+
+def test_what_bears_no_loss_has_a_vote_in_its_group_and_none_in_the_batch():
+    rewards, lengths, loss_lengths = [1.0, 0.0, 4.0], [2, 2, 4], [2, 2, 0]
+    kept = advantages("reinforce_plus_plus_baseline", rewards, lengths=lengths, loss_lengths=loss_lengths)
+    centred = [r - 5 / 3 for r in rewards]
+    mean, variance = (centred[0] + centred[1]) / 2, 1 / 3
+    expected = [(c - mean) / math.sqrt(variance + 1e-8) for c in centred]
+    assert kept == pytest.approx(expected)
+    scaled = advantages("gpg", rewards, lengths=lengths, loss_lengths=loss_lengths)
+    assert scaled == pytest.approx([2 * c for c in centred])
+    by_length = advantages("opo", rewards, lengths=lengths, loss_lengths=loss_lengths)
+    assert by_length == pytest.approx([1 - 18 / 8, -18 / 8, 4 - 18 / 8])
+
+
+def test_each_part_of_a_reward_is_normalised_on_its_own():
+    # verl computes in float32 and with its own rounding of the whitening.
+    parts = [[1.0, 0, 1, 1, 0, 0, 1, 1], [0.0, 0, 1, 0, 1, 0, 0, 1]]
+    found = advantages("gdpo", [0.0] * 8, groups="aaaabbbb", lengths=[4, 3, 2, 1] * 2, parts=parts, weights=[1.0, 1.0])
+    expected = [0.2156078517, -1.3627508879, 1.793966651, *[0.2156078517] * 2]
+    assert found == pytest.approx([*expected, -1.1512913704, 0.2156078517, 1.5825070143], abs=2e-5)
 
 
 def test_groups_are_found_by_id_however_they_are_interleaved():
@@ -76,57 +150,118 @@ def test_groups_are_found_by_id_however_they_are_interleaved():
         *[0.375, 0.5833333333, -0.625, 0.3333333333, -0.9166666667],
         *[-0.125, 1.3333333333, 0.3333333333, -1.6666666667, 0.375],
     ]
-    assert advantages(rewards, groups=list("abacbacbca"), **MEAN) == pytest.approx(expected)
+    assert advantages("dr_grpo", rewards, groups="abacbacbca") == pytest.approx(expected)
 
 
 def test_groups_of_one_to_four_with_invalid_rows():
     rewards = [1e9, NAN, 0.0, 0.3, 0.6, 1e9, -1.0, 0.0, 1.0, NAN]
     valid = [v == "+" for v in "--+++-+++-"]
     expected = [0.0, 0.0, 0.0, -0.15, 0.15, 0.0, -1.0, 0.0, 1.0, 0.0]
-    assert advantages(rewards, valid, list("1223334444"), **MEAN) == pytest.approx(expected)
+    assert advantages("dr_grpo", rewards, valid, "1223334444") == pytest.approx(expected)
 
 
 def test_three_fives_between_other_groups_are_exactly_zero():
     rewards = [0.0, 1, 2, 3, 5, 5, 5, 0, 1, 0, 1]
-    found = advantages(rewards, groups=list("aaaabbbcccc"), **MEAN)
+    found = advantages("dr_grpo", rewards, groups="aaaabbbcccc")
     assert found == [-1.5, -0.5, 0.5, 1.5, 0, 0, 0, -0.5, 0.5, -0.5, 0.5]
 
 
+@pytest.mark.parametrize("name", WITHIN_GROUP)
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 10])
-@pytest.mark.parametrize("reward", [0.9, 0.1, 1 / 3, -1e9 - 0.1])
-def test_equal_rewards_are_exactly_zero(reward, size):
-    assert advantages([reward] * size, normalize_std=True, epsilon=1e-12) == [0.0] * size
+@pytest.mark.parametrize("reward", [0.9, 0.1, 1 / 3, 1e4 + 0.1, -1e9 - 0.1])
+def test_equal_rewards_are_exactly_zero(name, reward, size):
+    lengths = list(range(1, size + 1))
+    assert advantages(name, [reward] * size, lengths=lengths, options={"epsilon": 1e-12}) == [0.0] * size
 
 
-@pytest.mark.parametrize(("mode", "expected"), [("zero", 0.0), ("drop", 0.0), ("raw", 3.0)])
-def test_a_singleton_gets_what_its_mode_says(mode, expected):
-    assert advantages([3.0, NAN], [True, False], **STD, singleton=mode) == [expected, 0.0]
+@pytest.mark.parametrize("name", ["reinforce_plus_plus_baseline", "gdpo"])
+def test_a_batch_of_equal_rewards_stays_zero_when_it_is_whitened(name):
+    assert advantages(name, [0.9] * 6, groups="aabbbb", lengths=[1, 2, 3, 4, 5, 6]) == [0.0] * 6
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-300])
+def test_equal_rewards_are_zero_without_epsilon(epsilon):
+    assert advantages("grpo", [0.9] * 4, options={"epsilon": epsilon}) == [0.0] * 4
+
+
+@pytest.mark.parametrize("name", COMPLETION)
+@pytest.mark.parametrize("mode", ["zero", "drop"])
+def test_a_singleton_is_zero_however_many_invalid_siblings(name, mode):
+    assert advantages(name, [3.0, NAN, 7.0], [True, False, False], singleton=mode) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", WITHIN_GROUP)
+def test_a_singleton_keeps_its_own_reward_if_asked(name):
+    rewards, groups = [3.0, NAN, 1.0, 0.0], "aabb"
+    zero = advantages(name, rewards, [True, False, True, True], groups)
+    raw = advantages(name, rewards, [True, False, True, True], groups, singleton="raw")
+    assert raw == [3.0, 0.0, *zero[2:]]
+
+
+@pytest.mark.parametrize("name", COMPLETION)
+@pytest.mark.parametrize("junk", [NAN, INF, -INF, 1e30])
+def test_junk_outside_of_the_baseline_mask_changes_no_bit(name, junk):
+    valid = [True, False, True, True, False, True]
+
+    def found(value):
+        rewards = [r if v else value for r, v in zip([1.0, 0, 0.3, 2, 0, 0.5], valid, strict=True)]
+        return advantages(name, rewards, valid, "abacbb", lengths=[1, 2, 3, 4, 5, 6], singleton="raw")
+
+    assert found(junk) == found(0.0)
+
+
+@pytest.mark.parametrize("name", COMPLETION)
+@pytest.mark.parametrize("size", [0, 3])
+def test_nothing_valid_gives_zeros(name, size):
+    assert advantages(name, [NAN] * size, [False] * size) == [0.0] * size
 
 
 def test_ids_need_not_be_small_or_consecutive():
     ids = torch.tensor([10**12, -5, 10**12, -5])
-    found = grpo(torch.tensor([1.0, 2.0, 3.0, 6.0]), ids, torch.ones(4).bool(), normalize_std=False)
+    groups = Grouping(ids, torch.ones(4).bool())
+    found = estimate("dr_grpo", {"rewards_C": torch.tensor([1.0, 2, 3, 6]), "groups": groups}, {}, singleton="zero")
     assert found.tolist() == [-1.0, -2.0, 1.0, 2.0]
 
 
-def test_statistics_are_exact_at_a_large_offset():
-    found = advantages([1e4, 1e4 + 1, 1e4 + 2, 1e4 + 3], **MEAN)
-    assert found == [-1.5, -0.5, 0.5, 1.5]
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo", "grpo_passk"])
+def test_statistics_are_exact_at_a_large_offset(name):
+    def shifted(by):
+        return advantages(name, [by, by + 1, by + 2, by + 3], options={"normalize_std": False})
+
+    assert shifted(1e4) == shifted(0.0)
 
 
 def test_whole_numbers_are_not_truncated():
-    found = grpo(torch.tensor([1, 0, 0, 0]), torch.zeros(4).long(), torch.ones(4).bool(), normalize_std=False)
+    groups = Grouping(torch.zeros(4).long(), torch.ones(4).bool(), 1)
+    found = estimate("dr_grpo", {"rewards_C": torch.tensor([1, 0, 0, 0]), "groups": groups}, {}, singleton="zero")
     assert found.tolist() == [0.75, -0.25, -0.25, -0.25]
 
 
-def test_an_estimator_takes_its_options_from_the_settings_by_name():
-    chosen = ESTIMATORS["grpo"]
-    assert chosen.options == ("normalize_std", "epsilon", "singleton")
-    settings = {"normalize_std": False, "epsilon": 1.0, "clip_low": 0.2}
-    found = chosen(torch.tensor([1.0, 3.0]), torch.zeros(2).long(), torch.ones(2).bool(), settings)
-    assert found.tolist() == [-1.0, 1.0]
+def test_the_number_of_tries_has_no_bound_that_matters():
+    correct = torch.arange(1000) < 10
+    groups = Grouping(torch.zeros(1000).long(), torch.ones(1000).bool(), 1)
+    found = estimate("passk", {"groups": groups, "correct_C": correct}, {"k": 200}, singleton="zero")
+    failing = math.comb(990, 200) / math.comb(1000, 200)
+    expected = failing / math.sqrt(failing * (1 - failing))
+    assert found[0].item() == pytest.approx(expected, rel=1e-9)
+    assert found[999].item() == pytest.approx(-expected * 10 / 990, rel=1e-9)
+
+
+def test_the_estimators_of_tokens_come_with_the_others():
+    assert {"gae", "reinforce_plus_plus", "remax"} <= set(ESTIMATORS)
+    sheet = {"token_rewards_CT": torch.ones(1, 2), "mask_CT": torch.ones(1, 2).bool(), "greedy_C": torch.ones(1)}
+    found = estimate("remax", sheet, {}, singleton="raw")
+    assert isinstance(found, TokenAdvantages)
+    assert found.advantages_CT.tolist() == [[1.0, 0.0]]
+
+
+def test_an_estimator_says_what_it_needs_and_which_options_it_has():
+    assert ESTIMATORS["opo"].needs == ("rewards_C", "groups", "lengths_C")
+    assert ESTIMATORS["grpo"].options == ("normalize_std", "leave_one_out", "epsilon")
+    with pytest.raises(KeyError, match="lengths_C"):
+        estimate("opo", {"rewards_C": torch.ones(1), "groups": None}, {}, singleton="zero")
 
 
 def test_a_name_is_registered_once():
     with pytest.raises(ValueError, match="'grpo' is registered already"):
-        estimator("grpo", formula="", source="", mean_centred=True, shift_invariant=True, scale_invariant=True)(grpo)
+        ESTIMATORS.register("grpo", Traits(level="completion"), formula="", source="")(lambda groups: groups)

@@ -1,15 +1,17 @@
 """Groups as tensors: what collate reads from buffers, what it refuses, and how rows are split."""
 
 from array import array
+from dataclasses import fields
 
 import pytest
 import torch
 
+from envs.merge import merge
 from stream.errors import RecordError
-from stream.records import Completion, Failure, Group, Prompt, Row, Span
+from stream.records import Completion, Failure, Group, Part, Prompt, Row, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
-from workers.train.batch import collate, split
-from workers.train.masks import NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS
+from workers.train.algorithms.masks import NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, Facts
+from workers.train.batch import Batch, collate, split
 
 
 def row(prompt, tokens, sampled, logprobs, spans):
@@ -109,6 +111,169 @@ def test_a_row_that_cannot_be_trained_is_refused_by_name(bad, why):
 def test_spans_may_be_unordered_empty_or_finer_than_the_ranges():
     fine = row([1], [2, 3, 4], [(0, 2), (2, 3)], [0] * 3, [(4, 2, 3), (3, 0, 2), (9, 1, 1)])
     assert collate([group("a", Completion(index=0, rows=[fine]))]).versions_RT.tolist() == [[-1, 3, 3, 4]]
+
+
+# Rewards: greedy completions, parts, turns
+
+
+def env(value, turn=None, name="env", weight=1.0):
+    reward = value if isinstance(value, Unmeasured) else Measured(value)
+    return Part(name=name, reward=reward, turn=turn, weight=weight)
+
+
+def completion(*parts, index=0, rows=(TWO_TURNS,), **facts):
+    return Completion(index=index, rows=list(rows), parts=list(parts), reward=merge(parts), **facts)
+
+
+RAISED = Unmeasured(RewardReason.RAISED, "boom")
+LENGTH = TRUNCATION_REASONS.index(TruncationReason.LENGTH)
+
+
+def test_a_greedy_completion_is_a_fact_of_its_group_and_nothing_else():
+    sampled = [completion(env(1.0)), completion(env(0.0), index=1, rows=[SHORT])]
+    greedy = completion(
+        env(0.25), env(3.0, name="greedy only"), index=2, greedy=True, truncated=TruncationReason.LENGTH
+    )
+    without, with_it = collate([group("a", *sampled)]), collate([group("a", *sampled, greedy)])
+    for field in fields(Batch):
+        before, after = getattr(without, field.name), getattr(with_it, field.name)
+        if field.name.startswith("greedy") or field.name == "facts":
+            continue
+        assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after, field.name
+    for field in fields(Facts):
+        before, after = getattr(without.facts, field.name), getattr(with_it.facts, field.name)
+        assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after, field.name
+    assert (without.greedy_measured_G.tolist(), with_it.greedy_measured_G.tolist()) == ([False], [True])
+    assert (without.greedy_rewards_G.tolist(), with_it.greedy_rewards_G.tolist()) == ([0.0], [3.25])
+    assert (without.greedy_truncated_G.tolist(), with_it.greedy_truncated_G.tolist()) == ([NONE], [LENGTH])
+    assert (with_it.greedy_rewards_G.dtype, with_it.greedy_measured_G.dtype) == (torch.float64, torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("facts", "measured"),
+    [
+        ({"reward": Measured(0.0)}, True),
+        ({"reward": Measured(float("nan"))}, False),
+        ({"reward": Measured(float("inf"))}, False),
+        ({"reward": RAISED}, False),
+        ({}, False),
+        ({"reward": Measured(2.0), "failure": Failure(reason=RolloutReason.ENGINE)}, False),
+    ],
+)
+def test_a_greedy_reward_counts_only_where_somebody_measured_it(facts, measured):
+    fine = Completion(index=1, greedy=True, reward=Measured(0.5))
+    batch = collate([group("a", Completion(index=0), Completion(index=1, greedy=True, **facts)), group("b", fine)])
+    assert batch.greedy_measured_G.tolist() == [measured, True]
+    assert batch.greedy_rewards_G.tolist() == [0.0, 0.5]
+
+
+def test_a_greedy_completion_may_be_what_no_row_could_and_be_all_there_is():
+    unversioned = row([1], [2], [(0, 1)], [0], [])
+    batch = collate([group("a", Completion(index=0, rows=[unversioned], greedy=True, reward=Measured(1.0)))])
+    assert batch.tokens_RT.shape == (0, 0)
+    assert (batch.facts.groups, len(batch.facts.rewards_C), batch.greedy_rewards_G.tolist()) == (1, 0, [1.0])
+
+
+def test_two_greedy_completions_are_no_baseline():
+    with pytest.raises(RecordError, match="group a: 2 greedy completions"):
+        collate([group("a", Completion(index=0, greedy=True), Completion(index=1, greedy=True))])
+
+
+def test_parts_stand_by_name_in_order_of_appearance_and_turns_are_added_up():
+    batch = collate(
+        [
+            group("a", completion(env(1.0, 0), env(-0.5, 1), env(4.0, name="style", weight=0.25))),
+            group("b", completion(env(2.0, name="style", weight=0.25), env(0.75, name="env.won"), index=0)),
+            group("c", completion(env(RAISED), env(3.0, name="style", weight=0.25))),
+        ]
+    )
+    assert batch.part_names == ("env", "style", "env.won")
+    assert batch.parts_PC.tolist() == [[0.5, 0.0, 0.0], [4.0, 2.0, 3.0], [0.0, 0.75, 0.0]]
+    assert batch.part_weights_P.tolist() == [1.0, 0.25, 1.0]
+    assert (batch.parts_PC.dtype, batch.part_weights_P.dtype) == (torch.float64, torch.float64)
+    rewards = (batch.part_weights_P[:, None] * batch.parts_PC).sum(dim=0)
+    assert rewards[:2].tolist() == batch.facts.rewards_C[:2].tolist()
+
+
+def test_one_name_under_two_weights_is_two_parts():
+    old, new = env(1.0, name="style", weight=0.25), env(1.0, name="style", weight=0.5)
+    batch = collate([group("a", completion(old), completion(new, index=1))])
+    assert batch.part_names == ("style", "style@0.5")
+    assert batch.parts_PC.tolist() == [[1.0, 0.0], [0.0, 1.0]]
+    assert (batch.part_weights_P @ batch.parts_PC).tolist() == batch.facts.rewards_C.tolist()
+
+
+def test_rewards_of_turns_are_on_the_last_token_of_each_and_the_rest_is_the_outcome():
+    turns = [env(1.0, 0, weight=0.5), env(-2.0, 1, weight=0.5)]
+    batch = collate(
+        [group("a", completion(*turns, env(4.0, name="style", weight=0.25)), completion(env(3.0), index=1))]
+    )
+    #                                     p  p  a    a  t  t  a
+    assert batch.turn_rewards_RT.tolist() == [[0, 0, 0, 0.5, 0, 0, -1.0], [0.0] * 7]
+    assert batch.outcome_C.tolist() == [1.0, 3.0]
+    assert (batch.turn_rewards_RT.dtype, batch.outcome_C.dtype) == (torch.float64, torch.float64)
+    assert (batch.turn_rewards_RT.sum(dim=1) + batch.outcome_C).tolist() == batch.facts.rewards_C.tolist()
+
+
+def test_an_outcome_of_nothing_but_turns_is_exactly_zero():
+    turns = [env(value, turn) for turn, value in enumerate((0.1, 0.2))]
+    assert collate([group("a", completion(*turns))]).outcome_C.tolist() == [0.0]
+
+
+def test_turns_go_through_the_rows_of_their_completion_in_order():
+    several = completion(env(1.0, 2), env(2.0, 0), env(3.0, 1), rows=[SHORT, TWO_TURNS])
+    batch = collate([group("a", Completion(index=0, rows=[SHORT])), group("b", several)])
+    assert batch.turn_rewards_RT.tolist() == [[0.0] * 7, [0, 2.0, 0, 0, 0, 0, 0], [0, 0, 0, 3.0, 0, 0, 1.0]]
+
+
+def test_ranges_that_touch_are_turns_of_their_own():
+    touching = row([1], [2, 3, 4], [(0, 2), (2, 3)], [0] * 3, [(0, 0, 3)])
+    batch = collate([group("a", completion(env(1.0, 0), env(2.0, 1), rows=[touching]))])
+    assert batch.turn_rewards_RT.tolist() == [[0, 0, 1.0, 2.0]]
+
+
+def test_the_reward_of_a_last_turn_without_a_token_goes_to_the_token_before():
+    turns = [env(1.0, 0), env(2.0, 1), env(4.0, 2)]
+    batch = collate([group("a", completion(*turns, turns=3), completion(env(1.0, 0), index=1, rows=[], turns=1))])
+    assert batch.turn_rewards_RT.tolist() == [[0, 0, 0, 1.0, 0, 0, 6.0]]
+    assert float(batch.outcome_C[0]) == 0.0
+
+
+@pytest.mark.parametrize("unknown", [RAISED, Unmeasured(RewardReason.TIMEOUT), Unmeasured(RewardReason.NOT_FINITE)])
+def test_a_completion_with_one_turn_unmeasured_has_no_reward_on_any_token(unknown):
+    batch = collate([group("a", completion(env(1.0, 0), env(unknown, 1)), completion(env(1.0), index=1))])
+    assert not batch.turn_rewards_RT.any()
+    assert batch.outcome_C.tolist() == [0.0, 1.0]
+    assert batch.facts.measured_C.tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("parts", "turns", "why"),
+    [
+        ([env(1.0, 0)], 1, "1 rewards of turns, but 2 sampled ranges"),
+        ([env(1.0, 0), env(1.0, 1), env(1.0, 2)], 2, "3 rewards of turns, but 2 sampled ranges"),
+        ([env(1.0, i) for i in range(4)], 4, "4 rewards of turns, but 2 sampled ranges"),
+        ([env(1.0, 0), env(1.0, 2)], 2, r"turns \[0, 2\]"),
+        ([env(1.0, -1), env(1.0, 0)], 2, r"turns \[-1, 0\]"),
+    ],
+)
+def test_rewards_that_fit_no_turns_are_refused_by_name(parts, turns, why):
+    bad = completion(*parts, index=5, turns=turns)
+    with pytest.raises(RecordError, match=f"group train:3, completion 5: .*{why}"):
+        collate([group("fine", completion(env(1.0, 0), env(1.0, 1))), group("train:3", bad)])
+
+
+def test_a_batch_moves_with_all_its_tensors():
+    batch = collate([group("a", completion(env(1.0, 0), env(2.0, 1)), completion(env(1.0), index=1, greedy=True))])
+    moved = batch.to(torch.device("meta"))
+    tensors = {f.name: getattr(moved, f.name) for f in fields(Batch)}
+    tensors |= {f.name: getattr(moved.facts, f.name) for f in fields(Facts)}
+    found = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    assert {value.device.type for value in found.values()} == {"meta"}
+    assert found.keys() >= {"greedy_rewards_G", "parts_PC", "part_weights_P", "turn_rewards_RT", "outcome_C"}
+
+
+# Micro-batches
 
 
 def rows_of(*lengths):

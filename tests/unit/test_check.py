@@ -83,6 +83,48 @@ async def test_a_reset_that_returns_something_else_is_an_error(environment):
     assert "int returned" in report.errors[0]
 
 
+BY_TURN = """
+    class Env:
+        def reset(self): self.calls = []
+
+        def step(self):
+            "Take a step."
+            self.calls.append(0.25)
+            return "ok"
+
+        def look(self):
+            "Look."
+            self.calls.append(0.5)
+            return "ok"
+
+        def get_reward(self, {messages}): return {returns}
+"""
+
+
+async def test_rewards_by_turn_are_shown_by_turn_and_together(environment):
+    by_message = "[float(len(m.get('tool_calls', ()))) for m in messages if m['role'] == 'assistant']"
+    report = await check(environment(BY_TURN.format(messages="messages", returns=by_message)), {})
+    assert (report.ok, report.warnings) == (True, [])
+    assert [(part.turn, part.reward) for part in report.parts] == [(i, Measured(v)) for i, v in enumerate((1, 1, 0))]
+    assert report.reward == Measured(2.0)
+    text = shown(report)
+    for expected in ("env, turn 0", "env, turn 2", "together"):
+        assert expected in text
+
+
+async def test_an_environment_that_counts_turns_by_its_calls_is_warned(environment):
+    report = await check(environment(BY_TURN.format(messages="", returns="[*self.calls, 1.0]")), {})
+    assert report.reward == Measured(1.75)
+    assert len(report.warnings) == 1
+    assert "takes no messages" in report.warnings[0]
+
+
+async def test_a_list_without_the_turn_that_calls_nothing_is_of_the_wrong_length(environment):
+    report = await check(environment(BY_TURN.format(messages="", returns="self.calls")), {})
+    assert "returned 2 values; a list of 3 numbers expected, one for each turn of the model" in report.warnings[0]
+    assert "takes no messages" in report.warnings[1]
+
+
 MESSY = """
     import threading
 

@@ -34,6 +34,7 @@ def test_a_group_comes_back_as_it_went():
                 index=0, rows=[row], reward=Measured(0.5), truncated=TruncationReason.LENGTH, snapshot=b"\0\xff"
             ),
             Completion(index=1, parts=[Part(name="env", reward=Unmeasured(RewardReason.RAISED, "boom"))]),
+            Completion(index=2, greedy=True, parts=[Part(name="env", reward=Measured(1.0), turn=0)]),
         ],
     )
     again = decode(encode(group), Group)
@@ -51,6 +52,12 @@ def test_unknown_fields_are_ignored():
 
 def test_missing_fields_take_their_defaults():
     assert decode(sealed(msgspec.msgpack.encode({"id": "a", "messages": []})), Prompt).group_size == 1
+
+
+def test_a_group_of_before_there_were_greedy_completions_still_decodes():
+    old = {"prompt": {"id": "a", "messages": []}, "completions": [{"index": 0, "turns": 2}]}
+    group = decode(sealed(msgspec.msgpack.encode(old)), Group)
+    assert group.completions == [Completion(index=0, turns=2, greedy=False)]
 
 
 def test_a_newer_schema_is_told_apart_from_junk():

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from envs.factory import Factory
+from envs.merge import merge
 from envs.references import Reference
 from envs.rewards import RewardFunction
 from envs.snapshot import thaw
@@ -25,13 +26,15 @@ from stream.errors import (
 from stream.records import Group, Prompt, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason
 from workers.rollout.chat import Chat
-from workers.rollout.engine import Sampled
+from workers.rollout.engine import EngineClient, Sampled
 from workers.rollout.episode import play
 from workers.rollout.group import roll_out
 from workers.rollout.slot import SlotPool
 from workers.rollout.template import Template
 from workers.rollout.tool_format import TOOL_FORMATS
 from workers.settings import Rollout
+from workers.testing.scripted_engine import ScriptedEngine
+from workers.train.batch import collate
 
 TEMPLATE = """\
 {%- for message in messages %}
@@ -145,7 +148,7 @@ def make_prompt(**changes):
     return Prompt(**({"id": "train:0:0", "seed": 100} | fields | changes))
 
 
-async def group_of(script, *, env=Box, chat=None, prompt=None, rewards=(), size=8, at_least=0, **limits):
+async def group_of(script, *, env=Box, chat=None, prompt=None, rewards=(), size=8, at_least=0, greedy=False, **limits):
     """Roll out a group of one, unless the prompt says otherwise."""
     factories = {"box": factory_of(env)} if env else {}
     sampler = script if hasattr(script, "sample") else Scripted(script)
@@ -161,6 +164,7 @@ async def group_of(script, *, env=Box, chat=None, prompt=None, rewards=(), size=
             rewards=rewards,
             factories=factories,
             at_least=at_least,
+            greedy=greedy,
         )
     return decode(encode(group), Group)  # whatever is in it has to survive the wire
 
@@ -601,6 +605,110 @@ async def test_reward_functions_serve_data_without_environments():
     function = RewardFunction(exact, "exact", where="rollout")
     (completion,) = (await group_of(["4"], env=None, prompt=prompt, rewards=[function])).completions
     assert [p.reward for p in completion.parts] == [Measured(1.0)]
+
+
+class Numbered(Box):
+    def reset(self, completion_index, **row):
+        super().reset(seed=row["seed"])
+        return str(completion_index)  # behind "Fill it."
+
+
+async def test_a_greedy_completion_is_one_more_at_temperature_0_and_differs_in_nothing_else():
+    def count(completions):
+        return [float(len(completions))] * len(completions)
+
+    sampler = Scripted([call("put"), "Done."])
+    function = RewardFunction(count, "count", where="rollout")
+    prompt = make_prompt(group_size=3)
+    group = await group_of(sampler, env=Numbered, prompt=prompt, rewards=[function], greedy=True, temperature=0.7)
+    assert [(c.index, c.greedy) for c in group.completions] == [(0, False), (1, False), (2, False), (3, True)]
+    temperatures = {i: [s.temperature for ids, s, _ in sampler.asked if f"it.{i}" in text_of(ids)] for i in range(4)}
+    assert temperatures == {0: [0.7] * 2, 1: [0.7] * 2, 2: [0.7] * 2, 3: [0.0] * 2}
+    assert {
+        (s.max_tokens, s.stop_token_ids) for ids, s, _ in sampler.asked if "<|im_start|>tool" not in text_of(ids)
+    } == {(512, make_chat().stop_token_ids)}
+    greedy = group.completions[3]
+    assert thaw(greedy.snapshot, factory_of(Numbered)).row == {"seed": 103}
+    assert [(p.name, p.reward) for p in greedy.parts] == [("env", Measured(1.0)), ("count", Measured(4.0))]
+    assert (greedy.turns, greedy.tool_calls, greedy.failure) == (2, 1, None)
+
+
+async def test_without_being_asked_for_there_is_no_greedy_completion():
+    sampler = Scripted(["Done."])
+    group = await group_of(sampler, prompt=make_prompt(group_size=2), temperature=0.7)
+    assert [c.greedy for c in group.completions] == [False, False]
+    assert [sampling.temperature for _, sampling, _ in sampler.asked] == [0.7, 0.7]
+
+
+async def test_a_greedy_completion_that_fails_harms_nobody():
+    def script(turn, text):
+        return EngineError("500") if "it.2" in text else "Done."
+
+    group = await group_of(script, env=Numbered, prompt=make_prompt(group_size=2), greedy=True)
+    assert [c.failure and c.failure.reason for c in group.completions] == [None, None, RolloutReason.ENGINE]
+    assert [c.greedy for c in group.completions] == [False, False, True]
+
+
+async def test_temperature_0_reaches_the_engine_for_the_greedy_completion_alone():
+    def reply(token_ids, request):
+        return ids("Done." + END)
+
+    async with (
+        ScriptedEngine(reply, version="0") as engine,
+        EngineClient([engine.url], request_timeout_s=5, attempts=3, reconnect_s=5) as client,
+    ):
+        group = await group_of(client, env=Numbered, prompt=make_prompt(group_size=2), greedy=True, temperature=0.7)
+    asked = {text_of(request.token_ids): request.sampling_params.temperature for request in engine.requests}
+    assert {text.partition("it.")[2][0]: temperature for text, temperature in asked.items()} == {
+        "0": 0.7,
+        "1": 0.7,
+        "2": 0.0,
+    }
+    assert [c.greedy for c in group.completions] == [False, False, True]
+
+
+# Rewards by turn
+
+
+class ByTurn(Box):
+    def get_reward(self, messages):
+        return [float(len(m.get("tool_calls", ()))) for m in messages if m["role"] == "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("script", "limits", "expected"),
+    [
+        ([call("put") * 2, "<tool_call>oops</tool_call>", "Done."], {}, [2.0, 0.0, 0.0]),
+        (["Done."], {}, [0.0]),
+        ([call("put"), "x" * 500], {"max_tokens_per_turn": 60}, [1.0, 0.0]),
+        ([call("put"), call("put") * 2], {"max_turns": 2}, [1.0, 2.0]),
+        ([call("put"), EngineRefusedError("This model's maximum context length is 64 tokens")], {}, [1.0]),
+        ([call("put"), Sampled([], [], "stop", [])], {}, [1.0, 0.0]),
+    ],
+)
+async def test_an_environment_may_reward_each_turn_however_the_episode_ends(script, limits, expected):
+    group = await group_of(script, env=ByTurn, **limits)
+    (completion,) = group.completions
+    assert [(p.name, p.turn, p.reward) for p in completion.parts] == [
+        ("env", turn, Measured(reward)) for turn, reward in enumerate(expected)
+    ]
+    assert completion.turns == len(expected)
+    completion.reward = merge(completion.parts)
+    batch = collate([group])
+    assert float(batch.turn_rewards_RT.sum()) == sum(expected)
+    ends = [len(completion.rows[0].prompt) + end - 1 for _, end in completion.rows[0].sampled]
+    assert batch.turn_rewards_RT[0, ends].tolist() == expected[: len(ends)]
+    assert batch.outcome_C.tolist() == [0.0]
+
+
+async def test_a_list_of_the_wrong_length_leaves_the_completion_unmeasured():
+    class Short(Box):
+        def get_reward(self):
+            return [1.0]
+
+    completion = await completion_of([call("put"), "Done."], env=Short)
+    assert [(p.turn, p.reward.reason) for p in completion.parts] == [(None, RewardReason.SHAPE)]
+    assert (completion.failure, len(completion.rows)) == (None, 1)
 
 
 async def test_a_cancelled_group_leaves_no_environment_in_use():

@@ -7,7 +7,7 @@ import pytest
 
 from envs.factory import Factory
 from envs.rewards import RewardFunction
-from workers.settings_file import load
+from workers.settings.file import load
 
 ROOT = Path(__file__).parents[2]
 

@@ -55,6 +55,16 @@ def test_failed_rollouts_count_by_their_own_reason():
         guard.see(group(GOOD, failures=[RolloutReason.ENGINE]))
 
 
+def test_a_greedy_completion_counts_like_any_other():
+    greedy = Completion(index=1, greedy=True, reward=TIMEOUT)
+    one = Group(prompt=Prompt(id="d:0:0", messages=[], environment="e"), completions=[Completion(index=0), greedy])
+    one.completions[0].reward = GOOD
+    guard = Guard(0.4, 2)
+    guard.see(one)
+    with pytest.raises(RunFailedError, match=r"2 of the last 4 completions .* reward:timeout"):
+        guard.see(one)
+
+
 def test_what_left_the_window_is_forgotten():
     guard = Guard(0.5, 2)
     guard.see(group(TIMEOUT, TIMEOUT))

@@ -9,7 +9,7 @@ from stream.ledger import Ledger, Line
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.stage import Lease
 from stream.validity import DropReason, Measured, RewardReason, Unmeasured
-from workers.settings_file import parse
+from workers.settings.file import parse
 from workers.train.hand import Hand
 
 SETTINGS = parse(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 from stream.errors import SettingsError
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
-from workers import settings
+from workers.settings.file import parse
 from workers.train.batch import collate
 from workers.train.learner import Learner
 from workers.train.logprobs import token_logprobs
@@ -45,18 +45,11 @@ def base(tmp_path_factory):
     return folder
 
 
-def learner(base, *, dtype="float32", pacing=None, rollout=None, algorithm=None, **train):
-    train = {"learning_rate": 1e-2, "max_grad_norm": 1e9} | train
-    return Learner(
-        settings.Settings(
-            model=settings.Model(path=str(base), dtype=dtype),
-            data=settings.Data(path="none"),
-            train=settings.Train(**train),
-            algorithm=settings.Algorithm(**algorithm or {}),
-            pacing=settings.Pacing(**pacing or {}),
-            rollout=settings.Rollout(**rollout or {}),
-        )
-    )
+def learner(base, *, dtype="float32", learning_rate=1e-2, train=None, **sections):
+    """With these sections of the settings beside what is needed."""
+    least = {"data": {"path": "none"}, "environments": {"a": "calculator"}}
+    train = {"learning_rate": learning_rate, "max_grad_norm": 1e9} | (train or {})
+    return Learner(parse(least | {"model": {"path": str(base), "dtype": dtype}, "train": train} | sections))
 
 
 def completion(index, tokens, reward, version=3, **facts):
@@ -105,7 +98,7 @@ def test_a_step_makes_the_better_completion_likelier(base):
 
 def test_the_micro_batch_does_not_change_the_step(base):
     batch = collate([group(completion(2, [3, 3, 3, 3, 3, 9], Measured(0.5))), group(name="q")])
-    one, many = learner(base, learning_rate=1e-3), learner(base, learning_rate=1e-3, micro_batch_tokens=1)
+    one, many = learner(base, learning_rate=1e-3), learner(base, learning_rate=1e-3, train={"micro_batch_tokens": 1})
     first, second = one.step(batch, 3), many.step(batch, 3)
     assert first.loss == pytest.approx(second.loss, rel=1e-5)
     assert first.metrics["grad_norm"] == pytest.approx(second.metrics["grad_norm"], rel=1e-4)
@@ -123,7 +116,7 @@ def test_invalid_completions_train_nothing(base):
     assert one.loss == other.loss
     assert other.metrics["tokens/loss"] == one.metrics["tokens/loss"] == 6
     assert other.metrics["rows/reward:raised"] == other.metrics["rows/truncated:wall_clock"] == 1
-    assert other.metrics["rows/rejected:no_token"] == 1
+    assert other.metrics["rows/rejected:not_finite"] == 1
 
 
 def test_a_batch_with_no_valid_row_moves_nothing_and_says_so(base):
@@ -141,7 +134,7 @@ def test_a_batch_with_no_valid_row_moves_nothing_and_says_so(base):
 
 
 def test_a_gradient_that_is_not_finite_is_never_applied(base):
-    trained = learner(base, algorithm={"normalize_std": False}, updates_per_batch=2)
+    trained = learner(base, estimator={"name": "dr_grpo"}, train={"updates_per_batch": 2})
     trained.step(collate([group()]), 3)
     before, state = weights(trained), {name: value.clone() for name, value in trained.state().items()}
     huge = group(completion(2, [9], Measured(1e300)))
@@ -165,17 +158,20 @@ def test_a_recomputed_proximal_policy_is_the_policy_before_the_first_update(base
     batch = collate([group()])
     first = learner(base).step(batch, 3).metrics
     assert first["ratio/mean"] == first["ratio/max"] == 1.0
-    assert first["weight/mean"] != 1.0
-    twice = learner(base, updates_per_batch=2).step(batch, 3).metrics
+    assert first["kl/k1"] == first["kl/k3"] == 0.0
+    assert first["correction/rollout_is_mean"] != 1.0
+    twice = learner(base, train={"updates_per_batch": 2}).step(batch, 3).metrics
     assert twice["ratio/max"] > 1.0
-    assert twice["kl/k1"] == pytest.approx(first["kl/k1"])
+    assert twice["kl/k3"] > 0.0
+    assert twice["correction/kl"] == pytest.approx(first["correction/kl"])
     assert twice["entropy"] == pytest.approx(first["entropy"])
 
 
 def test_the_engines_log_probs_may_be_the_proximal_policy(base):
-    metrics = learner(base, algorithm={"proximal": "engine", "behaviour_cap": 0.5}).step(collate([group()]), 3).metrics
-    assert metrics["weight/mean"] == 1.0
-    assert metrics["kl/k1"] == 0.0
+    chosen = {"algorithm": {"proximal": "engine"}, "correction": {"weights": "none"}}
+    metrics = learner(base, **chosen).step(collate([group()]), 3).metrics
+    assert "correction/rollout_is_mean" not in metrics
+    assert metrics["kl/k1"] == pytest.approx(metrics["correction/kl"], rel=1e-5)
     assert metrics["ratio/mean"] != 1.0
 
 
@@ -187,7 +183,7 @@ def test_tokens_over_the_maximal_age_are_masked_and_counted(base):
 
 
 def test_weight_decay_spares_gains(base):
-    trained = learner(base, weight_decay=0.5)
+    trained = learner(base, train={"weight_decay": 0.5})
     decays = {id(p): group["weight_decay"] for group in trained.optimizer.param_groups for p in group["params"]}
     assert {name: decays[id(p)] for name, p in trained.parameters.items()} == {
         name: 0.5 if p.ndim > 1 else 0.0 for name, p in trained.parameters.items()
@@ -195,7 +191,7 @@ def test_weight_decay_spares_gains(base):
 
 
 def test_the_learning_rate_follows_its_schedule(base):
-    trained = learner(base, schedule="linear", max_steps=4, warmup_steps=1, learning_rate=1.0)
+    trained = learner(base, learning_rate=1.0, train={"schedule": "linear", "max_steps": 4, "warmup_steps": 1})
     rates = [trained.step(collate([]), 3).metrics["learning_rate"] for _ in range(5)]
     assert rates == pytest.approx([1.0, 1.0, 2 / 3, 1 / 3, 0.0])
 
@@ -215,7 +211,7 @@ def test_factor_after_two_steps_of_warm_up(schedule, expected):
 
 def test_a_falling_learning_rate_must_know_its_end(base):
     with pytest.raises(SettingsError, match=r"train\.max_steps"):
-        learner(base, schedule="cosine")
+        learner(base, train={"schedule": "cosine"})
     with pytest.raises(ValueError, match="must know where it ends"):
         factor(0, schedule="linear", warmup_steps=0, total_steps=0)
 
@@ -261,8 +257,13 @@ def test_bfloat16_is_written_and_float32_is_kept(base, tmp_path):
 
 def test_every_metric_is_documented(base):
     odd = completion(2, [9], Measured(1.0), truncated=TruncationReason.LENGTH)
+    everything = {
+        "estimator": {"name": "gae"},
+        "loss": {"name": "clipped", "dual_clip": 3.0},
+        "algorithm": {"kl_coefficient": 0.1},
+    }
     metrics = (
-        learner(base)
+        learner(base, **everything)
         .step(collate([group(odd)]), 3, filtered=collate([group(name="f")]), dropped={DropReason.ZERO_VARIANCE: 2})
         .metrics
     )
@@ -289,8 +290,9 @@ def rows():
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
 def test_log_probs_are_those_of_the_whole_forward_pass(base, rows, temperature):
     model = AutoModelForCausalLM.from_pretrained(base).eval()
-    found, entropy = token_logprobs(model, *rows, temperature=temperature, entropy=True)
-    assert torch.allclose(found, full_logprobs(model, *rows, temperature), atol=1e-5)
+    found = token_logprobs(model, *rows, temperature=temperature, entropy="value")
+    entropy = found.entropy_N
+    assert torch.allclose(found.logprobs_N, full_logprobs(model, *rows, temperature), atol=1e-5)
     assert ((entropy > 0) & (entropy < math.log(VOCABULARY) + 1e-4)).all()
 
 

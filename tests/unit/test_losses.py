@@ -1,11 +1,16 @@
-"""The clipped loss against hand-made values, a reference implementation and finite differences."""
+"""The shell around the losses, and the losses against hand-made values, reference values and finite differences."""
 
 import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from workers.train.losses import LOSSES, clipped
+from tests.twins.losses import OPTIONS
+from workers.train.algorithms.losses import LOSSES, policy_loss, token_loss, weighted_sum
+from workers.train.algorithms.token_selection import SELECTORS
+
+torch.set_num_threads(1)
 
 OLD = [
     [-2.0, -0.875, -1.25, -1.125, -0.875],
@@ -35,103 +40,257 @@ WEIGHTED_GRADIENT = [
     [-0.0454545455, -0.0802269911, -0.0300851217, 0.0, 0.0],
     [0.0] * 5,
 ]
+CLIPPED = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "level": "token"}
+
+each_loss = pytest.mark.parametrize(
+    ("name", "options"), [(name, options) for name in LOSSES for options in OPTIONS[name]]
+)
 
 
-def inputs(junk=999.0):
-    """Log-probs now, proximal, behaviour, advantages, mask; junk in the invalid row's every place."""
+def inputs(junk: float = 999.0) -> dict:
+    """Three valid rows of one completion each; junk in the invalid row's every place."""
     now, proximal = torch.tensor(NEW).double(), torch.tensor(OLD).double()
-    behaviour = proximal.clone()
-    for tensor in (now, proximal, behaviour):
+    advantages = torch.tensor([1.25, -0.75, 0.5, junk]).double().unsqueeze(1).repeat(1, 5)
+    factors = torch.tensor([1 / 11, 1 / 11, 1 / 11, junk]).double()
+    for tensor in (now, proximal):
         tensor[3] = junk
-    advantages = torch.tensor([1.25, -0.75, 0.5, junk]).double()
-    return now.requires_grad_(), proximal, behaviour, advantages, torch.tensor(MASK).bool()
+    return {
+        "logprobs_RT": now.requires_grad_(),
+        "proximal_RT": proximal,
+        "advantages_RT": advantages,
+        "mask_RT": torch.tensor(MASK).bool(),
+        "completion_ids_R": torch.arange(4),
+        "factors_R": factors,
+    }
 
 
-def options(**changes):
-    return {"clip_low": 0.2, "clip_high": 0.28, "behaviour_cap": 100.0, "denominator": 11} | changes
+def run(name: str, given: dict, options: dict):
+    given = dict(given)
+    return policy_loss(name, given.pop("logprobs_RT"), **given, options=options)
 
 
-@pytest.mark.parametrize("junk", [999.0, math.nan, math.inf, -math.inf])
+def one(value: float) -> Tensor:
+    return torch.tensor([[value]], dtype=torch.float64)
+
+
+def single(name: str, options: dict, *, logprob: float, proximal: float, advantage: float, **more: Tensor):
+    """Loss, gradient and output of one token."""
+    now = one(logprob).requires_grad_()
+    output = policy_loss(
+        name,
+        now,
+        proximal_RT=one(proximal),
+        advantages_RT=one(advantage),
+        mask_RT=torch.ones(1, 1, dtype=torch.bool),
+        completion_ids_R=torch.zeros(1, dtype=torch.int64),
+        factors_R=torch.ones(1, dtype=torch.float64),
+        options=options,
+        **more,
+    )
+    return float(output.loss.detach()), float(torch.autograd.grad(output.loss, now)[0]), output
+
+
+@pytest.mark.parametrize("junk", [999.0, 1e30, math.nan, math.inf, -math.inf])
 def test_loss_and_gradient_are_those_of_the_reference_whatever_the_invalid_row_holds(junk):
-    now, *rest = inputs(junk)
-    output = clipped(now, *rest, **options())
+    given = inputs(junk)
+    output = run("clipped", given, CLIPPED)
     output.loss.backward()
+    gradient = given["logprobs_RT"].grad
     assert float(output.loss.detach()) == pytest.approx(LOSS)
-    assert torch.allclose(now.grad, torch.tensor(GRADIENT).double(), atol=1e-9)
-    assert (now.grad[3] == 0).all()
-    assert float(output.sums["clip_fraction"]) / 11 == pytest.approx(4 / 11)
+    assert torch.allclose(gradient, torch.tensor(GRADIENT).double(), atol=1e-9)
+    assert (gradient[3] == 0).all()
+    assert float(output.sums["clip_fraction"]) == 4
+    assert float(output.sums["clip_fraction_lower"]) == 0
+    assert float(output.sums["kl/k1"]) == pytest.approx(0.5)
 
 
-def test_weights_of_proximal_by_behaviour_are_those_of_the_reference():
-    now, proximal, _, advantages, mask = inputs()
-    behaviour = proximal - torch.tensor(WEIGHTS).double().log()
-    output = clipped(now, proximal, behaviour, advantages, mask, **options())
+def test_importance_weights_multiply_each_tokens_loss():
+    given = inputs()
+    output = run("clipped", given | {"weights_RT": torch.tensor(WEIGHTS).double()}, CLIPPED)
     output.loss.backward()
     assert float(output.loss.detach()) == pytest.approx(WEIGHTED)
-    assert torch.allclose(now.grad, torch.tensor(WEIGHTED_GRADIENT).double(), atol=1e-9)
+    assert torch.allclose(given["logprobs_RT"].grad, torch.tensor(WEIGHTED_GRADIENT).double(), atol=1e-9)
 
 
-def test_the_denominator_is_what_was_handed_in_not_what_is_here():
-    now, *rest = inputs()
-    assert float(clipped(now, *rest, **options(denominator=22)).loss.detach()) == pytest.approx(LOSS / 2)
+def test_weights_proximal_and_advantages_bear_no_gradient():
+    given = inputs() | {"weights_RT": torch.tensor(WEIGHTS).double()}
+    names = ("weights_RT", "proximal_RT", "advantages_RT")
+    for name in names:
+        given[name].requires_grad_()
+    run("clipped", given, CLIPPED).loss.backward()
+    assert [given[name].grad for name in names] == [None] * 3
 
 
-def test_the_weight_is_truncated_and_bears_no_gradient():
-    one = torch.ones(1, 1).double()
-    now, proximal, behaviour = (one * -1.0).requires_grad_(), (one * -1.0).requires_grad_(), one * -4.0
-    output = clipped(now, proximal, behaviour, one[0], one.bool(), **options(behaviour_cap=2.0, denominator=1))
-    output.loss.backward()
-    assert float(output.loss.detach()) == -2.0
-    assert float(now.grad) == -2.0
-    assert proximal.grad is None
-    assert float(output.sums["weight/capped_fraction"]) == 1
-    assert float(output.maxima["weight/max"]) == 2.0
+def test_the_factors_are_what_was_handed_in_not_what_is_here():
+    given = inputs()
+    halved = run("clipped", given | {"factors_R": given["factors_R"] / 2}, CLIPPED)
+    assert float(halved.loss.detach()) == pytest.approx(LOSS / 2)
 
 
-def test_a_capped_token_cannot_blow_up_the_loss():
-    one = torch.ones(1, 1).double()
-    output = clipped(one * -0.1, one * -0.1, one * -400.0, one[0], one.bool(), **options(behaviour_cap=2.0))
-    assert abs(float(output.loss)) <= 2.0 / 11
-    uncapped = clipped(one * -0.1, one * -400.0, one * -400.0, -one[0], one.bool(), **options())
-    assert math.isfinite(float(uncapped.loss))
+@each_loss
+def test_at_the_proximal_policy_the_gradient_is_that_of_plain_policy_gradient(name, options):
+    given = inputs(junk=0.5)
+    given["proximal_RT"] = given["logprobs_RT"].detach().clone()
+    run(name, given, options).loss.backward()
+    expected = torch.where(given["mask_RT"], -given["advantages_RT"] / 11, 0.0)
+    assert torch.allclose(given["logprobs_RT"].grad, expected)
 
 
-def test_on_policy_the_gradient_is_that_of_plain_policy_gradient():
-    now, *_, advantages, mask = inputs(junk=0.5)
-    clipped(now, now.detach(), now.detach(), advantages, mask, **options()).loss.backward()
-    expected = torch.where(mask, -advantages.unsqueeze(1) / 11, 0.0)
-    assert torch.allclose(now.grad, expected)
+@pytest.mark.parametrize("name", ["clipped", "dapo", "clip_cov", "kl_cov", "sapo", "geo_mean", "dro"])
+def test_the_gradient_is_that_of_finite_differences(name):
+    given = inputs(junk=0.25)
+    chosen = torch.zeros_like(given["mask_RT"])
+    chosen[0, :2] = True
+    point = (given["proximal_RT"] + torch.tensor([0.07, -0.3, 0.45, -0.06, 0.4])).requires_grad_()
+    for options in OPTIONS[name]:
+        assert torch.autograd.gradcheck(
+            lambda now, options=options: (
+                run(
+                    name,
+                    given | {"logprobs_RT": now, "chosen_RT": chosen, "completion_ids_R": torch.arange(4) // 2},
+                    options,
+                ).loss
+            ),
+            (point,),
+        )
 
 
-def test_the_gradient_is_that_of_finite_differences():
-    _, proximal, behaviour, advantages, mask = inputs(junk=0.25)
-    behaviour = behaviour - 0.2
-    point = (proximal + 0.07).requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda now: clipped(now, proximal, behaviour, advantages, mask, **options()).loss, (point,)
+def test_divergences_are_of_the_trained_from_the_proximal_and_of_the_proximal_from_the_behaviour():
+    output = policy_loss(
+        "reinforce",
+        torch.tensor([[-1.0, -2.0, 7.0]]),
+        proximal_RT=torch.tensor([[-1.5, -1.0, 7.0]]),
+        advantages_RT=torch.ones(1, 3),
+        mask_RT=torch.tensor([[True, True, False]]),
+        completion_ids_R=torch.zeros(1, dtype=torch.int64),
+        factors_R=torch.ones(1).double(),
+        options={},
     )
-
-
-def test_divergences_are_measured_between_behaviour_and_proximal():
-    proximal, behaviour = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
-    output = clipped(proximal, proximal, behaviour, torch.ones(1), torch.ones(1, 2).bool(), **options(denominator=2))
     assert float(output.sums["kl/k1"]) == pytest.approx(0.5)
-    assert float(output.sums["kl/k3"]) == pytest.approx(math.exp(0.5) - 1.5 + math.exp(-1))
-    assert float(output.sums["ratio/mean"]) == 2.0
+    assert float(output.sums["kl/k3"]) == pytest.approx((math.exp(0.5) - 1.5) + (math.exp(-1) - 1 + 1))
+    assert float(output.sums["ratio/mean"]) == pytest.approx(math.exp(0.5) + math.exp(-1))
+    assert float(output.maxima["ratio/max"]) == pytest.approx(math.exp(0.5))
 
 
-def test_a_part_without_a_loss_token_is_zero_with_zero_gradient():
-    now, proximal, behaviour, advantages, mask = inputs(math.nan)
-    output = clipped(now, proximal, behaviour, advantages, torch.zeros_like(mask), **options())
+def test_the_dual_clip_bounds_the_loss_of_a_token_with_negative_advantage():
+    options = CLIPPED | {"dual_clip": 3.0}
+    loss, gradient, output = single("clipped", options, logprob=-0.1, proximal=-2.1, advantage=-0.5)
+    assert (loss, gradient) == (1.5, 0.0)
+    assert float(output.sums["clip_fraction_lower"]) == 1
+    loss, gradient, _ = single("clipped", options | {"dual_clip": 0.0}, logprob=-0.1, proximal=-2.1, advantage=-0.5)
+    assert (loss, gradient) == pytest.approx((0.5 * math.exp(2), 0.5 * math.exp(2)))
+
+
+def test_a_ratio_by_sequence_is_the_geometric_mean_over_all_rows_of_the_completion():
+    now = torch.tensor([[-1.0, -1.0], [-1.0, 5.0]]).double().requires_grad_()
+    given = {
+        "logprobs_RT": now,
+        "proximal_RT": torch.tensor([[-1.3, -1.0], [-1.0, 0.0]]).double(),
+        "advantages_RT": torch.tensor([[1.0, 1.0], [1.0, 9.0]]).double(),
+        "mask_RT": torch.tensor([[True, True], [True, False]]),
+        "completion_ids_R": torch.tensor([7, 7]),
+        "factors_R": torch.full((2,), 1 / 3).double(),
+    }
+    for name, options in (("clipped", CLIPPED | {"level": "sequence"}), ("gspo", {"clip_low": 0.2, "clip_high": 0.28})):
+        output = run(name, given, options)
+        (gradient,) = torch.autograd.grad(output.loss, now)
+        assert float(output.loss.detach()) == pytest.approx(-math.exp(0.1))
+        assert torch.allclose(gradient, torch.where(given["mask_RT"], -math.exp(0.1) / 3, 0.0).double())
+
+
+def test_a_level_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="'token' or 'sequence'"):
+        run("clipped", inputs(), CLIPPED | {"level": "batch"})
+
+
+def test_cispo_keeps_the_gradient_of_a_token_whose_ratio_is_clipped():
+    _, gradient, output = single("cispo", {"clip_low": 0.2, "clip_high": 0.28}, logprob=-1, proximal=-2, advantage=2.0)
+    assert gradient == pytest.approx(-2 * 1.28)
+    assert float(output.sums["clip_fraction"]) == 1
+
+
+def test_dppo_leaves_out_what_moved_too_far_in_the_direction_of_its_advantage_alone():
+    options = {"clip_low": 0.15, "clip_high": 0.15, "ratio_cap": 1.5}
+    risen = {"logprob": math.log(0.5), "proximal": math.log(0.2)}
+    for name in ("dppo_tv", "dppo_kl"):
+        _, gradient, output = single(name, options, **risen, advantage=1.0)
+        assert gradient == 0.0
+        assert float(output.sums["clip_fraction"]) == 1
+        _, gradient, output = single(name, options, **risen, advantage=-1.0)
+        assert gradient == pytest.approx(1.5)
+        assert float(output.sums["clip_fraction"]) == 0
+        assert float(output.sums["clip_fraction_lower"]) == 1
+
+
+def test_chosen_tokens_are_left_out_by_clip_cov_and_penalised_by_kl_cov():
+    chosen = {"chosen_RT": torch.ones(1, 1, dtype=torch.bool)}
+    token = {"logprob": -1.0, "proximal": -1.1, "advantage": 1.0}
+    loss, gradient, output = single("clip_cov", {"clip_low": 0.2, "clip_high": 0.2}, **token, **chosen)
+    assert (loss, gradient, float(output.sums["clip_fraction"])) == (0.0, 0.0, 1.0)
+    loss, gradient, output = single("kl_cov", {"kl_cov_coefficient": 3.0}, **token, **chosen)
+    assert (loss, gradient) == pytest.approx((-math.exp(0.1) + 0.3, -math.exp(0.1) + 3.0))
+    assert float(output.sums["kl/abs"]) == pytest.approx(0.1)
+
+
+def test_geo_mean_takes_the_geometric_mean_of_the_weights_once():
+    weights = {"weights_RT": one(4.0)}
+    loss, _, _ = single(
+        "geo_mean", {"clip_low": 0.4, "clip_high": 0.4}, logprob=-1, proximal=-1, advantage=1, **weights
+    )
+    assert loss == pytest.approx(-4.0)
+
+
+@each_loss
+def test_a_part_without_a_loss_token_is_zero_with_zero_gradient(name, options):
+    given = inputs(math.nan) | {"factors_R": torch.full((4,), math.nan).double()}
+    output = run(name, given | {"mask_RT": torch.zeros(4, 5, dtype=torch.bool)}, options)
     output.loss.backward()
     assert float(output.loss.detach()) == 0.0
-    assert (now.grad == 0).all()
+    assert (given["logprobs_RT"].grad == 0).all()
+    assert {float(value) for value in (output.sums | output.maxima).values()} == {0.0}
 
 
-def test_an_empty_part_is_zero():
-    empty = torch.empty(0, 0)
-    assert float(clipped(empty, empty, empty, torch.empty(0), empty.bool(), **options()).loss) == 0.0
+@each_loss
+@pytest.mark.parametrize("shape", [(0, 0), (0, 3), (3, 0)])
+def test_an_empty_part_is_zero(name, options, shape):
+    empty = torch.empty(shape)
+    output = policy_loss(
+        name,
+        empty.clone().requires_grad_(),
+        proximal_RT=empty,
+        advantages_RT=empty,
+        mask_RT=empty.bool(),
+        completion_ids_R=torch.zeros(shape[0], dtype=torch.int64),
+        factors_R=torch.full((shape[0],), math.nan).double(),
+        options=options,
+    )
+    output.loss.backward()
+    assert float(output.loss.detach()) == 0.0
 
 
-def test_a_loss_takes_its_options_from_the_settings_by_name():
-    assert LOSSES["clipped"].options == ("clip_low", "clip_high", "behaviour_cap")
+def test_token_losses_and_marks_can_be_had_before_aggregation():
+    given = inputs()
+    arguments = {key: given[key] for key in ("proximal_RT", "advantages_RT", "mask_RT", "completion_ids_R")}
+    token = token_loss("clipped", given["logprobs_RT"], **arguments, options=CLIPPED)
+    assert float(weighted_sum(token.loss_RT, given["mask_RT"], given["factors_R"]).detach()) == pytest.approx(LOSS)
+    clipped = token.marks["clip_fraction"] & given["mask_RT"]
+    assert clipped.nonzero().tolist() == [[0, 1], [0, 3], [1, 1], [1, 3]]
+
+
+def test_float32_log_probs_give_a_float64_loss_and_a_float32_gradient():
+    given = inputs()
+    now = given["logprobs_RT"].detach().float().requires_grad_()
+    output = run("clipped", given | {"logprobs_RT": now}, CLIPPED)
+    output.loss.backward()
+    assert output.loss.dtype == torch.float64
+    assert now.grad.dtype == torch.float32
+    assert float(output.loss.detach()) == pytest.approx(LOSS, rel=1e-6)
+
+
+def test_every_loss_declares_its_formula_and_source_and_a_selector_that_exists():
+    for loss in LOSSES.values():
+        assert loss.formula
+        assert loss.source
+        assert loss.declared.selector in {"", *SELECTORS}
+        assert ("chosen_RT" in loss.needs) == bool(loss.declared.selector)
+        assert loss.declared.on_policy == ("proximal_RT" not in loss.needs)

@@ -8,7 +8,7 @@ from stream.codec import decode, encode
 from stream.errors import DataError
 from stream.records import Prompt
 from workers.feed.mapping import to_prompt
-from workers.settings_file import parse
+from workers.settings.file import parse
 
 
 def settings(**sections):

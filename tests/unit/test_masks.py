@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stream.validity import DropReason, RewardReason, RolloutReason, TruncationReason
-from workers.train.masks import (
+from workers.train.algorithms.masks import (
     DROP_REASONS,
     NONE,
     REWARD_REASONS,

@@ -37,6 +37,17 @@ def test_one_unmeasured_part_of_several_leaves_no_reward_and_is_named():
     assert merged.detail == "judge (turn 2): timeout 30 s"
 
 
+def test_rewards_of_turns_are_summed_with_the_others():
+    turns = [part(0.25, name="env", turn=0), part(-1.0, name="env", turn=1)]
+    assert merge(turns) == Measured(-0.75)
+    assert merge([*turns, part(4.0, weight=0.5)]) == Measured(1.25)
+
+
+def test_one_turn_that_nobody_measured_leaves_no_reward_and_is_named():
+    merged = merge([part(0.25, name="env", turn=0), part(TIMEOUT, name="env", turn=1)])
+    assert merged == Unmeasured(RewardReason.COMPONENT, "env (turn 1): timeout 30 s")
+
+
 def test_a_part_of_weight_zero_is_required_like_any_other():
     assert merge([part(1.0), part(TIMEOUT, weight=0.0)]).reason is RewardReason.COMPONENT
 

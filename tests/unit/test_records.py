@@ -63,6 +63,13 @@ def test_a_row_without_sampled_tokens_is_a_row():
     assert Row(prompt_ids=b"", token_ids=b"\0\0\0\0").sampled_count == 0
 
 
+def test_a_completion_written_before_there_were_greedy_ones_is_not_greedy():
+    group = Group(prompt=Prompt(id="a", messages=[]), completions=[Completion(index=0, rows=[row()])])
+    table = msgspec.to_builtins(group)
+    assert table["completions"][0].pop("greedy") is False
+    assert msgspec.convert(table, Group) == group
+
+
 def test_the_oldest_version_of_a_group_is_over_all_its_rows():
     group = Group(
         prompt=Prompt(id="a", messages=[]), completions=[Completion(index=0, rows=[row()]), Completion(index=1)]

@@ -7,10 +7,12 @@ import time
 import anyio
 import numpy as np
 import pytest
+import torch
 
+from envs.merge import merge
 from envs.rewards import RewardBatch, RewardFunction, batch_of, environment_reward
 from stream.errors import EnvironmentFailure
-from stream.records import Completion, Group, Prompt, Row
+from stream.records import Completion, Group, Part, Prompt, Row
 from stream.validity import Measured, RewardReason, Unmeasured
 
 
@@ -290,6 +292,8 @@ def test_a_group_of_conversations_is_a_batch_of_messages_as_each_completion_saw_
 
 # get_reward
 
+TWO_TURNS = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "t"}, {"role": "assistant"}]
+
 
 class Env:
     def __init__(self, result):
@@ -316,16 +320,19 @@ async def test_an_environment_without_get_reward_measures_nothing():
         (None, RewardReason.MISSING),
         ("1", RewardReason.NOT_NUMERIC),
         (math.inf, RewardReason.NOT_FINITE),
-        ([1.0], RewardReason.NOT_NUMERIC),
         ({}, RewardReason.MISSING),
+        ({"won": [1.0]}, RewardReason.NOT_NUMERIC),
+        ({1.0}, RewardReason.NOT_NUMERIC),
+        (np.ones((2, 2)), RewardReason.NOT_NUMERIC),
         (ValueError("x"), RewardReason.RAISED),
         (EnvironmentFailure("x"), RewardReason.RAISED),
         (SystemExit(1), RewardReason.RAISED),
     ],
 )
 async def test_what_an_environment_does_not_measure_has_a_reason(result, reason):
-    (part,) = await environment_reward(Env(result), 5.0)
-    assert part.name == "env"
+    (part,) = await environment_reward(Env(result), 5.0, messages=TWO_TURNS)
+    assert part.name.startswith("env")
+    assert part.turn is None
     assert part.reward.reason is reason
 
 
@@ -336,6 +343,55 @@ async def test_a_number_is_one_part_and_a_mapping_several():
     assert [part.name for part in parts] == ["env.won", "env.style"]
     assert parts[0].reward == Measured(1.0)
     assert parts[1].reward.reason is RewardReason.MISSING
+
+
+@pytest.mark.parametrize(
+    "result", [[0.5, 2], (0.5, 2), np.array([0.5, 2]), [np.float32(0.5), np.array(2)], torch.tensor([0.5, 2.0])]
+)
+async def test_a_list_is_a_part_for_each_turn(result):
+    parts = await environment_reward(Env(result), 5.0, messages=TWO_TURNS)
+    assert parts == [Part(name="env", reward=Measured(0.5), turn=0), Part(name="env", reward=Measured(2.0), turn=1)]
+    assert merge(parts) == Measured(2.5)
+
+
+@pytest.mark.parametrize("result", [[], [1.0], [1.0] * 3, (1.0,), np.ones(3), np.ones(1), [[1.0], [1.0]], [1.0, [1.0]]])
+async def test_a_list_that_is_not_one_number_for_each_turn_is_never_cut_to_fit(result):
+    (part,) = await environment_reward(Env(result), 5.0, messages=TWO_TURNS)
+    assert (part.name, part.turn, part.reward.reason) == ("env", None, RewardReason.SHAPE)
+    assert "a list of 2 numbers expected, one for each turn of the model" in part.reward.detail
+    assert merge([part]).reason is RewardReason.SHAPE
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [(None, RewardReason.MISSING), (math.nan, RewardReason.NOT_FINITE), ("1", RewardReason.NOT_NUMERIC)],
+)
+async def test_one_turn_without_a_number_is_kept_apart_and_makes_the_completion_invalid(value, reason):
+    parts = await environment_reward(Env([1.0, value]), 5.0, messages=TWO_TURNS)
+    assert [(part.turn, getattr(part.reward, "reason", None)) for part in parts] == [(0, None), (1, reason)]
+    assert merge(parts).reason is RewardReason.COMPONENT
+
+
+async def test_a_list_of_nothing_after_no_turn_is_no_reward():
+    (part,) = await environment_reward(Env([]), 5.0)
+    assert part.reward.reason is RewardReason.MISSING
+
+
+async def test_get_reward_gets_a_copy_of_the_conversation_if_it_asks_by_name():
+    class Reading(Env):
+        def get_reward(self, messages):
+            turns = [m for m in messages if m["role"] == "assistant"]
+            messages[0]["content"] = "changed"
+            return [float(len(turns))] * len(turns)
+
+    class Wrapped(Env):
+        def get_reward(self, *args, **kwargs):
+            return float(bool(args or kwargs))
+
+    said = [dict(message) for message in TWO_TURNS]
+    assert merge(await environment_reward(Reading(0), 5.0, messages=said)) == Measured(4.0)
+    assert said == TWO_TURNS
+    assert merge(await environment_reward(Wrapped(0), 5.0, messages=said)) == Measured(0.0)
 
 
 async def test_get_reward_may_be_async_and_has_a_deadline():

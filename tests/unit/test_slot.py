@@ -344,6 +344,28 @@ async def test_rewards_are_measured_or_not_and_a_slot_that_gave_none_is_spoiled(
     assert slot.spoiled
 
 
+async def test_rewards_of_turns_are_counted_by_the_conversation_and_a_wrong_number_spoils_the_slot():
+    class Graded:
+        def reset(self, grades):
+            self.grades = grades
+
+        def get_reward(self):
+            return self.grades
+
+    said = [{"role": "assistant"}, {"role": "tool"}, {"role": "assistant"}]
+    slot = slot_of(Graded)
+    await slot.reset({"grades": [0.5, 1]}, 0, 0, 5)
+    parts = await slot.reward(5, said)
+    assert [(part.turn, part.reward, slot.spoiled) for part in parts] == [
+        (0, Measured(0.5), False),
+        (1, Measured(1.0), False),
+    ]
+    await slot.reset({"grades": [0.5, 1, 0]}, 0, 0, 5)
+    (part,) = await slot.reward(5, said)
+    assert part.reward.reason is RewardReason.SHAPE
+    assert slot.spoiled
+
+
 async def test_a_snapshot_is_what_was_when_it_was_taken():
     slot = slot_of(Counter)
     await slot.reset({"answer": "4"}, 0, 0, 5)

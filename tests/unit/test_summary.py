@@ -10,7 +10,7 @@ from stream.view import RunView
 from workers.run.folder import differences
 from workers.run.plot import draw, read_metrics, smooth
 from workers.run.summary import Summary, newest_progress, summarize
-from workers.settings_file import parse
+from workers.settings.file import parse
 from workers.train.progress import Progress
 
 KEYS = [
@@ -88,7 +88,7 @@ def settings(**sections):
         ({"rewards": [{"ref": "a:c"}]}, "rewards"),
         ({"environments": {"c": "calculator"}}, "environments"),
         ({"rollout": {"group_size": 2}}, "rollout.group_size"),
-        ({"algorithm": {"clip_low": 0.1}}, "algorithm.clip_low"),
+        ({"loss": {"name": "clipped", "clip_low": 0.1}}, "loss.clip_low"),
         ({"run": {"seed": 1}}, "run.seed"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from stream.records import Completion, Failure, Group, Prompt, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from workers import settings
-from workers.train.advantages import grpo
+from workers.train.algorithms.advantages import grpo
 from workers.train.batch import collate
 from workers.train.metrics import count_states, step_metrics
 from workers.train.selection import assess, derive_masks

@@ -10,7 +10,7 @@ from workers.demo.model import make_model
 from workers.demo.task import training_rows
 from workers.demo.warmstart import warm_start
 from workers.settings import Settings
-from workers.settings_file import dump, parse
+from workers.settings.file import dump, parse
 
 Control = Literal["zero-lr", "permuted"]
 

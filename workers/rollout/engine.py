@@ -56,6 +56,11 @@ class Sampled:
     """Policy versions, in indices of `token_ids`; -1 where the engine was never given weights."""
 
 
+def cut_off(finish_reason: str) -> bool:
+    """Whether the engine says that it cut the turn off; never guessed from its length or its last token."""
+    return finish_reason == "length"
+
+
 class Sampling(Struct, frozen=True, kw_only=True):
     """How to sample one turn."""
 

@@ -25,7 +25,7 @@ from stream.records import Completion, Failure, Message, Prompt
 from stream.validity import RolloutReason, TruncationReason
 from workers.rollout.chat import Chat
 from workers.rollout.draft import Draft
-from workers.rollout.engine import Sampled, Sampling
+from workers.rollout.engine import Sampled, Sampling, cut_off
 from workers.rollout.slot import Slot, ToolResult
 from workers.rollout.tool_format import ParsedTurn, ToolCall, ToolFormat
 from workers.settings import Rollout
@@ -137,7 +137,7 @@ class _Episode:
                 return sampled
             turn = self._read(sampled)
             self.completion.messages.append(_assistant_message(turn))
-            if sampled.finish_reason == "length":
+            if cut_off(sampled.finish_reason):
                 whole = len(sampled.token_ids) >= self._budget(before=len(sampled.token_ids))
                 return TruncationReason.LENGTH if whole else TruncationReason.CONTEXT
             if not turn.calls and not turn.errors:
@@ -162,7 +162,7 @@ class _Episode:
         if self.slot is not None and completion.failure is None:
             if self.slot.has_reward:
                 with self._timed("reward"):
-                    completion.parts = await self.slot.reward(self.limits.reward_timeout_s)
+                    completion.parts = await self.slot.reward(self.limits.reward_timeout_s, completion.messages)
             frozen = await self.slot.freeze(self.limits.max_snapshot_bytes, self.limits.reward_timeout_s)
             if isinstance(frozen, Failure):
                 completion.failure = frozen

@@ -7,7 +7,7 @@ closed in the background, and the slot makes a new one at its next reset.
 
 import inspect
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,7 +24,7 @@ from envs.rewards import environment_reward
 from envs.snapshot import freeze
 from envs.tools import ToolArgumentError, bind
 from stream.errors import DataError, EnvironmentFailure
-from stream.records import Failure, Part
+from stream.records import Failure, Message, Part
 from stream.validity import RolloutReason, Unmeasured
 from workers.rollout.tool_format import ToolCall
 
@@ -116,9 +116,9 @@ class Slot:
             case Overran(seconds):
                 return ToolResult(f"Error: {call.name} did not answer within {seconds:g} s", is_error=True)
 
-    async def reward(self, timeout_s: float) -> list[Part]:
-        """What `get_reward` measured, or did not."""
-        parts = await self._watched(environment_reward(self._environment, timeout_s, self._caller))
+    async def reward(self, timeout_s: float, messages: Sequence[Message] = ()) -> list[Part]:
+        """What `get_reward` measured, or did not, after this conversation."""
+        parts = await self._watched(environment_reward(self._environment, timeout_s, self._caller, messages))
         self.spoiled |= any(isinstance(part.reward, Unmeasured) for part in parts)
         return parts
 

@@ -32,8 +32,9 @@ async def rollout(role: Role) -> None:
     rewards = await anyio.to_thread.run_sync(load_rewards, settings, "rollout")
     _check_rewards(settings.rewards, factories)
     chats = await anyio.to_thread.run_sync(_load_chats, role, factories)
+    greedy = settings.estimator.name == "remax"
     at_once = settings.rollout.groups_in_flight
-    pool = SlotPool(factories, size=at_once * settings.rollout.group_size)
+    pool = SlotPool(factories, size=at_once * (settings.rollout.group_size + greedy))
     stage = Stage(role.link, "prompts", role.consumer, role.terms, settings.capacity)
 
     async with (
@@ -60,6 +61,7 @@ async def rollout(role: Role) -> None:
                 rewards=rewards,
                 factories=factories,
                 at_least=max(0, version),
+                greedy=greedy,
             )
             group.attempt = lease.infra_failures + lease.data_failures
             group.worker = role.consumer

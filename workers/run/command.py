@@ -17,7 +17,7 @@ from workers.run.roles import Commands, EngineCommand, commands, engine_command
 from workers.run.summary import Summary, newest_progress, summarize
 from workers.run.supervisor import Outcome, Supervisor
 from workers.settings import Settings
-from workers.settings_file import load
+from workers.settings.file import load
 
 log = structlog.get_logger()
 

@@ -20,7 +20,7 @@ import msgspec
 
 from stream.errors import PenstockError, RunMismatchError
 from workers.settings import Settings
-from workers.settings_file import dump, load
+from workers.settings.file import dump, load
 
 _SAME_RUN = (
     "run.name",
@@ -31,7 +31,15 @@ _SAME_RUN = (
     "rewards",
     "rollout.group_size",
     "rollout.temperature",
+    "estimator",
+    "loss",
     "algorithm",
+    "filter",
+    "shaping",
+    "reward_normalization",
+    "advantage_normalization",
+    "correction",
+    "critic",
 )
 """What makes a run this one. All else may change when it is resumed: steps, workers, threads, limits, patience."""
 _FREE = ("data.backlog",)

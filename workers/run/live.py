@@ -14,7 +14,7 @@ from stream.errors import PenstockError
 from stream.link import Link, connect
 from stream.server import private_server
 from workers.run.folder import held, write_whole
-from workers.settings_file import load
+from workers.settings.file import load
 
 _RUNS = Path("runs")
 _RECONNECT_S = 10.0

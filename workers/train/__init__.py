@@ -2,12 +2,14 @@
 
 ::
 
-    groups ─► batch ─► masks ─► advantages ─► logprobs ─► losses ─► optimizer ─► weights
-              facts    B, L     by group id   of sampled   one denominator       checkpoint,
-              tokens   tokens                 tokens only  for the whole batch   publication
+    groups ─► batch ─► selection ─► estimation ─► objective ─────► optimizer ─► weights
+              facts    masks B, L   rewards,      proximal, loss,   learner     checkpoint,
+              tokens   filters      advantages    by micro-batch                publication
 
-The maths (`grouping`, `masks`, `advantages`, `losses`, `schedule`) is pure: tensors in, tensors out, and nothing known
-of streams, settings or models. `learner` joins it to a model and an optimizer; the worker joins that to the streams.
+Pure functions are in `algorithms`: tensors in, tensors out, nothing known of streams, settings or models. `selection`,
+`estimation` and `objective` are where they meet the settings, `logprobs`, `critic` and `survey` where the model comes
+in; `learner` joins it all to an optimizer, and the worker joins that to the streams.
 
-Axes in names: C completions, R rows, T tokens of a row, G groups, M rows of one micro-batch, N tokens that bear loss.
+Axes in names: C completions, R rows, T tokens of a row, G groups, P parts of a reward, M rows of one micro-batch, N
+tokens that bear loss.
 """

@@ -1,8 +1,9 @@
 """Groups as tensors: what a training step works on.
 
 Rows are right-padded; completions, their facts and their groups stand beside the rows and are pointed to by code, so
-that a completion without a row (its rollout failed before it sampled) is counted like any other. Buffers are read as
-they are; no token passes through Python.
+that a completion without a row (its rollout failed before it sampled) is counted like any other. A greedy completion is
+none of them: of it there is its reward, as a fact of its group. Buffers are read as they are; no token passes through
+Python.
 """
 
 from collections.abc import Sequence
@@ -15,14 +16,16 @@ from torch import Tensor
 from stream.errors import RecordError
 from stream.records import Completion, Group, Row
 from stream.validity import Measured, RewardReason
-from workers.train.masks import NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, Facts
+from workers.train.algorithms.masks import NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, Facts
+from workers.train.reward_parts import greedy_of, known, part_table, turn_table
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Batch:
     """Rows, and the completions that they belong to.
 
-    Example, one group of two completions, the second without a row::
+    Example, one group of two completions, the second without a row; the first got 0.5 for its first turn, and 2 from a
+    reward function of weight 0.5::
 
         tokens_RT                [[p p a a t a]]          p prompt, a sampled, t the tool's
         sampled_RT               [[. . x x . x]]
@@ -31,6 +34,11 @@ class Batch:
         lengths_R                [6]
         completion_ids_R         [0]
         facts.group_ids_C        [0, 0]
+        part_names               ("env", "style")
+        parts_PC                 [[.5 0] [2 0]]
+        part_weights_P           [1 .5]
+        turn_rewards_RT          [[0 0 0 .5 0 0]]
+        outcome_C                [1 0]
     """
 
     tokens_RT: Tensor
@@ -49,6 +57,23 @@ class Batch:
     """Of the completions."""
     prompt_ids: tuple[str, ...]
     """Labels of the groups."""
+    greedy_rewards_G: Tensor
+    """float64, reward of the group's greedy completion; 0 where `greedy_measured_G` is not set."""
+    greedy_measured_G: Tensor
+    """bool: there is one, its rollout did not fail, and its reward is finite."""
+    greedy_truncated_G: Tensor
+    """int64, why it was cut short: code into `TRUNCATION_REASONS`, or `NONE`. What follows is the policy's business."""
+    part_names: tuple[str, ...]
+    """Parts of rewards, in order of first appearance (`workers.train.reward_parts.part_table`)."""
+    parts_PC: Tensor
+    """float64, unweighted value of each part; 0 where absent or unmeasured. Parts by turn are added up."""
+    part_weights_P: Tensor
+    """float64."""
+    turn_rewards_RT: Tensor
+    """float64, weighted reward of each turn on the last token sampled in it; 0 elsewhere, and where the completion's
+    reward is not measured."""
+    outcome_C: Tensor
+    """float64, the reward without those of its turns; 0 where not measured."""
 
     @property
     def group_ids_R(self) -> Tensor:
@@ -66,11 +91,13 @@ def collate(groups: Sequence[Group]) -> Batch:
 
     Raises:
         RecordError: a row that cannot be trained as it stands (versions that do not cover the sampled tokens, a sampled
-            token that nothing precedes); names prompt, completion and row.
+            token that nothing precedes), rewards by turn that are not one for each sampled range, several greedy
+            completions; names prompt and completion.
     """
-    completions = [(code, completion) for code, group in enumerate(groups) for completion in group.completions]
+    completions = [(code, c) for code, group in enumerate(groups) for c in group.completions if not c.greedy]
     rows = [(code, row) for code, (_, completion) in enumerate(completions) for row in completion.rows]
     starts, ends, spans = [], [], []
+    lasts: list[list[int]] = [[] for _ in completions]
     for code, row in rows:
         problem = _problem(row)
         if problem:
@@ -80,7 +107,8 @@ def collate(groups: Sequence[Group]) -> Batch:
     prompts = [len(row.prompt_ids) // 4 for _, row in rows]
     lengths_R = torch.tensor([p + len(row.token_ids) // 4 for p, (_, row) in zip(prompts, rows, strict=True)]).long()
     width = int(lengths_R.max()) if rows else 0
-    for place, (before, (_, row)) in enumerate(zip(prompts, rows, strict=True)):
+    for place, (before, (code, row)) in enumerate(zip(prompts, rows, strict=True)):
+        lasts[code] += [place * width + before + end - 1 for _, end in row.sampled]
         base = place * (width + 1) + before
         starts += [base + start for start, _ in row.sampled]
         ends += [base + end for _, end in row.sampled]
@@ -95,6 +123,10 @@ def collate(groups: Sequence[Group]) -> Batch:
     versions_RT = _painted(
         len(rows), width, [s for s, _, _ in spans], [e for _, e, _ in spans], [v + 1 for *_, v in spans]
     )
+    turns = turn_table([(groups[code].prompt.id, c) for code, c in completions], lasts, (len(rows), width))
+    parts = part_table([completion for _, completion in completions])
+    greedy = [greedy_of(group) for group in groups]
+    greedy_rewards = [known(c.reward) if c is not None and c.failure is None else None for c in greedy]
     return Batch(
         tokens_RT=tokens_RT,
         sampled_RT=sampled_RT,
@@ -104,13 +136,22 @@ def collate(groups: Sequence[Group]) -> Batch:
         completion_ids_R=torch.tensor([code for code, _ in rows], dtype=torch.int64),
         facts=_facts(completions, len(groups)),
         prompt_ids=tuple(group.prompt.id for group in groups),
+        greedy_rewards_G=torch.tensor([reward or 0.0 for reward in greedy_rewards], dtype=torch.float64),
+        greedy_measured_G=torch.tensor([reward is not None for reward in greedy_rewards], dtype=torch.bool),
+        greedy_truncated_G=_codes(TRUNCATION_REASONS, [c and c.truncated for c in greedy]),
+        part_names=parts.names,
+        parts_PC=parts.values_PC,
+        part_weights_P=parts.weights_P,
+        turn_rewards_RT=turns.rewards_RT,
+        outcome_C=turns.outcome_C,
     )
 
 
 def split(batch: Batch, micro_batch_tokens: int, rows_R: Tensor | None = None) -> list[Tensor]:
     """Partition rows into micro-batches of at most so many padded tokens.
 
-    Rows are sorted by length and packed in that order, so that padding is little; a row longer than the bound gets a
+    All rows of a completion stay together, since some losses speak of whole completions. Completions are sorted by
+    their longest row and packed in that order, so that padding is little; one that is over the bound by itself gets a
     micro-batch of its own.
 
     Args:
@@ -121,23 +162,23 @@ def split(batch: Batch, micro_batch_tokens: int, rows_R: Tensor | None = None) -
     Returns:
         Row numbers (int64) of each micro-batch.
     """
-    chosen = (
-        torch.arange(len(batch.lengths_R), device=batch.lengths_R.device)
-        if rows_R is None
-        else rows_R.nonzero().squeeze(1)
-    )
-    lengths = batch.lengths_R[chosen]
-    order = torch.argsort(lengths, descending=True, stable=True)
+    everything_R = torch.arange(len(batch.lengths_R), device=batch.lengths_R.device)
+    chosen = everything_R if rows_R is None else everything_R[rows_R]
+    if not len(chosen):
+        return []
+    _, codes, counts_S = torch.unique(batch.completion_ids_R[chosen], return_inverse=True, return_counts=True)
+    longest_S = torch.zeros_like(counts_S).scatter_reduce(0, codes, batch.lengths_R[chosen], "amax")
+    order_S = torch.argsort(longest_S, descending=True, stable=True)
     sizes: list[int] = []
-    longest = room = 0
-    for length in lengths[order].tolist():
-        if room == 0:
+    longest = 0
+    for length, rows in zip(longest_S[order_S].tolist(), counts_S[order_S].tolist(), strict=True):
+        if sizes and (sizes[-1] + rows) * longest <= micro_batch_tokens:
+            sizes[-1] += rows
+        else:
             longest = max(length, 1)
-            room = max(1, micro_batch_tokens // longest)
-            sizes.append(0)
-        sizes[-1] += 1
-        room -= 1
-    return list(torch.split(chosen[order], sizes)) if sizes else []
+            sizes.append(rows)
+    place_S = torch.argsort(order_S)
+    return list(torch.split(chosen[torch.argsort(place_S[codes], stable=True)], sizes))
 
 
 def _problem(row: Row) -> str:

@@ -2,7 +2,8 @@
 
 Invalid rows are left out, which a policy could learn to exploit, and a dead verifier would go unnoticed. So the
 fraction of completions that are invalid, by environment and reason, is watched over a window of groups; beyond the
-bound the run stops. Nothing is turned into 0 to get there.
+bound the run stops. Nothing is turned into 0 to get there. A greedy completion counts like any other: it is a rollout
+too.
 """
 
 from collections import Counter, deque

@@ -1,14 +1,13 @@
 """Model and optimizer: one batch in, one step done, and weights to write. Knows nothing of streams."""
 
 import math
-import shutil
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
-import msgspec
 import structlog
 import torch
 from torch import Tensor
@@ -16,29 +15,24 @@ from torch import Tensor
 from stream.errors import RunMismatchError, SettingsError
 from stream.validity import DropReason
 from workers.settings import Settings
-from workers.train.advantages import ESTIMATORS
+from workers.train.algorithms.advantages import ESTIMATORS
+from workers.train.algorithms.losses import LOSSES, LossOutput
+from workers.train.algorithms.masks import Masks, too_old
+from workers.train.algorithms.rejection import Rejection, Rule, reject
 from workers.train.batch import Batch, split
+from workers.train.critic import Critic, hidden_size
 from workers.train.durable import new_folder
-from workers.train.logprobs import token_logprobs
-from workers.train.losses import LOSSES, LossOutput
-from workers.train.masks import Masks, too_old
+from workers.train.estimation import NEEDS_SURVEY, Advantages, estimate_advantages
+from workers.train.logprobs import TokenLogprobs, token_logprobs
 from workers.train.metrics import Metrics, step_metrics
+from workers.train.objective import Objective, Settled, correction_report, settle
+from workers.train.policy import load_policy, write_policy
+from workers.train.ranks import Ranks
 from workers.train.schedule import factor
-from workers.train.selection import derive_masks
+from workers.train.selection import derive_masks, verdicts, without
+from workers.train.survey import Survey
 
 log = structlog.get_logger()
-
-COMPANIONS: Final = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "chat_template*",
-    "*processor_config.json",
-)
-"""Files beside the weights that are copied from the base model's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,48 +43,52 @@ class StepReport:
     """The optimizer moved, at least once."""
     skipped: str
     """Why not, or why it stopped before its last update: `no_valid_row`, `gradient_not_finite`; else empty."""
+    dropped: dict[str, DropReason]
+    """Groups that rollout correction left with too little to train on, by prompt id."""
     loss: float
-    """Mean over loss tokens and updates; 0.0 where nothing was valid; may be NaN where the step was skipped."""
+    """Mean over updates; 0.0 where nothing was valid; may be NaN where the step was skipped."""
     metrics: Metrics
     """By the names in `workers.train.metrics.NAMES`."""
 
 
-@dataclass(slots=True, eq=False)
-class _Work:
-    """One batch on its way through the updates."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Formed:
+    """A batch after everything that is decided before the first gradient."""
 
     batch: Batch
     masks: Masks
-    advantages_R: Tensor
-    parts: list[Tensor]
-    proximal_RT: Tensor
-    denominator: int
+    advantages: Advantages
+    objective: Objective
+    rejection: Rejection | None
+    dropped: dict[str, DropReason]
+
+
+@dataclass(slots=True, eq=False)
+class _Tally:
+    """What the updates of one batch add up to."""
+
     updates: int = 0
     """Updates that were computed, finite or not."""
     sums: dict[str, float] = field(default_factory=dict)
+    """Of `loss` and `grad_norm` over updates, of all others over loss tokens and updates."""
     maxima: dict[str, float] = field(default_factory=dict)
 
-    def count(self, output: LossOutput) -> None:
-        """Add the share of one micro-batch."""
-        self.add("loss", float(output.loss.detach()) * self.denominator)
-        for name, value in output.sums.items():
-            self.add(name, float(value))
-        for name, value in output.maxima.items():
+    def add(self, sums: Mapping[str, Tensor | float], maxima: Mapping[str, Tensor | float]) -> None:
+        """Add a share."""
+        for name, value in sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+        for name, value in maxima.items():
             self.maxima[name] = max(float(value), self.maxima.get(name, float("-inf")))
 
-    def add(self, name: str, value: float) -> None:
-        """Add to a sum over loss tokens, or over updates."""
-        self.sums[name] = self.sums.get(name, 0.0) + value
-
-    def metrics(self) -> Metrics:
-        """Means over loss tokens and updates; entropy is known of the first update alone."""
-        per_update = {"grad_norm": 1, "entropy": self.denominator / max(1, self.updates)}
-        means = {n: s / (self.updates * per_update.get(n, self.denominator)) for n, s in self.sums.items()}
-        return {**means, **self.maxima}
+    def metrics(self, tokens: int) -> Metrics:
+        """Means; entropy is known of the first update alone."""
+        over = {"loss": self.updates, "grad_norm": self.updates, "entropy": tokens}
+        means = {name: value / over.get(name, tokens * self.updates) for name, value in self.sums.items()}
+        return {"loss": 0.0, **means, **self.maxima}
 
 
 class Learner:
-    """The policy and its optimizer.
+    """The policy and its optimizer; with `gae` a critic beside it, with a divergence the policy of the beginning.
 
     Weights and optimizer state are float32 whatever `model.dtype` says; with `bfloat16` the forward pass runs under
     autocast, and weights are written in bfloat16. Dropout is off. With the same threads, the same batches give the same
@@ -103,7 +101,8 @@ class Learner:
         device: the first GPU if there is one, unless given.
 
     Raises:
-        SettingsError: there is no model in the folder, or the learning rate falls over an unknown number of steps.
+        SettingsError: there is no model in the folder, the learning rate falls over an unknown number of steps, or the
+            model has nothing that a critic could stand on.
     """
 
     def __init__(
@@ -120,11 +119,17 @@ class Learner:
                 f"train.schedule is {settings.train.schedule!r}, but where it ends is unknown; set train.max_steps"
             )
         torch.set_num_threads(settings.train.threads)
+        self.ranks = Ranks()
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.base = Path(folder or settings.model.path)
-        self.model: Any = _load(self.base).to(self.device)
+        self.model: Any = load_policy(self.base).to(self.device)
+        self.reference: Any = None
+        if settings.algorithm.kl_coefficient:
+            self.reference = load_policy(Path(settings.model.path)).to(self.device).requires_grad_(requires_grad=False)
+        self.critic = _critic(self.model, settings).to(self.device) if settings.estimator.name == "gae" else None
         self.parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
-        self.optimizer = _optimizer(self.parameters, settings)
+        self.critic_parameters = {f"critic.{n}": p for n, p in self.critic.named_parameters()} if self.critic else {}
+        self.optimizer = _optimizer(self.parameters, self.critic_parameters, settings)
 
     @property
     def vocabulary(self) -> int:
@@ -148,32 +153,36 @@ class Learner:
             dropped: how many groups were dropped since then, by reason; for the metrics.
         """
         started = time.perf_counter()
-        batch = batch.to(self.device)
-        masks = derive_masks(batch, self.settings, version)
-        advantages_C = self._advantages(batch, masks)
-        skipped, work = "no_valid_row", self._work(batch, masks, advantages_C)
+        formed = self._form(batch.to(self.device), version)
+        skipped, tally = "no_valid_row", _Tally()
         rate = self._set_learning_rate()
-        if work.denominator:
-            skipped = self._train(work)
+        if formed.objective.totals.tokens:
+            skipped = self._train(formed, tally)
+            formed.objective.share_settled(self.ranks)
         else:
-            log.warning("step.skipped", step=self.steps + 1, reason=skipped, completions=len(masks.baseline_C))
+            log.warning("step.skipped", step=self.steps + 1, reason=skipped, completions=len(formed.masks.baseline_C))
         self.steps += 1
-        trained = not skipped or work.updates > 1
+        trained = not skipped or tally.updates > 1
         metrics = step_metrics(
-            batch,
-            masks,
-            advantages_C,
+            formed.batch,
+            formed.masks,
+            formed.advantages.values_C,
+            settings=self.settings,
             version=version,
             too_old=int(
                 too_old(batch.sampled_RT, batch.versions_RT, version, self.settings.pacing.max_token_age).sum()
             ),
             filtered=(filtered, derive_masks(filtered, self.settings, version)) if filtered else None,
-            dropped=dropped,
+            dropped=Counter(dropped or {}) + Counter(formed.dropped.values()),
         )
+        if trained:
+            metrics |= correction_report(formed.objective, formed.rejection)
         metrics |= {"step": self.steps, "version": version, "learning_rate": rate, "trained": int(trained)}
-        metrics |= {"loss": 0.0, **work.metrics(), "seconds": time.perf_counter() - started}
+        metrics |= {**tally.metrics(formed.objective.totals.tokens), "seconds": time.perf_counter() - started}
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        return StepReport(trained=trained, skipped=skipped, loss=float(metrics["loss"]), metrics=finite)
+        return StepReport(
+            trained=trained, skipped=skipped, dropped=formed.dropped, loss=float(metrics["loss"]), metrics=finite
+        )
 
     def save_weights(self, folder: Path) -> None:
         """Write the policy in Hugging Face form to a new folder, which is there whole or not at all.
@@ -186,43 +195,39 @@ class Learner:
             self.write_weights(temporary)
 
     def write_weights(self, folder: Path) -> None:
-        """Write config, `model.safetensors`, generation config and the tokenizer's files into an existing folder."""
-        dtype = getattr(torch, self.settings.model.dtype)
-        self.model.save_pretrained(folder, state_dict=_cast(self.model.state_dict(), dtype), max_shard_size="1000GB")
-        config = folder / "config.json"
-        config.write_bytes(
-            msgspec.json.format(
-                msgspec.json.encode(msgspec.json.decode(config.read_bytes()) | {"dtype": self.settings.model.dtype})
-            )
-        )
-        for pattern in COMPANIONS:
-            for path in self.base.glob(pattern):
-                if path.is_file():
-                    shutil.copyfile(path, folder / path.name)
+        """Write the policy into an existing folder."""
+        write_policy(self.model, self.base, folder, self.settings.model.dtype)
 
     def state(self) -> dict[str, Tensor]:
-        """Everything beside the weights that the next step depends on, by name; float32 weights where they differ."""
+        """Everything beside the weights that the next step depends on, by name.
+
+        That is the optimizer's state, float32 weights where those written differ, and the critic.
+        """
+        trained = self.parameters | self.critic_parameters
         tensors = {
             f"{kind}.{name}": value
-            for name, parameter in self.parameters.items()
+            for name, parameter in trained.items()
             for kind, value in self.optimizer.state.get(parameter, {}).items()
         }
-        if self.settings.model.dtype != "float32":
-            tensors |= {f"master.{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        masters = self.critic_parameters if self.settings.model.dtype == "float32" else trained
+        tensors |= {f"master.{name}": parameter.detach() for name, parameter in masters.items()}
         return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
     def restore(self, folder: Path, state: Mapping[str, Tensor], *, steps: int, skipped_steps: int = 0) -> None:
         """Go back to weights in Hugging Face form and to what `state` returned beside them.
 
         Raises:
-            RunMismatchError: they belong to another model.
+            RunMismatchError: they belong to another model, or were trained without the critic that there is now.
         """
-        weights = {name: parameter.data for name, parameter in _load(folder).named_parameters()}
+        weights = {name: parameter.data for name, parameter in load_policy(folder).named_parameters()}
         if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in self.parameters.items()}:
             raise RunMismatchError(f"{folder}: its weights are not those of {self.base}; use another run name")
+        weights |= {name: state[f"master.{name}"] for name in self.critic_parameters if f"master.{name}" in state}
         self.optimizer.state.clear()
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
+            for name, parameter in (self.parameters | self.critic_parameters).items():
+                if name not in weights or weights[name].shape != parameter.shape:
+                    raise RunMismatchError(f"{folder}: it has no such critic ({name}); use another run name")
                 parameter.copy_(state.get(f"master.{name}", weights[name]))
                 kinds = {kind: state.get(f"{kind}.{name}") for kind in ("step", "exp_avg", "exp_avg_sq")}
                 found = {
@@ -234,33 +239,122 @@ class Learner:
                     self.optimizer.state[parameter] = found
         self.steps, self.skipped_steps = steps, skipped_steps
 
-    def _advantages(self, batch: Batch, masks: Masks) -> Tensor:
-        algorithm = self.settings.algorithm
-        return ESTIMATORS[algorithm.estimator](
-            masks.rewards_C, batch.facts.group_ids_C, masks.baseline_C, msgspec.structs.asdict(algorithm)
+    def _form(self, batch: Batch, version: int) -> _Formed:
+        """Reject, filter, estimate: everything that is decided of a batch before its first gradient."""
+        settings, dropped = self.settings, dict[str, DropReason]()
+        masks = derive_masks(batch, settings, version)
+        survey = self._survey(batch, masks.tokens_RT) if self._needs_survey() else None
+        rejection = None
+        if survey is not None and (rules := settings.correction.resolved().reject):
+            rejection = reject(
+                [Rule(rule.rule, rule.lower, rule.upper) for rule in rules],
+                survey.logprobs_RT,
+                batch.behaviour_logprobs_RT,
+                masks.tokens_RT,
+                batch.completion_ids_R,
+            )
+            taken = {
+                rule.name: masks.tokens_RT & ~kept
+                for rule, kept in zip(rejection.rules, rejection.by_rule, strict=True)
+            }
+            reasons = verdicts(batch, derive_masks(batch, settings, version, taken), settings)
+            dropped = {p: r for p, r in zip(batch.prompt_ids, reasons, strict=True) if r is not None}
+            batch = without(batch, reasons)
+            masks = derive_masks(batch, settings, version, taken)
+        settled: Settled | None = None
+        if survey is not None:
+            settled = settle(batch, masks.tokens_RT, survey.logprobs_RT, version, settings)
+        weights_RT = None if settled is None else settled.weights_RT
+        advantages = estimate_advantages(batch, masks, settings, survey=survey, weights_RT=weights_RT)
+        objective = Objective(
+            batch,
+            masks,
+            advantages,
+            version,
+            settings,
+            settled=settled,
+            survey=survey,
+            seed=settings.run.seed + self.steps,
+        )
+        return _Formed(batch, masks, advantages, objective, rejection, dropped)
+
+    def _needs_survey(self) -> bool:
+        correction = self.settings.correction.resolved()
+        needs = ESTIMATORS[self.settings.estimator.name].needs
+        return bool(
+            correction.reject
+            or correction.normalize
+            or LOSSES[self.settings.loss.name].declared.selector
+            or set(needs) & set(NEEDS_SURVEY)
         )
 
-    def _work(self, batch: Batch, masks: Masks, advantages_C: Tensor) -> _Work:
-        # Until the first pass fills it in, proximal is behaviour; with the engine's it stays so.
-        return _Work(
-            batch=batch,
-            masks=masks,
-            advantages_R=advantages_C.float()[batch.completion_ids_R],
-            parts=split(batch, self.settings.train.micro_batch_tokens, masks.loss_R),
-            proximal_RT=batch.behaviour_logprobs_RT.clone(),
-            denominator=int(masks.tokens_RT.sum()),
+    def _survey(self, batch: Batch, mask_RT: Tensor) -> Survey:
+        """A pass without gradient over the tokens that may bear loss."""
+        zeros_RT = torch.zeros_like(batch.behaviour_logprobs_RT)
+        logprobs_RT, squares_RT, values_RT = zeros_RT, zeros_RT.clone(), zeros_RT.clone()
+        end_values_R = torch.zeros(len(batch.lengths_R), device=self.device)
+        with torch.no_grad():
+            for rows in self.ranks.mine(split(batch, self.settings.train.micro_batch_tokens, mask_RT.any(dim=1))):
+                width = int(batch.lengths_R[rows].max())
+                mask = mask_RT[rows, :width]
+                found = self._read(batch, rows, mask, squares=True, ends=self.critic is not None)
+                for whole, part in ((logprobs_RT, found.logprobs_N), (squares_RT, found.squares_N)):
+                    whole[rows, :width] = torch.zeros_like(whole[rows, :width]).masked_scatter(mask, _given(part))
+                if self.critic is not None:
+                    values_N = self.critic(_given(found.hidden_NH))
+                    values_RT[rows, :width] = torch.zeros_like(values_RT[rows, :width]).masked_scatter(mask, values_N)
+                    end_values_R[rows] = self.critic(_given(found.end_hidden_MH))
+        add = self.ranks.add
+        return Survey(
+            logprobs_RT=add(logprobs_RT),
+            squares_RT=add(squares_RT),
+            values_RT=add(values_RT),
+            end_values_R=add(end_values_R),
         )
 
-    def _train(self, work: _Work) -> str:
+    def _read(
+        self,
+        batch: Batch,
+        rows: Tensor,
+        mask_MT: Tensor,
+        *,
+        squares: bool = False,
+        ends: bool = False,
+        first: bool = False,
+    ) -> TokenLogprobs:
+        """A pass of the policy over some rows."""
+        bonus = self.settings.algorithm.entropy_coefficient > 0 and torch.is_grad_enabled()
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.model.dtype == "bfloat16"):
+            return token_logprobs(
+                self.model,
+                batch.tokens_RT[rows, : mask_MT.shape[1]],
+                mask_MT,
+                temperature=self.settings.rollout.temperature,
+                entropy="gradient" if bonus else "value" if first else "",
+                squares=squares,
+                lengths_M=batch.lengths_R[rows] if ends else None,
+            )
+
+    def _train(self, formed: _Formed, tally: _Tally) -> str:
         """Make the updates of one batch; returns why it stopped, or nothing."""
-        for _ in range(self.settings.train.updates_per_batch):
+        parts = self.ranks.mine(split(formed.batch, self.settings.train.micro_batch_tokens, formed.masks.loss_R))
+        trained = [*self.parameters.values(), *self.critic_parameters.values()]
+        bound = self.settings.train.max_grad_norm
+        for update in range(self.settings.train.updates_per_batch):
             self.optimizer.zero_grad(set_to_none=True)
-            for rows in work.parts:
-                self._backward(work, rows)
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.train.max_grad_norm)
-            work.updates += 1
-            work.add("grad_norm", float(norm))
-            if not torch.isfinite(norm):
+            share = _Tally()
+            for rows in parts:
+                output = self._backward(formed, rows, first=update == 0)
+                share.add({"loss": output.loss.detach(), **output.sums}, output.maxima)
+            self.ranks.add_gradients(trained)
+            tally.add(*self.ranks.combine(share.sums, share.maxima))
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), bound)
+            sound = torch.isfinite(norm)
+            if self.critic is not None:
+                sound &= torch.isfinite(torch.nn.utils.clip_grad_norm_(self.critic_parameters.values(), bound))
+            tally.updates += 1
+            tally.add({"grad_norm": norm}, {})
+            if not sound:
                 self.skipped_steps += 1
                 self.optimizer.zero_grad(set_to_none=True)
                 log.error("step.skipped", step=self.steps + 1, reason="gradient_not_finite", norm=float(norm))
@@ -269,74 +363,62 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         return ""
 
-    def _backward(self, work: _Work, rows: Tensor) -> None:
+    def _backward(self, formed: _Formed, rows: Tensor, *, first: bool) -> LossOutput:
         """Forward and backward over one micro-batch."""
-        settings = self.settings
-        width = int(work.batch.lengths_R[rows].max())
-        mask_MT = work.masks.tokens_RT[rows, :width]
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=settings.model.dtype == "bfloat16"):
-            logprobs_N, entropy_N = token_logprobs(
-                self.model,
-                work.batch.tokens_RT[rows, :width],
-                mask_MT,
-                temperature=settings.rollout.temperature,
-                entropy=work.updates == 0,
-            )
-        logprobs_MT = torch.zeros_like(mask_MT, dtype=logprobs_N.dtype).masked_scatter(mask_MT, logprobs_N)
-        recompute = settings.algorithm.proximal == "recompute"
-        if recompute and work.updates == 0:
-            # The weights are still those of the moment when the batch was formed: this pass is the proximal pass.
-            work.proximal_RT[rows, :width] = logprobs_MT.detach()
-        if entropy_N is not None:
-            work.add("entropy", float(entropy_N.sum()))
-        options = msgspec.structs.asdict(settings.algorithm) | ({} if recompute else {"behaviour_cap": float("inf")})
-        chosen = LOSSES[settings.algorithm.loss]
-        output = chosen.function(
-            logprobs_MT,
-            work.proximal_RT[rows, :width],
-            work.batch.behaviour_logprobs_RT[rows, :width],
-            work.advantages_R[rows],
-            mask_MT,
-            denominator=work.denominator,
-            **{name: options[name] for name in chosen.options if name in options},
-        )
+        width = int(formed.batch.lengths_R[rows].max())
+        mask_MT = formed.masks.tokens_RT[rows, :width]
+        found = self._read(formed.batch, rows, mask_MT, first=first)
+        reference_N = None
+        if self.reference is not None:
+            with torch.no_grad():
+                reference_N = token_logprobs(
+                    self.reference,
+                    formed.batch.tokens_RT[rows, :width],
+                    mask_MT,
+                    temperature=self.settings.rollout.temperature,
+                ).logprobs_N
+        values_N = None if self.critic is None else self.critic(_given(found.hidden_NH))
+        output = formed.objective.share(rows, found, first=first, reference_N=reference_N, values_N=values_N)
         output.loss.backward()  # type: ignore[no-untyped-call]
-        work.count(output)
+        return output
 
     def _set_learning_rate(self) -> float:
         train = self.settings.train
-        rate = train.learning_rate * factor(
+        factor_now = factor(
             self.steps, schedule=train.schedule, warmup_steps=train.warmup_steps, total_steps=self.total_steps
         )
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
+            group["lr"] = group["peak"] * factor_now
+        return train.learning_rate * factor_now
 
 
-def _load(folder: Path) -> Any:
-    """The model in a folder, float32, without dropout."""
-    if not (folder / "config.json").is_file():
-        raise SettingsError(f"{folder}: no model in Hugging Face form there (no config.json); check model.path")
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    return model.eval()
+def _critic(model: Any, settings: Settings) -> Critic:
+    try:
+        return Critic(hidden_size(model), settings.critic.width, settings.run.seed)
+    except ValueError as error:
+        raise SettingsError(f"model.path = {settings.model.path!r} with estimator.name = 'gae': {error}") from error
 
 
-def _optimizer(parameters: Mapping[str, torch.nn.Parameter], settings: Settings) -> torch.optim.AdamW:
-    """AdamW; matrices decay, gains and biases do not."""
-    matrices = {"params": [p for p in parameters.values() if p.ndim >= 2]}
-    others = {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0}
+def _optimizer(
+    parameters: Mapping[str, torch.nn.Parameter], critic: Mapping[str, torch.nn.Parameter], settings: Settings
+) -> torch.optim.AdamW:
+    """AdamW; matrices of the policy decay, gains, biases and the critic do not."""
+    peak = settings.train.learning_rate
+    groups = [
+        {"params": [p for p in parameters.values() if p.ndim >= 2], "peak": peak},
+        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0, "peak": peak},
+        {"params": [*critic.values()], "weight_decay": 0.0, "peak": settings.critic.learning_rate},
+    ]
     return torch.optim.AdamW(
-        cast("list[dict[str, Any]]", [matrices, others]),
+        cast("list[dict[str, Any]]", [group for group in groups if group["params"]]),
         lr=settings.train.learning_rate,
         betas=settings.train.betas,
         weight_decay=settings.train.weight_decay,
     )
 
 
-def _cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors in another type; those that share memory (tied embeddings) still do."""
-    memo: dict[tuple[int, torch.Size], Tensor] = {}
-    return {name: memo.setdefault((value.data_ptr(), value.shape), value.to(dtype)) for name, value in state.items()}
+def _given(tensor: Tensor | None) -> Tensor:
+    """What was asked for, and is therefore there."""
+    if tensor is None:
+        raise ValueError("the model's output layer is no module of its own, so its hidden states cannot be had")
+    return tensor

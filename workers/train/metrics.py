@@ -5,16 +5,16 @@ all that there is, with what each is measured over; names that end in `*` stand 
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from stream.validity import DropReason
-from workers.train.batch import Batch
-from workers.train.grouping import Grouping
-from workers.train.masks import (
+from workers.settings import Settings
+from workers.train.algorithms.grouping import Grouping
+from workers.train.algorithms.masks import (
     DROP_REASONS,
     NONE,
     REWARD_REASONS,
@@ -23,6 +23,8 @@ from workers.train.masks import (
     Facts,
     Masks,
 )
+from workers.train.algorithms.pass_at_k import pass_at_k
+from workers.train.batch import Batch
 
 Metrics = dict[str, float | int]
 
@@ -39,14 +41,17 @@ NAMES: Final[dict[str, str]] = {
     "reward/min": "the same",
     "reward/max": "the same",
     "reward/count": "the number of completions in B that the four above divide by",
+    "reward/part/*": "one part of the reward, `NAME/mean`, `/std`, `/min`, `/max`: completions in B",
     "sampled/reward_mean": "completions in B of trained and of filtered groups: what the policy earns",
     "sampled/reward_count": "what that divides by",
+    "pass@*": "trained and filtered groups with K completions; `pass@K/valid`: of those in B; `pass@K/all`: of all, "
+    "the invalid ones counted as wrong",
     "advantage/mean": "completions in L",
     "advantage/std": "completions in L, sample standard deviation; two or more",
     "advantage/min": "completions in L",
     "advantage/max": "completions in L",
     "valid_fraction": "completions in B by completions",
-    "rows/*": "completions by state: valid, dropped:R, failed:R, reward:R, truncated:R (excluded), rejected:no_token",
+    "rows/*": "completions by state: valid, dropped:R, failed:R, reward:R, truncated:R (excluded), rejected:RULE",
     "truncated/*": "completions cut short, by reason, whatever became of them",
     "truncated/reward_mean": "completions in B that were cut short",
     "truncated/length_mean": "sampled tokens of completions in B that were cut short",
@@ -56,6 +61,7 @@ NAMES: Final[dict[str, str]] = {
     "groups/dropped/*": "groups dropped since the step before, by reason",
     "length/mean": "sampled tokens of a completion, over B",
     "length/max": "the same",
+    "length/by_end/*": "the mean of the same, by how the completion ended: `finished` or why it was cut short",
     "turns/mean": "turns of a completion, over B",
     "tokens/loss": "tokens that bear loss: what every mean over loss tokens divides by",
     "tokens/sampled": "tokens that the policy sampled, valid or not",
@@ -63,14 +69,16 @@ NAMES: Final[dict[str, str]] = {
     "tokens/not_finite": "of those, tokens whose engine log-prob is no number",
     "staleness/mean": "versions between sampling and training, over loss tokens",
     "staleness/max": "the same",
-    "clip_fraction": "loss tokens where the clipped term was taken, over all updates",
+    "clip_fraction": "loss tokens where the bounded term was taken, over all updates",
+    "clip_fraction_lower": "loss tokens where the bound for negative advantages was, over all updates",
     "ratio/mean": "policy now by proximal policy, loss tokens, over all updates",
     "ratio/max": "the same",
-    "weight/mean": "proximal by behaviour policy after truncation, loss tokens",
-    "weight/max": "the same",
-    "weight/capped_fraction": "loss tokens whose weight was truncated",
-    "kl/k1": "estimate of KL(behaviour, proximal) from log-ratios, loss tokens",
+    "kl/k1": "estimate of KL(proximal, policy now) from log-ratios, loss tokens, over all updates",
     "kl/k3": "the same by exp(d) - 1 - d, which is never negative",
+    "correction/*": "how far trainer and engine were apart when the batch was formed, over loss tokens and the "
+    "completions that have them: weights, effective sample size, perplexities, KL (see `algorithms.diagnostics`)",
+    "reference/kl": "divergence from the policy of the beginning, loss tokens, over all updates",
+    "value/*": "of the critic, loss tokens, over all updates",
     "entropy": "nats, of the distributions that loss tokens were drawn from, under the proximal policy",
 }
 
@@ -80,6 +88,7 @@ def step_metrics(
     masks: Masks,
     advantages_C: Tensor,
     *,
+    settings: Settings,
     version: int,
     too_old: int = 0,
     filtered: tuple[Batch, Masks] | None = None,
@@ -91,6 +100,7 @@ def step_metrics(
         batch: the groups that are trained.
         masks: theirs.
         advantages_C: theirs.
+        settings: of the run.
         version: the policy version that is trained.
         too_old: tokens over the maximal age.
         filtered: groups that the group filter dropped, whose rewards were measured all the same.
@@ -105,6 +115,8 @@ def step_metrics(
     found: Metrics = {
         **_summary("reward", rewards),
         "reward/count": len(rewards),
+        **_parts(batch, masks),
+        **_pass_at_k([(batch, masks), *([filtered] if filtered else [])], settings.algorithm.correct_at),
         **_mean("sampled/reward_mean", sampled_rewards),
         "sampled/reward_count": len(sampled_rewards),
         **_summary("advantage", advantages_C[masks.loss_C]),
@@ -112,6 +124,7 @@ def step_metrics(
         **_mean("truncated/length_mean", lengths_C[truncated_C]),
         **_mean("length/mean", lengths_C[masks.baseline_C]),
         **_max("length/max", lengths_C[masks.baseline_C]),
+        **_lengths_by_end(facts, masks, lengths_C),
         **_mean("turns/mean", facts.turns_C[masks.baseline_C]),
         **_mean("valid_fraction", masks.baseline_C),
         **_group_counts(facts, masks, dropped or {}),
@@ -140,10 +153,12 @@ def count_states(facts: Facts, masks: Masks) -> Counter[str]:
         masks.baseline_C.tolist(),
         strict=True,
     )
-    return Counter(_state(*column) for column in columns)
+    return Counter(_state(*column, rules=masks.rules) for column in columns)
 
 
-def _state(dropped: int, failed: int, unmeasured: int, truncated: int, rejected: bool, valid: bool) -> str:
+def _state(
+    dropped: int, failed: int, unmeasured: int, truncated: int, rejected: int, valid: bool, *, rules: Sequence[str]
+) -> str:
     if valid:
         return "valid"
     if dropped != NONE:
@@ -152,8 +167,8 @@ def _state(dropped: int, failed: int, unmeasured: int, truncated: int, rejected:
         return f"failed:{ROLLOUT_REASONS[failed]}"
     if unmeasured != NONE:
         return f"reward:{REWARD_REASONS[unmeasured]}"
-    if rejected:
-        return "rejected:no_token"
+    if rejected != NONE:
+        return f"rejected:{rules[rejected]}"
     return f"truncated:{TRUNCATION_REASONS[truncated]}"
 
 
@@ -166,6 +181,40 @@ def _group_counts(facts: Facts, masks: Masks, dropped: Mapping[DropReason, int])
         "groups/singleton": int((groups.count_G == 1).sum()),
         **{f"groups/dropped/{reason}": count for reason, count in sorted(dropped.items())},
     }
+
+
+def _parts(batch: Batch, masks: Masks) -> Metrics:
+    found: Metrics = {}
+    for name, values_C in zip(batch.part_names, batch.parts_PC, strict=True):
+        found |= _summary(f"reward/part/{name}", values_C[masks.baseline_C])
+    return found
+
+
+def _pass_at_k(sampled: Sequence[tuple[Batch, Masks]], correct_at: float) -> Metrics:
+    """Over groups as they were sampled, so filtered ones too: those all right or all wrong are the most of those."""
+    valid, every, right = [], [], []
+    for batch, masks in sampled:
+        facts = batch.facts
+        groups = Grouping(facts.group_ids_C, masks.baseline_C, facts.groups)
+        valid.append(groups.count_G.long().cpu())
+        every.append(torch.bincount(facts.group_ids_C, minlength=facts.groups).cpu())
+        right.append(groups.sum((masks.rewards_C >= correct_at).double()).long().cpu())
+    valid_G, every_G, right_G = torch.cat(valid), torch.cat(every), torch.cat(right)
+    found: Metrics = {}
+    k = 1
+    while k <= (int(every_G.max()) if len(every_G) else 0):
+        for name, n_G in (("valid", valid_G), ("all", every_G)):
+            passed = pass_at_k(n_G, right_G, k)
+            found |= _mean(f"pass@{k}/{name}", passed.value[passed.known])
+        k *= 2
+    return found
+
+
+def _lengths_by_end(facts: Facts, masks: Masks, lengths_C: Tensor) -> Metrics:
+    found: Metrics = {}
+    for code, end in enumerate(("finished", *TRUNCATION_REASONS), start=NONE):
+        found |= _mean(f"length/by_end/{end}", lengths_C[masks.baseline_C & (facts.truncated_C == code)])
+    return found
 
 
 def _sampled_lengths(batch: Batch) -> Tensor:

@@ -160,7 +160,7 @@ class Trainer:
                 ends.append(End(lease, judgement.ending))
             if judgement.group is not None and judgement.ending.startswith("dropped:"):
                 self.progress.dropped(judgement.states)
-                self._note([judgement.group], judgement.ending, self.progress.step + 1)
+                self._note([judgement.group], [judgement.ending], self.progress.step + 1)
         await self._end(ends)
 
     async def _step(self, began: float) -> dict[str, float]:
@@ -170,9 +170,12 @@ class Trainer:
         dropped, filtered = self.hand.dropped()
         report = await anyio.to_thread.run_sync(_train_on, self.learner, groups, version, dropped, filtered)
         self.progress.stepped(report.metrics, len(groups) * report.trained, time.monotonic() - began)
-        ending = "trained" if report.trained else f"dropped:{report.skipped}"
-        self._note(groups, ending, self.progress.step)
-        await self._end([End(lease, ending) for lease in leases])
+        otherwise = "trained" if report.trained else f"dropped:{report.skipped}"
+        ends = [
+            f"dropped:{report.dropped[g.prompt.id]}" if g.prompt.id in report.dropped else otherwise for g in groups
+        ]
+        self._note(groups, ends, self.progress.step)
+        await self._end([End(lease, end) for lease, end in zip(leases, ends, strict=True)])
         elapsed = time.monotonic() - began
         metrics = dict(report.metrics) | {
             "time": time.time(),
@@ -183,9 +186,11 @@ class Trainer:
         await anyio.to_thread.run_sync(self.journal.append, metrics)
         return metrics
 
-    def _note(self, groups: list[Group], end: str, step: int) -> None:
+    def _note(self, groups: list[Group], ends: list[str], step: int) -> None:
         version = self.weights.version
-        self.ledger.append([Line(group.prompt.id, end, step, version, content_hash(group)) for group in groups])
+        self.ledger.append(
+            [Line(g.prompt.id, end, step, version, content_hash(g)) for g, end in zip(groups, ends, strict=True)]
+        )
 
     async def _end(self, ends: list[End]) -> None:
         """Mark groups as ended; those trained give their place back with the next version."""

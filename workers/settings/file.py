@@ -13,7 +13,9 @@ import msgspec
 import tomli_w
 
 from stream.errors import SettingsError
-from workers.settings import RewardFunction, Settings
+from workers.settings.algorithm import Rejection
+from workers.settings.combinations import refuse_impossible
+from workers.settings.whole import Settings, sections
 
 
 def load(path: Path, overrides: tuple[str, ...] = ()) -> Settings:
@@ -42,43 +44,14 @@ def parse(table: dict[str, Any], source: str = "settings") -> Settings:
     try:
         settings = msgspec.convert(table, Settings)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{source}: {_explain(str(error))}") from error
-    _check_combinations(settings, source)
+        raise SettingsError(f"{source}: {_explain(str(error), table)}") from error
+    refuse_impossible(settings, source)
     return settings
 
 
 def dump(settings: Settings) -> str:
     """The settings as TOML that `load` reads back equal."""
     return tomli_w.dumps(msgspec.to_builtins(settings))
-
-
-def _check_combinations(settings: Settings, source: str) -> None:
-    """Refuse what is possible key by key, but not together."""
-    if not settings.environments and not settings.rewards:
-        raise SettingsError(
-            f"{source}: neither [environments] nor [[rewards]] is set, so nothing would measure a reward; add one"
-        )
-    if settings.rollout.max_tokens_per_turn > settings.rollout.max_tokens:
-        raise SettingsError(
-            f"{source}: rollout.max_tokens_per_turn ({settings.rollout.max_tokens_per_turn}) is more than "
-            f"rollout.max_tokens ({settings.rollout.max_tokens}); lower the first or raise the second"
-        )
-    if settings.rollout.temperature == 0 and settings.train.learning_rate > 0:
-        raise SettingsError(
-            f"{source}: rollout.temperature is 0, so all completions of a group are equal and nothing can be learned "
-            "while train.learning_rate is above 0; raise the first or set the second to 0"
-        )
-    if settings.min_valid_rows > settings.rollout.group_size:
-        raise SettingsError(
-            f"{source}: algorithm.min_valid_rows ({settings.min_valid_rows}, at least 2 unless set) is more than "
-            f"rollout.group_size ({settings.rollout.group_size}), so every group would be dropped; lower the first or "
-            "raise the second"
-        )
-    if "penalty" in settings.algorithm.truncation.values():
-        raise SettingsError(
-            f"{source}: algorithm.truncation: 'penalty' (overlong shaping) is not part of this version; "
-            "use exclude, keep, zero_reward or baseline_only"
-        )
 
 
 def _apply(table: dict[str, Any], override: str) -> None:
@@ -98,16 +71,30 @@ def _apply(table: dict[str, Any], override: str) -> None:
     table[key] = value
 
 
-def _explain(message: str) -> str:
+def _explain(message: str, table: dict[str, Any]) -> str:
     """Turn msgspec's message into one that names the key as it stands in the file, and the allowed ones."""
     text, _, where = message.partition(" - at `$")
     path = where.rstrip("`").lstrip(".")
     if "unknown field" in text:
         unknown = text.rsplit("`", 2)[1]
-        kind = Settings
-        for name in filter(None, re.sub(r"\[.*?\]", "", path).split(".")):
-            found = {f.name: f.type for f in msgspec.structs.fields(kind)}.get(name)
-            kind = RewardFunction if name == "rewards" else found  # type: ignore[assignment]
-        allowed = ", ".join(f.name for f in msgspec.structs.fields(kind))
+        allowed = ", ".join(_allowed(re.sub(r"\[.*?\]", "", path), table))
         return f"unknown key {'.'.join(filter(None, [path, unknown]))}; allowed there: {allowed}"
+    section = path.partition(".")[0]
+    if len(kinds := sections().get(section, [])) > 1 and ("Invalid value" in text or "missing" in text):
+        names = ", ".join(str(kind.__struct_config__.tag) for kind in kinds)
+        return f"{section}.name: {text[:1].lower()}{text[1:]}; use one of {names}"
     return f"{path or 'settings'}: {text[:1].lower()}{text[1:]}"
+
+
+def _allowed(path: str, table: dict[str, Any]) -> list[str]:
+    """Keys of the table at this path; of one that picks a function, that function's."""
+    if not path:
+        return list(Settings.__struct_fields__)
+    section, _, inner = path.partition(".")
+    kinds = sections()[section]
+    if inner == "reject":
+        return list(Rejection.__struct_fields__)
+    if len(kinds) == 1:
+        return list(kinds[0].__struct_fields__)
+    chosen = next(kind for kind in kinds if kind.__struct_config__.tag == table[section]["name"])
+    return ["name", *chosen.__struct_fields__]

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from stream.validity import DropReason, RewardReason, RolloutReason, TruncationReason
-from workers.train.grouping import Grouping
 
 REWARD_REASONS: Final = tuple(RewardReason)
 ROLLOUT_REASONS: Final = tuple(RolloutReason)
 TRUNCATION_REASONS: Final = tuple(TruncationReason)
 DROP_REASONS: Final = tuple(DropReason)
-POLICIES: Final = ("exclude", "keep", "zero_reward", "baseline_only")
+POLICIES: Final = ("exclude", "keep", "zero_reward", "penalty", "baseline_only")
 NONE: Final = -1
 """The code of "no such fact"; other codes are positions in the tuples above."""
+NOTHING_SAMPLED: Final = "no_token"
+"""The rule that rejects completions in which nothing was sampled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -67,11 +68,19 @@ class Masks:
     loss_C: Tensor
     """bool, L: may bear loss."""
     rejected_C: Tensor
-    """bool: would be in B, but token-level rejection left it no token."""
+    """int64: would be in B, but this rule (a position in `rules`) took its last token; `NONE` elsewhere."""
+    rules: tuple[str, ...]
+    """Names of the rules that took tokens out."""
+    zeroed_C: Tensor
+    """bool: in B, with the reward 0 that the truncation policy gave it."""
+    penalised_C: Tensor
+    """bool: in B, cut short under the policy `penalty`."""
     rewards_C: Tensor
     """float64, after the truncation policy; 0.0 outside of B."""
+    voting_RT: Tensor
+    """bool: tokens of completions in B that no rule took out; what a completion's length is counted in."""
     tokens_RT: Tensor
-    """bool: tokens that bear loss."""
+    """bool: tokens that bear loss: the same in L."""
     loss_R: Tensor
     """bool: rows with such a token."""
 
@@ -82,7 +91,7 @@ def derive(
     sampled_RT: Tensor,
     *,
     truncation: Mapping[TruncationReason, str],
-    rejected_RT: Tensor | None = None,
+    rejected: Mapping[str, Tensor] | None = None,
     unusable_RT: Tensor | None = None,
 ) -> Masks:
     """Derive the masks of a batch.
@@ -91,12 +100,12 @@ def derive(
         facts: of the completions.
         completion_ids_R: int64, the completion that each row belongs to.
         sampled_RT: bool, tokens that the policy sampled.
-        truncation: what becomes of a completion cut short for each reason: `exclude`, `keep`, `zero_reward` or
-            `baseline_only`; `keep` where it is not named.
-        rejected_RT: bool, tokens taken out by a rule (too old, rollout correction). A row left with no token is
-            rejected; a completion left with no row is out of B.
-        unusable_RT: bool, tokens whose data for the loss are junk. The same, but for completions that bear no loss:
-            nobody looks at their log-probs.
+        truncation: what becomes of a completion cut short for each reason, one of `POLICIES`; `keep` where it is not
+            named.
+        rejected: bool (R, T) by rule, tokens that it took out (too old, rollout correction), in the order in which the
+            rules are blamed. A row left with no token is rejected; a completion left with no row is out of B.
+        unusable_RT: bool, tokens whose data for the loss are junk: one more rule, `not_finite`, but not for completions
+            that bear no loss, whose log-probs nobody looks at.
 
     Returns:
         The masks. Rewards outside of B are replaced by 0.0 here, before anybody computes with them.
@@ -104,14 +113,10 @@ def derive(
     Raises:
         ValueError: a truncation policy that does not exist.
     """
-    kept_RT = sampled_RT if rejected_RT is None else sampled_RT & ~rejected_RT
-    usable_RT = kept_RT if unusable_RT is None else kept_RT & ~unusable_RT
     silent_C = _under(facts.truncated_C, truncation, "baseline_only")
-    surviving_C = torch.where(
-        silent_C,
-        _any_row(facts, completion_ids_R, kept_RT),
-        _any_row(facts, completion_ids_R, usable_RT),
-    )
+    rules = {NOTHING_SAMPLED: torch.zeros_like(sampled_RT), **(rejected or {})}
+    if unusable_RT is not None:
+        rules["not_finite"] = unusable_RT & ~silent_C[completion_ids_R].unsqueeze(1)
     eligible_C = (
         facts.measured_C
         & torch.isfinite(facts.rewards_C)
@@ -119,15 +124,24 @@ def derive(
         & (facts.dropped_C == NONE)
         & ~_under(facts.truncated_C, truncation, "exclude")
     )
-    baseline_C = eligible_C & surviving_C
+    kept_RT, rejected_C = sampled_RT, torch.full_like(facts.dropped_C, NONE)
+    for code, taken_RT in enumerate(rules.values()):
+        kept_RT = kept_RT & ~taken_RT
+        emptied_C = eligible_C & (rejected_C == NONE) & ~_any_row(facts, completion_ids_R, kept_RT)
+        rejected_C = torch.where(emptied_C, code, rejected_C)
+    baseline_C = eligible_C & (rejected_C == NONE)
     loss_C = baseline_C & ~silent_C
-    zeroed_C = _under(facts.truncated_C, truncation, "zero_reward")
-    tokens_RT = usable_RT & loss_C[completion_ids_R].unsqueeze(1)
+    zeroed_C = baseline_C & _under(facts.truncated_C, truncation, "zero_reward")
+    tokens_RT = kept_RT & loss_C[completion_ids_R].unsqueeze(1)
     return Masks(
         baseline_C=baseline_C,
         loss_C=loss_C,
-        rejected_C=eligible_C & ~surviving_C,
+        rejected_C=rejected_C,
+        rules=tuple(rules),
+        zeroed_C=zeroed_C,
+        penalised_C=baseline_C & _under(facts.truncated_C, truncation, "penalty"),
         rewards_C=torch.where(baseline_C & ~zeroed_C, facts.rewards_C, 0.0),
+        voting_RT=kept_RT & baseline_C[completion_ids_R].unsqueeze(1),
         tokens_RT=tokens_RT,
         loss_R=tokens_RT.any(dim=1),
     )
@@ -145,38 +159,6 @@ def too_old(sampled_RT: Tensor, versions_RT: Tensor, version: int, max_token_age
     if max_token_age == 0:
         return torch.zeros_like(sampled_RT)
     return sampled_RT & (version - versions_RT > max_token_age)
-
-
-def select_groups(
-    facts: Facts, masks: Masks, *, min_valid_rows: int, drop_zero_variance: bool, singleton: str
-) -> list[DropReason | None]:
-    """Which groups are not worth training, and why; None for those that are.
-
-    Counted in completions of B, after the truncation policy and before any shaping. A single completion is no tie: it
-    is the singleton policy's business.
-
-    Args:
-        facts: of the completions.
-        masks: of the same.
-        min_valid_rows: groups with fewer completions in B are dropped.
-        drop_zero_variance: drop groups whose rewards in B are all equal.
-        singleton: `drop` drops a group with one completion in B.
-    """
-    groups = Grouping(facts.group_ids_C, masks.baseline_C, facts.groups)
-    tied = groups.tied(masks.rewards_C).tolist()
-    verdicts: list[DropReason | None] = []
-    for count, tie in zip(groups.count_G.tolist(), tied, strict=True):
-        if count == 0:
-            verdicts.append(DropReason.NO_VALID_ROW)
-        elif count == 1 and singleton == "drop":
-            verdicts.append(DropReason.SINGLETON)
-        elif count < min_valid_rows:
-            verdicts.append(DropReason.MIN_VALID_ROWS)
-        elif drop_zero_variance and tie and count > 1:
-            verdicts.append(DropReason.ZERO_VARIANCE)
-        else:
-            verdicts.append(None)
-    return verdicts
 
 
 def _under(truncated_C: Tensor, truncation: Mapping[TruncationReason, str], policy: str) -> Tensor:

@@ -1,23 +1,10 @@
-"""Every setting of a run: typed, frozen, nothing unknown. `settings_file` reads and writes them as TOML."""
+"""The pipeline's own settings: where things are, how many, how long."""
 
-import math
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta, field
 
-from stream.validity import TruncationReason
-
-Positive = Annotated[int, Meta(ge=1)]
-Count = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(gt=0)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-TruncationPolicy = Literal["exclude", "keep", "zero_reward", "penalty", "baseline_only"]
-
-
-class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of the TOML file."""
+from workers.settings.section import Count, Fraction, Least0, Positive, Seconds, Section
 
 
 class Run(Section, frozen=True):
@@ -84,11 +71,10 @@ class Rollout(Section, frozen=True):
     workers: Count = 1
     """Processes that `penstock run` starts."""
     groups_in_flight: Positive = 8
-    """Groups that one scorer works on at once."""
     """Groups that one worker works on at once."""
     group_size: Positive = 8
     """Completions to a prompt."""
-    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    temperature: Least0 = 1.0
     """Of sampling; the trainer divides its logits by the same."""
     max_tokens_per_turn: Positive = 512
     """Sampled tokens of one turn."""
@@ -149,7 +135,7 @@ class Train(Section, frozen=True):
     """Passes over one batch."""
     publish_every: Positive = 1
     """Steps between two policy versions."""
-    learning_rate: Annotated[float, Meta(ge=0)] = 1e-6
+    learning_rate: Least0 = 1e-6
     """Of AdamW, at its peak."""
     warmup_steps: Count = 0
     """Steps over which the learning rate rises from 0."""
@@ -157,7 +143,7 @@ class Train(Section, frozen=True):
     """After warm-up; linear and cosine fall to 0 at `max_steps`, which they need."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Of AdamW."""
-    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    weight_decay: Least0 = 0.0
     """Of matrices; gains and biases do not decay."""
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     """The gradient's norm is clipped to it."""
@@ -169,35 +155,6 @@ class Train(Section, frozen=True):
     """Steps between two checkpoints."""
     keep_last: Positive = 2
     """Checkpoints kept, besides the one with the best mean reward."""
-
-
-class Algorithm(Section, frozen=True):
-    """`[algorithm]`: advantages, loss, masks."""
-
-    estimator: Literal["grpo"] = "grpo"
-    """How rewards become advantages."""
-    normalize_std: bool = True
-    """Divide by the group's standard deviation."""
-    epsilon: Annotated[float, Meta(gt=0)] = 1e-4
-    """Added to that standard deviation."""
-    loss: Literal["clipped"] = "clipped"
-    """The policy loss."""
-    clip_low: Annotated[float, Meta(ge=0)] = 0.2
-    """The ratio is clipped at 1 - clip_low."""
-    clip_high: Annotated[float, Meta(ge=0)] = 0.2
-    """The ratio is clipped at 1 + clip_high."""
-    proximal: Literal["recompute", "engine"] = "recompute"
-    """Proximal log-probs: a pass over the batch when it is formed, or the engine's own with weight 1."""
-    behaviour_cap: Annotated[float, Meta(gt=0)] = 2.0
-    """Truncation of the weight proximal / behaviour."""
-    truncation: dict[TruncationReason, TruncationPolicy] = field(default_factory=dict)
-    """Policy by reason; `keep` unless set, `wall_clock` `exclude` unless set."""
-    singleton: Literal["zero", "drop", "raw"] = "zero"
-    """A group with one valid row."""
-    min_valid_rows: Count = 0
-    """Smaller groups are dropped; 0: max(2, half the group size, rounded up)."""
-    drop_zero_variance: bool = True
-    """Drop groups whose valid rewards are all equal."""
 
 
 class Pacing(Section, frozen=True):
@@ -239,59 +196,3 @@ class Guard(Section, frozen=True):
     """Groups of one environment looked at together."""
     stall_s: Seconds = 600.0
     """No group trained or dropped for so long, while there is work: the run stops and says so."""
-
-
-class Settings(Section, frozen=True, kw_only=True):
-    """The whole file."""
-
-    run: Run = field(default_factory=Run)
-    model: Model
-    data: Data
-    environments: dict[str, str] = field(default_factory=dict)
-    """Environments by name, each a reference; a row's `environment` column picks one, the first is the default."""
-    rewards: tuple[RewardFunction, ...] = ()
-    rollout: Rollout = field(default_factory=Rollout)
-    engine: Engine = field(default_factory=Engine)
-    score: Score = field(default_factory=Score)
-    train: Train = field(default_factory=Train)
-    algorithm: Algorithm = field(default_factory=Algorithm)
-    pacing: Pacing = field(default_factory=Pacing)
-    delivery: Delivery = field(default_factory=Delivery)
-    guard: Guard = field(default_factory=Guard)
-
-    @property
-    def folder(self) -> Path:
-        """The run's folder."""
-        return Path(self.run.folder or f"runs/{self.run.name}")
-
-    @property
-    def groups_per_version(self) -> int:
-        """Groups trained between two publications."""
-        return self.train.groups_per_step * self.train.publish_every
-
-    @property
-    def capacity(self) -> int:
-        """Groups that may be outstanding: (max_staleness + 1) x groups per version."""
-        return (self.pacing.max_staleness + 1) * self.groups_per_version
-
-    @property
-    def min_valid_rows(self) -> int:
-        """Valid rows that a group needs in order to be trained."""
-        return self.algorithm.min_valid_rows or max(2, math.ceil(self.rollout.group_size / 2))
-
-    def truncation_policy(self, reason: TruncationReason) -> TruncationPolicy:
-        """What becomes of a row that was cut short for this reason."""
-        default: TruncationPolicy = "exclude" if reason is TruncationReason.WALL_CLOCK else "keep"
-        return self.algorithm.truncation.get(reason, default)
-
-
-def keys() -> list[str]:
-    """Every key, as `section.key`, in the order of the file."""
-    found = []
-    for section in msgspec.structs.fields(Settings):
-        kind = section.type
-        if section.name == "rewards":
-            kind = RewardFunction
-        inner = msgspec.structs.fields(kind) if isinstance(kind, type) and issubclass(kind, Section) else ()
-        found += [f"{section.name}.{key.name}" for key in inner] or [section.name]
-    return found

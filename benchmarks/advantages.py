@@ -1,0 +1,409 @@
+"""Advantages, masks, aggregation and loss of whole batches, beside a floor of the same run.
+
+    python benchmarks/advantages.py [--rounds 15] [--json] [--check]
+
+Batches of 65,536 rows x 64 tokens and of 4,096 x 1,024, one row to a completion, in groups of 8 and of 16 with string
+ids, interleaved; a tenth of the rewards are unmeasured and hold NaN. The floor: the rows' rewards read and written once
+by torch, and the batch's tokens (float32) summed once. The same on plain Python floats, group by group from the string
+ids, stands beside it. Estimators get coded ids; the `Grouping` is built within their time. With `--check` it exits
+with 1 if a limit is exceeded: coding the ids 30 token sums; an estimator with one value to a row 8, gdpo 8 to a part;
+a row's advantage on its tokens must be a view. The cost by row is told up to 1,048,576 rows.
+
+Caveats: one thread, and its own processor time, not the clock: on a shared machine what takes long is interrupted more
+often than what is short. Medians over rounds in which every line has its turn, in another order each round; lines
+without a limit have theirs in every third. The garbage collector is off meanwhile. Ids are new strings in each round,
+of which nobody has taken the hash yet.
+"""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, get_args
+
+import torch
+from torch import Tensor
+
+from workers import settings
+from workers.settings.losses import Clipped
+from workers.train.algorithms.advantages import ESTIMATORS
+from workers.train.algorithms.aggregation import AGGREGATIONS, Totals, factors
+from workers.train.algorithms.grouping import Grouping, code_ids
+from workers.train.algorithms.losses import policy_loss
+from workers.train.algorithms.masks import NONE, Facts, Masks, derive
+from workers.train.algorithms.normalization import normalize, normalize_tokens, whiten
+from workers.train.batch import Batch
+from workers.train.estimation import estimate_advantages
+
+SHAPES: Final = ((65_536, 64), (4_096, 1_024))
+GROUP_SIZES: Final = (8, 16)
+ROWS: Final = (65_536, 262_144, 1_048_576)
+"""Rows of the batches that show how cost grows; they have no tokens."""
+GROWTH_LIMIT, CODING_GROWTH_LIMIT = 2.5, 1.5
+"""Time of a row in the largest of them by that in the smallest; a cost that grew with the square would have 16. That of
+coding ids is told in that of a bare hash table, which outgrows the processor's caches."""
+GROWING: Final = ("grpo", "rloo", "opo", "passk", "max_rl", "reinforce_plus_plus_baseline", "gdpo")
+CODING_LIMIT, ESTIMATOR_LIMIT = 30.0, 8.0
+"""In sums of the batch's tokens."""
+PARTS: Final = 3
+CHOICES: Final = {kind().name: kind() for kind in get_args(settings.Estimator)}
+"""Estimators of the settings by name, with the defaults of their options."""
+NORMALIZATION: Final = {"leave_one_out": False, "unbiased": True, "epsilon": 1e-5}
+TOKEN_SUM, TABLE, CODING = "floor: tokens summed", "floor: dict.fromkeys", "code_ids"
+LOOPED: Final = ("grpo", "rloo")
+"""Estimators that are written out as loops below, to compare."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is timed: `work(prepare())`, of which `prepare` is not."""
+
+    name: str
+    work: Callable[[Any], object]
+    limit: float | None = None
+    """At most so many token sums."""
+    parts: int = 1
+    """The limit is of each of them."""
+    seldom: bool = False
+    prepare: Callable[[], Any] = lambda: None
+
+
+def alone(work: Callable[[], object]) -> Callable[[Any], object]:
+    """For lines that prepare nothing."""
+    return lambda _: work()
+
+
+class Rows:
+    """A batch without its tokens: what estimators with one value to a row compare."""
+
+    def __init__(self, rows: int, size: int) -> None:
+        self.rng = torch.Generator().manual_seed(rows + size)
+        self.rows, self.groups = rows, rows // size
+        self._ids = [f"train:0:{place // size}".encode() for place in range(rows)]
+        random.Random(rows + size).shuffle(self._ids)
+        self.codes_C, _ = code_ids(self.ids())
+        self.valid_C = torch.rand(rows, generator=self.rng) >= 0.1
+        self.rewards_C = torch.where(self.valid_C, self._scores(rows), torch.nan)
+        lengths = torch.randint(1, 64, (rows,), generator=self.rng) * self.valid_C
+        self.parts_PC = torch.where(self.valid_C, self._scores(PARTS, rows), torch.nan)
+        self.inputs = {
+            "rewards_C": self.rewards_C,
+            "lengths_C": lengths,
+            "loss_lengths_C": lengths,
+            "parts_PC": self.parts_PC,
+            "part_weights_P": torch.ones(PARTS, dtype=torch.float64),
+            "correct_C": self.rewards_C >= 1,
+        }
+
+    def ids(self) -> list[str]:
+        """New strings, as records that were just read have them."""
+        return [name.decode() for name in self._ids]
+
+    def _scores(self, *shape: int) -> Tensor:
+        return torch.randint(0, 5, shape, generator=self.rng).double() / 4
+
+    def grouping(self) -> Grouping:
+        return Grouping(self.codes_C, self.valid_C, self.groups)
+
+    def estimate(self, name: str) -> Any:
+        """By a registered estimator with its default options; the grouping is made for it alone."""
+        return ESTIMATORS[name]({**self.inputs, "groups": self.grouping()}, CHOICES[name].options)
+
+    def coding(self) -> Line:
+        return Line(CODING, code_ids, CODING_LIMIT, prepare=self.ids)
+
+    def estimator(self, name: str) -> Line:
+        by_token, parts = ESTIMATORS[name].declared.level == "token", "parts_PC" in ESTIMATORS[name].needs
+        return Line(
+            name,
+            lambda _: self.estimate(name),
+            None if by_token else ESTIMATOR_LIMIT,
+            parts=PARTS if parts else 1,
+            seldom=by_token,
+        )
+
+
+class Tokens(Rows):
+    """The whole batch: each row three quarters full on average, with a tool's tokens within."""
+
+    def __init__(self, rows: int, tokens: int, size: int) -> None:
+        super().__init__(rows, size)
+        place, self.rows_R = torch.arange(tokens), torch.arange(rows)
+        full = torch.randint(tokens // 2, tokens + 1, (rows,), generator=self.rng)
+        tool = (place >= tokens // 4) & (place < tokens // 4 + tokens // 8)
+        self.sampled_RT = (place < full.unsqueeze(1)) & ~tool & (place > 0)
+        self.logprobs_RT = -torch.rand(rows, tokens, generator=self.rng)
+        self.old_RT = self.logprobs_RT + 0.1 * torch.randn(rows, tokens, generator=self.rng)
+        none, zeros = torch.full((rows,), NONE), torch.zeros(rows, tokens)
+        self.batch = Batch(
+            tokens_RT=zeros.long(),
+            sampled_RT=self.sampled_RT,
+            behaviour_logprobs_RT=self.old_RT,
+            versions_RT=zeros.int(),
+            lengths_R=full,
+            completion_ids_R=self.rows_R,
+            facts=Facts(
+                group_ids_C=self.codes_C,
+                groups=self.groups,
+                rewards_C=self.rewards_C,
+                measured_C=self.valid_C,
+                reward_reason_C=none,
+                failed_C=none,
+                truncated_C=none,
+                dropped_C=none,
+                turns_C=torch.ones_like(none),
+            ),
+            prompt_ids=(),
+            greedy_rewards_G=torch.zeros(self.groups, dtype=torch.float64),
+            greedy_measured_G=torch.zeros(self.groups, dtype=torch.bool),
+            greedy_truncated_G=none[: self.groups],
+            part_names=("",) * PARTS,
+            parts_PC=self.parts_PC,
+            part_weights_P=self.inputs["part_weights_P"],
+            turn_rewards_RT=zeros.double(),
+            outcome_C=self.rewards_C,
+        )
+        self.masks = self.derive()
+        self.mask_RT, self.lengths_C = self.masks.tokens_RT, self.masks.tokens_RT.sum(dim=1)
+        self.inputs |= {
+            "lengths_C": self.lengths_C,
+            "loss_lengths_C": self.lengths_C,
+            "token_rewards_CT": self.logprobs_RT,
+            "mask_CT": self.mask_RT,
+            "values_CT": self.old_RT,
+            "bootstrap_C": torch.zeros(rows),
+            "greedy_C": torch.zeros(rows),
+            "old_logprobs_CT": self.logprobs_RT,
+            "sum_pi_squared_CT": self.logprobs_RT.exp(),
+            "weights_CT": torch.ones(rows, tokens),
+        }
+        self.advantages_RT = self.estimate("rloo").unsqueeze(1).expand(rows, tokens)
+        self.totals = Totals(int(self.mask_RT.sum()), int(self.masks.loss_C.sum()))
+
+    def derive(self) -> Masks:
+        return derive(self.batch.facts, self.rows_R, self.sampled_RT, truncation={})
+
+    def advantages(self, name: str) -> Tensor:
+        """As the trainer has them, on tokens."""
+        chosen = settings.Settings(model=settings.Model(path=""), data=settings.Data(path=""), estimator=CHOICES[name])
+        return estimate_advantages(self.batch, self.masks, chosen).tokens_RT
+
+    def loss(self) -> Tensor:
+        """The clipped loss, forward and backward."""
+        logprobs = self.logprobs_RT.detach().requires_grad_()
+        found = policy_loss(
+            "clipped",
+            logprobs,
+            proximal_RT=self.old_RT,
+            advantages_RT=self.advantages_RT,
+            mask_RT=self.mask_RT,
+            completion_ids_R=self.rows_R,
+            factors_R=factors("token-mean", self.lengths_C, self.totals),
+            options=Clipped().options,
+        )
+        return torch.autograd.grad(found.loss, logprobs)[0]
+
+    def normalize(self, level: str) -> Any:
+        return normalize(self.rewards_C, self.grouping(), mean=level, std=level, **NORMALIZATION)
+
+    def normalize_tokens(self, level: str) -> Any:
+        masks = self.mask_RT, self.codes_C
+        return normalize_tokens(self.advantages_RT, *masks, mean=level, std=level, **NORMALIZATION)
+
+    def lines(self) -> list[Line]:
+        into = torch.empty_like(self.rewards_C)
+        by_level = sorted(ESTIMATORS, key=lambda name: ESTIMATORS[name].declared.level)
+        told: dict[str, Callable[[], object]] = {
+            "normalize, group": partial(self.normalize, "group"),
+            "normalize, batch": partial(self.normalize, "batch"),
+            "normalize_tokens, group": partial(self.normalize_tokens, "group"),
+            "normalize_tokens, batch": partial(self.normalize_tokens, "batch"),
+            "whiten, tokens": partial(whiten, self.advantages_RT, self.mask_RT),
+            "masks.derive": self.derive,
+            "estimate_advantages, grpo on tokens": partial(self.advantages, "grpo"),
+            **{f"factors, {name}": partial(factors, name, self.lengths_C, self.totals) for name in AGGREGATIONS},
+            "clipped loss, forward and backward": self.loss,
+        }
+        return [
+            Line("floor: rewards copied", lambda _: into.copy_(self.rewards_C)),
+            Line(TOKEN_SUM, lambda _: self.logprobs_RT.sum()),
+            self.coding(),
+            *(self.estimator(name) for name in by_level),
+            *(Line(looped(name), partial(self.loop, name), seldom=True, prepare=self.ids) for name in LOOPED),
+            *(Line(name, alone(work), seldom=True) for name, work in told.items()),
+        ]
+
+    def loop(self, name: str, ids: Sequence[str]) -> Tensor:
+        """The same group by group, on floats, from the string ids."""
+        members: dict[str, list[int]] = {}
+        for place, (group, valid) in enumerate(zip(ids, self.valid_C.tolist(), strict=True)):
+            if valid:
+                members.setdefault(group, []).append(place)
+        rewards, advantages = self.rewards_C.tolist(), [0.0] * self.rows
+        for places in members.values():
+            count = len(places)
+            if count == 1:
+                continue
+            mean = sum([rewards[place] for place in places]) / count
+            if name == "rloo":
+                scale = count / (count - 1)
+            else:
+                squares = sum([(rewards[place] - mean) ** 2 for place in places])
+                scale = 1 / ((squares / (count - 1)) ** 0.5 + CHOICES["grpo"].options["epsilon"])
+            for place in places:
+                advantages[place] = (rewards[place] - mean) * scale
+        return torch.tensor(advantages, dtype=torch.float64)
+
+
+def looped(name: str) -> str:
+    return f"{name} in a Python loop"
+
+
+def is_view(on_tokens: Tensor) -> bool:
+    """Whether memory holds one number to a row, on however many tokens it is seen."""
+    stored = on_tokens.untyped_storage().nbytes() // on_tokens.element_size()
+    return on_tokens.stride(1) == 0 and stored == len(on_tokens)
+
+
+def measure(lines: Sequence[Line], rounds: int) -> dict[str, list[float]]:
+    """Processor milliseconds of each line, in order of size."""
+    found: dict[str, list[float]] = {line.name: [] for line in lines}
+    order, shuffled = list(lines), random.Random(rounds)
+    gc.collect()
+    gc.disable()
+    for turn in range(-1, rounds):  # the first one warms up
+        shuffled.shuffle(order)
+        for line in order:
+            if line.seldom and turn % 3:
+                continue
+            given = line.prepare()
+            began = time.thread_time_ns()
+            line.work(given)
+            spent = time.thread_time_ns() - began
+            if turn >= 0:
+                found[line.name].append(spent / 1e6)
+    gc.enable()
+    return {name: sorted(times) for name, times in found.items()}
+
+
+def case(rows: int, tokens: int, size: int, rounds: int) -> dict[str, Any]:
+    """One batch, every line."""
+    batch = Tokens(rows, tokens, size)
+    for name in LOOPED:
+        torch.testing.assert_close(batch.loop(name, batch.ids()), batch.estimate(name))
+    by_row = [name for name in ESTIMATORS if ESTIMATORS[name].declared.level == "completion"]
+    copied = [name for name in by_row if not is_view(batch.advantages(name))]
+    lines = batch.lines()
+    times = measure(lines, rounds)
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    told = []
+    for line in lines:
+        sums = medians[line.name] / line.parts / medians[TOKEN_SUM]
+        found = times[line.name]
+        told.append(
+            {
+                "line": line.name,
+                "ms": round(medians[line.name], 4),
+                "ms_quartiles": [round(found[len(found) // 4], 4), round(found[len(found) * 3 // 4], 4)],
+                "token_sums": round(sums, 3),
+                "parts": line.parts,
+                "limit": line.limit,
+                "within_limits": None if line.limit is None else sums <= line.limit,
+            }
+        )
+    return {
+        "rows": rows,
+        "tokens": tokens,
+        "group_size": size,
+        "lines": told,
+        "python_loop": {
+            name: {
+                "times_estimator": round(medians[looped(name)] / medians[name], 1),
+                "times_coding_and_estimator": round(medians[looped(name)] / (medians[CODING] + medians[name]), 1),
+            }
+            for name in LOOPED
+        },
+        "advantages_on_tokens": {"copied": copied, "within_limits": not copied},
+    }
+
+
+def growth(rounds: int) -> list[dict[str, Any]]:
+    """Nanoseconds of a row, as batches grow."""
+    lines = []
+    for rows in ROWS:
+        batch = Rows(rows, GROUP_SIZES[0])
+        some = [Line(TABLE, dict.fromkeys, prepare=batch.ids), batch.coding(), *map(batch.estimator, GROWING)]
+        lines += [replace(line, name=f"{line.name} {rows}") for line in some]
+    times, told, ratios = measure(lines, rounds), [], {}
+    for name in (TABLE, CODING, *GROWING):
+        by_rows = {rows: statistics.median(times[f"{name} {rows}"]) * 1e6 / rows for rows in ROWS}
+        ratios[name] = by_rows[ROWS[-1]] / by_rows[ROWS[0]]
+        limit = {TABLE: None, CODING: CODING_GROWTH_LIMIT * ratios[TABLE]}.get(name, GROWTH_LIMIT)
+        told.append(
+            {
+                "line": name,
+                "ns_per_row": {str(rows): round(spent, 1) for rows, spent in by_rows.items()},
+                "ratio": round(ratios[name], 2),
+                "limit": limit and round(limit, 2),
+                "within_limits": None if limit is None else ratios[name] <= limit,
+            }
+        )
+    return told
+
+
+def show(found: dict[str, Any]) -> None:
+    """As tables."""
+    said = {None: "", True: "yes", False: "no"}
+    for told in found["cases"]:
+        print(f"{told['rows']:,} rows x {told['tokens']:,} tokens, groups of {told['group_size']}")
+        print(f"  {'':36} {'ms':>9} {'quartiles':>19} {'token sums':>11} {'limit':>6}  within limits")
+        for line in told["lines"]:
+            low, high = line["ms_quartiles"]
+            each = " each of 3" if line["parts"] > 1 else ""
+            print(
+                f"  {line['line']:36} {line['ms']:9.3f} {low:9.3f} {high:9.3f} {line['token_sums']:11.2f}"
+                f" {line['limit'] or '':>6}  {said[line['within_limits']]}{each}"
+            )
+        view = told["advantages_on_tokens"]
+        print(
+            f"  {'a row on its tokens is a view':36} {'':48} {said[view['within_limits']]} {' '.join(view['copied'])}"
+        )
+        for name, found_ in told["python_loop"].items():
+            both = found_["times_estimator"], found_["times_coding_and_estimator"]
+            print(f"  {looped(name)} takes {both[0]} times as long as {name}, {both[1]} times with {CODING} added")
+    print(
+        f"{'nanoseconds of a row, by rows':32}" + "".join(f"{rows:>11,}" for rows in ROWS) + "   ratio  limit  within"
+    )
+    for line in found["growth"]:
+        spent = "".join(f"{value:11.1f}" for value in line["ns_per_row"].values())
+        print(
+            f"  {line['line']:30}{spent} {line['ratio']:7.2f} {line['limit'] or '':>6}  {said[line['within_limits']]}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is exceeded")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    cases = [case(rows, tokens, size, arguments.rounds) for rows, tokens in SHAPES for size in GROUP_SIZES]
+    found: dict[str, Any] = {"rounds": arguments.rounds, "cases": cases, "growth": growth(arguments.rounds)}
+    checked = [told for one in cases for told in (*one["lines"], one["advantages_on_tokens"])] + found["growth"]
+    found["within_limits"] = all(told["within_limits"] is not False for told in checked)
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        show(found)
+    return 1 if arguments.check and not found["within_limits"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

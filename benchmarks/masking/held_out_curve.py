@@ -1,0 +1,167 @@
+"""The demo's held-out score along the run, with a reward failing at random: failures masked, or scored 0.0.
+
+    python -m benchmarks.masking.held_out_curve            runs what is missing in held_out_curve.json, then draws
+    python -m benchmarks.masking.held_out_curve --replot   only draws, and prints the figures
+
+Every seed has one warm start and one prompt file, from which each arm runs as `penstock demo` would, with the demo's
+settings: a fifth of the rewards fail, in the same (prompt, completion index) of each arm (`failing.py`). What is
+measured, as the demo measures its two ends, is the true score of policies along the way on 200 held-out problems; for
+that alone a checkpoint of every step is kept, 3 GB in all. Fifteen demos of about four minutes; stopped, the command
+goes on where it was.
+"""
+
+import argparse
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+
+from benchmarks.masking.curve_figure import draw, wanted
+from stream.errors import RunFailedError
+from workers import logs
+from workers.demo.demo import HELD_OUT
+from workers.demo.evaluate import evaluate
+from workers.demo.prepare import prepare, settings_for
+from workers.demo.task import held_out
+from workers.feed.mapping import to_prompt
+from workers.process import run_loop
+from workers.run.child import Child
+from workers.run.command import judge, supervise
+from workers.run.plot import read_metrics
+from workers.run.roles import engine_command
+from workers.settings import RewardFunction, Settings
+from workers.train.checkpoint import Checkpoints
+from workers.train.publisher import EnginePublisher
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "held_out_curve.json"
+ARMS = {"masked": "raising", "scored zero": "scoring_zero", "no failures": ""}
+"""Name of the arm -> its reward in `failing.py`; the last one is the demo as it is."""
+Run = dict[str, Any]
+"""One demo, as it stands in the results: numbers alone, so that figures can be drawn again without it."""
+
+
+def train(seed: int, arm: str, folder: Path) -> Run:
+    """Run one demo to its end."""
+    start = folder / f"seed-{seed}"
+    prepare(start, seed)
+    settings = settings_of(seed, arm, start)
+    ended = supervise(settings, quiet=True)
+    judge(ended, settings)
+    if ended.outcome.interrupted or ended.summary is None:
+        raise SystemExit("stopped; the same command goes on")
+    summary = ended.summary
+    return {
+        "seed": seed,
+        "arm": arm,
+        "steps": steps_of(settings),
+        "fed": summary.fed,
+        "groups_trained": summary.groups_trained,
+        "groups_dropped": summary.groups_dropped,
+        "completions": summary.rows,
+        "scores": {},
+    }
+
+
+def steps_of(settings: Settings) -> list[dict[str, float]]:
+    """Of each step, how many prompts had met their end, and the mean reward that the run itself saw."""
+    ledger = (settings.folder / "ledger.jsonl").read_bytes()
+    rewards = {row["step"]: row.get("sampled/reward_mean") for row in read_metrics(settings.folder / "metrics.jsonl")}
+    progress = [checkpoint.progress for checkpoint in Checkpoints(settings.folder / "checkpoints").all()]
+    return [
+        {"step": p.step, "ended": ledger[: p.ledger_bytes].count(b"\n"), "reward": rewards[p.step]} for p in progress
+    ]
+
+
+def settings_of(seed: int, arm: str, start: Path) -> Settings:
+    """The demo's settings with the arm's reward, and every checkpoint kept."""
+    demo = settings_for(start.with_name(f"seed-{seed}-{arm.replace(' ', '-')}"), seed)
+    replace = msgspec.structs.replace
+    settings = replace(
+        demo,
+        model=replace(demo.model, path=str(start / "model")),
+        data=replace(demo.data, path=str(start / "numbered" / "prompts.jsonl")),
+        train=replace(demo.train, checkpoint_every=1, keep_last=1000),
+        guard=replace(demo.guard, max_invalid_fraction=0.5),
+    )
+    _number(start / "prompts.jsonl", settings)
+    if not ARMS[arm]:
+        return settings
+    failing = HERE / "failing.py"
+    return replace(
+        settings,
+        environments={"calculator": f"{failing}:NumberedCalculator"},
+        rewards=(RewardFunction(ref=f"{failing}:{ARMS[arm]}"),),
+    )
+
+
+def _number(source: Path, settings: Settings) -> None:
+    """Write the demo's prompts again, with what the failing rewards have to know of each."""
+    target = Path(settings.data.path)
+    target.parent.mkdir(exist_ok=True)
+    rows = [msgspec.json.decode(line) for line in source.read_bytes().splitlines()]
+    for number, row in enumerate(rows):
+        row |= {"run_seed": settings.run.seed, "prompt_id": to_prompt(row, number, 0, settings=settings).id}
+    target.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+
+def measure(known: Run, folder: Path) -> None:
+    """Add the scores that the curves need and the run lacks."""
+    start = folder / f"seed-{known['seed']}"
+    checkpoints = Checkpoints(settings_of(known["seed"], known["arm"], start).folder / "checkpoints")
+    models = {0: start / "model"} | {checkpoint.progress.step: checkpoint.model for checkpoint in checkpoints.all()}
+    missing = [step for step in wanted(known) if str(step) not in known["scores"]]
+    if missing:
+        known["scores"] |= run_loop(lambda: play(settings_for(start, known["seed"]), {s: models[s] for s in missing}))
+
+
+async def play(scoring: Settings, models: dict[int, Path]) -> dict[str, list[float]]:
+    """By step, the true score of each policy, sampled and greedy, on an engine of their own."""
+    scores: dict[str, list[float]] = {}
+    rows = held_out(HELD_OUT)
+    (scoring.folder / "logs").mkdir(exist_ok=True)
+    async with anyio.create_task_group() as tasks:
+        child = Child(engine_command(scoring, scoring.folder / "run.toml", 0), scoring.folder / "logs")
+
+        async def play_all(url: str) -> None:
+            for step, model in models.items():
+                await EnginePublisher((url,), scoring.delivery.reconnect_s).push(model, step)
+                score = await evaluate(scoring, url, model, rows)
+                scores[str(step)] = [round(score.sampled, 5), round(score.greedy, 5)]
+            child.terminate()
+
+        code = await child.run(functools.partial(tasks.start_soon, play_all))
+    if len(scores) < len(models):
+        raise RunFailedError(f"the engine ended with code {code}: {child.last_words()} (its log is {child.log})")
+    return scores
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--folder", type=Path, default=Path("runs/masking"), help="where the runs live")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--replot", action="store_true", help="run nothing; draw what is in the results")
+    arguments = parser.parse_args()
+    runs: list[Run] = msgspec.json.decode(arguments.results.read_bytes()) if arguments.results.exists() else []
+    folder = arguments.folder.resolve()
+    for seed, arm in [] if arguments.replot else itertools.product(arguments.seeds, arguments.arms):
+        folder.mkdir(parents=True, exist_ok=True)
+        with logs.to_file("masking", folder / "masking.log"):
+            found = next((known for known in runs if (known["seed"], known["arm"]) == (seed, arm)), None)
+            if found is None:
+                found = train(seed, arm, folder)
+                runs.append(found)
+            measure(found, folder)
+        lines = ",\n".join(msgspec.json.encode(known).decode() for known in runs)
+        arguments.results.write_text(f"[\n{lines}\n]\n")
+        print(f"seed {seed}, {arm}: {found['scores']}", flush=True)
+    draw(runs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Real groups for `advantage_bias.py`: rewards and lengths of what the demo's policies say to training problems.
+
+    python -m benchmarks.masking.stored_groups     after held_out_curve has run; writes groups.json
+
+Played by four policies of the run of seed 1 without failures (the warm start, and after 2, 4 and 8 steps), 8
+completions of each of 32 problems, as the run would have played them; nothing is selected.
+"""
+
+import argparse
+import functools
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+
+from benchmarks.masking.held_out_curve import HERE
+from stream.errors import RunFailedError
+from workers.demo.evaluate import _play  # the public `evaluate` keeps means alone
+from workers.demo.prepare import GROUP_SIZE, settings_for
+from workers.demo.task import training_rows
+from workers.process import run_loop
+from workers.run.child import Child
+from workers.run.roles import engine_command
+from workers.settings import Settings
+from workers.train.checkpoint import Checkpoints
+from workers.train.publisher import EnginePublisher
+
+STEPS = (2, 4, 8)
+PROBLEMS = 32
+SEED = 1
+
+
+async def collect(scoring: Settings, models: dict[int, Path]) -> list[dict[str, Any]]:
+    """Groups of every policy, each on problems of its own."""
+    found: list[dict[str, Any]] = []
+    rows = training_rows(PROBLEMS * len(models), SEED)
+    async with anyio.create_task_group() as tasks:
+        child = Child(engine_command(scoring, scoring.folder / "run.toml", 0), scoring.folder / "logs")
+
+        async def play(url: str) -> None:
+            for number, (step, model) in enumerate(models.items()):
+                await EnginePublisher((url,), scoring.delivery.reconnect_s).push(model, step)
+                own = rows[number * PROBLEMS : (number + 1) * PROBLEMS]
+                for group in await _play(scoring, url, model, own, GROUP_SIZE, scoring.rollout.temperature):
+                    rewards = [completion.reward.value for completion in group.completions]
+                    lengths = [sum(row.sampled_count for row in completion.rows) for completion in group.completions]
+                    found.append({"step": step, "rewards": rewards, "lengths": lengths})
+            child.terminate()
+
+        code = await child.run(functools.partial(tasks.start_soon, play))
+    if len(found) < len(rows):
+        raise RunFailedError(f"the engine ended with code {code}: {child.last_words()} (its log is {child.log})")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/masking"), help="where held_out_curve left its runs")
+    start = parser.parse_args().folder.resolve() / f"seed-{SEED}"
+    checkpoints = Checkpoints(start.with_name(f"seed-{SEED}-no-failures") / "checkpoints")
+    models = {0: start / "model"} | {step: found.model for step in STEPS if (found := checkpoints.at(step))}
+    groups = run_loop(lambda: collect(settings_for(start, SEED), models))
+    lines = ",\n".join(msgspec.json.encode(group).decode() for group in groups)
+    (HERE / "groups.json").write_text(f"[\n{lines}\n]\n")
+
+
+if __name__ == "__main__":
+    main()

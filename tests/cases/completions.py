@@ -1,0 +1,216 @@
+"""Cases: lists of completions, and the batches that they are.
+
+Everything that belongs to a completion (tokens, log-probs, parts, rewards of turns) follows from its key, so that
+completions can be reordered, added, split into rows and taken away.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stream.validity import DropReason, RewardReason, RolloutReason, TruncationReason
+from workers.train.algorithms.masks import DROP_REASONS, NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, Facts
+from workers.train.batch import Batch
+
+VOCABULARY = 11
+VERSION = 3
+"""The policy version that is trained; with `pacing.max_token_age = MAX_AGE` version 0 is too old."""
+MAX_AGE = 2
+JUNK = (float("nan"), float("inf"), float("-inf"), 1e30)
+REWARDS = (0.0, 1.0, 0.5, -2.0, 0.875, 8.0)
+"""In eighths, so that sums of a few do not round."""
+TRUNCATED = ("length", "context", "max_turns", "tool_calls", "tool_errors")
+INVALID = ("unmeasured", "failed", "dropped", "no_row")
+PROMPT = 2
+
+
+@dataclass(frozen=True)
+class Made:
+    """A completion of a case."""
+
+    key: int
+    group: int
+    reward: float
+    state: str = "ok"
+    """`ok`, one of `INVALID`, or why it was cut short."""
+    turns: tuple[int, ...] = (3,)
+    """Sampled tokens of each turn."""
+    gap: int = 0
+    """Tokens of a tool between two turns."""
+    forked: bool = False
+    """Each turn in a row of its own, behind all that was before; else one row for all."""
+    stale: tuple[int, ...] = ()
+    """Of the sampled tokens, those that a policy too old sampled."""
+    tail: int = 0
+    """Tool tokens behind the last sampled one."""
+    absent: tuple[int, ...] = ()
+    """Turns whose row was never there; of forked completions alone."""
+
+    @property
+    def truncated(self) -> TruncationReason | None:
+        return TruncationReason(self.state) if self.state in TRUNCATED else None
+
+    def voting(self, policy: Callable[[TruncationReason], str]) -> bool:
+        """In B by its facts, before any rejection."""
+        return self.state not in INVALID and (self.truncated is None or policy(self.truncated) != "exclude")
+
+
+completions = st.builds(
+    Made,
+    key=st.integers(0, 10**6),
+    group=st.integers(0, 3),
+    reward=st.sampled_from(REWARDS),
+    state=st.sampled_from(("ok", "ok", "ok", *TRUNCATED, *INVALID)),
+    turns=st.sampled_from([(3,), (1,), (4,), (2, 2), (1, 3)]),
+    gap=st.integers(0, 1),
+    forked=st.booleans(),
+    stale=st.sampled_from([(), (), (), (0,), (1,), (0, 1)]),
+)
+cases = st.lists(completions, min_size=1, max_size=9, unique_by=lambda made: made.key)
+
+
+@dataclass(frozen=True)
+class _Row:
+    completion: int
+    part: int
+    tokens: list[int]
+    sampled: list[int]
+    """Places in the row."""
+    numbers: list[int]
+    """Of those, which of the completion's sampled tokens each is."""
+
+
+def rows_of(case: Sequence[Made]) -> list[_Row]:
+    """The rows of a case in order; a row of no sampled token may be among them."""
+    return [row for c, made in enumerate(case) if made.state != "no_row" for row in _rows(c, made)]
+
+
+def _rows(c: int, made: Made) -> list[_Row]:
+    source = random.Random(made.key)
+    said: list[tuple[int, int | None]] = [(source.randrange(VOCABULARY), None) for _ in range(PROMPT)]
+    ends, number = [], 0
+    for turn, length in enumerate(made.turns):
+        said += [(source.randrange(VOCABULARY), None) for _ in range(made.gap if turn else 0)]
+        said += [(source.randrange(VOCABULARY), number + i) for i in range(length)]
+        number += length
+        ends.append(len(said))
+    if not made.forked:
+        return [_row(c, 0, said, 0, made.tail)]
+    starts = [0, *ends[:-1]]
+    return [
+        _row(c, part, said[:end], start, made.tail)
+        for part, (start, end) in enumerate(zip(starts, ends, strict=True))
+        if part not in made.absent
+    ]
+
+
+def _row(c: int, part: int, said: list[tuple[int, int | None]], start: int, tail: int) -> _Row:
+    """Of what was said, what was sampled from `start` on bears loss in this row."""
+    own = [(place, number) for place, (_, number) in enumerate(said) if place >= start and number is not None]
+    return _Row(c, part, [token for token, _ in said] + [1] * tail, [p for p, _ in own], [n for _, n in own])
+
+
+def build(case: Sequence[Made], *, width: int = 0, codes: Mapping[int, int] | None = None, rows: list[_Row] | None = None) -> Batch:
+    """The batch of a case.
+
+    Args:
+        case: the completions.
+        width: columns of padding beyond what is needed.
+        codes: the code of each group; its own number unless given.
+        rows: its rows in another order than that of the completions.
+    """
+    rows = rows_of(case) if rows is None else rows
+    codes = codes or {number: number for number in range(10)}
+    groups = max((codes[made.group] for made in case), default=-1) + 1
+    wide = max((len(row.tokens) for row in rows), default=0) + width
+    known = [made.state != "unmeasured" for made in case]
+    facts = Facts(
+        group_ids_C=torch.tensor([codes[made.group] for made in case], dtype=torch.int64),
+        groups=groups,
+        rewards_C=_floats([made.reward if known[c] else 0.0 for c, made in enumerate(case)]),
+        measured_C=torch.tensor(known, dtype=torch.bool),
+        reward_reason_C=_codes(case, "unmeasured", REWARD_REASONS.index(RewardReason.RAISED)),
+        failed_C=_codes(case, "failed", ROLLOUT_REASONS.index(RolloutReason.ENGINE)),
+        truncated_C=torch.tensor([TRUNCATION_REASONS.index(m.truncated) if m.truncated else NONE for m in case]).long(),
+        dropped_C=_codes(case, "dropped", DROP_REASONS.index(DropReason.PADDING)),
+        turns_C=torch.tensor([len(made.turns) for made in case], dtype=torch.int64),
+    )
+    parts = [[_drawn(made.key, "part", name) for made in case] for name in range(2)]
+    greedy = dict.fromkeys(range(groups), 0)
+    greedy |= {code: label for label, code in codes.items() if code < groups}
+    turn_rewards = [_turn_rewards(case[row.completion], row) for row in rows]
+    return Batch(
+        tokens_RT=_sheet(wide, [row.tokens for row in rows]).long(),
+        sampled_RT=_placed(wide, rows, lambda _made, _n: 1.0) == 1,
+        behaviour_logprobs_RT=_placed(wide, rows, lambda made, n: -3 * _drawn(made.key, "log-prob", n), case),
+        versions_RT=_placed(wide, rows, lambda made, n: 1 + (0 if n in made.stale else 1 + made.key % 3), case).int() - 1,
+        lengths_R=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64),
+        completion_ids_R=torch.tensor([row.completion for row in rows], dtype=torch.int64),
+        facts=facts,
+        prompt_ids=tuple(str(code) for code in range(groups)),
+        greedy_rewards_G=_floats([_drawn(greedy[code], "greedy", 0) for code in range(groups)]),
+        greedy_measured_G=torch.ones(groups, dtype=torch.bool),
+        greedy_truncated_G=torch.full((groups,), NONE),
+        part_names=("env", "style"),
+        parts_PC=torch.where(facts.measured_C, _floats(parts).view(2, len(case)), 0.0),
+        part_weights_P=_floats([1.0, 0.5]),
+        turn_rewards_RT=_sheet(wide, turn_rewards).double(),
+        outcome_C=facts.rewards_C,
+    )
+
+
+def _drawn(key: int, what: str, number: int) -> float:
+    """Between 0 and 1, in 256ths; always the same for the same arguments."""
+    return random.Random(f"{key} {what} {number}").randrange(256) / 256
+
+
+def _turn_rewards(made: Made, row: _Row) -> list[float]:
+    """An eighth or none on the last token of each turn, where the reward is measured and there is more than one."""
+    found = [0.0] * len(row.tokens)
+    ends = {sum(made.turns[: turn + 1]) - 1: turn for turn in range(len(made.turns))}
+    if len(made.turns) > 1 and made.state != "unmeasured":
+        for place, number in zip(row.sampled, row.numbers, strict=True):
+            if number in ends:
+                found[place] = round(2 * _drawn(made.key, "turn", ends[number])) / 8
+    return found
+
+
+def _placed(width: int, rows: Sequence[_Row], value: Callable[[Made, int], float], case: Sequence[Made] = ()) -> Tensor:
+    """A value at each sampled token, from its completion and its number; 0 elsewhere."""
+    lines = []
+    for row in rows:
+        line = [0.0] * len(row.tokens)
+        for place, number in zip(row.sampled, row.numbers, strict=True):
+            line[place] = value(case[row.completion] if case else Made(0, 0, 0.0), number)
+        lines.append(line)
+    return _sheet(width, lines)
+
+
+def _sheet(width: int, lines: Sequence[Sequence[float]]) -> Tensor:
+    return _floats([[*line, *[0.0] * (width - len(line))] for line in lines]).view(len(lines), width)
+
+
+def _floats(values: Sequence[object]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _codes(case: Sequence[Made], state: str, code: int) -> Tensor:
+    return torch.tensor([code if made.state == state else NONE for made in case], dtype=torch.int64)
+
+
+def interleaved(case: Sequence[Made], source: random.Random) -> list[_Row]:
+    """The rows in another order; those of one completion stay in theirs, which is the order of time."""
+    rows = rows_of(case)
+    owners = [row.completion for row in rows]
+    source.shuffle(owners)
+    own = {c: iter([row for row in rows if row.completion == c]) for c in set(owners)}
+    return [next(own[c]) for c in owners]
+
+
+def fresh(others: Sequence[Made], state: str | None = None) -> list[Made]:
+    """The same completions under keys that no case holds."""
+    return [replace(made, key=made.key + 10**7, state=state or made.state) for made in others]

@@ -1,0 +1,149 @@
+"""Settings tables that between them name everything registered.
+
+A table takes one choice of each slot, where the settings allow them together; what one table could not take, a later one
+does. So a new registration is in a table without anybody's doing, or the tables say what they lack.
+"""
+
+from typing import Any
+
+from stream.errors import SettingsError
+from tests.cases.completions import MAX_AGE
+from workers.settings import Settings
+from workers.settings.file import parse
+from workers.train.algorithms.advantages import ESTIMATORS
+from workers.train.algorithms.aggregation import AGGREGATIONS
+from workers.train.algorithms.divergence import DIVERGENCES
+from workers.train.algorithms.importance import IMPORTANCE
+from workers.train.algorithms.losses import LOSSES
+from workers.train.algorithms.normalization import NORMALIZERS
+from workers.train.algorithms.rejection import REJECTIONS
+from workers.train.algorithms.shaping import SHAPINGS
+from workers.train.algorithms.token_selection import SELECTORS
+
+Table = dict[str, Any]
+
+LEAST: Table = {
+    "model": {"path": "none"},
+    "data": {"path": "none"},
+    "environments": {"a": "calculator"},
+    "pacing": {"max_token_age": MAX_AGE},
+    "filter": {"min_valid_rows": 1, "zero_variance": False},
+    "algorithm": {"truncation": {"length": "exclude", "tool_calls": "baseline_only"}},
+    "rollout": {"max_tokens": 12, "max_tokens_per_turn": 12},
+}
+OPTIONS: dict[str, Table] = {"passk": {"k": 2}, "clip_cov": {"clip_cov_low": -0.5001, "clip_cov_high": 0.5001}}
+"""Options of estimators and losses where the defaults would leave small cases without effect."""
+SOME = {"clip_cov": {"clip_cov_ratio": 0.3}, "kl_cov": {"kl_cov_ratio": 0.3}}
+ALL = {"clip_cov": {"clip_cov_ratio": 1.0}, "kl_cov": {"kl_cov_ratio": 1.0}}
+"""By selector: how many of the candidates it chooses. A lot knows of nothing but a token's place, so where places change
+all of them are chosen."""
+SHAPED: dict[str, Table] = {
+    "biased_scaled": {"shaping": {"bias": 0.5, "scale": 2.0}},
+    "clipped": {"shaping": {"clip": 0.75}},
+    "overlong": {"shaping": {"overlong_tokens": 11}, "algorithm": {"truncation": {"tool_errors": "penalty"}}},
+}
+NORMALISED: dict[str, list[Table]] = {
+    "whiten": [],  # in estimators
+    "normalize": [
+        {"reward_normalization": {"mean": "group", "std": "none", "leave_one_out": True}},
+        {"reward_normalization": {"mean": "batch", "std": "group", "unbiased": False}},
+    ],
+    "normalize_tokens": [
+        {"advantage_normalization": {"mean": "batch", "std": "batch"}},
+        {"advantage_normalization": {"mean": "group", "std": "batch", "leave_one_out": True}},
+    ],
+}
+BOUNDS = {"k1": {"lower": 0.3003, "upper": 3.0003}, "k2": {"upper": 0.7007}, "k3": {"upper": 0.7007}, "po": {"upper": 0.5}}
+"""Of rejection rules, by the end of their names: some of the cases' tokens are out of them."""
+
+
+def missing() -> list[str]:
+    """What is registered and no table can name, each with what to add."""
+    lacking = [f"SHAPED[{name!r}]" for name in set(SHAPINGS) - set(SHAPED)]
+    lacking += [f"NORMALISED[{name!r}]" for name in set(NORMALIZERS) - set(NORMALISED)]
+    lacking += [f"BOUNDS[{name[-2:]!r}] for {name}" for name in REJECTIONS if name[-2:] not in BOUNDS]
+    lacking += [f"SOME[{name!r}] and ALL[{name!r}]" for name in SELECTORS if name not in SOME or name not in ALL]
+    return sorted(lacking)
+
+
+def _slots() -> dict[str, dict[str, Table]]:
+    return {
+        "estimator": {name: {"estimator": {"name": name, **OPTIONS.get(name, {})}} for name in ESTIMATORS},
+        "loss": {f"loss:{name}": {"loss": {"name": name, **OPTIONS.get(name, {})}} for name in LOSSES},
+        "proximal": {f"proximal:{n}": {"algorithm": {"proximal": n}} for n in ("recompute", "engine", "interpolate")},
+        "weights": {
+            "": {},
+            **{f"{name}": {"correction": {"weights": name, "upper": 1.7}} for name in IMPORTANCE},
+            **{
+                f"{name} normalised": {
+                    "correction": {"weights": name, "lower": 0.4, "upper": 3.0, "outside": "zero", "normalize": True}
+                }
+                for name in IMPORTANCE
+            },
+        },
+        "rejection": {
+            **{name: {"correction": {"reject": [{"rule": name, **BOUNDS.get(name[-2:], {})}]}} for name in REJECTIONS},
+            "": {},
+        },
+        "aggregation": {name: {"algorithm": {"aggregation": name}} for name in AGGREGATIONS},
+        "divergence": {
+            "": {},
+            **{f"divergence:{n}": {"algorithm": {"kl_coefficient": 0.1, "kl_divergence": n}} for n in DIVERGENCES},
+        },
+        "shaping": {"": {}, **{f"shaping:{name}": table for name, table in SHAPED.items()}},
+        "normaliser": {
+            "": {},
+            **{f"{name}:{i}": table for name, some in NORMALISED.items() for i, table in enumerate(some)},
+        },
+        "zeroed": {"zero_reward": {"algorithm": {"truncation": {"max_turns": "zero_reward"}}}},
+        "singleton": {"": {}, "singleton:raw": {"algorithm": {"singleton": "raw"}}},
+        "entropy": {"": {}, "entropy": {"algorithm": {"entropy_coefficient": 0.01}}},
+    }
+
+
+def merged(left: Table, right: Table) -> Table:
+    """Both, tables within them merged too; where they differ, the right one."""
+    both = left | right
+    for name in left.keys() & right.keys():
+        if isinstance(left[name], dict) and isinstance(right[name], dict):
+            both[name] = merged(left[name], right[name])
+    return both
+
+
+def settings_of(table: Table, extra: Table | None = None) -> Settings:
+    """The settings of a table."""
+    return parse(merged(merged(LEAST, table), extra or {}))
+
+
+def choosing(table: Table, number: dict[str, Table]) -> Table:
+    """The table, with its loss's selector choosing so many; the table as it is if there is none."""
+    options = number.get(LOSSES[table["loss"]["name"]].declared.selector, {})
+    return merged(table, {"loss": options})
+
+
+def _tables() -> dict[str, Table]:
+    slots, found = _slots(), dict[str, Table]()
+    waiting = {slot: list(choices) for slot, choices in slots.items()}
+    for turn in range(100):
+        if not any(waiting.values()):
+            return found
+        table, names = dict[str, Table](), []
+        for slot, choices in slots.items():
+            every = list(choices)
+            for name in [*waiting[slot], *every[turn % len(every) :], *every]:
+                try:
+                    settings_of(merged(table, choices[name]))
+                except SettingsError:
+                    continue
+                table = merged(table, choices[name])
+                names += [name] if name else []
+                if name in waiting[slot]:
+                    waiting[slot].remove(name)
+                break
+        found[" ".join(names)] = table
+    raise AssertionError(f"no table can name {waiting}; the settings refuse it beside everything else")
+
+
+TABLES = _tables()
+"""By what they name."""
+EVERYTHING = [name for slot in _slots().values() for name in slot if name]

@@ -1,0 +1,100 @@
+"""The file's words around policy losses: names, options, aggregation, the share of a batch."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from tests.conformance.cases import named
+from workers.train.algorithms.aggregation import AGGREGATIONS, Totals, factors
+from workers.train.algorithms.losses import LOSSES, LossOutput, policy_loss
+from workers.train.algorithms.token_selection import SELECTORS, select
+
+LOSS_NAMES: Final = {"vanilla": "clipped"}
+"""Names of the file that are ours under another; the others are ours as they are."""
+SEED: Final = 0
+"""Of selectors that draw: cases with them take every token that may be drawn."""
+
+
+def loss_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """verl's configuration of its losses as our options; what it leaves unsaid is verl's default."""
+    said = {name: value for name, value in {**config.get("policy_loss", {}), **config}.items() if value is not None}
+    both = said.get("clip_ratio", 0.2)
+    return {
+        "clip_low": said.get("clip_ratio_low", both),
+        "clip_high": said.get("clip_ratio_high", both),
+        "dual_clip": said.get("clip_ratio_c", 3.0),
+        "ratio_cap": said.get("clip_ratio_c", 3.0),
+        "level": "token",
+        "tau_positive": said.get("tau_pos", 1.0),
+        "tau_negative": said.get("tau_neg", 1.05),
+        "clip_cov_ratio": said.get("clip_cov_ratio", 2e-4),
+        "clip_cov_low": said.get("clip_cov_lb", 1.0),
+        "clip_cov_high": said.get("clip_cov_ub", 5.0),
+        "kl_cov_ratio": said.get("kl_cov_ratio", 2e-4),
+        "kl_cov_coefficient": said.get("ppo_kl_coef", 0.1),
+        "dro_beta": said.get("dro_beta"),
+    }
+
+
+def row_factors(aggregation: str, mask_RT: Tensor, info: Mapping[str, Any] | None = None) -> Tensor:
+    """Every row's factor; `info` says of how large a batch these rows are a part."""
+    named(AGGREGATIONS, aggregation, "aggregation")
+    said = {name: value for name, value in (info or {}).items() if value is not None}
+    length_R = mask_RT.sum(dim=1)
+    totals = Totals(
+        tokens=said.get("batch_num_tokens", int(length_R.sum())),
+        completions=said.get("global_batch_size", int((length_R > 0).sum())),
+        ranks=said.get("dp_size", 1),
+    )
+    return factors(aggregation, length_R, totals, constant=said.get("loss_scale_factor", mask_RT.shape[1]))
+
+
+def loss_of(
+    name: str,
+    logprobs_RT: Tensor,
+    *,
+    proximal_RT: Tensor,
+    advantages_RT: Tensor,
+    mask_RT: Tensor,
+    aggregation: str,
+    info: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+    weights_RT: Tensor | None = None,
+    forced: bool = True,
+) -> LossOutput:
+    """Our loss; every row is a completion.
+
+    Args:
+        name: ours.
+        logprobs_RT: of the policy now, a leaf.
+        proximal_RT: what ratios are taken against.
+        advantages_RT: of each token.
+        mask_RT: tokens that bear loss.
+        aggregation: ours, which are verl's by name.
+        info: of the whole batch, or None where these rows are all of it.
+        options: ours.
+        weights_RT: importance weights.
+        forced: the aggregation that a loss insists on counts, as it does in the trainer.
+    """
+    declared = named(LOSSES, name, "loss").declared
+    chosen_RT = None
+    if declared.selector:
+        named(SELECTORS, declared.selector, "selector")
+        drawing = torch.Generator().manual_seed(SEED)
+        chosen_RT = select(
+            declared.selector, logprobs_RT.detach(), proximal_RT, advantages_RT, mask_RT, drawing, options
+        )
+    return policy_loss(
+        name,
+        logprobs_RT,
+        proximal_RT=proximal_RT,
+        advantages_RT=advantages_RT,
+        mask_RT=mask_RT,
+        completion_ids_R=torch.arange(len(mask_RT)),
+        factors_R=row_factors((forced and declared.aggregation) or aggregation, mask_RT, info),
+        weights_RT=weights_RT,
+        chosen_RT=chosen_RT,
+        options=options,
+    )

@@ -1,0 +1,79 @@
+"""One rank of a step that several processes share: `python tests/one_rank.py FOLDER RANK SIZE`; a test starts them.
+
+Trains the model in FOLDER/base on a batch with fewer valid completions than there may be ranks, for each case, and
+writes what it ended with to FOLDER/RANK-of-SIZE.pt.
+"""
+
+import sys
+from array import array
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from stream.records import Completion, Group, Prompt, Row, Span
+from stream.validity import Measured, RewardReason, Unmeasured
+from workers.settings.file import parse
+from workers.train.batch import collate
+from workers.train.learner import Learner
+
+CASES = {
+    "clipped": {},
+    "gspo, two passes": {"loss": {"name": "gspo"}, "train": {"updates_per_batch": 2}},
+    "gae": {"estimator": {"name": "gae"}},
+    "kl_cov": {"loss": {"name": "kl_cov", "kl_cov_ratio": 0.2}},
+    "rejection, normalised weights": {
+        "correction": {"normalize": True, "reject": [{"rule": "seq_mean_k1", "lower": 0.01, "upper": 100.0}]},
+        "filter": {"min_valid_rows": 2},
+    },
+}
+
+
+def completion(index: int, tokens: list[int], reward: float | None) -> Completion:
+    row = Row(
+        prompt_ids=array("i", [1, 2]).tobytes(),
+        token_ids=array("i", tokens).tobytes(),
+        sampled=[(0, len(tokens))],
+        logprobs=array("f", [-3.0 - 0.1 * (i % 3) for i in range(len(tokens))]).tobytes(),
+        spans=[Span(3, 0, len(tokens))],
+    )
+    known = Unmeasured(RewardReason.RAISED) if reward is None else Measured(reward)
+    return Completion(index=index, rows=[row], reward=known)
+
+
+def groups(*, empty: bool) -> list[Group]:
+    """Two completions that count, of different lengths, and some that do not; or nothing that counts at all."""
+    rewards = [None] * 4 if empty else [1.0, None, 0.25, None]
+    rolled = [completion(i, list(range(3 + i, 5 + 2 * i)), reward) for i, reward in enumerate(rewards)]
+    return [Group(prompt=Prompt(id="p", messages=[]), completions=rolled)]
+
+
+def train(base: Path, case: str) -> dict[str, object]:
+    """Two steps, each completion in a micro-batch of its own, and one with nothing valid."""
+    sections = dict(CASES[case])
+    train = {"micro_batch_tokens": 1, "learning_rate": 1e-2, "max_grad_norm": 1e9} | sections.pop("train", {})
+    least = {"model": {"path": str(base)}, "data": {"path": "none"}, "environments": {"a": "calculator"}}
+    learner = Learner(parse(least | {"train": train} | sections))
+    reports = [learner.step(collate(groups(empty=empty)), 3) for empty in (False, False, True)]
+    named = learner.parameters | learner.critic_parameters
+    return {
+        "weights": {name: parameter.detach().clone() for name, parameter in named.items()},
+        "metrics": [{k: v for k, v in report.metrics.items() if k != "seconds"} for report in reports],
+        "skipped": [report.skipped for report in reports],
+        "parts": len(learner.ranks.mine([torch.zeros(1)] * 2)),
+    }
+
+
+def main() -> None:
+    folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    if size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{size}", rank=rank, world_size=size)
+    torch.save({case: train(folder / "base", case) for case in CASES}, folder / f"{rank}-of-{size}.pt")
+    if size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

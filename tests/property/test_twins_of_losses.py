@@ -1,0 +1,346 @@
+"""Every registered loss, divergence and selector against a naive twin, and what holds for all of them."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.twins import divergence as divergence_twins
+from tests.twins import losses as twins
+from tests.twins import selection as selection_twins
+from tests.twins.losses import Token
+from workers.train.algorithms.divergence import DIVERGENCES, divergence
+from workers.train.algorithms.losses import LOSSES, LossOutput, policy_loss
+from workers.train.algorithms.token_selection import SELECTORS, m2po, select
+from workers.train.algorithms.value import value_loss
+
+torch.set_num_threads(1)
+
+JUNK = (math.nan, math.inf, -math.inf, 1e30, -1e30)
+EXTREMES = (24.3, -27.1, 100.0, -100.0)
+"""Log-ratios beyond the bound."""
+
+numbers = st.floats(-2, 2)
+log_ratios = st.one_of(st.floats(-3, 3), st.sampled_from(EXTREMES))
+each_loss = pytest.mark.parametrize("name", LOSSES)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of completions in some order; `None` is a place outside the mask."""
+
+    rows: list[tuple[int, list[Token | None]]]
+
+    def completion(self, number: int) -> list[Token]:
+        return [token for owner, row in self.rows if owner == number for token in row if token]
+
+    @property
+    def completions(self) -> list[int]:
+        return sorted({owner for owner, _ in self.rows})
+
+    def only(self, completions: set[int]) -> "Case":
+        return Case([(owner, row) for owner, row in self.rows if owner in completions])
+
+
+@st.composite
+def tokens(draw: st.DrawFn, factor: float) -> Token | None:
+    if draw(st.integers(0, 3)) == 0:
+        return None
+    logprob = draw(st.floats(-8, 0))
+    return Token(
+        logprob=logprob,
+        proximal=logprob - draw(log_ratios),
+        advantage=draw(numbers),
+        weight=draw(st.one_of(st.floats(0, 3), st.just(math.exp(20)))),
+        chosen=draw(st.booleans()),
+        factor=factor,
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    rows: list[tuple[int, list[Token | None]]] = []
+    for number in range(draw(st.integers(0, 4))):
+        factor = draw(st.floats(0.01, 1))
+        rows += [(number, row) for row in draw(st.lists(st.lists(tokens(factor), max_size=4), min_size=1, max_size=3))]
+    return Case(draw(st.permutations(rows)))
+
+
+def width(case: Case) -> int:
+    return max((len(row) for _, row in case.rows), default=0) + 1
+
+
+def sheet(case: Case, name: str, outside: float, columns: int | None = None) -> Tensor:
+    made = torch.full((len(case.rows), columns or width(case)), outside, dtype=torch.float64)
+    for place, (_, row) in enumerate(case.rows):
+        for column, token in enumerate(row):
+            if token:
+                made[place, column] = getattr(token, name)
+    return made
+
+
+def mask_of(case: Case, columns: int | None = None) -> Tensor:
+    return sheet(case, "factor", 0.0, columns) != 0
+
+
+def run(
+    name: str, case: Case, options: dict, junk: float = 0.0, columns: int | None = None
+) -> tuple[LossOutput, Tensor]:
+    """The loss, and its gradient by the log-probs."""
+    logprobs = sheet(case, "logprob", junk, columns).requires_grad_()
+    mask = mask_of(case, columns)
+    factors = [next((token.factor for token in row if token), junk) for _, row in case.rows]
+    output = policy_loss(
+        name,
+        logprobs,
+        proximal_RT=sheet(case, "proximal", junk, columns),
+        advantages_RT=sheet(case, "advantage", junk, columns),
+        mask_RT=mask,
+        completion_ids_R=torch.tensor([owner for owner, _ in case.rows], dtype=torch.int64),
+        factors_R=torch.tensor(factors, dtype=torch.float64),
+        weights_RT=sheet(case, "weight", junk, columns),
+        chosen_RT=sheet(case, "chosen", float(junk != 0), columns) != 0,
+        options=options,
+    )
+    (gradient,) = torch.autograd.grad(output.loss, logprobs)
+    return output, gradient
+
+
+def near(found: Tensor, expected: Tensor, relative: float = 1e-9) -> bool:
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    return torch.allclose(found, expected, rtol=0, atol=relative * scale + 1e-300)
+
+
+def test_every_registered_function_has_a_twin() -> None:
+    assert set(LOSSES) == set(twins.TWINS)
+    assert set(DIVERGENCES) == set(divergence_twins.TWINS)
+    assert set(SELECTORS) == {"clip_cov", "kl_cov"}
+
+
+@each_loss
+@given(data=st.data())
+def test_a_loss_and_its_gradient_are_those_of_its_twin(name: str, data: st.DataObject) -> None:
+    case, options = data.draw(cases()), data.draw(st.sampled_from(twins.OPTIONS[name]))
+    output, gradient = run(name, case, options)
+    expected = torch.zeros_like(gradient)
+    shares = [0.0]
+    for number in case.completions:
+        completion = case.completion(number)
+        if not completion:
+            continue
+        losses, slopes = twins.TWINS[name](completion, **options)
+        shares += [token.factor * loss for token, loss in zip(completion, losses, strict=True)]
+        rest = iter(slopes)
+        for place, (owner, row) in enumerate(case.rows):
+            for column, token in enumerate(row if owner == number else []):
+                if token:
+                    expected[place, column] = next(rest)
+    assert abs(float(output.loss.detach()) - math.fsum(shares)) <= 1e-9 * sum(map(abs, shares))
+    assert near(gradient, expected)
+
+
+@each_loss
+@given(data=st.data())
+def test_what_stands_outside_the_mask_changes_nothing_to_the_bit(name: str, data: st.DataObject) -> None:
+    case, options = data.draw(cases()), data.draw(st.sampled_from(twins.OPTIONS[name]))
+    junk = data.draw(st.sampled_from(JUNK))
+    (clean, gradient), (output, junk_gradient) = run(name, case, options), run(name, case, options, junk)
+    assert torch.equal(clean.loss, output.loss)
+    assert torch.equal(gradient, junk_gradient)
+    assert (junk_gradient[~mask_of(case)] == 0).all()
+    assert {key: float(value) for key, value in clean.sums.items()} == {k: float(v) for k, v in output.sums.items()}
+    assert {key: float(value) for key, value in clean.maxima.items()} == {k: float(v) for k, v in output.maxima.items()}
+
+
+@each_loss
+@given(data=st.data())
+def test_any_partition_by_completions_adds_up_to_the_same(name: str, data: st.DataObject) -> None:
+    case, options = data.draw(cases()), data.draw(st.sampled_from(twins.OPTIONS[name]))
+    parts = [data.draw(st.integers(0, 2)) for _ in case.completions]
+    whole, gradient = run(name, case, options)
+    found = torch.zeros_like(gradient)
+    outputs = []
+    for part in range(3):
+        members = {number for number, chosen in zip(case.completions, parts, strict=True) if chosen == part}
+        output, share = run(name, case.only(members), options, columns=gradient.shape[1])
+        outputs.append(output)
+        found[[place for place, (owner, _) in enumerate(case.rows) if owner in members]] = share
+    assert near(found, gradient, 1e-12)
+    # Shares of either sign may cancel, so the sum is measured by the gradient's share of each token.
+    size = float(sum(abs(output.loss.detach()) for output in outputs))
+    total = float(sum(output.loss.detach() for output in outputs))
+    assert abs(total - float(whole.loss.detach())) <= 1e-12 * max(size, _size(name, case, options))
+    for key, value in whole.sums.items():
+        added = math.fsum(float(output.sums[key]) for output in outputs)
+        assert math.isclose(added, float(value), rel_tol=1e-12, abs_tol=1e-9)
+    for key, value in whole.maxima.items():
+        assert float(value) == max(float(output.maxima[key]) for output in outputs)
+
+
+def _size(name: str, case: Case, options: dict) -> float:
+    """Sum of the absolute shares of all tokens."""
+    size = 0.0
+    for number in case.completions:
+        if completion := case.completion(number):
+            losses, _ = twins.TWINS[name](completion, **options)
+            size += sum(abs(token.factor * loss) for token, loss in zip(completion, losses, strict=True))
+    return size
+
+
+@each_loss
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_log_ratios_of_a_hundred_give_a_finite_loss_and_gradient(name: str, dtype: torch.dtype, chosen: bool) -> None:
+    log_ratio = torch.tensor([[100.0, -100.0, 100.0, -100.0], [100.0, 100.0, -100.0, 0.0]], dtype=dtype)
+    for base in (-101.0, -1.0, 0.0):
+        for options in twins.OPTIONS[name]:
+            logprobs = torch.full_like(log_ratio, base, requires_grad=True)
+            output = policy_loss(
+                name,
+                logprobs,
+                proximal_RT=logprobs.detach() - log_ratio,
+                advantages_RT=torch.tensor([[1.0, 1.0, -1.0, -1.0], [-2.0, -2.0, 3.0, 3.0]], dtype=dtype),
+                mask_RT=torch.ones_like(log_ratio, dtype=torch.bool),
+                completion_ids_R=torch.tensor([0, 1]),
+                factors_R=torch.full((2,), 0.125, dtype=torch.float64),
+                weights_RT=torch.full_like(log_ratio, math.exp(20)),
+                chosen_RT=torch.full_like(log_ratio, chosen, dtype=torch.bool),
+                options=options,
+            )
+            (gradient,) = torch.autograd.grad(output.loss, logprobs)
+            assert math.isfinite(float(output.loss.detach()))
+            assert torch.isfinite(gradient).all()
+            # exp(20) by weight and by ratio, times the largest advantage, with room for penalties.
+            assert float(gradient.abs().max()) <= 4 * math.exp(40)
+            assert all(math.isfinite(float(value)) for value in (output.sums | output.maxima).values())
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@given(pairs=st.lists(st.tuples(st.floats(-8, 0), log_ratios), min_size=1, max_size=6), junk=st.sampled_from(JUNK))
+def test_a_divergence_and_its_gradient_are_those_of_its_twin(
+    name: str, pairs: list[tuple[float, float]], junk: float
+) -> None:
+    logprobs = torch.tensor([[p for p, _ in pairs] + [junk]], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([[p - d for p, d in pairs] + [junk]], dtype=torch.float64)
+    mask = torch.tensor([[True] * len(pairs) + [False]])
+    found = divergence(name, logprobs, reference, mask)
+    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+    found = found.detach()
+    expected = [divergence_twins.TWINS[name](p, float(q)) for (p, _), q in zip(pairs, reference[0], strict=False)]
+    values, slopes = zip(*expected, (0.0, 0.0), strict=True)
+    assert torch.allclose(found[0], torch.tensor(values, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    assert torch.allclose(gradient[0], torch.tensor(slopes, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    assert float(found[0, -1]) == 0.0 == float(gradient[0, -1])
+    if DIVERGENCES[name].declared.non_negative:
+        assert (found >= 0).all()
+
+
+COARSE = st.integers(-16, 16).map(lambda number: number / 8)
+"""Numbers whose squares add up without rounding, so that ties are ties in any order."""
+lines = st.lists(st.tuples(COARSE, COARSE, COARSE, st.booleans()), min_size=0, max_size=12)
+
+
+def line(values: list[float], mask: list[bool], junk: float) -> Tensor:
+    return torch.tensor([[v if m else junk for v, m in zip(values, mask, strict=True)]], dtype=torch.float64).reshape(
+        1, -1
+    )
+
+
+def places(chosen_RT: Tensor, mask: list[bool]) -> set[int]:
+    """Numbers of the chosen among the tokens of the mask; nothing outside is chosen."""
+    chosen = chosen_RT[0].tolist()
+    assert not any(c and not m for c, m in zip(chosen, mask, strict=True))
+    return {number for number, c in enumerate(c for c, m in zip(chosen, mask, strict=True) if m) if c}
+
+
+@given(lines, st.sampled_from([0.0, 0.01, 0.25, 1.0, 3.0, math.inf]), st.sampled_from(JUNK), st.randoms())
+def test_m2po_keeps_what_its_twin_keeps_in_any_order(found, threshold, junk, random) -> None:
+    for _ in range(2):
+        behaviour, proximal, _, mask = (list(column) for column in zip(*found, strict=True)) if found else ([],) * 4
+        kept = m2po(
+            line(behaviour, mask, junk),
+            line(proximal, mask, junk),
+            torch.tensor([mask]).bool().reshape(1, -1),
+            threshold=threshold,
+        )
+        valid = [(b, p) for b, p, m in zip(behaviour, proximal, mask, strict=True) if m]
+        expected = selection_twins.m2po([b for b, _ in valid], [p for _, p in valid], threshold=threshold)
+        assert places(kept, mask) == expected
+        assert bool(expected) == any(mask)
+        random.shuffle(found)
+
+
+@given(lines, st.sampled_from([0.0002, 0.25, 0.5, 1.0]), st.sampled_from(JUNK))
+def test_kl_cov_chooses_what_its_twin_chooses(found, share, junk) -> None:
+    logprobs, proximal, advantages, mask = (list(column) for column in zip(*found, strict=True)) if found else ([],) * 4
+    chosen = select(
+        "kl_cov",
+        line(logprobs, mask, junk),
+        line(proximal, mask, junk),
+        line(advantages, mask, junk),
+        torch.tensor([mask]).bool().reshape(1, -1),
+        None,
+        {"kl_cov_ratio": share},
+    )
+    valid = [(a, p) for a, p, m in zip(advantages, logprobs, mask, strict=True) if m]
+    expected = (
+        selection_twins.kl_cov([a for a, _ in valid], [p for _, p in valid], kl_cov_ratio=share) if valid else set()
+    )
+    assert places(chosen, mask) == expected
+
+
+@given(lines, st.sampled_from([0.0002, 0.25, 0.5, 1.0]), st.sampled_from(JUNK), st.integers(0, 99))
+def test_clip_cov_chooses_as_many_as_it_may_among_its_twins_candidates(found, share, junk, seed) -> None:
+    logprobs, proximal, advantages, mask = (list(column) for column in zip(*found, strict=True)) if found else ([],) * 4
+    bounds = {"clip_low": 0.21, "clip_high": 0.29, "clip_cov_low": 0.0501, "clip_cov_high": 0.9001}
+
+    def choose(outside: float) -> Tensor:
+        return select(
+            "clip_cov",
+            line(logprobs, mask, outside),
+            line(proximal, mask, outside),
+            line(advantages, mask, outside),
+            torch.tensor([mask]).bool().reshape(1, -1),
+            torch.Generator().manual_seed(seed),
+            bounds | {"clip_cov_ratio": share},
+        )
+
+    chosen = choose(junk)
+    assert torch.equal(chosen, choose(0.0))
+    valid = [(a, p, q) for a, p, q, m in zip(advantages, logprobs, proximal, mask, strict=True) if m]
+    if not valid:
+        assert not chosen.any()
+        return
+    candidates = selection_twins.clip_cov_candidates(*(list(column) for column in zip(*valid, strict=True)), **bounds)
+    assert places(chosen, mask) <= candidates
+    assert int(chosen.sum()) == min(len(candidates), max(1, int(share * len(valid))))
+
+
+@given(lines, st.sampled_from([0.26, 0.51, math.inf]), st.sampled_from(JUNK))
+def test_a_value_loss_and_its_gradient_are_those_of_its_twin(found, clip, junk) -> None:
+    values, old, targets, mask = (list(column) for column in zip(*found, strict=True)) if found else ([],) * 4
+
+    def run_value(outside: float) -> tuple[LossOutput, Tensor]:
+        now = line(values, mask, outside).requires_grad_()
+        output = value_loss(
+            now,
+            line(old, mask, outside),
+            line(targets, mask, outside),
+            torch.tensor([mask]).bool().reshape(1, -1),
+            torch.tensor([0.5 if any(mask) else outside], dtype=torch.float64),
+            clip=clip,
+        )
+        return output, torch.autograd.grad(output.loss, now)[0]
+
+    (output, gradient), (clean, clean_gradient) = run_value(junk), run_value(0.0)
+    assert torch.equal(output.loss, clean.loss)
+    assert torch.equal(gradient, clean_gradient)
+    twin = [twins.value_loss(v, o, t, clip) if m else (0.0, 0.0) for v, o, t, m in found]
+    assert float(output.loss.detach()) == pytest.approx(0.5 * math.fsum(loss for loss, _ in twin))
+    assert torch.allclose(
+        gradient, torch.tensor([[0.5 * slope for _, slope in twin]], dtype=torch.float64).reshape(1, -1)
+    )

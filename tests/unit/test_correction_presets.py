@@ -1,0 +1,52 @@
+"""The published presets say what their names say, in words that the mathematics knows."""
+
+import subprocess
+import sys
+
+import pytest
+
+from workers.settings.presets import PRESETS
+from workers.train.algorithms.importance import IMPORTANCE
+from workers.train.algorithms.rejection import REJECTIONS
+
+each_preset = pytest.mark.parametrize("name", PRESETS)
+
+
+def test_all_of_the_published_ones_are_there():
+    decoupled = "token_is seq_is token_icepop seq_is_rs geo_rs geo_rs_seq_tis geo_rs_token_tis k3_rs k3_rs_seq_tis"
+    bypass = "ppo_clip ppo_clip_geo_rs ppo_clip_k3_rs pg_is pg_token_icepop pg_geo_rs pg_geo_rs_seq_tis"
+    names = {f"decoupled_{name}" for name in [*decoupled.split(), "k3_rs_token_tis"]}
+    names |= {f"bypass_{name}" for name in [*bypass.split(), "pg_geo_rs_token_tis"]}
+    assert set(PRESETS) == names | {"disabled"}
+    assert len(PRESETS) == 19
+
+
+@each_preset
+def test_a_name_says_all_of_its_preset(name):
+    words, preset = name.split("_"), PRESETS[name]
+    assert preset.bypass == ("bypass" in words)
+    assert preset.loss == ("reinforce" if "pg" in words else "clipped")
+    level = "token" if "token" in words else "sequence" if {"is", "tis"} & set(words) else "none"
+    assert preset.weights == level
+    icepop = "icepop" in words
+    assert (preset.lower, preset.upper, preset.outside) == ((0.5, 5.0, "zero") if icepop else (0.0, 2.0, "truncate"))
+    expected = {
+        "geo": (("seq_mean_k1", 0.999, 1.001),),
+        "k3": (("seq_mean_k3", 0.0, 0.01),),
+        "is": (("seq_sum_k1", 0.5, 2.0),),
+    }
+    kind = next((word for word in ("geo", "k3", "is") if word in words), "")
+    assert preset.reject == (expected[kind] if "rs" in words else ())
+    assert not preset.normalize
+
+
+@each_preset
+def test_its_words_are_registered(name):
+    preset = PRESETS[name]
+    assert preset.weights in {"none", *IMPORTANCE}
+    assert {rule for rule, _, _ in preset.reject} <= set(REJECTIONS)
+
+
+def test_they_load_without_torch():
+    code = "import sys; import workers.settings.presets; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,165 @@
+"""Metrics of a correction on batches small enough to do by hand."""
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from workers.train.algorithms.diagnostics import correction_metrics, policy_metrics, rejection_metrics, weight_metrics
+from workers.train.algorithms.importance import importance_weights
+from workers.train.algorithms.rejection import Rule, reject
+
+# Two completions, the first in two rows; the last row is masked and holds junk.
+TRAIN = torch.tensor([[-1.0, -3.0], [-2.0, math.nan], [-1.0, -1.0], [math.inf, math.nan]], dtype=torch.float64)
+ROLLOUT = torch.tensor([[-1.0, -2.0], [-2.0, 1e30], [-1.0, -2.0], [math.nan, -math.inf]], dtype=torch.float64)
+MASK = torch.tensor([[1, 1], [1, 0], [1, 1], [0, 0]]).bool()
+IDS = torch.tensor([4, 4, 9, 6])
+BOUNDS = {"lower": 0.0, "upper": 2.0, "outside": "truncate", "normalize": False}
+
+
+def floats(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
+    assert all(value.shape == () and value.dtype == torch.float64 for value in metrics.values())
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def test_policies_are_compared_over_tokens_and_over_completions():
+    found = floats(policy_metrics(TRAIN, ROLLOUT, MASK, IDS))
+    assert found == pytest.approx(
+        {
+            "training_log_ppl": (2 + 1) / 2,
+            "rollout_log_ppl": (5 / 3 + 1.5) / 2,
+            "training_ppl": (math.exp(2) + math.exp(1)) / 2,
+            "rollout_ppl": (math.exp(5 / 3) + math.exp(1.5)) / 2,
+            "log_ppl_diff": (1 / 3 - 1 / 2) / 2,
+            "log_ppl_abs_diff": (1 / 3 + 1 / 2) / 2,
+            "log_ppl_diff_max": 1 / 3,
+            "log_ppl_diff_min": -1 / 2,
+            "ppl_ratio": (math.exp(1 / 3) + math.exp(-1 / 2)) / 2,
+            "kl": (1 - 1) / 5,
+            "k3_kl": (math.exp(-1) + math.exp(1) - 2) / 5,
+            "chi2_token": (3 + math.exp(-2) + math.exp(2)) / 5 - 1,
+            "chi2_seq": (math.exp(-2) + math.exp(2)) / 2 - 1,
+        }
+    )
+
+
+def test_what_a_token_rule_saw_and_took():
+    found = floats(
+        rejection_metrics(TRAIN, ROLLOUT, IDS, reject([Rule("token_k1", 0.5, 4.0)], TRAIN, ROLLOUT, MASK, IDS))
+    )
+    low = math.log(0.5)
+    inside = [0, 1, 0, 0, low]  # k1 is 0, 1, 0 of the first completion, 0, -1 of the second
+    assert found == pytest.approx(
+        {
+            "rollout_rs_token_k1_mean": 0.0,
+            "rollout_rs_token_k1_max": 1.0,
+            "rollout_rs_token_k1_min": -1.0,
+            "rollout_rs_token_k1_std": statistics.pstdev(inside),
+            "rollout_rs_token_k1_fraction_high": 0.0,
+            "rollout_rs_token_k1_fraction_low": 1 / 5,
+            "rollout_rs_token_k1_seq_mean": (1 / 3 - 1 / 2) / 2,
+            "rollout_rs_token_k1_seq_std": (1 / 3 + 1 / 2) / math.sqrt(2),
+            "rollout_rs_token_k1_seq_max": 1 / 3,
+            "rollout_rs_token_k1_seq_min": -1 / 2,
+            "rollout_rs_token_k1_seq_max_deviation": 1 / 2,
+            "rollout_rs_token_k1_seq_fraction_high": 0.0,
+            "rollout_rs_token_k1_seq_fraction_low": 0.0,
+            "rollout_rs_token_k1_masked_fraction": 1 / 5,
+            "rollout_rs_token_k1_seq_masked_fraction": 1 / 2,
+            "rollout_rs_masked_fraction": 1 / 5,
+            "rollout_rs_seq_masked_fraction": 1 / 2,
+        },
+        abs=1e-12,
+    )
+
+
+def test_what_a_completion_rule_saw_is_counted_in_completions():
+    rule = Rule("seq_sum_k3", 0.0, 0.5)  # sums: 1/e of the first, e - 2 of the second
+    found = floats(rejection_metrics(TRAIN, ROLLOUT, IDS, reject([rule], TRAIN, ROLLOUT, MASK, IDS)))
+    assert found["rollout_rs_seq_sum_k3_mean"] == pytest.approx((3 / math.e + 2 * (math.e - 2)) / 5)
+    assert found["rollout_rs_seq_sum_k3_seq_mean"] == pytest.approx((1 / math.e + math.e - 2) / 2)
+    assert found["rollout_rs_seq_sum_k3_fraction_high"] == 1 / 2
+    assert found["rollout_rs_seq_sum_k3_masked_fraction"] == pytest.approx(2 / 5)
+    assert "rollout_rs_seq_sum_k3_seq_fraction_low" not in found
+
+
+def test_weights_of_tokens():
+    weights = importance_weights(TRAIN, ROLLOUT, MASK, IDS, level="token", **BOUNDS | {"normalize": True})
+    found = floats(weight_metrics(IDS, weights))
+    w = [1, math.exp(-1), 1, 1, 2.0]
+    mean, squares = sum(w) / 5, sum(x * x for x in w) / 5
+    first, second = (2 + math.exp(-1)) / 3, 1.5
+    assert found == pytest.approx(
+        {
+            "rollout_is_mean": mean,
+            "rollout_is_std": math.sqrt(squares - mean**2),
+            "rollout_is_max": 2.0,
+            "rollout_is_min": math.exp(-1),
+            "rollout_is_eff_sample_size": mean**2 / squares,
+            "rollout_is_ratio_fraction_high": 1 / 5,
+            "rollout_is_ratio_fraction_low": 1 / 5,
+            "rollout_is_seq_mean": (first + second) / 2,
+            "rollout_is_seq_std": (second - first) / math.sqrt(2),
+            "rollout_is_seq_max": second,
+            "rollout_is_seq_min": first,
+            "rollout_is_seq_max_deviation": 0.5,
+            "rollout_is_seq_fraction_high": 0.0,
+            "rollout_is_seq_fraction_low": 0.0,
+            "rollout_is_batch_norm_factor": mean,
+        }
+    )
+
+
+def test_weights_of_completions_are_counted_in_completions():
+    weights = importance_weights(TRAIN, ROLLOUT, MASK, IDS, level="sequence", **BOUNDS)
+    found = floats(weight_metrics(IDS, weights))
+    assert (found["rollout_is_max"], found["rollout_is_min"]) == pytest.approx((math.e, 1 / math.e))
+    assert found["rollout_is_seq_max"] == 2.0
+    assert (found["rollout_is_ratio_fraction_high"], found["rollout_is_ratio_fraction_low"]) == (0.5, 0.5)
+    assert "rollout_is_batch_norm_factor" not in found
+
+
+def test_equal_weights_are_all_of_the_sample_and_zeroed_ones_none():
+    one = importance_weights(TRAIN, TRAIN, MASK, IDS, level="token", **BOUNDS)
+    assert float(weight_metrics(IDS, one)["rollout_is_eff_sample_size"]) == 1.0
+    none = importance_weights(TRAIN, TRAIN, MASK, IDS, level="token", **BOUNDS | {"upper": 0.5, "outside": "zero"})
+    found = floats(weight_metrics(IDS, none))
+    assert (found["rollout_is_eff_sample_size"], found["rollout_is_oob_ratio"]) == (0.0, 1.0)
+
+
+def test_all_together_each_over_its_own_mask():
+    rejection = reject([Rule("token_k1", 0.5, 4.0)], TRAIN, ROLLOUT, MASK, IDS)
+    weights = importance_weights(TRAIN, ROLLOUT, rejection.kept_RT, IDS, level="token", **BOUNDS)
+    found = floats(correction_metrics(TRAIN, ROLLOUT, rejection.kept_RT, IDS, rejection=rejection, weights=weights))
+    assert found["kl"] == 1 / 4
+    assert found["rollout_is_mean"] == pytest.approx((3 + math.exp(-1)) / 4)
+    assert found["rollout_rs_masked_fraction"] == pytest.approx(1 / 5)
+    before = floats(correction_metrics(TRAIN, ROLLOUT, MASK, IDS, rejection=rejection))
+    assert before["kl"] == 0.0
+    assert not any(name.startswith("rollout_is") for name in before)
+
+
+def test_a_single_completion_has_a_standard_deviation_of_0():
+    rejection = reject([Rule("token_k2", 0.0, 1.0)], TRAIN[:2], ROLLOUT[:2], MASK[:2], IDS[:2])
+    weights = importance_weights(TRAIN[:2], ROLLOUT[:2], MASK[:2], IDS[:2], level="token", **BOUNDS)
+    found = correction_metrics(TRAIN[:2], ROLLOUT[:2], MASK[:2], IDS[:2], rejection=rejection, weights=weights)
+    assert (float(found["rollout_is_seq_std"]), float(found["rollout_rs_token_k2_seq_std"])) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_a_mean_of_nothing_is_left_out(rows):
+    train, rollout, ids = TRAIN[:rows], ROLLOUT[:rows], IDS[:rows]
+    nothing = torch.zeros_like(MASK[:rows])
+    rejection = reject([Rule("m2po", 0.0, 1.0)], train, rollout, nothing, ids)
+    weights = importance_weights(train, rollout, nothing, ids, level="sequence", **BOUNDS)
+    assert correction_metrics(train, rollout, nothing, ids, rejection=rejection, weights=weights) == {}
+
+
+def test_extreme_log_ratios_give_finite_metrics():
+    train, rollout = torch.tensor([[-100.0, 0.0]]), torch.tensor([[0.0, -100.0]])
+    mask, ids = torch.ones(1, 2, dtype=torch.bool), torch.tensor([0])
+    rejection = reject([Rule("token_k3", 0.0, 1.0)], train, rollout, mask, ids)
+    weights = importance_weights(train, rollout, mask, ids, level="token", **BOUNDS)
+    found = floats(correction_metrics(train, rollout, mask, ids, rejection=rejection, weights=weights))
+    assert all(math.isfinite(value) for value in found.values())

@@ -1,0 +1,181 @@
+"""Every estimator, loss, aggregation, correction and normaliser by name, through the learner of a run."""
+
+from array import array
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from stream.records import Completion, Group, Part, Prompt, Row, Span
+from stream.validity import Measured, RewardReason, TruncationReason, Unmeasured
+from workers.settings.file import parse
+from workers.settings.presets import PRESETS, Rule
+from workers.train.algorithms.advantages import ESTIMATORS
+from workers.train.algorithms.aggregation import AGGREGATIONS
+from workers.train.algorithms.divergence import DIVERGENCES
+from workers.train.algorithms.losses import LOSSES
+from workers.train.algorithms.rejection import REJECTIONS
+from workers.train.batch import collate
+from workers.train.learner import Learner
+
+VOCABULARY = 24
+WIDE = {"lower": 1e-9, "upper": 1e9}
+"""Bounds that keep what an untrained model is given here."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=32,
+    )
+    with torch.random.fork_rng():
+        torch.default_generator.manual_seed(5)
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def learner(base, *, train=None, **sections):
+    least = {"model": {"path": str(base)}, "data": {"path": "none"}, "environments": {"a": "calculator"}}
+    return Learner(parse(least | {"train": {"learning_rate": 1e-3, "max_grad_norm": 1e9} | (train or {})} | sections))
+
+
+def completion(index, tokens, reward, **facts):
+    """Behind the prompt [1, 2]; token 0 is a tool's answer. Log-probs near those of an untrained model."""
+    sampled = []
+    for place, token in enumerate(tokens):
+        if token and sampled and sampled[-1][1] == place:
+            sampled[-1] = (sampled[-1][0], place + 1)
+        elif token:
+            sampled.append((place, place + 1))
+    count = sum(end - start for start, end in sampled)
+    row = Row(
+        prompt_ids=array("i", [1, 2]).tobytes(),
+        token_ids=array("i", tokens).tobytes(),
+        sampled=sampled,
+        logprobs=array("f", [-3.1 - 0.05 * (i % 3) for i in range(count)]).tobytes(),
+        spans=[Span(3, start, end) for start, end in sampled],
+    )
+    parts = [Part(name="env", reward=reward), Part(name="format", reward=Measured(float(index % 2)), weight=0.0)]
+    facts = {"parts": parts if isinstance(reward, Measured) else [], "turns": len(sampled)} | facts
+    return Completion(index=index, rows=[row], reward=reward, **facts)
+
+
+def group(name, *others, shift=0):
+    rolled = [
+        completion(0, [3, 4, 0, 5 + shift], Measured(1.0)),
+        completion(1, [6, 7, 8], Measured(0.0)),
+        completion(2, [9, 0, 10, 11, 12], Measured(0.75)),
+        completion(3, [13, 14 + shift], Measured(0.25)),
+        completion(4, [3, 3], Measured(0.5), greedy=True),
+    ]
+    return Group(prompt=Prompt(id=name, messages=[]), completions=[*rolled, *others])
+
+
+def junk():
+    """Completions that may not be seen anywhere, with what would do most harm."""
+    return [
+        completion(5, [20, 21, 22], Unmeasured(RewardReason.RAISED)),
+        completion(6, [21, 22], Measured(1e9), truncated=TruncationReason.WALL_CLOCK),
+    ]
+
+
+def weights(found):
+    trained = found.parameters | found.critic_parameters
+    return torch.cat([p.detach().double().flatten() for p in trained.values()])
+
+
+CASES = {
+    **{f"estimator {name}": {"estimator": {"name": name}} for name in ESTIMATORS},
+    "estimator passk": {"estimator": {"name": "passk", "k": 2}},
+    **{f"loss {name}": {"loss": {"name": name}} for name in LOSSES},
+    **{f"aggregation {name}": {"algorithm": {"aggregation": name}} for name in AGGREGATIONS},
+    **{f"divergence {n}": {"algorithm": {"kl_coefficient": 0.1, "kl_divergence": n}} for n in DIVERGENCES},
+    **{f"proximal {n}": {"algorithm": {"proximal": n}} for n in ("recompute", "interpolate")},
+    "proximal engine": {"algorithm": {"proximal": "engine"}, "correction": {"weights": "none"}},
+    "sequence weights": {"correction": {"weights": "sequence", "outside": "zero", **WIDE}},
+    "normalised weights": {"correction": {"weights": "sequence", "normalize": True}},
+    "entropy": {"algorithm": {"entropy_coefficient": 0.01}},
+    "turn baseline": {"estimator": {"name": "tir_optimal_token_baseline"}, "loss": {"name": "geo_mean"}},
+    "shaping": {
+        "shaping": {"bias": 0.5, "scale": 2.0, "clip": 1.5, "overlong_tokens": 510},
+        "rollout": {"max_tokens": 512},
+    },
+    **{
+        f"{kind} {mean} {std}": {kind: {"mean": mean, "std": std}}
+        for kind in ("reward_normalization", "advantage_normalization")
+        for mean, std in (("group", "none"), ("batch", "batch"), ("group", "group"))
+    },
+}
+
+
+def rejecting(name):
+    return {"correction": {"reject": [{"rule": name, **(WIDE if name.endswith("k1") else {"upper": 1e9})}]}}
+
+
+CASES |= {f"rejection {name}": rejecting(name) for name in REJECTIONS}
+
+
+def two_steps(trained, *extra, **options):
+    batch = [group("p", *extra), group("q", shift=1)]
+    return [trained.step(collate(batch), 3, **options) for _ in range(2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_and_sees_nothing_of_what_is_invalid(base, case):
+    clean, dirty = learner(base, **CASES[case]), learner(base, **CASES[case])
+    before = weights(clean)
+    reports = two_steps(clean)
+    assert all(report.trained for report in reports), reports
+    assert not torch.equal(weights(clean), before)
+    two_steps(dirty, *junk())
+    # Another width of the micro-batch rounds differently.
+    assert torch.allclose(weights(clean), weights(dirty), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_micro_batches_change_nothing(base, case):
+    whole, torn = learner(base, **CASES[case]), learner(base, **CASES[case], train={"micro_batch_tokens": 1})
+    first, second = two_steps(whole), two_steps(torn)
+    assert torch.allclose(weights(whole), weights(torn), rtol=0, atol=2e-5)
+    for one, other in zip(first, second, strict=True):
+        for name in {*one.metrics, *other.metrics} - {"seconds"}:
+            assert other.metrics[name] == pytest.approx(one.metrics[name], rel=2e-3, abs=1e-4), name
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_trains(base, name):
+    preset = PRESETS[name]
+    proximal = "engine" if preset.bypass else "recompute"
+    found = learner(
+        base, correction={"preset": name}, algorithm={"proximal": proximal}, loss={"name": preset.loss}
+    ).step(collate([group("p"), group("q", shift=1)]), 3)
+    # The narrow ones reject all of an untrained model's tokens, and say so.
+    assert found.trained or set(found.dropped) == {"p", "q"}
+
+
+def test_every_rule_of_the_settings_is_registered():
+    assert set(Rule.__args__) == set(REJECTIONS)
+
+
+def test_a_rejected_completion_leaves_the_baseline_and_its_group_if_too_few_are_left(base):
+    """Three of four completions are far from what the engine said, so one is left, and its group goes."""
+    far = group("p")
+    for one in far.completions[:3]:
+        one.rows[0].logprobs = array("f", [-30.0] * one.rows[0].sampled_count).tobytes()
+    chosen = {
+        "correction": {"reject": [{"rule": "seq_mean_k1", "lower": 0.2, "upper": 5.0}]},
+        "filter": {"min_valid_rows": 2},
+    }
+    report = learner(base, **chosen).step(collate([far, group("q", shift=1)]), 3)
+    assert report.trained
+    assert report.dropped == {"p": "min_valid_rows"}
+    assert report.metrics["groups/dropped/min_valid_rows"] == 1
+    assert report.metrics["rows/dropped:min_valid_rows"] == 4
+    assert report.metrics["reward/count"] == 4

@@ -1,0 +1,72 @@
+"""Filters: which groups they keep, over the completions of B alone."""
+
+import math
+
+import pytest
+import torch
+
+from workers.train.algorithms.filters import FILTERS, advantage_bounds, difficulty, min_valid_rows, zero_variance
+from workers.train.algorithms.grouping import Grouping
+
+# Four groups, interleaved: {1, 0, junk}, {0.9, 0.9, 0.9}, {0.5}, and one with nothing valid.
+IDS = torch.tensor([0, 1, 2, 0, 1, 3, 0, 1])
+VALID = torch.tensor([1, 1, 1, 1, 1, 0, 0, 1]).bool()
+REWARDS = torch.tensor([1.0, 0.9, 0.5, 0.0, 0.9, math.nan, math.inf, 0.9], dtype=torch.float64)
+GROUPS = Grouping(IDS, VALID, 4)
+
+
+def test_rows_are_counted_in_b():
+    assert min_valid_rows(GROUPS, min_valid_rows=2).tolist() == [True, True, False, False]
+    assert min_valid_rows(GROUPS, min_valid_rows=1).tolist() == [True, True, True, False]
+
+
+def test_a_tie_is_dropped_and_a_single_completion_is_none():
+    assert zero_variance(REWARDS, GROUPS).tolist() == [True, False, True, True]
+
+
+def test_a_failed_verifier_does_not_make_a_tie_worth_training():
+    """[1, 1, 1, verifier failed]: scored 0 it would have counted as variance."""
+    groups = Grouping(torch.zeros(4, dtype=torch.int64), torch.tensor([True, True, True, False]))
+    assert zero_variance(torch.tensor([1.0, 1.0, 1.0, 0.0]), groups).tolist() == [False]
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "expected"),
+    [
+        (0.0, 0.8, [True, False, True, True]),
+        (0.6, 1.0, [False, True, False, True]),
+        (0.5, 0.5, [True, False, True, True]),
+        (-math.inf, math.inf, [True, True, True, True]),
+    ],
+)
+def test_difficulty_keeps_means_within_the_bounds(lower, upper, expected):
+    assert difficulty(REWARDS, GROUPS, min_mean_reward=lower, max_mean_reward=upper).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "expected"),
+    [
+        (0.0, math.inf, [True, True, True, True]),
+        (0.25, math.inf, [True, False, True, True]),
+        (0.0, 0.5, [False, True, True, True]),
+        (2.0, 2.0, [True, False, False, True]),
+    ],
+)
+def test_advantages_count_up_and_down(lower, upper, expected):
+    advantages = torch.tensor([0.1, 0.0, 0.5, -2.0, 0.0, math.nan, 1e30, 0.0], dtype=torch.float64)
+    assert advantage_bounds(advantages, GROUPS, min_advantage=lower, max_advantage=upper).tolist() == expected
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_no_group_gives_nothing(name):
+    none = torch.zeros(0)
+    groups = Grouping(none.long(), none.bool())
+    options = {
+        "min_valid_rows": 2,
+        "min_mean_reward": 0.0,
+        "max_mean_reward": 1.0,
+        "min_advantage": 0.0,
+        "max_advantage": 1.0,
+    }
+    found = FILTERS[name]({"rewards_C": none, "groups": groups, "advantages_C": none}, options)
+    assert (found.shape, found.dtype) == ((0,), torch.bool)

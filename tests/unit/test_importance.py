@@ -1,0 +1,106 @@
+"""Importance weights on batches small enough to do by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from workers.train.algorithms.importance import IMPORTANCE, ImportanceWeights, importance_weights, log_ratios
+
+E20 = math.exp(20)
+OFF = {"lower": 0.0, "upper": math.inf, "outside": "truncate", "normalize": False}
+
+
+def weigh(ratios: list[list[float]], ids: list[int] | None = None, **options) -> ImportanceWeights:
+    """The ratio of each token; a None is out of the mask."""
+    known = torch.tensor([[r is not None for r in row] for row in ratios])
+    train = torch.tensor([[math.log(r) if r else math.nan for r in row] for row in ratios], dtype=torch.float64)
+    rollout = torch.zeros_like(train)
+    return importance_weights(train, rollout, known, torch.tensor(ids or range(len(ratios))), **{**OFF, **options})
+
+
+def lists(tensor: Tensor) -> list[list[float]]:
+    return [[round(value, 9) for value in row] for row in tensor.tolist()]
+
+
+def test_a_token_has_its_own_ratio():
+    assert lists(weigh([[2.0, 0.5], [3.0, None]], level="token").weights_RT) == [[2.0, 0.5], [3.0, 0.0]]
+
+
+def test_a_completion_has_the_product_over_all_of_its_rows():
+    found = weigh([[2.0, 3.0], [0.5, None], [4.0, None]], [7, 5, 7], level="sequence")
+    assert lists(found.weights_RT) == [[24.0, 24.0], [0.5, 0.0], [24.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"upper": 2.0}, [0.1, 1.5, 2.0]),
+        ({"upper": 2.0, "lower": 0.5}, [0.5, 1.5, 2.0]),
+        ({"upper": 2.0, "lower": 0.5, "outside": "zero"}, [0.0, 1.5, 0.0]),
+        ({"upper": 2.0, "outside": "zero"}, [0.1, 1.5, 0.0]),
+    ],
+)
+def test_bounds_truncate_or_zero(options, expected):
+    assert lists(weigh([[0.1, 1.5, 3.0]], level="token", **options).weights_RT) == [expected]
+
+
+def test_a_mean_of_tokens_is_over_tokens_and_a_mean_of_completions_over_completions():
+    ratios = [[1.0, 1.0, 4.0], [2.0, None, None]]
+    assert float(weigh(ratios, level="token", normalize=True).factor) == pytest.approx(2.0)
+    assert float(weigh(ratios, level="sequence", normalize=True).factor) == pytest.approx(3.0)
+
+
+def test_a_completion_in_two_rows_counts_once_in_the_mean():
+    found = weigh([[2.0], [2.0], [1.0]], [0, 0, 1], level="sequence", normalize=True)
+    assert lists(found.weights_RT) == [[1.6], [1.6], [0.4]]  # 4, 4 and 1 by (4 + 1) / 2
+
+
+def test_weights_are_bounded_before_they_are_averaged():
+    assert float(weigh([[9.0, 1.0]], level="token", upper=3.0, normalize=True).factor) == pytest.approx(2.0)
+
+
+def test_zeroed_weights_count_in_the_mean():
+    found = weigh([[9.0, 1.0]], level="token", upper=3.0, outside="zero", normalize=True)
+    assert lists(found.weights_RT) == [[0.0, 2.0]]
+
+
+def test_nothing_but_zeros_is_not_divided():
+    found = weigh([[9.0, 9.0]], level="token", upper=3.0, outside="zero", normalize=True)
+    assert (lists(found.weights_RT), float(found.factor)) == ([[0.0, 0.0]], 1.0)
+
+
+@pytest.mark.parametrize("level", IMPORTANCE)
+@pytest.mark.parametrize(("log_ratio", "expected"), [(100.0, E20), (-100.0, 1 / E20)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_log_ratio_of_100_gives_exp_20(level, log_ratio, expected, dtype):
+    train = torch.full((2, 3), log_ratio, dtype=dtype, requires_grad=True)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    found = importance_weights(train, torch.zeros(2, 3, dtype=dtype), mask, torch.arange(2), level=level, **OFF)
+    assert found.weights_RT.dtype == dtype
+    assert not found.weights_RT.requires_grad
+    assert found.weights_RT.flatten().tolist() == pytest.approx([expected] * 6, rel=1e-6)
+
+
+@pytest.mark.parametrize("level", IMPORTANCE)
+@pytest.mark.parametrize("shape", [(0, 0), (0, 4), (2, 0), (2, 4)])
+def test_nothing_valid_gives_zeros_and_a_factor_of_1(level, shape):
+    nan, mask = torch.full(shape, math.nan), torch.zeros(shape, dtype=torch.bool)
+    options = OFF | {"normalize": True}
+    found = importance_weights(nan, nan, mask, torch.zeros(shape[0], dtype=torch.int64), level=level, **options)
+    assert torch.equal(found.weights_RT, torch.zeros(shape))
+    assert float(found.factor) == 1.0
+
+
+def test_an_unknown_word_is_an_error():
+    with pytest.raises(KeyError, match="geometric"):
+        weigh([[1.0]], level="geometric")
+    with pytest.raises(ValueError, match="'clip'"):
+        weigh([[1.0]], level="token", outside="clip")
+
+
+def test_log_ratios_have_no_gradient_and_no_junk():
+    train = torch.tensor([[1.0, math.nan, math.inf]], requires_grad=True)
+    found = log_ratios(train, torch.tensor([[0.25, -math.inf, math.inf]]), torch.tensor([[True, False, False]]))
+    assert (found.tolist(), found.dtype, found.requires_grad) == ([[0.75, 0.0, 0.0]], torch.float64, False)

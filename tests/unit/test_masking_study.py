@@ -1,0 +1,124 @@
+"""The study of masking: on groups so small that every way to fail can be written down."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from benchmarks.masking.advantage_bias import FAILURES, Stored, advantages, compare, draw, mean, summarise
+from benchmarks.masking.curve_figure import differences, interval
+from benchmarks.masking.failing import SHARE, NumberedCalculator, fails, raising, scoring_zero
+
+RIGHT_ONLY, ANY = FAILURES
+PLAIN = "grpo without std"
+
+
+def group(*rewards: float) -> Stored:
+    """One group; its answers all of the same length."""
+    codes = torch.zeros(len(rewards), dtype=torch.int64)
+    return Stored(torch.tensor(rewards, dtype=torch.float64), torch.full_like(codes, 10), codes)
+
+
+def every_way(stored: Stored, failures: str) -> torch.Tensor:
+    """Each set of failures once: with probability 0.5 they are all as likely, so a mean over them is exact."""
+    may_fail = stored.right.tolist() if failures == RIGHT_ONLY else [True] * len(stored.rewards)
+    return torch.tensor(list(itertools.product(*[(False, True) if may else (False,) for may in may_fail])))
+
+
+def biases(stored: Stored, label: str, failures: str, handling: str) -> tuple[float, float]:
+    """Of right and of wrong answers that bear loss."""
+    sums = compare(stored, label, every_way(stored, failures), handling)
+    return tuple(summarise(sums, right)["bias"][0] for right in (1, 0))
+
+
+def test_a_pair_whose_right_answer_fails_half_of_the_time():
+    # Truth: 0.5 and -0.5. Masked, the right one has 0.5 whenever it is there; the wrong one is alone otherwise, with 0.
+    assert biases(group(1, 0), PLAIN, RIGHT_ONLY, "masked") == pytest.approx((0.0, 0.25))
+    # Scored 0, the pair is a tie instead: both have half of what is due to them.
+    assert biases(group(1, 0), PLAIN, RIGHT_ONLY, "scored zero") == pytest.approx((-0.25, 0.25))
+
+
+def test_masking_failures_that_hit_right_answers_alone_is_biased():
+    # Both right ones stay (1/4): 1/2, -1/2. One stays (1/2): 2/3, -1/3. None stays (1/4): 0 for the wrong ones.
+    right = (2 * 1 / 2 + 2 * 2 / 3) / 4 - 1 / 2  # right answers are there twice in the first way, once in two others
+    wrong = (1 * -1 / 2 + 2 * -1 / 3 + 0) / 4 + 1 / 2
+    assert biases(group(1, 1, 0, 0), PLAIN, RIGHT_ONLY, "masked") == pytest.approx((right, wrong))
+    # Scored 0: 1/2, -1/2; then 3/4 for the one, -1/4 for the failed one and the wrong ones; then a tie.
+    right = (2 * 1 / 2 + 2 * (3 / 4 - 1 / 4) + 0) / 8 - 1 / 2
+    wrong = (1 * -1 / 2 + 2 * -1 / 4 + 0) / 4 + 1 / 2
+    assert biases(group(1, 1, 0, 0), PLAIN, RIGHT_ONLY, "scored zero") == pytest.approx((right, wrong))
+
+
+@pytest.mark.parametrize("rewards", [(1, 0), (1, 0, 0), (1, 1, 0, 0, 0, 0, 1, 0)])
+def test_rloo_is_unbiased_under_random_failures_but_for_answers_left_alone(rewards):
+    stored = group(*rewards)
+    alone = 0.5 ** (len(rewards) - 1)  # then the advantage is 0
+    truth = advantages(stored, "rloo", torch.zeros(1, len(rewards), dtype=torch.bool), "masked")[0]
+    right, wrong = truth.max().item(), truth.min().item()
+    assert biases(stored, "rloo", ANY, "masked") == pytest.approx((-alone * right, -alone * wrong))
+    # Scored 0, a right answer is worth half, and so is its siblings' mean: everything is halved.
+    assert biases(stored, "rloo", ANY, "scored zero") == pytest.approx((-right / 2, -wrong / 2))
+
+
+def test_a_right_answer_is_pushed_down_where_it_is_scored_zero_and_never_where_it_is_masked():
+    ways = every_way(group(1, 1, 1, 0), RIGHT_ONLY)
+    found = {how: summarise(compare(group(1, 1, 1, 0), PLAIN, ways, how), 1) for how in ("masked", "scored zero")}
+    assert found["masked"]["wrong_way"][0] == 0.0
+    # Half of all right answers fail; they are below the mean unless all three fail (1 way of 8), which is a tie.
+    assert found["scored zero"]["wrong_way"][0] == pytest.approx((12 - 3) / 24)
+
+
+def test_every_draw_is_a_batch_of_its_own():
+    stored = Stored(torch.tensor([1.0, 0, 0, 1, 1]).double(), torch.full((5,), 9), torch.tensor([0, 1, 0, 1, 1]))
+    failed = draw(stored, ANY, 0.5, 20, torch.Generator().manual_seed(3))
+    for handling in ("masked", "scored zero"):
+        together = advantages(stored, "grpo", failed, handling)
+        alone = torch.cat([advantages(stored, "grpo", row.unsqueeze(0), handling) for row in failed])
+        assert torch.equal(together, alone)
+        assert bool(together.isfinite().all())
+
+
+def test_only_right_answers_fail_where_failures_hit_them_alone():
+    stored = group(1, 0, 1, 0)
+    failed = draw(stored, RIGHT_ONLY, 0.5, 4000, torch.Generator().manual_seed(1))
+    assert not failed[:, [1, 3]].any()
+    assert failed[:, [0, 2]].double().mean().item() == pytest.approx(0.5, abs=0.03)
+
+
+def test_an_interval_over_draws_is_that_of_a_mean_where_every_draw_counts_as_many():
+    sums, counts = torch.tensor([2.0, 4.0, 6.0]).double(), torch.full((3,), 2.0).double()
+    middle, half = mean(sums, counts)
+    assert middle == 2.0
+    assert half == pytest.approx(1.959964 * 1.0 / math.sqrt(3))  # of 1, 2, 3, whose standard deviation is 1
+    assert mean(sums, torch.zeros(3)) is None
+
+
+def test_the_same_fifth_of_rewards_fails_by_raising_or_as_zero():
+    places = [(1, f"prompts:0:{number}", index) for number in range(500) for index in range(8)]
+    failing = [fails(*place) for place in places]
+    assert sum(failing) / len(failing) == pytest.approx(SHARE, abs=0.02)
+    assert failing != [fails(2, prompt, index) for _, prompt, index in places]
+    for (seed, prompt, index), failed in zip(places[:40], failing, strict=False):
+        calculator = NumberedCalculator()
+        calculator.reset(answer=3, completion_index=index)
+        calculator.add(1, 2)
+        said = [[{"role": "assistant", "content": "Answer: 3"}]]
+        row = {"run_seed": [seed], "prompt_id": [prompt], "completions": said, "environments": [calculator]}
+        [zero] = scoring_zero(**row, answer=[3])
+        assert (zero == 0.0) == failed
+        if failed:
+            with pytest.raises(RuntimeError):
+                raising(**row, answer=[3])
+        else:
+            assert raising(**row, answer=[3]) == [zero]
+
+
+def test_differences_are_paired_by_seed_and_their_interval_is_students():
+    one = {seed: {0: 0.3, 100: 0.5 + seed / 10} for seed in (1, 2, 3)}
+    other = {seed: {0: 0.3, 100: 0.5} for seed in (3, 2, 1, 4)}
+    paired = differences(one, other)
+    assert paired[100] == pytest.approx([0.1, 0.2, 0.3])
+    assert paired[-1] == pytest.approx([0.1, 0.2, 0.3])  # of what comes after the warm start
+    middle, half = interval(paired[100])
+    assert (middle, half) == pytest.approx((0.2, 4.303 * 0.1 / math.sqrt(3)))

@@ -1,0 +1,88 @@
+"""Interpolated proximal log-probs: reference values, against a loop, and what is outside the mask."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from workers.train.algorithms.proximal import METHODS, interpolated
+
+torch.set_num_threads(1)
+
+BEHAVIOUR, NOW = [[-1.875, -0.5, -1.375, -0.75, -1.75]], [[-1.475, -1.0, -0.925, -0.65, -1.75]]
+VERSIONS = torch.tensor([[-1, 0, 1, 2, 3]])
+SAMPLED = torch.ones(1, 5, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("method", "version", "expected"),
+    [
+        ("loglinear", 1, BEHAVIOUR[0]),
+        ("linear", 1, BEHAVIOUR[0]),
+        ("rollout", 1, BEHAVIOUR[0]),
+        ("loglinear", 3, [-1.875, -0.8333333433, -1.15, -0.75, -1.75]),
+        ("linear", 3, [-1.875, -0.8042355296, -1.1248982343, -0.75, -1.75]),
+        ("rollout", 3, BEHAVIOUR[0]),
+    ],
+)
+def test_values_are_those_of_the_reference(method, version, expected):
+    behaviour, now = torch.tensor(BEHAVIOUR, dtype=torch.float64), torch.tensor(NOW, dtype=torch.float64)
+    found = interpolated(behaviour, now, VERSIONS, SAMPLED, version, method=method)
+    assert found[0].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
+def test_values_are_those_of_a_loop_and_junk_in_other_places_becomes_zero(method, junk):
+    draw = random.Random(7)
+    tokens = [
+        (draw.uniform(-9, 0), draw.uniform(-9, 0), draw.randrange(-1, 12), draw.random() < 0.7) for _ in range(60)
+    ]
+    behaviour, now, versions, sampled = (list(column) for column in zip(*tokens, strict=True))
+
+    def sheet(values, outside):
+        kept = [v if s else outside for v, s in zip(values, sampled, strict=True)]
+        return torch.tensor(kept, dtype=torch.float64).reshape(6, 10)
+
+    versions_RT = torch.tensor([v if s else -(10**12) for v, s in zip(versions, sampled, strict=True)]).reshape(6, 10)
+    found = interpolated(
+        sheet(behaviour, junk), sheet(now, junk), versions_RT, torch.tensor(sampled).reshape(6, 10), 9, method=method
+    )
+    expected = []
+    for old, new, version, is_sampled in tokens:
+        share = (8 - version) / (9 - version) if 0 <= version <= 8 else 0.0
+        if not is_sampled:
+            expected.append(0.0)
+        elif method == "loglinear":
+            expected.append((1 - share) * old + share * new)
+        elif method == "linear":
+            expected.append(math.log((1 - share) * math.exp(old) + share * math.exp(new)))
+        else:
+            expected.append(old)
+    assert found.flatten().tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_no_gradient_passes():
+    now = torch.tensor(NOW).double().requires_grad_()
+    for method in METHODS:
+        found = interpolated(torch.tensor(BEHAVIOUR).double(), now, VERSIONS, SAMPLED, 3, method=method)
+        assert not found.requires_grad
+
+
+def test_improbable_tokens_stay_finite():
+    behaviour, now = torch.tensor([[-400.0, -1.0]]), torch.tensor([[-1.0, -400.0]])
+    versions, sampled = torch.tensor([[0, 0]]), torch.ones(1, 2, dtype=torch.bool)
+    for method in METHODS:
+        assert torch.isfinite(interpolated(behaviour, now, versions, sampled, 5, method=method)).all()
+
+
+def test_nothing_at_all_is_nothing():
+    empty = torch.empty(0, 0)
+    for method in METHODS:
+        assert interpolated(empty, empty, empty.long(), empty.bool(), 3, method=method).shape == (0, 0)
+
+
+def test_a_method_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="loglinear, linear, rollout"):
+        interpolated(torch.zeros(1, 5), torch.zeros(1, 5), VERSIONS, SAMPLED, 3, method="cubic")

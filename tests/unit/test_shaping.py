@@ -1,0 +1,88 @@
+"""Shaping: the numbers, and that nothing invalid becomes one."""
+
+import math
+
+import pytest
+import torch
+
+from workers.train.algorithms.shaping import SHAPINGS, biased_scaled, clipped, overlong, overlong_penalty
+
+OPTIONS = {"bias": -1.0, "scale": 2.0, "limit": 20.0, "max_length": 100, "tail": 20, "factor": 0.5}
+
+
+def inputs(rewards: list[float], valid: list[bool]) -> dict[str, torch.Tensor]:
+    return {
+        "rewards_C": torch.tensor(rewards, dtype=torch.float64),
+        "baseline_C": torch.tensor(valid, dtype=torch.bool),
+        "lengths_C": torch.full((len(rewards),), 90),
+        "cut_short_C": torch.zeros(len(rewards), dtype=torch.bool),
+    }
+
+
+def shape(name: str, rewards: list[float], valid: list[bool]) -> list[float]:
+    options = {key: OPTIONS[key] for key in SHAPINGS[name].options}
+    return SHAPINGS[name](inputs(rewards, valid), options).tolist()
+
+
+def test_bias_comes_before_scale():
+    valid = torch.tensor([True, True])
+    assert biased_scaled(torch.tensor([1.0, 3.0]), valid, bias=-1.0, scale=2.0).tolist() == [0.0, 4.0]
+
+
+def test_clip_is_on_both_sides_and_infinity_is_none():
+    rewards, valid = torch.tensor([-3.0, 0.25, 3.0]), torch.ones(3, dtype=torch.bool)
+    assert clipped(rewards, valid, limit=1.0).tolist() == [-1.0, 0.25, 1.0]
+    assert clipped(rewards, valid, limit=math.inf).tolist() == rewards.tolist()
+
+
+def test_an_infinite_reward_is_not_clipped_into_a_number():
+    """AReaL clips before it tests for finiteness: [1, inf] trains as [1, 20]."""
+    assert shape("clipped", [1.0, math.inf], [True, False]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", SHAPINGS)
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
+def test_what_is_invalid_stays_so(name, junk):
+    assert shape(name, [1.0, junk], [True, False]) == [*shape(name, [1.0], [True]), 0.0]
+
+
+@pytest.mark.parametrize("name", SHAPINGS)
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+def test_a_mask_that_lets_no_number_through_is_an_error(name, junk):
+    with pytest.raises(ValueError, match="not finite"):
+        shape(name, [1.0, junk], [True, True])
+
+
+def test_a_reward_that_does_not_stay_finite_is_an_error():
+    with pytest.raises(ValueError, match="not finite"):
+        biased_scaled(torch.tensor([1e300]).double(), torch.tensor([True]), bias=0.0, scale=1e300)
+
+
+@pytest.mark.parametrize("name", SHAPINGS)
+def test_nothing_gives_nothing(name):
+    assert shape(name, [], []) == []
+    assert shape(name, [math.nan, math.nan], [False, False]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("length", "cut_short", "expected"),
+    [
+        (80, False, 0.0),
+        (90, False, -0.25),
+        (100, False, -0.5),
+        (120, False, -1.0),
+        (90, True, -0.5),
+        (3, True, -0.5),
+        (120, True, -1.0),
+    ],
+)
+def test_overlong_penalty(length, cut_short, expected):
+    lengths, cut = torch.tensor([length]), torch.tensor([cut_short])
+    assert overlong_penalty(lengths, cut, max_length=100, tail=20, factor=0.5).tolist() == [expected]
+    shaped = overlong(torch.tensor([1.0]), torch.tensor([True]), lengths, cut, max_length=100, tail=20, factor=0.5)
+    assert shaped.tolist() == [1.0 + expected]
+
+
+def test_the_tail_is_a_length():
+    with pytest.raises(ValueError, match="must be 1 or more"):
+        overlong_penalty(torch.tensor([1]), torch.tensor([False]), max_length=9, tail=0, factor=1.0)

@@ -1,0 +1,203 @@
+"""Estimators with one value to a token: worked by hand, with holes in every line."""
+
+import math
+
+import pytest
+import torch
+
+from workers.train.algorithms.advantages import ESTIMATORS, estimate
+from workers.train.algorithms.grouping import Grouping
+
+TOKEN = [name for name, estimator in ESTIMATORS.items() if estimator.declared.level == "token"]
+BASELINES = ["optimal_token_baseline", "tir_optimal_token_baseline"]
+OPTIONS = {"discount": 1.0, "gae_lambda": 1.0, "whiten": False, "zero_tail": False, "epsilon": 1e-8}
+
+
+def sheet(mask, rewards, *, values=None, bootstrap=None, greedy=None, groups=None, valid=None, pi=None, weights=None):
+    """Inputs of all estimators; `pi` is the probability of each token, shared by it and one other."""
+    mask = torch.tensor(mask).bool()
+    lines = len(mask)
+
+    def tensor(given, default, shape):
+        return torch.full(shape, default) if given is None else torch.tensor(given, dtype=torch.float64).view(shape)
+
+    pi = tensor(pi, 0.5, mask.shape)
+    valid = torch.tensor([True] * lines if valid is None else valid, dtype=torch.bool)
+    ids = torch.tensor([0] * lines if groups is None else groups, dtype=torch.int64)
+    return {
+        "mask_CT": mask,
+        "token_rewards_CT": torch.tensor(rewards, dtype=torch.float64).view(mask.shape),
+        "values_CT": tensor(values, 0.0, mask.shape),
+        "bootstrap_C": tensor(bootstrap, 0.0, (lines,)),
+        "greedy_C": tensor(greedy, 0.0, (lines,)),
+        "groups": Grouping(ids, valid),
+        "old_logprobs_CT": pi.log(),
+        "sum_pi_squared_CT": pi**2 + (1 - pi) ** 2,
+        "weights_CT": tensor(weights, 1.0, mask.shape),
+    }
+
+
+def found(name, inputs, **options):
+    advantages, returns = estimate(name, inputs, OPTIONS | options, singleton="zero")
+    assert advantages.dtype == returns.dtype == torch.float64
+    return advantages.tolist(), returns.tolist()
+
+
+def test_gae_by_hand():
+    # V 1, 2, 3 and rewards 0, 0, 5: errors 0.5 * 2 - 1, 0.5 * 3 - 2, 5 - 3.
+    inputs = sheet([[1, 1, 1]], [[0, 0, 5]], values=[[1, 2, 3]])
+    advantages, returns = found("gae", inputs, discount=0.5, gae_lambda=0.5)
+    assert advantages == [[0 - 0.25 * 0.5 + 0.0625 * 2, -0.5 + 0.25 * 2, 2.0]]
+    assert returns == [[1.0, 2.0, 5.0]]
+
+
+def test_gae_skips_what_is_not_in_the_mask_without_a_discount():
+    whole = found("gae", sheet([[1, 1]], [[0.5, 2]], values=[[1, 3]]), discount=0.5, gae_lambda=0.5)
+    holes = found("gae", sheet([[0, 1, 0, 1, 0]], [[9, 0.5, 9, 2, 9]], values=[[7, 1, 7, 3, 7]]), discount=0.5,
+                  gae_lambda=0.5)  # fmt: skip
+    for dense, sparse in zip(whole, holes, strict=True):
+        assert sparse == [[0.0, dense[0][0], 0.0, dense[0][1], 0.0]]
+
+
+def test_gae_goes_on_from_the_value_behind_a_truncated_end():
+    mask, rewards, values = [[1, 1, 0], [1, 1, 1]], [[0, 1, 0], [0, 0, 1]], [[0, 0, 9], [0, 0, 0]]
+    _, returns = found("gae", sheet(mask, rewards, values=values, bootstrap=[10, 0]), discount=0.5)
+    assert returns == [[0.5 * (1 + 5), 1 + 5, 0], [0.25, 0.5, 1]]
+
+
+def test_gae_equals_the_reference():
+    # AReaL's own function, on its own layout: the second line was cut off, the value of its last column follows.
+    inputs = sheet(
+        [[0, 1, 1, 0, 0], [1, 1, 0, 1, 0]],
+        [[0, 0, 1, 0, 0], [0, 0.5, 0, 2, 0]],
+        values=[[0.5, 0.25, -0.5, 1, 2], [1, 0, 0.5, 0.25, -1]],
+        bootstrap=[2, -1],
+    )
+    advantages, _ = found("gae", inputs, discount=0.9, gae_lambda=0.8)
+    expected = [[0, 1.6760001183, 3.2999999523, 0, 0], [-0.0373598933, 1.3370001316, 0, 0.8500000238, 0]]
+    assert torch.allclose(torch.tensor(advantages), torch.tensor(expected), atol=1e-6)
+
+
+def test_reward_to_go_is_discounted_by_tokens_that_count():
+    returns = found("reinforce_plus_plus", sheet([[1, 0, 1, 1]], [[1, 9, 2, 4]]), discount=0.5)
+    assert returns == ([[1 + 0.5 * 2 + 0.25 * 4, 0, 4, 4]],) * 2
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
+def test_whitening_is_over_the_tokens_of_the_whole_batch_and_spares_the_returns(name):
+    inputs = sheet([[1, 1, 0], [1, 0, 1]], [[1, 2, 50], [4, 50, -3]])
+    plain, returns = found(name, inputs)
+    whitened, same = found(name, inputs, whiten=True)
+    tokens = torch.tensor(plain)[inputs["mask_CT"]]
+    expected = (tokens - tokens.mean()) / (tokens.var() + 1e-8).sqrt()
+    assert torch.allclose(torch.tensor(whitened)[inputs["mask_CT"]], expected)
+    assert (torch.tensor(whitened)[~inputs["mask_CT"]] == 0).all()
+    assert same == returns
+
+
+def test_remax_compares_with_the_greedy_rollout():
+    advantages, returns = found("remax", sheet([[1, 0, 1], [0, 1, 0]], [[1, 5, 2], [5, 3, 5]], greedy=[2, 4]))
+    assert advantages == [[1, 0, 0], [0, -1, 0]]
+    assert returns == [[3, 0, 2], [0, 3, 0]]
+
+
+def test_a_token_baseline_is_the_mean_weighted_by_the_gradient_so_far():
+    # Squared length of the gradient at each token: 2 (1 - pi)^2. W: 0.5, 1 and 0.5, 2.5.
+    inputs = sheet([[1, 1], [1, 1]], [[0, 2], [0, 4]], pi=[[0.5, 0.5], [0.5, 0]])
+    inputs["old_logprobs_CT"][1, 1] = -math.inf  # a probability of 0 is one as well
+    advantages, returns = found("optimal_token_baseline", inputs, epsilon=1e-12)
+    first, second = (0.5 * 2 + 0.5 * 4) / 1.0, (1 * 2 + 2.5 * 4) / 3.5
+    assert advantages == [pytest.approx([2 - first, 2 - second]), pytest.approx([4 - first, 4 - second])]
+    assert returns == [[2, 2], [4, 4]]
+
+
+def test_importance_weights_enter_a_token_baseline_squared():
+    inputs = sheet([[1], [1]], [[0], [10]], weights=[[1], [3]])
+    advantages, _ = found("optimal_token_baseline", inputs, epsilon=1e-12)
+    assert advantages == [pytest.approx([-9]), pytest.approx([1])]
+
+
+def test_only_the_longest_has_a_tail_without_a_baseline():
+    mask, rewards = [[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]], [[0, 0, 0, 8], [0, 4, 0, 0], [3, 0, 0, 0]]
+    kept, _ = found("optimal_token_baseline", sheet(mask, rewards), zero_tail=True)
+    without, _ = found("optimal_token_baseline", sheet(mask, rewards))
+    assert kept[0][2:] == [8.0, 8.0]
+    assert without[0][2:] == pytest.approx([0.0, 0.0], abs=1e-6)
+    assert [line[:2] for line in kept] == [line[:2] for line in without]
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_two_longest_have_no_tail(name):
+    mask, rewards = [[1, 1, 1], [1, 1, 1], [1, 0, 0]], [[0, 0, 8], [0, 4, 0], [3, 0, 0]]
+    assert found(name, sheet(mask, rewards), zero_tail=True) == found(name, sheet(mask, rewards), zero_tail=False)
+
+
+def test_tool_turns_are_compared_token_by_token_of_the_policy():
+    dense = sheet([[1, 1, 1], [1, 1, 1]], [[0, 1, 2], [3, 0, 0]], pi=[[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]])
+    holes = sheet(
+        [[1, 0, 0, 1, 1], [1, 1, 0, 1, 0]],
+        [[0, 9, 9, 1, 2], [3, 0, 9, 0, 9]],
+        pi=[[0.1, 0.9, 0.9, 0.2, 0.3], [0.4, 0.5, 0.9, 0.6, 0.9]],
+    )
+    expected, _ = found("tir_optimal_token_baseline", dense)
+    advantages, _ = found("tir_optimal_token_baseline", holes)
+    assert [[line[t] for t in places] for line, places in zip(advantages, [(0, 3, 4), (0, 1, 3)], strict=True)] == [
+        pytest.approx(line) for line in expected
+    ]
+    assert found("optimal_token_baseline", dense)[0] == [pytest.approx(line) for line in expected]
+    assert found("optimal_token_baseline", holes)[0] != advantages
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_completion_that_is_invalid_or_has_no_token_is_nobodys_sibling(name):
+    mask, rewards = [[1, 1], [1, 1], [0, 0], [1, 1]], [[1, 2], [9, 9], [9, 9], [0, 1]]
+    advantages, returns = found(name, sheet(mask, rewards, valid=[True, False, True, True]), zero_tail=True)
+    alone, _ = found(name, sheet([[1, 1], [1, 1]], [[1, 2], [0, 1]]), zero_tail=True)
+    assert [advantages[0], advantages[3]] == alone
+    assert advantages[1] == advantages[2] == returns[1] == returns[2] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_completion_without_siblings_keeps_its_reward_to_go(name):
+    advantages, returns = found(name, sheet([[1, 0, 1], [1, 1, 0]], [[1, 5, 2], [4, 4, 4]], groups=[3, 8]))
+    assert advantages == returns == [[3, 0, 2], [8, 4, 0]]
+
+
+@pytest.mark.parametrize("name", TOKEN)
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
+def test_junk_outside_of_the_mask_changes_no_bit(name, junk):
+    def both(value):
+        inputs = sheet(
+            [[1, 0, 1], [0, 0, 0], [1, 1, 0]],
+            [[1, 0, 2], [0, 0, 0], [0.5, -1, 0]],
+            values=[[0.1, 0, 0.2], [0, 0, 0], [0.3, 0.4, 0]],
+            greedy=[0.5, 0.5, 0.5],
+        )
+        for key, tensor in inputs.items():
+            if key.endswith("_CT") and key != "mask_CT":
+                inputs[key] = torch.where(inputs["mask_CT"], tensor, value)
+            elif key.endswith("_C"):
+                inputs[key] = torch.where(inputs["mask_CT"].any(dim=1), tensor, value)
+        return found(name, inputs, whiten=True, zero_tail=True)
+
+    assert both(junk) == both(0.0)
+
+
+@pytest.mark.parametrize("name", TOKEN)
+@pytest.mark.parametrize(("lines", "width"), [(0, 0), (0, 3), (3, 0), (2, 3)])
+def test_an_empty_sheet_or_mask_gives_zeros(name, lines, width):
+    inputs = sheet([[0] * width] * lines if lines else [], [[math.nan] * width] * lines)
+    inputs = {
+        key: value.view(lines, width) if key.endswith("_CT") and not lines else value for key, value in inputs.items()
+    }
+    advantages, returns = found(name, inputs, whiten=True, zero_tail=True)
+    assert advantages == returns == [[0.0] * width] * lines
+
+
+@pytest.mark.parametrize("name", TOKEN)
+def test_padding_on_the_right_changes_nothing(name):
+    mask, rewards = [[1, 0, 1], [1, 1, 0], [1, 1, 1]], [[1, 0, 2], [0.5, -1, 0], [0, 1, 0]]
+    narrow, _ = found(name, sheet(mask, rewards), whiten=True, zero_tail=True)
+    wide, _ = found(name, sheet([[*m, 0, 0] for m in mask], [[*r, 7, 7] for r in rewards]), whiten=True, zero_tail=True)
+    assert [line[:3] for line in wide] == [pytest.approx(line, abs=1e-12) for line in narrow]
+    assert all(line[3:] == [0.0, 0.0] for line in wide)

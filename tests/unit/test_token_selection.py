@@ -1,0 +1,120 @@
+"""Selectors over a whole batch: reference values, order, chance. Twins: test_twins_of_losses."""
+
+import math
+
+import pytest
+import torch
+
+from workers.train.algorithms.token_selection import SELECTORS, m2po, select
+
+torch.set_num_threads(1)
+
+BEHAVIOUR = [
+    [-1.875, -0.5, -1.375, -0.75, -1.75],
+    [-2.25, -0.375, -1.625, -0.25, -0.625],
+    [-1.25, -1.125, -2, -1.875, -1.625],
+]
+PROXIMAL = [
+    [-1.775, -0.7, -0.975, -0.75, -1.75],
+    [-0.25, -0.275, -1.925, -0.05, -0.625],
+    [-1.3, -1.105, -2, -2.775, -1.025],
+]
+MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]]).bool()
+CLIP_COV = {"clip_low": 0.2, "clip_high": 0.28, "clip_cov_ratio": 0.1, "clip_cov_low": 0.0, "clip_cov_high": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("threshold", "expected"),
+    [
+        (0.01, [[1, 1, 0, 1, 0], [0, 1, 0, 0, 1], [0, 1, 1, 0, 0]]),
+        (0.1, [[1, 1, 1, 1, 0], [0, 1, 1, 1, 1], [0, 1, 1, 0, 1]]),
+        (5.0, [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]]),
+    ],
+)
+def test_m2po_keeps_what_the_reference_keeps(threshold, expected):
+    behaviour, proximal = torch.tensor(BEHAVIOUR, dtype=torch.float64), torch.tensor(PROXIMAL, dtype=torch.float64)
+    assert m2po(behaviour, proximal, MASK, threshold=threshold).int().tolist() == expected
+
+
+def test_m2po_keeps_the_smallest_where_no_mean_is_below_the_threshold():
+    behaviour = torch.tensor([[3.0, 1.0, 2.0]])
+    kept = m2po(behaviour, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool), threshold=0.5)
+    assert kept.tolist() == [[False, True, False]]
+
+
+def test_m2po_wants_the_mean_below_the_threshold_not_at_it():
+    behaviour, mask = torch.tensor([[1.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool)
+    assert m2po(behaviour, torch.zeros(1, 2), mask, threshold=0.5).tolist() == [[False, True]]
+    assert m2po(behaviour, torch.zeros(1, 2), mask, threshold=0.5001).tolist() == [[True, True]]
+
+
+def test_equal_tokens_stand_or_fall_together_under_m2po():
+    behaviour = torch.tensor([[2.0, 1.0, -2.0, 0.0]])
+    # Without one of the two 2s the mean would be 5/3: below the threshold, but which of them?
+    kept = m2po(behaviour, torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool), threshold=2.0)
+    assert kept.tolist() == [[False, True, False, True]]
+
+
+def test_nothing_masked_and_nothing_at_all_keep_and_choose_nothing():
+    for shape in ((2, 3), (0, 0), (2, 0)):
+        junk, mask = torch.full(shape, math.nan), torch.zeros(shape, dtype=torch.bool)
+        assert not m2po(junk, junk, mask, threshold=1.0).any()
+        for name in SELECTORS:
+            options = CLIP_COV | {"kl_cov_ratio": 1.0}
+            chosen = select(name, junk, junk, junk, mask, torch.Generator(), options)
+            assert chosen.shape == shape
+            assert not chosen.any()
+
+
+def test_kl_cov_chooses_the_largest_covariances_of_the_whole_batch():
+    logprobs = torch.tensor([[-1.0, -3.0, math.nan], [-2.0, -2.0, -4.0]])
+    advantages = torch.tensor([[1.0, -1.0, math.nan], [1.0, -1.0, 1.0]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    # Means 0.2 and -2.4: covariances 1.12, 0.72, 0.32, -0.48, -1.28.
+    for share, expected in (
+        (0.2, [[1, 0, 0], [0, 0, 0]]),
+        (0.7, [[1, 1, 0], [1, 0, 0]]),
+        (1e-4, [[1, 0, 0], [0, 0, 0]]),
+    ):
+        chosen = select("kl_cov", logprobs, logprobs, advantages, mask, None, {"kl_cov_ratio": share})
+        assert chosen.int().tolist() == expected
+
+
+def test_clip_cov_leaves_alone_what_the_clip_has_stopped_already():
+    logprobs = torch.tensor([[-1.0, -3.0]])
+    advantages, mask = torch.tensor([[1.0, -1.0]]), torch.ones(1, 2, dtype=torch.bool)
+    options = CLIP_COV | {"clip_cov_ratio": 1.0}
+    chosen = select("clip_cov", logprobs, logprobs, advantages, mask, torch.Generator(), options)
+    assert chosen.tolist() == [[True, True]]
+    risen = select("clip_cov", logprobs, logprobs - 0.5, advantages, mask, torch.Generator(), options)
+    assert risen.tolist() == [[False, True]]
+
+
+def test_clip_cov_chooses_by_chance_alone_and_the_same_with_the_same_seed():
+    logprobs = torch.linspace(-3, -1, 40).reshape(4, 10)
+    advantages = torch.linspace(-1, 1, 40).reshape(4, 10)
+    mask = torch.ones(4, 10, dtype=torch.bool)
+
+    def choose(seed):
+        return select("clip_cov", logprobs, logprobs, advantages, mask, torch.Generator().manual_seed(seed), CLIP_COV)
+
+    assert torch.equal(choose(1), choose(1))
+    assert all(int(choose(seed).sum()) == 4 for seed in range(20))
+    hits = sum(choose(seed).int() for seed in range(400))
+    # Each of the 40 tokens is expected 40 times, with a standard deviation of 6.
+    assert int(hits.min()) > 10
+    assert int(hits.max()) < 70
+
+
+def test_chance_does_not_see_padding():
+    logprobs, advantages = torch.linspace(-3, -1, 20).reshape(2, 10), torch.linspace(-1, 1, 20).reshape(2, 10)
+    mask = torch.ones(2, 10, dtype=torch.bool)
+
+    def choose(pad):
+        wide = [
+            torch.nn.functional.pad(t, (0, pad, 0, pad), value=v)
+            for t, v in ((logprobs, 7.0), (advantages, 7.0), (mask, False))
+        ]
+        return select("clip_cov", wide[0], wide[0], wide[1], wide[2], torch.Generator().manual_seed(5), CLIP_COV)
+
+    assert torch.equal(choose(0), choose(3)[:2, :10])

@@ -1,0 +1,66 @@
+"""Every setting of a run: typed, frozen, nothing unknown.
+
+::
+
+    section   what a table is             pipeline    run, model, data, rollout, engine, score, train, pacing, ...
+    presets   published corrections       estimators  [estimator]: one class to a name, its options
+    file      TOML in, TOML out           losses      [loss]: the same
+    combinations   what cannot go         algorithm   [algorithm], [filter], [shaping], [correction], [critic], ...
+                   together               whole       Settings: all of them
+"""
+
+from workers.settings.algorithm import (
+    Algorithm,
+    Correction,
+    Critic,
+    Filter,
+    Normalization,
+    Rejection,
+    Shaping,
+    TruncationPolicy,
+)
+from workers.settings.estimators import Estimator
+from workers.settings.losses import Loss
+from workers.settings.pipeline import (
+    Data,
+    Delivery,
+    Engine,
+    Guard,
+    Model,
+    Pacing,
+    RewardFunction,
+    Rollout,
+    Run,
+    Score,
+    Train,
+)
+from workers.settings.section import Section
+from workers.settings.whole import Settings, keys, sections
+
+__all__ = [
+    "Algorithm",
+    "Correction",
+    "Critic",
+    "Data",
+    "Delivery",
+    "Engine",
+    "Estimator",
+    "Filter",
+    "Guard",
+    "Loss",
+    "Model",
+    "Normalization",
+    "Pacing",
+    "Rejection",
+    "RewardFunction",
+    "Rollout",
+    "Run",
+    "Score",
+    "Section",
+    "Settings",
+    "Shaping",
+    "Train",
+    "TruncationPolicy",
+    "keys",
+    "sections",
+]

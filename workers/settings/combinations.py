@@ -1,0 +1,227 @@
+"""What is possible key by key, but not together: refused before anything starts, naming both keys and the remedy."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from stream.errors import SettingsError
+from workers.settings.algorithm import Correction, Critic, Normalization, Shaping
+from workers.settings.estimators import Gae, Passk
+from workers.settings.losses import Clipped
+from workers.settings.presets import PRESETS
+from workers.settings.whole import Settings
+
+
+def refuse_impossible(settings: Settings, source: str) -> None:
+    """Refuse combinations that cannot work, or in which a key would silently have no effect.
+
+    Raises:
+        SettingsError: the first of them.
+    """
+    for check in _CHECKS:
+        for problem in check(settings):
+            raise SettingsError(f"{source}: {problem}")
+
+
+def _rewards(s: Settings) -> Iterator[str]:
+    if not s.environments and not s.rewards:
+        yield "neither [environments] nor [[rewards]] is set, so nothing would measure a reward; add one"
+
+
+def _rollouts(s: Settings) -> Iterator[str]:
+    if s.rollout.max_tokens_per_turn > s.rollout.max_tokens:
+        yield (
+            f"rollout.max_tokens_per_turn ({s.rollout.max_tokens_per_turn}) is more than rollout.max_tokens "
+            f"({s.rollout.max_tokens}); lower the first or raise the second"
+        )
+    if s.rollout.temperature == 0 and s.train.learning_rate > 0:
+        yield (
+            "rollout.temperature is 0, so all completions of a group are equal and nothing can be learned while "
+            "train.learning_rate is above 0; raise the first or set the second to 0"
+        )
+
+
+def _filters(s: Settings) -> Iterator[str]:
+    if s.min_valid_rows > s.rollout.group_size:
+        yield (
+            f"filter.min_valid_rows ({s.min_valid_rows}; at least 2 unless set) is more than rollout.group_size "
+            f"({s.rollout.group_size}), so every group would be dropped; lower the first or raise the second"
+        )
+    if s.filter.min_mean_reward > s.filter.max_mean_reward:
+        yield (
+            f"filter.min_mean_reward ({s.filter.min_mean_reward:g}) is more than filter.max_mean_reward "
+            f"({s.filter.max_mean_reward:g}), so every group would be dropped; lower the first or raise the second"
+        )
+    if s.filter.min_advantage > s.filter.max_advantage:
+        yield (
+            f"filter.min_advantage ({s.filter.min_advantage:g}) is more than filter.max_advantage "
+            f"({s.filter.max_advantage:g}), so every group would be dropped; lower the first or raise the second"
+        )
+    for key, value, off in (
+        ("min_advantage", s.filter.min_advantage, 0.0),
+        ("max_advantage", s.filter.max_advantage, math.inf),
+    ):
+        if value != off and (not s.estimator.within_group or s.estimator.per_token):
+            yield (
+                f"filter.{key} looks at one group at a time, before its tokens are, but estimator.name = "
+                f"{s.estimator.name!r} compares over the batch or by token; leave the first out, or use an estimator "
+                "that compares completions within the group"
+            )
+
+
+def _estimators(s: Settings) -> Iterator[str]:
+    name = s.estimator.name
+    if isinstance(s.estimator, Passk) and s.estimator.k > s.rollout.group_size:
+        yield (
+            f"estimator.k ({s.estimator.k}) is more than rollout.group_size ({s.rollout.group_size}), so pass@k is "
+            "never known; lower the first or raise the second"
+        )
+    if s.estimator.reads != "rewards":
+        for key in ("bias", "scale", "clip", "overlong_tokens"):
+            if getattr(s.shaping, key) != getattr(Shaping(), key):
+                yield _no_effect(f"shaping.{key}", name, s.estimator.reads)
+        if s.reward_normalization != Normalization():
+            yield _no_effect("reward_normalization", name, s.estimator.reads)
+        if "penalty" in s.algorithm.truncation.values():
+            yield _no_effect("algorithm.truncation = 'penalty'", name, s.estimator.reads)
+        if "zero_reward" in s.algorithm.truncation.values() and s.estimator.reads == "parts":
+            yield _no_effect("algorithm.truncation = 'zero_reward'", name, s.estimator.reads)
+    if name == "remax" and s.reward_normalization != Normalization():
+        yield (
+            "reward_normalization would put rewards into other units than the greedy rollout's that estimator.name = "
+            "'remax' subtracts; leave the first out, or use another estimator"
+        )
+    if s.algorithm.singleton == "raw" and (not s.estimator.within_group or s.estimator.reads != "rewards"):
+        yield (
+            f"algorithm.singleton = 'raw' gives a completion alone in its group its own reward, but estimator.name = "
+            f"{name!r} does not compare rewards within a group; set the first to 'zero' or 'drop'"
+        )
+    if s.critic != Critic() and not isinstance(s.estimator, Gae):
+        yield (
+            f"[critic] is set, but estimator.name = {name!r} has no use for values; leave [critic] out, or set "
+            "estimator.name to 'gae'"
+        )
+
+
+def _shaping(s: Settings) -> Iterator[str]:
+    if "penalty" in s.algorithm.truncation.values() and not s.shaping.overlong_tokens:
+        yield (
+            "algorithm.truncation = 'penalty' asks for the penalty for length, but shaping.overlong_tokens is 0, so "
+            "there is none; set the second, or use exclude, keep, zero_reward or baseline_only"
+        )
+    if s.shaping.overlong_tokens > s.rollout.max_tokens:
+        yield (
+            f"shaping.overlong_tokens ({s.shaping.overlong_tokens}) is more than rollout.max_tokens "
+            f"({s.rollout.max_tokens}); lower the first or raise the second"
+        )
+    if s.shaping.overlong_penalty != Shaping().overlong_penalty and not s.shaping.overlong_tokens:
+        yield (
+            "shaping.overlong_penalty is set, but shaping.overlong_tokens is 0, so nothing is too long; set the second "
+            "or leave the first out"
+        )
+    for key in ("reward_normalization", "advantage_normalization"):
+        chosen: Normalization = getattr(s, key)
+        if chosen.leave_one_out and chosen.mean == "none":
+            yield f"{key}.leave_one_out needs a mean, but {key}.mean is 'none'; set the second to 'group' or 'batch'"
+
+
+def _losses(s: Settings) -> Iterator[str]:
+    name, chosen = s.loss.name, s.algorithm.aggregation
+    if chosen not in {"auto", s.loss.aggregation} and s.loss.aggregation:
+        yield (
+            f"loss.name = {name!r} is defined with algorithm.aggregation = {s.loss.aggregation!r}, not {chosen!r}; set "
+            "the second to 'auto', or use another loss"
+        )
+    if s.algorithm.aggregation_constant and s.aggregation != "seq-mean-token-sum-norm":
+        yield (
+            f"algorithm.aggregation_constant is set, but algorithm.aggregation = {s.aggregation!r} divides by no "
+            "constant; leave the first out, or set the second to 'seq-mean-token-sum-norm'"
+        )
+    if s.loss.on_policy and s.train.updates_per_batch > 1:
+        yield (
+            f"loss.name = {name!r} has no ratio, so it is wrong from the second pass over a batch on, but "
+            f"train.updates_per_batch is {s.train.updates_per_batch}; set the second to 1, or use a loss with a ratio"
+        )
+    if isinstance(s.loss, Clipped) and 0 < s.loss.dual_clip <= 1:
+        yield (
+            f"loss.dual_clip ({s.loss.dual_clip:g}) must be above 1 (3 is common), or 0 for none: at 1 or less it "
+            "would cut what loss.clip_high allows"
+        )
+
+
+def _corrections(s: Settings) -> Iterator[str]:
+    correction = s.correction.resolved() if s.correction.preset in PRESETS else s.correction
+    if s.algorithm.proximal == "engine" and correction.weights != "none" and not s.loss.on_policy:
+        yield (
+            f"correction.weights = {correction.weights!r} and algorithm.proximal = 'engine' would correct twice: the "
+            f"ratio of loss.name = {s.loss.name!r} is taken against the engine's log-probs already; set the first "
+            "to 'none', or the second to 'recompute'"
+        )
+    if correction.normalize and correction.weights == "none":
+        yield (
+            "correction.normalize divides importance weights by their mean, but correction.weights is 'none'; leave "
+            "the first out, or set the second to 'token' or 'sequence'"
+        )
+    if correction.lower >= correction.upper:
+        yield (
+            f"correction.lower ({correction.lower:g}) is not below correction.upper ({correction.upper:g}); lower the "
+            "first or raise the second"
+        )
+    for place, rule in enumerate(correction.reject):
+        if rule.rule.endswith("_k1") and rule.lower >= rule.upper:
+            yield (
+                f"correction.reject[{place}].lower ({rule.lower:g}) is not below its upper ({rule.upper:g}); lower "
+                "the first or raise the second"
+            )
+        if not rule.rule.endswith("_k1") and rule.lower:
+            yield (
+                f"correction.reject[{place}].lower has no effect with its rule = {rule.rule!r}, which has an upper "
+                "bound alone; leave it out"
+            )
+
+
+def _presets(s: Settings) -> Iterator[str]:
+    name = s.correction.preset
+    if not name:
+        return
+    if name not in PRESETS:
+        yield f"correction.preset: there is no {name!r}; use one of {', '.join(PRESETS)}"
+        return
+    for key in Correction.__struct_fields__:
+        if key != "preset" and getattr(s.correction, key) != getattr(Correction(), key):
+            yield (
+                f"correction.{key} is set beside correction.preset = {name!r}, which sets it too; leave one of them out"
+            )
+    preset = PRESETS[name]
+    if preset.bypass != (s.algorithm.proximal == "engine"):
+        proximal = "'engine'" if preset.bypass else "'recompute' or 'interpolate'"
+        yield (
+            f"correction.preset = {name!r} goes with algorithm.proximal = {proximal}, not {s.algorithm.proximal!r}; "
+            "set the second to it, or use another preset"
+        )
+    if (preset.loss == "reinforce") != s.loss.on_policy:
+        loss = "'reinforce'" if preset.loss == "reinforce" else "a loss with a ratio, such as 'clipped'"
+        yield (
+            f"correction.preset = {name!r} goes with loss.name = {loss}, not {s.loss.name!r}; set the second to it, "
+            "or use another preset"
+        )
+
+
+def _no_effect(key: str, estimator: str, reads: str) -> str:
+    told = {"parts": "the parts of the reward", "correct": "right and wrong (algorithm.correct_at)"}[reads]
+    return (
+        f"{key} has no effect with estimator.name = {estimator!r}, which compares {told}; leave the first out, or use "
+        "another estimator"
+    )
+
+
+_CHECKS: Final[tuple[Callable[[Settings], Iterator[str]], ...]] = (
+    _rewards,
+    _rollouts,
+    _filters,
+    _estimators,
+    _shaping,
+    _losses,
+    _presets,
+    _corrections,
+)

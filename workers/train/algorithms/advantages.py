@@ -1,0 +1,252 @@
+"""Advantage estimators with one value to a completion: how much better than its siblings it was.
+
+Each is one pure function, checkable against its formula in one look, and registered with what it declares of itself.
+In the formulas r is a completion's reward, mean and std are those of its group (std of the sample, n - 1), n the number
+of its group's completions in B. Every statistic is over B alone, or over L where it is of the whole batch.
+
+All return float64, one value for each completion: exactly 0.0 outside of B, and 0 for a completion alone in its group
+and where all rewards of a group are equal (before whitening). None raises: empty groups and batches give zeros.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.train.algorithms.estimators import ESTIMATORS, Traits
+from workers.train.algorithms.grouping import Grouping
+from workers.train.algorithms.normalization import whiten
+from workers.train.algorithms.token_advantages import TokenAdvantages
+
+__all__ = ["ESTIMATORS", "TokenAdvantages", "Traits", "estimate"]
+
+_CENTRED = Traits(level="completion", mean_centred=True, shift_invariant=True)
+_SMALLEST = torch.finfo(torch.float64).tiny
+
+
+def estimate(
+    name: str, inputs: Mapping[str, Any], options: Mapping[str, Any], *, singleton: str
+) -> Tensor | TokenAdvantages:
+    """Estimate by name, and apply the policy for groups with a single completion in B.
+
+    Args:
+        name: of the estimator.
+        inputs: by the names of `ESTIMATORS.inputs`; those that it does not need may be missing.
+        options: its own, by name.
+        singleton: `raw` gives such a completion its own reward, where the estimator is of level `completion`; anything
+            else leaves 0.
+
+    Returns:
+        Advantages (C), or those of tokens, as the estimator's level says.
+
+    Raises:
+        KeyError: there is no such estimator, or an input or option is missing.
+    """
+    estimator = ESTIMATORS[name]
+    found: Tensor | TokenAdvantages = estimator(inputs, options)
+    if singleton != "raw" or isinstance(found, TokenAdvantages):
+        return found
+    groups: Grouping = inputs["groups"]
+    alone_C = groups.valid_C & groups.spread(groups.count_G == 1)
+    return torch.where(alone_C, inputs["rewards_C"].double(), found)
+
+
+@ESTIMATORS.register(
+    "grpo",
+    Traits(level="completion", mean_centred=True, shift_invariant=True, scale_invariant=True),
+    formula="(r - mean) / (std + eps)",
+    source="Shao et al. 2024, arXiv:2402.03300",
+)
+def grpo(rewards_C: Tensor, groups: Grouping, *, normalize_std: bool, leave_one_out: bool, epsilon: float) -> Tensor:
+    """Against the mean of the group, in its standard deviations.
+
+    Args:
+        rewards_C: rewards.
+        groups: of the completions.
+        normalize_std: divide by std + epsilon; else r - mean.
+        leave_one_out: subtract the mean of the others instead: r - mean becomes n / (n - 1) (r - mean).
+        epsilon: added to the standard deviation.
+    """
+    centred_C = groups.centred(rewards_C)
+    advantages_C = _against_others(centred_C, groups) if leave_one_out else centred_C
+    return _in_deviations(advantages_C, centred_C, groups, epsilon) if normalize_std else advantages_C
+
+
+@ESTIMATORS.register("dr_grpo", _CENTRED, formula="r - mean", source="Liu et al. 2025, arXiv:2503.20783")
+def dr_grpo(rewards_C: Tensor, groups: Grouping) -> Tensor:
+    """Against the mean of the group; goes with an aggregation that divides by a constant."""
+    return groups.centred(rewards_C)
+
+
+@ESTIMATORS.register(
+    "rloo",
+    _CENTRED,
+    formula="r - mean of the others = n / (n - 1) (r - mean)",
+    source="Ahmadian et al. 2024, arXiv:2402.14740; Kool et al. 2019",
+)
+def rloo(rewards_C: Tensor, groups: Grouping) -> Tensor:
+    """Against the mean of the others in the group."""
+    return _against_others(groups.centred(rewards_C), groups)
+
+
+@ESTIMATORS.register(
+    "reinforce_plus_plus_baseline",
+    Traits(level="completion", shift_invariant=True, within_group=False, whitened=True),
+    formula="whiten(r - mean), over the batch's tokens",
+    source="Hu et al. 2025, arXiv:2501.03262; verl core_algos",
+)
+def reinforce_plus_plus_baseline(rewards_C: Tensor, groups: Grouping, loss_lengths_C: Tensor) -> Tensor:
+    """Against the mean of the group, then mean 0 and variance 1 over the tokens of L."""
+    advantages_C: Tensor = whiten(groups.centred(rewards_C), groups.valid_C, loss_lengths_C)
+    return advantages_C
+
+
+@ESTIMATORS.register(
+    "opo",
+    Traits(level="completion", shift_invariant=True),
+    formula="r - sum(length r) / sum(length)",
+    source="Hao et al. 2025, arXiv:2505.23585",
+)
+def opo(rewards_C: Tensor, groups: Grouping, lengths_C: Tensor) -> Tensor:
+    """Against the mean of the group weighted by length: the baseline of least variance if gradients grow with length.
+
+    Where no completion of a group has a token there is no such mean, and all are 0.
+    """
+    shifted_C, length_G = groups.shifted(rewards_C), groups.sum(lengths_C)
+    baseline_G = groups.sum(lengths_C * shifted_C) / length_G.clamp(min=1)
+    return torch.where(groups.valid_C & groups.spread(length_G > 0), shifted_C - groups.spread(baseline_G), 0.0)
+
+
+@ESTIMATORS.register(
+    "gpg",
+    Traits(level="completion", mean_centred=True, within_group=False),
+    formula="alpha (r - mean) / f_norm, alpha = completions / completions with r != 0, in the batch",
+    source="Chu et al. 2025, arXiv:2504.02546; verl core_algos",
+)
+def gpg(rewards_C: Tensor, groups: Grouping, loss_lengths_C: Tensor, *, f_norm: float) -> Tensor:
+    """Against the mean of the group, scaled up by the fraction of the batch (of L) whose reward is not 0.
+
+    Args:
+        rewards_C: rewards.
+        groups: of the completions.
+        loss_lengths_C: tokens that bear loss; completions without any do not count in alpha.
+        f_norm: what the difference is divided by.
+    """
+    voting_C = groups.valid_C & (loss_lengths_C > 0)
+    alpha = voting_C.sum().double() / (voting_C & (rewards_C != 0)).sum().clamp(min=1)
+    scale: Tensor = alpha / f_norm
+    return groups.centred(rewards_C) * scale
+
+
+@ESTIMATORS.register(
+    "grpo_passk",
+    Traits(level="completion", shift_invariant=True, scale_invariant=True),
+    formula="(r1 - r2) / (std + eps) for the best of the group, r1 and r2 its two largest rewards; 0 for the others",
+    source="Tang et al. 2025, arXiv:2503.19595; verl core_algos",
+)
+def grpo_passk(rewards_C: Tensor, groups: Grouping, *, normalize_std: bool, epsilon: float) -> Tensor:
+    """The best of the group gets its lead over the second: nothing where two are the best.
+
+    Args:
+        rewards_C: rewards.
+        groups: of the completions.
+        normalize_std: divide by std + epsilon; else the lead itself.
+        epsilon: added to the standard deviation.
+    """
+    # Less the largest, the best is 0, and its lead is what the largest of the others is short of.
+    shifted_C = groups.shifted(rewards_C)
+    best_C = groups.valid_C & (shifted_C == 0)
+    others_G = groups.largest(torch.where(best_C, float("-inf"), shifted_C))
+    lead_G = torch.where((groups.count_G > 1) & (groups.sum(best_C) == 1), -others_G, 0.0)
+    advantages_C = torch.where(best_C, groups.spread(lead_G), 0.0)
+    return _in_deviations(advantages_C, groups.less_mean(shifted_C), groups, epsilon) if normalize_std else advantages_C
+
+
+@ESTIMATORS.register(
+    "passk",
+    Traits(level="completion", mean_centred=True),
+    formula="right: (1 - p) / s; wrong: (1 - p - C(wrong - 1, k - 1) / C(n - 1, k - 1)) / s; "
+    "p = 1 - C(wrong, k) / C(n, k), s = sqrt(p (1 - p))",
+    source="Chen et al. 2025, arXiv:2508.10751",
+)
+def passk(groups: Grouping, correct_C: Tensor, *, k: int) -> Tensor:
+    """Against the mean pass@k of all ways to draw k of the group, in its standard deviations.
+
+    Args:
+        groups: of the completions.
+        correct_C: bool, right or wrong; anything outside of B.
+        k: tries of which one must be right. Groups with fewer completions in B get 0, and so do those where every draw
+            of k passes, or none.
+    """
+    number_G, right_G = groups.count_G, groups.sum(correct_C)
+    wrong_G = number_G - right_G
+    failing_G = _draws(wrong_G, k, number_G)
+    deviation_G = (failing_G * (1 - failing_G)).sqrt()
+    told_G = (number_G >= k) & (deviation_G > 0)
+    right_advantage_G = failing_G / deviation_G
+    # C(wrong - 1, k - 1) / C(n - 1, k - 1) = (n / wrong) C(wrong, k) / C(n, k)
+    wrong_advantage_G = failing_G * (1 - number_G / wrong_G) / deviation_G
+    advantages_C = torch.where(correct_C, groups.spread(right_advantage_G), groups.spread(wrong_advantage_G))
+    return torch.where(groups.valid_C & groups.spread(told_G), advantages_C, 0.0)
+
+
+@ESTIMATORS.register(
+    "gdpo",
+    Traits(level="completion", shift_invariant=True, within_group=False, whitened=True),
+    formula="whiten(sum_p w_p (r_p - mean_p) / (std_p + eps)), over the batch's tokens",
+    source="Liu et al. 2026, arXiv:2601.05242; verl core_algos",
+)
+def gdpo(
+    parts_PC: Tensor, part_weights_P: Tensor, groups: Grouping, loss_lengths_C: Tensor, *, epsilon: float
+) -> Tensor:
+    """GRPO on each part of the reward, the weighted sum, then mean 0 and variance 1 over the tokens of L.
+
+    Args:
+        parts_PC: parts of the rewards; a completion in B has all of them.
+        part_weights_P: weight of each part.
+        groups: of the completions.
+        loss_lengths_C: tokens that bear loss.
+        epsilon: added to each standard deviation.
+    """
+    total_C = torch.zeros_like(groups.valid_C, dtype=torch.float64)
+    for part_C, weight in zip(parts_PC, part_weights_P.double(), strict=True):
+        total_C += weight * grpo(part_C, groups, normalize_std=True, leave_one_out=False, epsilon=epsilon)
+    advantages_C: Tensor = whiten(total_C, groups.valid_C, loss_lengths_C)
+    return advantages_C
+
+
+@ESTIMATORS.register(
+    "max_rl",
+    Traits(level="completion", mean_centred=True),
+    formula="(r - mean) / (mean + eps)",
+    source="Tajwar et al. 2026, arXiv:2602.02710",
+)
+def max_rl(rewards_C: Tensor, groups: Grouping, *, epsilon: float) -> Tensor:
+    """Against the mean of the group and in units of it: the gradient of log pass rate, up to order n, for r of 0 or 1.
+
+    Args:
+        rewards_C: rewards, not negative: dividing by a negative mean would turn every sign around, so a group whose
+            mean is not above 0 gets 0.
+        groups: of the completions.
+        epsilon: added to the mean.
+    """
+    mean_G = groups.mean(rewards_C)
+    scale_G = torch.where(mean_G > 0, 1 / (mean_G + epsilon), 0.0)
+    return groups.centred(rewards_C) * groups.spread(scale_G)
+
+
+def _against_others(centred_C: Tensor, groups: Grouping) -> Tensor:
+    """From deviations from the mean of all to deviations from the mean of the others."""
+    return centred_C * groups.spread(groups.count_G / (groups.count_G - 1).clamp(min=1))
+
+
+def _in_deviations(advantages_C: Tensor, centred_C: Tensor, groups: Grouping, epsilon: float) -> Tensor:
+    """Divided by the group's standard deviation, plus epsilon."""
+    return advantages_C / groups.spread((groups.std(centred_C) + epsilon).clamp(min=_SMALLEST))
+
+
+def _draws(wrong_G: Tensor, k: int, number_G: Tensor) -> Tensor:
+    """C(wrong, k) / C(n, k): how many of the draws of k have no right one among them; 0 where there are not k wrong."""
+    ways_G = [torch.lgamma(n_G + 1) - torch.lgamma((n_G - k).clamp(min=0) + 1) for n_G in (wrong_G, number_G)]
+    return torch.where(wrong_G >= k, (ways_G[0] - ways_G[1]).exp(), 0.0)

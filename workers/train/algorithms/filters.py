@@ -1,0 +1,63 @@
+"""Group filters: which groups have something to teach.
+
+Over B, after the truncation policy and before any shaping. A group without a completion in B is nobody's business here
+but `min_valid_rows`'s: it is dropped as such, before. The name of a filter is the reason that a group is counted under.
+"""
+
+from torch import Tensor
+
+from workers.train.algorithms.grouping import Grouping
+from workers.train.algorithms.registry import Registry
+
+FILTERS: Registry[None] = Registry(
+    "group filter",
+    {
+        "rewards_C": "float64, after the truncation policy; anything outside of B",
+        "groups": "Grouping over B",
+        "advantages_C": "float64; anything outside of B",
+    },
+)
+"""By name. Each returns bool (G), the groups that it keeps."""
+
+
+@FILTERS.register("min_valid_rows", None, formula="keep where n >= min_valid_rows", source="validity contract")
+def min_valid_rows(groups: Grouping, *, min_valid_rows: int) -> Tensor:
+    """Groups with so many completions in B: two alone would always come out as ±0.707."""
+    return groups.count_G >= min_valid_rows
+
+
+@FILTERS.register(
+    "zero_variance",
+    None,
+    formula="keep where n < 2, or not all r are equal",
+    source="Yu et al. 2025, DAPO, arXiv:2503.14476, dynamic sampling",
+)
+def zero_variance(rewards_C: Tensor, groups: Grouping) -> Tensor:
+    """Groups whose rewards differ, compared exactly. One completion is no tie: that is the singleton policy's."""
+    return (groups.count_G < 2) | ~groups.tied(rewards_C)
+
+
+@FILTERS.register(
+    "difficulty",
+    None,
+    formula="keep where min_mean_reward <= mean r <= max_mean_reward",
+    source="AReaL docs, should_accept_fn",
+)
+def difficulty(rewards_C: Tensor, groups: Grouping, *, min_mean_reward: float, max_mean_reward: float) -> Tensor:
+    """Groups neither too hard nor too easy; the bounds belong to what is kept."""
+    return _within(groups.mean(rewards_C), groups, min_mean_reward, max_mean_reward)
+
+
+@FILTERS.register(
+    "advantage_bounds",
+    None,
+    formula="keep where min_advantage <= max |A| <= max_advantage",
+    source="validity contract",
+)
+def advantage_bounds(advantages_C: Tensor, groups: Grouping, *, min_advantage: float, max_advantage: float) -> Tensor:
+    """Groups whose largest advantage, up or down, is neither too small to matter nor too large to trust."""
+    return _within(groups.largest(advantages_C.abs()), groups, min_advantage, max_advantage)
+
+
+def _within(values_G: Tensor, groups: Grouping, lower: float, upper: float) -> Tensor:
+    return (groups.count_G == 0) | ((values_G >= lower) & (values_G <= upper))

@@ -1,0 +1,128 @@
+"""Losses that are a weight without gradient times the log-prob: the gradient is a policy gradient, token by token."""
+
+import torch
+from torch import Tensor
+
+from workers.train.algorithms.loss_registry import LOSSES, LossTraits, TokenLoss
+from workers.train.algorithms.ratios import ratio
+
+
+@LOSSES.register(
+    "reinforce",
+    LossTraits(on_policy=True),
+    formula="-A lp",
+    source="Williams 1992; with importance weights: verl core_algos.compute_policy_loss_reinforce",
+)
+def reinforce(logprobs_RT: Tensor, advantages_RT: Tensor) -> TokenLoss:
+    """The plain policy gradient; importance weights are what makes it right off policy."""
+    return TokenLoss(-advantages_RT * logprobs_RT)
+
+
+@LOSSES.register(
+    "gpg",
+    LossTraits(on_policy=True),
+    formula="-A lp",
+    source="Chu et al. 2025, GPG, arXiv:2504.02546",
+)
+def gpg(logprobs_RT: Tensor, advantages_RT: Tensor) -> TokenLoss:
+    """The plain policy gradient; GPG differs in its advantages."""
+    return TokenLoss(-advantages_RT * logprobs_RT)
+
+
+@LOSSES.register(
+    "cispo",
+    LossTraits(),
+    formula="-sg(clip(r, 1 - low, 1 + high)) A lp",
+    source="MiniMax 2025, arXiv:2506.13585, eq. 4",
+)
+def cispo(
+    logprobs_RT: Tensor, proximal_RT: Tensor, advantages_RT: Tensor, *, clip_low: float, clip_high: float
+) -> TokenLoss:
+    """The ratio is clipped as a weight, and every token keeps its gradient. Mark `clip_fraction`: it was clipped."""
+    ratio_RT = ratio(logprobs_RT.detach(), proximal_RT)
+    weight_RT = ratio_RT.clamp(1 - clip_low, 1 + clip_high)
+    return TokenLoss(-weight_RT * advantages_RT * logprobs_RT, {"clip_fraction": weight_RT != ratio_RT})
+
+
+@LOSSES.register(
+    "dppo_tv",
+    LossTraits(),
+    formula="-A sg(min(r, cap)) lp [p - p_old <= high if A > 0, else >= -low]",
+    source="Rethinking the Trust Region in LLM Reinforcement Learning, 2026, arXiv:2602.04879 (binary TV)",
+)
+def dppo_tv(
+    logprobs_RT: Tensor,
+    proximal_RT: Tensor,
+    advantages_RT: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    ratio_cap: float,
+) -> TokenLoss:
+    """Leaves out tokens whose probability has moved too far, in the direction in which the advantage pushes.
+
+    What it needs is described in `LOSSES.inputs`.
+
+    Options:
+        clip_low: how far a probability may fall, 0 to 1.
+        clip_high: and how far it may rise.
+        ratio_cap: the ratio is at most this.
+
+    Returns:
+        The loss. Marks `clip_fraction`: left out; `clip_fraction_lower`: kept, with its ratio capped.
+    """
+    moved_RT = _probability(logprobs_RT) - _probability(proximal_RT)
+    kept_RT = torch.where(advantages_RT > 0, moved_RT <= clip_high, moved_RT >= -clip_low)
+    return _kept_gradient(logprobs_RT, proximal_RT, advantages_RT, kept_RT, ratio_cap)
+
+
+@LOSSES.register(
+    "dppo_kl",
+    LossTraits(),
+    formula="-A sg(min(r, cap)) lp [KL(p_old, p) <= high or p <= p_old if A > 0, else <= low or p >= p_old]",
+    source="Rethinking the Trust Region in LLM Reinforcement Learning, 2026, arXiv:2602.04879 (binary KL)",
+)
+def dppo_kl(
+    logprobs_RT: Tensor,
+    proximal_RT: Tensor,
+    advantages_RT: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    ratio_cap: float,
+) -> TokenLoss:
+    """The same, far being measured by the divergence of the two distributions "this token, or another".
+
+    What it needs is described in `LOSSES.inputs`.
+
+    Options:
+        clip_low: bound of the divergence where the probability has fallen, in nats.
+        clip_high: and where it has risen.
+        ratio_cap: the ratio is at most this.
+
+    Returns:
+        The loss. Marks as of `dppo_tv`.
+    """
+    now_RT, old_RT = _probability(logprobs_RT), _probability(proximal_RT)
+    others_RT = ((1 - old_RT + 1e-8) / (1 - now_RT + 1e-8)).log()
+    divergence_RT = old_RT * (proximal_RT - logprobs_RT.detach()) + (1 - old_RT) * others_RT
+    kept_RT = torch.where(
+        advantages_RT > 0,
+        (divergence_RT <= clip_high) | (now_RT <= old_RT),
+        (divergence_RT <= clip_low) | (now_RT >= old_RT),
+    )
+    return _kept_gradient(logprobs_RT, proximal_RT, advantages_RT, kept_RT, ratio_cap)
+
+
+def _kept_gradient(
+    logprobs_RT: Tensor, proximal_RT: Tensor, advantages_RT: Tensor, kept_RT: Tensor, ratio_cap: float
+) -> TokenLoss:
+    ratio_RT = ratio(logprobs_RT.detach(), proximal_RT)
+    loss_RT = -advantages_RT * ratio_RT.clamp(max=ratio_cap) * logprobs_RT
+    marks = {"clip_fraction": ~kept_RT, "clip_fraction_lower": kept_RT & (ratio_RT > ratio_cap)}
+    return TokenLoss(torch.where(kept_RT, loss_RT, 0.0), marks)
+
+
+def _probability(logprobs_RT: Tensor) -> Tensor:
+    # A log-prob above 0 is rounding at best.
+    return logprobs_RT.detach().clamp(max=0.0).exp()

@@ -1,0 +1,86 @@
+"""Registries: pure functions by name, with what each declares of itself."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+Declared = TypeVar("Declared")
+
+
+@dataclass(frozen=True, slots=True)
+class Registered(Generic[Declared]):
+    """A function, its name, and what it declares."""
+
+    name: str
+    function: Callable[..., Any]
+    formula: str
+    """In one line, as the docs show it."""
+    source: str
+    """Where the formula comes from: a paper, or a project's file."""
+    needs: tuple[str, ...]
+    """Names of its positional parameters: inputs that the registry knows."""
+    options: tuple[str, ...]
+    """Names of its keyword-only parameters: settings."""
+    declared: Declared
+    """What property tests hold it to."""
+
+    def __call__(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        """Call the function with what it needs of `inputs` and its own options of `options`; the rest is ignored.
+
+        Raises:
+            KeyError: an input or option is missing.
+        """
+        return self.function(*(inputs[name] for name in self.needs), **{name: options[name] for name in self.options})
+
+
+class Registry(Mapping[str, Registered[Declared]]):
+    """Functions of one kind by name.
+
+    Args:
+        noun: what one of them is called, in errors.
+        inputs: names of the inputs that a function may ask for, each with its meaning and shape.
+
+    Example:
+        >>> ESTIMATORS["rloo"]({"rewards_C": rewards_C, "groups": groups}, {"singleton": "zero"})
+    """
+
+    def __init__(self, noun: str, inputs: Mapping[str, str]) -> None:
+        self.noun = noun
+        self.inputs = inputs
+        self._entries: dict[str, Registered[Declared]] = {}
+
+    def register(
+        self, name: str, declared: Declared, *, formula: str, source: str
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorate a function to register it; it stays callable as it is."""
+
+        def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+            if name in self._entries:
+                raise ValueError(f"a {self.noun} named {name!r} is registered already")
+            parameters = inspect.signature(function).parameters.values()
+            needs = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
+            unknown = [need for need in needs if need not in self.inputs]
+            if unknown:
+                raise ValueError(f"{self.noun} {name!r} needs {unknown[0]!r}; there is {', '.join(self.inputs)}")
+            self._entries[name] = Registered(
+                name=name,
+                function=function,
+                formula=formula,
+                source=source,
+                needs=needs,
+                options=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
+                declared=declared,
+            )
+            return function
+
+        return enter
+
+    def __getitem__(self, name: str) -> Registered[Declared]:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

@@ -1,0 +1,65 @@
+"""The policy on disk: a folder in Hugging Face form, read and written."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from stream.errors import SettingsError
+
+COMPANIONS: Final = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "*processor_config.json",
+)
+"""Files beside the weights that are copied from the base model's folder."""
+
+
+def load_policy(folder: Path) -> Any:
+    """The model in a folder, float32, without dropout.
+
+    Raises:
+        SettingsError: there is no model there.
+    """
+    if not (folder / "config.json").is_file():
+        raise SettingsError(f"{folder}: no model in Hugging Face form there (no config.json); check model.path")
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    return model.eval()
+
+
+def write_policy(model: Any, base: Path, folder: Path, dtype_name: str) -> None:
+    """Write config, `model.safetensors`, generation config and the tokenizer's files into an existing folder.
+
+    Args:
+        model: the policy.
+        base: the folder it was loaded from, which has the tokenizer's files.
+        folder: where to write.
+        dtype_name: of the weights, `float32` or `bfloat16`.
+    """
+    state = _cast(model.state_dict(), getattr(torch, dtype_name))
+    model.save_pretrained(folder, state_dict=state, max_shard_size="1000GB")
+    config = folder / "config.json"
+    described = msgspec.json.decode(config.read_bytes()) | {"dtype": dtype_name}
+    config.write_bytes(msgspec.json.format(msgspec.json.encode(described)))
+    for pattern in COMPANIONS:
+        for path in base.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+
+
+def _cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors in another type; those that share memory (tied embeddings) still do."""
+    memo: dict[tuple[int, torch.Size], Tensor] = {}
+    return {name: memo.setdefault((value.data_ptr(), value.shape), value.to(dtype)) for name, value in state.items()}
