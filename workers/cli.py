@@ -198,9 +198,9 @@ def check(ref: str, fields: tuple[str, ...], as_json: bool) -> None:
 @_json
 def estimators(as_json: bool) -> None:
     """List estimators, losses and what goes with them, each with its formula and source."""
-    from workers.estimators import show_estimators
+    from workers.catalogue import show_catalogue
 
-    show_estimators(as_json=as_json)
+    show_catalogue(as_json=as_json)
 
 
 @penstock.command()

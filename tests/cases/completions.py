@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stream.validity import DropReason, RewardReason, RolloutReason, TruncationReason
-from workers.train.algorithms.masks import DROP_REASONS, NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, Facts
+from workers.train.algorithms.masks import (
+    DROP_REASONS,
+    NONE,
+    REWARD_REASONS,
+    ROLLOUT_REASONS,
+    TRUNCATION_REASONS,
+    Facts,
+)
 from workers.train.batch import Batch
 
 VOCABULARY = 11
@@ -114,7 +121,9 @@ def _row(c: int, part: int, said: list[tuple[int, int | None]], start: int, tail
     return _Row(c, part, [token for token, _ in said] + [1] * tail, [p for p, _ in own], [n for _, n in own])
 
 
-def build(case: Sequence[Made], *, width: int = 0, codes: Mapping[int, int] | None = None, rows: list[_Row] | None = None) -> Batch:
+def build(
+    case: Sequence[Made], *, width: int = 0, codes: Mapping[int, int] | None = None, rows: list[_Row] | None = None
+) -> Batch:
     """The batch of a case.
 
     Args:
@@ -147,7 +156,8 @@ def build(case: Sequence[Made], *, width: int = 0, codes: Mapping[int, int] | No
         tokens_RT=_sheet(wide, [row.tokens for row in rows]).long(),
         sampled_RT=_placed(wide, rows, lambda _made, _n: 1.0) == 1,
         behaviour_logprobs_RT=_placed(wide, rows, lambda made, n: -3 * _drawn(made.key, "log-prob", n), case),
-        versions_RT=_placed(wide, rows, lambda made, n: 1 + (0 if n in made.stale else 1 + made.key % 3), case).int() - 1,
+        versions_RT=_placed(wide, rows, lambda made, n: 1 + (0 if n in made.stale else 1 + made.key % 3), case).int()
+        - 1,
         lengths_R=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64),
         completion_ids_R=torch.tensor([row.completion for row in rows], dtype=torch.int64),
         facts=facts,

@@ -53,7 +53,12 @@ NORMALISED: dict[str, list[Table]] = {
         {"advantage_normalization": {"mean": "group", "std": "batch", "leave_one_out": True}},
     ],
 }
-BOUNDS = {"k1": {"lower": 0.3003, "upper": 3.0003}, "k2": {"upper": 0.7007}, "k3": {"upper": 0.7007}, "po": {"upper": 0.5}}
+BOUNDS = {
+    "k1": {"lower": 0.3003, "upper": 3.0003},
+    "k2": {"upper": 0.7007},
+    "k3": {"upper": 0.7007},
+    "po": {"upper": 0.5},
+}
 """Of rejection rules, by the end of their names: some of the cases' tokens are out of them."""
 
 

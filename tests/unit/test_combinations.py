@@ -33,6 +33,13 @@ GAE, REMAX, GDPO, PASSK = ({"name": name} for name in ("gae", "remax", "gdpo", "
             {"estimator": GDPO, "algorithm": {"truncation": {"length": "zero_reward"}}},
             ["algorithm.truncation", "estimator.name"],
         ),
+        (
+            {
+                "estimator": {"name": "tir_optimal_token_baseline"},
+                "algorithm": {"truncation": {"length": "baseline_only"}},
+            },
+            ["algorithm.truncation", "estimator.name", "exclude"],
+        ),
         ({"estimator": GAE, "algorithm": {"singleton": "raw"}}, ["algorithm.singleton", "estimator.name"]),
         ({"critic": {"width": 9}}, ["[critic]", "estimator.name", "gae"]),
         ({"algorithm": {"truncation": {"length": "penalty"}}}, ["algorithm.truncation", "shaping.overlong_tokens"]),
@@ -51,6 +58,7 @@ GAE, REMAX, GDPO, PASSK = ({"name": name} for name in ("gae", "remax", "gdpo", "
         ({"correction": {"lower": 3.0}}, ["correction.lower", "correction.upper"]),
         ({"correction": {"reject": [{"rule": "token_k1", "lower": 2.0}]}}, ["reject[0].lower", "upper"]),
         ({"correction": {"reject": [{"rule": "token_k2", "lower": 0.5}]}}, ["reject[0].lower", "token_k2"]),
+        ({"correction": {"reject": [{"rule": "token_k2"}, {"rule": "token_k2"}]}}, ["reject[1].rule", "leave one"]),
         ({"correction": {"preset": "best"}}, ["correction.preset", "decoupled_token_is"]),
         ({"correction": {"preset": "decoupled_seq_is", "upper": 3.0}}, ["correction.upper", "correction.preset"]),
         ({"correction": {"preset": "bypass_ppo_clip"}}, ["correction.preset", "algorithm.proximal"]),

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from stream.errors import SettingsError
+from stream.errors import RunMismatchError, SettingsError
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
 from workers.settings.file import parse
@@ -340,3 +340,48 @@ def test_padding_and_batch_mates_do_not_change_a_rows_log_probs(base, rows):
     alone = token_logprobs(model, tokens[:1], chosen[:1], temperature=1.0).logprobs_N
     together = token_logprobs(model, padded, mask, temperature=1.0).logprobs_N
     assert torch.allclose(together[: len(alone)], alone, atol=1e-5)
+
+
+def test_a_critic_goes_on_where_it_was(base, tmp_path):
+    """Weights, optimizer and critic: what is restored steps to the same weights as what was never stopped."""
+    one = learner(base, estimator={"name": "gae"})
+    one.step(collate([group()]), 3)
+    one.save_weights(tmp_path / "weights")
+    other = learner(base, estimator={"name": "gae"})
+    other.restore(tmp_path / "weights", one.state(), steps=one.steps)
+    values = [report.metrics["value/mean"] for report in (t.step(collate([group()]), 3) for t in (one, other))]
+    assert values[0] == values[1] != 0.0
+    assert torch.equal(weights(one), weights(other))
+    for name, parameter in one.critic_parameters.items():
+        assert torch.equal(parameter, other.critic_parameters[name]), name
+
+
+def test_weights_that_were_trained_without_a_critic_are_refused_by_name(base, tmp_path):
+    plain = learner(base)
+    plain.step(collate([group()]), 3)
+    plain.save_weights(tmp_path / "weights")
+    with pytest.raises(RunMismatchError, match="no such critic"):
+        learner(base, estimator={"name": "gae"}).restore(tmp_path / "weights", plain.state(), steps=1)
+
+
+def test_the_critic_learns_what_completions_are_worth(base):
+    trained = learner(base, estimator={"name": "gae"}, critic={"learning_rate": 0.05}, learning_rate=0.0)
+    errors = [trained.step(collate([group()]), 3).metrics["value/error"] for _ in range(20)]
+    assert errors[-1] < errors[0] / 2
+
+
+def test_entropy_is_of_the_first_pass_alone_also_with_a_bonus(base):
+    chosen = {"algorithm": {"entropy_coefficient": 0.01}}
+    once, twice = learner(base, **chosen), learner(base, **chosen, train={"updates_per_batch": 2})
+    found = [trained.step(collate([group()]), 3).metrics["entropy"] for trained in (once, twice, learner(base))]
+    assert found[0] == pytest.approx(found[1]) == pytest.approx(found[2])
+
+
+def test_an_entropy_bonus_raises_entropy_and_a_divergence_holds_the_policy_back(base):
+    def after(**algorithm):
+        trained = learner(base, algorithm=algorithm, train={"updates_per_batch": 4})
+        return [trained.step(collate([group()]), 3).metrics for _ in range(3)][-1]
+
+    assert after(entropy_coefficient=1.0)["entropy"] > after()["entropy"]
+    held, free = after(kl_coefficient=10.0), after(kl_coefficient=1e-9)
+    assert held["reference/kl"] < free["reference/kl"] / 2

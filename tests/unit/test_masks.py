@@ -1,4 +1,4 @@
-"""Facts to masks: what votes, what bears loss, and which groups are not worth training."""
+"""Facts to masks: what votes and what bears loss."""
 
 import math
 
@@ -14,7 +14,6 @@ from workers.train.algorithms.masks import (
     TRUNCATION_REASONS,
     Facts,
     derive,
-    select_groups,
     too_old,
 )
 
@@ -80,6 +79,7 @@ def test_nothing_invalid_votes_or_bears_loss(bad):
         ("keep", True, True, 5.0),
         (None, True, True, 5.0),
         ("zero_reward", True, True, 0.0),
+        ("penalty", True, True, 5.0),
         ("baseline_only", True, False, 5.0),
     ],
 )
@@ -104,26 +104,43 @@ def test_zero_reward_does_not_make_an_unmeasured_reward_a_zero():
 
 
 def test_an_unknown_policy_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"'penalty'.*exclude, keep"):
-        one_row_each(facts([1.0]), "penalty")
+    with pytest.raises(ValueError, match=r"'forgive'.*exclude, keep"):
+        one_row_each(facts([1.0]), "forgive")
+
+
+def test_what_the_policy_did_to_a_reward_is_told():
+    found = facts([1.0, 5.0, None], truncated={1: TruncationReason.LENGTH, 2: TruncationReason.LENGTH})
+    assert one_row_each(found, "zero_reward").zeroed_C.tolist() == [False, True, False]
+    assert one_row_each(found, "penalty").penalised_C.tolist() == [False, True, False]
 
 
 def test_a_row_left_with_no_token_is_rejected_and_does_not_vote():
     rejected = torch.tensor([[False, True, True], [False, True, False]])
-    masks = one_row_each(facts([1.0, 0.0]), rejected_RT=rejected)
+    masks = one_row_each(facts([1.0, 0.0]), rejected={"too_old": rejected})
     assert masks.baseline_C.tolist() == [False, True]
-    assert masks.rejected_C.tolist() == [True, False]
+    assert masks.rejected_C.tolist() == [masks.rules.index("too_old"), NONE]
     assert masks.tokens_RT.tolist() == [[False] * 3, [False, False, True]]
+
+
+def test_the_rule_that_took_the_last_token_is_named():
+    first, second = torch.tensor([[False, True, False]] * 2), torch.tensor([[False, False, True], [False, True, False]])
+    masks = one_row_each(facts([1.0, 0.0]), rejected={"too_old": first, "token_k1": second})
+    assert [masks.rules[code] if code != NONE else None for code in masks.rejected_C.tolist()] == ["token_k1", None]
+
+
+def test_what_is_invalid_anyway_is_not_called_rejected():
+    masks = one_row_each(facts([None, 0.0]), rejected={"too_old": torch.ones(2, 3).bool()})
+    assert masks.rejected_C.tolist() == [NONE, masks.rules.index("too_old")]
 
 
 def test_a_completion_votes_while_one_of_its_rows_is_left():
     found = facts([3.0, 0.0, 1.0])
     rows = torch.tensor([0, 0, 1, 2])
     rejected = torch.tensor([[False], [True], [False], [False]])
-    masks = derive(found, rows, torch.ones(4, 1).bool(), truncation={}, rejected_RT=rejected)
+    masks = derive(found, rows, torch.ones(4, 1).bool(), truncation={}, rejected={"a": rejected})
     assert masks.baseline_C.tolist() == [True, True, True]
     assert masks.loss_R.tolist() == [True, False, True, True]
-    masks = derive(found, rows, torch.ones(4, 1).bool(), truncation={}, rejected_RT=rejected | (rows == 0)[:, None])
+    masks = derive(found, rows, torch.ones(4, 1).bool(), truncation={}, rejected={"a": rejected | (rows == 0)[:, None]})
     assert masks.baseline_C.tolist() == [False, True, True]
 
 
@@ -148,43 +165,3 @@ def test_tokens_are_too_old_beyond_the_bound_and_not_at_it():
     versions = torch.tensor([[-1, 4, 5, 9]])
     assert too_old(sampled, versions, 9, 4).tolist() == [[False, True, False, False]]
     assert not too_old(sampled, versions, 9, 0).any()
-
-
-def select(found, policy=None, **settings):
-    chosen = {"min_valid_rows": 1, "drop_zero_variance": True, "singleton": "zero"} | settings
-    return select_groups(found, one_row_each(found, policy), **chosen)
-
-
-def test_three_right_answers_and_a_crashed_verifier_are_a_tie():
-    assert select(facts([1.0, 1.0, 1.0, None])) == [DropReason.ZERO_VARIANCE]
-    assert select(facts([1.0, 1.0, 1.0, 0.0])) == [None]
-
-
-def test_four_times_nine_tenths_is_a_tie():
-    assert select(facts([0.9] * 4)) == [DropReason.ZERO_VARIANCE]
-    assert select(facts([0.9] * 4), drop_zero_variance=False) == [None]
-
-
-def test_the_filter_looks_at_rewards_after_the_truncation_policy():
-    found = facts([0.0, 1.0], truncated={1: TruncationReason.LENGTH})
-    assert select(found, "zero_reward") == [DropReason.ZERO_VARIANCE]
-    assert select(found, "baseline_only") == [None]
-
-
-def test_a_group_without_a_valid_completion_is_dropped():
-    assert select(facts([None, None, 1.0, 0.0], groups=[0, 0, 1, 1])) == [DropReason.NO_VALID_ROW, None]
-
-
-def test_groups_below_the_minimum_are_dropped():
-    found = facts([1.0, 0.0, None, None, 1.0, 0.0, 0.5], groups=[0, 0, 0, 0, 1, 1, 1])
-    assert select(found, min_valid_rows=3) == [DropReason.MIN_VALID_ROWS, None]
-
-
-@pytest.mark.parametrize(("policy", "verdict"), [("zero", None), ("raw", None), ("drop", DropReason.SINGLETON)])
-def test_a_group_of_one_is_the_singleton_policys_business(policy, verdict):
-    assert select(facts([1.0, None]), singleton=policy) == [verdict]
-
-
-def test_interleaved_groups_are_told_apart_by_id():
-    found = facts([1.0, 5.0, 1.0, 0.0], groups=[0, 1, 0, 1])
-    assert select(found) == [DropReason.ZERO_VARIANCE, None]

@@ -7,7 +7,8 @@ import pytest
 from stream.records import Completion, Failure, Group, Prompt, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from workers import settings
-from workers.train.algorithms.advantages import grpo
+from workers.train.algorithms.advantages import dr_grpo
+from workers.train.algorithms.grouping import Grouping
 from workers.train.batch import collate
 from workers.train.metrics import count_states, step_metrics
 from workers.train.selection import assess, derive_masks
@@ -15,7 +16,8 @@ from workers.train.selection import assess, derive_masks
 SETTINGS = settings.Settings(
     model=settings.Model(path="none"),
     data=settings.Data(path="none"),
-    algorithm=settings.Algorithm(truncation={TruncationReason.LENGTH: "exclude"}, min_valid_rows=2),
+    algorithm=settings.Algorithm(truncation={TruncationReason.LENGTH: "exclude"}),
+    filter=settings.Filter(min_valid_rows=2),
 )
 
 
@@ -37,8 +39,8 @@ def group(*completions, name="p"):
 def metrics(*groups, version=7, **more):
     batch = collate(groups)
     masks = derive_masks(batch, SETTINGS, version)
-    advantages = grpo(masks.rewards_C, batch.facts.group_ids_C, masks.baseline_C, normalize_std=False)
-    return step_metrics(batch, masks, advantages, version=version, **more)
+    advantages = dr_grpo(masks.rewards_C, Grouping(batch.facts.group_ids_C, masks.baseline_C, batch.facts.groups))
+    return step_metrics(batch, masks, advantages, settings=SETTINGS, version=version, **more)
 
 
 VOCABULARY = 1_000_000

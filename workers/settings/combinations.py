@@ -6,7 +6,7 @@ from typing import Final
 
 from stream.errors import SettingsError
 from workers.settings.algorithm import Correction, Critic, Normalization, Shaping
-from workers.settings.estimators import Gae, Passk
+from workers.settings.estimators import Gae, OptimalTokenBaseline, Passk, TirOptimalTokenBaseline
 from workers.settings.losses import Clipped
 from workers.settings.presets import PRESETS
 from workers.settings.whole import Settings
@@ -96,6 +96,13 @@ def _estimators(s: Settings) -> Iterator[str]:
             f"algorithm.singleton = 'raw' gives a completion alone in its group its own reward, but estimator.name = "
             f"{name!r} does not compare rewards within a group; set the first to 'zero' or 'drop'"
         )
+    if isinstance(s.estimator, OptimalTokenBaseline | TirOptimalTokenBaseline) and (
+        "baseline_only" in s.algorithm.truncation.values()
+    ):
+        yield (
+            f"algorithm.truncation = 'baseline_only' has no effect with estimator.name = {name!r}, whose baseline is made "
+            "of the log-probs of tokens that bear loss; use exclude or keep, or another estimator"
+        )
     if s.critic != Critic() and not isinstance(s.estimator, Gae):
         yield (
             f"[critic] is set, but estimator.name = {name!r} has no use for values; leave [critic] out, or set "
@@ -168,6 +175,8 @@ def _corrections(s: Settings) -> Iterator[str]:
             "first or raise the second"
         )
     for place, rule in enumerate(correction.reject):
+        if rule.rule in [earlier.rule for earlier in correction.reject[:place]]:
+            yield f"correction.reject[{place}].rule = {rule.rule!r} is there already; leave one of the two out"
         if rule.rule.endswith("_k1") and rule.lower >= rule.upper:
             yield (
                 f"correction.reject[{place}].lower ({rule.lower:g}) is not below its upper ({rule.upper:g}); lower "

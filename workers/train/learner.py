@@ -4,7 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,22 +15,19 @@ from torch import Tensor
 from stream.errors import RunMismatchError, SettingsError
 from stream.validity import DropReason
 from workers.settings import Settings
-from workers.train.algorithms.advantages import ESTIMATORS
-from workers.train.algorithms.losses import LOSSES, LossOutput
-from workers.train.algorithms.masks import Masks, too_old
-from workers.train.algorithms.rejection import Rejection, Rule, reject
+from workers.train.algorithms.masks import too_old
 from workers.train.batch import Batch, split
 from workers.train.critic import Critic, hidden_size
 from workers.train.durable import new_folder
-from workers.train.estimation import NEEDS_SURVEY, Advantages, estimate_advantages
-from workers.train.logprobs import TokenLogprobs, token_logprobs
+from workers.train.forming import Formed, form
 from workers.train.metrics import Metrics, step_metrics
-from workers.train.objective import Objective, Settled, correction_report, settle
+from workers.train.objective import correction_report
+from workers.train.passes import Passes
 from workers.train.policy import load_policy, write_policy
 from workers.train.ranks import Ranks
 from workers.train.schedule import factor
-from workers.train.selection import derive_masks, verdicts, without
-from workers.train.survey import Survey
+from workers.train.selection import derive_masks
+from workers.train.tally import Tally
 
 log = structlog.get_logger()
 
@@ -49,42 +46,6 @@ class StepReport:
     """Mean over updates; 0.0 where nothing was valid; may be NaN where the step was skipped."""
     metrics: Metrics
     """By the names in `workers.train.metrics.NAMES`."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Formed:
-    """A batch after everything that is decided before the first gradient."""
-
-    batch: Batch
-    masks: Masks
-    advantages: Advantages
-    objective: Objective
-    rejection: Rejection | None
-    dropped: dict[str, DropReason]
-
-
-@dataclass(slots=True, eq=False)
-class _Tally:
-    """What the updates of one batch add up to."""
-
-    updates: int = 0
-    """Updates that were computed, finite or not."""
-    sums: dict[str, float] = field(default_factory=dict)
-    """Of `loss` and `grad_norm` over updates, of all others over loss tokens and updates."""
-    maxima: dict[str, float] = field(default_factory=dict)
-
-    def add(self, sums: Mapping[str, Tensor | float], maxima: Mapping[str, Tensor | float]) -> None:
-        """Add a share."""
-        for name, value in sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(value)
-        for name, value in maxima.items():
-            self.maxima[name] = max(float(value), self.maxima.get(name, float("-inf")))
-
-    def metrics(self, tokens: int) -> Metrics:
-        """Means; entropy is known of the first update alone."""
-        over = {"loss": self.updates, "grad_norm": self.updates, "entropy": tokens}
-        means = {name: value / over.get(name, tokens * self.updates) for name, value in self.sums.items()}
-        return {"loss": 0.0, **means, **self.maxima}
 
 
 class Learner:
@@ -123,10 +84,11 @@ class Learner:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.base = Path(folder or settings.model.path)
         self.model: Any = load_policy(self.base).to(self.device)
-        self.reference: Any = None
+        reference: Any = None
         if settings.algorithm.kl_coefficient:
-            self.reference = load_policy(Path(settings.model.path)).to(self.device).requires_grad_(requires_grad=False)
+            reference = load_policy(Path(settings.model.path)).to(self.device).requires_grad_(requires_grad=False)
         self.critic = _critic(self.model, settings).to(self.device) if settings.estimator.name == "gae" else None
+        self.passes = Passes(self.model, reference, self.critic, settings, self.ranks)
         self.parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
         self.critic_parameters = {f"critic.{n}": p for n, p in self.critic.named_parameters()} if self.critic else {}
         self.optimizer = _optimizer(self.parameters, self.critic_parameters, settings)
@@ -153,8 +115,14 @@ class Learner:
             dropped: how many groups were dropped since then, by reason; for the metrics.
         """
         started = time.perf_counter()
-        formed = self._form(batch.to(self.device), version)
-        skipped, tally = "no_valid_row", _Tally()
+        formed = form(
+            batch.to(self.device),
+            self.settings,
+            version,
+            survey=self.passes.survey,
+            seed=self.settings.run.seed + self.steps,
+        )
+        skipped, tally = "no_valid_row", Tally()
         rate = self._set_learning_rate()
         if formed.objective.totals.tokens:
             skipped = self._train(formed, tally)
@@ -239,112 +207,16 @@ class Learner:
                     self.optimizer.state[parameter] = found
         self.steps, self.skipped_steps = steps, skipped_steps
 
-    def _form(self, batch: Batch, version: int) -> _Formed:
-        """Reject, filter, estimate: everything that is decided of a batch before its first gradient."""
-        settings, dropped = self.settings, dict[str, DropReason]()
-        masks = derive_masks(batch, settings, version)
-        survey = self._survey(batch, masks.tokens_RT) if self._needs_survey() else None
-        rejection = None
-        if survey is not None and (rules := settings.correction.resolved().reject):
-            rejection = reject(
-                [Rule(rule.rule, rule.lower, rule.upper) for rule in rules],
-                survey.logprobs_RT,
-                batch.behaviour_logprobs_RT,
-                masks.tokens_RT,
-                batch.completion_ids_R,
-            )
-            taken = {
-                rule.name: masks.tokens_RT & ~kept
-                for rule, kept in zip(rejection.rules, rejection.by_rule, strict=True)
-            }
-            reasons = verdicts(batch, derive_masks(batch, settings, version, taken), settings)
-            dropped = {p: r for p, r in zip(batch.prompt_ids, reasons, strict=True) if r is not None}
-            batch = without(batch, reasons)
-            masks = derive_masks(batch, settings, version, taken)
-        settled: Settled | None = None
-        if survey is not None:
-            settled = settle(batch, masks.tokens_RT, survey.logprobs_RT, version, settings)
-        weights_RT = None if settled is None else settled.weights_RT
-        advantages = estimate_advantages(batch, masks, settings, survey=survey, weights_RT=weights_RT)
-        objective = Objective(
-            batch,
-            masks,
-            advantages,
-            version,
-            settings,
-            settled=settled,
-            survey=survey,
-            seed=settings.run.seed + self.steps,
-        )
-        return _Formed(batch, masks, advantages, objective, rejection, dropped)
-
-    def _needs_survey(self) -> bool:
-        correction = self.settings.correction.resolved()
-        needs = ESTIMATORS[self.settings.estimator.name].needs
-        return bool(
-            correction.reject
-            or correction.normalize
-            or LOSSES[self.settings.loss.name].declared.selector
-            or set(needs) & set(NEEDS_SURVEY)
-        )
-
-    def _survey(self, batch: Batch, mask_RT: Tensor) -> Survey:
-        """A pass without gradient over the tokens that may bear loss."""
-        zeros_RT = torch.zeros_like(batch.behaviour_logprobs_RT)
-        logprobs_RT, squares_RT, values_RT = zeros_RT, zeros_RT.clone(), zeros_RT.clone()
-        end_values_R = torch.zeros(len(batch.lengths_R), device=self.device)
-        with torch.no_grad():
-            for rows in self.ranks.mine(split(batch, self.settings.train.micro_batch_tokens, mask_RT.any(dim=1))):
-                width = int(batch.lengths_R[rows].max())
-                mask = mask_RT[rows, :width]
-                found = self._read(batch, rows, mask, squares=True, ends=self.critic is not None)
-                for whole, part in ((logprobs_RT, found.logprobs_N), (squares_RT, found.squares_N)):
-                    whole[rows, :width] = torch.zeros_like(whole[rows, :width]).masked_scatter(mask, _given(part))
-                if self.critic is not None:
-                    values_N = self.critic(_given(found.hidden_NH))
-                    values_RT[rows, :width] = torch.zeros_like(values_RT[rows, :width]).masked_scatter(mask, values_N)
-                    end_values_R[rows] = self.critic(_given(found.end_hidden_MH))
-        add = self.ranks.add
-        return Survey(
-            logprobs_RT=add(logprobs_RT),
-            squares_RT=add(squares_RT),
-            values_RT=add(values_RT),
-            end_values_R=add(end_values_R),
-        )
-
-    def _read(
-        self,
-        batch: Batch,
-        rows: Tensor,
-        mask_MT: Tensor,
-        *,
-        squares: bool = False,
-        ends: bool = False,
-        first: bool = False,
-    ) -> TokenLogprobs:
-        """A pass of the policy over some rows."""
-        bonus = self.settings.algorithm.entropy_coefficient > 0 and torch.is_grad_enabled()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.model.dtype == "bfloat16"):
-            return token_logprobs(
-                self.model,
-                batch.tokens_RT[rows, : mask_MT.shape[1]],
-                mask_MT,
-                temperature=self.settings.rollout.temperature,
-                entropy="gradient" if bonus else "value" if first else "",
-                squares=squares,
-                lengths_M=batch.lengths_R[rows] if ends else None,
-            )
-
-    def _train(self, formed: _Formed, tally: _Tally) -> str:
+    def _train(self, formed: Formed, tally: Tally) -> str:
         """Make the updates of one batch; returns why it stopped, or nothing."""
         parts = self.ranks.mine(split(formed.batch, self.settings.train.micro_batch_tokens, formed.masks.loss_R))
         trained = [*self.parameters.values(), *self.critic_parameters.values()]
         bound = self.settings.train.max_grad_norm
         for update in range(self.settings.train.updates_per_batch):
             self.optimizer.zero_grad(set_to_none=True)
-            share = _Tally()
+            share = Tally()
             for rows in parts:
-                output = self._backward(formed, rows, first=update == 0)
+                output = self.passes.backward(formed, rows, first=update == 0)
                 share.add({"loss": output.loss.detach(), **output.sums}, output.maxima)
             self.ranks.add_gradients(trained)
             tally.add(*self.ranks.combine(share.sums, share.maxima))
@@ -362,25 +234,6 @@ class Learner:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return ""
-
-    def _backward(self, formed: _Formed, rows: Tensor, *, first: bool) -> LossOutput:
-        """Forward and backward over one micro-batch."""
-        width = int(formed.batch.lengths_R[rows].max())
-        mask_MT = formed.masks.tokens_RT[rows, :width]
-        found = self._read(formed.batch, rows, mask_MT, first=first)
-        reference_N = None
-        if self.reference is not None:
-            with torch.no_grad():
-                reference_N = token_logprobs(
-                    self.reference,
-                    formed.batch.tokens_RT[rows, :width],
-                    mask_MT,
-                    temperature=self.settings.rollout.temperature,
-                ).logprobs_N
-        values_N = None if self.critic is None else self.critic(_given(found.hidden_NH))
-        output = formed.objective.share(rows, found, first=first, reference_N=reference_N, values_N=values_N)
-        output.loss.backward()  # type: ignore[no-untyped-call]
-        return output
 
     def _set_learning_rate(self) -> float:
         train = self.settings.train
@@ -415,10 +268,3 @@ def _optimizer(
         betas=settings.train.betas,
         weight_decay=settings.train.weight_decay,
     )
-
-
-def _given(tensor: Tensor | None) -> Tensor:
-    """What was asked for, and is therefore there."""
-    if tensor is None:
-        raise ValueError("the model's output layer is no module of its own, so its hidden states cannot be had")
-    return tensor

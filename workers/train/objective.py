@@ -177,7 +177,8 @@ class Objective:
         loss, sums, maxima = output.loss, dict(output.sums), dict(output.maxima)
         if found.entropy_N is not None:
             entropy = _laid(mask, found.entropy_N)
-            sums["entropy"] = entropy.detach().sum()
+            if first:
+                sums["entropy"] = entropy.detach().sum()
             if algorithm.entropy_coefficient:
                 loss = loss - algorithm.entropy_coefficient * _weighted(entropy, factors_M)
         if reference_N is not None:

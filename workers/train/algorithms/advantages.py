@@ -1,8 +1,8 @@
 """Advantage estimators with one value to a completion: how much better than its siblings it was.
 
-Each is one pure function, checkable against its formula in one look, and registered with what it declares of itself.
-In the formulas r is a completion's reward, mean and std are those of its group (std of the sample, n - 1), n the number
-of its group's completions in B. Every statistic is over B alone, or over L where it is of the whole batch.
+Each is one pure function, checkable against its formula in one look, and registered with what it declares of itself. In
+the formulas r is a completion's reward, mean and std are its group's (std of the sample, n - 1), n is how many of its
+group are in B. Statistics of a group are over B alone, those of the whole batch over L.
 
 All return float64, one value for each completion: exactly 0.0 outside of B, and 0 for a completion alone in its group
 and where all rewards of a group are equal (before whitening). None raises: empty groups and batches give zeros.
@@ -135,8 +135,7 @@ def gpg(rewards_C: Tensor, groups: Grouping, loss_lengths_C: Tensor, *, f_norm: 
     """
     voting_C = groups.valid_C & (loss_lengths_C > 0)
     alpha = voting_C.sum().double() / (voting_C & (rewards_C != 0)).sum().clamp(min=1)
-    scale: Tensor = alpha / f_norm
-    return groups.centred(rewards_C) * scale
+    return groups.centred(rewards_C) * (alpha / f_norm)
 
 
 @ESTIMATORS.register(

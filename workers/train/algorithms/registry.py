@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 Declared = TypeVar("Declared")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Registry(Mapping[str, Registered[Declared]]):
         inputs: names of the inputs that a function may ask for, each with its meaning and shape.
 
     Example:
-        >>> ESTIMATORS["rloo"]({"rewards_C": rewards_C, "groups": groups}, {"singleton": "zero"})
+        >>> ESTIMATORS["rloo"]({"rewards_C": rewards_C, "groups": groups}, {})
     """
 
     def __init__(self, noun: str, inputs: Mapping[str, str]) -> None:
@@ -50,12 +51,10 @@ class Registry(Mapping[str, Registered[Declared]]):
         self.inputs = inputs
         self._entries: dict[str, Registered[Declared]] = {}
 
-    def register(
-        self, name: str, declared: Declared, *, formula: str, source: str
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(self, name: str, declared: Declared, *, formula: str, source: str) -> Callable[[Function], Function]:
         """Decorate a function to register it; it stays callable as it is."""
 
-        def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+        def enter(function: Function) -> Function:
             if name in self._entries:
                 raise ValueError(f"a {self.noun} named {name!r} is registered already")
             parameters = inspect.signature(function).parameters.values()

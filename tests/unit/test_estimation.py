@@ -1,0 +1,148 @@
+"""Rewards made ready for an estimator: by turn, shaped, too long, against a greedy rollout, cut off."""
+
+from array import array
+
+import pytest
+import torch
+
+from stream.records import Completion, Group, Part, Prompt, Row, Span
+from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
+from workers.settings.file import parse
+from workers.train.batch import collate
+from workers.train.estimation import estimate_advantages
+from workers.train.selection import derive_masks, verdicts
+
+LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}}
+
+
+def completion(index, reward, *, turns=(2,), by_turn=None, **facts):
+    """Turns of so many sampled tokens, each but the last followed by one of the tool's."""
+    sampled, place = [], 0
+    for length in turns:
+        sampled.append((place, place + length))
+        place += length + 1
+    tokens = place - 1
+    count = sum(turns)
+    row = Row(
+        prompt_ids=array("i", [1]).tobytes(),
+        token_ids=array("i", [2] * tokens).tobytes(),
+        sampled=sampled,
+        logprobs=array("f", [-1.0] * count).tobytes(),
+        spans=[Span(0, start, end) for start, end in sampled],
+    )
+    known = reward if isinstance(reward, Unmeasured) else Measured(reward)
+    parts = [Part(name="env", reward=Measured(value), turn=turn) for turn, value in enumerate(by_turn or ())]
+    return Completion(index=index, rows=[row], reward=known, parts=parts, turns=len(turns), **facts)
+
+
+def estimate(completions, **sections):
+    settings = parse(LEAST | {"filter": {"min_valid_rows": 1}} | sections)
+    batch = collate([Group(prompt=Prompt(id="p", messages=[]), completions=completions)])
+    masks = derive_masks(batch, settings, 0)
+    return estimate_advantages(batch, masks, settings), verdicts(batch, masks, settings)
+
+
+def values(completions, **sections):
+    return estimate(completions, **sections)[0].values_C.tolist()
+
+
+REWARD_TO_GO = {"estimator": {"name": "reinforce_plus_plus", "whiten": False}}
+
+
+def test_each_turns_reward_stands_on_its_last_token_and_the_rest_of_the_reward_on_the_last_of_all():
+    by_turn = completion(0, 1.75, turns=(2, 1, 2), by_turn=(0.5, 0.0, 0.25))  # 1.0 of another part
+    found, _ = estimate([by_turn, completion(1, 0.0)], **REWARD_TO_GO)
+    assert found.tokens_RT[0].tolist() == [0, 1.75, 1.75, 0, 1.25, 0, 1.25, 1.25]
+    assert found.returns_RT[0].tolist() == found.tokens_RT[0].tolist()
+
+
+def test_a_reward_that_counts_as_nothing_counts_as_nothing_by_turn_too():
+    cut = completion(0, 0.75, turns=(1, 1), by_turn=(0.5, 0.25), truncated=TruncationReason.LENGTH)
+    algorithm = {"truncation": {"length": "zero_reward"}}
+    found, _ = estimate([cut, completion(1, 1.0)], algorithm=algorithm, **REWARD_TO_GO)
+    assert found.tokens_RT[0].tolist() == [0, 0, 0, 0]
+
+
+def test_rewards_are_shaped_in_order_overlong_bias_scale_clip():
+    shaping = {"overlong_tokens": 2, "overlong_penalty": 0.5, "bias": -0.25, "scale": 4.0, "clip": 2.5}
+    rollout = {"max_tokens": 4, "max_tokens_per_turn": 4}
+    long, longer, short = completion(0, 1.0, turns=(3,)), completion(1, 1.0, turns=(4,)), completion(2, 1.0)
+    # 1 - .25 - .25 = .5, 1 - .5 - .25 = .25, 1 - .25 = .75; times 4; clipped
+    found = values([long, longer, short], shaping=shaping, rollout=rollout, estimator={"name": "dr_grpo"})
+    assert found == pytest.approx([2.0 - 5.5 / 3, 1.0 - 5.5 / 3, 2.5 - 5.5 / 3])
+
+
+def test_what_was_cut_off_under_the_policy_penalty_bears_the_whole_penalty_however_short():
+    sections = {
+        "algorithm": {"truncation": {"max_turns": "penalty"}},
+        "shaping": {"overlong_tokens": 2, "overlong_penalty": 0.5},
+        "rollout": {"max_tokens": 100, "max_tokens_per_turn": 100},
+        "estimator": {"name": "dr_grpo"},
+    }
+    cut = completion(0, 1.0, truncated=TruncationReason.MAX_TURNS)
+    assert values([cut, completion(1, 1.0)], **sections) == [-0.25, 0.25]
+
+
+def test_the_greedy_rollout_is_the_baseline_and_in_no_statistic():
+    rolled = [completion(0, 1.0), completion(1, 0.0), completion(2, 0.5, greedy=True)]
+    found, verdict = estimate(rolled, estimator={"name": "remax"})
+    assert found.values_C.tolist() == [0.5, -0.5]
+    assert verdict == [None]
+
+
+@pytest.mark.parametrize(
+    ("reward", "facts", "policy", "expected"),
+    [
+        (Unmeasured(RewardReason.RAISED), {}, "keep", None),
+        (0.5, {"truncated": TruncationReason.LENGTH}, "keep", [0.5, -0.5]),
+        (0.5, {"truncated": TruncationReason.LENGTH}, "zero_reward", [1.0, 0.0]),
+        (0.5, {"truncated": TruncationReason.LENGTH}, "exclude", None),
+    ],
+)
+def test_a_greedy_rollout_is_under_the_same_rules_as_its_siblings(reward, facts, policy, expected):
+    rolled = [completion(0, 1.0), completion(1, 0.0), completion(2, reward, greedy=True, **facts)]
+    algorithm = {"truncation": {"length": policy}}
+    found, verdict = estimate(rolled, estimator={"name": "remax"}, algorithm=algorithm)
+    if expected is None:
+        assert verdict == [DropReason.NO_BASELINE]
+    else:
+        assert found.values_C.tolist() == expected
+
+
+def test_the_greedy_reward_is_shaped_like_the_others():
+    rolled = [completion(0, 1.0), completion(1, 0.0), completion(2, 0.5, greedy=True)]
+    assert values(rolled, estimator={"name": "remax"}, shaping={"bias": 1.0, "scale": 2.0}) == [1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        ({"min_mean_reward": 0.4}, DropReason.DIFFICULTY),
+        ({"max_mean_reward": 0.3}, DropReason.DIFFICULTY),
+        ({"min_mean_reward": 0.25, "max_mean_reward": 0.4}, None),
+        ({"min_advantage": 0.7}, DropReason.ADVANTAGE),
+        ({"max_advantage": 0.6}, DropReason.ADVANTAGE),
+        ({"min_advantage": 0.6, "max_advantage": 0.7}, None),
+    ],
+)
+def test_groups_out_of_bounds_are_dropped_by_reason(bounds, expected):
+    rolled = [completion(0, 1.0), completion(1, 0.0), completion(2, 0.0)]
+    _, verdict = estimate(rolled, filter={"min_valid_rows": 1, **bounds}, estimator={"name": "dr_grpo"})
+    assert verdict == [expected]
+
+
+def test_a_row_that_is_in_the_baseline_only_counts_in_its_group_and_not_in_the_batch():
+    silent = completion(2, 4.0, truncated=TruncationReason.LENGTH)
+    rolled = [completion(0, 1.0), completion(1, 0.0), silent]
+    algorithm = {"truncation": {"length": "baseline_only"}}
+    group = values(rolled, algorithm=algorithm, reward_normalization={"mean": "group"}, estimator={"name": "dr_grpo"})
+    assert group[:2] == pytest.approx([1 - 5 / 3, -5 / 3])
+    batch = {"mean": "batch", "std": "batch", "unbiased": False, "epsilon": 1e-12}
+    found = values(rolled, algorithm=algorithm, reward_normalization=batch, **REWARD_TO_GO)
+    assert found[:2] == pytest.approx([1.0, -1.0])
+
+
+def test_advantages_on_tokens_are_a_view_where_a_completion_has_one():
+    found, _ = estimate([completion(0, 1.0), completion(1, 0.0, turns=(5,))])
+    assert found.tokens_RT.stride() == (1, 0)
+    assert torch.equal(found.tokens_RT[:, 0], found.values_C)

@@ -1,0 +1,91 @@
+"""Which groups are not worth training, and why."""
+
+from array import array
+
+import pytest
+
+from stream.records import Completion, Group, Prompt, Row, Span
+from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
+from workers.settings.file import parse
+from workers.train.algorithms.masks import DROP_REASONS
+from workers.train.batch import collate
+from workers.train.selection import derive_masks, verdicts, without
+
+LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}}
+
+
+def completion(index, reward, truncated=None):
+    row = Row(
+        prompt_ids=bytes(4),
+        token_ids=bytes(4),
+        sampled=[(0, 1)],
+        logprobs=array("f", [-1.0]).tobytes(),
+        spans=[Span(0, 0, 1)],
+    )
+    known = Unmeasured(RewardReason.RAISED) if reward is None else Measured(reward)
+    return Completion(index=index, rows=[row], reward=known, truncated=truncated)
+
+
+def batch(*groups, truncated=None):
+    """Groups of completions with these rewards; `truncated` is the index of one that was cut off."""
+    return collate(
+        [
+            Group(
+                prompt=Prompt(id=str(number), messages=[]),
+                completions=[
+                    completion(i, reward, TruncationReason.LENGTH if i == truncated else None)
+                    for i, reward in enumerate(rewards)
+                ],
+            )
+            for number, rewards in enumerate(groups)
+        ]
+    )
+
+
+def judge(found, policy="keep", singleton="zero", **chosen):
+    algorithm = {"truncation": {"length": policy}, "singleton": singleton}
+    settings = parse(LEAST | {"filter": {"min_valid_rows": 1} | chosen, "algorithm": algorithm})
+    return verdicts(found, derive_masks(found, settings, 0), settings)
+
+
+def test_three_right_answers_and_a_crashed_verifier_are_a_tie():
+    assert judge(batch([1.0, 1.0, 1.0, None])) == [DropReason.ZERO_VARIANCE]
+    assert judge(batch([1.0, 1.0, 1.0, 0.0])) == [None]
+
+
+def test_four_times_nine_tenths_is_a_tie():
+    assert judge(batch([0.9] * 4)) == [DropReason.ZERO_VARIANCE]
+    assert judge(batch([0.9] * 4), zero_variance=False) == [None]
+
+
+def test_the_filter_looks_at_rewards_after_the_truncation_policy():
+    found = batch([0.0, 1.0], truncated=1)
+    assert judge(found, "zero_reward") == [DropReason.ZERO_VARIANCE]
+    assert judge(found, "baseline_only") == [None]
+
+
+def test_a_group_without_a_valid_completion_is_dropped():
+    assert judge(batch([None, None], [1.0, 0.0])) == [DropReason.NO_VALID_ROW, None]
+
+
+def test_groups_below_the_minimum_are_dropped():
+    found = batch([1.0, 0.0, None, None], [1.0, 0.0, 0.5])
+    assert judge(found, min_valid_rows=3) == [DropReason.MIN_VALID_ROWS, None]
+
+
+@pytest.mark.parametrize(("policy", "verdict"), [("zero", None), ("raw", None), ("drop", DropReason.SINGLETON)])
+def test_a_group_of_one_is_the_singleton_policys_business(policy, verdict):
+    assert judge(batch([1.0, None]), singleton=policy) == [verdict]
+
+
+def test_a_group_bears_the_first_reason_that_holds():
+    assert judge(batch([1.0, 1.0]), min_mean_reward=2.0) == [DropReason.ZERO_VARIANCE]
+    assert judge(batch([1.0, 1.0]), min_mean_reward=2.0, min_valid_rows=3) == [DropReason.MIN_VALID_ROWS]
+
+
+def test_a_batch_without_a_group_has_its_completions_dropped_and_the_others_untouched():
+    found = batch([1.0, 0.0], [1.0, 0.5])
+    left = without(found, [DropReason.DIFFICULTY, None])
+    code = DROP_REASONS.index(DropReason.DIFFICULTY)
+    assert left.facts.dropped_C.tolist() == [code, code, -1, -1]
+    assert found.facts.dropped_C.tolist() == [-1] * 4
