@@ -77,3 +77,14 @@ def test_gae_trains_a_critic_on_rewards_by_turn_and_a_resumed_run_still_has_it(p
     losses = [line["value/error"] for line in metrics(project)]
     assert len(losses) == 3
     assert all(loss > 0 for loss in losses)
+
+
+def test_groups_that_rollout_correction_rejects_end_by_name_and_a_run_of_nothing_else_says_so(project):
+    """The engine's log-probs are the trainer's; a rule that wants them twice as large rejects every token."""
+    project.table["correction"] = {"reject": [{"rule": "token_k1", "lower": 2.0, "upper": 3.0}]}
+    project.table["filter"] = {"zero_variance": False}
+    result = project.run("run", str(project.write()), "--json")
+    assert result.returncode == 1
+    assert "not one of the run's 40 completions was valid (rejected:token_k1 40)" in result.stderr
+    assert {line["end"] for line in project.ledger()} == {"dropped:no_valid_row"}
+    assert len(project.ledger()) == 10

@@ -177,5 +177,6 @@ def test_a_rejected_completion_leaves_the_baseline_and_its_group_if_too_few_are_
     assert report.trained
     assert report.dropped == {"p": "min_valid_rows"}
     assert report.metrics["groups/dropped/min_valid_rows"] == 1
-    assert report.metrics["rows/dropped:min_valid_rows"] == 4
+    assert report.metrics["rows/rejected:seq_mean_k1"] == 3
+    assert report.metrics["rows/dropped:min_valid_rows"] == 1
     assert report.metrics["reward/count"] == 4

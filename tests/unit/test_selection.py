@@ -84,8 +84,8 @@ def test_a_group_bears_the_first_reason_that_holds():
 
 
 def test_a_batch_without_a_group_has_its_completions_dropped_and_the_others_untouched():
-    found = batch([1.0, 0.0], [1.0, 0.5])
-    left = without(found, [DropReason.DIFFICULTY, None])
+    found = batch([1.0, 0.0, None], [1.0, 0.5])
+    left = without(found, derive_masks(found, parse(LEAST), 0), [DropReason.DIFFICULTY, None])
     code = DROP_REASONS.index(DropReason.DIFFICULTY)
-    assert left.facts.dropped_C.tolist() == [code, code, -1, -1]
-    assert found.facts.dropped_C.tolist() == [-1] * 4
+    assert left.facts.dropped_C.tolist() == [code, code, -1, -1, -1]  # the third has a reason of its own
+    assert found.facts.dropped_C.tolist() == [-1] * 5

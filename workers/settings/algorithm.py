@@ -68,7 +68,7 @@ class Shaping(Section, frozen=True):
     clip: Above0 = float("inf")
     """Rewards are clipped to ± this."""
     overlong_tokens: Count = 0
-    """Tokens before `rollout.max_tokens` over which the penalty for length grows from 0 to whole; 0: none."""
+    """Sampled tokens before `rollout.max_tokens` over which the penalty for length grows from 0 to whole; 0: none."""
     overlong_penalty: Least0 = 1.0
     """The whole penalty."""
 

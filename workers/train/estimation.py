@@ -194,11 +194,8 @@ class _Inputs:
         return self.trajectories.sheet(self._weights_RT)
 
     def _completion_lengths_C(self) -> Tensor:
-        """Tokens after the prompt, tool results included; of several rows the longest."""
-        batch = self._batch
-        first_R = batch.sampled_RT.int().argmax(dim=1) if batch.sampled_RT.numel() else batch.lengths_R
-        zeros_C = torch.zeros_like(batch.facts.group_ids_C)
-        return zeros_C.scatter_reduce(0, batch.completion_ids_R, batch.lengths_R - first_R, "amax")
+        """Sampled tokens, over all rows: a tool's tokens and how rows are cut are not the policy's doing."""
+        return self._count(self._batch.sampled_RT)
 
     @property
     def _seen(self) -> Survey:

@@ -51,9 +51,10 @@ def form(
         taken = {
             rule.name: masks.tokens_RT & ~kept for rule, kept in zip(rejection.rules, rejection.by_rule, strict=True)
         }
-        reasons = verdicts(batch, derive_masks(batch, settings, version, taken), settings)
+        masks = derive_masks(batch, settings, version, taken)
+        reasons = verdicts(batch, masks, settings)
         dropped = {p: r for p, r in zip(batch.prompt_ids, reasons, strict=True) if r is not None}
-        batch = without(batch, reasons)
+        batch = without(batch, masks, reasons)
         masks = derive_masks(batch, settings, version, taken)
     settled = None if seen is None else settle(batch, masks.tokens_RT, seen.logprobs_RT, version, settings)
     weights_RT = None if settled is None else settled.weights_RT
