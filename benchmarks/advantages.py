@@ -167,7 +167,6 @@ class Tokens(Rows):
             parts_PC=self.parts_PC,
             part_weights_P=self.inputs["part_weights_P"],
             turn_rewards_RT=zeros.double(),
-            outcome_C=self.rewards_C,
         )
         self.masks = self.derive()
         self.mask_RT, self.lengths_C = self.masks.tokens_RT, self.masks.tokens_RT.sum(dim=1)

@@ -3,6 +3,8 @@
 from statistics import mean, stdev
 from typing import Any
 
+import numpy as np
+
 from benchmarks.masking.style import COLORS, FAINT, INK, NAMES, figure, frame, save
 
 PLACES = {
@@ -94,11 +96,21 @@ def _differences(axes: Any, runs: list[Run], axis: str) -> None:
     for i in range(len(paired[-1])):
         axes.plot(PLACES[axis], [paired[p][i] for p in PLACES[axis]], color=FAINT, linewidth=0.8, alpha=0.7)
     middle, half = zip(*(interval(paired[p]) for p in PLACES[axis]), strict=True)
-    axes.errorbar(PLACES[axis], middle, yerr=half, color=INK, linewidth=1.8, marker="o", markersize=4, capsize=3)
+    axes.errorbar(
+        PLACES[axis], middle, yerr=half, color=INK, linewidth=1.8, marker="o", markersize=4, capsize=3, zorder=3
+    )
     axes.axhline(0, color=INK, linewidth=0.8)
     _scale(axes, axis)
     axes.set_ylim(-0.2, 0.2)
-    axes.text(0.98, 0.03, "grey: each seed", transform=axes.transAxes, ha="right", color=FAINT, fontsize=8.5)
+    axes.text(
+        0.98,
+        0.03,
+        "black: mean, 95 %; grey: each seed",
+        transform=axes.transAxes,
+        ha="right",
+        color=FAINT,
+        fontsize=8.5,
+    )
 
 
 def _along(axes: Any, runs: list[Run], name: str, title: str, unit: str) -> None:
@@ -111,7 +123,9 @@ def _along(axes: Any, runs: list[Run], name: str, title: str, unit: str) -> None
         ends = [mean(known[name] for known in run["steps"][-3:]) for run in runs if run["arm"] == arm]
         if ends:
             shift, top = _SHIFTS[name, arm], axes.get_ylim()[1]
-            axes.text(790, mean(ends) + shift * top, NAMES[arm], color=color, ha="right", fontweight="bold")
+            axes.text(
+                790, mean(ends) + shift * top, NAMES[arm], color=color, ha="right", fontsize=8.5, fontweight="bold"
+            )
     _scale(axes, "prompts")
     axes.set_ylim(0, None if name == "step" else 1.1)
 
@@ -119,7 +133,7 @@ def _along(axes: Any, runs: list[Run], name: str, title: str, unit: str) -> None
 _SHIFTS = {
     ("step", "masked"): -0.12,
     ("step", "scored zero"): 0.04,
-    ("step", "no failures"): 0.04,
+    ("step", "no failures"): 0.13,
     ("reward", "masked"): -0.08,
     ("reward", "scored zero"): -0.13,
     ("reward", "no failures"): 0.04,
@@ -130,13 +144,13 @@ _SHIFTS = {
 def _scale(axes: Any, axis: str) -> None:
     if axis == "prompts":
         axes.set_xlabel("prompts that have met their end, of 800")
-        axes.set_xscale("function", functions=(lambda x: abs(x) ** 0.5, lambda x: x**2))
+        axes.set_xscale("function", functions=(lambda x: np.sign(x) * abs(x) ** 0.5, lambda x: np.sign(x) * x**2))
         axes.set_xticks([0, 32, 96, 192, 400, 600, 800])
-        axes.set_xlim(0, 800)
+        axes.set_xlim(-1, 830)
     else:
         axes.set_xlabel("optimizer steps")
         axes.set_xticks([0, 2, 4, 6, 8, 10, 12, 15])
-        axes.set_xlim(0, 15)
+        axes.set_xlim(-0.4, 15.4)
 
 
 def _tell(runs: list[Run], axis: str) -> None:

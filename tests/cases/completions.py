@@ -81,7 +81,7 @@ cases = st.lists(completions, min_size=1, max_size=9, unique_by=lambda made: mad
 
 
 @dataclass(frozen=True)
-class _Row:
+class MadeRow:
     completion: int
     part: int
     tokens: list[int]
@@ -91,12 +91,12 @@ class _Row:
     """Of those, which of the completion's sampled tokens each is."""
 
 
-def rows_of(case: Sequence[Made]) -> list[_Row]:
+def rows_of(case: Sequence[Made]) -> list[MadeRow]:
     """The rows of a case in order; a row of no sampled token may be among them."""
     return [row for c, made in enumerate(case) if made.state != "no_row" for row in _rows(c, made)]
 
 
-def _rows(c: int, made: Made) -> list[_Row]:
+def _rows(c: int, made: Made) -> list[MadeRow]:
     source = random.Random(made.key)
     said: list[tuple[int, int | None]] = [(source.randrange(VOCABULARY), None) for _ in range(PROMPT)]
     ends, number = [], 0
@@ -115,14 +115,14 @@ def _rows(c: int, made: Made) -> list[_Row]:
     ]
 
 
-def _row(c: int, part: int, said: list[tuple[int, int | None]], start: int, tail: int) -> _Row:
+def _row(c: int, part: int, said: list[tuple[int, int | None]], start: int, tail: int) -> MadeRow:
     """Of what was said, what was sampled from `start` on bears loss in this row."""
     own = [(place, number) for place, (_, number) in enumerate(said) if place >= start and number is not None]
-    return _Row(c, part, [token for token, _ in said] + [1] * tail, [p for p, _ in own], [n for _, n in own])
+    return MadeRow(c, part, [token for token, _ in said] + [1] * tail, [p for p, _ in own], [n for _, n in own])
 
 
 def build(
-    case: Sequence[Made], *, width: int = 0, codes: Mapping[int, int] | None = None, rows: list[_Row] | None = None
+    case: Sequence[Made], *, width: int = 0, codes: Mapping[int, int] | None = None, rows: list[MadeRow] | None = None
 ) -> Batch:
     """The batch of a case.
 
@@ -148,48 +148,49 @@ def build(
         dropped_C=_codes(case, "dropped", DROP_REASONS.index(DropReason.PADDING)),
         turns_C=torch.tensor([len(made.turns) for made in case], dtype=torch.int64),
     )
-    parts = [[_drawn(made.key, "part", name) for made in case] for name in range(2)]
+    parts = [[drawn(made.key, "part", name) for made in case] for name in range(2)]
     greedy = dict.fromkeys(range(groups), 0)
     greedy |= {code: label for label, code in codes.items() if code < groups}
     turn_rewards = [_turn_rewards(case[row.completion], row) for row in rows]
     return Batch(
         tokens_RT=_sheet(wide, [row.tokens for row in rows]).long(),
         sampled_RT=_placed(wide, rows, lambda _made, _n: 1.0) == 1,
-        behaviour_logprobs_RT=_placed(wide, rows, lambda made, n: -3 * _drawn(made.key, "log-prob", n), case),
+        behaviour_logprobs_RT=_placed(wide, rows, lambda made, n: -3 * drawn(made.key, "log-prob", n), case),
         versions_RT=_placed(wide, rows, lambda made, n: 1 + (0 if n in made.stale else 1 + made.key % 3), case).int()
         - 1,
         lengths_R=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64),
         completion_ids_R=torch.tensor([row.completion for row in rows], dtype=torch.int64),
         facts=facts,
         prompt_ids=tuple(str(code) for code in range(groups)),
-        greedy_rewards_G=_floats([_drawn(greedy[code], "greedy", 0) for code in range(groups)]),
+        greedy_rewards_G=_floats([drawn(greedy[code], "greedy", 0) for code in range(groups)]),
         greedy_measured_G=torch.ones(groups, dtype=torch.bool),
         greedy_truncated_G=torch.full((groups,), NONE),
         part_names=("env", "style"),
         parts_PC=torch.where(facts.measured_C, _floats(parts).view(2, len(case)), 0.0),
         part_weights_P=_floats([1.0, 0.5]),
         turn_rewards_RT=_sheet(wide, turn_rewards).double(),
-        outcome_C=facts.rewards_C,
     )
 
 
-def _drawn(key: int, what: str, number: int) -> float:
+def drawn(key: int, what: str, number: int) -> float:
     """Between 0 and 1, in 256ths; always the same for the same arguments."""
     return random.Random(f"{key} {what} {number}").randrange(256) / 256
 
 
-def _turn_rewards(made: Made, row: _Row) -> list[float]:
+def _turn_rewards(made: Made, row: MadeRow) -> list[float]:
     """An eighth or none on the last token of each turn, where the reward is measured and there is more than one."""
     found = [0.0] * len(row.tokens)
     ends = {sum(made.turns[: turn + 1]) - 1: turn for turn in range(len(made.turns))}
     if len(made.turns) > 1 and made.state != "unmeasured":
         for place, number in zip(row.sampled, row.numbers, strict=True):
             if number in ends:
-                found[place] = round(2 * _drawn(made.key, "turn", ends[number])) / 8
+                found[place] = round(2 * drawn(made.key, "turn", ends[number])) / 8
     return found
 
 
-def _placed(width: int, rows: Sequence[_Row], value: Callable[[Made, int], float], case: Sequence[Made] = ()) -> Tensor:
+def _placed(
+    width: int, rows: Sequence[MadeRow], value: Callable[[Made, int], float], case: Sequence[Made] = ()
+) -> Tensor:
     """A value at each sampled token, from its completion and its number; 0 elsewhere."""
     lines = []
     for row in rows:
@@ -212,7 +213,7 @@ def _codes(case: Sequence[Made], state: str, code: int) -> Tensor:
     return torch.tensor([code if made.state == state else NONE for made in case], dtype=torch.int64)
 
 
-def interleaved(case: Sequence[Made], source: random.Random) -> list[_Row]:
+def interleaved(case: Sequence[Made], source: random.Random) -> list[MadeRow]:
     """The rows in another order; those of one completion stay in theirs, which is the order of time."""
     rows = rows_of(case)
     owners = [row.completion for row in rows]

@@ -1,11 +1,12 @@
-"""The whole path of a batch, as the learner takes it, through a small network in float64, with junk wherever it is asked for.
+"""The whole path of a batch, as the learner takes it, in float64 through a small network, and full of junk if asked.
 
-Masks, filters, a pass without gradient, rejection, weights, advantages, the objective by micro-batches, every parameter's
-gradient, metrics. Two updates: at the second one the policy has moved, so that ratios are not 1.
+Masks, filters, a pass without gradient, rejection, weights, advantages, the objective by micro-batches, the gradient of
+every parameter, metrics. Two updates: at the second one the policy has moved, so that ratios are not 1.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -14,20 +15,21 @@ from torch import Tensor
 
 from tests.cases.completions import VERSION, VOCABULARY, Made
 from workers.settings import Settings
-from workers.train.algorithms.advantages import ESTIMATORS
-from workers.train.algorithms.losses import LOSSES
-from workers.train.algorithms.masks import Masks
-from workers.train.algorithms.rejection import Rejection, Rule, reject
+from workers.train.algorithms.masks import NONE, Masks
+from workers.train.algorithms.rejection import Rejection
 from workers.train.batch import Batch
-from workers.train.estimation import NEEDS_SURVEY, Advantages, estimate_advantages
-from workers.train.logprobs import token_logprobs
+from workers.train.estimation import Advantages, estimate_advantages
+from workers.train.forming import Formed, form
 from workers.train.metrics import Metrics, step_metrics
 from workers.train.objective import Objective, Settled, correction_report, settle
+from workers.train.passes import Passes
+from workers.train.ranks import Ranks
 from workers.train.selection import derive_masks, verdicts, without
 from workers.train.survey import Survey
 
 torch.set_num_threads(1)
 
+SEED = 7
 COUNTERS = ("rows/", "groups/", "truncated/", "tokens/sampled", "tokens/not_finite", "tokens/too_old", "valid_fraction")
 """Metrics that count what is invalid too, by how they begin; `truncated/*_mean` and `pass@K/valid` are none."""
 OF_THE_LEARNER = ("step", "version", "learning_rate", "trained", "seconds", "grad_norm")
@@ -48,11 +50,17 @@ class Network(torch.nn.Module):
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=source, dtype=torch.float64) * 0.7
 
+    def value(self, hidden_NH: Tensor) -> Tensor:
+        return self.critic(hidden_NH).squeeze(-1)
+
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.head
 
+    def hidden(self, tokens_RT: Tensor) -> Tensor:
+        return self.mixing(self.embedding(tokens_RT).cumsum(dim=1)).tanh()
+
     def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.head(self.mixing(self.embedding(input_ids).cumsum(dim=1)).tanh()))
+        return SimpleNamespace(logits=self.head(self.hidden(input_ids)))
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,7 @@ class Result:
 
     batch: Batch
     masks: Masks
+    rejection: Rejection | None
     advantages: Advantages
     values: Tensor
     """Advantages of completions in B."""
@@ -72,6 +81,18 @@ class Result:
     metrics: Metrics
 
 
+@contextmanager
+def _in_float64() -> Iterator[None]:
+    """Tensors that are made without a word about their type, too."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(usual)
+
+
+@_in_float64()
 def evaluate(
     case: Sequence[Made],
     batch: Batch,
@@ -89,35 +110,18 @@ def evaluate(
         junk: what to put wherever nothing may look; nothing unless given.
         split: the micro-batches of these rows; all in one unless given.
     """
-    network, before, after = Network(0), Network(1), Network(2)
-    batch = without(batch, verdicts(batch, derive_masks(batch, settings, VERSION), settings))
-    if junk is not None:
-        batch = _littered(batch, derive_masks(batch, settings, VERSION), junk)
+    network, after = Network(0), Network(2)
+    reference = Network(1) if settings.algorithm.kl_coefficient else None
+    critic = network.value if settings.estimator.name == "gae" else None
+    passes = Passes(network, reference, critic, settings, Ranks())
     masks = derive_masks(batch, settings, VERSION)
-    survey, rejection, settled = None, None, None
-    seen = None
-    if _needs_survey(settings):
-        survey = seen = _survey(network, batch, masks, settings, junk)
-        judged_RT = masks.tokens_RT
-        batch, masks, rejection = _rejected(batch, masks, survey, settings)
-        if junk is not None:
-            # What the rules judged is measured as such, and kept for that.
-            batch = _littered(batch, masks, junk, known_RT=judged_RT)
-            seen = _littered_survey(survey, batch, masks, junk)
-        settled = settle(batch, masks.tokens_RT, seen.logprobs_RT, VERSION, settings)
-        if junk is not None:
-            keep = (judged_RT, masks.tokens_RT, masks.tokens_RT)
-            settled = Settled(*(torch.where(mask, x, junk) for mask, x in zip(keep, settled, strict=True)))
-    weights_RT = None if settled is None else settled.weights_RT
-    advantages = estimate_advantages(batch, masks, settings, survey=seen, weights_RT=weights_RT)
-    found, given = advantages, advantages
-    if junk is not None:
-        outside = [
-            None if x is None else torch.where(masks.tokens_RT, x, junk) for x in (found.tokens_RT, found.returns_RT)
-        ]
-        given = replace(advantages, tokens_RT=outside[0], returns_RT=outside[1])
-    objective = Objective(batch, masks, given, VERSION, settings, settled=settled, survey=survey, seed=7)
-    metrics = dict(step_metrics(batch, masks, found.values_C, settings=settings, version=VERSION))
+    batch = without(batch, masks, verdicts(batch, masks, settings))
+    if junk is None:
+        formed = form(batch, settings, VERSION, survey=passes.survey, seed=SEED)
+    else:
+        formed = _formed_in_junk(batch, settings, passes, junk)
+    masks, objective, advantages = formed.masks, formed.objective, formed.advantages
+    metrics = dict(step_metrics(formed.batch, masks, advantages.values_C, settings=settings, version=VERSION))
     losses, gradients = [], []
     rows_R = masks.loss_R.nonzero().squeeze(1)
     parts = [part for part in (split(rows_R) if split else [rows_R]) if len(part)]
@@ -125,8 +129,7 @@ def evaluate(
         network.zero_grad(set_to_none=False)
         total, sums, maxima = torch.zeros((), dtype=torch.float64), dict[str, float](), dict[str, float]()
         for part in parts:
-            output = _share(network, before, objective, part, settings, first=update == 0)
-            output.loss.backward()
+            output = passes.backward(formed, part, first=update == 0)
             total = total + output.loss.detach()
             for name, value in output.sums.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
@@ -134,26 +137,60 @@ def evaluate(
                 maxima[name] = max(maxima.get(name, -math.inf), float(value))
         losses.append(total)
         gradients += [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in network.parameters()]
-        tokens = objective.totals.tokens
-        metrics |= {f"{name} {update}": value / tokens for name, value in sums.items()}
+        metrics |= {f"{name} {update}": value / objective.totals.tokens for name, value in sums.items()}
         metrics |= {f"{name} {update}": value for name, value in maxima.items()}
         if update == 0:
             if parts:
-                metrics |= correction_report(objective, rejection)
+                metrics |= correction_report(objective, formed.rejection)
             with torch.no_grad():
-                for parameter, step in zip(network.parameters(), after.parameters(), strict=True):
-                    parameter += 0.2 * step
+                for parameter, other in zip(network.parameters(), after.parameters(), strict=True):
+                    parameter.add_(other, alpha=0.2)
     keys = [made.key for made in case]
     return Result(
-        batch=batch,
+        batch=formed.batch,
         masks=masks,
-        advantages=found,
-        values=_by_key(found.values_C, keys, masks.baseline_C),
-        tokens=_tokens_by_key(found.tokens_RT, keys, batch, masks),
+        rejection=formed.rejection,
+        advantages=advantages,
+        values=_by_key(advantages.values_C, keys, masks.baseline_C),
+        tokens=_tokens_by_key(advantages.tokens_RT, keys, formed.batch, masks),
         losses=losses,
         gradients=gradients,
         metrics=metrics,
     )
+
+
+def _formed_in_junk(batch: Batch, settings: Settings, passes: Passes, junk: float) -> Formed:
+    """Formed of a batch and a survey full of junk; then formed again, with junk in what the first time has let go."""
+    seen: list[Survey] = []
+
+    def survey(batch: Batch, mask_RT: Tensor) -> Survey:
+        seen.append(_littered_survey(passes.survey(batch, mask_RT), batch, mask_RT, junk))
+        return seen[0]
+
+    batch = _littered(batch, derive_masks(batch, settings, VERSION), junk)
+    formed = form(batch, settings, VERSION, survey=survey, seed=SEED)
+    batch, masks, settled, weights_RT = formed.batch, formed.masks, None, None
+    mask_RT = masks.tokens_RT
+    # What the rules judged is measured as such, and kept for that.
+    judged_RT = mask_RT if formed.rejection is None else formed.rejection.mask_RT
+    batch = _littered(batch, masks, junk, known_RT=judged_RT)
+    again = _littered_survey(seen[0], batch, mask_RT, junk) if seen else None
+    if again is not None:
+        settled = settle(batch, mask_RT, again.logprobs_RT, VERSION, settings)
+        weights_RT = torch.where(mask_RT, settled.weights_RT, junk)
+    advantages = estimate_advantages(batch, masks, settings, survey=again, weights_RT=weights_RT)
+    given = replace(
+        advantages,
+        tokens_RT=torch.where(mask_RT, advantages.tokens_RT, junk),
+        returns_RT=None if advantages.returns_RT is None else torch.where(mask_RT, advantages.returns_RT, junk),
+    )
+    if settled is not None:
+        trainer_RT = torch.where(judged_RT, settled.trainer_RT, junk)
+        settled = Settled(trainer_RT, *(torch.where(mask_RT, x, junk) for x in settled[1:]))
+    objective = Objective(
+        batch, masks, given, VERSION, settings, settled=settled, survey=seen[0] if seen else None, seed=SEED
+    )
+    return replace(formed, batch=batch, advantages=advantages, objective=objective)
 
 
 def measured(metrics: Metrics) -> dict[str, float]:
@@ -194,74 +231,12 @@ def assert_same(left: Result, right: Result, *, exactly: bool = False) -> None:
     assert not different, different
 
 
-def _needs_survey(settings: Settings) -> bool:
-    correction = settings.correction.resolved()
-    return bool(
-        correction.reject
-        or correction.normalize
-        or LOSSES[settings.loss.name].declared.selector
-        or set(ESTIMATORS[settings.estimator.name].needs) & set(NEEDS_SURVEY)
-    )
-
-
-def _survey(network: Network, batch: Batch, masks: Masks, settings: Settings, junk: float | None) -> Survey:
-    mask_RT, rows = masks.tokens_RT, masks.loss_R
-    zeros_RT = torch.zeros_like(batch.behaviour_logprobs_RT)
-    found = dict.fromkeys(("logprobs_RT", "squares_RT", "values_RT"), zeros_RT)
-    ends_R = zeros_RT.new_zeros(len(rows))
-    if rows.any():
-        with torch.no_grad():
-            read = token_logprobs(
-                network,
-                batch.tokens_RT,
-                mask_RT,
-                temperature=settings.rollout.temperature,
-                squares=True,
-                lengths_M=batch.lengths_R,
-            )
-            values_N = network.critic(read.hidden_NH).squeeze(-1)
-            ends_R = torch.where(rows, network.critic(read.end_hidden_MH).squeeze(-1), 0.0)
-        laid = zip(found, (read.logprobs_N, read.squares_N, values_N), strict=True)
-        found = {name: zeros_RT.masked_scatter(mask_RT, values) for name, values in laid}
-    survey = Survey(**found, end_values_R=ends_R)
-    return survey if junk is None else _littered_survey(survey, batch, masks, junk)
-
-
-def _rejected(batch: Batch, masks: Masks, survey: Survey, settings: Settings) -> tuple[Batch, Masks, Rejection | None]:
-    rules = settings.correction.resolved().reject
-    if not rules:
-        return batch, masks, None
-    rejection = reject(
-        [Rule(rule.rule, rule.lower, rule.upper) for rule in rules],
-        survey.logprobs_RT,
-        batch.behaviour_logprobs_RT,
-        masks.tokens_RT,
-        batch.completion_ids_R,
-    )
-    taken = {rule.name: masks.tokens_RT & ~kept for rule, kept in zip(rejection.rules, rejection.by_rule, strict=True)}
-    batch = without(batch, verdicts(batch, derive_masks(batch, settings, VERSION, taken), settings))
-    return batch, derive_masks(batch, settings, VERSION, taken), rejection
-
-
-def _share(network: Network, before: Network, objective: Objective, part: Tensor, settings: Settings, *, first: bool):
-    batch, mask = objective.batch, objective.masks.tokens_RT[part]
-    width = int(batch.lengths_R[part].max())
-    tokens, mask = batch.tokens_RT[part, :width], mask[:, :width]
-    temperature = settings.rollout.temperature
-    entropy = "gradient" if settings.algorithm.entropy_coefficient else "value" if first else ""
-    found = token_logprobs(network, tokens, mask, temperature=temperature, entropy=entropy)
-    reference_N = None
-    if settings.algorithm.kl_coefficient:
-        with torch.no_grad():
-            reference_N = token_logprobs(before, tokens, mask, temperature=temperature).logprobs_N
-    values_N = network.critic(found.hidden_NH).squeeze(-1) if settings.estimator.name == "gae" else None
-    return objective.share(part, found, first=first, reference_N=reference_N, values_N=values_N)
-
-
 def _littered(batch: Batch, masks: Masks, junk: float, known_RT: Tensor | None = None) -> Batch:
     """With junk in every number that belongs to what is outside of B, or of the tokens that bear loss."""
     known_RT = masks.tokens_RT if known_RT is None else known_RT
-    facts, lost_R = batch.facts, ~masks.baseline_C[batch.completion_ids_R]
+    facts = batch.facts
+    # A version may be what a completion is rejected for.
+    lost_R = (~masks.baseline_C & (masks.rejected_C == NONE))[batch.completion_ids_R]
     turn_rewards_RT = torch.where(masks.tokens_RT, batch.turn_rewards_RT, junk)
     return replace(
         batch,
@@ -270,12 +245,14 @@ def _littered(batch: Batch, masks: Masks, junk: float, known_RT: Tensor | None =
         versions_RT=torch.where(lost_R.unsqueeze(1), 2**31 - 1, batch.versions_RT),
         parts_PC=torch.where(masks.baseline_C, batch.parts_PC, junk),
         turn_rewards_RT=turn_rewards_RT,
-        outcome_C=torch.where(masks.baseline_C, batch.outcome_C, junk),
     )
 
 
-def _littered_survey(survey: Survey, batch: Batch, masks: Masks, junk: float) -> Survey:
-    mask_RT, loss_R = masks.tokens_RT, masks.loss_C[batch.completion_ids_R]
+def _littered_survey(survey: Survey, batch: Batch, mask_RT: Tensor, junk: float) -> Survey:
+    """With junk outside of the mask; the end of a completion counts where any of its tokens does."""
+    bears_C = torch.zeros_like(batch.facts.measured_C)
+    bears_C[batch.completion_ids_R[mask_RT.any(dim=1)]] = True
+    loss_R = bears_C[batch.completion_ids_R]
     return Survey(
         logprobs_RT=torch.where(mask_RT, survey.logprobs_RT, junk),
         squares_RT=torch.where(mask_RT, survey.squares_RT, junk),

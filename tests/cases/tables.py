@@ -1,7 +1,7 @@
 """Settings tables that between them name everything registered.
 
-A table takes one choice of each slot, where the settings allow them together; what one table could not take, a later one
-does. So a new registration is in a table without anybody's doing, or the tables say what they lack.
+A table takes one choice of each slot, where the settings allow them together; what one table could not take, a later
+one does. So a new registration is in a table without anybody's doing, or the tables say what they lack.
 """
 
 from typing import Any
@@ -28,15 +28,15 @@ LEAST: Table = {
     "environments": {"a": "calculator"},
     "pacing": {"max_token_age": MAX_AGE},
     "filter": {"min_valid_rows": 1, "zero_variance": False},
-    "algorithm": {"truncation": {"length": "exclude", "tool_calls": "baseline_only"}},
+    "algorithm": {"truncation": {"length": "exclude"}},
     "rollout": {"max_tokens": 12, "max_tokens_per_turn": 12},
 }
 OPTIONS: dict[str, Table] = {"passk": {"k": 2}, "clip_cov": {"clip_cov_low": -0.5001, "clip_cov_high": 0.5001}}
 """Options of estimators and losses where the defaults would leave small cases without effect."""
 SOME = {"clip_cov": {"clip_cov_ratio": 0.3}, "kl_cov": {"kl_cov_ratio": 0.3}}
 ALL = {"clip_cov": {"clip_cov_ratio": 1.0}, "kl_cov": {"kl_cov_ratio": 1.0}}
-"""By selector: how many of the candidates it chooses. A lot knows of nothing but a token's place, so where places change
-all of them are chosen."""
+"""By selector: how many of the candidates it chooses. A lot knows of nothing but a token's place, so where places
+change all of them are chosen."""
 SHAPED: dict[str, Table] = {
     "biased_scaled": {"shaping": {"bias": 0.5, "scale": 2.0}},
     "clipped": {"shaping": {"clip": 0.75}},
@@ -101,6 +101,7 @@ def _slots() -> dict[str, dict[str, Table]]:
             **{f"{name}:{i}": table for name, some in NORMALISED.items() for i, table in enumerate(some)},
         },
         "zeroed": {"zero_reward": {"algorithm": {"truncation": {"max_turns": "zero_reward"}}}},
+        "silent": {"baseline_only": {"algorithm": {"truncation": {"tool_calls": "baseline_only"}}}},
         "singleton": {"": {}, "singleton:raw": {"algorithm": {"singleton": "raw"}}},
         "entropy": {"": {}, "entropy": {"algorithm": {"entropy_coefficient": 0.01}}},
     }

@@ -113,6 +113,19 @@ async def test_a_group_that_is_not_trained_gives_its_place_back_at_once(pipe, te
     assert len((await pipe.stage("prompts", capacity=1).claim(1)).leases) == 1
 
 
+@pytest.mark.parametrize("discarded", [0, 1, 3])
+async def test_p22_after_so_many_groups_are_discarded_there_is_room_for_as_many(pipe, tenure, discarded):
+    await pipe.scored(*"abcd")
+    await pipe.feed(*"efghij")
+    rollout, trainer = pipe.stage("prompts", capacity=4), pipe.stage("scored", "trainer")
+    leases = (await trainer.claim(4)).leases
+    assert (await rollout.claim(9)).leases == []
+    await tenure.commit(trainer, [End(lease, "dropped:zero_variance") for lease in leases[:discarded]], frees_at=1)
+    assert len((await rollout.claim(9)).leases) == discarded
+    assert (await rollout.claim(9)).leases == []
+    await pipe.balance()
+
+
 async def test_a_dead_letter_gives_its_place_back_at_once(pipe):
     await pipe.rolled_out("a")
     await pipe.feed("b")

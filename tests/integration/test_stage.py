@@ -31,6 +31,7 @@ async def test_the_output_bears_the_prompt_of_the_entry_that_it_came_from(pipe):
 
 
 async def test_settling_twice_says_that_the_lease_is_gone(pipe):
+    """P21, where the same work is delivered twice."""
     await pipe.feed("a")
     worker = pipe.stage("prompts")
     (lease,) = (await worker.claim(1)).leases

@@ -254,6 +254,7 @@ async def test_recovery_keeps_what_the_operator_dropped(pipe, ledger):
 
 
 async def test_a_duplicate_of_a_group_that_was_trained_counts_as_one(pipe, ledger):
+    """P21, after the group has ended."""
     await pipe.scored("a")
     await pipe.link.redis.xadd(pipe.link.key("scored"), {"prompt": "a", "payload": "again"})
     tenure = await Tenure.begin(pipe.link, 30.0)
@@ -265,6 +266,7 @@ async def test_a_duplicate_of_a_group_that_was_trained_counts_as_one(pipe, ledge
 
 
 async def test_the_twin_of_a_group_in_hand_takes_no_place_and_ends_nothing(pipe, ledger):
+    """P21, before the group has ended."""
     await pipe.scored("a")
     await pipe.link.redis.xadd(pipe.link.key("scored"), {"prompt": "a", "payload": "again"})
     tenure = await Tenure.begin(pipe.link, 30.0)

@@ -1,43 +1,46 @@
 """How many examples each property is shown.
 
-In CI few, so that all of them together take about a minute. By hand, with HYPOTHESIS_PROFILE=thorough, 5,000 for what most
-runs rest on and 200 for the rest, without a time limit.
+In CI few, so that all of them together take about a minute. By hand, with HYPOTHESIS_PROFILE=thorough, 5,000 for what
+most runs rest on and 200 for the rest, without a time limit.
 """
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
-
-from workers.train.algorithms.importance import IMPORTANCE
-from workers.train.algorithms.rejection import REJECTIONS
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
 QUICK = {"test_properties_of_the_path": 5, "test_properties_of_": 20, "test_twins_of_": 25}
 """At most so many examples to a test of the modules whose names begin so, but by hand."""
 MOST = 5000
 RESTED_ON = {
-    *("grpo", "rloo", "opo", "passk", "grpo_passk", "reinforce_plus_plus_baseline", "gpg", "gdpo", "whiten", "clipped"),
-    *IMPORTANCE,
-    *REJECTIONS,
+    *("grpo", "rloo", "opo", "passk", "grpo_passk", "reinforce_plus_plus_baseline", "gpg", "gdpo"),
+    *("whiten", "loss:clipped", "clipped"),
 }
-"""Registered names that get `MOST` by hand, and so does every test of whitening and of the correction."""
+"""Registered names that get `MOST` by hand, and so does every test of whitening and of the correction. A table of the
+whole path is named by what it holds."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if PROFILE == "thorough":
-        for item in items:
+    for item in items:
+        if PROFILE == "thorough" and item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.timeout(0))
 
 
 @pytest.fixture(autouse=True)
 def number_of_examples(request: pytest.FixtureRequest) -> Iterator[None]:
-    number = _examples(request.node)
-    settings.register_profile("this test", settings.get_profile(PROFILE), max_examples=number)
-    settings.load_profile("this test")
+    chosen = settings(settings.get_profile(PROFILE), max_examples=_examples(request.node))
+    attribute = "_hypothesis_internal_use_settings"
+    usual = getattr(request.function, attribute, None)
+    if usual is None:
+        yield
+        return
+    # Of a test with parameters each has its own number, for which there is no public way.
+    setattr(request.function, attribute, chosen)
     yield
-    settings.load_profile(PROFILE)
+    setattr(request.function, attribute, usual)
 
 
 def _examples(item: pytest.Item) -> int:

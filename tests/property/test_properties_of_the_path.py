@@ -1,7 +1,7 @@
 """What is invalid is nowhere, from the facts of a batch to every parameter's gradient and every metric.
 
-Over tables of settings that between them name every estimator, loss, aggregation, divergence, importance level, rejection
-rule, shaping and normaliser (`tests.cases.tables`). P1 ... are the invariants of the validity contract.
+Over tables of settings that between them name every estimator, loss, aggregation, divergence, importance level,
+rejection rule, shaping and normaliser (`tests.cases.tables`). P1 ... are the invariants of the validity contract.
 """
 
 import math
@@ -12,9 +12,10 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.cases.completions import INVALID, JUNK, Made, build, cases, completions, fresh, interleaved
-from tests.cases.path import assert_same, close, evaluate
+from tests.cases.completions import JUNK, Made, build, cases, completions, fresh, interleaved
+from tests.cases.path import assert_same, evaluate
 from tests.cases.tables import ALL, EVERYTHING, SOME, TABLES, choosing, missing, settings_of
+from workers.train.algorithms.advantages import ESTIMATORS
 
 each_table = pytest.mark.parametrize("table", TABLES, ids=[" ".join(name.split()[:2]) for name in TABLES])
 SETTINGS = {
@@ -91,6 +92,9 @@ def test_p10_padding_of_any_width_changes_nothing(table, case, width):
 @given(case=cases, tail=st.integers(1, 5))
 def test_p12_tool_tokens_at_the_end_change_nothing(table, case, tail):
     settings = some(table)
+    if "bootstrap_C" in ESTIMATORS[settings.estimator.name].needs:
+        # A critic is asked for the state at which a completion was cut short, and that is behind what the tool said.
+        case = [replace(made, state="ok") if made.truncated else made for made in case]
     longer = [replace(made, tail=tail) for made in case]
     assert_same(evaluate(case, build(case), settings), evaluate(longer, build(longer), settings))
 

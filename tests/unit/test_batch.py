@@ -203,21 +203,14 @@ def test_one_name_under_two_weights_is_two_parts():
     assert (batch.part_weights_P @ batch.parts_PC).tolist() == batch.facts.rewards_C.tolist()
 
 
-def test_rewards_of_turns_are_on_the_last_token_of_each_and_the_rest_is_the_outcome():
+def test_rewards_of_turns_are_on_the_last_token_of_each():
     turns = [env(1.0, 0, weight=0.5), env(-2.0, 1, weight=0.5)]
     batch = collate(
         [group("a", completion(*turns, env(4.0, name="style", weight=0.25)), completion(env(3.0), index=1))]
     )
     #                                     p  p  a    a  t  t  a
     assert batch.turn_rewards_RT.tolist() == [[0, 0, 0, 0.5, 0, 0, -1.0], [0.0] * 7]
-    assert batch.outcome_C.tolist() == [1.0, 3.0]
-    assert (batch.turn_rewards_RT.dtype, batch.outcome_C.dtype) == (torch.float64, torch.float64)
-    assert (batch.turn_rewards_RT.sum(dim=1) + batch.outcome_C).tolist() == batch.facts.rewards_C.tolist()
-
-
-def test_an_outcome_of_nothing_but_turns_is_exactly_zero():
-    turns = [env(value, turn) for turn, value in enumerate((0.1, 0.2))]
-    assert collate([group("a", completion(*turns))]).outcome_C.tolist() == [0.0]
+    assert batch.turn_rewards_RT.dtype == torch.float64
 
 
 def test_turns_go_through_the_rows_of_their_completion_in_order():
@@ -236,14 +229,12 @@ def test_the_reward_of_a_last_turn_without_a_token_goes_to_the_token_before():
     turns = [env(1.0, 0), env(2.0, 1), env(4.0, 2)]
     batch = collate([group("a", completion(*turns, turns=3), completion(env(1.0, 0), index=1, rows=[], turns=1))])
     assert batch.turn_rewards_RT.tolist() == [[0, 0, 0, 1.0, 0, 0, 6.0]]
-    assert float(batch.outcome_C[0]) == 0.0
 
 
 @pytest.mark.parametrize("unknown", [RAISED, Unmeasured(RewardReason.TIMEOUT), Unmeasured(RewardReason.NOT_FINITE)])
 def test_a_completion_with_one_turn_unmeasured_has_no_reward_on_any_token(unknown):
     batch = collate([group("a", completion(env(1.0, 0), env(unknown, 1)), completion(env(1.0), index=1))])
     assert not batch.turn_rewards_RT.any()
-    assert batch.outcome_C.tolist() == [0.0, 1.0]
     assert batch.facts.measured_C.tolist() == [False, True]
 
 
@@ -270,7 +261,7 @@ def test_a_batch_moves_with_all_its_tensors():
     tensors |= {f.name: getattr(moved.facts, f.name) for f in fields(Facts)}
     found = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
     assert {value.device.type for value in found.values()} == {"meta"}
-    assert found.keys() >= {"greedy_rewards_G", "parts_PC", "part_weights_P", "turn_rewards_RT", "outcome_C"}
+    assert found.keys() >= {"greedy_rewards_G", "parts_PC", "part_weights_P", "turn_rewards_RT"}
 
 
 # Micro-batches

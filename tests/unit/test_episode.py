@@ -8,6 +8,9 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from envs.factory import Factory
@@ -401,6 +404,27 @@ async def test_errors_beyond_their_number_end_the_episode(wrong):
     assert (await completion_of([wrong, wrong, "Done."], max_tool_errors=2)).truncated is None
 
 
+@given(
+    words=st.text("ab {<>", max_size=20),
+    end=st.sampled_from(["", END, "<|eos|>", "<|im_start|>"]),
+    finish=st.sampled_from(["stop", "length"]),
+    calls=st.integers(0, 3),
+    limit=st.integers(1, 3),
+)
+@hypothesis_settings(max_examples=40)
+async def test_p11_truncated_hangs_on_finish_reason_and_limits_alone(words, end, finish, calls, limit):
+    """Whatever the tokens are, and whichever of them is the last."""
+    tokens = ids("x" + words + end)
+    last = Sampled(tokens, [-0.5] * len(tokens), finish, [Span(7, 0, len(tokens))])
+    completion = await completion_of(
+        lambda turn, _text: call("put") if turn < calls else last, max_turns=limit, max_tokens_per_turn=70
+    )
+    if calls >= limit:
+        assert (completion.truncated, completion.turns) == (TruncationReason.MAX_TURNS, limit)
+    else:
+        assert completion.truncated is (TruncationReason.CONTEXT if finish == "length" else None)
+
+
 async def test_a_wall_clock_that_runs_out_while_sampling_keeps_the_turns_before():
     def script(turn, _text):
         return anyio.sleep(60) if turn else call("put")
@@ -565,6 +589,23 @@ async def test_snapshots_are_taken_before_the_slot_is_reused():
     assert [len(env.seen) for env in seen] == [2, 2, 2]
 
 
+async def test_p20_resetting_or_reusing_an_environment_changes_no_stored_reward_or_snapshot():
+    """One environment plays every completion of two groups; the first group stays what it was when it was stored."""
+    script = Scripted([call("put"), call("put"), "Done."])
+    factories = {"box": factory_of(Box)}
+    options = {"chat": make_chat(), "sampler": script, "limits": Rollout(), "tool_format": TOOL_FORMATS["hermes"]}
+    async with SlotPool(factories, size=1) as pool:
+        first = await roll_out(make_prompt(group_size=2), pool=pool, factories=factories, **options)
+        stored = encode(first)
+        script.script = lambda turn, _text: call("put") if turn < 5 else "Done."
+        second = await roll_out(make_prompt(id="train:1:0", group_size=2), pool=pool, factories=factories, **options)
+    assert encode(first) == stored
+    rewards = [[[part.reward for part in c.parts] for c in group.completions] for group in (first, second)]
+    assert rewards == [[[Measured(2.0)]] * 2, [[Measured(5.0)]] * 2]
+    seen = [[len(thaw(c.snapshot, factories["box"]).seen) for c in group.completions] for group in (first, second)]
+    assert seen == [[2, 2], [5, 5]]
+
+
 async def test_data_without_an_environment_is_one_turn_and_knows_no_tools():
     completion = await completion_of([call("put"), "never"], env=None)
     assert (completion.turns, completion.tool_calls, completion.snapshot) == (1, 0, None)
@@ -698,7 +739,6 @@ async def test_an_environment_may_reward_each_turn_however_the_episode_ends(scri
     assert float(batch.turn_rewards_RT.sum()) == sum(expected)
     ends = [len(completion.rows[0].prompt) + end - 1 for _, end in completion.rows[0].sampled]
     assert batch.turn_rewards_RT[0, ends].tolist() == expected[: len(ends)]
-    assert batch.outcome_C.tolist() == [0.0]
 
 
 async def test_a_list_of_the_wrong_length_leaves_the_completion_unmeasured():

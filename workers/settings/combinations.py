@@ -100,8 +100,8 @@ def _estimators(s: Settings) -> Iterator[str]:
         "baseline_only" in s.algorithm.truncation.values()
     ):
         yield (
-            f"algorithm.truncation = 'baseline_only' has no effect with estimator.name = {name!r}, whose baseline is made "
-            "of the log-probs of tokens that bear loss; use exclude or keep, or another estimator"
+            f"algorithm.truncation = 'baseline_only' has no effect with estimator.name = {name!r}, whose baseline is "
+            "made of the log-probs of tokens that bear loss; use exclude or keep, or another estimator"
         )
     if s.critic != Critic() and not isinstance(s.estimator, Gae):
         yield (

@@ -17,7 +17,7 @@ from stream.errors import RecordError
 from stream.records import Completion, Group, Row
 from stream.validity import Measured, RewardReason
 from workers.train.algorithms.masks import NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, Facts
-from workers.train.reward_parts import greedy_of, known, part_table, turn_table
+from workers.train.reward_parts import greedy_of, known, part_table, turn_rewards
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -38,7 +38,6 @@ class Batch:
         parts_PC                 [[.5 0] [2 0]]
         part_weights_P           [1 .5]
         turn_rewards_RT          [[0 0 0 .5 0 0]]
-        outcome_C                [1 0]
     """
 
     tokens_RT: Tensor
@@ -72,8 +71,6 @@ class Batch:
     turn_rewards_RT: Tensor
     """float64, weighted reward of each turn on the last token sampled in it; 0 elsewhere, and where the completion's
     reward is not measured."""
-    outcome_C: Tensor
-    """float64, the reward without those of its turns; 0 where not measured."""
 
     @property
     def group_ids_R(self) -> Tensor:
@@ -123,7 +120,7 @@ def collate(groups: Sequence[Group]) -> Batch:
     versions_RT = _painted(
         len(rows), width, [s for s, _, _ in spans], [e for _, e, _ in spans], [v + 1 for *_, v in spans]
     )
-    turns = turn_table([(groups[code].prompt.id, c) for code, c in completions], lasts, (len(rows), width))
+    turn_rewards_RT = turn_rewards([(groups[code].prompt.id, c) for code, c in completions], lasts, (len(rows), width))
     parts = part_table([completion for _, completion in completions])
     greedy = [greedy_of(group) for group in groups]
     greedy_rewards = [known(c.reward) if c is not None and c.failure is None else None for c in greedy]
@@ -142,8 +139,7 @@ def collate(groups: Sequence[Group]) -> Batch:
         part_names=parts.names,
         parts_PC=parts.values_PC,
         part_weights_P=parts.weights_P,
-        turn_rewards_RT=turns.rewards_RT,
-        outcome_C=turns.outcome_C,
+        turn_rewards_RT=turn_rewards_RT,
     )
 
 

@@ -21,13 +21,6 @@ class PartTable(NamedTuple):
     weights_P: Tensor
 
 
-class TurnTable(NamedTuple):
-    """Rewards by turn: `rewards_RT` on tokens, and `outcome_C`, what remains of each completion's reward; float64."""
-
-    rewards_RT: Tensor
-    outcome_C: Tensor
-
-
 def known(reward: Reward | None) -> float | None:
     """The number, if somebody measured a finite one."""
     return reward.value if isinstance(reward, Measured) and math.isfinite(reward.value) else None
@@ -74,9 +67,9 @@ def part_table(completions: Sequence[Completion]) -> PartTable:
     return PartTable(tuple(names), values_PC, torch.tensor(weights, dtype=torch.float64))
 
 
-def turn_table(
+def turn_rewards(
     completions: Sequence[tuple[str, Completion]], lasts: Sequence[Sequence[int]], shape: tuple[int, int]
-) -> TurnTable:
+) -> Tensor:
     """Put each turn's reward on the last token sampled in it.
 
     Args:
@@ -85,27 +78,24 @@ def turn_table(
         shape: rows and their width.
 
     Returns:
-        Zeros for completions whose reward is not measured, whichever of their turns are.
+        float64 (R, T); zeros for completions whose reward is not measured, whichever of their turns are.
 
     Raises:
         RecordError: a completion has rewards by turn, but not one for each sampled range.
     """
     places: list[int] = []
     rewards: list[float] = []
-    outcomes: list[float] = []
     for (prompt, completion), found in zip(completions, lasts, strict=True):
         try:
             of_turns = _by_range(completion, len(found))
         except ValueError as error:
             raise RecordError(f"group {prompt}, completion {completion.index}: {error}") from error
-        reward = known(completion.reward)
-        outcomes.append(0.0 if reward is None else reward - sum(of_turns))
-        if reward is not None and of_turns:
+        if of_turns and known(completion.reward) is not None:
             places += found
             rewards += of_turns
     rewards_N = torch.zeros(shape[0] * shape[1], dtype=torch.float64)
     rewards_N[torch.tensor(places, dtype=torch.int64)] = torch.tensor(rewards, dtype=torch.float64)
-    return TurnTable(rewards_N.view(shape), torch.tensor(outcomes, dtype=torch.float64))
+    return rewards_N.view(shape)
 
 
 def _by_range(completion: Completion, ranges: int) -> list[float]:

@@ -77,7 +77,9 @@ def without(batch: Batch, masks: Masks, dropped: list[DropReason | None]) -> Bat
     """The same batch, with what still votes of these groups dropped; what does not keeps its own reason."""
     codes_G = torch.tensor([-1 if reason is None else DROP_REASONS.index(reason) for reason in dropped])
     codes_C = codes_G.to(batch.facts.dropped_C.device)[batch.facts.group_ids_C]
-    facts = replace(batch.facts, dropped_C=torch.where((codes_C >= 0) & masks.baseline_C, codes_C, batch.facts.dropped_C))
+    facts = replace(
+        batch.facts, dropped_C=torch.where((codes_C >= 0) & masks.baseline_C, codes_C, batch.facts.dropped_C)
+    )
     return replace(batch, facts=facts)
 
 

@@ -1,0 +1,195 @@
+"""Every importance level, rejection rule and selector, and the interpolated proximal policy, is what it says it is.
+
+That junk, order, padding, masked rows and the cutting of rows change nothing, and that each equals a plain loop (P1,
+P2, P3, P8, P10, P19), is shown in test_twins_of_correction; the correction within the whole path in
+test_properties_of_the_path.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cases.completions import JUNK, VERSION, cases, interleaved
+from tests.cases.inputs import RICH
+from tests.cases.options import defaults, drawn, options_of, values_of
+from tests.cases.path import close
+from tests.cases.sheets import Sheet
+from workers.train.algorithms.importance import IMPORTANCE, importance_weights
+from workers.train.algorithms.proximal import METHODS, interpolated
+from workers.train.algorithms.rejection import REJECTIONS, Rule, reject
+from workers.train.algorithms.token_selection import SELECTORS, select
+
+USUAL = {"lower": 0.5, "upper": 1.5, "outside": "truncate", "normalize": False}
+OTHERS = {"lower": 0.9, "upper": 1.1, "outside": "zero", "normalize": True}
+LEAST, MOST = 0.6, 1.7
+each_level, each_rule = pytest.mark.parametrize("name", IMPORTANCE), pytest.mark.parametrize("name", REJECTIONS)
+each_selector = pytest.mark.parametrize("name", SELECTORS)
+
+
+def pair(sheet, junk=0.0):
+    """Log-probs of trainer and engine."""
+    rollout = torch.where(sheet.mask_RT, sheet.batch.behaviour_logprobs_RT, junk)
+    return torch.where(sheet.mask_RT, rollout + sheet.number(37.0), junk), rollout
+
+
+def weights(name, case, options, junk=0.0, taken=None, **how):
+    sheet = Sheet(case, **how)
+    if taken is not None:
+        sheet.mask_RT[taken] = False
+    return sheet, importance_weights(*pair(sheet, junk), sheet.mask_RT, sheet.ids_R, level=name, **options)
+
+
+def kept(name, case, lower=LEAST, upper=MOST, junk=0.0, taken=None, **how):
+    sheet = Sheet(case, **how)
+    if taken is not None:
+        sheet.mask_RT[taken] = False
+    found = reject([Rule(name, lower, upper)], *pair(sheet, junk), sheet.mask_RT, sheet.ids_R)
+    return sheet, sheet.by_key(found.kept_RT.double())
+
+
+def per_completion(sheet, values_RT):
+    """The values of each completion's tokens, as a set."""
+    found = {}
+    for owner, line, mask in zip(sheet.ids_R.tolist(), values_RT.tolist(), sheet.mask_RT.tolist(), strict=True):
+        found.setdefault(owner, set()).update(value for value, inside in zip(line, mask, strict=True) if inside)
+    return [values for values in found.values() if values]
+
+
+@each_level
+@given(case=cases)
+def test_p7_a_level_gives_one_weight_to_each_of_its_units(name, case):
+    sheet, found = weights(name, case, USUAL)
+    if IMPORTANCE[name].declared.unit == "completion":
+        assert all(len(values) == 1 for values in per_completion(sheet, found.raw_RT))
+    else:
+        train, rollout = pair(sheet)
+        assert torch.allclose(found.raw_RT[sheet.mask_RT], (train - rollout).exp()[sheet.mask_RT])
+
+
+@each_level
+@given(case=cases)
+def test_p7_normalised_weights_have_mean_1_over_their_units(name, case):
+    sheet, found = weights(name, case, USUAL | {"normalize": True})
+    units = per_completion(sheet, found.weights_RT)
+    if IMPORTANCE[name].declared.unit == "completion":
+        mean = math.fsum(sum(values) for values in units) / max(1, len(units))
+    else:
+        mean = float(found.weights_RT[sheet.mask_RT].mean()) if units else 0.0
+    assert not units or mean == pytest.approx(1.0)
+
+
+@each_rule
+@given(case=cases)
+def test_p7_a_rule_judges_tokens_or_whole_completions(name, case):
+    declared = REJECTIONS[name].declared
+    sheet = Sheet(case)
+    found = reject([Rule(name, LEAST, MOST)], *pair(sheet), sheet.mask_RT, sheet.ids_R)
+    if declared.level == "sequence":
+        assert all(len(values) == 1 for values in per_completion(sheet, found.kept_RT))
+    elif declared.level == "token":
+        # Each token by itself: a completion of its own for every row changes nothing.
+        alone = reject([Rule(name, LEAST, MOST)], *pair(sheet), sheet.mask_RT, torch.arange(len(sheet.ids_R)))
+        assert torch.equal(found.kept_RT, alone.kept_RT)
+    assert ("lower" in REJECTIONS[name].options) == declared.two_sided
+    assert reject([Rule(name, 0.0, math.inf)], *pair(sheet), sheet.mask_RT, sheet.ids_R).kept_RT.equal(sheet.mask_RT)
+
+
+@each_level
+@given(case=cases, junk=st.sampled_from(JUNK), normalize=st.booleans(), data=st.data())
+def test_p14_a_row_of_which_every_token_is_masked_might_as_well_not_be_there_for_weights(
+    name, case, junk, normalize, data
+):
+    rows, options = interleaved(case, data.draw(st.randoms(use_true_random=False))), USUAL | {"normalize": normalize}
+    which = data.draw(st.integers(0, max(0, len(rows) - 1)))
+    masked, with_it = weights(name, case, options, junk, which if rows else None, rows=rows)
+    absent, without = weights(name, case, options, rows=rows[:which] + rows[which + 1 :])
+    left, right = masked.by_key(with_it.weights_RT), absent.by_key(without.weights_RT)
+    assert torch.allclose(left, right, rtol=1e-12, atol=0)
+
+
+@each_rule
+@given(case=cases, junk=st.sampled_from(JUNK), data=st.data())
+def test_p14_a_row_of_which_every_token_is_masked_might_as_well_not_be_there_for_rules(name, case, junk, data):
+    rows = interleaved(case, data.draw(st.randoms(use_true_random=False)))
+    which = data.draw(st.integers(0, max(0, len(rows) - 1)))
+    _, with_it = kept(name, case, junk=junk, taken=which if rows else None, rows=rows)
+    _, without = kept(name, case, rows=rows[:which] + rows[which + 1 :])
+    assert torch.equal(with_it, without)
+
+
+def chosen(name, case, options, junk=0.0, **how):
+    sheet = Sheet(case, **how)
+    now, near = pair(sheet, junk)
+    advantages = torch.where(sheet.mask_RT, 2 * sheet.number(91.0), junk)
+    generator = torch.Generator().manual_seed(5)
+    return sheet.by_key(select(name, now, near, advantages, sheet.mask_RT, generator, options).double())
+
+
+@each_selector
+@given(case=cases, junk=st.sampled_from(JUNK), width=st.integers(0, 4), data=st.data())
+def test_p1_p10_a_selector_chooses_among_what_bears_loss_whatever_else_the_batch_holds(name, case, junk, width, data):
+    options = defaults(SELECTORS[name]) | data.draw(drawn(SELECTORS[name]))
+    assert torch.equal(chosen(name, case, options), chosen(name, case, options, junk, width=width))
+
+
+@each_selector
+@given(case=cases, source=st.randoms(use_true_random=False))
+def test_p3_who_is_chosen_by_merit_is_so_in_any_order(name, case, source):
+    """All candidates, so that no lot is drawn."""
+    everyone = {option: 1.0 for option in SELECTORS[name].options if option.endswith("_ratio")}
+    options, moved = defaults(SELECTORS[name]) | everyone, source.sample(case, len(case))
+    assert torch.equal(chosen(name, case, options), chosen(name, moved, options, rows=interleaved(moved, source)))
+
+
+@pytest.mark.parametrize("name", METHODS)
+@given(case=cases, junk=st.sampled_from(JUNK), width=st.integers(0, 4))
+def test_p1_p10_an_interpolated_proximal_policy_is_of_what_was_sampled_alone(name, case, junk, width):
+    def found(junk, **how):
+        sheet = Sheet(case, **how)
+        train, rollout = pair(sheet, junk)
+        versions = torch.where(sheet.mask_RT, sheet.batch.versions_RT, 10**6 if junk else 0)
+        return sheet.by_key(interpolated(rollout, train, versions, sheet.mask_RT, VERSION, method=name))
+
+    assert torch.equal(found(0.0), found(junk))
+    assert close(found(0.0), found(junk, width=width))
+
+
+@pytest.mark.parametrize("option", USUAL)
+@pytest.mark.parametrize("level", IMPORTANCE)
+def test_p18_every_option_of_weights_has_an_effect(level, option):
+    _, usual = weights(level, RICH, USUAL)
+    _, other = weights(level, RICH, USUAL | {option: OTHERS[option]})
+    assert not torch.equal(usual.weights_RT, other.weights_RT)
+
+
+@pytest.mark.parametrize(("name", "option"), options_of(REJECTIONS))
+def test_p18_every_bound_of_a_rule_has_an_effect(name, option):
+    usual = {"lower": values_of("lower")[0], "upper": values_of("upper")[0]}
+    found = [kept(name, RICH, **(usual | {option: value}))[1] for value in (usual[option], *EFFECTIVE[option])]
+    assert any(not torch.equal(found[0], other) for other in found[1:])
+
+
+EFFECTIVE = {"lower": (0.9003, 0.9903), "upper": (0.0503, 0.9903, 3.0)}
+"""Other bounds, of which one matters to rules whose units are ratios or divergences, of tokens or of completions."""
+
+
+@pytest.mark.parametrize(("name", "option"), options_of(SELECTORS))
+def test_p18_every_option_of_a_selector_has_an_effect(name, option):
+    usual = defaults(SELECTORS[name])
+    if option in {"clip_low", "clip_high", "clip_cov_low", "clip_cov_high"}:
+        usual |= {"clip_cov_ratio": 1.0}
+    found = [chosen(name, RICH, usual | {option: value}) for value in values_of(option)]
+    assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_p18_every_method_is_another_one(name):
+    sheet = Sheet(RICH)
+    train, rollout = pair(sheet)
+    found = {
+        m: interpolated(rollout, train, sheet.batch.versions_RT, sheet.mask_RT, VERSION + 2, method=m) for m in METHODS
+    }
+    assert not any(torch.equal(found[name], values) for other, values in found.items() if other != name)

@@ -1,0 +1,174 @@
+"""What may vote and what may train: the masks follow from the facts and the truncation policies, and nothing else."""
+
+import math
+from array import array
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from stream.records import Completion, Group, Prompt, Row, Span
+from stream.validity import RewardReason, TruncationReason, Unmeasured, measure
+from tests.cases.completions import INVALID, JUNK, TRUNCATED, VERSION, Made, build, cases, interleaved
+from tests.cases.path import evaluate
+from tests.cases.tables import SOME, TABLES, choosing, settings_of
+from workers.train.algorithms.advantages import ESTIMATORS
+from workers.train.algorithms.masks import POLICIES, derive
+from workers.train.batch import collate
+from workers.train.estimation import _Inputs
+from workers.train.selection import derive_masks
+
+policies = st.fixed_dictionaries({TruncationReason(reason): st.sampled_from(POLICIES) for reason in TRUNCATED})
+each_estimator = pytest.mark.parametrize(
+    "table", {name.split()[0]: name for name in TABLES}.values(), ids=lambda name: name.split()[0]
+)
+SETTINGS = {name: settings_of(choosing(table, SOME)) for name, table in TABLES.items()}
+
+
+def derived(case, truncation, batch=None, rejected=None):
+    batch = batch or build(case)
+    taken = {"too_old": batch.sampled_RT & (batch.versions_RT == 0), **(rejected or {})}
+    unusable = ~torch.isfinite(batch.behaviour_logprobs_RT)
+    masks = derive(
+        batch.facts,
+        batch.completion_ids_R,
+        batch.sampled_RT,
+        truncation=truncation,
+        rejected=taken,
+        unusable_RT=unusable,
+    )
+    return batch, masks
+
+
+def left(made):
+    """Whether a token of it is neither too old nor was never there."""
+    return made.state != "no_row" and not set(range(sum(made.turns))) <= set(made.stale)
+
+
+@given(case=cases, truncation=policies)
+def test_p15_what_bears_loss_votes_and_the_masks_are_those_of_the_facts(case, truncation):
+    batch, masks = derived(case, truncation)
+    assert (masks.baseline_C | ~masks.loss_C).all()
+    for made, votes, bears in zip(case, masks.baseline_C.tolist(), masks.loss_C.tolist(), strict=True):
+        policy = truncation.get(made.truncated)
+        assert votes == (made.state not in INVALID and policy != "exclude" and left(made))
+        assert bears == (votes and policy != "baseline_only")
+    assert (batch.sampled_RT | ~masks.voting_RT).all()
+    assert (masks.voting_RT | ~masks.tokens_RT).all()
+    assert (masks.loss_C[batch.completion_ids_R] | ~masks.loss_R).all()
+    assert masks.loss_R.equal(masks.tokens_RT.any(dim=1))
+    assert masks.tokens_RT.equal(masks.voting_RT & masks.loss_C[batch.completion_ids_R].unsqueeze(1))
+    assert (masks.rewards_C[~masks.baseline_C | masks.zeroed_C] == 0).all()
+    assert torch.isfinite(masks.rewards_C).all()
+
+
+@given(case=cases, truncation=policies, junk=st.sampled_from(JUNK))
+def test_p1_junk_in_an_invalid_reward_or_log_prob_moves_no_mask(case, truncation, junk):
+    batch, masks = derived(case, truncation)
+    outside = ~masks.baseline_C & (masks.rejected_C < 0)
+    facts = replace(batch.facts, rewards_C=torch.where(outside, junk, batch.facts.rewards_C))
+    usable = torch.where(
+        batch.sampled_RT & ~outside[batch.completion_ids_R].unsqueeze(1), batch.behaviour_logprobs_RT, junk
+    )
+    _, dirty = derived(case, truncation, replace(batch, facts=facts, behaviour_logprobs_RT=usable))
+    for name in ("baseline_C", "loss_C", "rewards_C", "voting_RT", "tokens_RT", "zeroed_C", "penalised_C"):
+        assert torch.equal(getattr(masks, name), getattr(dirty, name)), name
+
+
+@given(case=cases, truncation=policies, source=st.randoms(use_true_random=False))
+def test_p3_p10_order_and_padding_move_no_mask(case, truncation, source):
+    _, before = derived(case, truncation)
+    moved = source.sample(case, len(case))
+    _, after = derived(moved, truncation, build(moved, rows=interleaved(moved, source), width=3))
+    place = {made.key: c for c, made in enumerate(case)}
+    order = [place[made.key] for made in moved]
+    for name in ("baseline_C", "loss_C", "rewards_C", "rejected_C"):
+        assert torch.equal(getattr(before, name)[order], getattr(after, name)), name
+    assert int(before.tokens_RT.sum()) == int(after.tokens_RT.sum())
+
+
+@given(case=cases, truncation=policies, source=st.randoms(use_true_random=False))
+def test_p14_a_rule_that_takes_the_last_token_takes_the_completion_out_of_b(case, truncation, source):
+    batch = build(case)
+    taken = torch.zeros_like(batch.sampled_RT)
+    gone = {c for c in range(len(case)) if source.random() < 0.5}
+    for row, c in enumerate(batch.completion_ids_R.tolist()):
+        taken[row] = batch.sampled_RT[row] & (c in gone)
+    _, masks = derived(case, truncation, batch, {"a rule": taken})
+    _, before = derived(case, truncation, batch)
+    lost = torch.tensor([c in gone for c in range(len(case))])
+    assert torch.equal(masks.baseline_C, before.baseline_C & ~lost)
+    assert torch.equal(masks.loss_C, before.loss_C & ~lost)
+
+
+@each_estimator
+@given(case=cases)
+def test_p15_every_input_of_an_estimator_is_over_these_masks(table, case):
+    settings, batch = SETTINGS[table], build(case)
+    masks = derive_masks(batch, settings, VERSION)
+    inputs = _Inputs(batch, masks, settings, None, None)
+    assert inputs.groups.valid_C.equal(masks.baseline_C)
+    assert inputs.trajectories.mask_CT.sum() == masks.tokens_RT.sum()
+    assert (inputs.loss_lengths_C[~masks.loss_C] == 0).all()
+    assert ((inputs.loss_lengths_C > 0) == masks.loss_C).all()
+    assert (inputs.rewards_C[~masks.baseline_C] == 0).all()
+
+
+@each_estimator
+@given(rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=6))
+def test_p16_a_measured_0_and_an_unmeasured_reward_differ_in_what_is_trained(table, rewards):
+    siblings = [Made(key=key, group=0, reward=reward) for key, reward in enumerate(rewards)]
+    zero = Made(key=99, group=0, reward=0.0)
+    one, other = [*siblings, zero], [*siblings, replace(zero, state="unmeasured")]
+    known, unknown = (derive_masks(build(case), SETTINGS[table], VERSION) for case in (one, other))
+    assert not torch.equal(known.tokens_RT, unknown.tokens_RT)
+    assert known.loss_C[-1]
+    assert not unknown.loss_C[-1]
+
+
+@each_estimator
+@given(
+    rewards=st.lists(st.sampled_from([0.0, 1.0, None]), min_size=2, max_size=5),
+    reason=st.sampled_from([RewardReason.RAISED, RewardReason.TIMEOUT, RewardReason.SHAPE, RewardReason.UNAVAILABLE]),
+)
+def test_p17_why_a_reward_is_unknown_changes_counters_alone(table, rewards, reason):
+    assume(None in rewards)
+    settings = SETTINGS[table]
+    # Every group has a greedy completion here; whoever needs one is not refused for that.
+    greedy = "greedy_C" in ESTIMATORS[settings.estimator.name].needs
+    made = [Made(key=key, group=0, reward=reward or 0.0) for key, reward in enumerate(rewards)]
+
+    def result(unknown):
+        def completion(index, reward, **facts):
+            tokens = array("i", [1 + index, 2, 3])
+            row = Row(
+                prompt_ids=array("i", [4, 5]).tobytes(),
+                token_ids=tokens.tobytes(),
+                sampled=[(0, 3)],
+                logprobs=array("f", [-2.0, -1.0, -0.5 * index]).tobytes(),
+                spans=[Span(VERSION, 0, 3)],
+            )
+            return Completion(index=index, rows=[row], reward=reward, **facts)
+
+        found = [completion(i, unknown if r is None else measure(r)) for i, r in enumerate(rewards)]
+        found += [completion(9, measure(0.5), greedy=True)] if greedy else []
+        batch = collate([Group(prompt=Prompt(id="p", messages=[]), completions=found)])
+        batch = replace(batch, behaviour_logprobs_RT=batch.behaviour_logprobs_RT.double())
+        return evaluate(made, batch, settings)
+
+    results = [result(reward) for reward in (Unmeasured(reason), measure(None), measure(math.nan), None)]
+    for other in results[1:]:
+        assert torch.equal(other.values, results[0].values)
+        assert torch.equal(other.tokens, results[0].tokens)
+        assert all(torch.equal(a, b) for a, b in zip(other.losses, results[0].losses, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(other.gradients, results[0].gradients, strict=True))
+        assert torch.equal(other.batch.facts.rewards_C, results[0].batch.facts.rewards_C)
+        assert without_reasons(other.metrics) == without_reasons(results[0].metrics)
+    states = [{n for n in r.metrics if n.startswith("rows/reward")} for r in results]
+    assert states[:3] == [{f"rows/reward:{reason}"}, {"rows/reward:missing"}, {"rows/reward:not_finite"}]
+
+
+def without_reasons(metrics):
+    return {name: value for name, value in metrics.items() if not name.startswith("rows/reward:")}

@@ -1,0 +1,160 @@
+"""Every metric that is no counter is of what was measured alone; every name of the list is one of the two.
+
+That junk, invalid completions, order, padding and micro-batches change none of them is shown with all the rest in
+test_properties_of_the_path; that those of the correction equal a plain loop in test_twins_of_correction. Here: what
+each is over, and that none is missing.
+"""
+
+import math
+import statistics
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stream.validity import DropReason
+from tests.cases.completions import JUNK, VERSION, Made, build, cases, completions, fresh
+from tests.cases.inputs import RICH
+from tests.cases.path import OF_THE_LEARNER, Network, counts, evaluate, measured
+from tests.cases.tables import SOME, TABLES, choosing, settings_of
+from workers.train.algorithms.diagnostics import rejection_metrics
+from workers.train.forming import form
+from workers.train.metrics import NAMES, step_metrics
+from workers.train.objective import correction_report
+from workers.train.passes import Passes
+from workers.train.ranks import Ranks
+from workers.train.selection import derive_masks
+
+SETTINGS = {name: settings_of(choosing(table, SOME)) for name, table in TABLES.items()}
+POLICY = settings_of({"algorithm": {"truncation": {"max_turns": "zero_reward", "tool_calls": "baseline_only"}}})
+more = st.lists(completions, max_size=4, unique_by=lambda made: made.key)
+
+
+def advantages_of(case):
+    return torch.tensor([made.key % 7 - 3.0 for made in case], dtype=torch.float64)
+
+
+def metrics_of(case, filtered=(), junk=None, dropped=None):
+    """Of a step of these completions, beside some that the group filter dropped."""
+
+    def masked(case):
+        batch = build(case)
+        masks = derive_masks(batch, POLICY, VERSION)
+        if junk is not None:
+            lost = ~masks.baseline_C & (masks.rejected_C < 0)
+            facts = replace(batch.facts, rewards_C=torch.where(lost, junk, batch.facts.rewards_C))
+            batch = replace(batch, facts=facts, parts_PC=torch.where(lost, junk, batch.parts_PC))
+        return batch, derive_masks(batch, POLICY, VERSION)
+
+    batch, masks = masked(case)
+    advantages = torch.where(masks.loss_C, advantages_of(case), 0.0 if junk is None else junk)
+    beside = masked(filtered) if filtered else None
+    found = step_metrics(
+        batch, masks, advantages, settings=POLICY, version=VERSION, too_old=0, filtered=beside, dropped=dropped or {}
+    )
+    return found, masks
+
+
+@given(case=cases, filtered=more, junk=st.sampled_from(JUNK))
+def test_p1_junk_changes_no_metric_at_all_but_what_counts_junk(case, filtered, junk):
+    (clean, _), (dirty, _) = metrics_of(case, fresh(filtered)), metrics_of(case, fresh(filtered), junk)
+    assert clean == dirty
+
+
+@given(case=cases, filtered=more)
+def test_p2_the_valid_completions_alone_give_the_same(case, filtered):
+    def valid(made):
+        return made.voting(POLICY.truncation_policy)
+
+    whole, _ = metrics_of(case, fresh(filtered))
+    part, _ = metrics_of(list(filter(valid, case)), list(filter(valid, fresh(filtered))))
+    assert measured(whole) == pytest.approx(measured(part), rel=1e-12, abs=1e-12)
+
+
+@given(case=cases, others=more, at=st.integers(0, 9))
+def test_p4_invalid_completions_move_counters_alone(case, others, at):
+    bad = [*fresh(others, "dropped"), Made(-1, 7, 1.0, "failed"), Made(-2, 7, 0.0, "unmeasured")]
+    before, _ = metrics_of(case)
+    after, _ = metrics_of([*case[:at], *bad, *case[at:]])
+    assert measured(before) == pytest.approx(measured(after), rel=1e-12, abs=1e-12)
+    assert after["valid_fraction"] <= before.get("valid_fraction", 1.0)
+
+
+@given(case=cases)
+def test_a_mean_is_over_what_its_name_says_and_is_left_out_where_there_is_nothing(case):
+    found, masks = metrics_of(case)
+    voting = [c for c, inside in enumerate(masks.baseline_C.tolist()) if inside]
+    rewards = [0.0 if case[c].state == "max_turns" else case[c].reward for c in voting]
+    assert found["reward/count"] == len(voting)
+    assert found.get("reward/mean") == (pytest.approx(statistics.fmean(rewards)) if rewards else None)
+    assert found.get("reward/std") == (pytest.approx(statistics.stdev(rewards)) if len(rewards) > 1 else None)
+    bearing = [float(advantages_of(case)[c]) for c, inside in enumerate(masks.loss_C.tolist()) if inside]
+    assert found.get("advantage/mean") == (pytest.approx(statistics.fmean(bearing)) if bearing else None)
+    lengths = [sum(case[c].turns) for c in voting]
+    assert found.get("length/mean") == (pytest.approx(statistics.fmean(lengths)) if lengths else None)
+    assert found["valid_fraction"] == pytest.approx(len(voting) / len(case))
+    # By state, every completion once.
+    assert sum(value for name, value in found.items() if name.startswith("rows/")) == len(case)
+    sizes = Counter(case[c].group for c in voting)
+    assert found["groups/singleton"] == sum(size == 1 for size in sizes.values())
+    assert all(math.isfinite(value) for value in found.values())
+
+
+def test_every_name_of_the_list_is_found_on_the_path_and_every_metric_found_is_in_the_list():
+    odd = [Made(key=7, group=1, reward=1.0, state="context"), Made(key=8, group=2, reward=0.0, state="failed")]
+    found = set(metrics_of([*RICH, *odd], RICH[:4], dropped={DropReason.ZERO_VARIANCE: 1})[0])
+    for name, settings in SETTINGS.items():
+        metrics = evaluate([*RICH, *odd], build([*RICH, *odd]), settings).metrics
+        assert metrics, name
+        found |= {key.removesuffix(" 0").removesuffix(" 1") for key in metrics}
+    families = tuple(name.removesuffix("*") for name in NAMES if name.endswith("*"))
+    alone = {name for name in NAMES if not name.endswith("*")}
+    assert alone - found - {"loss", *OF_THE_LEARNER} == set(), "no table of tests/cases/tables.py leads to it"
+    assert {family for family in families if not any(name.startswith(family) for name in found)} == set()
+    assert {name for name in found if name not in alone and not name.startswith(families)} == set()
+
+
+def test_only_known_names_are_counters():
+    """A new metric is held to leaving out what is invalid, unless somebody says here that it counts it."""
+    assert sorted(name for name in NAMES if counts(name)) == [
+        "groups/dropped/*",
+        "groups/kept",
+        "groups/singleton",
+        "groups/tie",
+        "rows/*",
+        "tokens/not_finite",
+        "tokens/sampled",
+        "tokens/too_old",
+        "truncated/*",
+        "valid_fraction",
+    ]
+
+
+@pytest.mark.parametrize("table", [name for name, found in SETTINGS.items() if found.correction.reject])
+@given(case=cases)
+def test_metrics_of_a_rule_are_of_the_log_probs_that_it_judged(table, case):
+    """Of those that it rejected too."""
+    settings, seen = SETTINGS[table], []
+    network = Network(0)
+    critic = network.value if settings.estimator.name == "gae" else None
+    passes = Passes(network, None, critic, settings, Ranks())
+
+    def survey(batch, mask_RT):
+        seen.append(passes.survey(batch, mask_RT))
+        return seen[0]
+
+    batch = build(case)
+    torch.set_default_dtype(torch.float64)
+    try:
+        formed = form(batch, settings, VERSION, survey=survey, seed=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected = rejection_metrics(
+        seen[0].logprobs_RT, batch.behaviour_logprobs_RT, batch.completion_ids_R, formed.rejection
+    )
+    found = correction_report(formed.objective, formed.rejection)
+    for name, value in expected.items():
+        assert found[f"correction/{name}"] == pytest.approx(float(value), rel=1e-9, abs=1e-12), name
