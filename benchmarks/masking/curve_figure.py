@@ -123,9 +123,7 @@ def _along(axes: Any, runs: list[Run], name: str, title: str, unit: str) -> None
         ends = [mean(known[name] for known in run["steps"][-3:]) for run in runs if run["arm"] == arm]
         if ends:
             shift, top = _SHIFTS[name, arm], axes.get_ylim()[1]
-            axes.text(
-                790, mean(ends) + shift * top, NAMES[arm], color=color, ha="right", fontsize=8.5, fontweight="bold"
-            )
+            axes.text(825, mean(ends) + shift * top, NAMES[arm], color=color, ha="right", fontsize=8, fontweight="bold")
     _scale(axes, "prompts")
     axes.set_ylim(0, None if name == "step" else 1.1)
 
