@@ -257,16 +257,11 @@ def test_bfloat16_is_written_and_float32_is_kept(base, tmp_path):
 
 def test_every_metric_is_documented(base):
     odd = completion(2, [9], Measured(1.0), truncated=TruncationReason.LENGTH)
-    everything = {
-        "estimator": {"name": "gae"},
-        "loss": {"name": "clipped", "dual_clip": 3.0},
-        "algorithm": {"kl_coefficient": 0.1},
-    }
-    metrics = (
-        learner(base, **everything)
-        .step(collate([group(odd)]), 3, filtered=collate([group(name="f")]), dropped={DropReason.ZERO_VARIANCE: 2})
-        .metrics
-    )
+    metrics = {}
+    for loss in ({"name": "clipped", "dual_clip": 3.0}, {"name": "kl_cov"}):
+        found = learner(base, estimator={"name": "gae"}, loss=loss, algorithm={"kl_coefficient": 0.1})
+        filtered, dropped = collate([group(name="f")]), {DropReason.ZERO_VARIANCE: 2}
+        metrics |= found.step(collate([group(odd)]), 3, filtered=filtered, dropped=dropped).metrics
     families = tuple(name.removesuffix("*") for name in NAMES if name.endswith("*"))
     assert [name for name in metrics if name not in NAMES and not name.startswith(families)] == []
     assert [name for name in NAMES if not name.endswith("*") and name not in metrics] == []

@@ -75,6 +75,7 @@ NAMES: Final[dict[str, str]] = {
     "ratio/max": "the same",
     "kl/k1": "estimate of KL(proximal, policy now) from log-ratios, loss tokens, over all updates",
     "kl/k3": "the same by exp(d) - 1 - d, which is never negative",
+    "kl/abs": "mean absolute log-ratio of the same, where the loss penalises it",
     "correction/*": "how far trainer and engine were apart when the batch was formed, over loss tokens and the "
     "completions that have them: weights, effective sample size, perplexities, KL (see `algorithms.diagnostics`)",
     "reference/kl": "divergence from the policy of the beginning, loss tokens, over all updates",

@@ -33,7 +33,7 @@ class Settled(NamedTuple):
     """What a batch is compared with, fixed when it is formed; rows of the batch or of a part of it."""
 
     trainer_RT: Tensor
-    """The trainer's log-probs."""
+    """The trainer's log-probs, of tokens that a rule of rejection took out as well: metrics tell what it judged."""
     proximal_RT: Tensor
     """What ratios are taken against."""
     weights_RT: Tensor
@@ -56,16 +56,17 @@ def settle(
     chosen = slice(None) if rows is None else rows
     width = mask_RT.shape[1]
     behaviour_RT = torch.where(mask_RT, batch.behaviour_logprobs_RT[chosen, :width], 0.0).to(trainer_RT.dtype)
-    trainer_RT = torch.where(mask_RT, trainer_RT, 0.0).detach()
+    trainer_RT = trainer_RT.detach()
+    filled_RT = torch.where(mask_RT, trainer_RT, 0.0)
     mode = settings.algorithm.proximal
     if mode == "engine":
         proximal_RT = behaviour_RT
     elif mode == "interpolate":
         versions_RT = batch.versions_RT[chosen, :width]
-        proximal_RT = interpolated(behaviour_RT, trainer_RT, versions_RT, mask_RT, version, method="loglinear")
+        proximal_RT = interpolated(behaviour_RT, filled_RT, versions_RT, mask_RT, version, method="loglinear")
     else:
-        proximal_RT = trainer_RT
-    compared_RT = trainer_RT if mode == "engine" else proximal_RT
+        proximal_RT = filled_RT
+    compared_RT = filled_RT if mode == "engine" else proximal_RT
     weights = weigh(compared_RT, behaviour_RT, mask_RT, batch.completion_ids_R[chosen], settings)
     weights_RT = torch.ones_like(trainer_RT) if weights is None else weights.weights_RT.to(trainer_RT.dtype)
     return Settled(trainer_RT, proximal_RT, weights_RT)
