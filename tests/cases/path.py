@@ -185,7 +185,7 @@ def _formed_in_junk(batch: Batch, settings: Settings, passes: Passes, junk: floa
         returns_RT=None if advantages.returns_RT is None else torch.where(mask_RT, advantages.returns_RT, junk),
     )
     if settled is not None:
-        trainer_RT = torch.where(judged_RT, settled.trainer_RT, junk)
+        trainer_RT = torch.where(judged_RT, seen[0].logprobs_RT, junk)
         settled = Settled(trainer_RT, *(torch.where(mask_RT, x, junk) for x in settled[1:]))
     objective = Objective(
         batch, masks, given, VERSION, settings, settled=settled, survey=seen[0] if seen else None, seed=SEED

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
-QUICK = {"test_properties_of_the_path": 5, "test_properties_of_": 20, "test_twins_of_": 25}
+QUICK = {"test_properties_of_the_path": 5, "test_properties_of_": 12, "test_twins_of_": 20, "test_": 100}
 """At most so many examples to a test of the modules whose names begin so, but by hand."""
 MOST = 5000
 RESTED_ON = {
@@ -31,16 +31,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def number_of_examples(request: pytest.FixtureRequest) -> Iterator[None]:
-    chosen = settings(settings.get_profile(PROFILE), max_examples=_examples(request.node))
     attribute = "_hypothesis_internal_use_settings"
     usual = getattr(request.function, attribute, None)
-    if usual is None:
-        yield
-        return
-    # Of a test with parameters each has its own number, for which there is no public way.
-    setattr(request.function, attribute, chosen)
+    settings.register_profile("this test", settings.get_profile(PROFILE), max_examples=_examples(request.node))
+    settings.load_profile("this test")
+    if usual is not None:
+        # Taken when the test was decorated; each of its parameters has a number of its own, and no public way to it.
+        setattr(request.function, attribute, settings.default)
     yield
-    setattr(request.function, attribute, usual)
+    settings.load_profile(PROFILE)
+    if usual is not None:
+        setattr(request.function, attribute, usual)
 
 
 def _examples(item: pytest.Item) -> int:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Hashable
 from fractions import Fraction
+from functools import cache
 
 
 def whiten(values, mask, weights=None, *, unbiased, epsilon, shift):
@@ -37,21 +38,25 @@ def normalize(
     everyone = range(len(values))
     in_batch = [i for i in everyone if valid[i] and (voting is None or voting[i])]
 
+    @cache
     def pool(level: str, i: int) -> list[int]:
         return in_batch if level == "batch" else [j for j in everyone if valid[j] and pools[j] == pools[i]]
 
+    @cache
     def centred(i: int) -> Fraction:
         compared = [] if mean == "none" else [j for j in pool(mean, i) if not (leave_one_out and j == i)]
         if mean != "none" and not compared:
             return Fraction(0)  # nobody to be compared with
         return Fraction(values[i]) - sum((Fraction(values[j]) for j in compared), Fraction(0)) / max(1, len(compared))
 
+    @cache
+    def spread(members: tuple[int, ...]) -> float:
+        divisor = len(members) - (1 if unbiased else 0)
+        return math.sqrt(sum(centred(j) ** 2 for j in members) / divisor) if divisor > 0 else 1.0
+
     def result(i: int) -> float:
         if std == "none":
             return float(centred(i))
-        members = pool(std, i)
-        divisor = len(members) - (1 if unbiased else 0)
-        spread = math.sqrt(sum(centred(j) ** 2 for j in members) / divisor) if divisor > 0 else 1.0
-        return float(centred(i)) / (spread + epsilon)
+        return float(centred(i)) / (spread(tuple(pool(std, i))) + epsilon)
 
     return [result(i) if valid[i] else 0.0 for i in everyone]
