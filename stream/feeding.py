@@ -36,7 +36,7 @@ class Feed:
         return (await self.link.read_hash("feed")).get("cursor", "")
 
     async def put(self, prompts: Sequence[Prompt], before: str, after: str, *, passed: int = 0) -> int:
-        """Feed a batch, once the backlog has room, and move the cursor from `before` to `after`.
+        """Feed a batch and move the cursor from `before` to `after`, once the backlog has room and the run goes on.
 
         Args:
             prompts: the batch; may be empty.
@@ -54,7 +54,8 @@ class Feed:
         for prompt in prompts:
             flat += [prompt.id, encode(prompt)]
         while True:
-            status, value = await self.link.script("feed", self.backlog, before, after, passed, *flat)
+            status, value, stop = await self.link.script("feed", self.backlog, before, after, passed, *flat)
+            self.link.hear(stop)
             if status == 1:
                 return int(value)
             if status == -1:

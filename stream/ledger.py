@@ -31,6 +31,41 @@ class Line(Struct, frozen=True, omit_defaults=True):
     """Of the group's content (`content_hash`)."""
 
 
+class Written(Struct, frozen=True):
+    """A line where it stands."""
+
+    number: int
+    """The first is 1."""
+    upto: int
+    """Bytes of the ledger that end with it."""
+    line: Line
+
+
+def read_lines(path: Path) -> tuple[list[Written], list[str]]:
+    """All whole lines, and of those that are no end of a group, why. For those who look; changes nothing."""
+    decoder = msgspec.json.Decoder(Line)
+    written: list[Written] = []
+    broken: list[str] = []
+    upto = 0
+    if not path.exists():
+        return written, broken
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            upto += len(text)
+            if not text.endswith(b"\n"):
+                break  # still being written, or torn when its trainer died
+            try:
+                line = decoder.decode(text)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                broken.append(f"{path}, line {number}: {error}")
+                continue
+            if line.end == "trained" or line.end.startswith("dropped:"):
+                written.append(Written(number, upto, line))
+            else:
+                broken.append(f"{path}, line {number}: {line.end!r} is no end")
+    return written, broken
+
+
 class Ledger:
     """The file and, in memory, each prompt's end. For the trainer alone; others `read` it.
 

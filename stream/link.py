@@ -58,6 +58,10 @@ class Link:
         self.redis = redis
         self.run = run
         self.reconnect_s = reconnect_s
+        self.stopping = anyio.Event()
+        """Set when this process is to let go of its work: by `penstock stop`, or by whoever owns the process."""
+        self.stop_before = 0
+        """The last request to stop that was made before we came: not meant for us."""
         self._where = _without_password(url)
         self._scripts: dict[str, AsyncScript] = {}
 
@@ -71,6 +75,23 @@ class Link:
         if script is None:
             script = self._scripts[name] = self.redis.register_script(_sources()[name])
         return await self.patiently(lambda: script(keys=[prefix(self.run)], args=args))
+
+    async def arrive(self) -> None:
+        """Pass by requests to stop that were made before: the run was started again since, and we are part of it."""
+        self.stop_before = await self._last_stop()
+
+    def hear(self, stop: int) -> None:
+        """Take note of the last request to stop, of which a script told: one made since we came sets `stopping`."""
+        if stop > self.stop_before and not self.stopping.is_set():
+            log.info("stop.heard", run=self.run)
+            self.stopping.set()
+
+    async def listen(self) -> None:
+        """`hear`, for those who call no script that would tell."""
+        self.hear(await self._last_stop())
+
+    async def _last_stop(self) -> int:
+        return int((await self.read_hash("meta")).get("stop", 0))
 
     async def read_hash(self, name: str) -> dict[str, str]:
         """One of the run's hashes, as text."""
@@ -162,6 +183,7 @@ async def connect(url: str, run: str, *, reconnect_s: float = 60.0, create: bool
         await _check(link)
         if create:
             await _make_streams(link)
+        await link.arrive()
         yield link
     finally:
         with anyio.CancelScope(shield=True):

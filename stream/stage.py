@@ -66,6 +66,8 @@ class Claim(Struct, kw_only=True):
     feed_done: bool
     version: int
     """The published policy version; -1 before the first."""
+    paused: bool = False
+    """No prompts are handed out, whatever there is."""
 
 
 class Stage:
@@ -90,11 +92,17 @@ class Stage:
         self._capacity = -1 if capacity is None else capacity
 
     async def claim(self, count: int) -> Claim:
-        """Claim up to `count` entries; never blocks."""
+        """Claim up to `count` entries; never blocks.
+
+        Of prompts none while the run is paused, of anything none once the run was asked to stop (`Link.stopping`).
+        """
         lease_ms = int(self.terms.lease_s * 1000)
-        wake, due_ms, finished, open_prompts, done, version, taken = await self.link.script(
-            "claim", self.name, self.consumer, count, lease_ms, self.terms.infra_attempts, self._capacity
+        answer = await self.link.script(
+            *("claim", self.name, self.consumer, count, lease_ms, self.terms.infra_attempts, self._capacity),
+            self.link.stop_before,
         )
+        wake, due_ms, finished, open_prompts, done, version, taken, stop, paused = answer
+        self.link.hear(stop)
         leases = []
         for entry_id, infra, data, flat in taken:
             fields = dict(zip(flat[::2], flat[1::2], strict=True))
@@ -116,6 +124,7 @@ class Stage:
             open_prompts=open_prompts,
             feed_done=done == b"1",
             version=version,
+            paused=bool(paused),
         )
 
     async def wait(self, claim: Claim, at_most_s: float = LONGEST_WAIT_S) -> None:
@@ -152,8 +161,11 @@ class Stage:
             ids = list(self.held)
             if not ids:
                 continue
-            for lost in await self.link.script("renew", self.name, self.consumer, int(self.terms.lease_s * 1000), *ids):
-                self._lose(lost.decode())
+            lease_ms = int(self.terms.lease_s * 1000)
+            lost, stop = await self.link.script("renew", self.name, self.consumer, lease_ms, *ids)
+            self.link.hear(stop)
+            for entry_id in lost:
+                self._lose(entry_id.decode())
 
     def _lose(self, entry_id: str) -> None:
         lease = self.held.get(entry_id)

@@ -96,7 +96,9 @@ class Tenure:
         """Renew the right, for ever; run it in the trainer's task group."""
         while True:
             await anyio.sleep(self._lease_s / 3)
-            self._check(await self.link.script("stay", self.token, int(self._lease_s * 1000)))
+            held, *stop = await self.link.script("stay", self.token, int(self._lease_s * 1000))
+            self._check(held)
+            self.link.hear(*stop)
 
     async def end(self) -> None:
         """Give the right up, so that a successor need not wait."""

@@ -1,5 +1,6 @@
 """A read-only view of a run: one atomic look, nothing consumed, nothing changed."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -26,6 +27,17 @@ class StageView(Struct, kw_only=True):
     """Entries settled a second, over the last minute."""
     consumers: dict[str, int]
     """Entries held, by worker."""
+
+
+class Pause(Struct, frozen=True):
+    """Who paused a run, and when."""
+
+    by: str
+    at: float
+    """Unix time in seconds, by the server's clock."""
+
+    def __str__(self) -> str:
+        return f"paused by {self.by} since {datetime.fromtimestamp(self.at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 class RunView(Struct, kw_only=True):
@@ -55,6 +67,11 @@ class RunView(Struct, kw_only=True):
     def version(self) -> int:
         """The published policy version; -1 before the first."""
         return int(self.policy.get("version", -1))
+
+    @property
+    def paused(self) -> Pause | None:
+        """Who paused the run; None while it goes on."""
+        return Pause(self.meta["paused"], int(self.meta["paused_ms"]) / 1000) if "paused" in self.meta else None
 
     @property
     def dropped(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ was started.
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -116,6 +116,38 @@ def queues(target: str | None, redis: str, as_json: bool, watch: bool) -> None:
 
     _log_errors_alone("queues")
     show_queues(target, redis, as_json=as_json, watch=watch)
+
+
+def _add_word(word: Literal["pause", "resume", "stop"], what: str) -> None:
+    @penstock.command(word, help=what)
+    @click.argument("target", metavar="[RUN]", required=False)
+    @_redis
+    def command(target: str | None, redis: str) -> None:
+        from workers.steering import steer
+
+        _log_errors_alone(word)
+        steer(word, target, redis)
+
+
+_add_word("pause", "Hand out no new prompts; what is in hand is finished, scored and trained.")
+_add_word("resume", "Let a paused run go on.")
+_add_word("stop", "Let every role drain, and the trainer keep a checkpoint; `penstock run` goes on from there.")
+
+
+@penstock.command()
+@click.argument("target", metavar="[RUN]", required=False)
+@_redis
+@_json
+@click.option("--all", "every", is_flag=True, help="Tell of all that are lost or counted twice, not of some.")
+def audit(target: str | None, redis: str, as_json: bool, every: bool) -> None:
+    """Say where each prompt fed has ended; exit code 1 if any is lost or counted twice.
+
+    RUN is its folder, settings file or name; it may go on, rest, or have ended. Looking changes nothing.
+    """
+    from workers.audit import show_audit
+
+    _log_errors_alone("audit")
+    sys.exit(show_audit(target, redis, as_json=as_json, every=every))
 
 
 @penstock.group()

@@ -41,8 +41,24 @@ _FOR_GOOD = (SettingsError, ReferenceNotFoundError, RunMismatchError, DataError,
 T = TypeVar("T")
 
 
-def launch(role: str, file: Path, overrides: tuple[str, ...], redis: str, engines: tuple[str, ...]) -> int:
-    """Run one role until its work is done. Returns the exit code."""
+def launch(
+    role: str,
+    file: Path,
+    overrides: tuple[str, ...],
+    redis: str,
+    engines: tuple[str, ...],
+    main_of_role: Main | None = None,
+) -> int:
+    """Run one role until its work is done. Returns the exit code.
+
+    Args:
+        role: its name.
+        file: the settings.
+        overrides: of single settings, as `--set` takes them.
+        redis: URL of the server; `run.redis` unless given.
+        engines: URLs; `engine.urls` unless given.
+        main_of_role: its coroutine; the one of that name unless given.
+    """
     logs.configure(role)
 
     async def main() -> None:
@@ -54,7 +70,7 @@ def launch(role: str, file: Path, overrides: tuple[str, ...], redis: str, engine
             raise SettingsError(
                 f"{file}: run.redis is empty and no --redis was given: `penstock {role}` needs a server"
             )
-        await _with_link(role, settings, url, _main_of(role))
+        await _with_link(role, settings, url, main_of_role or _main_of(role))
 
     return _run(main)
 
@@ -74,7 +90,8 @@ def launch_engine(target: Path, host: str, port: int, overrides: tuple[str, ...]
             model, dtype, engine = Path(settings.model.path), settings.model.dtype, settings.engine
         stopping = anyio.Event()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_watch_signals, stopping, 0.0, tasks.cancel_scope)
+            tasks.start_soon(_watch_signals, stopping, tasks.cancel_scope)
+            tasks.start_soon(_limit_drain, stopping, 0.0, tasks.cancel_scope)
             await serve(
                 model,
                 host=host,
@@ -132,28 +149,34 @@ async def _with_link(name: str, settings: Settings, url: str, main: Main) -> Non
     consumer = f"{name}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     delivery = settings.delivery
     async with connect(url, settings.run.name, reconnect_s=delivery.reconnect_s) as link:
-        stopping = anyio.Event()
-        role = Role(settings=settings, link=link, consumer=consumer, stopping=stopping)
+        role = Role(settings=settings, link=link, consumer=consumer, stopping=link.stopping)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_watch_signals, stopping, delivery.grace_s, tasks.cancel_scope)
+            tasks.start_soon(_watch_signals, role.stopping, tasks.cancel_scope)
+            tasks.start_soon(_limit_drain, role.stopping, delivery.grace_s, tasks.cancel_scope)
             log.info("role.started", consumer=consumer)
             await main(role)
-            log.info("role.ended", drained=stopping.is_set())
+            log.info("role.ended", drained=role.stopping.is_set())
             tasks.cancel_scope.cancel()
 
 
-async def _watch_signals(stopping: anyio.Event, grace_s: float, scope: anyio.CancelScope) -> None:
-    """The first signal asks for a drain; the grace time, or a second signal, ends it."""
+async def _watch_signals(stopping: anyio.Event, scope: anyio.CancelScope) -> None:
+    """The first signal asks for a drain; a second one ends it."""
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        asked = False
         async for received in signals:
-            if not stopping.is_set():
-                log.info("drain.begun", signal=received.name, grace_s=grace_s)
-                stopping.set()
-                with anyio.move_on_after(grace_s):
-                    async for _again in signals:
-                        break
-            scope.cancel()
-            return
+            if asked:
+                scope.cancel()
+                return
+            asked = True
+            log.info("drain.begun", signal=received.name)
+            stopping.set()
+
+
+async def _limit_drain(stopping: anyio.Event, grace_s: float, scope: anyio.CancelScope) -> None:
+    """A drain, whoever asked for it, ends with the grace time."""
+    await stopping.wait()
+    await anyio.sleep(grace_s)
+    scope.cancel()
 
 
 def _main_of(role: str) -> Main:

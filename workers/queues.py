@@ -56,6 +56,10 @@ class QueueReport(Struct, kw_only=True):
     duplicates: int
     finished: str
     """Why the run has ended; empty while it goes on."""
+    paused_by: str
+    """Who paused the run; empty while it goes on."""
+    paused_at: float | None
+    """Unix time in seconds."""
 
 
 def show_queues(target: str | None, redis: str, *, as_json: bool = False, watch: bool = False) -> None:
@@ -106,6 +110,8 @@ def report(run: str, view: RunView) -> QueueReport:
         dead_letters=view.dead,
         duplicates=view.counts.get("duplicates", 0),
         finished=view.meta.get("finished", ""),
+        paused_by=view.paused.by if view.paused else "",
+        paused_at=view.paused.at if view.paused else None,
     )
 
 
@@ -120,6 +126,7 @@ def table(run: str, view: RunView) -> RenderableType:
         ("   policy version ", quiet),
         str(told.version) if told.version >= 0 else "none yet",
         *([("   finished: ", quiet), (told.finished, "green")] if told.finished else []),
+        *([(f"   {view.paused}", "yellow")] if view.paused else []),
     )
     paced = Text.assemble(("groups outstanding ", quiet), f"{told.groups_outstanding:,}")
     if told.capacity is not None:

@@ -18,7 +18,7 @@ class Role(Struct, kw_only=True, eq=False):
     consumer: str
     """This process's name in the streams; never used again by another one."""
     stopping: anyio.Event
-    """Set when the process is asked to stop: claim nothing more, finish or give back what is held."""
+    """Set when a signal or `penstock stop` asks it to stop: claim nothing more, finish or give back what is held."""
 
     @property
     def terms(self) -> Terms:

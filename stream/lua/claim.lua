@@ -1,14 +1,21 @@
 #!lua flags=allow-oom
 -- Claim entries of a stage, or say what to wait for. Never blocks.
--- ARGV: stage, consumer, count, lease_ms, infra_limit, capacity (-1: no bound; groups that may be outstanding)
+-- ARGV: stage, consumer, count, lease_ms, infra_limit, capacity (-1: no bound; groups that may be outstanding),
+--       last request to stop that is not meant for this process
 -- Returns {last id of wake, ms until a lease or a back-off falls due (-1: none), finished, prompts open, feed done,
---          policy version (-1: none yet), {{id, infra, data, flat fields}, ...}}
+--          policy version (-1: none yet), {{id, infra, data, flat fields}, ...}, last request to stop, 1 if paused}
+-- Where the run is paused no prompts are handed out, not even those whose lease ran out; the other stages go on. Whoever
+-- is asked to stop gets nothing.
 -- Where the reply is lost, what was claimed comes again when its lease runs out.
 local stage, consumer, count = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local lease_ms, infra_limit, capacity = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local stop, paused = last_stop(), is_paused()
 local stream, leases, retries = key(stage), key(stage .. ':leases'), key(stage .. ':retries')
 local now = now_ms()
 local taken = {}
+
+local closed = stop > tonumber(ARGV[7]) or (paused and stage == 'prompts')
+if closed then count = 0 end
 
 local function take(id)
   local flat = fields(stage, id)
@@ -60,12 +67,13 @@ local function falls_due(zset)
   local first = redis.call('ZRANGE', zset, 0, 0, 'WITHSCORES')
   if first[2] and (due < 0 or first[2] - now < due) then due = math.max(0, first[2] - now) end
 end
-falls_due(leases)
+-- What may not be taken falls due with `resume`, which wakes us.
+if not closed then falls_due(leases) end
 -- Without a place a back-off that has passed brings nothing: whoever frees one wakes us.
-if places - (#taken - before) > 0 then falls_due(retries) end
+if not closed and places - (#taken - before) > 0 then falls_due(retries) end
 local last = redis.call('XREVRANGE', key('wake'), '+', '-', 'COUNT', 1)
 return {
   last[1] and last[1][1] or '0-0', due, redis.call('HGET', key('meta'), 'finished') or '',
   redis.call('SCARD', key('open')), redis.call('HGET', key('feed'), 'done') or '',
-  tonumber(redis.call('HGET', key('policy'), 'version') or -1), taken,
+  tonumber(redis.call('HGET', key('policy'), 'version') or -1), taken, stop, paused and 1 or 0,
 }

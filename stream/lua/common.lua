@@ -16,9 +16,11 @@
 --   {NAME}:open         set, ids of prompts without an end
 --   {NAME}:counts       hash, fed, trained, dropped:REASON, dead, duplicates, junk
 --   {NAME}:dead         stream of dead letters
+--   {NAME}:removed      set, ids of prompts whose dead letters the operator dropped
 --   {NAME}:feed         hash, the feeder's cursor and `done`
 --   {NAME}:policy       hash, version, path, step, next, fence, owner, owner_until, ledger (bytes, when the trainer began)
---   {NAME}:meta         hash, what the run is, `server` (the server's run id), `finished`
+--   {NAME}:meta         hash, what the run is, `server` (the server's run id), `finished`; `paused` (by whom) and
+--                       `paused_ms` while it is; `stop` (the last request to stop, a number that grows) and `stop_by`
 --   {NAME}:latest       hash, the last step's metrics, for people
 --   {NAME}:wake         stream of one entry: whoever waits, waits on it
 
@@ -84,6 +86,11 @@ local function put_aside(stage, id, due_ms)
   redis.call('ZREM', key(stage .. ':leases'), id)
   redis.call('ZADD', key(stage .. ':retries'), due_ms, id)
 end
+
+-- The last request to stop; 0 where nobody ever made one.
+local function last_stop() return tonumber(redis.call('HGET', key('meta'), 'stop') or 0) end
+
+local function is_paused() return redis.call('HEXISTS', key('meta'), 'paused') == 1 end
 
 -- Whether the caller is the run's trainer. Tokens only grow: a smaller one on the server means that it lost its last
 -- writes, a larger one that somebody has taken over.

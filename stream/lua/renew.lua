@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Renew the leases that a consumer still owns.
 -- ARGV: stage, consumer, lease_ms, id...
--- Returns the ids it has lost.
+-- Returns {ids it has lost, last request to stop}.
 local stage, consumer, until_ms = ARGV[1], ARGV[2], now_ms() + ARGV[3]
 local lost = {}
 for i = 4, #ARGV do
@@ -11,4 +11,4 @@ for i = 4, #ARGV do
     lost[#lost + 1] = ARGV[i]
   end
 end
-return lost
+return {lost, last_stop()}

@@ -19,6 +19,7 @@ if ARGV[2] == 'retry' then
   if fed then redis.call('SADD', key('open'), prompt) end
 elseif fed then
   redis.call('HINCRBY', key('counts'), 'dropped:operator', 1)
+  redis.call('SADD', key('removed'), prompt)
 end
 if fed then redis.call('HINCRBY', key('counts'), 'dead', -1) else redis.call('HINCRBY', key('counts'), 'junk', -1) end
 redis.call('XDEL', key('dead'), ARGV[1])

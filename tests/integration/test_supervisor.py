@@ -14,7 +14,9 @@ import pytest
 
 from stream.errors import PenstockError, RunMismatchError
 from stream.feeding import Feed
+from stream.link import Link
 from stream.records import Prompt
+from stream.steering import pause, stop
 from workers.run.command import judge, supervise
 from workers.run.folder import held, keep_settings
 from workers.run.live import Live
@@ -301,6 +303,57 @@ async def test_a_run_that_stands_still_fails_and_says_where_the_work_is(make_pip
     assert "nothing was trained or dropped for 1.5 s" in str(outcome.failure)
     assert "1 prompts are open: prompts has 1 waiting, 0 held" in str(outcome.failure)
     await pipeline.assert_nobody_is_left()
+
+
+async def test_a_paused_run_may_stand_still(make_pipeline, link):
+    await Feed(link, 10).put([Prompt(id="a", messages=[])], "", "1")
+    await pause(link, "ann@box")
+    pipeline = make_pipeline({"train": "time.sleep(2.5);" + FINISH}, stall_s=1.0)
+    outcome = await pipeline.run()
+    assert outcome.failure is None
+    assert not outcome.interrupted
+
+
+async def test_penstock_stop_drains_like_ctrl_c(make_pipeline, link):
+    slow = "signal.signal(signal.SIGTERM, lambda *_: time.sleep(1.5) or leave()); stay()"
+    pipeline = make_pipeline({"train": slow})
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_ask_to_stop, pipeline, link)
+        outcome = await pipeline.run()
+    assert outcome.interrupted
+    assert outcome.failure is None
+    assert outcome.killed == []
+    assert sorted(pipeline.order_of_leaving[:2]) == ["feed", "rollout"]
+    assert pipeline.order_of_leaving[2:] == ["score", "train"]
+    assert "draining, as `penstock stop` asked" in {status.phase for status in pipeline.statuses}
+    await pipeline.assert_nobody_is_left()
+
+
+async def _ask_to_stop(pipeline: Pipeline, link: Link) -> None:
+    for role in ("feed", "rollout", "score", "train"):
+        await pipeline.until_started(role)
+    await anyio.sleep(0.3)
+    await stop(link, "ann@box")
+
+
+@pytest.mark.parametrize("code", [0, 1])
+async def test_a_role_that_hears_of_a_stop_before_the_supervisor_is_not_started_again(make_pipeline, link, code):
+    heard = "until(lambda: redis().hget('{%s}:meta' % run, 'stop')); sys.exit(" + str(code) + ")"
+    pipeline = make_pipeline({"rollout": heard, "feed": heard})
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_ask_to_stop, pipeline, link)
+        outcome = await pipeline.run()
+    assert (outcome.interrupted, outcome.failure) == (True, None)
+    assert pipeline.statuses[-1].restarts == {}
+    assert (len(pipeline.lives("rollout")), len(pipeline.lives("feed"))) == (1, 1)
+
+
+async def test_a_stop_does_not_stop_the_next_start(make_pipeline, link):
+    await Feed(link, 10).put([Prompt(id="a", messages=[])], "", "1")
+    await stop(link, "ann@box")
+    pipeline = make_pipeline({"train": "time.sleep(1.5);" + FINISH})
+    outcome = await pipeline.run()
+    assert (outcome.interrupted, outcome.failure) == (False, None)
 
 
 async def test_when_a_trainer_that_had_finished_starts_again_the_others_return(make_pipeline):

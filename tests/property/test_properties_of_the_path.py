@@ -7,14 +7,17 @@ rejection rule, shaping and normaliser (`tests.cases.tables`). P1 ... are the in
 import math
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from tests.cases.completions import JUNK, Made, build, cases, completions, fresh, interleaved
+from tests.cases.inputs import RICH
 from tests.cases.path import assert_same, evaluate
 from tests.cases.tables import ALL, EVERYTHING, SOME, TABLES, choosing, missing, settings_of
+from workers.settings import Shaping
 from workers.train.algorithms.advantages import ESTIMATORS
 
 each_table = pytest.mark.parametrize("table", TABLES, ids=[" ".join(name.split()[:2]) for name in TABLES])
@@ -39,6 +42,15 @@ def test_everything_registered_is_named_in_a_table():
     assert missing() == [], "add what is named here to tests/cases/tables.py"
     named = " ".join(TABLES)
     assert [name for name in EVERYTHING if name not in named] == []
+
+
+@each_table
+def test_a_table_trains_on_what_is_valid(table):
+    """So that nothing below holds for want of anything to train on."""
+    found = evaluate(RICH, build(RICH), some(table))
+    assert found.masks.loss_C.sum() > len(RICH) / 3
+    assert any(gradient.abs().max() > 1e-6 for gradient in found.gradients)
+    assert (found.tokens != 0).any()
 
 
 @each_table
@@ -112,7 +124,21 @@ def test_p13_any_partition_of_the_completions_gives_the_same(table, case, source
     assert_same(evaluate(case, batch, settings), evaluate(case, batch, settings, split=split))
 
 
+FORKED = [Made(1, 0, 1.0, turns=(2, 2), forked=True), Made(2, 0, 0.0, turns=(4,)), Made(3, 0, 0.5, turns=(3,))]
+
+
+def of_any_length(settings):
+    """The same settings, without a penalty for length."""
+    truncation = {
+        reason: "keep" if policy == "penalty" else policy for reason, policy in settings.algorithm.truncation.items()
+    }
+    algorithm = msgspec.structs.replace(settings.algorithm, truncation=truncation)
+    return msgspec.structs.replace(settings, algorithm=algorithm, shaping=Shaping())
+
+
 @each_table
+@example(case=FORKED, which=0, how="too_old", junk=math.nan)
+@example(case=FORKED, which=1, how="not_finite", junk=math.nan)
 @given(case=cases, which=st.integers(0, 8), how=st.sampled_from(["not_finite", "too_old"]), junk=st.sampled_from(JUNK))
 def test_p14_rejecting_a_row_equals_never_having_had_it(table, case, which, how, junk):
     settings, batch = some(table), build(case)
@@ -122,8 +148,9 @@ def test_p14_rejecting_a_row_equals_never_having_had_it(table, case, which, how,
     several = made.forked and len(made.turns) > 1
     # Under `baseline_only` a completion bears no loss, so that whether its log-probs are numbers decides nothing (P1).
     assume(made.truncated is None or settings.truncation_policy(made.truncated) != "baseline_only")
-    # How long a completion was is a fact of it, whichever of its rows are trained.
-    assume(not several or not settings.shaping.overlong_tokens)
+    if several and settings.shaping.overlong_tokens:
+        # How long a completion was is a fact of it, whichever of its rows are trained.
+        settings = of_any_length(settings)
     sampled = batch.sampled_RT[which]
     if how == "not_finite":
         behaviour = batch.behaviour_logprobs_RT.clone()

@@ -209,6 +209,25 @@ with new_folder(Path({str(tmp_path / "step-000009")!r})) as folder:
     assert names(tmp_path) == ["step-000010"]
 
 
+def test_a_trainer_killed_while_it_removes_a_checkpoint_leaves_no_half_of_one(base, tmp_path, monkeypatch):
+    checkpoints, learner = Checkpoints(tmp_path, keep_last=1), make_learner(base)
+
+    def killed(folder, **_):
+        (folder / "model" / "model.safetensors").unlink()
+        raise KeyboardInterrupt
+
+    saved(checkpoints, learner, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            saved(checkpoints, learner, 2)
+    with capture_logs() as logs:
+        assert [c.progress.step for c in Checkpoints(tmp_path).all()] == [2]
+        saved(Checkpoints(tmp_path, keep_last=1), learner, 3)
+    assert "checkpoint.passed_over" not in [line["event"] for line in logs]
+    assert names(tmp_path) == ["step-000003"]
+
+
 def test_a_full_disk_is_a_clear_error_and_the_last_good_checkpoint_stands(base, tmp_path):
     checkpoints, learner = Checkpoints(tmp_path), make_learner(base)
     saved(checkpoints, learner, 1)

@@ -38,7 +38,23 @@ def test_help_loads_nothing_heavy_either_and_names_every_command(tmp_path):
     )
     told = run_python("-c", code, cwd=tmp_path).stdout
     assert told.strip().endswith("[]")
-    names = ("demo", "run", "queues", "dead", "check", "export", "serve", "feed", "rollout", "score", "train")
+    names = (
+        "demo",
+        "run",
+        "queues",
+        "pause",
+        "resume",
+        "stop",
+        "audit",
+        "dead",
+        "check",
+        "export",
+        "serve",
+        "feed",
+        "rollout",
+        "score",
+        "train",
+    )
     assert all(f"\n  {name} " in told for name in names)
 
 

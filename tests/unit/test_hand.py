@@ -91,6 +91,13 @@ def test_the_twin_of_a_group_in_hand_ends_nothing(hand):
     assert [lease.id for lease in hand.deal()[0]] == ["1-0"]
 
 
+def test_a_group_in_hand_that_is_claimed_again_is_no_twin_of_itself(hand):
+    hand.consider(lease("d:0:1", *GOOD, entry="1-0"), 0)
+    again = lease("d:0:1", *GOOD, entry="1-0")
+    assert hand.consider(again, 0).ending == ""
+    assert hand.deal()[0] == [again]
+
+
 def test_junk_and_foreign_tokens_are_unreadable(hand):
     assert hand.consider(Lease(id="1-0", prompt_id="d:0:1", payload=b"junk"), 0).unreadable
     foreign = lease("d:0:1", completion(0, Measured(1.0), token=10), completion(1, Measured(0.0)))

@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from stream.errors import RunMismatchError
-from stream.ledger import Ledger, Line, content_hash
+from stream.ledger import Ledger, Line, content_hash, read_lines
 from stream.records import Completion, Failure, Group, Part, Prompt, Row, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 
@@ -183,3 +183,24 @@ SEEN = {
 @pytest.mark.parametrize("change", SEEN.values(), ids=SEEN)
 def test_the_hash_sees_all_that_the_trainer_sees(change):
     assert content_hash(changed(change)) != content_hash(make_group())
+
+
+def test_those_who_look_get_every_line_with_its_place_and_are_told_of_junk(path, length):
+    content = path.read_bytes()
+    path.write_bytes(content[:length] + b'{"a\r":1}\n' + content[length:] + b'{"prompt":"e","end":"tra')
+    written, broken = read_lines(path)
+    assert [(each.number, each.line.prompt) for each in written] == [(1, "a"), (2, "b"), (4, "c"), (5, "d")]
+    assert written[1].upto == length
+    assert written[-1].upto == len(content) + 9
+    assert [text.partition(": ")[0] for text in broken] == [f"{path}, line 3"]
+
+
+def test_a_line_with_an_end_that_no_trainer_writes_is_junk(path):
+    ledger = Ledger(path)
+    ledger.append([line("a", "tr@ined")])
+    ledger.close()
+    assert read_lines(path) == ([], [f"{path}, line 1: 'tr@ined' is no end"])
+
+
+def test_where_there_is_no_ledger_there_are_no_lines(path):
+    assert read_lines(path) == ([], [])

@@ -45,6 +45,7 @@ def drawn(picture) -> str:
 
 
 RUNNING = Status(run="demo", phase="running", seconds=61)
+PAUSED = {"paused": "ann@box", "paused_ms": "1767323045678"}
 
 
 def test_a_line_tells_what_is_known_and_nothing_else():
@@ -160,6 +161,28 @@ def test_a_run_without_work_does_not_stand_still():
     alarm = StallAlarm(10, now=0)
     assert not alarm.see(view(feed={"done": "1"}), now=1000)
     assert alarm.see(view(feed={}), now=1010), "a feeder that has not fed everything is work"
+
+
+def test_a_paused_run_does_not_stand_still_and_has_all_the_time_again_when_it_goes_on():
+    alarm, paused, going = StallAlarm(10, now=0), view(is_open=3), view(is_open=3)
+    paused.meta |= PAUSED
+    assert not alarm.see(going, now=9)
+    assert not alarm.see(paused, now=1000)
+    assert not alarm.see(going, now=1009)
+    assert alarm.see(going, now=1010)
+
+
+def test_a_paused_run_says_so_at_once_wherever_it_is_shown(capsys):
+    paused, lines = view(), Lines()
+    paused.meta |= PAUSED
+    lines.show(view(), RUNNING)
+    lines.show(paused, RUNNING)
+    lines.show(paused, RUNNING)
+    first, second = capsys.readouterr().err.splitlines()
+    told = "paused by ann@box since 2026-01-02 03:04:05 UTC"
+    assert told not in first
+    assert f"demo 1 min 01 s | running | {told} | step 3" in second
+    assert told in drawn(picture(paused, RUNNING, []))
 
 
 def test_a_run_that_never_begins_stands_still():

@@ -68,6 +68,8 @@ def test_progress_is_that_of_the_newest_checkpoint_that_can_be_read(tmp_path):
         "step-000010": '{"progress": {"step": 10, "tokens": 1}, "saved_at": "2026-01-02"}',
         "step-000010-2": '{"progress": {"step": 10, "tokens": 2}, "saved_at": "2026-01-03"}',
         "step-000011": '{"progress": {"st',
+        "step-000012": '{"progress": {"step": 12}, "files": {"checkpoint.json": {"size": 3, "blake2b": ""}}}',
+        "step-000013": '{"progress": {"step": 13}, "files": {"gone": {"size": 3, "blake2b": ""}}}',
     }.items():
         folder = tmp_path / "checkpoints" / name
         folder.mkdir(parents=True)

@@ -16,6 +16,11 @@ _SEED_MASK = 0x7FFF_FFFF
 """Seeds are 31 bits, which every library's generator takes."""
 
 
+def prompt_id(data_set: str, epoch: int, number: int) -> str:
+    """What the prompt of a row is called, in every attempt and every life of the run."""
+    return f"{data_set}:{epoch}:{number}"
+
+
 def to_prompt(row: Mapping[str, Any], number: int, epoch: int, *, settings: Settings) -> Prompt:
     """Turn a row into a prompt.
 
@@ -37,7 +42,7 @@ def to_prompt(row: Mapping[str, Any], number: int, epoch: int, *, settings: Sett
     messages, is_text = _messages(row.get(settings.data.prompt), settings, place)
     fields = _fields(row, settings, place)
     environment = _environment(fields, settings, place)
-    name = f"{dataset_name(settings.data.path)}:{epoch}:{number}"
+    name = prompt_id(dataset_name(settings.data.path), epoch, number)
     return Prompt(
         id=name,
         messages=messages,

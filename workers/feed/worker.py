@@ -112,4 +112,5 @@ async def _ended(role: Role, cursor: str) -> dict[str, str]:
             )
         log.info("trainer.awaited", why="the run has a ledger, but its server knows nothing of it")
         await role.link.wait("$", LONGEST_WAIT_S)
+        await role.link.listen()
     return await anyio.to_thread.run_sync(Ledger.read, path, int(policy["ledger"]))

@@ -14,6 +14,7 @@ from stream.errors import PenstockError
 from stream.link import Link, connect
 from stream.server import private_server
 from workers.run.folder import held, write_whole
+from workers.settings import Settings
 from workers.settings.file import load
 
 _RUNS = Path("runs")
@@ -40,6 +41,8 @@ class Place(Struct, frozen=True, kw_only=True):
     """Empty: its private server is at rest, and its data lie in `folder`."""
     folder: Path | None = None
     fsync: str = "everysec"
+    settings: Settings | None = None
+    """None where the server alone was named."""
 
 
 def announce(folder: Path, live: Live) -> None:
@@ -69,12 +72,13 @@ def read(folder: Path) -> Live | None:
     return live
 
 
-def locate(target: str | None, redis: str = "") -> Place:
+def locate(target: str | None, redis: str = "", *, begun: bool = True) -> Place:
     """Find the run that somebody means.
 
     Args:
         target: its folder, its settings file, or its name; None: the only one that goes on under `runs/`.
         redis: URL of its server, where the folder does not say.
+        begun: refuse a run that has neither a server nor a server's data.
 
     Raises:
         PenstockError: no such run, or more than one that could be meant.
@@ -91,9 +95,9 @@ def locate(target: str | None, redis: str = "") -> Place:
     folder = settings.folder if target and Path(target).is_file() else file.parent
     live = read(folder)
     url = redis or (live.redis if live else settings.run.redis)
-    if not url and not (folder / "redis").is_dir():
+    if begun and not url and not (folder / "redis").is_dir():
         raise PenstockError(f"the run in {folder} has not begun: there is no server, and no server's data")
-    return Place(run=settings.run.name, url=url, folder=folder, fsync=settings.delivery.fsync)
+    return Place(run=settings.run.name, url=url, folder=folder, fsync=settings.delivery.fsync, settings=settings)
 
 
 def visit(place: Place, main: Callable[[Link], Awaitable[T]]) -> T:

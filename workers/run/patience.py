@@ -53,7 +53,7 @@ class Restarts:
 
 
 class StallAlarm:
-    """Nothing trained or dropped for so long, while there is work.
+    """Nothing trained or dropped for so long, while there is work and the run is not paused.
 
     Args:
         after_s: for how long.
@@ -73,7 +73,7 @@ class StallAlarm:
         balance = view.balance
         ended = balance["trained"] + balance["dropped"] + balance["dead"]
         working = view.open > 0 or view.feed.get("done") != "1"
-        if ended != self._ended or not working:
+        if ended != self._ended or not working or view.paused:
             self._ended, self._since = ended, now
         if now - self._since < self._after_s:
             return ""

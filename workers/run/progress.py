@@ -69,14 +69,14 @@ class Lines(Silent):
     def __init__(self, every_s: float = _LINE_EVERY_S) -> None:
         self._every_s = every_s
         self._next = 0.0
-        self._phase = ""
+        self._told: object = None
 
     def show(self, view: RunView | None, status: Status) -> None:
         """Write a line, if it is time."""
-        now = time.monotonic()
-        if now < self._next and status.phase == self._phase:
+        now, tells = time.monotonic(), (status.phase, view and view.paused)
+        if now < self._next and tells == self._told:
             return
-        self._next, self._phase = now + self._every_s, status.phase
+        self._next, self._told = now + self._every_s, tells
         print(line(view, status), file=sys.stderr, flush=True)  # noqa: T201  (this is the command's output)
 
 
@@ -109,6 +109,7 @@ def line(view: RunView | None, status: Status) -> str:
         balance = view.balance
         depths = " ".join(f"{name} {stage.depth - stage.trained}" for name, stage in view.stages.items())
         told += [
+            *([str(view.paused)] if view.paused else []),
             f"step {view.policy.get('step', 0)}",
             f"version {max(view.version, 0)}",
             *(f"{name} {value}" for name, value in _measures(view)),
@@ -131,7 +132,8 @@ def picture(view: RunView | None, status: Status, rewards: list[float]) -> Rende
             ("  version ", _QUIET), (str(view.version) if view.version >= 0 else "-", "bold"),
         )
     )  # fmt: skip
-    parts = [head, *_bar(view), Text(), stage_table(view), Text(), _facts(view, rewards), books(view)]
+    paused = [Text(str(view.paused), _ALARM)] if view.paused else []
+    parts = [head, *paused, *_bar(view), Text(), stage_table(view), Text(), _facts(view, rewards), books(view)]
     if status.restarts:
         told = ", ".join(f"{name} {count}x" for name, count in sorted(status.restarts.items()))
         parts.append(Text.assemble(("restarted  ", _QUIET), (told, _ALARM)))

@@ -3,10 +3,14 @@
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 from stream.view import RunView
 from workers.train.progress import Progress
+
+
+class _File(Struct):
+    size: int
 
 
 class _Manifest(Struct):
@@ -14,6 +18,7 @@ class _Manifest(Struct):
 
     progress: Progress
     saved_at: str = ""
+    files: dict[str, _File] = field(default_factory=dict)
 
 
 class Staleness(Struct, frozen=True):
@@ -88,7 +93,7 @@ def summarize(view: RunView, before: Progress, after: Progress, seconds: float) 
 def newest_progress(folder: Path) -> Progress:
     """What the newest checkpoint in a run's folder says has been done; nothing where there is none.
 
-    One that cannot be read is passed over, as the trainer does, who says so.
+    One that cannot be read, or is not whole, is passed over, as the trainer does, who says so.
     """
     found = filter(None, map(_read, (folder / "checkpoints").glob("step-*/checkpoint.json")))
     newest = max(found, key=lambda manifest: (manifest.progress.step, manifest.saved_at), default=None)
@@ -97,6 +102,8 @@ def newest_progress(folder: Path) -> Progress:
 
 def _read(file: Path) -> _Manifest | None:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=_Manifest)
+        manifest = msgspec.json.decode(file.read_bytes(), type=_Manifest)
+        whole = all((file.parent / name).stat().st_size == part.size for name, part in manifest.files.items())
     except (OSError, msgspec.DecodeError):
         return None
+    return manifest if whole else None

@@ -7,6 +7,7 @@
     watch    one look a second: progress, and an alarm when the run stands still
     end      trainer done       the rest go home by themselves, then are asked to
              asked to stop      feed and rollout, score, train, engine: each drains, then the next
+                                (by Ctrl-C; by `penstock stop`, of which the roles hear by themselves)
              failed for good    all at once, the engine last
 
 Whatever happens, no process stays behind: each child is tethered to this one, and killed with all it has started.
@@ -127,6 +128,7 @@ class Supervisor:
             try:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._watch)
+                    tasks.start_soon(self._obey)
                     await self._start(tasks, url)
                     await self._over.wait()
                     await self._wind_down()
@@ -187,6 +189,8 @@ class Supervisor:
                     return
                 if code == 0 and await self._is_done(child.spec.role):
                     await self._reopened.wait()
+                elif await self._asked_to_stop():
+                    return
                 else:
                     await self._start_again(child, code, restarts, time.monotonic() - began)
         except RunFailedError as error:
@@ -223,6 +227,20 @@ class Supervisor:
             return finished or (await self._link.read_hash("feed")).get("done") == "1"
         return finished
 
+    async def _asked_to_stop(self) -> bool:
+        """Whether somebody said `penstock stop`; a role may hear of it, and leave, before we do."""
+        await self._link.listen()
+        return self._link.stopping.is_set()
+
+    async def _obey(self) -> None:
+        """`penstock stop` asks for a drain, as the first signal does."""
+        await self._link.stopping.wait()
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        self._interrupted = self._interrupted or not self._over.is_set()
+        self._over.set()
+
     async def _reopen(self) -> None:
         """A trainer is about to start: whatever the last one said, the run goes on, and those who went home return."""
         meta = self._link.key("meta")
@@ -250,6 +268,7 @@ class Supervisor:
         view = None
         try:
             view = await look(self._link)
+            self._link.hear(int(view.meta.get("stop", 0)))
         except ServerError as error:
             self._gone = True
             self._fail(RunFailedError(str(error)))
@@ -269,8 +288,7 @@ class Supervisor:
                 self._signals += 1
                 log.info("signal.received", signal=received.name, count=self._signals)
                 if self._signals == 1:
-                    self._interrupted = not self._over.is_set()
-                    self._over.set()
+                    self._interrupt()
                     continue
                 running = [child for child in self._children if not child.left.is_set()]
                 self._killed += [child.spec.name for child in running]
@@ -285,7 +303,7 @@ class Supervisor:
         if self._failure is not None:
             self._phase = "stopping: a role failed"
         elif self._interrupted:
-            self._phase = "draining; Ctrl-C again kills"
+            self._phase = "draining; Ctrl-C again kills" if self._signals else "draining, as `penstock stop` asked"
             waves = _DRAIN
         else:
             self._phase = "finishing"

@@ -15,7 +15,6 @@ found too, and an older checkpoint is chosen instead.
 
 import hashlib
 import math
-import shutil
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from stream.errors import RunFailedError
-from workers.train.durable import new_folder, remove_leftovers
+from workers.train.durable import new_folder, remove_folder, remove_leftovers
 from workers.train.progress import Progress
 
 if TYPE_CHECKING:
@@ -174,7 +173,7 @@ class Checkpoints:
         }
         for checkpoint in found:
             if checkpoint.folder not in kept:
-                shutil.rmtree(checkpoint.folder, ignore_errors=True)
+                remove_folder(checkpoint.folder)
                 log.info("checkpoint.removed", folder=str(checkpoint.folder))
 
 

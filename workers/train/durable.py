@@ -1,10 +1,13 @@
-"""Folders that are there whole, or not at all: written beside their place, forced to disk, then renamed."""
+"""Folders that are there whole, or not at all: written beside their place, forced to disk, then renamed.
+
+They go the same way: renamed, then removed.
+"""
 
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -36,8 +39,15 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise
 
 
+def remove_folder(folder: Path) -> None:
+    """Remove a folder, where that is possible; no kill leaves one under that name with half of its files."""
+    with suppress(OSError):
+        rest = folder.rename(folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp"))
+        shutil.rmtree(rest, ignore_errors=True)
+
+
 def remove_leftovers(parent: Path) -> int:
-    """Remove what a killed process left half written in this folder.
+    """Remove what a killed process left half written, or half removed, in this folder.
 
     Returns:
         How many folders were removed.

@@ -67,6 +67,10 @@ class Hand:
         prompt = group.prompt.id
         if prompt in self._ledger.ends:
             return Judgement(ending=f"again:{self._ledger.ends[prompt]}")
+        if prompt in self.groups and self.groups[prompt][0].id == lease.id:
+            # Ours ran out, while we were suspended or the network was away, and we were the next to claim it.
+            self.groups[prompt] = (lease, group)
+            return Judgement()
         if prompt in self.groups:
             log.warning("group.duplicate", prompt=prompt)
             return Judgement(ending="twin")

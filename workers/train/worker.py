@@ -11,7 +11,7 @@
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import anyio
 import structlog
@@ -36,14 +36,19 @@ from workers.train.weights import Weights
 log = structlog.get_logger()
 
 
-async def train(role: Role) -> None:
-    """Train until every prompt has met its end, or `train.max_steps`."""
+async def train(role: Role, make_learner: Callable[[Settings], Learner] = Learner) -> None:
+    """Train until every prompt has met its end, or `train.max_steps`.
+
+    Args:
+        role: settings and connection.
+        make_learner: makes what is trained.
+    """
     settings = role.settings
     async with anyio.create_task_group() as tasks:
         tenure = await Tenure.begin(role.link, settings.delivery.lease_s)
         tasks.start_soon(tenure.keep)
         checkpoints = Checkpoints(settings.folder / "checkpoints", settings.train.keep_last)
-        learner, progress = await anyio.to_thread.run_sync(_load, settings, checkpoints)
+        learner, progress = await anyio.to_thread.run_sync(_load, settings, checkpoints, make_learner)
         ledger = await anyio.to_thread.run_sync(Ledger, settings.folder / "ledger.jsonl", progress.ledger_bytes)
         again = await tenure.recover(ledger)
         log.info("trainer.begun", step=progress.step, version=progress.version, groups_again=again)
@@ -131,20 +136,21 @@ class Trainer:
             await self._consider(claim.leases)
             if self.stopping.is_set():
                 return False
-            if claim.leases:
+            if claim.leases or claim.paused:
                 last = time.monotonic()
-            elif claim.feed_done and claim.open_prompts <= len(self.hand.groups):
+            if claim.leases:
+                continue
+            if claim.feed_done and claim.open_prompts <= len(self.hand.groups):
                 return False
-            elif time.monotonic() - last > stall_s:
+            if time.monotonic() - last > stall_s:
                 raise RunFailedError(
                     f"no group came to be trained for guard.stall_s = {stall_s:g} s, while {claim.open_prompts} "
                     "prompts have met no end; `penstock queues` shows where they are, the workers' logs why"
                 )
-            else:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(_cancel_when, self.stopping, tasks.cancel_scope)
-                    await self.stage.wait(claim)
-                    tasks.cancel_scope.cancel()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_cancel_when, self.stopping, tasks.cancel_scope)
+                await self.stage.wait(claim)
+                tasks.cancel_scope.cancel()
         return True
 
     async def _consider(self, leases: list[Lease]) -> None:
@@ -219,10 +225,12 @@ class Trainer:
             await self.stage.release(lease, "none", "")
 
 
-def _load(settings: Settings, checkpoints: Checkpoints) -> tuple[Learner, Progress]:
+def _load(
+    settings: Settings, checkpoints: Checkpoints, make_learner: Callable[[Settings], Learner]
+) -> tuple[Learner, Progress]:
     """The learner as its newest whole checkpoint left it, or as the run begins."""
     checkpoint = checkpoints.latest()
-    learner = Learner(settings)
+    learner = make_learner(settings)
     if checkpoint is None:
         return learner, Progress()
     checkpoint.restore(learner)

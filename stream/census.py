@@ -1,0 +1,100 @@
+"""What the server knows of each prompt, by id: read in small batches, nothing changed.
+
+Prompts move while they are looked at, down the stream. So what they pass first is read first: one that moves meanwhile
+may be seen twice, and is never missed. The ledger comes last, after all of this.
+"""
+
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any, Literal
+
+from msgspec import Struct, field
+
+from stream.keys import STAGES
+from stream.link import Link
+from stream.view import look
+
+_ENTRIES = 64
+"""In one script: their payloads, which it must read to get at the ids, may be megabytes each."""
+_IDS = 1000
+
+
+class Entry(Struct, frozen=True):
+    """A stream's entry, without its payload."""
+
+    stage: str
+    id: str
+    prompt: str
+    """Empty for foreign junk that bears none."""
+    marked: bool = False
+    """By a trainer, and not yet acknowledged."""
+
+
+class Died(Struct, frozen=True):
+    """A dead letter, without its payload."""
+
+    id: str
+    stage: str
+    prompt: str
+    reason: str
+    error: str
+    fed: bool
+    """It is the end of one of the run's prompts; False for junk, and for second copies."""
+
+
+class Census(Struct, kw_only=True):
+    """All that a server knows of a run's prompts."""
+
+    cursor: str = ""
+    """Where the feeder stood before anything else was read."""
+    data: str = ""
+    """The prompt file's fingerprint when it was fed; empty where nobody said."""
+    open: set[str] = field(default_factory=set)
+    """Prompts without an end, as the server sees it."""
+    entries: list[Entry] = field(default_factory=list)
+    dead: list[Died] = field(default_factory=list)
+    removed: set[str] = field(default_factory=set)
+    """Prompts whose dead letters the operator dropped."""
+
+
+async def take_census(link: Link) -> Census:
+    """Read where a run's prompts are.
+
+    Raises:
+        PenstockError: the server knows no run of that name.
+    """
+    view = await look(link)
+    census = Census(cursor=view.feed.get("cursor", ""), data=view.meta.get("data", ""))
+    census.open = await _members(link, "open")
+    for stage in STAGES:
+        async for entry, marked, (prompt,) in _entries(link, stage, "prompt"):
+            census.entries.append(Entry(stage, entry, prompt, marked))
+    async for letter, _, (came_from, prompt, reason, error, fed) in _entries(
+        link, "dead", "stage", "prompt", "reason", "error", "fed"
+    ):
+        census.dead.append(Died(letter, came_from, prompt, reason, error, fed == "1"))
+    census.removed = await _members(link, "removed")
+    return census
+
+
+async def _entries(
+    link: Link, stream: Literal["prompts", "groups", "scored", "dead"], *fields: str
+) -> AsyncIterator[tuple[str, bool, list[str]]]:
+    """Each entry's id, whether it is marked, and some of its fields."""
+    after = "-"
+    while batch := await link.script("census", stream, after, _ENTRIES, *fields):
+        for entry_id, marked, *values in batch:
+            after = entry_id.decode()
+            yield after, bool(marked), [value.decode(errors="replace") for value in values]
+
+
+async def _members(link: Link, name: str) -> set[str]:
+    """The members of one of the run's sets that are there from the beginning to the end of the reading, and others."""
+    found: set[str] = set()
+    cursor = 0
+    while True:
+        answer: Any = await link.patiently(partial(link.redis.sscan, link.key(name), cursor, count=_IDS))
+        cursor, members = answer
+        found |= {member.decode(errors="replace") for member in members}
+        if not cursor:
+            return found

@@ -1,0 +1,26 @@
+#!lua flags=allow-oom
+-- An operator's word to the run. Whoever waits is woken, and hears it in the answer of the next script it calls.
+-- ARGV: word (pause, resume, stop), who says it
+-- Returns {1, 1 if a trainer holds the run} · {0, by, ms} paused already, or not paused · {-1, why} the run has finished ·
+--          {-2} no such run.
+-- A pause outlives every process. It ends with `resume`, or with the run.
+-- A request to stop is a number that grows, and it is for those who were connected when it was made: each remembers the
+-- number that it found when it came (`Link.arrive`). So nobody has to take it back, and no later start is stopped by it.
+local meta, word, now = key('meta'), ARGV[1], now_ms()
+if redis.call('EXISTS', key('prompts')) == 0 then return {-2} end
+local finished = redis.call('HGET', meta, 'finished')
+if finished then return {-1, finished} end
+local paused = redis.call('HMGET', meta, 'paused', 'paused_ms')
+if word == 'pause' then
+  if paused[1] then return {0, paused[1], paused[2]} end
+  redis.call('HSET', meta, 'paused', ARGV[2], 'paused_ms', whole(now))
+elseif word == 'resume' then
+  if not paused[1] then return {0} end
+  redis.call('HDEL', meta, 'paused', 'paused_ms')
+else
+  local time = redis.call('TIME')
+  redis.call('HSET', meta, 'stop', whole(math.max(last_stop() + 1, time[1] * 1e6 + time[2])), 'stop_by', ARGV[2])
+end
+wake()
+local trainer = redis.call('HMGET', key('policy'), 'owner', 'owner_until')
+return {1, (trainer[1] or '') ~= '' and tonumber(trainer[2] or 0) > now and 1 or 0}

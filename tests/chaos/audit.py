@@ -1,0 +1,88 @@
+"""Where each prompt of a chaos run ended: by the weights first, then by ledger, dead letters and books."""
+
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from stream.dead import Letter, letters
+from stream.ledger import Line
+from stream.link import Link
+from stream.view import RunView, look
+from tests.chaos.ends import intended
+from tests.chaos.witness import row_of, testimony
+from workers.run.live import locate, visit
+from workers.train.checkpoint import Checkpoints
+
+
+class Verdict(Struct, kw_only=True):
+    """What came out."""
+
+    fed: int
+    trained: int
+    """Prompts whose weight is exactly 1."""
+    dropped: dict[str, int]
+    dead: int
+    lost: int
+    """Prompts without an end."""
+    twice: int
+    """Prompts with more than one, or more than one time."""
+    astray: int
+    """Prompts whose only end is not the one that was meant for them."""
+    contradicted: int
+    """Prompts of which the ledger says trained and the weights do not, or the other way round."""
+    unsettled: int
+    """What is left on the server: entries, open prompts, and counts that differ from the ends found here."""
+
+
+def audit(folder: Path, groups: int) -> Verdict:
+    """Judge the run in a folder, whose server is at rest."""
+    view, dead = visit(locate(str(folder)), _ask)
+    checkpoint = Checkpoints(folder / "checkpoints").latest()
+    weights = testimony(checkpoint.model).tolist() if checkpoint else [0.0] * groups
+    noted: list[list[str]] = [[] for _ in range(groups)]
+    for text in (folder / "ledger.jsonl").read_bytes().splitlines():
+        line = msgspec.json.decode(text, type=Line)
+        noted[row_of(line.prompt)].append(line.end)
+    buried: list[list[str]] = [[] for _ in range(groups)]
+    for letter in dead:
+        buried[row_of(letter.prompt_id)].append(f"dead:{letter.stage}")
+    ends: list[list[str]] = [[] for _ in range(groups)]
+    twice = 0
+    for row, weight in enumerate(weights):
+        dropped = [end for end in noted[row] if end != "trained"]
+        ends[row] = ["trained"] * (weight != 0) + dropped + buried[row]
+        twice += weight not in {0.0, 1.0} or len(ends[row]) > 1 or len(noted[row]) > 1
+    only = Counter(found[0] for found in ends if len(found) == 1)
+    reasons = {end.partition(":")[2]: n for end, n in sorted(only.items()) if end.startswith("dropped:")}
+    trained = sum(found == ["trained"] and weight == 1.0 for found, weight in zip(ends, weights, strict=True))
+    buried_once = sum(n for end, n in only.items() if end.startswith("dead:"))
+    return Verdict(
+        fed=view.counts.get("fed", 0),
+        trained=trained,
+        dropped=reasons,
+        dead=buried_once,
+        lost=sum(not found for found in ends),
+        twice=twice,
+        astray=sum(len(found) == 1 and found[0] != intended(row) for row, found in enumerate(ends)),
+        contradicted=sum(("trained" in noted[row]) != (weight == 1.0) for row, weight in enumerate(weights)),
+        unsettled=_unsettled(view, trained, reasons, buried_once),
+    )
+
+
+def acquitted(verdict: Verdict, groups: int) -> bool:
+    """Nothing lost, nothing twice, every end the one that was meant, and all books agree."""
+    ended = verdict.trained + sum(verdict.dropped.values()) + verdict.dead
+    amiss = (verdict.lost, verdict.twice, verdict.astray, verdict.contradicted, verdict.unsettled)
+    return verdict.fed == groups == ended and not any(amiss)
+
+
+async def _ask(link: Link) -> tuple[RunView, list[Letter]]:
+    return await look(link), await letters(link, count=1_000_000)
+
+
+def _unsettled(view: RunView, trained: int, dropped: dict[str, int], dead: int) -> int:
+    left = sum(stage.depth for stage in view.stages.values()) + view.open + view.outstanding
+    books = {"trained": trained, "dead": dead, **{f"dropped:{reason}": n for reason, n in dropped.items()}}
+    return left + sum(abs(view.counts.get(name, 0) - n) for name, n in books.items())

@@ -1,0 +1,35 @@
+"""How each prompt of a chaos run is meant to end, by its row's number alone, and the rewards that bring it about."""
+
+TRAINED = "trained"
+NO_SIGNAL = "dropped:zero_variance"
+UNMEASURED = "dropped:no_valid_row"
+REFUSED = "dead:prompts"
+"""The chat template refuses the prompt."""
+UNREADABLE = "dead:scored"
+"""The engine says a token that the trainer's model does not know."""
+
+GROUP_SIZE = 2
+VOCABULARY = 64
+"""Tokens that the trainer's model knows."""
+
+
+def intended(row: int) -> str:
+    """The end of a prompt, were there no kills; with them it is to be the same."""
+    if row % 25 == 4:
+        return REFUSED
+    if row % 50 == 9:
+        return UNREADABLE
+    if row % 10 == 3:
+        return NO_SIGNAL
+    if row % 20 == 7:
+        return UNMEASURED
+    return TRAINED
+
+
+def reward(completions, number):
+    """The run's reward function."""
+    found = []
+    for position, row in enumerate(number):
+        end = intended(row)
+        found.append(None if end == UNMEASURED else 1.0 if end == NO_SIGNAL else float(position % 2))
+    return found

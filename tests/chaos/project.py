@@ -1,0 +1,70 @@
+"""The folder of a chaos run: prompts that are numbers, a tokenizer of digits, settings, and who runs each role."""
+
+import json
+import sys
+from pathlib import Path
+
+from tests.chaos.ends import GROUP_SIZE, REFUSED, intended
+from workers.run.roles import ENGINE, RoleSpec, commands
+from workers.settings import Settings
+from workers.settings.file import parse
+
+HERE = Path(__file__).parent
+END = 10
+"""The token that ends a turn; 0 to 9 are digits."""
+LEASE_S = 2.0
+_PLENTY = 100_000
+_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role == 'nobody' -%}{{- raise_exception('nobody may speak here') -}}{%- endif -%}
+{{- message.content -}}
+{%- endfor -%}
+"""
+
+
+def write_project(folder: Path, groups: int, seed: int) -> Settings:
+    """Write model and prompts, and describe a run on them."""
+    (folder / "model").mkdir(parents=True)
+    _write_model(folder / "model")
+    with (folder / "prompts.jsonl").open("w") as file:
+        for row in range(groups):
+            role = "nobody" if intended(row) == REFUSED else "user"
+            file.write(json.dumps({"prompt": [{"role": role, "content": str(row)}], "number": row}) + "\n")
+    return parse(
+        {
+            "run": {"name": "chaos", "folder": str(folder / "run"), "seed": seed},
+            "model": {"path": str(folder / "model")},
+            "data": {"path": str(folder / "prompts.jsonl"), "backlog": 32},
+            "rewards": [{"ref": f"{HERE / 'ends.py'}:reward"}],
+            "rollout": {"workers": 2, "groups_in_flight": 4, "group_size": GROUP_SIZE}
+            | {"max_tokens": 16, "max_tokens_per_turn": 16},
+            "score": {"workers": 2},
+            "train": {"groups_per_step": 8, "checkpoint_every": 3},
+            # No budget runs out: each prompt has the end that is meant for it, however often its workers die.
+            "delivery": {"lease_s": LEASE_S, "backoff_s": 0.02, "infra_attempts": _PLENTY, "restarts": _PLENTY},
+            "guard": {"max_invalid_fraction": 0.6, "stall_s": 120.0},
+        }
+    )
+
+
+def roles(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
+    """The command lines of `penstock run`, but for the trainer's, whose learner is the witness."""
+    addresses = ("--redis", redis, *(part for url in engines for part in ("--engine", url)))
+    train = RoleSpec(role="train", command=(sys.executable, str(HERE / "trainer.py"), str(file), *addresses))
+    return [train if spec.role == "train" else spec for spec in commands(settings, file, redis, engines)]
+
+
+def engine(_settings: Settings, _file: Path, port: int) -> RoleSpec:
+    """The scripted engine in the local one's place."""
+    return RoleSpec(role=ENGINE, command=(sys.executable, str(HERE / "engine.py"), "--port", str(port)))
+
+
+def _write_model(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    digits = {str(digit): digit for digit in range(END)}
+    tokenizer = Tokenizer(models.WordLevel({**digits, "<end>": END}, unk_token="<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": END}))
+    (folder / "chat_template.jinja").write_text(_TEMPLATE)

@@ -1,0 +1,115 @@
+"""Kill processes of a run at random, and ask its weights whether anything was lost or trained twice.
+
+    python tests/chaos/run.py --kills 100 --seed S --json
+
+Every role is a real process under the project's own supervisor, on a private Redis; the engine is scripted, and the
+trainer trains a witness (`witness.py`). Prints where the prompts ended; exits with 1 if one was lost, or trained twice,
+or the run did not come to its end. Linux only: processes are found through /proc.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from tests.chaos import project
+from tests.chaos.audit import acquitted, audit
+from tests.chaos.kills import Executioner, schedule
+from workers import logs
+from workers.run.folder import held, keep_settings
+from workers.run.progress import display_for
+from workers.run.supervisor import Outcome, Supervisor
+from workers.settings import Settings
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, kill, judge; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--groups", type=int, default=2000, help="prompts fed")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which the run counts as hanging")
+    parser.add_argument(
+        "--folder", type=Path, help="a new folder, which stays; else a temporary one, which stays on failure"
+    )
+    parser.add_argument("--json", action="store_true", help="print one line of JSON, and no progress")
+    options = parser.parse_args(arguments)
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
+    settings = project.write_project(folder.resolve(), options.groups, options.seed)
+    executioner = Executioner(
+        folder=settings.folder, groups=options.groups, blows=schedule(options.kills, options.seed)
+    )
+    (settings.folder / "logs").mkdir(parents=True)
+    began = time.monotonic()
+    with logs.to_file("chaos", settings.folder / "logs" / "supervisor.log"):
+        outcome = _run(settings, executioner, options.limit, quiet=options.json)
+        seconds = round(time.monotonic() - began, 1)
+        verdict = audit(settings.folder, options.groups)
+    told: dict[str, Any] = msgspec.to_builtins(verdict)
+    told |= {"kills": dict(sorted(executioner.killed.items())), "between": executioner.between}
+    told |= {"again": _again(settings.folder), "seconds": seconds, "seed": options.seed}
+    well = _complain(outcome, executioner) and acquitted(verdict, options.groups)
+    print(json.dumps(told) if options.json else json.dumps(told, indent=4), flush=True)
+    if not well:
+        print(f"error: the run's folder is {folder}", file=sys.stderr)
+    elif options.folder is None:
+        shutil.rmtree(folder)
+    return 0 if well else 1
+
+
+def _run(settings: Settings, executioner: Executioner, limit_s: float, *, quiet: bool) -> Outcome | None:
+    """Supervise the run to its end, with kills; None where it did not come to one in time."""
+    outcomes: list[Outcome] = []
+
+    async def main() -> None:
+        with anyio.move_on_after(limit_s):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(executioner.run)
+                with display_for(quiet) as display:
+                    supervisor = Supervisor(settings, file, display, project.roles, project.engine)
+                    outcomes.append(await supervisor.run())
+                tasks.cancel_scope.cancel()
+
+    with held(settings.folder):
+        file = keep_settings(settings)
+        anyio.run(main)
+    return outcomes[0] if outcomes else None
+
+
+def _again(folder: Path) -> int:
+    """Groups that were done again, because the trainer was killed before a checkpoint had them."""
+    begun = [line for line in (folder / "logs" / "train-0.log").read_text().splitlines() if '"trainer.begun"' in line]
+    return sum(json.loads(line)["groups_again"] for line in begun)
+
+
+def _complain(outcome: Outcome | None, executioner: Executioner) -> bool:
+    """Say what kept the run from its end; True where nothing did."""
+    why = ""
+    if outcome is None:
+        why = "the run did not come to its end in time"
+    elif outcome.failure is not None:
+        why = str(outcome.failure)
+    elif outcome.interrupted:
+        why = "somebody stopped the run"
+    elif not executioner.kept:
+        why = "the run came to its end before everybody was killed who was to be; feed more with --groups"
+    if why:
+        print(f"error: {why}", file=sys.stderr, flush=True)
+    return not why
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""The project's own trainer, with a witness in the learner's place: `trainer.py FILE --redis URL --engine URL`."""
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from tests.chaos.witness import Witness
+from workers.process import launch
+from workers.train.worker import train
+
+
+def main() -> int:
+    """Run the role to its end; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--redis", required=True)
+    parser.add_argument("--engine", action="append", required=True)
+    options = parser.parse_args()
+    with_witness = partial(train, make_learner=Witness)
+    return launch("train", options.file, (), options.redis, tuple(options.engine), with_witness)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

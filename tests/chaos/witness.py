@@ -1,0 +1,78 @@
+"""A learner whose weights say which prompts it was trained on, and how often.
+
+One parameter for each prompt, loss minus the sum of a batch's parameters, plain SGD with learning rate 1: a prompt's
+parameter is the number of times that it was in a batch. Nothing of it is bookkeeping, and it goes through checkpoints
+as any weights do.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.chaos.ends import VOCABULARY
+from workers.feed.source import open_source
+from workers.settings import Settings
+from workers.train.batch import Batch
+from workers.train.durable import new_folder
+from workers.train.learner import StepReport
+
+FILE = "model.safetensors"
+
+
+class Witness:
+    """What the trainer asks of a `Learner`, with one parameter for each row of the prompt file."""
+
+    vocabulary = VOCABULARY
+
+    def __init__(self, settings: Settings) -> None:
+        torch.set_num_threads(1)
+        self.steps = 0
+        self.skipped_steps = 0
+        self.counts = torch.nn.Parameter(torch.zeros(len(open_source(settings.data))))
+        self._optimizer = torch.optim.SGD([self.counts], lr=1.0)
+
+    def step(self, batch: Batch, version: int, **_dropped: object) -> StepReport:
+        """Train on one batch."""
+        self._optimizer.zero_grad()
+        loss = -self.counts[[row_of(prompt) for prompt in batch.prompt_ids]].sum()
+        loss.backward()
+        self._optimizer.step()
+        self.steps += 1
+        metrics = {
+            "step": self.steps,
+            "tokens/sampled": int(batch.sampled_RT.sum()),
+            "rows/valid": len(batch.facts.group_ids_C),
+        }
+        return StepReport(trained=True, skipped="", dropped={}, loss=loss.item(), metrics=metrics)
+
+    def save_weights(self, folder: Path) -> None:
+        """Write the weights to a new folder."""
+        with new_folder(folder) as temporary:
+            self.write_weights(temporary)
+
+    def write_weights(self, folder: Path) -> None:
+        """Write the weights into an existing folder."""
+        save_file({"counts": self.counts.detach()}, folder / FILE)
+
+    def state(self) -> dict[str, Tensor]:
+        """Plain SGD has none."""
+        return {}
+
+    def restore(self, folder: Path, _state: Mapping[str, Tensor], *, steps: int, skipped_steps: int = 0) -> None:
+        """Go back to these weights."""
+        with torch.no_grad():
+            self.counts.copy_(testimony(folder))
+        self.steps, self.skipped_steps = steps, skipped_steps
+
+
+def testimony(folder: Path) -> Tensor:
+    """How often each row was trained on, by weights that a witness wrote."""
+    return load_file(folder / FILE)["counts"]
+
+
+def row_of(prompt_id: str) -> int:
+    """The row's number in the id that the feeder gives a prompt (`prompts:EPOCH:ROW`)."""
+    return int(prompt_id.rpartition(":")[2])

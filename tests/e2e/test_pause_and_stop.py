@@ -1,0 +1,158 @@
+"""`penstock pause`, `resume` and `stop` on a run that goes on, every role a process."""
+
+import json
+import subprocess
+import time
+from contextlib import AsyncExitStack
+
+import anyio
+import pytest
+from anyio.abc import Process
+
+from stream.link import Link, connect
+from stream.view import RunView, look
+from tests.e2e.harness import balanced, environment, stop, summary_of, trained, wait_for_trained
+from workers.testing.scripted_engine import ScriptedEngine
+
+pytestmark = pytest.mark.timeout(280)
+
+PROMPTS, AT_A_STEP = 90, 4
+
+SLOW = """
+import time, zlib
+from pathlib import Path
+
+def by_chance(completions, **columns):
+    if Path(__file__).with_name("slowly").exists():
+        time.sleep(0.4)
+    return [float(zlib.crc32(text.encode()) % 2) for text in completions]
+"""
+
+
+def see(project) -> RunView:
+    async def main() -> RunView:
+        live = json.loads((project.run_folder / "live.json").read_text())
+        async with connect(live["redis"], "test", create=False) as link:
+            return await look(link)
+
+    return anyio.run(main)
+
+
+def in_hand(view: RunView) -> int:
+    """Groups that somebody works on, or will without a new claim of a prompt."""
+    prompts, groups, scored = (view.stages[name] for name in ("prompts", "groups", "scored"))
+    return prompts.claimed + groups.depth + scored.depth - scored.trained
+
+
+def until_at_rest(project) -> RunView:
+    """What is in hand has been finished: all but the groups of a step that is not full."""
+    deadline = time.monotonic() + 60
+    while True:
+        view = see(project)
+        if in_hand(view) < AT_A_STEP and view.stages["prompts"].claimed == view.stages["groups"].depth == 0:
+            return view
+        assert time.monotonic() < deadline, view
+        time.sleep(0.1)
+
+
+def test_a_run_is_paused_resumed_stopped_and_started_again(project):
+    project.prompts(PROMPTS)
+    project.table["filter"] = {"zero_variance": False}
+    project.table["data"]["backlog"] = 32
+    project.table["score"] = {"groups_in_flight": 1}
+    (project.folder / "rewards.py").write_text(SLOW)
+    slowly = project.folder / "slowly"
+    slowly.touch()
+    folder = str(project.run_folder)
+    process = project.start("run", str(project.write()))
+    try:
+        wait_for_trained(project, AT_A_STEP, process, 120)
+
+        paused = project.run("pause", folder)
+        assert paused.returncode == 0, paused.stderr
+        assert paused.stdout.startswith("run 'test' is paused: ")
+        before = until_at_rest(project)
+        time.sleep(3)
+        after = see(project)
+        told = json.loads(project.run("queues", folder, "--json").stdout)
+        assert after.paused is not None
+        assert (told["paused_by"], told["paused_at"]) == (after.paused.by, after.paused.at)
+        for view in (before, after):
+            assert view.balance["fed"] < PROMPTS, "the feeder was to be caught in the middle"
+            assert view.stages["prompts"].depth > 0, "there was nothing left to claim"
+        assert after.balance == before.balance
+        assert after.stages["prompts"].depth == before.stages["prompts"].depth
+        assert in_hand(after) == in_hand(before)
+        again = project.run("pause", folder)
+        assert again.returncode == 1
+        assert again.stderr.startswith("error: run 'test' is paused by ")
+
+        assert project.run("resume", folder).stdout == "run 'test' goes on\n"
+        assert project.run("resume", folder).stderr == "error: run 'test' is not paused\n"
+        wait_for_trained(project, after.balance["trained"] + AT_A_STEP, process, 60)
+
+        assert "was asked to stop" in project.run("stop", folder).stdout
+        _, told = process.communicate(timeout=60)
+    finally:
+        stop(process)
+    assert process.returncode == 0, f"{told}\n{project.logs()}"
+    assert f"| {after.paused} |" in told
+    assert told.rstrip().endswith(f"stopped; `penstock run {folder}/run.toml` resumes")
+    summary = json.loads((project.run_folder / "summary.json").read_text())
+    assert balanced(summary)
+    assert summary["outstanding"] > 0
+    assert len(project.ledger()) == summary["groups_trained"], "what was trained is in a checkpoint"
+    events = [json.loads(line) for line in (project.run_folder / "logs" / "supervisor.log").read_text().splitlines()]
+    assert not [e for e in events if e["event"] in {"role.restarted", "role.killed"}]
+    at_rest = project.run("pause", folder)
+    assert at_rest.returncode == 1
+    assert "run 'test' does not go on" in at_rest.stderr
+
+    slowly.unlink()
+    resumed = summary_of(project.run("run", f"{folder}/run.toml", "--json"), project)
+    assert balanced(resumed)
+    assert (resumed["fed"], resumed["groups_trained"], resumed["outstanding"]) == (PROMPTS, PROMPTS, 0)
+    ends = [line["prompt"] for line in project.ledger()]
+    assert len(ends) == len(set(ends)) == PROMPTS
+
+
+async def test_roles_that_share_nothing_but_the_server_hear_of_a_stop_and_a_later_start_is_not_stopped(
+    project, redis_url, run_name
+):
+    """As in containers: there is no supervisor, and nobody sends a signal."""
+    project.table["run"]["name"] = run_name
+    project.table["filter"] = {"zero_variance": False}
+    project.table["data"] |= {"backlog": 8, "epochs": 1000}
+    file = str(await anyio.to_thread.run_sync(project.write))
+    async with ScriptedEngine(lambda ids, request: ids[:1]) as engine, connect(redis_url, run_name) as link:
+        for _start in range(2):
+            async with AsyncExitStack() as stack:
+                roles: dict[str, Process] = {}
+                for role in ("feed", "rollout", "score", "train"):
+                    command = project.command(role, file, "--redis", redis_url, "--engine", engine.url)
+                    roles[role] = await stack.enter_async_context(
+                        await anyio.open_process(command, env=environment(), stdout=None, stderr=subprocess.STDOUT)
+                    )
+                stack.callback(kill_all, roles)  # where the test fails
+                await until_trained(link, await trained(link) + 2 * AT_A_STEP)
+                told = await anyio.to_thread.run_sync(project.run, "stop", run_name, "--redis", redis_url)
+                assert told.stdout.startswith(f"run '{run_name}' was asked to stop: "), told.stderr
+                with anyio.fail_after(30):
+                    assert {role: await process.wait() for role, process in roles.items()} == dict.fromkeys(roles, 0)
+            view = await look(link)
+            assert "finished" not in view.meta
+            assert view.balance["outstanding"] > 0
+            assert view.stages["scored"].trained == 0, "the trainer kept a checkpoint, and acknowledged what is in it"
+            assert view.stages["prompts"].claimed == view.stages["groups"].claimed == 0, "they let go of what they held"
+
+
+def kill_all(roles: dict[str, Process]) -> None:
+    for process in roles.values():
+        if process.returncode is None:
+            process.kill()
+
+
+async def until_trained(link: Link, n: int) -> None:
+    with anyio.fail_after(60):
+        while await trained(link) < n:
+            await anyio.sleep(0.1)

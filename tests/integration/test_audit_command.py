@@ -1,0 +1,378 @@
+"""`penstock audit`: what it says of a run that was tampered with, and that it is never wrong about one that goes on."""
+
+import json
+import shutil
+from collections.abc import Iterator
+
+import anyio
+import msgspec
+import pytest
+import structlog
+from redis import Redis
+
+from stream import Feed, Ledger, Stage, Tenure, Terms, connect
+from stream.dead import drop, letters
+from stream.errors import DataError, PenstockError
+from stream.ledger import Line
+from stream.link import Link
+from stream.server import private_server
+from stream.training import End
+from workers.audit import show_audit
+from workers.feed.source import open_source
+from workers.feed.worker import _read
+from workers.settings.file import dump, parse
+
+TERMS = Terms(data_attempts=1)
+KEYS = {
+    "run", "fed", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean", "unsaved", "junk", "notes",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """What is printed here is the command's; as a command it logs to stderr."""
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+    yield
+    structlog.reset_defaults()
+
+
+class Small:
+    """A run without a model: prompt file, ledger and the checkpoint's manifest, with a verb for each step."""
+
+    def __init__(self, folder, name, redis, rows: int = 8, extra: str = "") -> None:
+        self.folder = folder / "run"
+        self.folder.mkdir()
+        self.file = folder / "prompts.jsonl"
+        self.file.write_text("".join(json.dumps({"prompt": f"Say {i}."}) + "\n" for i in range(rows)) + extra)
+        table = {"run": {"name": name, "folder": str(self.folder), "redis": redis}, "model": {"path": "m"}}
+        self.settings = parse(table | {"data": {"path": str(self.file)}, "rewards": [{"ref": "a:b"}]})
+        (self.folder / "run.toml").write_text(dump(self.settings))
+        self.source = open_source(self.settings.data)
+        self.fingerprint = self.source.fingerprint()
+        self.ledger = Ledger(self.folder / "ledger.jsonl")
+        self.marked: list[str] = []
+
+    async def begin(self, link, pipe_type) -> None:
+        self.link, self.pipe = link, pipe_type(link)
+        self.tenure = await Tenure.begin(link, 30.0)
+        await self.tenure.recover(self.ledger)
+        self.stages = {name: Stage(link, name, f"w-{name}", TERMS) for name in ("prompts", "groups", "scored")}
+        await link.write_hash("meta", {"data": self.fingerprint})
+
+    async def feed(self, start: int, stop: int) -> None:
+        prompts, _ = await anyio.to_thread.run_sync(_read, self.settings, self.source, start, stop)
+        await Feed(self.link, 1000).put(prompts, str(start or ""), str(stop))
+
+    async def claim(self, stage: str, count: int):
+        return (await self.stages[stage].claim(count)).leases
+
+    async def pass_on(self, stage: str, into: str, count: int) -> None:
+        for lease in await self.claim(stage, count):
+            await self.stages[stage].settle(lease, into, self.pipe.group(lease.prompt_id))
+
+    async def train(self, count: int, end: str = "trained") -> None:
+        leases = await self.claim("scored", count)
+        lines = [Line(lease.prompt_id, end, 1, 0, "abc") for lease in leases]
+        await anyio.to_thread.run_sync(self.ledger.append, lines)
+        await self.tenure.commit(self.stages["scored"], [End(lease, end) for lease in leases], 1)
+        self.marked += [lease.id for lease in leases]
+
+    async def keep(self) -> None:
+        await anyio.to_thread.run_sync(self._save)
+        await self.tenure.acknowledge(self.marked)
+        self.marked.clear()
+
+    def _save(self) -> None:
+        folder = self.folder / "checkpoints" / "step-000001"
+        folder.mkdir(parents=True, exist_ok=True)
+        manifest = {"progress": {"step": 1, "ledger_bytes": self.ledger.sync()}}
+        (folder / "checkpoint.json.tmp").write_bytes(msgspec.json.encode(manifest))
+        (folder / "checkpoint.json.tmp").rename(folder / "checkpoint.json")
+
+
+async def made(*arguments) -> Small:
+    return await anyio.to_thread.run_sync(Small, *arguments)
+
+
+@pytest.fixture
+async def small(tmp_path, link, redis_url, pipe_on):
+    """Eight prompts: two trained and one dropped, in a checkpoint, one trained since, one to be scored, one dead."""
+    found = await made(tmp_path, link.run, redis_url)
+    await found.begin(link, pipe_on)
+    await found.feed(0, 8)
+    await found.pass_on("prompts", "groups", 5)
+    await found.pass_on("groups", "scored", 4)
+    await found.train(2)
+    await found.train(1, "dropped:stale")
+    await found.keep()
+    await found.train(1)
+    (dying,) = await found.claim("prompts", 1)
+    await found.stages["prompts"].release(dying, "data", "its image does not decode")
+    yield found
+    found.ledger.close()
+
+
+@pytest.fixture
+def audited(capsys):
+    async def run(small: Small) -> dict:
+        """What it says; the command makes an event loop of its own."""
+        code = await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), "", as_json=True))
+        (line,) = capsys.readouterr().out.splitlines()
+        told = json.loads(line)
+        assert code == (0 if told["clean"] else 1)
+        parts = sum(map(len, (told["lost"], told["twice"]))) + told["trained"] + told["dead"]
+        assert told["fed"] == parts + sum(told["dropped"].values()) + sum(told["outstanding"].values())
+        return told
+
+    return run
+
+
+def whose(findings: list[dict]) -> list[str]:
+    return [each["prompt"] for each in findings]
+
+
+async def ids_in(link, stage: str) -> list[tuple[bytes, str]]:
+    return [(id_, fields[b"prompt"].decode()) for id_, fields in await link.redis.xrange(link.key(stage))]
+
+
+def rewrite(small: Small, change) -> None:
+    lines = [json.loads(text) for text in small.ledger.path.read_text().splitlines()]
+    change(lines)
+    small.ledger.path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+
+
+async def test_it_says_where_every_prompt_is(small, audited):
+    told = await audited(small)
+    assert set(told) == KEYS
+    assert (told["fed"], told["trained"], told["dropped"], told["dead"]) == (8, 3, {"stale": 1}, 1)
+    assert told["outstanding"] == {"prompts": 2, "groups": 1}
+    assert (told["clean"], told["unsaved"], told["junk"], told["notes"]) == (True, 1, 0, [])
+
+
+async def test_looking_creates_no_key_and_changes_none(small, audited, redis_url):
+    with Redis.from_url(redis_url) as redis:
+        before = {key: redis.dump(key) for key in redis.keys("*")}
+        files = {path: path.read_bytes() for path in small.folder.rglob("*") if path.is_file()}
+        await audited(small)
+        assert {key: redis.dump(key) for key in redis.keys("*")} == before
+    assert {path: path.read_bytes() for path in small.folder.rglob("*") if path.is_file()} == files
+
+
+@pytest.mark.parametrize("stage", ["prompts", "groups", "scored"])
+async def test_a_stream_entry_that_was_deleted_is_a_prompt_lost(small, audited, stage):
+    id_, prompt = (await ids_in(small.link, stage))[-1]
+    await small.link.redis.xdel(small.link.key(stage), id_)
+    told = await audited(small)
+    assert (whose(told["lost"]), told["twice"]) == ([prompt], [])
+
+
+async def test_a_prompt_that_the_server_forgot_altogether_is_lost(small, audited):
+    ((id_, prompt),) = await ids_in(small.link, "groups")
+    await small.link.redis.xdel(small.link.key("groups"), id_)
+    await small.link.redis.srem(small.link.key("open"), prompt)
+    assert whose((await audited(small))["lost"]) == [prompt]
+
+
+async def test_a_ledger_line_that_was_given_another_prompt_loses_one_and_counts_one_twice(small, audited):
+    renamed = []
+
+    def change(lines):
+        renamed.extend([lines[0]["prompt"], lines[1]["prompt"]])
+        lines[0]["prompt"] = lines[1]["prompt"]
+
+    rewrite(small, change)
+    told = await audited(small)
+    assert whose(told["lost"]) == renamed[:1]
+    assert whose(told["twice"]) == renamed[1:]
+
+
+async def test_a_ledger_line_that_cannot_be_read_is_told_and_its_prompt_is_lost(small, audited):
+    content = small.ledger.path.read_bytes()
+    first = json.loads(content.splitlines()[0])["prompt"]
+    small.ledger.path.write_bytes(b"#" + content[1:])
+    told = await audited(small)
+    assert whose(told["lost"]) == [first]
+    assert "ledger.jsonl, line 1" in told["notes"][0]
+
+
+async def test_a_line_of_a_prompt_that_died_counts_it_twice(small, audited):
+    (letter,) = await letters(small.link)
+    await anyio.to_thread.run_sync(small.ledger.append, [Line(letter.prompt_id, "trained", 2, 1, "abc")])
+    told = await audited(small)
+    assert whose(told["twice"]) == [letter.prompt_id]
+    assert any("its image does not decode" in fact for fact in told["twice"][0]["known"])
+
+
+async def test_a_checkpoint_that_is_gone_leaves_what_only_it_held(small, audited):
+    manifest = small.folder / "checkpoints" / "step-000001" / "checkpoint.json"
+    manifest.write_text("{")
+    told = await audited(small)
+    assert len(told["lost"]) == 3
+    assert "which no checkpoint holds" in told["lost"][0]["known"][0]
+
+
+async def test_what_the_operator_dropped_is_dropped_by_the_operator(small, audited):
+    (letter,) = await letters(small.link)
+    await drop(small.link, [letter.id])
+    told = await audited(small)
+    assert (told["dead"], told["dropped"], told["clean"]) == (0, {"stale": 1, "operator": 1}, True)
+
+
+async def test_junk_is_no_prompt(small, audited):
+    await small.link.redis.xadd(small.link.key("groups"), {"payload": b"\xff\x00"})
+    await small.link.redis.xadd(small.link.key("scored"), {"prompt": b"\xff", "payload": b""})
+    told = await audited(small)
+    assert (told["fed"], told["junk"], told["clean"]) == (8, 2, True)
+
+
+async def test_rows_that_could_not_be_fed_are_not_missed(tmp_path, link, redis_url, pipe_on, audited):
+    small = await made(tmp_path, link.run, redis_url, 8, '{"prompt": \n[1]\n{"prompt": 7}\n')
+    await small.begin(link, pipe_on)
+    await small.feed(0, 11)
+    told = await audited(small)
+    assert (told["fed"], told["outstanding"], told["clean"]) == (8, {"prompts": 8}, True)
+    small.ledger.close()
+
+
+async def test_a_prompt_file_that_changed_is_told_where_it_matters(small, audited):
+    small.file.write_text(small.file.read_text() + '{"prompt": "One more."}\n')
+    id_, _ = (await ids_in(small.link, "groups"))[0]
+    await small.link.redis.xdel(small.link.key("groups"), id_)
+    assert "has changed since it was fed" in (await audited(small))["notes"][-1]
+
+
+async def test_a_prompt_file_that_is_gone_is_a_clear_error(small, audited):
+    small.file.unlink()
+    with pytest.raises(DataError, match=r"prompts.jsonl: no such file"):
+        await audited(small)
+
+
+async def test_another_feeders_prompts_are_audited_by_their_traces(tmp_path, link, redis_url, pipe_on, audited):
+    small = await made(tmp_path, link.run, redis_url)
+    await small.begin(link, pipe_on)
+    await small.pipe.scored("x", "y", "z")
+    await small.train(1)
+    told = await audited(small)
+    assert (told["fed"], told["trained"], told["outstanding"]) == (3, 1, {"scored": 2})
+    assert "another feeder" in told["notes"][-1]
+    id_, prompt = (await ids_in(link, "scored"))[-1]
+    await link.redis.xdel(link.key("scored"), id_)
+    assert whose((await audited(small))["lost"]) == [prompt]
+    small.ledger.close()
+
+
+async def test_an_emptied_server_leaves_ledger_checkpoint_and_prompt_file(small, audited):
+    for key in await small.link.redis.keys(f"{{{small.link.run}}}:*"):
+        await small.link.redis.delete(key)
+    told = await audited(small)
+    assert (told["fed"], told["trained"], told["dropped"]) == (4, 2, {"stale": 1})
+    assert told["outstanding"] == {"again": 1}
+    assert told["clean"]
+    assert "the server was not audited: the server knows no run called" in told["notes"][0]
+    assert "4 of 8 rows" in told["notes"][1]
+
+
+async def test_a_line_that_is_there_twice_shows_without_a_server_too(small, audited, tmp_path):
+    rewrite(small, lambda lines: lines.append(lines[0]))
+    settings = msgspec.structs.replace(small.settings.run, redis="redis://127.0.0.1:1")
+    refused = msgspec.structs.replace(small.settings, run=settings)
+    (small.folder / "run.toml").write_text(dump(refused))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workers.run.live._RECONNECT_S", 0.2)
+        told = await audited(small)
+    assert "127.0.0.1:1 did not answer" in told["notes"][0]
+    assert len(told["twice"]) == 1
+
+
+async def test_a_run_at_rest_is_woken_and_without_its_data_audited_from_files(tmp_path, pipe_on, audited):
+    small = await made(tmp_path, "rests", "")
+    async with private_server(small.folder / "redis") as url, connect(url, "rests") as link:
+        await small.begin(link, pipe_on)
+        await small.feed(0, 8)
+        await small.pass_on("prompts", "groups", 3)
+        await small.pass_on("groups", "scored", 3)
+        await small.train(2)
+        await small.keep()
+    told = await audited(small)
+    assert (told["fed"], told["trained"], told["outstanding"]) == (8, 2, {"prompts": 5, "scored": 1})
+    await anyio.to_thread.run_sync(shutil.rmtree, small.folder / "redis")
+    told = await audited(small)
+    assert (told["fed"], told["trained"], told["clean"]) == (2, 2, True)
+    assert not (small.folder / "redis").exists()
+    small.ledger.close()
+
+
+async def test_a_run_that_has_not_begun_is_a_clear_error(tmp_path, audited):
+    small = await made(tmp_path, "new", "")
+    small.ledger.close()
+    await anyio.to_thread.run_sync(small.ledger.path.unlink)
+    with pytest.raises(PenstockError, match="has not begun"):
+        await audited(small)
+
+
+def test_a_name_on_a_server_is_not_enough(redis_url):
+    with pytest.raises(PenstockError, match="name its folder"):
+        show_audit("somebody", redis_url)
+
+
+async def test_people_read_a_table_what_is_known_and_a_verdict(small, capsys):
+    await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), ""))
+    told = capsys.readouterr().out
+    assert told.splitlines()[0] == f"{small.link.run}   8 prompts fed"
+    assert "dropped: stale" in told
+    assert told.splitlines()[-1] == "clean: nothing is lost, nothing is counted twice"
+    ids = [id_ for stage in ("prompts", "groups") for id_, _ in await ids_in(small.link, stage)]
+    for stage in ("prompts", "groups"):
+        await small.link.redis.xdel(small.link.key(stage), *ids)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workers.audit._FINDINGS", 1)
+        assert await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), "")) == 1
+        told = capsys.readouterr().out
+        await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), "", every=True))
+        every = capsys.readouterr().out
+    assert told.count("open on the server, which has no entry of it") == 1
+    assert "and 2 more lost; --all tells all" in told
+    assert every.count("open on the server, which has no entry of it") == 3
+    assert told.splitlines()[-1] == "not clean: 3 lost, 0 counted twice"
+
+
+async def test_a_run_that_goes_on_is_never_called_unclean(tmp_path, link, redis_url, pipe_on, audited, monkeypatch):
+    """Prompts move through every stage, and die, while they are looked at; a look takes longer than they do."""
+    script = Link.script
+
+    async def dawdling(self, name, *arguments):
+        if name == "census":
+            await anyio.sleep(0.01)
+        return await script(self, name, *arguments)
+
+    monkeypatch.setattr(Link, "script", dawdling)
+    monkeypatch.setattr("workers.audit._LOOKS", 1)
+    rows = 2400
+    small = await made(tmp_path, link.run, redis_url, rows)
+    await small.begin(link, pipe_on)
+    looks, over = 0, anyio.Event()
+
+    async def move() -> None:
+        await small.feed(0, 30)
+        for stop in range(60, rows + 60, 30):
+            await small.feed(stop - 30, min(rows, stop))  # one batch ahead
+            await small.pass_on("prompts", "groups", 28)
+            for lease in await small.claim("prompts", 2):
+                await small.stages["prompts"].release(lease, "data", "no")
+            await small.pass_on("groups", "scored", 28)
+            await small.train(14)
+            await small.train(14, "dropped:stale")
+            await small.keep()
+        over.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(move)
+        with anyio.fail_after(50):
+            while not over.is_set():
+                told = await audited(small)
+                assert told["clean"], told
+                looks += 1
+    assert looks > 3
+    told = await audited(small)
+    assert (told["fed"], told["trained"], told["dropped"], told["dead"]) == (2400, 1120, {"stale": 1120}, 160)
+    small.ledger.close()

@@ -1,0 +1,184 @@
+"""Where an audit puts a prompt, by what is known of it. One prompt to a case, unless it says otherwise."""
+
+import msgspec
+import pytest
+
+from stream.audit import AuditReport, Facts, audit
+from stream.census import Census, Died, Entry
+from stream.ledger import Line, Written
+from workers.audit import steady
+
+LINE = 100
+"""Bytes of a line here."""
+
+
+def facts(
+    *entries: Entry, fed: str = "", ledger: str = "", kept: int | None = 0, opened: str = "", dead=(), removed: str = ""
+) -> Facts:
+    """`ledger` is `prompt` or `prompt=end`, by spaces, and `kept` counts lines."""
+    lines = []
+    for number, text in enumerate(ledger.split(), 1):
+        prompt, _, end = text.partition("=")
+        lines.append(Written(number, number * LINE, Line(prompt, end or "trained", number, number - 1, "hash")))
+    census = Census(open=set(opened.split()), entries=list(entries), dead=list(dead), removed=set(removed.split()))
+    return Facts(fed=set(fed.split()), lines=lines, kept=None if kept is None else kept * LINE, census=census)
+
+
+def entry(stage: str, prompt: str = "a", *, marked: bool = False) -> Entry:
+    return Entry(stage, "7-0", prompt, marked)
+
+
+def letter(prompt: str = "a", *, fed: bool = True, id_: str = "9-0") -> Died:
+    return Died(id_, "prompts", prompt, "infra", "its workers died", fed)
+
+
+def place(report: AuditReport) -> str:
+    """The one place that holds the one prompt, as the audit's equation has it."""
+    places = {"trained": report.trained, "dead": report.dead, "lost": len(report.lost), "twice": len(report.twice)}
+    places |= {f"dropped:{reason}": n for reason, n in report.dropped.items()}
+    places |= {f"outstanding:{stage}": n for stage, n in report.outstanding.items()}
+    assert report.fed == sum(places.values()) == 1
+    return next(name for name, n in places.items() if n)
+
+
+CASES = {
+    "waiting to be rolled out": (facts(entry("prompts"), fed="a", opened="a"), "outstanding:prompts"),
+    "waiting to be scored": (facts(entry("groups"), fed="a", opened="a"), "outstanding:groups"),
+    "waiting to be trained": (facts(entry("scored"), fed="a", opened="a"), "outstanding:scored"),
+    "fed after the cursor was read": (facts(entry("prompts"), opened="a"), "outstanding:prompts"),
+    "in two places, one of them old": (
+        facts(entry("groups"), entry("prompts"), fed="a", opened="a"),
+        "outstanding:groups",
+    ),
+    "trained, in a checkpoint": (facts(fed="a", ledger="a", kept=1), "trained"),
+    "dropped, in a checkpoint": (facts(fed="a", ledger="a=dropped:stale", kept=1), "dropped:stale"),
+    "trained, not in a checkpoint yet": (facts(entry("scored", marked=True), fed="a", ledger="a"), "trained"),
+    "trained, its line written, not marked yet": (facts(entry("scored"), fed="a", ledger="a", opened="a"), "trained"),
+    "trained, in a checkpoint, and still open: a server that lost its last writes": (
+        facts(fed="a", ledger="a", kept=1, opened="a"),
+        "trained",
+    ),
+    "trained, in a checkpoint, and on its way again": (
+        facts(entry("prompts"), fed="a", ledger="a", kept=1, opened="a"),
+        "trained",
+    ),
+    "trained, in a checkpoint, ahead of a cursor that went back": (facts(ledger="a", kept=1), "trained"),
+    "trained in no checkpoint, ahead of a cursor that went back": (facts(ledger="a"), "outstanding:again"),
+    "trained, where no checkpoint is known of": (facts(fed="a", ledger="a", kept=None), "trained"),
+    "trained in no checkpoint, and gone": (facts(fed="a", ledger="a"), "lost"),
+    "trained in no checkpoint, open, and gone": (facts(ledger="a", opened="a"), "lost"),
+    "marked, but not in the ledger": (facts(entry("scored", marked=True), fed="a"), "outstanding:marked"),
+    "marked, not in the ledger, with a copy under way": (
+        facts(entry("scored", marked=True), entry("groups"), fed="a"),
+        "outstanding:scored",
+    ),
+    "dead": (facts(fed="a", dead=[letter()]), "dead"),
+    "dead, and a copy under way": (facts(entry("groups"), fed="a", dead=[letter()]), "dead"),
+    "dropped by the operator": (facts(fed="a", removed="a"), "dropped:operator"),
+    "nowhere": (facts(fed="a"), "lost"),
+    "open, but in no stage": (facts(fed="a", opened="a"), "lost"),
+    "a copy of it died, and it is nowhere": (facts(fed="a", dead=[letter(fed=False)]), "lost"),
+    "trained, and a copy of it died": (facts(fed="a", ledger="a", kept=1, dead=[letter(fed=False)]), "trained"),
+    "ended twice in the ledger, in different steps": (facts(fed="a", ledger="a a", kept=2), "twice"),
+    "ended twice in the ledger, once in no checkpoint": (
+        facts(entry("scored", marked=True), fed="a", ledger="a a", kept=1),
+        "twice",
+    ),
+    "trained and dropped": (facts(fed="a", ledger="a a=dropped:stale", kept=2), "twice"),
+    "dead and trained": (facts(fed="a", ledger="a", kept=1, dead=[letter()]), "twice"),
+    "dead twice": (facts(fed="a", dead=[letter(), letter(id_="9-1")]), "twice"),
+    "dropped by the operator, and trained": (facts(fed="a", ledger="a", kept=1, removed="a"), "twice"),
+}
+
+
+@pytest.mark.parametrize(("known", "expected"), CASES.values(), ids=CASES)
+def test_a_prompt_is_in_one_place(known, expected):
+    report = audit(known)
+    assert place(report) == expected
+    assert report.clean is (expected not in {"lost", "twice"})
+
+
+def test_junk_is_counted_beside_the_prompts():
+    report = audit(facts(entry("groups", ""), entry("scored", "nobody's"), dead=[letter("", fed=False)]))
+    assert (report.fed, report.junk, report.clean) == (0, 3, True)
+
+
+def test_what_is_under_way_is_no_junk():
+    assert audit(facts(entry("groups"), opened="a")).junk == 0
+
+
+def test_what_no_checkpoint_holds_yet_is_told():
+    report = audit(facts(entry("scored", "b", marked=True), fed="a b", ledger="a b=dropped:stale", kept=1))
+    assert (report.trained, report.dropped, report.unsaved) == (1, {"stale": 1}, 1)
+
+
+def test_an_empty_run_is_clean():
+    report = audit(facts())
+    assert (report.fed, report.outstanding, report.dropped, report.clean) == (0, {}, {}, True)
+
+
+def test_many_prompts_add_up():
+    report = audit(
+        facts(
+            *(entry("prompts", "c"), entry("groups", "d"), entry("scored", "e"), entry("scored", "f", marked=True)),
+            fed="a b c d e f g h i j k",
+            ledger="a b=dropped:zero_variance f j j",
+            kept=2,
+            opened="c d e",
+            dead=[letter("g")],
+            removed="h",
+        )
+    )
+    assert (report.fed, report.trained, report.dead) == (11, 2, 1)
+    assert report.dropped == {"operator": 1, "zero_variance": 1}
+    assert report.outstanding == {"groups": 1, "prompts": 1, "scored": 1}
+    assert [each.prompt for each in report.lost] == ["i", "k"]
+    assert [each.prompt for each in report.twice] == ["j"]
+
+
+def test_everything_that_is_known_of_a_prompt_is_told():
+    (found,) = audit(
+        facts(entry("scored", marked=True), fed="a", ledger="a a=dropped:stale", kept=1, removed="a")
+    ).twice
+    assert found.known == [
+        "ledger line 1: trained in step 1, version 0",
+        "ledger line 2: dropped:stale in step 2, version 1, which no checkpoint holds",
+        "its dead letter was dropped by the operator",
+        "entry 7-0 in scored, marked",
+    ]
+    (found,) = audit(facts(fed="a", ledger="a", kept=1, dead=[letter()])).twice
+    assert found.known[1] == "dead letter 9-0 of prompts: infra: its workers died"
+    (found,) = audit(facts(opened="a")).lost
+    assert found.known == ["open on the server, which has no entry of it"]
+    (found,) = audit(facts(fed="a")).lost
+    assert found.known == ["no entry on the server"]
+
+
+def test_the_keys_are_these():
+    told = msgspec.to_builtins(audit(facts()))
+    assert list(told) == [
+        "fed", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean", "unsaved", "junk", "notes",
+    ]  # fmt: skip
+
+
+async def looked(*lost: str) -> tuple[AuditReport, int]:
+    """What `steady` makes of looks that find these prompts lost, and how often it looked."""
+    looks = [audit(facts(fed=prompts)) for prompts in lost]
+    taken = []
+
+    async def look() -> AuditReport:
+        taken.append(looks[len(taken)])
+        return taken[-1]
+
+    return await steady(look), len(taken)
+
+
+async def test_what_is_wrong_must_be_wrong_in_two_looks():
+    report, looks = await looked("", "a")
+    assert (report.clean, looks) == (True, 1)
+    report, looks = await looked("a", "")
+    assert (report.clean, looks) == (True, 2)
+    report, looks = await looked("a b", "b", "b", "")
+    assert ([each.prompt for each in report.lost], looks) == (["b"], 3)
+    report, looks = await looked("a", "b", "c", "d", "")
+    assert ([each.prompt for each in report.lost], looks) == (["d"], 4)
