@@ -1,0 +1,60 @@
+"""`penstock audit` of one run: while it goes on, killed in the middle, finished, and with its server's data gone."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.e2e.harness import stop, summary_of, wait_for_trained
+
+pytestmark = pytest.mark.timeout(280)
+
+PROMPTS = 60
+
+
+def audited(project, code: int = 0) -> dict:
+    result = project.run("audit", str(project.run_folder), "--json")
+    assert result.returncode == code, result.stdout + result.stderr
+    told = json.loads(result.stdout)
+    parts = told["trained"] + told["dead"] + len(told["lost"]) + len(told["twice"])
+    assert told["fed"] == parts + sum(told["dropped"].values()) + sum(told["outstanding"].values())
+    assert told["clean"] is (code == 0)
+    return told
+
+
+def test_a_run_is_audited_live_killed_finished_and_without_its_server(project):
+    project.prompts(PROMPTS, extra='{"number": 0}\n')  # the last row has no prompt: never fed, never missed
+    project.table["filter"] = {"zero_variance": False}
+    process = project.start("run", str(project.write()), "--json")
+    try:
+        wait_for_trained(project, 12, process, 120)
+        live = audited(project)
+        process.kill()
+        process.communicate(timeout=60)
+    finally:
+        stop(process)
+    assert live["trained"] >= 12
+    assert live["notes"] == []
+
+    killed = audited(project)
+    assert (killed["fed"], killed["notes"]) == (PROMPTS, [])
+    assert killed["trained"] >= live["trained"]
+    assert sum(killed["outstanding"].values()) == PROMPTS - killed["trained"] > 0
+
+    summary_of(project.run("run", str(project.run_folder / "run.toml"), "--json"), project)
+    finished = audited(project)
+    assert finished["fed"] == finished["trained"] == PROMPTS
+    assert (finished["unsaved"], finished["junk"], finished["notes"]) == (0, 0, [])
+
+    ledger = project.run_folder / "ledger.jsonl"
+    first, *rest = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join([*rest, rest[0]]))
+    tampered = audited(project, code=1)
+    assert [each["prompt"] for each in tampered["lost"]] == [json.loads(first)["prompt"]]
+    assert [each["prompt"] for each in tampered["twice"]] == [json.loads(rest[0])["prompt"]]
+
+    ledger.write_text("".join([first, *rest]))
+    shutil.rmtree(project.run_folder / "redis")
+    alone = audited(project)
+    assert alone["fed"] == alone["trained"] == PROMPTS
+    assert "the server was not audited" in alone["notes"][0]
