@@ -181,7 +181,8 @@ def _without_lengths(result):
 def test_p19_splitting_a_completion_into_rows_changes_nothing(table, case):
     settings = some(table)
     if settings.estimator.name == "optimal_token_baseline":
-        # It counts places, a tool's among them, and between two rows there are none.
-        case = [replace(made, gap=0) for made in case]
+        # It counts places, a tool's and a rejected token's among them, and there are none between two rows, nor in a
+        # row without a token left (P14).
+        case = [replace(made, gap=0, stale=()) for made in case]
     whole, split = ([replace(made, forked=forked) for made in case] for forked in (False, True))
     assert_same(evaluate(whole, build(whole), settings), evaluate(split, build(split), settings))
