@@ -171,9 +171,9 @@ class _Inputs:
 
     @property
     def bootstrap_C(self) -> Tensor:
-        """The value after the end of completions that were cut short: the last row's."""
+        """The value after the end of completions that were cut short: that of the last row with a token left."""
         batch, masks = self._batch, self._masks
-        rows_R = torch.arange(len(batch.lengths_R), device=masks.loss_C.device)
+        rows_R = torch.where(masks.loss_R, torch.arange(len(batch.lengths_R), device=masks.loss_C.device), 0)
         last_C = torch.zeros_like(batch.facts.group_ids_C).scatter_reduce(0, batch.completion_ids_R, rows_R, "amax")
         cut_C = masks.loss_C & (batch.facts.truncated_C != NONE) & ~masks.zeroed_C
         ends_C = torch.zeros(len(cut_C), dtype=torch.float64, device=cut_C.device)
