@@ -347,15 +347,15 @@ async def test_a_run_that_goes_on_is_never_called_unclean(tmp_path, link, redis_
 
     monkeypatch.setattr(Link, "script", dawdling)
     monkeypatch.setattr("workers.audit._LOOKS", 1)
-    rows = 2400
-    small = await made(tmp_path, link.run, redis_url, rows)
+    small = await made(tmp_path, link.run, redis_url, 30_000)
     await small.begin(link, pipe_on)
-    looks, over = 0, anyio.Event()
+    moved, enough = 0, anyio.Event()
 
     async def move() -> None:
+        nonlocal moved
         await small.feed(0, 30)
-        for stop in range(60, rows + 60, 30):
-            await small.feed(stop - 30, min(rows, stop))  # one batch ahead
+        while not enough.is_set():
+            await small.feed(30 * (moved + 1), 30 * (moved + 2))  # one batch ahead
             await small.pass_on("prompts", "groups", 28)
             for lease in await small.claim("prompts", 2):
                 await small.stages["prompts"].release(lease, "data", "no")
@@ -363,16 +363,17 @@ async def test_a_run_that_goes_on_is_never_called_unclean(tmp_path, link, redis_
             await small.train(14)
             await small.train(14, "dropped:stale")
             await small.keep()
-        over.set()
+            moved += 1
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(move)
         with anyio.fail_after(50):
-            while not over.is_set():
+            for _ in range(6):
                 told = await audited(small)
                 assert told["clean"], told
-                looks += 1
-    assert looks > 3
+        enough.set()
+    assert moved
     told = await audited(small)
-    assert (told["fed"], told["trained"], told["dropped"], told["dead"]) == (2400, 1120, {"stale": 1120}, 160)
+    assert (told["trained"], told["dropped"], told["dead"]) == (14 * moved, {"stale": 14 * moved}, 2 * moved)
+    assert (told["fed"], told["outstanding"]) == (30 * (moved + 1), {"prompts": 30})
     small.ledger.close()
