@@ -2,7 +2,8 @@
 
 ::
 
-    section   what a table is             pipeline    run, model, data, rollout, engine, score, train, pacing, ...
+    section   what a table is             pipeline    run, model, data, rollout, score, pacing, ...
+    engine    [engine]                    training    [train]
     presets   published corrections       estimators  [estimator]: one class to a name, its options
     file      TOML in, TOML out           losses      [loss]: the same
     combinations   what cannot go         algorithm   [algorithm], [filter], [shaping], [correction], [critic], ...
@@ -19,13 +20,13 @@ from workers.settings.algorithm import (
     Shaping,
     TruncationPolicy,
 )
+from workers.settings.engine import Engine
 from workers.settings.estimators import Estimator
 from workers.settings.losses import Loss
 from workers.settings.pipeline import (
     Archive,
     Data,
     Delivery,
-    Engine,
     Environment,
     Eval,
     Guard,
@@ -35,9 +36,9 @@ from workers.settings.pipeline import (
     Rollout,
     Run,
     Score,
-    Train,
 )
 from workers.settings.section import Section
+from workers.settings.training import Train
 from workers.settings.whole import Settings, keys, sections
 
 __all__ = [

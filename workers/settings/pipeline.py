@@ -157,23 +157,6 @@ class Rollout(Section, frozen=True):
     dies, or is stopped, the next one plays only the others. For long episodes; costs memory of the server."""
 
 
-class Engine(Section, frozen=True):
-    """`[engine]`: who samples tokens."""
-
-    urls: tuple[str, ...] = ()
-    """Servers that speak vLLM's HTTP API. Empty: `penstock run` starts the local engine on a free port."""
-    request_timeout_s: Seconds = 300.0
-    """For one turn."""
-    attempts: Positive = 3
-    """Tries of one request before its completion is invalid."""
-    max_batch: Positive = 128
-    """Local engine: sequences decoded together."""
-    max_length: Positive = 1024
-    """Local engine: tokens of a sequence, prompt included."""
-    threads: Positive = 1
-    """Local engine: torch threads."""
-
-
 class Score(Section, frozen=True):
     """`[score]`: the scoring stage."""
 
@@ -199,39 +182,6 @@ class Eval(Section, frozen=True):
     hold_s: Seconds = 300.0
     """The next version is published only when an evaluation has been sampled, or when nothing of it has come for so
     long. Longer than an episode, and less than `guard.stall_s`."""
-
-
-class Train(Section, frozen=True):
-    """`[train]`: the optimizer and what it maximises."""
-
-    groups_per_step: Positive = 16
-    """Groups in one optimizer batch."""
-    max_steps: Count = 0
-    """Stop after that many optimizer batches; 0: when every prompt has met its end."""
-    updates_per_batch: Positive = 1
-    """Passes over one batch."""
-    publish_every: Positive = 1
-    """Steps between two policy versions."""
-    learning_rate: Least0 = 1e-6
-    """Of AdamW, at its peak."""
-    warmup_steps: Count = 0
-    """Steps over which the learning rate rises from 0."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up; linear and cosine fall to 0 at `max_steps`, which they need."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Of AdamW."""
-    weight_decay: Least0 = 0.0
-    """Of matrices; gains and biases do not decay."""
-    max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
-    """The gradient's norm is clipped to it."""
-    micro_batch_tokens: Positive = 16384
-    """Padded tokens of one forward pass."""
-    threads: Positive = 1
-    """Torch threads of the trainer."""
-    checkpoint_every: Positive = 20
-    """Steps between two checkpoints."""
-    keep_last: Positive = 2
-    """Checkpoints kept, besides the one with the best mean reward."""
 
 
 class Archive(Section, frozen=True):

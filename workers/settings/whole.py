@@ -19,13 +19,13 @@ from workers.settings.algorithm import (
     Shaping,
     TruncationPolicy,
 )
+from workers.settings.engine import Engine
 from workers.settings.estimators import Estimator, Grpo
 from workers.settings.losses import Clipped, Loss
 from workers.settings.pipeline import (
     Archive,
     Data,
     Delivery,
-    Engine,
     Environment,
     Eval,
     Guard,
@@ -35,9 +35,9 @@ from workers.settings.pipeline import (
     Rollout,
     Run,
     Score,
-    Train,
 )
 from workers.settings.section import Section
+from workers.settings.training import Train
 
 
 class Settings(Section, frozen=True, kw_only=True):

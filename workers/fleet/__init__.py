@@ -1,0 +1,6 @@
+"""The engines of a run, as those see them that sample from them or give them weights. No torch.
+
+===================  ================================================================
+`roster.py`          which there are
+===================  ================================================================
+"""
