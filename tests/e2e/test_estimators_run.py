@@ -58,6 +58,7 @@ def test_a_group_whose_greedy_completion_nobody_measured_is_dropped_by_name(proj
     assert (summary["groups_trained"], summary["groups_dropped"]) == (0, {"no_baseline": 10})
 
 
+@pytest.mark.full
 def test_gae_trains_a_critic_on_rewards_by_turn_and_a_resumed_run_still_has_it(project):
     (project.folder / "talker.py").write_text(BY_TURN)
     project.table |= {

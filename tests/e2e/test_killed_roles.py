@@ -31,6 +31,7 @@ def test_a_rollout_worker_the_scorer_and_the_trainer_are_killed_once_each(projec
     assert summary["rows"]["valid"] == prompts * 4
 
 
+@pytest.mark.full
 def test_the_engine_is_killed_and_gets_its_weights_back(project):
     prompts = 60
     project.prompts(prompts)

@@ -55,6 +55,7 @@ def until_at_rest(project) -> RunView:
         time.sleep(0.1)
 
 
+@pytest.mark.full
 def test_a_run_is_paused_resumed_stopped_and_started_again(project):
     project.prompts(PROMPTS)
     project.table["filter"] = {"zero_variance": False}

@@ -126,6 +126,7 @@ def killable(project, prompts: int, **table) -> None:
     project.table["delivery"] |= {"restarts": 100, "backoff_s": 0.02}
 
 
+@pytest.mark.full
 def test_a_run_whose_trainer_was_killed_five_times_is_replayed_bit_for_bit(project):
     killable(project, 140)
     summary = kill_five_times(project, seed=1)

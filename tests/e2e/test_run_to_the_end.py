@@ -126,6 +126,7 @@ def test_a_run_in_which_nobody_measured_anything_fails_and_says_why(project):
     assert summary["groups_dropped"] == {"no_valid_row": 10}
 
 
+@pytest.mark.full
 def test_a_run_whose_server_was_emptied_is_rebuilt_from_its_ledger(project):
     first = summary_of(project.run("run", str(project.write()), "--json"), project)
     ledger = project.ledger()

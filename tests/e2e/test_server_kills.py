@@ -6,7 +6,7 @@ from tests.chaos.survival import survives
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("fsync", ["always", "everysec"])
+@pytest.mark.parametrize("fsync", ["always", pytest.param("everysec", marks=pytest.mark.full)])
 def test_three_kills_of_the_server_lose_nothing_and_train_nothing_twice(fsync):
     survives(kills=4, server_kills=3, fsync=fsync, groups=250, seed=4, limit_s=110)
 
