@@ -92,6 +92,7 @@ class Probe:
         tried = [await self._try(target, sampling) for sampling in self._samplings]
         if not all(sampling.of_raw_logits for sampling in self._samplings):
             await self._measure(target)
+        log.info("engine.found", url=url, version=release, model=model, route=route.path, max_length=max_length)
         return Facts(release, model, max_length, route, versioned, spans=all(map(route.tells_versions, tried)))
 
     async def _answers(self, method: str, url: str) -> bool:
@@ -129,7 +130,7 @@ class Probe:
         try:
             return await self._sample(target, _PROMPTS[0], sampling)
         except EngineRefusedError as error:
-            raise UnfitError(f"{error}; so the engine answers to the run's own way of sampling, {sampling}") from error
+            raise UnfitError(f"{error}; that is how it takes the run's own sampling, {sampling.in_words}") from error
 
     async def _likeliest(self, target: "_Target", prompt: Sequence[int], temperature: float) -> list[float]:
         """The log-probs of the likeliest first tokens, the highest first."""

@@ -1,5 +1,6 @@
 """One turn asked for: how it is to be sampled, who samples it, and what a failure says of the episode."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -54,6 +55,14 @@ class Sampling(Struct, frozen=True, kw_only=True):
         steered = self.min_tokens or self.logit_bias
         cut = self.top_p < 1 or self.top_k or self.min_p
         return not steered and (self.temperature == 0 or (self.temperature == 1 and not cut))
+
+    @property
+    def in_words(self) -> str:
+        """What differs from the defaults, for messages."""
+        plain = Sampling(temperature=math.nan, max_tokens=0)
+        return ", ".join(
+            f"{key} {value}" for key, value in structs.asdict(self).items() if value != getattr(plain, key)
+        )
 
     def within(self, room: int) -> "Sampling":
         """The same with at most so many tokens, of which one at least."""
