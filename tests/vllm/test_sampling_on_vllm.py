@@ -28,7 +28,8 @@ from workers.train.logprobs import token_logprobs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 CLOSE = 1e-4
-LENGTH = 500
+LENGTH = 2000
+"""Seconds of sampling, so that there is a middle of it."""
 ROUTES = ["generate", "completions"]
 RUNNING = r"num_requests_running{[^}]*}"
 GENERATED = r"generation_tokens_total{[^}]*}"

@@ -31,7 +31,8 @@ _PROMPTS: Final = ((1,), (3,), (5, 7), (11, 2), (13,))
 """Any will do whose two likeliest tokens are not equally likely."""
 _RAW, _PROCESSED = (0.8, 1.25), (1.6, 2.5)
 """How far log-probs at temperature 1/2 lie apart, in units of those at 1."""
-_ABSENT: Final = (404, 405)
+_THERE: Final = (200, 400, 422)
+"""Statuses of a route that is open; a closed one of vLLM answers 403, an unknown one 404."""
 _LEAST_GAP: Final = 0.02
 """Of log-probs; below it rounding could decide."""
 
@@ -100,7 +101,7 @@ class Probe:
         status, payload = await self._connection.send(method, url, QUESTION_S, b"{}" if method == "POST" else None)
         if status >= 500:
             raise EngineError(f"{url} answers {status}: {error_text(payload)}")
-        return status not in _ABSENT
+        return status in _THERE
 
     async def _measure(self, target: "_Target") -> None:
         """See what the log-probs are of."""
