@@ -22,6 +22,11 @@ class Sampling(Struct, frozen=True, kw_only=True):
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    group: str = ""
+    """Whose turn it is: completions of a group begin alike, so one engine may have all of them in its cache; empty:
+    nobody's."""
+    completion: int = 0
+    """Index within the group; the turns of a completion begin alike."""
 
     def on_the_wire(self, alternatives: int = 0) -> SamplingParams:
         """The same in vLLM's words, with log-probs of the sampled tokens and of so many `alternatives`."""
