@@ -15,7 +15,7 @@ from stream.records import Group, Prompt
 from stream.validity import Measured, RolloutReason
 from tests.chaos.project import END, write_project
 from workers.rollout.chat.chat import Chat
-from workers.rollout.engine.choice import home
+from workers.rollout.engine.choice import ranking
 from workers.rollout.engine.client import EngineClient
 from workers.rollout.engine.sampling import Sampling
 from workers.rollout.group import roll_out
@@ -99,7 +99,7 @@ async def test_what_one_engine_keeps_failing_another_one_answers(tmp_path, fault
     ):
         bad.faults = lambda *_: fault
         await client.probe()
-        named = next(name for name in map(str, range(99)) if home(name, (bad.url, good.url)) == bad.url)
+        named = next(name for name in map(str, range(99)) if ranking(name, (bad.url, good.url))[0] == bad.url)
         group = await group_of(client, tmp_path, size=4, name=named)
     assert [completion.failure for completion in group.completions] == [None] * 4
     assert bad.count

@@ -3,15 +3,20 @@
 All completions of a group begin with the same tokens, and each turn of a completion with those of the turn before. So
 a completion stays with the engine that sampled its last turn, and a group has a home: rendezvous hashing ranks the
 engines for each group, so that an engine that comes or goes moves no group but those that are its own. Both give way to
-load: no engine is given more than `SPREAD` times the mean, and `SLACK` requests, while another one has less to do.
+load: no engine is given more than so many times the mean, and `SLACK` requests, while another one has less to do. A
+completion that goes elsewhere costs a prompt that others read too at its first turn, and later all that is its own; so
+`FIRST` is the smaller one.
 """
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
-SPREAD: Final = 1.25
+FIRST: Final = 1.1
+"""Times the mean, for a completion's first turn."""
+LATER: Final = 1.25
 SLACK: Final = 4
 """So that few requests are not torn apart: an engine that has little to do is not much slower for one more."""
 
@@ -26,14 +31,16 @@ class Seat(NamedTuple):
     """How many it may work on."""
 
 
-def home(group: str, urls: Sequence[str]) -> str:
-    """The engine that a group belongs to."""
-    return max(urls, key=lambda url: _rank(group, url))
+@lru_cache(maxsize=4096)
+def ranking(group: str, urls: tuple[str, ...]) -> tuple[str, ...]:
+    """The engines that a group belongs to, the first above all; the others' order is the same without it."""
+    rank = {url: blake2b(f"{url}\n{group}".encode(), digest_size=8).digest() for url in urls}
+    return tuple(sorted(urls, key=rank.__getitem__, reverse=True))
 
 
-def bound(seats: Sequence[Seat]) -> int:
+def bound(times: float, seats: Sequence[Seat]) -> int:
     """Requests that one engine may have, the next one included, while others have less to do."""
-    return math.ceil(SPREAD * (sum(seat.load for seat in seats) + 1) / len(seats)) + SLACK
+    return math.ceil(times * (sum(seat.load for seat in seats) + 1) / len(seats)) + SLACK
 
 
 def choose(group: str, last: str, seats: Sequence[Seat]) -> str | None:
@@ -48,15 +55,11 @@ def choose(group: str, last: str, seats: Sequence[Seat]) -> str | None:
     if not free:
         return None
     if group:
-        most = bound(seats)
-        fitting = {seat.url for seat in free if seat.load < most}
-        if last in fitting:
+        if any(seat.url == last and seat.load < bound(LATER, seats) for seat in free):
             return last
-        for url in sorted((seat.url for seat in seats), key=lambda url: _rank(group, url), reverse=True):
+        most = bound(FIRST, seats)
+        fitting = {seat.url for seat in free if seat.load < most}
+        for url in ranking(group, tuple(seat.url for seat in seats)):
             if url in fitting:
                 return url
     return min(free, key=lambda seat: seat.load).url
-
-
-def _rank(group: str, url: str) -> bytes:
-    return blake2b(f"{url}\n{group}".encode(), digest_size=8).digest()

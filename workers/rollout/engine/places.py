@@ -8,14 +8,13 @@ longest, so that neither a cache nor a place is wasted.
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Final
 
 import anyio
 
 from stream.errors import EngineError, EngineUnavailableError
 from workers.rollout.engine.answer import NONE_YET
-from workers.rollout.engine.choice import choose, home
+from workers.rollout.engine.choice import choose, ranking
 from workers.rollout.engine.known_engine import KnownEngine
 
 _REMEMBERED: Final = 16_384
@@ -24,8 +23,6 @@ _WINDOW: Final = 64
 """Requests, from the one that has waited longest, among which one is sought that suits a place best."""
 _PASSED_BY: Final = 64
 """How often a request lets a better suited one go before it."""
-
-_home = lru_cache(maxsize=_REMEMBERED)(home)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +78,9 @@ class Places:
         Raises:
             EngineUnavailableError: there was none for so long.
         """
+        if not self._waiting and (engine := self._choose(wanted)):
+            engine.begin()
+            return engine
         waiting = _Waiting(wanted)
         self._waiting.append(waiting)
         self.hand_out()
@@ -120,6 +120,8 @@ class Places:
             if waiting is None:
                 return
             engine = self._choose(waiting.wanted)
+            if engine is None:
+                return
             self._waiting.remove(waiting)
             engine.begin()
             waiting.engine = engine
@@ -140,18 +142,22 @@ class Places:
                 continue
             first = first or waiting
             last = self._last.get((wanted.group, wanted.completion), "")
-            if not wanted.group or (last if last in urls else _home(wanted.group, urls)) in free:
+            if not wanted.group or (last if last in urls else ranking(wanted.group, urls)[0]) in free:
                 if waiting is not first:
                     first.passed_by += 1
                 return waiting
         return first
 
-    def _choose(self, wanted: Wanted) -> KnownEngine:
-        able = list(self._able(wanted.at_least))
-        others = [engine.seat for engine in able if engine is not wanted.avoid]
+    def _choose(self, wanted: Wanted) -> KnownEngine | None:
+        """The engine for a request; None where no engine that could be asked has a place."""
         last = self._last.get((wanted.group, wanted.completion), "")
-        url = choose(wanted.group, last, others) if others else None
-        return self.engines[url or choose(wanted.group, last, [engine.seat for engine in able]) or able[0].url]
+        seats = [engine.seat for engine in self._able(wanted.at_least)]
+        if wanted.avoid is not None:
+            others = [seat for seat in seats if seat.url != wanted.avoid.url]
+            if others and (url := choose(wanted.group, last, others)):
+                return self.engines[url]
+        url = choose(wanted.group, last, seats)
+        return self.engines[url] if url else None
 
     def _able(self, at_least: int) -> Iterator[KnownEngine]:
         return (engine for engine in self.engines.values() if engine.may_take(at_least))
