@@ -47,7 +47,7 @@ class EngineClient:
         request_timeout_s: for one answer.
         attempts: tries of one request, while something answers.
         reconnect_s: how long to wait for an engine to answer, or to be given its weights.
-        processed: log-probs must be those of the distribution that was sampled from, as at a temperature other than 1.
+        samplings: how the run samples, with which an engine is tried when it is met.
         concurrency: requests under way at one engine, at least and at most; how many, its own figures decide.
     """
 
@@ -58,12 +58,12 @@ class EngineClient:
         request_timeout_s: float,
         attempts: int,
         reconnect_s: float,
-        processed: bool = False,
+        samplings: Sequence[Sampling] = (),
         concurrency: tuple[int, int] = (Engine().min_concurrency, Engine().max_concurrency),
     ) -> None:
         self._roster = engines if isinstance(engines, Roster) else Roster(engines)
         self._connection = Connection()
-        self._probe = Probe(self._connection, processed=processed, timeout_s=request_timeout_s)
+        self._probe = Probe(self._connection, samplings=samplings, timeout_s=request_timeout_s)
         self._places = Places()
         self._concurrency = concurrency
         self._request_timeout_s = request_timeout_s
@@ -73,12 +73,14 @@ class EngineClient:
 
     @classmethod
     def of(cls, settings: Settings, engines: Roster | Sequence[str]) -> "EngineClient":
-        """A client with a run's deadlines and bounds."""
+        """A client with a run's deadlines, bounds, and ways to sample."""
+        played = [settings.rollout, *([settings.for_evaluation.rollout] if settings.eval.path else [])]
         return cls(
             engines,
             request_timeout_s=settings.engine.request_timeout_s,
             attempts=settings.engine.attempts,
             reconnect_s=settings.delivery.reconnect_s,
+            samplings=[Sampling.of(limits, max_tokens=1) for limits in played],
             concurrency=(settings.engine.min_concurrency, settings.engine.max_concurrency),
         )
 
@@ -189,6 +191,8 @@ class EngineClient:
         before = await self._version(engine, facts, at_least)
         if before < at_least:
             raise _StaleError(str(outdated(engine, at_least)))
+        if facts.max_length:  # completions would refuse what generate cuts off
+            sampling = sampling.within(facts.max_length - len(prompt_ids))
         body = route.body(prompt_ids, sampling, model=facts.model)
         status, payload = await self._connection.send("POST", engine.url + route.path, self._request_timeout_s, body)
         after = before
