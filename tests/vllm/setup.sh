@@ -13,7 +13,7 @@ folder=${1:-$here/.cache/vllm}
 marker=$folder/ready-$VERSION
 
 if [ -e "$marker" ]; then
-    exit 0
+    exec sh "$here/tests/vllm/plugin.sh" "$folder"
 fi
 if [ -e "$folder" ] && [ ! -e "$folder/pyvenv.cfg" ]; then
     echo "$folder is there, and is no virtual environment" >&2
@@ -50,3 +50,4 @@ else
     "$pip" uninstall --quiet --yes $unwanted
 fi
 touch "$marker"
+exec sh "$here/tests/vllm/plugin.sh" "$folder"

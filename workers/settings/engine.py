@@ -9,7 +9,15 @@ class Engine(Section, frozen=True):
     """`[engine]`: who samples tokens."""
 
     urls: tuple[str, ...] = ()
-    """Servers that speak vLLM's HTTP API. Empty: `penstock run` starts engines of its own, each on a free port."""
+    """Servers that speak vLLM's HTTP API. With neither these nor `dns`, `penstock run` starts engines of its own, each on
+    a free port."""
+    dns: str = ""
+    """`http://NAME:PORT`, whose every address is an engine as well, asked for again every few seconds."""
+    min_concurrency: Positive = 8
+    """Requests of a rollout worker that one engine gets at least, however busy it says it is."""
+    max_concurrency: Positive = 512
+    """Requests of a rollout worker that one engine works on at once, at most; how many between the two, its own figures
+    decide."""
     server: Literal["local", "vllm"] = "local"
     """Engines of our own: which server. `vllm` needs an interpreter that has it, and our plugin for it (docs/vllm.md)."""
     count: Positive = 1
