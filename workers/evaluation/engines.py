@@ -22,8 +22,8 @@ Use = Callable[[str, int], Awaitable[T]]
 """From the engine's URL, and the version that it has, to whatever comes of it."""
 
 
-async def with_local_engine(settings: Settings, policy: Path, use: Use[T], logs: Path | None = None) -> T:
-    """Start the local engine, give it a policy as version 0, and use it; it is gone when this returns.
+async def with_own_engine(settings: Settings, policy: Path, use: Use[T], logs: Path | None = None) -> T:
+    """Start an engine, give it a policy as version 0, and use it; it is gone when this returns.
 
     Args:
         settings: of the run whose engine it is to be like.
@@ -42,7 +42,7 @@ async def with_local_engine(settings: Settings, policy: Path, use: Use[T], logs:
         async with anyio.create_task_group() as tasks:
 
             async def used(url: str) -> None:
-                await EnginePublisher((url,), settings.delivery.reconnect_s).push(policy, 0)
+                await EnginePublisher((url,), settings.engine_patience_s).push(policy, 0)
                 found.append(await use(url, 0))
                 child.terminate()
 
@@ -63,7 +63,7 @@ async def with_engine(settings: Settings, url: str, policy: Path | None, use: Us
     Raises:
         EngineUnavailableError: it does not answer.
     """
-    publisher = EnginePublisher((url,), settings.delivery.reconnect_s)
+    publisher = EnginePublisher((url,), settings.engine_patience_s)
     has = (await publisher.versions())[url.rstrip("/")]
     if policy is not None:
         has = 0 if has is None else has + 1

@@ -56,7 +56,7 @@ async def train(role: Role, make_learner: Callable[[Settings], Learner] = Learne
         tasks.start_soon(stage.keep)
         archive = await anyio.to_thread.run_sync(_archive, settings, fence)
         endings = Endings(ledger, tenure, stage, archive)
-        publisher = EnginePublisher(settings.engine.urls, settings.delivery.reconnect_s)
+        publisher = EnginePublisher(settings.engine.urls, settings.engine_patience_s)
         weights = Weights(settings.folder / "weights", tenure, publisher)
         tasks.start_soon(weights.keep_engines_current, settings.delivery.lease_s)
         try:

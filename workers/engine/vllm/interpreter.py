@@ -75,7 +75,9 @@ def ask(python: Path) -> Installed:
     """
     try:
         # -I: neither the working directory nor PYTHONPATH has a say in what is installed.
-        answer = subprocess.run([python, "-I", "-c", _QUESTION], capture_output=True, timeout=_ASK_S, check=True)
+        answer = subprocess.run(  # noqa: S603  (the interpreter that the settings name)
+            [python, "-I", "-c", _QUESTION], capture_output=True, timeout=_ASK_S, check=True
+        )
         return msgspec.json.decode(answer.stdout, type=Installed)
     except FileNotFoundError as error:
         raise SettingsError(f"{python}: no such interpreter, to run vLLM with: {_HOW}") from error

@@ -80,7 +80,7 @@ class EngineClient:
             urls,
             request_timeout_s=settings.engine.request_timeout_s,
             attempts=settings.engine.attempts,
-            reconnect_s=settings.delivery.reconnect_s,
+            reconnect_s=settings.engine_patience_s,
         )
 
     async def __aenter__(self) -> Self:
