@@ -81,8 +81,8 @@ def compare(update: Shapes, reference: Shapes, takes: Callable[[str, tuple[int, 
     Args:
         update: what came.
         reference: what the server was started with.
-        takes: whether the model loads a tensor of that name and shape. A name in only one of the two matters if it does: a tied
-            `lm_head` may be there or not, and so may the weights of parts that are not served.
+        takes: whether the model loads a tensor of that name and shape. A name in only one of the two matters if it
+            does: a tied `lm_head` may be there or not, and so may the weights of parts that are not served.
 
     Raises:
         RefusedError: says all that is wrong.

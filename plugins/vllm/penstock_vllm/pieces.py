@@ -1,4 +1,4 @@
-"""The internal parts of vLLM that the backend rests on. They are looked for when a server starts, not when it updates."""
+"""The internal parts of vLLM that the backend rests on; looked for when a server starts, not when it updates."""
 
 from collections.abc import Callable
 from importlib import import_module

@@ -50,8 +50,8 @@ def interpreter(named: str) -> Path:
     return (path / "bin" / "python" if path.is_dir() else path).absolute()
 
 
-def examine(python: Path) -> Installed:
-    """See that an interpreter has vLLM, and our plugin for it.
+def examine(python: Path, needs_plugin: bool = True) -> Installed:
+    """See that an interpreter has vLLM, and our plugin for it where it is needed.
 
     Raises:
         SettingsError: it has not, or does not run; names the interpreter and the remedy.
@@ -59,7 +59,7 @@ def examine(python: Path) -> Installed:
     installed = ask(python)
     if not installed.version:
         raise SettingsError(f"{python} has no vLLM: {_HOW}")
-    if PLUGIN not in installed.plugins:
+    if needs_plugin and PLUGIN not in installed.plugins:
         raise SettingsError(
             f"{python} has vLLM {installed.version}, but not our plugin, by which a running server takes new weights: "
             f"`{python} -m pip install plugins/vllm` in a checkout of Penstock"
