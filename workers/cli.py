@@ -319,7 +319,7 @@ def export(run_folder: Path, out: Path, which: str) -> None:
 def evaluate(file: Path, policy: Path | None, engine: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Measure a policy on the held-out prompts of FILE ([eval]), without a run.
 
-    Without --engine the local engine is started for it. Figures are over valid completions / over all of them.
+    Without --engine one of the settings' kind is started for it. Figures are over valid completions / over all of them.
     """
     from workers.evaluation.command import show_evaluation
 
@@ -341,7 +341,10 @@ def evaluate(file: Path, policy: Path | None, engine: str, overrides: tuple[str,
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="model.dtype, or float32, unless given.")
 @_set
 def serve(target: Path, host: str, port: int, runner: Any, dtype: str | None, overrides: tuple[str, ...]) -> None:
-    """Serve a model with the local engine: a policy, or a reward model."""
+    """Serve a model: a policy, or a reward model.
+
+    With the local engine, or, where FILE or --set says engine.server = "vllm", a policy with vLLM.
+    """
     from workers.process import launch_engine
 
     _leave(launch_engine(target, host, port, overrides, runner, dtype or ""))

@@ -79,7 +79,7 @@ class EngineClient:
             engines,
             request_timeout_s=settings.engine.request_timeout_s,
             attempts=settings.engine.attempts,
-            reconnect_s=settings.delivery.reconnect_s,
+            reconnect_s=settings.engine_patience_s,
             samplings=[Sampling.of(limits, max_tokens=1) for limits in played],
             concurrency=(settings.engine.min_concurrency, settings.engine.max_concurrency),
         )
