@@ -66,10 +66,10 @@ class Served:
         params = SamplingParams(max_tokens=tokens, logprobs=1, ignore_eos=True, seed=seed)
         body = msgspec.json.encode(GenerateRequest(token_ids=prompt, sampling_params=params, request_id=f"r{seed}"))
         headers = {"content-type": "application/json"}
-        async with aiohttp.ClientSession() as session:
-            async with session.post(f"{self.url}/inference/v1/generate", data=body, headers=headers) as response:
-                answer = await response.read()
-                assert response.status == 200, answer
+        url = f"{self.url}/inference/v1/generate"
+        async with aiohttp.ClientSession() as session, session.post(url, data=body, headers=headers) as response:
+            answer = await response.read()
+            assert response.status == 200, answer
         (choice,) = msgspec.json.decode(answer, type=GenerateResponse).choices
         assert choice.finish_reason == "length"
         return choice.token_ids, [entry.logprob for entry in choice.logprobs.content], choice.weight_versions
@@ -292,7 +292,7 @@ async def test_files_that_come_otherwise_than_announced_are_not_loaded(served):
         await carrier.prepare(served.folders[1])
         (offer,) = carrier._offers.values()
         offer.files[0]["sha256"] = "0" * 64
-        with pytest.raises(EngineUnavailableError, match="instead of 0000.*the old weights stay"):
+        with pytest.raises(EngineUnavailableError, match=r"instead of 0000.*the old weights stay"):
             await served.publisher(InFlight(carrier), patience_s=0.5).push(served.folders[1], version + 1)
     assert await served.publisher().versions() == {served.url: version}
     await served.assert_serves(0, long)
