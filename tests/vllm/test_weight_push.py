@@ -49,6 +49,7 @@ class Served:
         self.judges = [Judge(folder) for folder in folders]
         self.version = -1
         """The last one that was pushed; version v is policy v % 3."""
+        self.asides = 0
 
     def publisher(self, way=None, patience_s=30.0) -> EnginePublisher:
         way = way or InFlight(Files())
@@ -90,13 +91,10 @@ class Served:
             text = await response.text()
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(metric + "{"))
 
-    async def sampled(self, tokens: int) -> None:
-        """Wait until so many more tokens were sampled."""
-        metric = "vllm:generation_tokens_total"
-        begun = await self.count(metric)
-        with anyio.fail_after(30):
-            while await self.count(metric) - begun < tokens:
-                await anyio.sleep(0.01)
+    async def while_tokens_are_sampled(self) -> None:
+        """As long as another request takes for 50 tokens: those that came before it have some of theirs by then."""
+        self.asides += 1
+        await self.sample(prompts(1, 30, seed=1000 + self.asides)[0], 50)
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
@@ -174,7 +172,7 @@ async def test_in_flight_the_spans_name_the_token_of_each_switch(served):
             for each in (prompt, shared, other):
                 tasks.start_soon(long_request, tuple(each), 360)
             for policy in (1, 2):
-                await served.sampled(150)
+                await served.while_tokens_are_sampled()
                 await served.push(policy)
     seen = set()
     for name, (ids, logprobs, spans) in found.values():
@@ -194,7 +192,7 @@ async def test_kept_keys_and_values_are_a_mixture_and_only_in_requests_that_were
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(long_request)
-        await served.sampled(50)
+        await served.while_tokens_are_sampled()
         await served.push(1, served.publisher(InFlight(Files(), keep_kv=True)))
     ((ids, logprobs, spans),) = found
     versions = by_version(spans)
@@ -325,7 +323,7 @@ async def test_a_trainer_killed_between_start_and_finish_is_healed_by_the_next_p
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(long_request)
-        await served.sampled(50)
+        await served.while_tokens_are_sampled()
         command = [sys.executable, "-c", KILLED, served.url, str(served.folders[1])]
         killed = await anyio.to_thread.run_sync(
             lambda: subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=False, timeout=60)
