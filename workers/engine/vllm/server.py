@@ -23,9 +23,9 @@ import structlog
 from anyio.abc import Process
 
 from stream.errors import EngineError, SettingsError
-from workers.engine.vllm.interpreter import examine, interpreter
+from workers.engine.vllm.interpreter import PLUGIN, examine, interpreter
 from workers.engine.vllm.last_words import LastWords
-from workers.engine.vllm.starting import command, environment
+from workers.engine.vllm.starting import backend, command, environment
 from workers.settings import Settings
 
 log = structlog.get_logger()
@@ -55,7 +55,7 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
     """
     engine = settings.engine
     python = interpreter(engine.python)
-    installed = await anyio.to_thread.run_sync(examine, python)
+    installed = await anyio.to_thread.run_sync(examine, python, backend(settings) == PLUGIN)
     port = port or _free_port(host)
     words = LastWords()
     started = command(settings, python, host, port, cpu=installed.cpu)
@@ -85,7 +85,7 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
 
 @asynccontextmanager
 async def _process(command: list[str], env: dict[str, str], words: LastWords) -> AsyncIterator[Process]:
-    """vLLM's server, in a process group of its own that is gone when the context is left, or this process is."""
+    """VLLM's server, in a process group of its own that is gone when the context is left, or this process is."""
     process = await anyio.open_process(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env,
         start_new_session=True,
