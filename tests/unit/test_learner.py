@@ -15,8 +15,9 @@ from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
 from workers.settings.file import parse
 from workers.train.batch import collate
+from workers.train.head import find_head
 from workers.train.learner import Learner
-from workers.train.logprobs import token_logprobs
+from workers.train.logprobs import Readable, token_logprobs
 from workers.train.metrics import NAMES
 from workers.train.schedule import factor
 
@@ -79,7 +80,7 @@ def logprob(found, tokens):
     """Log-prob that the learner's model gives to what was sampled of these tokens behind the prompt."""
     ids = torch.tensor([[1, 2, *tokens]])
     with torch.no_grad():
-        return float(token_logprobs(found.model, ids, (ids != 0) & (ids > 2), temperature=1.0).logprobs_N.sum())
+        return float(token_logprobs(found.passes.policy, ids, (ids != 0) & (ids > 2), temperature=1.0).logprobs_N.sum())
 
 
 def weights(found):
@@ -285,7 +286,7 @@ def rows():
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
 def test_log_probs_are_those_of_the_whole_forward_pass(base, rows, temperature):
     model = AutoModelForCausalLM.from_pretrained(base).eval()
-    found = token_logprobs(model, *rows, temperature=temperature, entropy="value")
+    found = token_logprobs(Readable(model, find_head(model)), *rows, temperature=temperature, entropy="value")
     entropy = found.entropy_N
     assert torch.allclose(found.logprobs_N, full_logprobs(model, *rows, temperature), atol=1e-5)
     assert ((entropy > 0) & (entropy < math.log(VOCABULARY) + 1e-4)).all()
@@ -293,8 +294,8 @@ def test_log_probs_are_those_of_the_whole_forward_pass(base, rows, temperature):
 
 def test_greedy_counts_as_temperature_one(base, rows):
     model = AutoModelForCausalLM.from_pretrained(base).eval()
-    greedy = token_logprobs(model, *rows, temperature=0.0).logprobs_N
-    assert torch.equal(greedy, token_logprobs(model, *rows, temperature=1.0).logprobs_N)
+    greedy = token_logprobs(Readable(model, find_head(model)), *rows, temperature=0.0).logprobs_N
+    assert torch.equal(greedy, token_logprobs(Readable(model, find_head(model)), *rows, temperature=1.0).logprobs_N)
 
 
 def test_what_a_model_does_to_its_logits_is_done(rows):
@@ -309,7 +310,7 @@ def test_what_a_model_does_to_its_logits_is_done(rows):
         final_logit_softcapping=0.5,
     )
     model = Gemma2ForCausalLM(config).eval()
-    found = token_logprobs(model, *rows, temperature=1.0).logprobs_N
+    found = token_logprobs(Readable(model, find_head(model)), *rows, temperature=1.0).logprobs_N
     assert torch.allclose(found, full_logprobs(model, *rows, 1.0), atol=1e-5)
     assert float((found.max() - found.min()).detach()) <= 1.0 + 1e-5
 
@@ -324,7 +325,7 @@ def test_a_model_without_an_output_layer_of_its_own_works_too(rows):
         def __call__(self, input_ids, use_cache=False):
             return SimpleNamespace(logits=table[input_ids])
 
-    found = token_logprobs(Bigrams(), *rows, temperature=1.0).logprobs_N
+    found = token_logprobs(Readable(Bigrams(), None), *rows, temperature=1.0).logprobs_N
     assert torch.allclose(found, full_logprobs(Bigrams(), *rows, 1.0))
 
 
@@ -332,8 +333,8 @@ def test_padding_and_batch_mates_do_not_change_a_rows_log_probs(base, rows):
     model, (tokens, chosen) = AutoModelForCausalLM.from_pretrained(base).eval(), rows
     padded = torch.cat([tokens, torch.zeros(3, 5, dtype=torch.int64)], dim=1)
     mask = torch.cat([chosen, torch.zeros(3, 5, dtype=torch.bool)], dim=1)
-    alone = token_logprobs(model, tokens[:1], chosen[:1], temperature=1.0).logprobs_N
-    together = token_logprobs(model, padded, mask, temperature=1.0).logprobs_N
+    alone = token_logprobs(Readable(model, find_head(model)), tokens[:1], chosen[:1], temperature=1.0).logprobs_N
+    together = token_logprobs(Readable(model, find_head(model)), padded, mask, temperature=1.0).logprobs_N
     assert torch.allclose(together[: len(alone)], alone, atol=1e-5)
 
 

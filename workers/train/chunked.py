@@ -8,7 +8,7 @@ layer, and memory no longer depends on tokens times vocabulary.
 """
 
 from collections.abc import Iterator
-from typing import Any, Final, Literal, NamedTuple, cast
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,7 +74,8 @@ def read(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
     if hidden_NH.dtype == torch.float64:
         dtype = torch.float64
-    found = _Read.apply(hidden_NH, weight_VH, bias_V, targets_N, finish, entropy, squares, dtype, block)  # type: ignore[no-untyped-call]
+    how = _How(finish, dtype, block)
+    found = _Read.apply(hidden_NH, weight_VH, bias_V, targets_N, how, entropy, squares)  # type: ignore[no-untyped-call]
     return Read(*found)
 
 
@@ -85,6 +86,14 @@ class _Block(NamedTuple):
     words: slice
     weight_vH: Tensor
     """In the type that products are made of."""
+
+
+class _How(NamedTuple):
+    """The end of `_Inputs`."""
+
+    finish: Finish
+    dtype: torch.dtype
+    block: int
 
 
 class _Inputs(NamedTuple):
@@ -139,13 +148,11 @@ class _Read(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_N: Tensor,
-        finish: Finish,
+        how: _How,
         entropy: Entropy,
         squares: bool,
-        dtype: torch.dtype,
-        block: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = _Inputs(hidden_NH, weight_VH, bias_V, targets_N, finish, dtype, block)
+        inputs = _Inputs(hidden_NH, weight_VH, bias_V, targets_N, *how)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             top_N, total_N, chosen_N, moment_N, squared_N = _sums(inputs, entropy=bool(entropy), squares=squares)
         log_total_N = total_N.log()
@@ -154,7 +161,7 @@ class _Read(torch.autograd.Function):
         entropy_N = log_total_N - moment_N / total_N if entropy else torch.zeros_like(logprobs_N)
         squares_N = squared_N / total_N.square() if squares else torch.zeros_like(logprobs_N)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, top_N, log_total_N, entropy_N)
-        ctx.rest = (finish, dtype, block)
+        ctx.how = how
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(squares_N, *(() if entropy == "gradient" else (entropy_N,)))
         return logprobs_N, entropy_N, squares_N
@@ -164,7 +171,7 @@ class _Read(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         by_logprob_N, by_entropy_N, _ = gradients
         hidden_NH, weight_VH, bias_V, targets_N, top_N, log_total_N, entropy_N = ctx.saved_tensors
-        inputs = _Inputs(hidden_NH, weight_VH, bias_V, targets_N, *ctx.rest)
+        inputs = _Inputs(hidden_NH, weight_VH, bias_V, targets_N, *ctx.how)
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         if by_logprob_N is None:
             by_logprob_N = torch.zeros_like(top_N)
@@ -191,7 +198,7 @@ class _Read(torch.autograd.Function):
         made = (
             None if g is None else g.to(t.dtype) for g, t in zip(found, (hidden_NH, weight_VH, bias_V), strict=True)
         )
-        return (*made, None, None, None, None, None, None)
+        return (*made, None, None, None, None)
 
 
 def _sums(inputs: _Inputs, *, entropy: bool, squares: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -264,5 +271,5 @@ def _product(a_nk: Tensor, b_km: Tensor) -> Tensor:
     if a_nk.dtype not in {torch.bfloat16, torch.float16}:
         return a_nk @ b_km
     if a_nk.is_cuda:
-        return cast("Tensor", torch.mm(a_nk, b_km, out_dtype=torch.float32))
+        return torch.mm(a_nk, b_km, out_dtype=torch.float32)
     return a_nk.float() @ b_km.float()

@@ -3,7 +3,7 @@
 Log-probs are made without the model's own logits (`workers.train.chunked`), so what its code does to them behind the
 output layer has to be known. Configurations tell, in keys that mean different things in different models
 (`logits_scaling` divides in Granite, multiplies in HyperCLOVA X). So whatever they may mean is tried when a model is
-loaded, on hidden states of every size from 0.1 to 100, and what gives the model's own logits is taken. Where nothing does, the
+loaded, on logits of every size from 0.1 to 100, and what gives the model's own is taken. Where nothing does, the
 model's logits are used as they are, which is right and takes memory.
 """
 
@@ -22,7 +22,13 @@ from workers.train.chunked import Finish
 
 log = structlog.get_logger()
 
-SCALES: Final = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier")
+SCALES: Final = (
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "output_multiplier",
+    "logits_mup_width_multiplier",
+)
 """Keys of a configuration that may be a factor of logits, or a divisor."""
 SOFTCAPS: Final = ("final_logit_softcapping", "softcap", "logit_softcap")
 """Keys of a configuration that may be a cap of logits."""
@@ -63,7 +69,9 @@ def find_head(model: Any) -> Head | None:
         return None
     expected = _own_logits(model, layer)
     if expected is None:
-        log.info("head.not_known", model=type(model).__name__, reason="its output layer is not run once over all tokens")
+        log.info(
+            "head.not_known", model=type(model).__name__, reason="its output layer is not run once over all tokens"
+        )
         return None
     hidden_NH, logits_NV = expected
     head = Head(layer, Finish())
@@ -72,7 +80,9 @@ def find_head(model: Any) -> Head | None:
         for finish in _guesses(model.config):
             if _same(_finished(products_NV, finish), logits_NV):
                 return Head(layer, finish)
-    log.info("head.not_known", model=type(model).__name__, reason="it does to logits what its configuration does not tell")
+    log.info(
+        "head.not_known", model=type(model).__name__, reason="it does to logits what its configuration does not tell"
+    )
     return None
 
 

@@ -11,9 +11,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from workers.train.chunked import NO_CHANCE, Entropy, read
+from workers.train import chunked
+from workers.train.chunked import NO_CHANCE, Entropy
 from workers.train.head import Head, hidden_instead
 from workers.train.layout import laid_out
+
+
+class Readable(NamedTuple):
+    """A model, and how it is read."""
+
+    model: Any
+    """A Hugging Face causal language model."""
+    head: Head | None
+    """Its own (`find_head`); None: its logits are taken as they are."""
+    packed: bool = False
+    """It is given rows one behind another, without padding."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -32,14 +44,12 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(
-    model: Any,
-    head: Head | None,
+    read: Readable,
     tokens_MT: Tensor,
     chosen_MT: Tensor,
     *,
     temperature: float,
     lengths_M: Tensor | None = None,
-    packed: bool = False,
     entropy: Entropy = "",
     squares: bool = False,
     ends: bool = False,
@@ -47,13 +57,11 @@ def token_logprobs(
     """Log-probs of the chosen tokens under logits / temperature.
 
     Args:
-        model: a Hugging Face causal language model.
-        head: its own (`find_head`); None: its logits are taken as they are.
+        read: the model.
         tokens_MT: int64, padded on the right.
         chosen_MT: bool; never the first token of a row, which nothing predicts.
         temperature: of sampling; 0 (greedy) counts as 1.
         lengths_M: int64, tokens of each row; all of them unless given.
-        packed: give the model the rows one behind another, without padding.
         entropy: compute the entropies too, without or with gradient.
         squares: compute the sums of squared probabilities too.
         ends: return the hidden states after the last tokens too.
@@ -61,22 +69,19 @@ def token_logprobs(
     rows, width = tokens_MT.shape
     if lengths_M is None:
         lengths_M = torch.full((rows,), width, dtype=torch.int64, device=tokens_MT.device)
-    layout = laid_out(tokens_MT, lengths_M, packed=packed)
+    layout = laid_out(tokens_MT, lengths_M, packed=read.packed)
     rows_N, positions_N = chosen_MT.nonzero(as_tuple=True)
     places = layout.starts_M[rows_N] + positions_N - 1
     if ends:
         places = torch.cat([places, layout.starts_M + lengths_M - 1])
     targets_N, count = tokens_MT[chosen_MT], len(rows_N)
     temperature = temperature or 1.0
-    if head is None:
-        logits, hidden = _logits(model, layout.inputs, places)
-        found = _of_logits(logits[:count], targets_N, temperature, entropy=entropy, squares=squares)
+    if read.head is None:
+        logits, hidden = _logits(read.model, layout.inputs, places)
+        found = _of_logits(logits[:count], targets_N, temperature, entropy, squares=squares)
     else:
-        hidden = _hidden(model, head, layout.inputs, places)
-        finish = head.finish._replace(temperature=temperature)
-        found = TokenLogprobs(
-            *read(hidden[:count], head.weight_VH, head.bias_V, targets_N, finish, entropy=entropy, squares=squares)
-        )
+        hidden = _hidden(read.model, read.head, layout.inputs, places)
+        found = TokenLogprobs(*_of_hidden(hidden[:count], read.head, targets_N, temperature, entropy, squares=squares))
     return TokenLogprobs(
         found.logprobs_N,
         found.entropy_N if entropy else None,
@@ -99,6 +104,14 @@ def _hidden(model: Any, head: Head, inputs: dict[str, Any], places_N: Tensor) ->
     return caught[0]
 
 
+def _of_hidden(
+    hidden_NH: Tensor, head: Head, targets_N: Tensor, temperature: float, entropy: Entropy, *, squares: bool
+) -> chunked.Read:
+    """Block by block."""
+    finish = head.finish._replace(temperature=temperature)
+    return chunked.read(hidden_NH, head.weight_VH, head.bias_V, targets_N, finish, entropy=entropy, squares=squares)
+
+
 def _logits(model: Any, inputs: dict[str, Any], places_N: Tensor) -> tuple[Tensor, Tensor | None]:
     """The model's own logits at these places, and the hidden states that they were made from."""
     layer = model.get_output_embeddings()
@@ -116,7 +129,7 @@ def _logits(model: Any, inputs: dict[str, Any], places_N: Tensor) -> tuple[Tenso
 
 
 def _of_logits(
-    logits_NV: Tensor, targets_N: Tensor, temperature: float, *, entropy: Entropy, squares: bool
+    logits_NV: Tensor, targets_N: Tensor, temperature: float, entropy: Entropy, *, squares: bool
 ) -> TokenLogprobs:
     """All at once, of logits that are there."""
     if logits_NV.dtype not in {torch.float32, torch.float64}:
