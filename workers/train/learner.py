@@ -16,7 +16,8 @@ from stream.errors import RunMismatchError, SettingsError
 from stream.validity import DropReason
 from workers.settings import Settings
 from workers.train.algorithms.masks import too_old
-from workers.train.batch import Batch, split
+from workers.train.batch import Batch
+from workers.train.checkpointing import checkpoint_layers
 from workers.train.critic import Critic, hidden_size
 from workers.train.durable import new_folder
 from workers.train.forming import Formed, form
@@ -84,6 +85,8 @@ class Learner:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.base = Path(folder or settings.model.path)
         self.model: Any = load_policy(self.base).to(self.device)
+        if settings.train.gradient_checkpointing:
+            checkpoint_layers(self.model)
         reference: Any = None
         if settings.algorithm.kl_coefficient:
             reference = load_policy(Path(settings.model.path)).to(self.device).requires_grad_(requires_grad=False)
@@ -209,7 +212,7 @@ class Learner:
 
     def _train(self, formed: Formed, tally: Tally) -> str:
         """Make the updates of one batch; returns why it stopped, or nothing."""
-        parts = self.ranks.mine(split(formed.batch, self.settings.train.micro_batch_tokens, formed.masks.loss_R))
+        parts = self.passes.micro_batches(formed.batch, formed.masks.loss_R)
         trained = [*self.parameters.values(), *self.critic_parameters.values()]
         bound = self.settings.train.max_grad_norm
         for update in range(self.settings.train.updates_per_batch):

@@ -10,7 +10,9 @@ from workers.train.algorithms.losses import LossOutput
 from workers.train.batch import Batch, split
 from workers.train.critic import Critic
 from workers.train.forming import Formed
-from workers.train.logprobs import TokenLogprobs, token_logprobs
+from workers.train.head import find_head
+from workers.train.logprobs import Readable, TokenLogprobs, token_logprobs
+from workers.train.packing import set_attention
 from workers.train.ranks import Ranks
 from workers.train.survey import Survey
 
@@ -24,11 +26,20 @@ class Passes:
         critic: None unless the estimator needs values.
         settings: of the run.
         ranks: that share the work.
+
+    Raises:
+        SettingsError: the settings ask for an attention, or for packing, that is not to be had of these models.
     """
 
     def __init__(self, model: Any, reference: Any, critic: Critic | None, settings: Settings, ranks: Ranks) -> None:
-        self.model, self.reference, self.critic = model, reference, critic
-        self.settings, self.ranks = settings, ranks
+        self.settings, self.ranks, self.critic = settings, ranks, critic
+        self.policy = self._readable(model)
+        self.reference = None if reference is None else self._readable(reference)
+
+    def micro_batches(self, batch: Batch, rows_R: Tensor) -> list[Tensor]:
+        """Row numbers of each of this rank's micro-batches over these rows (bool)."""
+        tokens = self.settings.train.micro_batch_tokens
+        return self.ranks.mine(split(batch, tokens, rows_R, packed=self.policy.packed))
 
     def survey(self, batch: Batch, mask_RT: Tensor) -> Survey:
         """A pass without gradient over the tokens that may bear loss."""
@@ -36,10 +47,10 @@ class Passes:
         logprobs_RT, squares_RT, values_RT = zeros_RT, zeros_RT.clone(), zeros_RT.clone()
         end_values_R = torch.zeros(len(batch.lengths_R), device=mask_RT.device)
         with torch.no_grad():
-            for rows in self.ranks.mine(split(batch, self.settings.train.micro_batch_tokens, mask_RT.any(dim=1))):
+            for rows in self.micro_batches(batch, mask_RT.any(dim=1)):
                 width = int(batch.lengths_R[rows].max())
                 mask = mask_RT[rows, :width]
-                found = self._read(self.model, batch, rows, mask, squares=True, ends=self.critic is not None)
+                found = self._read(self.policy, batch, rows, mask, squares=True, ends=self.critic is not None)
                 for whole, part in ((logprobs_RT, found.logprobs_N), (squares_RT, found.squares_N)):
                     whole[rows, :width] = torch.zeros_like(whole[rows, :width]).masked_scatter(mask, _given(part))
                 if self.critic is not None:
@@ -58,7 +69,7 @@ class Passes:
         """Forward and backward over one micro-batch."""
         batch = formed.batch
         mask_MT = formed.masks.tokens_RT[rows, : int(batch.lengths_R[rows].max())]
-        found = self._read(self.model, batch, rows, mask_MT, entropy=first)
+        found = self._read(self.policy, batch, rows, mask_MT, entropy=first)
         reference_N = None
         if self.reference is not None:
             with torch.no_grad():
@@ -68,9 +79,13 @@ class Passes:
         output.loss.backward()  # type: ignore[no-untyped-call]
         return output
 
+    def _readable(self, model: Any) -> Readable:
+        dtype = torch.bfloat16 if self.settings.model.dtype == "bfloat16" else next(model.parameters()).dtype
+        return set_attention(Readable(model, find_head(model)), self.settings.train, dtype)
+
     def _read(
         self,
-        model: Any,
+        read: Readable,
         batch: Batch,
         rows: Tensor,
         mask_MT: Tensor,
@@ -82,13 +97,14 @@ class Passes:
         bonus = self.settings.algorithm.entropy_coefficient > 0 and torch.is_grad_enabled()
         with torch.autocast(mask_MT.device.type, torch.bfloat16, enabled=self.settings.model.dtype == "bfloat16"):
             return token_logprobs(
-                model,
+                read,
                 batch.tokens_RT[rows, : mask_MT.shape[1]],
                 mask_MT,
                 temperature=self.settings.rollout.temperature,
+                lengths_M=batch.lengths_R[rows],
                 entropy="gradient" if bonus else "value" if entropy else "",
                 squares=squares,
-                lengths_M=batch.lengths_R[rows] if ends else None,
+                ends=ends,
             )
 
 
