@@ -18,12 +18,12 @@ import anyio
 import structlog
 from msgspec import Struct
 
-from envs.served.service import back_off
+from envs.served.service import back_off, error_text
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
 from workers.rollout.engine.answer import NONE_YET, Sampled, version_number
 from workers.rollout.engine.connection import QUESTION_S, Connection, SilentError
 from workers.rollout.engine.known_engine import KnownEngine
-from workers.rollout.engine.probe import Facts, Probe, UnfitError
+from workers.rollout.engine.probe import ABSENT, Facts, Probe, UnfitError
 from workers.rollout.engine.sampling import Sampling
 from workers.settings import Settings
 
@@ -63,6 +63,7 @@ class EngineClient:
         samplings: Sequence[Sampling] = (),
         concurrency: int = 512,
     ) -> None:
+        self.samplings = tuple(samplings)
         self._connection = Connection()
         self._probe = Probe(self._connection, samplings=samplings, timeout_s=request_timeout_s)
         self._engines = [KnownEngine(url) for url in urls]
@@ -174,6 +175,9 @@ class EngineClient:
             sampling = sampling.within(facts.max_length - len(prompt_ids))
         body = route.body(prompt_ids, sampling, model=facts.model)
         status, payload = await self._connection.send("POST", engine.url + route.path, self._request_timeout_s, body)
+        if status in ABSENT:
+            engine.facts = None
+            raise EngineError(f"{engine.url}{route.path} answers {status} all of a sudden: {error_text(payload)}")
         after = before
         if status == 200 and facts.versioned and not facts.spans:
             after = await self._ask_version(engine)

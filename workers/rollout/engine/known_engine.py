@@ -51,6 +51,8 @@ class KnownEngine:
 
     def spoke(self, version: int) -> None:
         """It has this version now."""
+        if version < self.version:
+            self.facts = None  # it was started anew, and perhaps otherwise
         self.version, self.spoke_at = version, anyio.current_time()
 
     def has(self, version: int) -> bool:
