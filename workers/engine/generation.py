@@ -21,6 +21,7 @@ class Generation:
         "likeliest",
         "limit",
         "logprobs",
+        "old_kv",
         "params",
         "prompt_length",
         "random",
@@ -80,6 +81,8 @@ class Generation:
         self.reason: FinishReason | None = None
         self.error: EngineError | None = None
         self.done = done
+        self.old_kv = False
+        """Some of its keys and values come from weights that the model has no more."""
         self._marks: list[tuple[str, int]] = []
 
     @property

@@ -6,6 +6,7 @@ from typing import Final
 
 from stream.errors import SettingsError
 from workers.settings.algorithm import Correction, Critic, Normalization, Shaping
+from workers.settings.engine import Engine
 from workers.settings.estimators import Gae, OptimalTokenBaseline, Passk, TirOptimalTokenBaseline
 from workers.settings.losses import Clipped
 from workers.settings.pipeline import Eval, Pacing, Rollout
@@ -64,6 +65,34 @@ def _data(s: Settings) -> Iterator[str]:
             yield f"{place}: environment {name!r} is unknown; [environments] has: {known}"
     if not s.data.prompt and not s.environments:
         yield "data.prompt is empty, so that prompts come from reset, but there are no [environments]; name the column"
+
+
+def _engines(s: Settings) -> Iterator[str]:
+    least, most = s.engine.min_concurrency, s.engine.max_concurrency
+    if least > most:
+        yield f"engine.min_concurrency is {least} and engine.max_concurrency is {most}; make the first the smaller one"
+    if s.engine.dns.startswith("https:"):
+        yield (
+            "engine.dns is https, but the engines behind a name are reached by their addresses, for which no "
+            "certificate holds; write http, or name each engine in engine.urls"
+        )
+    yield from _own_engines(s)
+
+
+def _own_engines(s: Settings) -> Iterator[str]:
+    engine = s.engine
+    named = "engine.urls" if engine.urls else "engine.dns" if engine.dns else ""
+    for key in ("count", "devices"):
+        if named and getattr(engine, key) != getattr(Engine(), key):
+            yield f"engine.{key} is set, but {named} names the engines, so that none is started; leave one of them out"
+    for key in ("python", "flags"):
+        if engine.server == "local" and getattr(engine, key) != getattr(Engine(), key):
+            yield f"engine.{key} is vLLM's, but engine.server is 'local'; set that to 'vllm', or leave the first out"
+    if engine.devices and len(engine.devices) != engine.count:
+        yield (
+            f"engine.devices is for {len(engine.devices)} engines and engine.count is {engine.count}; name the GPUs of "
+            "each engine, or of none"
+        )
 
 
 def _rollouts(s: Settings) -> Iterator[str]:
@@ -321,6 +350,7 @@ def _no_effect(key: str, estimator: str, reads: str) -> str:
 _CHECKS: Final[tuple[Callable[[Settings], Iterator[str]], ...]] = (
     _rewards,
     _data,
+    _engines,
     _rollouts,
     _sampling,
     _pacing,

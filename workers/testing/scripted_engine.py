@@ -19,6 +19,7 @@ from aiohttp import web
 from stream.errors import EngineRefusedError
 from workers.engine.site import MAX_BODY_BYTES, Handler, answer_errors, listen
 from workers.engine.wire import (
+    BACKEND,
     NO_VERSION,
     PROBE,
     UNKNOWN,
@@ -83,6 +84,7 @@ class ScriptedEngine:
         delay_s: what each answer takes. Its tokens come evenly over that time, those from before new weights with
             the version before.
         port: 0 for a free one; a fixed one to 'restart' at the same address.
+        room: requests that it works on at once; others wait. None: any number.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class ScriptedEngine:
         max_length: int = 4096,
         delay_s: float | Delay = 0.0,
         port: int = 0,
+        room: int | None = None,
     ) -> None:
         self.url = ""
         self.version = version
@@ -101,6 +104,8 @@ class ScriptedEngine:
         self.faults: Faults = _no_faults
         self.order_faults: Counter[str] = Counter()
         """How many of the next calls of a control route, by path, answer 500."""
+        self.transfer_config: dict[str, str] | None = {"backend": BACKEND}
+        """As vLLM tells it of itself; None: started without one."""
         self.refused_paths: set[str] = set()
         """Weights that are answered with a 400."""
         self.without: set[str] = set()
@@ -118,12 +123,14 @@ class ScriptedEngine:
         self.too_long = 0
         """Requests refused for the length of their prompts, which are not among `requests`."""
         self.running = 0
+        """Requests that it has not answered yet, those that wait included."""
         self.aborted = 0
         self.paused = False
         self._reply = reply
         self._max_length = max_length
         self._delay_s = delay_s
         self._port = port
+        self._room = anyio.CapacityLimiter(room or math.inf)
         self._path: str | None = None
         self._resumed = anyio.Event()
         self._ends = anyio.Event()
@@ -145,6 +152,7 @@ class ScriptedEngine:
             ("/v1/models", lambda: {"data": [{"id": "scripted", "max_model_len": self._max_length}]}),
             ("/weight_info", lambda: {"weight_version": self.version}),
             ("/is_paused", lambda: {"is_paused": self.paused}),
+            ("/server_info", lambda: {"vllm_config": {"weight_transfer_config": self.transfer_config}}),
         ]
         for path, answer in answers:
             app.router.add_get(path, self._answering(path, answer))
@@ -190,13 +198,14 @@ class ScriptedEngine:
         try:
             while self.paused and not self._ends.is_set():
                 await self._resumed.wait()
-            began = anyio.current_time()
-            if delay_s := self._delay_s(request) if callable(self._delay_s) else self._delay_s:
-                await anyio.sleep(delay_s)
-            fault = self.faults(number, request)
-            answer = await self._fail(fault, http) if fault in {"500", "429", "400", "hang", "reset"} else None
-            finished = True
-            return answer or web.Response(body=say(request, fault, began), content_type="application/json")
+            async with self._room:
+                began = anyio.current_time()
+                if delay_s := self._delay_s(request) if callable(self._delay_s) else self._delay_s:
+                    await anyio.sleep(delay_s)
+                fault = self.faults(number, request)
+                answer = await self._fail(fault, http) if fault in {"500", "429", "400", "hang", "reset"} else None
+                finished = True
+                return answer or web.Response(body=say(request, fault, began), content_type="application/json")
         finally:
             self.running -= 1
             self.aborted += not finished
@@ -281,7 +290,8 @@ class ScriptedEngine:
             self.paused = False
             self._resumed.set()
         elif http.path == "/update_weights":
-            self._path = msgspec.json.decode(body, type=UpdateWeights).update_info.path
+            info = msgspec.json.decode(body, type=UpdateWeights).update_info
+            self._path = info.path or info.url
             if self._path in self.refused_paths:
                 raise EngineRefusedError(f"{self._path}: not this model's weights")
         elif http.path == "/finish_weight_update":
@@ -300,7 +310,10 @@ class ScriptedEngine:
         return handler
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=f"vllm:num_requests_running {self.running}\nvllm:num_requests_waiting 0\n")
+        waiting = self._room.statistics().tasks_waiting
+        return web.Response(
+            text=f"vllm:num_requests_running {self.running - waiting}\nvllm:num_requests_waiting {waiting}\n"
+        )
 
     async def _nothing(self, _: web.Request) -> web.Response:
         return web.Response()
