@@ -32,7 +32,9 @@ _PROMPTS: Final = ((1,), (3,), (5, 7), (11, 2), (13,))
 _RAW, _PROCESSED = (0.8, 1.25), (1.6, 2.5)
 """How far log-probs at temperature 1/2 lie apart, in units of those at 1."""
 _THERE: Final = (200, 400, 422)
-"""Statuses of a route that is open; a closed one of vLLM answers 403, an unknown one 404."""
+"""Of a route that is open, to an empty request."""
+ABSENT: Final = (403, 404, 405)
+"""Of one that a server does not have, or keeps closed."""
 _LEAST_GAP: Final = 0.02
 """Of log-probs; below it rounding could decide."""
 
@@ -99,7 +101,7 @@ class Probe:
     async def _answers(self, method: str, url: str) -> bool:
         """Whether there is such a route; what is there refuses an empty request."""
         status, payload = await self._connection.send(method, url, QUESTION_S, b"{}" if method == "POST" else None)
-        if status >= 500:
+        if status not in (*_THERE, *ABSENT):
             raise EngineError(f"{url} answers {status}: {error_text(payload)}")
         return status in _THERE
 
