@@ -161,16 +161,16 @@ async def test_at_rest_each_push_is_what_is_served_also_behind_cached_prefixes(s
 async def test_in_flight_the_spans_name_the_token_of_each_switch(served):
     first = await served.push(0)
     found = {}
-    (prompt, shared, other) = prompts(3, 620, seed=1)
-    other = shared[:400] + other[:230]
+    prompt, other = prompts(2, 620, seed=1)
+    other = prompt[:400] + other[:230]
 
     async def long_request(name, tokens):
         found[name] = (name, await served.sample(list(name), tokens))
 
     with anyio.fail_after(120):
         async with anyio.create_task_group() as tasks:
-            for each in (prompt, shared, other):
-                tasks.start_soon(long_request, tuple(each), 360)
+            for each in (prompt, other):
+                tasks.start_soon(long_request, tuple(each), 1200)
             for policy in (1, 2):
                 await served.while_tokens_are_sampled()
                 await served.push(policy)
@@ -188,7 +188,7 @@ async def test_kept_keys_and_values_are_a_mixture_and_only_in_requests_that_were
     found = []
 
     async def long_request():
-        found.append(await served.sample(prompt, 200))
+        found.append(await served.sample(prompt, 600))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(long_request)
@@ -323,7 +323,7 @@ async def test_a_trainer_killed_between_start_and_finish_is_healed_by_the_next_p
     found = []
 
     async def long_request():
-        found.append(await served.sample(long[0], 200))
+        found.append(await served.sample(long[0], 600))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(long_request)
