@@ -3,18 +3,19 @@
     python benchmarks/train_step.py [--json] [--small] [--packing auto] [--attention auto] [--checkpointing]
                                     [--rows 64] [--steps 8] [--updates 1] [--micro-batch-tokens 16384] [--threads 1]
 
-On a GPU: a random model of 0.5 billion parameters (the shape of Qwen2.5-0.5B) in bfloat16, rows of about a thousand tokens.
-With `--small`: the demo's model, float32, rows of 100 to 160 tokens, on the CPU too. Prints tokens per second (all tokens of the
-rows, over the median step) and the use of the card's arithmetic, next to the card's name, type, attention and packing.
+On a GPU: a random model of 0.5 billion parameters (the shape of Qwen2.5-0.5B) in bfloat16, rows of about a thousand
+tokens. With `--small`: the demo's model, float32, rows of 100 to 160 tokens, on the CPU too. Prints tokens per second
+(all tokens of the rows, over the median step) and the use of the card's arithmetic, next to the card's name, type,
+attention and packing.
 
-Model FLOPs utilisation is (model FLOPs of a step / its seconds) / the card's peak. Model FLOPs are those of products alone, twice
-as many backward as forward, and none for what is computed a second time (PaLM, arXiv:2204.02311, appendix B):
-6 x parameters in products for each token, the output layer's for loss tokens only since it works on no others, and for attention
-12 x layers x heads x head size x half of (the sum of squared row lengths), since it is causal. Peaks are the makers' figures for dense
-bfloat16; None for a card that is not in the table, and in float32.
+Model FLOPs utilisation is model FLOPs of a step over its seconds, divided by the card's peak. Model FLOPs are those of
+products alone, twice as many backward as forward, and none for what is computed a second time (PaLM, arXiv:2204.02311,
+appendix B): 6 x parameters in products for each token, the output layer's for loss tokens only since it works on no
+others, and for attention 12 x layers x heads x head size x half of the sum of squared row lengths, since it is causal.
+Peaks are the makers' figures for dense bfloat16; None for a card that is not in the table, and in float32.
 
-Caveats: random weights and tokens (the work is the same), and whatever else the machine is doing: `step_cpu_s`, the processor time
-of all threads, is what a busy machine distorts least on a CPU.
+Caveats: random weights and tokens (the work is the same), and whatever else the machine is doing: `step_cpu_s`, the
+processor time of all threads, is what a busy machine distorts least on a CPU.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import structlog
 import torch
 import transformers
 
@@ -152,6 +154,7 @@ def main() -> int:
     if not gpu and not given.small:
         print("there is no GPU here; --small runs a small model on the CPU", file=sys.stderr)
         return 2
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     config, scale, dtype = (SMALL, 1, "float32") if given.small else (HALF_BILLION, 8, "bfloat16")
     rows = given.rows or (128 if given.small else 64)
     groups = make_groups(rows, config.vocab_size, scale)
