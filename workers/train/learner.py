@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,8 +25,10 @@ from workers.train.objective import correction_report
 from workers.train.passes import Passes
 from workers.train.policy import load_policy, write_policy
 from workers.train.ranks import Ranks
+from workers.train.reader import Reader
 from workers.train.schedule import factor
 from workers.train.selection import derive_masks
+from workers.train.sharding import clip, fill, gathered, shared_reader
 from workers.train.tally import Tally
 
 log = structlog.get_logger()
@@ -55,11 +57,16 @@ class Learner:
     autocast, and weights are written in bfloat16. Dropout is off. With the same threads, the same batches give the same
     weights to the bit.
 
+    With several ranks (`workers.train.ranks`) each has a learner. Policy, reference and optimizer state are sharded
+    over them (`workers.train.sharding`), the critic, which is small, is whole at each. Every rank calls the same
+    methods in the same order; the first alone reads and writes files.
+
     Args:
         settings: of the run.
         folder: the model to begin with; `settings.model.path` unless given.
         total_steps: where a falling learning rate ends; `settings.train.max_steps` unless given.
-        device: the first GPU if there is one, unless given.
+        device: the first GPU if there is one, unless given; of several ranks on a machine each has its own.
+        dtype: of weights and optimizer state.
 
     Raises:
         SettingsError: there is no model in the folder, the learning rate falls over an unknown number of steps, or the
@@ -67,7 +74,13 @@ class Learner:
     """
 
     def __init__(
-        self, settings: Settings, *, folder: Path | None = None, total_steps: int = 0, device: str | None = None
+        self,
+        settings: Settings,
+        *,
+        folder: Path | None = None,
+        total_steps: int = 0,
+        device: str | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.settings = settings
         self.steps = 0
@@ -80,15 +93,14 @@ class Learner:
                 f"train.schedule is {settings.train.schedule!r}, but where it ends is unknown; set train.max_steps"
             )
         torch.set_num_threads(settings.train.threads)
-        self.ranks = Ranks()
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.ranks = Ranks(device)
+        self.device, self.dtype = self.ranks.device, dtype
         self.base = Path(folder or settings.model.path)
-        self.model: Any = load_policy(self.base).to(self.device)
-        reference: Any = None
-        if settings.algorithm.kl_coefficient:
-            reference = load_policy(Path(settings.model.path)).to(self.device).requires_grad_(requires_grad=False)
+        reader = self._read(self.base, trained=True)
+        self.model: Any = reader.model
+        reference = self._read(Path(settings.model.path), trained=False) if settings.algorithm.kl_coefficient else None
         self.critic = _critic(self.model, settings).to(self.device) if settings.estimator.name == "gae" else None
-        self.passes = Passes(self.model, reference, self.critic, settings, self.ranks)
+        self.passes = Passes(reader, reference, self.critic, settings, self.ranks)
         self.parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
         self.critic_parameters = {f"critic.{n}": p for n, p in self.critic.named_parameters()} if self.critic else {}
         self.optimizer = _optimizer(self.parameters, self.critic_parameters, settings)
@@ -163,13 +175,20 @@ class Learner:
             self.write_weights(temporary)
 
     def write_weights(self, folder: Path) -> None:
-        """Write the policy into an existing folder."""
-        write_policy(self.model, self.base, folder, self.settings.model.dtype)
+        """Write the policy into an existing folder; at the first rank."""
+        weights = self.weights()
+        if self.ranks.leads:
+            write_policy(self.model, weights, self.base, folder, self.settings.model.dtype)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The policy's tensors as they are written, whole, on the CPU; at other ranks than the first, nothing."""
+        return gathered(self.model.state_dict(keep_vars=True), self.ranks, self._written)
 
     def state(self) -> dict[str, Tensor]:
-        """Everything beside the weights that the next step depends on, by name.
+        """Everything beside the weights that the next step depends on, by name, whole, on the CPU.
 
-        That is the optimizer's state, float32 weights where those written differ, and the critic.
+        That is the optimizer's state, weights as they are where those written differ, and the critic. At other ranks
+        than the first it is nothing.
         """
         trained = self.parameters | self.critic_parameters
         tensors = {
@@ -177,53 +196,83 @@ class Learner:
             for name, parameter in trained.items()
             for kind, value in self.optimizer.state.get(parameter, {}).items()
         }
-        masters = self.critic_parameters if self.settings.model.dtype == "float32" else trained
-        tensors |= {f"master.{name}": parameter.detach() for name, parameter in masters.items()}
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        masters = self.critic_parameters if self._written == self.dtype else trained
+        tensors |= {f"master.{name}": parameter for name, parameter in masters.items()}
+        return {name: tensor.contiguous() for name, tensor in gathered(tensors, self.ranks).items()}
 
     def restore(self, folder: Path, state: Mapping[str, Tensor], *, steps: int, skipped_steps: int = 0) -> None:
-        """Go back to weights in Hugging Face form and to what `state` returned beside them.
+        """Go back to weights in Hugging Face form and to what `state` returned beside them; at the first rank.
+
+        The others call `put_back` meanwhile. However many ranks wrote them, any number may go on.
 
         Raises:
             RunMismatchError: they belong to another model, or were trained without the critic that there is now.
         """
-        weights = {name: parameter.data for name, parameter in load_policy(folder).named_parameters()}
+        weights = {name: parameter.data for name, parameter in load_policy(folder, self.dtype).named_parameters()}
         if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in self.parameters.items()}:
             raise RunMismatchError(f"{folder}: its weights are not those of {self.base}; use another run name")
         weights |= {name: state[f"master.{name}"] for name in self.critic_parameters if f"master.{name}" in state}
+        for name, parameter in self.critic_parameters.items():
+            if name not in weights or weights[name].shape != parameter.shape:
+                raise RunMismatchError(f"{folder}: it has no such critic ({name}); use another run name")
+        tensors = {f"master.{name}": weight for name, weight in weights.items()} | dict(state)
+        self.put_back(tensors, [*tensors], steps=steps, skipped_steps=skipped_steps)
+
+    def put_back(
+        self, tensors: Mapping[str, Tensor], names: Sequence[str], *, steps: int, skipped_steps: int = 0
+    ) -> None:
+        """Set weights and optimizer state, at every rank its part of them.
+
+        Args:
+            tensors: `master.NAME` of every parameter, and what `state` says of the optimizer; at the first rank.
+            names: of these, at every rank.
+            steps: batches that had come to `step`.
+            skipped_steps: of these, those that were skipped.
+        """
+        given = set(names)
         self.optimizer.state.clear()
-        with torch.no_grad():
-            for name, parameter in (self.parameters | self.critic_parameters).items():
-                if name not in weights or weights[name].shape != parameter.shape:
-                    raise RunMismatchError(f"{folder}: it has no such critic ({name}); use another run name")
-                parameter.copy_(state.get(f"master.{name}", weights[name]))
-                kinds = {kind: state.get(f"{kind}.{name}") for kind in ("step", "exp_avg", "exp_avg_sq")}
-                found = {
-                    k: v.clone() if k == "step" else v.to(self.device, copy=True)
-                    for k, v in kinds.items()
-                    if v is not None
-                }
-                if found:
-                    self.optimizer.state[parameter] = found
+        for name, parameter in (self.parameters | self.critic_parameters).items():
+            fill(parameter, tensors.get(f"master.{name}"), self.ranks)
+            empty = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
+            found = {
+                kind: torch.zeros_like(like, requires_grad=False)
+                for kind, like in empty.items()
+                if f"{kind}.{name}" in given
+            }
+            for kind, tensor in found.items():
+                fill(tensor, tensors.get(f"{kind}.{name}"), self.ranks)
+            if found:
+                self.optimizer.state[parameter] = found
         self.steps, self.skipped_steps = steps, skipped_steps
+
+    @property
+    def _written(self) -> torch.dtype:
+        """Of weights on disk."""
+        return cast("torch.dtype", getattr(torch, self.settings.model.dtype))
+
+    def _read(self, folder: Path, *, trained: bool) -> Reader:
+        whole = load_policy(folder, self.dtype).requires_grad_(trained) if self.ranks.leads else None
+        return shared_reader(whole, self.ranks, mixed=self.settings.model.dtype == "bfloat16")
 
     def _train(self, formed: Formed, tally: Tally) -> str:
         """Make the updates of one batch; returns why it stopped, or nothing."""
         parts = self.ranks.mine(split(formed.batch, self.settings.train.micro_batch_tokens, formed.masks.loss_R))
-        trained = [*self.parameters.values(), *self.critic_parameters.values()]
         bound = self.settings.train.max_grad_norm
         for update in range(self.settings.train.updates_per_batch):
             self.optimizer.zero_grad(set_to_none=True)
             share = Tally()
             for rows in parts:
+                if rows is None:
+                    self.passes.idle(formed.batch)
+                    continue
                 output = self.passes.backward(formed, rows, first=update == 0)
                 share.add({"loss": output.loss.detach(), **output.sums}, output.maxima)
-            self.ranks.add_gradients(trained)
+            self.ranks.add_gradients(self.critic_parameters.values())  # those of shards have been added up
             tally.add(*self.ranks.combine(share.sums, share.maxima))
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), bound)
+            norm = clip(self.parameters.values(), bound)
             sound = torch.isfinite(norm)
             if self.critic is not None:
-                sound &= torch.isfinite(torch.nn.utils.clip_grad_norm_(self.critic_parameters.values(), bound))
+                sound &= torch.isfinite(clip(self.critic_parameters.values(), bound))
             tally.updates += 1
             tally.add({"grad_norm": norm}, {})
             if not sound:

@@ -1,7 +1,5 @@
 """Passes of the models over rows of a batch: the policy, the reference beside it, the critic on top."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -10,8 +8,9 @@ from workers.train.algorithms.losses import LossOutput
 from workers.train.batch import Batch, split
 from workers.train.critic import Critic
 from workers.train.forming import Formed
-from workers.train.logprobs import TokenLogprobs, token_logprobs
+from workers.train.logprobs import TokenLogprobs
 from workers.train.ranks import Ranks
+from workers.train.reader import Reader
 from workers.train.survey import Survey
 
 
@@ -19,15 +18,17 @@ class Passes:
     """The models of a learner, and how they are read.
 
     Args:
-        model: the policy.
+        policy: that is trained.
         reference: the policy of the beginning; None where no divergence is asked for.
         critic: None unless the estimator needs values.
         settings: of the run.
         ranks: that share the work.
     """
 
-    def __init__(self, model: Any, reference: Any, critic: Critic | None, settings: Settings, ranks: Ranks) -> None:
-        self.model, self.reference, self.critic = model, reference, critic
+    def __init__(
+        self, policy: Reader, reference: Reader | None, critic: Critic | None, settings: Settings, ranks: Ranks
+    ) -> None:
+        self.policy, self.reference, self.critic = policy, reference, critic
         self.settings, self.ranks = settings, ranks
 
     def survey(self, batch: Batch, mask_RT: Tensor) -> Survey:
@@ -37,9 +38,12 @@ class Passes:
         end_values_R = torch.zeros(len(batch.lengths_R), device=mask_RT.device)
         with torch.no_grad():
             for rows in self.ranks.mine(split(batch, self.settings.train.micro_batch_tokens, mask_RT.any(dim=1))):
+                if rows is None:
+                    self.idle(batch)
+                    continue
                 width = int(batch.lengths_R[rows].max())
                 mask = mask_RT[rows, :width]
-                found = self._read(self.model, batch, rows, mask, squares=True, ends=self.critic is not None)
+                found = self._read(self.policy, batch, rows, mask, squares=True, ends=self.critic is not None)
                 for whole, part in ((logprobs_RT, found.logprobs_N), (squares_RT, found.squares_N)):
                     whole[rows, :width] = torch.zeros_like(whole[rows, :width]).masked_scatter(mask, _given(part))
                 if self.critic is not None:
@@ -58,7 +62,7 @@ class Passes:
         """Forward and backward over one micro-batch."""
         batch = formed.batch
         mask_MT = formed.masks.tokens_RT[rows, : int(batch.lengths_R[rows].max())]
-        found = self._read(self.model, batch, rows, mask_MT, entropy=first)
+        found = self._read(self.policy, batch, rows, mask_MT, entropy=first)
         reference_N = None
         if self.reference is not None:
             with torch.no_grad():
@@ -68,9 +72,24 @@ class Passes:
         output.loss.backward()  # type: ignore[no-untyped-call]
         return output
 
+    def idle(self, batch: Batch) -> None:
+        """Go through the models with the other ranks, where this one has no micro-batch: for one token, and nothing.
+
+        With gradients there is a backward pass too, of a loss that is 0 whatever the model says.
+        """
+        rows = batch.lengths_R.new_zeros(1)
+        mask_MT = torch.tensor([[False, True]], device=rows.device)
+        found = self._read(self.policy, batch, rows, mask_MT)
+        if not torch.is_grad_enabled():
+            return
+        if self.reference is not None:
+            with torch.no_grad():
+                self._read(self.reference, batch, rows, mask_MT)
+        (found.logprobs_N.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+
     def _read(
         self,
-        model: Any,
+        reader: Reader,
         batch: Batch,
         rows: Tensor,
         mask_MT: Tensor,
@@ -81,8 +100,7 @@ class Passes:
     ) -> TokenLogprobs:
         bonus = self.settings.algorithm.entropy_coefficient > 0 and torch.is_grad_enabled()
         with torch.autocast(mask_MT.device.type, torch.bfloat16, enabled=self.settings.model.dtype == "bfloat16"):
-            return token_logprobs(
-                model,
+            found: TokenLogprobs = reader(
                 batch.tokens_RT[rows, : mask_MT.shape[1]],
                 mask_MT,
                 temperature=self.settings.rollout.temperature,
@@ -90,6 +108,7 @@ class Passes:
                 squares=squares,
                 lengths_M=batch.lengths_R[rows] if ends else None,
             )
+        return found
 
 
 def _given(tensor: Tensor | None) -> Tensor:
