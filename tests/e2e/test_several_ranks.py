@@ -1,14 +1,8 @@
 """`penstock run` with a trainer of two ranks: to its end, and with a rank killed on the way."""
 
-import json
-import os
-import signal
-import time
-from pathlib import Path
-
 import pytest
 
-from tests.e2e.harness import balanced, children, finish, stop, summary_of, wait_for_trained
+from tests.e2e.harness import balanced, summary_of
 
 pytestmark = pytest.mark.timeout(280)
 

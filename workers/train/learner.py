@@ -99,7 +99,7 @@ class Learner:
         reader = self._read(self.base, trained=True)
         self.model: Any = reader.model
         reference = self._read(Path(settings.model.path), trained=False) if settings.algorithm.kl_coefficient else None
-        self.critic = _critic(self.model, settings).to(self.device) if settings.estimator.name == "gae" else None
+        self.critic = _critic(self.model, settings).to(self.device, dtype) if settings.estimator.name == "gae" else None
         self.passes = Passes(reader, reference, self.critic, settings, self.ranks)
         self.parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
         self.critic_parameters = {f"critic.{n}": p for n, p in self.critic.named_parameters()} if self.critic else {}
@@ -128,7 +128,7 @@ class Learner:
         """
         started = time.perf_counter()
         formed = form(
-            batch.to(self.device),
+            batch.to(self.device, self.dtype),
             self.settings,
             version,
             survey=self.passes.survey,

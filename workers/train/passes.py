@@ -35,7 +35,7 @@ class Passes:
         """A pass without gradient over the tokens that may bear loss."""
         zeros_RT = torch.zeros_like(batch.behaviour_logprobs_RT)
         logprobs_RT, squares_RT, values_RT = zeros_RT, zeros_RT.clone(), zeros_RT.clone()
-        end_values_R = torch.zeros(len(batch.lengths_R), device=mask_RT.device)
+        end_values_R = zeros_RT.new_zeros(len(batch.lengths_R))
         with torch.no_grad():
             for rows in self.ranks.mine(split(batch, self.settings.train.micro_batch_tokens, mask_RT.any(dim=1))):
                 if rows is None:
