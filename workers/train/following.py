@@ -1,6 +1,8 @@
 """A rank that follows: it holds its shards, and does what the first rank tells it. It knows no Redis, and no files."""
 
 import signal
+import time
+from typing import Final
 
 import structlog
 import torch
@@ -11,6 +13,9 @@ from workers.train.orders import Beat, Begin, End, Orders, PutBack, State, Step,
 from workers.train.ranks import Ranks, meet, part
 
 log = structlog.get_logger()
+
+_AFTER_YOU_S: Final = 1.0
+"""The first rank's exit code is the one that tells why; it is to be read before this one's."""
 
 
 def follow() -> int:
@@ -24,8 +29,9 @@ def follow() -> int:
     log.info("rank.followed", ranks=ranks.size, device=str(ranks.device))
     try:
         _obey(Orders(ranks))
-    except (RuntimeError, PenstockError) as error:
+    except RuntimeError as error:
         log.error("rank.lost", why=str(error))  # noqa: TRY400  (that another rank ended is no fault of this one)
+        time.sleep(_AFTER_YOU_S)
         return 1
     log.info("rank.left")
     part()
@@ -42,11 +48,19 @@ def _obey(orders: Orders) -> None:
             case Beat():
                 orders.ranks.answer()
             case Begin():
-                learner = Learner(order.settings, dtype=getattr(torch, order.dtype))
+                learner = _begun(order, orders)
             case _ if learner is None:
                 raise RuntimeError(f"the first rank asks for {type(order).__name__} before there is a learner")
             case _:
                 _carry_out(order, learner)
+
+
+def _begun(order: Begin, orders: Orders) -> Learner:
+    try:
+        return Learner(order.settings, dtype=getattr(torch, order.dtype))
+    except PenstockError:
+        orders.hear()  # the first rank has found the same: it says so, and ends
+        raise
 
 
 def _carry_out(order: Step | Weights | State | PutBack, learner: Learner) -> None:
