@@ -16,19 +16,20 @@ from stream.errors import RunMismatchError, SettingsError
 from stream.validity import DropReason
 from workers.settings import Settings
 from workers.train.algorithms.masks import too_old
-from workers.train.batch import Batch, split
+from workers.train.batch import Batch
+from workers.train.checkpointing import checkpoint_layers
 from workers.train.critic import Critic, hidden_size
 from workers.train.durable import new_folder
 from workers.train.forming import Formed, form
+from workers.train.logprobs import Readable
 from workers.train.metrics import Metrics, step_metrics
 from workers.train.objective import correction_report
 from workers.train.passes import Passes
 from workers.train.policy import load_policy, write_policy
 from workers.train.ranks import Ranks
-from workers.train.reader import Reader
 from workers.train.schedule import factor
 from workers.train.selection import derive_masks
-from workers.train.sharding import clip, fill, gathered, shared_reader
+from workers.train.sharding import clip, fill, gathered, readable
 from workers.train.tally import Tally
 
 log = structlog.get_logger()
@@ -96,11 +97,13 @@ class Learner:
         self.ranks = Ranks(device)
         self.device, self.dtype = self.ranks.device, dtype
         self.base = Path(folder or settings.model.path)
-        reader = self._read(self.base, trained=True)
-        self.model: Any = reader.model
+        read = self._read(self.base, trained=True)
+        self.model: Any = read.model
+        if settings.train.gradient_checkpointing:
+            checkpoint_layers(self.model)
         reference = self._read(Path(settings.model.path), trained=False) if settings.algorithm.kl_coefficient else None
         self.critic = _critic(self.model, settings).to(self.device, dtype) if settings.estimator.name == "gae" else None
-        self.passes = Passes(reader, reference, self.critic, settings, self.ranks)
+        self.passes = Passes(read, reference, self.critic, settings, self.ranks)
         self.parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
         self.critic_parameters = {f"critic.{n}": p for n, p in self.critic.named_parameters()} if self.critic else {}
         self.optimizer = _optimizer(self.parameters, self.critic_parameters, settings)
@@ -250,13 +253,13 @@ class Learner:
         """Of weights on disk."""
         return cast("torch.dtype", getattr(torch, self.settings.model.dtype))
 
-    def _read(self, folder: Path, *, trained: bool) -> Reader:
+    def _read(self, folder: Path, *, trained: bool) -> Readable:
         whole = load_policy(folder, self.dtype).requires_grad_(trained) if self.ranks.leads else None
-        return shared_reader(whole, self.ranks, mixed=self.settings.model.dtype == "bfloat16")
+        return readable(whole, self.ranks, mixed=self.settings.model.dtype == "bfloat16")
 
     def _train(self, formed: Formed, tally: Tally) -> str:
         """Make the updates of one batch; returns why it stopped, or nothing."""
-        parts = self.ranks.mine(split(formed.batch, self.settings.train.micro_batch_tokens, formed.masks.loss_R))
+        parts = self.passes.micro_batches(formed.batch, formed.masks.loss_R)
         bound = self.settings.train.max_grad_norm
         for update in range(self.settings.train.updates_per_batch):
             self.optimizer.zero_grad(set_to_none=True)

@@ -3,14 +3,15 @@
 import torch
 from torch import Tensor
 
+from stream.errors import SettingsError
 from workers.settings import Settings
 from workers.train.algorithms.losses import LossOutput
 from workers.train.batch import Batch, split
 from workers.train.critic import Critic
 from workers.train.forming import Formed
-from workers.train.logprobs import TokenLogprobs
+from workers.train.logprobs import Readable, TokenLogprobs, token_logprobs
+from workers.train.packing import set_attention
 from workers.train.ranks import Ranks
-from workers.train.reader import Reader
 from workers.train.survey import Survey
 
 
@@ -18,18 +19,27 @@ class Passes:
     """The models of a learner, and how they are read.
 
     Args:
-        policy: that is trained.
+        policy: the model that is trained.
         reference: the policy of the beginning; None where no divergence is asked for.
         critic: None unless the estimator needs values.
         settings: of the run.
         ranks: that share the work.
+
+    Raises:
+        SettingsError: the settings ask for an attention, or for packing, that is not to be had of these models.
     """
 
     def __init__(
-        self, policy: Reader, reference: Reader | None, critic: Critic | None, settings: Settings, ranks: Ranks
+        self, policy: Readable, reference: Readable | None, critic: Critic | None, settings: Settings, ranks: Ranks
     ) -> None:
-        self.policy, self.reference, self.critic = policy, reference, critic
-        self.settings, self.ranks = settings, ranks
+        self.settings, self.ranks, self.critic = settings, ranks, critic
+        self.policy = self._with_attention(policy)
+        self.reference = None if reference is None else self._with_attention(reference)
+
+    def micro_batches(self, batch: Batch, rows_R: Tensor) -> list[Tensor | None]:
+        """Row numbers of each of this rank's micro-batches over these rows (bool); None: others have one more."""
+        tokens = self.settings.train.micro_batch_tokens
+        return self.ranks.mine(split(batch, tokens, rows_R, packed=self.policy.packed))
 
     def survey(self, batch: Batch, mask_RT: Tensor) -> Survey:
         """A pass without gradient over the tokens that may bear loss."""
@@ -37,7 +47,7 @@ class Passes:
         logprobs_RT, squares_RT, values_RT = zeros_RT, zeros_RT.clone(), zeros_RT.clone()
         end_values_R = zeros_RT.new_zeros(len(batch.lengths_R))
         with torch.no_grad():
-            for rows in self.ranks.mine(split(batch, self.settings.train.micro_batch_tokens, mask_RT.any(dim=1))):
+            for rows in self.micro_batches(batch, mask_RT.any(dim=1)):
                 if rows is None:
                     self.idle(batch)
                     continue
@@ -87,9 +97,20 @@ class Passes:
                 self._read(self.reference, batch, rows, mask_MT)
         (found.logprobs_N.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
+    def _with_attention(self, read: Readable) -> Readable:
+        dtype = torch.bfloat16 if self.settings.model.dtype == "bfloat16" else next(read.model.parameters()).dtype
+        chosen = set_attention(read, self.settings.train, dtype)
+        same = str((chosen.packed, getattr(chosen.model.config, "_attn_implementation", None))).encode()
+        if self.ranks.tell(same) != same:
+            raise SettingsError(
+                f"the ranks do not all read packed rows alike ({same.decode()} here); set train.packing and "
+                "train.attention to what all of their devices have"
+            )
+        return chosen
+
     def _read(
         self,
-        reader: Reader,
+        read: Readable,
         batch: Batch,
         rows: Tensor,
         mask_MT: Tensor,
@@ -100,15 +121,18 @@ class Passes:
     ) -> TokenLogprobs:
         bonus = self.settings.algorithm.entropy_coefficient > 0 and torch.is_grad_enabled()
         with torch.autocast(mask_MT.device.type, torch.bfloat16, enabled=self.settings.model.dtype == "bfloat16"):
-            found: TokenLogprobs = reader(
+            return token_logprobs(
+                read,
                 batch.tokens_RT[rows, : mask_MT.shape[1]],
                 mask_MT,
                 temperature=self.settings.rollout.temperature,
+                lengths_M=batch.lengths_R[rows].clamp(
+                    max=mask_MT.shape[1]
+                ),  # an idle pass reads the beginning of a row
                 entropy="gradient" if bonus else "value" if entropy else "",
                 squares=squares,
-                lengths_M=batch.lengths_R[rows] if ends else None,
+                ends=ends,
             )
-        return found
 
 
 def _given(tensor: Tensor | None) -> Tensor:

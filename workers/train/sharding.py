@@ -1,11 +1,12 @@
 """A model in shards, one on each rank: FSDP2 over its layers, and over everything else as one more group.
 
-A layer's weights are put together when it runs, forward and backward, and let go after it. Gradients are added up over
-ranks, not averaged, for a loss is a sum of shares. Tied embeddings are in one group, the reader's own, so they stay one
-parameter.
+A layer's weights are put together when it runs, forward and backward, and let go after it. Those of the other group,
+embeddings and output layer among them, are together for as long as `Within.forward` runs, for log-probs are made from
+the output layer's weight behind the model's back. Tied embeddings are both in that group, so they stay one parameter.
+Gradients are added up over ranks, not averaged, for a loss is a sum of shares.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -15,12 +16,30 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from workers.train.chunked import Finish
+from workers.train.head import Head, find_head
+from workers.train.logprobs import Readable
 from workers.train.ranks import Ranks
-from workers.train.reader import Reader
 
 
-def shared_reader(whole: Any, ranks: Ranks, *, mixed: bool) -> Reader:
-    """The reader of a model: sharded where there are several ranks, as it is where there is one.
+class Within(nn.Module):
+    """A module whose forward pass is whatever is called within it.
+
+    Args:
+        model: whose weights are whole meanwhile.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return function(*args, **kwargs)
+
+
+def readable(whole: Any, ranks: Ranks, *, mixed: bool) -> Readable:
+    """A model to be read: in shards where there are several ranks, as it is where there is one.
 
     Args:
         whole: the model on the first rank, on its CPU; nobody looks at it elsewhere. Parameters that want no gradient
@@ -29,23 +48,25 @@ def shared_reader(whole: Any, ranks: Ranks, *, mixed: bool) -> Reader:
         mixed: passes are made in bfloat16; gradients are added up in float32.
     """
     if ranks.mesh is None:
-        return Reader(whole.to(ranks.device))
-    model = _empty_like(whole, ranks)
+        model = whole.to(ranks.device)
+        return Readable(model, find_head(model))
+    model, finish = _empty_like(whole, ranks)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
-    reader = Reader(model)
-    for module in [*_layers(model), reader]:
+    within = Within(model)
+    for module in [*_layers(model), within]:
         # The last group too is let go after a forward pass: a pass without gradient has no backward that would.
         fully_shard(module, mesh=ranks.mesh, mp_policy=policy or MixedPrecisionPolicy(), reshard_after_forward=True)
-    for module in reader.modules():
+    for module in within.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(enable=True)  # gloo knows no other
             module.set_reduce_scatter_unused_params(True, recurse=False)  # an expert that no token of this rank chose
-    reader.to_empty(device=ranks.device)
+    within.to_empty(device=ranks.device)
     given = {**dict(whole.named_parameters()), **dict(whole.named_buffers())} if ranks.leads else {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         fill(tensor, given.get(name), ranks)
-    return reader
+    head = None if finish is None else Head(model.get_output_embeddings(), finish)
+    return Readable(model, head, within=within)
 
 
 def fill(target: Tensor, source: Tensor | None, ranks: Ranks) -> None:
@@ -101,8 +122,8 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if type(module).__name__ in names)
 
 
-def _empty_like(whole: Any, ranks: Ranks) -> Any:
-    """A model without weights, of the first rank's description."""
+def _empty_like(whole: Any, ranks: Ranks) -> tuple[Any, Finish | None]:
+    """A model without weights, of the first rank's description, and what its head does to logits, if that is known."""
     import transformers
 
     description = _description(whole) if ranks.leads else {}
@@ -114,11 +135,14 @@ def _empty_like(whole: Any, ranks: Ranks) -> Any:
         )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(described["trained"][name])
-    return model.eval()
+    finish = described["finish"]
+    return model.eval(), None if finish is None else Finish(**finish)
 
 
 def _description(whole: Any) -> dict[str, Any]:
+    head = find_head(whole)
     return {
+        "finish": None if head is None else head.finish._asdict(),
         "config": msgspec.json.decode(whole.config.to_json_string(use_diff=False)),
         "dtype": str(whole.dtype).removeprefix("torch."),
         "attention": getattr(whole.config, "_attn_implementation", None),
