@@ -10,6 +10,7 @@ from workers.settings.estimators import Gae, OptimalTokenBaseline, Passk, TirOpt
 from workers.settings.losses import Clipped
 from workers.settings.pipeline import Eval, Pacing
 from workers.settings.presets import PRESETS
+from workers.settings.training import Lora
 from workers.settings.whole import Settings
 
 
@@ -275,6 +276,23 @@ def _presets(s: Settings) -> Iterator[str]:
         )
 
 
+def _lora(s: Settings) -> Iterator[str]:
+    if not s.lora.rank:
+        for key in Lora.__struct_fields__:
+            if getattr(s.lora, key) != getattr(Lora(), key):
+                yield f"lora.{key} is set, but lora.rank is 0, so there is no adapter; set it too, or leave it out"
+        return
+    if not s.lora.targets:
+        yield "lora.targets is empty, so lora.rank has nothing to act on; leave it out for every linear layer"
+    if "all-linear" in s.lora.targets and len(s.lora.targets) > 1:
+        yield "lora.targets has names beside 'all-linear', which has them all; leave out one or the other"
+    if s.lora.publish == "adapter" and not s.engine.urls:
+        yield (
+            "lora.publish = 'adapter' needs vLLM, but engine.urls is empty, so the local engine samples, which knows "
+            "no adapters; set the first to 'merged', or the second to servers started with --enable-lora"
+        )
+
+
 def _no_effect(key: str, estimator: str, reads: str) -> str:
     told = {"parts": "the parts of the reward", "correct": "right and wrong (algorithm.correct_at)"}[reads]
     return (
@@ -295,4 +313,5 @@ _CHECKS: Final[tuple[Callable[[Settings], Iterator[str]], ...]] = (
     _losses,
     _presets,
     _corrections,
+    _lora,
 )

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from workers.settings.section import Count, Fraction, Least0, Positive, Section
+from workers.settings.section import Above0, Count, Fraction, Least0, Positive, Section
 
 
 class Train(Section, frozen=True):
@@ -38,3 +38,17 @@ class Train(Section, frozen=True):
     """Steps between two checkpoints."""
     keep_last: Positive = 2
     """Checkpoints kept, besides the one with the best mean reward."""
+
+
+class Lora(Section, frozen=True):
+    """`[lora]`: train a small adapter beside the weights of the model, which stay as they are."""
+
+    rank: Count = 0
+    """Of the two matrices beside each layer; 0: no adapter, the whole model is trained."""
+    alpha: Above0 = 32.0
+    """What they add to the layer's output is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Layers that get them, by how their names end (`q_proj`); `all-linear`: every linear one but the output layer."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What engines are given: whole weights with the adapter added, or the adapter alone, which vLLM started with
+    `--enable-lora` takes."""

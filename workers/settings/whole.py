@@ -37,7 +37,7 @@ from workers.settings.pipeline import (
     Score,
 )
 from workers.settings.section import Section
-from workers.settings.training import Train
+from workers.settings.training import Lora, Train
 
 
 class Settings(Section, frozen=True, kw_only=True):
@@ -55,6 +55,7 @@ class Settings(Section, frozen=True, kw_only=True):
     score: Score = field(default_factory=Score)
     eval: Eval = field(default_factory=Eval)
     train: Train = field(default_factory=Train)
+    lora: Lora = field(default_factory=Lora)
     estimator: Estimator = field(default_factory=Grpo)
     """Of advantages."""
     loss: Loss = field(default_factory=Clipped)

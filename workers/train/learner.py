@@ -3,7 +3,8 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,7 @@ from torch import Tensor
 from stream.errors import RunMismatchError, SettingsError
 from stream.validity import DropReason
 from workers.settings import Settings
+from workers.train.adapter import Adapter, is_adapter
 from workers.train.algorithms.masks import too_old
 from workers.train.batch import Batch, split
 from workers.train.critic import Critic, hidden_size
@@ -52,7 +54,8 @@ class Learner:
     """The policy and its optimizer; with `gae` a critic beside it, with a divergence the policy of the beginning.
 
     Weights and optimizer state are float32 whatever `model.dtype` says; with `bfloat16` the forward pass runs under
-    autocast, and weights are written in bfloat16. Dropout is off. With the same threads, the same batches give the same
+    autocast, and weights are written in bfloat16. With `lora.rank` this is true of the adapter, which alone is trained;
+    the weights beside it have `model.dtype`. Dropout is off. With the same threads, the same batches give the same
     weights to the bit.
 
     Args:
@@ -63,7 +66,7 @@ class Learner:
 
     Raises:
         SettingsError: there is no model in the folder, the learning rate falls over an unknown number of steps, or the
-            model has nothing that a critic could stand on.
+            model has nothing that a critic could stand on, or an adapter could be put into.
     """
 
     def __init__(
@@ -83,13 +86,17 @@ class Learner:
         self.ranks = Ranks()
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.base = Path(folder or settings.model.path)
-        self.model: Any = load_policy(self.base).to(self.device)
-        reference: Any = None
-        if settings.algorithm.kl_coefficient:
-            reference = load_policy(Path(settings.model.path)).to(self.device).requires_grad_(requires_grad=False)
+        self.adapter: Adapter | None = None
+        if settings.lora.rank:
+            frozen = load_policy(self.base, getattr(torch, settings.model.dtype)).to(self.device)
+            self.adapter = Adapter(frozen, self.base, settings.lora, settings.run.seed)
+            self.model: Any = frozen
+            self.parameters: dict[str, torch.nn.Parameter] = self.adapter.parameters
+        else:
+            self.model = load_policy(self.base).to(self.device)
+            self.parameters = dict(self.model.named_parameters())
         self.critic = _critic(self.model, settings).to(self.device) if settings.estimator.name == "gae" else None
-        self.passes = Passes(self.model, reference, self.critic, settings, self.ranks)
-        self.parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
+        self.passes = Passes(self.model, self._reference(), self.critic, settings, self.ranks)
         self.critic_parameters = {f"critic.{n}": p for n, p in self.critic.named_parameters()} if self.critic else {}
         self.optimizer = _optimizer(self.parameters, self.critic_parameters, settings)
 
@@ -153,18 +160,52 @@ class Learner:
         )
 
     def save_weights(self, folder: Path) -> None:
-        """Write the policy in Hugging Face form to a new folder, which is there whole or not at all.
+        """Write what engines are given to a new folder, which is there whole or not at all.
+
+        That is the policy in Hugging Face form, with the adapter merged if there is one; with `lora.publish =
+        "adapter"` it is the adapter alone.
 
         Raises:
             FileExistsError: the folder exists.
             OSError: the disk is full, or refuses; nothing is left behind.
         """
         with new_folder(folder) as temporary:
-            self.write_weights(temporary)
+            if self.adapter is not None and self.settings.lora.publish == "merged":
+                dtype_name = self.settings.model.dtype
+                write_policy(self.model, self.base, temporary, dtype_name, self.adapter.merged())
+            else:
+                self.write_weights(temporary)
 
     def write_weights(self, folder: Path) -> None:
-        """Write the policy into an existing folder."""
-        write_policy(self.model, self.base, folder, self.settings.model.dtype)
+        """Write what is trained of the policy into an existing folder: in Hugging Face form, or the adapter alone."""
+        if self.adapter is not None:
+            self.adapter.write(folder, self.settings.model.dtype)
+        else:
+            write_policy(self.model, self.base, folder, self.settings.model.dtype)
+
+    def read_weights(self, folder: Path) -> dict[str, Tensor]:
+        """What `write_weights` wrote, by the names of `parameters`; float32.
+
+        Raises:
+            RunMismatchError: it belongs to another model, or to a run with an adapter where there is none, or without.
+        """
+        if self.adapter is not None:
+            return self.adapter.read(folder)
+        if is_adapter(folder):
+            raise RunMismatchError(
+                f"{folder}: an adapter alone was trained there, but lora.rank is 0; put [lora] back, or use another "
+                "run name"
+            )
+        weights = {name: parameter.data for name, parameter in load_policy(folder).named_parameters()}
+        if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in self.parameters.items()}:
+            raise RunMismatchError(f"{folder}: its weights are not those of {self.base}; use another run name")
+        return weights
+
+    @property
+    def written_dtype(self) -> torch.dtype:
+        """In which `write_weights` writes what is trained."""
+        name = "float32" if self.adapter is not None else self.settings.model.dtype
+        return cast("torch.dtype", getattr(torch, name))
 
     def state(self) -> dict[str, Tensor]:
         """Everything beside the weights that the next step depends on, by name.
@@ -177,19 +218,17 @@ class Learner:
             for name, parameter in trained.items()
             for kind, value in self.optimizer.state.get(parameter, {}).items()
         }
-        masters = self.critic_parameters if self.settings.model.dtype == "float32" else trained
+        masters = self.critic_parameters if self.written_dtype == torch.float32 else trained
         tensors |= {f"master.{name}": parameter.detach() for name, parameter in masters.items()}
         return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
     def restore(self, folder: Path, state: Mapping[str, Tensor], *, steps: int, skipped_steps: int = 0) -> None:
-        """Go back to weights in Hugging Face form and to what `state` returned beside them.
+        """Go back to what `write_weights` wrote and to what `state` returned beside it.
 
         Raises:
             RunMismatchError: they belong to another model, or were trained without the critic that there is now.
         """
-        weights = {name: parameter.data for name, parameter in load_policy(folder).named_parameters()}
-        if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in self.parameters.items()}:
-            raise RunMismatchError(f"{folder}: its weights are not those of {self.base}; use another run name")
+        weights = self.read_weights(folder)
         weights |= {name: state[f"master.{name}"] for name in self.critic_parameters if f"master.{name}" in state}
         self.optimizer.state.clear()
         with torch.no_grad():
@@ -206,6 +245,15 @@ class Learner:
                 if found:
                     self.optimizer.state[parameter] = found
         self.steps, self.skipped_steps = steps, skipped_steps
+
+    def _reference(self) -> Callable[[], AbstractContextManager[Any]] | None:
+        """The policy of the beginning, where a divergence from it is asked for: a second model, or this one."""
+        if not self.settings.algorithm.kl_coefficient:
+            return None
+        if self.adapter is not None:
+            return self.adapter.off
+        reference = load_policy(Path(self.settings.model.path)).to(self.device).requires_grad_(requires_grad=False)
+        return lambda: nullcontext(reference)
 
     def _train(self, formed: Formed, tally: Tally) -> str:
         """Make the updates of one batch; returns why it stopped, or nothing."""

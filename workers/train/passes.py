@@ -1,5 +1,7 @@
 """Passes of the models over rows of a batch: the policy, the reference beside it, the critic on top."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,13 +22,20 @@ class Passes:
 
     Args:
         model: the policy.
-        reference: the policy of the beginning; None where no divergence is asked for.
+        reference: lends the policy of the beginning for one pass; None where no divergence is asked for.
         critic: None unless the estimator needs values.
         settings: of the run.
         ranks: that share the work.
     """
 
-    def __init__(self, model: Any, reference: Any, critic: Critic | None, settings: Settings, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        model: Any,
+        reference: Callable[[], AbstractContextManager[Any]] | None,
+        critic: Critic | None,
+        settings: Settings,
+        ranks: Ranks,
+    ) -> None:
         self.model, self.reference, self.critic = model, reference, critic
         self.settings, self.ranks = settings, ranks
 
@@ -61,8 +70,8 @@ class Passes:
         found = self._read(self.model, batch, rows, mask_MT, entropy=first)
         reference_N = None
         if self.reference is not None:
-            with torch.no_grad():
-                reference_N = self._read(self.reference, batch, rows, mask_MT).logprobs_N
+            with torch.no_grad(), self.reference() as reference:
+                reference_N = self._read(reference, batch, rows, mask_MT).logprobs_N
         values_N = None if self.critic is None else self.critic(_given(found.hidden_NH))
         output = formed.objective.share(rows, found, first=first, reference_N=reference_N, values_N=values_N)
         output.loss.backward()  # type: ignore[no-untyped-call]

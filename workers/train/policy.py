@@ -24,8 +24,8 @@ COMPANIONS: Final = (
 """Files beside the weights that are copied from the base model's folder."""
 
 
-def load_policy(folder: Path) -> Any:
-    """The model in a folder, float32, without dropout.
+def load_policy(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The model in a folder, without dropout.
 
     Raises:
         SettingsError: there is no model there.
@@ -35,11 +35,13 @@ def load_policy(folder: Path) -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.eval()
 
 
-def write_policy(model: Any, base: Path, folder: Path, dtype_name: str) -> None:
+def write_policy(
+    model: Any, base: Path, folder: Path, dtype_name: str, weights: Mapping[str, Tensor] | None = None
+) -> None:
     """Write config, `model.safetensors`, generation config and the tokenizer's files into an existing folder.
 
     Args:
@@ -47,8 +49,9 @@ def write_policy(model: Any, base: Path, folder: Path, dtype_name: str) -> None:
         base: the folder it was loaded from, which has the tokenizer's files.
         folder: where to write.
         dtype_name: of the weights, `float32` or `bfloat16`.
+        weights: by name; the model's own unless given.
     """
-    state = _cast(model.state_dict(), getattr(torch, dtype_name))
+    state = _cast(model.state_dict() if weights is None else weights, getattr(torch, dtype_name))
     model.save_pretrained(folder, state_dict=state, max_shard_size="1000GB")
     config = folder / "config.json"
     described = msgspec.json.decode(config.read_bytes()) | {"dtype": dtype_name}
