@@ -13,6 +13,12 @@ PauseMode = Literal["keep", "wait", "abort"]
 NO_VERSION = "none"
 """Version in the spans of an engine that has never been given weights under a number."""
 
+PROBE = "probe-"
+"""So begin the names of requests by which a client finds out what an engine is."""
+
+NO_ID = -1
+"""Where an older vLLM writes a log-prob without its token."""
+
 UPDATE_ORDER = "pause, start_weight_update, update_weights, finish_weight_update, resume"
 """The order of the control routes, for messages."""
 
@@ -39,37 +45,37 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
-class GenerateRequest(Struct, kw_only=True):
+class GenerateRequest(Struct, kw_only=True, omit_defaults=True):
     """Body of `POST /inference/v1/generate`."""
 
     token_ids: list[int]
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     request_id: str = ""
+    """A client's probes begin with `PROBE`."""
     model: str | None = None
     stream: bool = False
 
 
 class TokenLogprob(Struct):
+    """A token with its log-prob."""
+
+    logprob: float
+    token_id: int = NO_ID
+
+
+class SampledLogprob(Struct):
     """One entry of `choices[].logprobs.content`."""
 
-    token: str
-    """`token_id:123`."""
     logprob: float
+    token_id: int = NO_ID
+    top_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """The likeliest tokens at this place, where they were asked for; the sampled one may be among them."""
 
 
 class Logprobs(Struct):
     """`choices[].logprobs`."""
 
-    content: list[TokenLogprob]
-
-
-class Choice(Struct, kw_only=True):
-    """What was sampled."""
-
-    index: int = 0
-    token_ids: list[int]
-    finish_reason: FinishReason
-    logprobs: Logprobs | None = None
+    content: list[SampledLogprob]
 
 
 class VersionSpan(Struct):
@@ -80,12 +86,21 @@ class VersionSpan(Struct):
     end: int
 
 
+class Choice(Struct, kw_only=True):
+    """What was sampled."""
+
+    index: int = 0
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: Logprobs | None = None
+    weight_versions: list[VersionSpan] | None = None
+
+
 class GenerateResponse(Struct, kw_only=True):
     """Answer of `POST /inference/v1/generate`."""
 
     request_id: str
     choices: list[Choice]
-    weight_versions: list[VersionSpan]
 
 
 class UpdateInfo(Struct):
@@ -150,8 +165,6 @@ def response(
     """Put an answer together; log-probs only where they were asked for."""
     content = None
     if request.sampling_params.logprobs is not None:
-        content = Logprobs(
-            [TokenLogprob(f"token_id:{token}", number) for token, number in zip(token_ids, logprobs, strict=True)]
-        )
-    choice = Choice(token_ids=token_ids, finish_reason=finish_reason, logprobs=content)
-    return GenerateResponse(request_id=request.request_id, choices=[choice], weight_versions=spans)
+        content = Logprobs([SampledLogprob(number, token) for token, number in zip(token_ids, logprobs, strict=True)])
+    choice = Choice(token_ids=token_ids, finish_reason=finish_reason, logprobs=content, weight_versions=spans)
+    return GenerateResponse(request_id=request.request_id, choices=[choice])

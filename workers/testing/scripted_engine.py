@@ -19,6 +19,7 @@ from stream.errors import EngineRefusedError
 from workers.engine.site import MAX_BODY_BYTES, answer_errors, listen
 from workers.engine.wire import (
     NO_VERSION,
+    PROBE,
     FinishUpdate,
     GenerateRequest,
     UpdateWeights,
@@ -149,6 +150,8 @@ class ScriptedEngine:
         if len(request.token_ids) >= self._max_length:
             self.too_long += 1
             raise EngineRefusedError(f"the maximum context length is {self._max_length}")
+        if request.request_id.startswith(PROBE):
+            return web.Response(body=self._say(request, None, anyio.current_time()), content_type="application/json")
         number, self.count = self.count, self.count + 1
         self.requests.append(request)
         self.running += 1

@@ -12,36 +12,25 @@ What may be wrong with an answer, and what is done about it::
 import math
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
-import aiohttp
 import anyio
-import msgspec
 import structlog
 from msgspec import Struct
 
-from envs.served.service import back_off, error_text
+from envs.served.service import back_off
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
-from workers.engine.wire import GenerateRequest, SamplingParams
-from workers.rollout.engine.answer import NONE_YET, Sampled, read_answer, version_number
+from workers.rollout.engine.answer import NONE_YET, Sampled, version_number
+from workers.rollout.engine.connection import QUESTION_S, Connection, SilentError
 from workers.rollout.engine.known_engine import KnownEngine
+from workers.rollout.engine.probe import Facts, Probe, UnfitError
 from workers.rollout.engine.sampling import Sampling
 from workers.settings import Settings
 
 log = structlog.get_logger()
 
-_PATH = "/inference/v1/generate"
-_QUESTION_S = 10.0
-"""For a request that samples nothing."""
 _ASK_AGAIN_S = 0.5
 """Between two questions for an engine's version, however many requests wait for it."""
-
-_encoder = msgspec.json.Encoder()
-T = TypeVar("T")
-
-
-class _SilentError(EngineError):
-    """Nothing answered: no connection, or one that broke."""
 
 
 class _StaleError(EngineError):
@@ -60,6 +49,7 @@ class EngineClient:
         request_timeout_s: for one answer.
         attempts: tries of one request, while something answers.
         reconnect_s: how long to wait for an engine to answer, or to be given its weights.
+        processed: log-probs must be those of the distribution that was sampled from, as at a temperature other than 1.
         concurrency: requests under way at once.
     """
 
@@ -70,8 +60,11 @@ class EngineClient:
         request_timeout_s: float,
         attempts: int,
         reconnect_s: float,
+        processed: bool = False,
         concurrency: int = 512,
     ) -> None:
+        self._connection = Connection()
+        self._probe = Probe(self._connection, processed=processed, timeout_s=request_timeout_s)
         self._engines = [KnownEngine(url) for url in urls]
         self._request_timeout_s = request_timeout_s
         self._attempts = attempts
@@ -91,31 +84,25 @@ class EngineClient:
         )
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), headers={"Content-Type": "application/json"}
-        )
+        await self._connection.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._session.close()
+        await self._connection.__aexit__(kind, error, trace)
 
     async def probe(self) -> None:
-        """Wait until an engine answers, and see that it is one.
+        """Wait until an engine answers, and see that each that does is fit for the run.
 
         Raises:
             EngineUnavailableError: nothing answered for `reconnect_s`.
-            EngineError: what answers does not speak vLLM's API.
+            EngineError: what answers does not speak vLLM's API, or lacks what the run needs of it.
         """
         await self._find_healthy(anyio.current_time())
         for engine in self._engines:
             if await self._is_healthy(engine):
-                version = await self._ask(engine, "/version", dict[str, str])
-                models = await self._ask(engine, "/v1/models", dict[str, object])
-                if "version" not in version or not models.get("data"):
-                    raise EngineError(f"{engine.url} answers, but /version or /v1/models is not that of vLLM's API")
-                log.info("engine.found", url=engine.url, version=version["version"])
+                await self._facts(engine)
 
     async def sample(self, prompt_ids: Sequence[int], sampling: Sampling, *, at_least: int = 0) -> Sampled:
         """Sample one turn. Cancelling the caller aborts it at the engine.
@@ -130,18 +117,10 @@ class EngineClient:
             EngineError: this request fails while others succeed.
             EngineUnavailableError: nothing answers, or nobody has weights as new as `at_least`.
         """
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            max_tokens=sampling.max_tokens,
-            logprobs=0,
-            stop_token_ids=list(sampling.stop_token_ids),
-            seed=sampling.seed,
-        )
-        body = _encoder.encode(GenerateRequest(token_ids=list(prompt_ids), sampling_params=params))
         async with self._room:
-            return await self._persist(body, at_least)
+            return await self._persist(prompt_ids, sampling, at_least)
 
-    async def _persist(self, body: bytes, at_least: int) -> Sampled:
+    async def _persist(self, prompt_ids: Sequence[int], sampling: Sampling, at_least: int) -> Sampled:
         """Try until there is an answer, or a verdict."""
         began, tries = anyio.current_time(), 0
         failed: KnownEngine | None = None
@@ -151,7 +130,8 @@ class EngineClient:
             asked_at = anyio.current_time()
             engine.load += 1
             try:
-                return await self._generate(engine, body, at_least, waiting=stale_since < asked_at)
+                waiting = stale_since < asked_at
+                return await self._ask(engine, prompt_ids, sampling, at_least, waiting=waiting)
             except EngineRefusedError:
                 raise
             except _StaleError as error:
@@ -165,12 +145,12 @@ class EngineClient:
                 continue
             except EngineError as error:
                 tries, failed = tries + 1, engine
-                if isinstance(error, _SilentError):
+                if isinstance(error, SilentError):
                     engine.awaited("answer", error)
                 else:
                     log.warning("engine.request_failed", url=engine.url, tries=tries, why=str(error))
                 # A server that is going down answers with 500s first: that is no fact about this request either.
-                if isinstance(error, _SilentError) or not await self._is_healthy(engine):
+                if isinstance(error, SilentError) or not await self._is_healthy(engine):
                     await self._find_healthy(asked_at)
                 if tries >= self._attempts:
                     raise await self._verdict(error, began, tries) from error
@@ -178,25 +158,58 @@ class EngineClient:
                 engine.load -= 1
             await back_off(tries)
 
-    async def _generate(self, engine: KnownEngine, body: bytes, at_least: int, *, waiting: bool) -> Sampled:
+    async def _ask(
+        self, engine: KnownEngine, prompt_ids: Sequence[int], sampling: Sampling, at_least: int, *, waiting: bool
+    ) -> Sampled:
         """One try on one engine. A request that is `waiting` for weights makes do with what others were answered."""
-        if not engine.has(at_least):  # an engine that has just restarted is not to sample to say so
-            if not waiting or anyio.current_time() - engine.asked_at > _ASK_AGAIN_S:
-                engine.asked_at = anyio.current_time()
-                name = (await self._ask(engine, "/weight_info", _WeightInfo)).weight_version
-                engine.spoke(version_number(name))
-            if engine.version < at_least:
-                has = "no policy version yet" if engine.version == NONE_YET else f"policy version {engine.version}"
-                raise _StaleError(f"{engine.url} has {has}, older than {at_least}")
-        status, payload = await self._send("POST", engine.url + _PATH, self._request_timeout_s, body)
-        sampled = read_answer(status, payload, engine.url)
-        engine.spoke(sampled.spans[-1].version)
+        facts = await self._facts(engine)
+        route = facts.route
+        before = await self._version(engine, facts, at_least, waiting=waiting)
+        if before < at_least:
+            has = "no policy version yet" if before == NONE_YET else f"policy version {before}"
+            raise _StaleError(f"{engine.url} has {has}, older than {at_least}")
+        body = route.body(prompt_ids, sampling, model=facts.model)
+        status, payload = await self._connection.send("POST", engine.url + route.path, self._request_timeout_s, body)
+        after = before
+        if status == 200 and facts.versioned and not facts.spans:
+            after = await self._ask_version(engine)
+        sampled = route.read(status, payload, engine.url, version=min(before, after))
+        if facts.spans:
+            engine.spoke(sampled.spans[-1].version)
         self._succeeded_at = anyio.current_time()
         if sampled.spans[0].version < at_least:
             raise _StaleError(f"{engine.url} sampled with policy version {sampled.spans[0].version}, not {at_least}")
         engine.came("answer")
         engine.came("weights")
         return sampled
+
+    async def _version(self, engine: KnownEngine, facts: Facts, at_least: int, *, waiting: bool) -> int:
+        """The version that it has before it is asked: as it last said, or, where that will not do, as it says now."""
+        if not facts.versioned:
+            if at_least > NONE_YET:
+                raise UnfitError(
+                    f"{engine.url} does not say which policy version it has: /weight_info is not there; start vLLM "
+                    "with VLLM_SERVER_DEV_MODE=1 in its environment, on a network that you trust"
+                )
+            return NONE_YET
+        if facts.spans and engine.has(at_least):
+            return engine.version
+        if waiting and anyio.current_time() - engine.asked_at <= _ASK_AGAIN_S:
+            return engine.version
+        return await self._ask_version(engine)
+
+    async def _ask_version(self, engine: KnownEngine) -> int:
+        engine.asked_at = anyio.current_time()
+        info = await self._connection.ask(engine.url + "/weight_info", _WeightInfo)
+        engine.spoke(version_number(info.weight_version))
+        return engine.version
+
+    async def _facts(self, engine: KnownEngine) -> Facts:
+        """What the engine is; asked when it is met, and again when it was silent."""
+        async with engine.looking:
+            if engine.facts is None:
+                engine.facts = await self._probe.look(engine.url)
+            return engine.facts
 
     async def _verdict(self, error: EngineError, began: float, tries: int) -> EngineError:
         """Is it this request, or the engine?"""
@@ -228,7 +241,7 @@ class EngineClient:
 
     async def _is_healthy(self, engine: KnownEngine) -> bool:
         try:
-            status, _ = await self._send("GET", engine.url + "/health", min(_QUESTION_S, self._reconnect_s))
+            status, _ = await self._connection.send("GET", engine.url + "/health", min(QUESTION_S, self._reconnect_s))
         except EngineError as error:
             engine.awaited("answer", error)
             return False
@@ -237,28 +250,3 @@ class EngineClient:
             return False
         engine.came("answer")
         return True
-
-    async def _ask(self, engine: KnownEngine, path: str, kind: type[T]) -> T:
-        """A question that samples nothing."""
-        status, payload = await self._send("GET", engine.url + path, _QUESTION_S)
-        if status != 200:
-            raise EngineError(f"{engine.url}{path} answers {status}: {error_text(payload)}")
-        try:
-            return msgspec.json.decode(payload, type=kind)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{engine.url}{path}: {error}") from error
-
-    async def _send(self, method: str, url: str, timeout_s: float, body: bytes | None = None) -> tuple[int, bytes]:
-        """One request, whatever the status."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_QUESTION_S)
-        try:
-            async with self._session.request(method, url, data=body, timeout=timeout) as response:
-                return response.status, await response.read()
-        except aiohttp.ConnectionTimeoutError as error:
-            raise _SilentError(f"{url}: no connection within {_QUESTION_S:g} s") from error
-        except TimeoutError as error:
-            raise EngineError(f"{url}: no answer within {timeout_s:g} s") from error
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-            raise _SilentError(f"{url}: {error or type(error).__name__}") from error
-        except (aiohttp.ClientError, ValueError) as error:
-            raise EngineError(f"{url}: {type(error).__name__}: {error}") from error

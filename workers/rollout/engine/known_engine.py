@@ -8,6 +8,7 @@ import structlog
 
 from stream.errors import EngineError
 from workers.rollout.engine.answer import NONE_YET
+from workers.rollout.engine.probe import Facts
 
 log = structlog.get_logger()
 
@@ -28,10 +29,16 @@ class KnownEngine:
         """When it did."""
         self.asked_at = -math.inf
         """When it was last asked for that."""
+        self.facts: Facts | None = None
+        """What it is and can do; None where nobody knows: not met yet, or silent since."""
+        self.looking = anyio.Lock()
+        """Held by whoever finds that out; the others wait."""
         self._awaited: set[str] = set()
 
     def awaited(self, what: Literal["answer", "weights"], why: EngineError) -> None:
         """Say that we wait for it: once, however many requests do, and however long."""
+        if what == "answer":
+            self.facts = None  # another server may answer there next
         if what not in self._awaited:
             self._awaited.add(what)
             log.warning("engine.awaited", url=self.url, what=what, why=str(why))

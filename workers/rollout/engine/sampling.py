@@ -8,6 +8,7 @@ from msgspec import Struct
 from stream.errors import EngineError, EngineRefusedError
 from stream.records import Failure
 from stream.validity import RolloutReason, TruncationReason
+from workers.engine.wire import SamplingParams
 from workers.rollout.engine.answer import Sampled
 
 _TOO_LONG = "maximum context length"
@@ -21,6 +22,16 @@ class Sampling(Struct, frozen=True, kw_only=True):
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+
+    def on_the_wire(self, alternatives: int = 0) -> SamplingParams:
+        """The same in vLLM's words, with log-probs of the sampled tokens and of so many `alternatives`."""
+        return SamplingParams(
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            logprobs=alternatives,
+            stop_token_ids=list(self.stop_token_ids),
+            seed=self.seed,
+        )
 
 
 class Sampler(Protocol):
