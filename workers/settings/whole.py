@@ -105,6 +105,11 @@ class Settings(Section, frozen=True, kw_only=True):
         return chosen if chosen != "auto" else self.loss.aggregation or "token-mean"
 
     @property
+    def publishes_adapters(self) -> bool:
+        """Whether engines are given an adapter to each policy version, and no whole weights."""
+        return self.lora.rank > 0 and self.lora.publish == "adapter"
+
+    @property
     def for_evaluation(self) -> "Settings":
         """The same with the held-out prompts in the place of the run's own; all else is as in training."""
         replace = msgspec.structs.replace

@@ -11,6 +11,7 @@ What may be wrong with an answer, and what is done about it::
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -20,6 +21,8 @@ from msgspec import Struct
 
 from envs.served.service import back_off
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
+from stream.records import Span
+from workers.engine.wire import adapter_name
 from workers.rollout.engine.answer import NONE_YET, Sampled, version_number
 from workers.rollout.engine.connection import QUESTION_S, Connection, SilentError
 from workers.rollout.engine.known_engine import KnownEngine
@@ -29,6 +32,7 @@ from workers.settings import Settings
 
 log = structlog.get_logger()
 
+_NO_SUCH_MODEL = 404
 _ASK_AGAIN_S = 0.5
 """Between two questions for an engine's version, however many requests wait for it."""
 
@@ -50,6 +54,7 @@ class EngineClient:
         attempts: tries of one request, while something answers.
         reconnect_s: how long to wait for an engine to answer, or to be given its weights.
         processed: log-probs must be those of the distribution that was sampled from, as at a temperature other than 1.
+        adapters: engines are given adapters, one to a policy version, and asked for one by its name.
         concurrency: requests under way at once.
     """
 
@@ -61,6 +66,7 @@ class EngineClient:
         attempts: int,
         reconnect_s: float,
         processed: bool = False,
+        adapters: bool = False,
         concurrency: int = 512,
     ) -> None:
         self._connection = Connection()
@@ -69,6 +75,7 @@ class EngineClient:
         self._request_timeout_s = request_timeout_s
         self._attempts = attempts
         self._reconnect_s = reconnect_s
+        self._adapters = adapters
         self._room = anyio.CapacityLimiter(concurrency)
         self._looking = anyio.Lock()
         self._succeeded_at = self._healthy_at = self._silent_at = -math.inf
@@ -81,6 +88,7 @@ class EngineClient:
             request_timeout_s=settings.engine.request_timeout_s,
             attempts=settings.engine.attempts,
             reconnect_s=settings.delivery.reconnect_s,
+            adapters=settings.publishes_adapters,
         )
 
     async def __aenter__(self) -> Self:
@@ -168,14 +176,20 @@ class EngineClient:
         if before < at_least:
             has = "no policy version yet" if before == NONE_YET else f"policy version {before}"
             raise _StaleError(f"{engine.url} has {has}, older than {at_least}")
-        body = route.body(prompt_ids, sampling, model=facts.model)
+        adapter = self._adapters and before > NONE_YET
+        body = route.body(prompt_ids, sampling, model=adapter_name(before) if adapter else facts.model)
         status, payload = await self._connection.send("POST", engine.url + route.path, self._request_timeout_s, body)
+        if adapter and status == _NO_SUCH_MODEL:
+            engine.spoke(NONE_YET)
+            raise _StaleError(f"{engine.url} does not have the adapter {adapter_name(before)} any more")
         after = before
         if status == 200 and facts.versioned and not facts.spans:
             after = await self._ask_version(engine)
         sampled = route.read(status, payload, engine.url, version=min(before, after))
         if facts.spans:
             engine.spoke(sampled.spans[-1].version)
+        if adapter:  # it samples all of a request, whatever came meanwhile
+            sampled = replace(sampled, spans=[Span(before, 0, len(sampled.token_ids))])
         self._succeeded_at = anyio.current_time()
         if sampled.spans[0].version < at_least:
             raise _StaleError(f"{engine.url} sampled with policy version {sampled.spans[0].version}, not {at_least}")
