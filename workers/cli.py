@@ -170,6 +170,39 @@ def acl(target: str, roles: tuple[str, ...]) -> None:
 
 
 @penstock.group()
+def engines() -> None:
+    """Show a run's engines, add one, or remove one, while it goes on."""
+    _log_errors_alone("engines")
+
+
+@engines.command("list")
+@click.argument("target", metavar="[RUN]", required=False)
+@_redis
+@_json
+def list_engines(target: str | None, redis: str, as_json: bool) -> None:
+    """List the engines that settings and operators name, and whether each answers."""
+    from workers.engines import list_engines
+
+    list_engines(target, redis, as_json=as_json)
+
+
+def _add_word_on_engine(word: Literal["add", "remove"], what: str) -> None:
+    @engines.command(word, help=what)
+    @click.argument("url")
+    @click.argument("target", metavar="[RUN]", required=False)
+    @_redis
+    @_json
+    def command(url: str, target: str | None, redis: str, as_json: bool) -> None:
+        from workers.engines import say_of_engine
+
+        say_of_engine(word, url, target, redis, as_json=as_json)
+
+
+_add_word_on_engine("add", "Let the run use the engine at URL, once it has the current weights.")
+_add_word_on_engine("remove", "Give the engine at URL nothing more to do, whoever names it; `add` undoes that.")
+
+
+@penstock.group()
 def dead() -> None:
     """Show, retry or drop what no worker could finish."""
     _log_errors_alone("dead")

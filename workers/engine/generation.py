@@ -19,6 +19,7 @@ class Generation:
         "key",
         "limit",
         "logprobs",
+        "old_kv",
         "params",
         "prompt_length",
         "random",
@@ -65,6 +66,8 @@ class Generation:
         self.reason: FinishReason | None = None
         self.error: EngineError | None = None
         self.done = done
+        self.old_kv = False
+        """Some of its keys and values come from weights that the model has no more."""
         self._marks: list[tuple[str, int]] = []
 
     @property

@@ -15,11 +15,12 @@ from aiohttp import web
 
 from stream.errors import EngineError, EngineRefusedError
 from workers.engine.facts import Facts, as_json
+from workers.engine.fetching import downloaded
 from workers.engine.generation import Generation, Mail, Order
 from workers.engine.model import SlotModel
 from workers.engine.scheduler import Scheduler
 from workers.engine.site import MAX_BODY_BYTES, Handler, answer_errors, listen
-from workers.engine.wire import FinishUpdate, PauseMode, UpdateWeights, decode_request, response
+from workers.engine.wire import BACKEND, FinishUpdate, PauseMode, UpdateWeights, decode_request, response
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -113,6 +114,7 @@ class Routes:
         reads: list[tuple[str, Handler]] = [
             ("/is_paused", self.is_paused),
             ("/weight_info", self.weight_info),
+            ("/server_info", self.server_info),
         ]
         orders: list[tuple[str, Handler]] = [
             ("/pause", self.pause),
@@ -167,7 +169,8 @@ class Routes:
         mode: Any = http.query.get("mode", "abort")
         if mode not in get_args(PauseMode):
             raise EngineRefusedError(f"mode={mode}: there are {', '.join(get_args(PauseMode))}")
-        return await self._order(lambda order: self._scheduler.pause(mode, order))
+        keep_kv = http.query.get("clear_cache", "true").lower() in {"false", "0"}
+        return await self._order(lambda order: self._scheduler.pause(mode, order, keep_kv=keep_kv))
 
     async def resume(self, _: web.Request) -> web.Response:
         """Go on."""
@@ -183,9 +186,21 @@ class Routes:
         return await self._order(lambda _: self._scheduler.start_update())
 
     async def update_weights(self, http: web.Request) -> web.Response:
-        """Load a safetensors file, or a model folder, into the live model."""
-        path = Path(_decode(await http.read(), UpdateWeights).update_info.path)
+        """Load a safetensors file, or a model folder, into the live model; from here, or over HTTP."""
+        info = _decode(await http.read(), UpdateWeights).update_info
+        if (info.path is None) == (info.url is None):
+            raise EngineRefusedError("update_info has a path, or a url with files")
+        if info.path is not None:
+            return await self._load(Path(info.path))
+        async with downloaded(info.url or "", info.files) as folder:
+            return await self._load(folder)
+
+    async def _load(self, path: Path) -> web.Response:
         return await self._order(lambda _: self._scheduler.update(path))
+
+    async def server_info(self, _: web.Request) -> web.Response:
+        """How weights get here, where vLLM tells it."""
+        return as_json({"vllm_config": {"weight_transfer_config": {"backend": BACKEND}}})
 
     async def finish_weight_update(self, http: web.Request) -> web.Response:
         """Give the new weights their version."""

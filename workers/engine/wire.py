@@ -19,6 +19,9 @@ PROBE = "probe-"
 NO_ID = -1
 """Where an older vLLM writes a log-prob without its token."""
 
+BACKEND = "penstock"
+"""The weight-transfer backend of the local engine, and of vLLM with our plugin."""
+
 UPDATE_ORDER = "pause, start_weight_update, update_weights, finish_weight_update, resume"
 """The order of the control routes, for messages."""
 
@@ -112,10 +115,24 @@ class GenerateResponse(Struct, kw_only=True):
     choices: list[Choice]
 
 
-class UpdateInfo(Struct):
-    """`update_info` of `POST /update_weights`."""
+class SentFile(Struct):
+    """One of the files of an update that is downloaded."""
 
-    path: str
+    name: str
+    size: int
+    """Bytes."""
+    sha256: str
+    """Hex digits."""
+
+
+class UpdateInfo(Struct, forbid_unknown_fields=True):
+    """`update_info` of `POST /update_weights`: `path`, or `url` with `files`."""
+
+    path: str | None = None
+    """A folder in Hugging Face form, or a safetensors file."""
+    url: str | None = None
+    """Of the folder that holds the files, ending in a slash."""
+    files: list[SentFile] = field(default_factory=list)
 
 
 class UpdateWeights(Struct):

@@ -62,6 +62,17 @@ def _data(s: Settings) -> Iterator[str]:
         yield "data.prompt is empty, so that prompts come from reset, but there are no [environments]; name the column"
 
 
+def _engines(s: Settings) -> Iterator[str]:
+    least, most = s.engine.min_concurrency, s.engine.max_concurrency
+    if least > most:
+        yield f"engine.min_concurrency is {least} and engine.max_concurrency is {most}; make the first the smaller one"
+    if s.engine.dns.startswith("https:"):
+        yield (
+            "engine.dns is https, but the engines behind a name are reached by their addresses, for which no "
+            "certificate holds; write http, or name each engine in engine.urls"
+        )
+
+
 def _rollouts(s: Settings) -> Iterator[str]:
     if s.rollout.max_tokens_per_turn > s.rollout.max_tokens:
         yield (
@@ -304,6 +315,7 @@ def _no_effect(key: str, estimator: str, reads: str) -> str:
 _CHECKS: Final[tuple[Callable[[Settings], Iterator[str]], ...]] = (
     _rewards,
     _data,
+    _engines,
     _rollouts,
     _pacing,
     _evaluation,

@@ -37,7 +37,7 @@ from workers.settings.pipeline import (
     Score,
 )
 from workers.settings.section import Section
-from workers.settings.training import Lora, Train
+from workers.settings.training import Lora, Train, Weights
 
 
 class Settings(Section, frozen=True, kw_only=True):
@@ -56,6 +56,7 @@ class Settings(Section, frozen=True, kw_only=True):
     eval: Eval = field(default_factory=Eval)
     train: Train = field(default_factory=Train)
     lora: Lora = field(default_factory=Lora)
+    weights: Weights = field(default_factory=Weights)
     estimator: Estimator = field(default_factory=Grpo)
     """Of advantages."""
     loss: Loss = field(default_factory=Clipped)

@@ -18,6 +18,7 @@ from aiohttp import web
 from stream.errors import EngineRefusedError
 from workers.engine.site import MAX_BODY_BYTES, answer_errors, listen
 from workers.engine.wire import (
+    BACKEND,
     NO_VERSION,
     PROBE,
     FinishUpdate,
@@ -94,6 +95,8 @@ class ScriptedEngine:
         self.faults: Faults = _no_faults
         self.order_faults: Counter[str] = Counter()
         """How many of the next calls of a control route, by path, answer 500."""
+        self.transfer_config: dict[str, str] | None = {"backend": BACKEND}
+        """As vLLM tells it of itself; None: started without one."""
         self.refused_paths: set[str] = set()
         """Weights that are answered with a 400."""
         self.requests: deque[GenerateRequest] = deque(maxlen=_REMEMBERED)
@@ -129,6 +132,7 @@ class ScriptedEngine:
             ("/v1/models", lambda: {"data": [{"id": "scripted", "max_model_len": self._max_length}]}),
             ("/weight_info", lambda: {"weight_version": self.version}),
             ("/is_paused", lambda: {"is_paused": self.paused}),
+            ("/server_info", lambda: {"vllm_config": {"weight_transfer_config": self.transfer_config}}),
         ]
         for path, answer in answers:
             app.router.add_get(path, self._answering(path, answer))
@@ -225,7 +229,8 @@ class ScriptedEngine:
             self.paused = False
             self._resumed.set()
         elif http.path == "/update_weights":
-            self._path = msgspec.json.decode(body, type=UpdateWeights).update_info.path
+            info = msgspec.json.decode(body, type=UpdateWeights).update_info
+            self._path = info.path or info.url
             if self._path in self.refused_paths:
                 raise EngineRefusedError(f"{self._path}: not this model's weights")
         elif http.path == "/finish_weight_update":
