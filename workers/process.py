@@ -130,6 +130,11 @@ def _server_of(target: Path, overrides: tuple[str, ...], runner: str, dtype: str
         said = not target.is_dir() or any(override.startswith("engine.max_length=") for override in overrides)
         length = engine.max_length if said else 0
         return partial(serve_pooling, model, max_length=length, threads=engine.threads, dtype=dtype)
+    if settings.publishes_adapters:
+        raise SettingsError(
+            f"{target}: lora.publish is 'adapter', but the local engine knows no adapters; set it to 'merged', or "
+            "serve the model with vLLM and --enable-lora"
+        )
     from workers.engine.server import serve
 
     return partial(

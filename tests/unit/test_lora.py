@@ -14,7 +14,8 @@ from stream.errors import RunMismatchError, SettingsError
 from stream.validity import Measured
 from tests.unit.test_learner import VOCABULARY, completion, full_logprobs, group, learner
 from workers.evaluation.command import policy_folder
-from workers.settings.file import parse
+from workers.process import FAILED_FOR_GOOD, launch_engine
+from workers.settings.file import dump, parse
 from workers.train.batch import collate
 from workers.train.checkpoint import Checkpoints
 from workers.train.export import export
@@ -22,6 +23,7 @@ from workers.train.logprobs import token_logprobs
 from workers.train.progress import Progress
 
 TOLERANCE = 1e-5
+LEAST = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"ref": "r.py:f"}]}
 LORA = {"rank": 4, "alpha": 8.0}
 TIED = pytest.mark.parametrize("base", [True, False], indirect=True, ids=["tied", "untied"])
 
@@ -243,14 +245,27 @@ def test_layers_that_cannot_get_an_adapter_are_refused(base, targets, words):
         ({"publish": "adapter"}, ["lora.publish", "lora.rank is 0"]),
         ({"rank": 4, "targets": []}, ["lora.targets"]),
         ({"rank": 4, "targets": ["all-linear", "q_proj"]}, ["lora.targets", "all-linear"]),
-        ({"rank": 4, "publish": "adapter"}, ["lora.publish", "engine.urls", "local engine", "'merged'"]),
     ],
 )
 def test_settings_that_cannot_work_are_refused(change, words):
-    least = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"ref": "r.py:f"}]}
     with pytest.raises(SettingsError) as refused:
-        parse(least | {"lora": change})
+        parse(LEAST | {"lora": change})
     assert all(word in str(refused.value) for word in words)
+
+
+@pytest.mark.parametrize("weights", [{"transport": "http"}, {"kv": "keep"}])
+def test_a_way_that_adapters_do_not_go_is_refused(weights):
+    with pytest.raises(SettingsError, match=rf"weights\.{next(iter(weights))} .* lora\.publish = 'adapter'"):
+        parse(LEAST | {"lora": {"rank": 4, "publish": "adapter"}, "weights": weights})
+
+
+def test_the_local_engine_refuses_to_serve_a_run_that_publishes_adapters(base, tmp_path, capsys):
+    table = LEAST | {"lora": {"rank": 4, "publish": "adapter"}, "model": {"path": str(base)}}
+    (tmp_path / "run.toml").write_text(dump(parse(table)))
+    assert launch_engine(tmp_path / "run.toml", "127.0.0.1", 0, ()) == FAILED_FOR_GOOD
+    said = capsys.readouterr().err
+    assert "lora.publish" in said
+    assert "'merged'" in said
 
 
 def test_an_adapter_of_another_kind_of_run_is_refused_by_name(base, bases, tmp_path):

@@ -15,7 +15,7 @@ from workers.evaluation.playing import play
 from workers.feed.held_out import read_held_out
 from workers.process import run_loop
 from workers.score.outcome import outcome
-from workers.settings import Settings
+from workers.settings import Lora, Settings
 from workers.settings.file import load
 from workers.train.adapter import is_adapter
 from workers.train.checkpoint import MANIFEST, MODEL, Checkpoints
@@ -74,6 +74,8 @@ async def evaluate(settings: Settings, model: Path | None, engine: str) -> Evalu
         engine: its URL; empty: the local engine, started for it.
     """
     prompts, _ = await anyio.to_thread.run_sync(read_held_out, settings)
+    if model is not None:  # whole weights, even where a run's engines are given adapters
+        settings = msgspec.structs.replace(settings, lora=Lora())
     began = time.monotonic()
 
     async def use(url: str, version: int) -> Evaluation:

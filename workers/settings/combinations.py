@@ -10,7 +10,7 @@ from workers.settings.estimators import Gae, OptimalTokenBaseline, Passk, TirOpt
 from workers.settings.losses import Clipped
 from workers.settings.pipeline import Eval, Pacing
 from workers.settings.presets import PRESETS
-from workers.settings.training import Lora
+from workers.settings.training import Lora, Weights
 from workers.settings.whole import Settings
 
 
@@ -297,11 +297,13 @@ def _lora(s: Settings) -> Iterator[str]:
         yield "lora.targets is empty, so lora.rank has nothing to act on; leave it out for every linear layer"
     if "all-linear" in s.lora.targets and len(s.lora.targets) > 1:
         yield "lora.targets has names beside 'all-linear', which has them all; leave out one or the other"
-    if s.lora.publish == "adapter" and not s.engine.urls:
-        yield (
-            "lora.publish = 'adapter' needs vLLM, but engine.urls is empty, so the local engine samples, which knows "
-            "no adapters; set the first to 'merged', or the second to servers started with --enable-lora"
-        )
+    if s.lora.publish == "adapter":
+        for key in ("transport", "kv", "host", "port"):
+            if getattr(s.weights, key) != getattr(Weights(), key):
+                yield (
+                    f"weights.{key} is set, but with lora.publish = 'adapter' engines read adapters as files, and "
+                    "requests under way keep theirs; leave the first out, or set the second to 'merged'"
+                )
 
 
 def _no_effect(key: str, estimator: str, reads: str) -> str:

@@ -4,10 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from workers.settings.section import Above0, Count, Fraction, Least0, Positive, Section
-
-
-from workers.settings.section import Count, Fraction, Least0, Positive, Seconds, Section
+from workers.settings.section import Above0, Count, Fraction, Least0, Positive, Seconds, Section
 
 
 class Train(Section, frozen=True):
