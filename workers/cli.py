@@ -341,7 +341,10 @@ def evaluate(file: Path, policy: Path | None, engine: str, overrides: tuple[str,
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="model.dtype, or float32, unless given.")
 @_set
 def serve(target: Path, host: str, port: int, runner: Any, dtype: str | None, overrides: tuple[str, ...]) -> None:
-    """Serve a model with the local engine: a policy, or a reward model."""
+    """Serve a model: a policy, or a reward model.
+
+    With the local engine, or, where FILE or --set says engine.server = "vllm", a policy with vLLM.
+    """
     from workers.process import launch_engine
 
     _leave(launch_engine(target, host, port, overrides, runner, dtype or ""))

@@ -295,7 +295,7 @@ class Scheduler:
         return True
 
     def finish_update(self, version: str) -> bool:
-        """Name the new weights, and compute the running sequences' keys and values again with them, or mark them old."""
+        """Name the new weights; compute the running sequences' keys and values again with them, or mark them old."""
         if self._update != "updated":
             raise EngineRefusedError(f"finish_weight_update before update_weights; the order is {UPDATE_ORDER}")
         self.version = version

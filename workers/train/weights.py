@@ -54,7 +54,7 @@ class Weights:
         await anyio.to_thread.run_sync(_prune, self.folder, self.linger_s)
 
     async def keep_engines_current(self) -> None:
-        """Give the current version to engines that come, restart or missed it, for ever; in the trainer's task group."""
+        """Give the current version to engines that come, restart or missed it, for ever."""
         while True:
             await anyio.sleep(_LOOK_EVERY_S)
             if self.version < 0 or not await self._publisher.behind(self.version):

@@ -158,7 +158,7 @@ class Control:
         """The weight-transfer backend that it was started with; None where it does not say.
 
         Raises:
-            EngineRefusedError: it has no control routes, or was started without one; says what it has to be started with.
+            EngineRefusedError: it has no control routes, or was started without one; says what is missing.
         """
         try:
             await self._ask("/weight_info")

@@ -1,7 +1,7 @@
 """Whole weights into an engine that goes on: it is frozen between two tokens, given them, and thaws."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import structlog
 
@@ -14,9 +14,9 @@ log = structlog.get_logger()
 class Carrier(Protocol):
     """What brings the weights into an engine that is frozen."""
 
-    backend: str
+    backend: ClassVar[str]
     """The weight-transfer backend that the engine needs."""
-    remedy: str
+    remedy: ClassVar[str]
     """What it needs besides `--weight-transfer-config`, for people."""
 
     async def prepare(self, path: Path) -> None:

@@ -52,9 +52,7 @@ class Nccl:
                 f'weights.transport = "nccl" needs vLLM {_KNOWN_FORM} in the trainer\'s own environment: {error}; '
                 'install it there, or take "files" or "http"'
             ) from error
-        log.warning(
-            "weights.unverified", transport="nccl", why="this has not been run on GPUs; compare log-probs first"
-        )
+        log.warning("weights.unverified", transport="nccl", why="never run on GPUs yet; compare log-probs first")
         self._host = host
         self._factory, self._info = WeightTransferTrainerFactory, NCCLTrainerInitInfo
         self._groups: dict[str, Any] = {}

@@ -92,9 +92,7 @@ class EnginePublisher:
         return found
 
     async def behind(self, version: int) -> list[Control]:
-        """The engines that answer and are not at work with this version: they came, restarted, missed it, or are
-        still frozen.
-        """
+        """The engines that answer but do not work with this version: new, restarted, left out, or still frozen."""
         found: list[Control] = []
 
         async def look(engine: Control) -> None:
