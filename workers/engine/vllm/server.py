@@ -85,7 +85,7 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
 
 @asynccontextmanager
 async def _process(command: list[str], env: dict[str, str], words: LastWords) -> AsyncIterator[Process]:
-    """vLLM's server, in a process group of its own that is gone when the context is left, or this process is."""
+    """VLLM's server, in a process group of its own that is gone when the context is left, or this process is."""
     process = await anyio.open_process(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env,
         start_new_session=True,

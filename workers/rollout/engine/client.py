@@ -53,7 +53,7 @@ class EngineClient:
         request_timeout_s: for one answer.
         attempts: tries of one request, while something answers.
         reconnect_s: how long to wait for an engine to answer, or to be given its weights.
-        processed: log-probs must be those of the distribution that was sampled from, as at a temperature other than 1.
+        samplings: how the run samples, with which an engine is tried when it is met.
         adapters: engines are given adapters, one to a policy version, and asked for one by its name.
         concurrency: requests under way at once.
     """
@@ -65,12 +65,12 @@ class EngineClient:
         request_timeout_s: float,
         attempts: int,
         reconnect_s: float,
-        processed: bool = False,
+        samplings: Sequence[Sampling] = (),
         adapters: bool = False,
         concurrency: int = 512,
     ) -> None:
         self._connection = Connection()
-        self._probe = Probe(self._connection, processed=processed, timeout_s=request_timeout_s)
+        self._probe = Probe(self._connection, samplings=samplings, timeout_s=request_timeout_s)
         self._engines = [KnownEngine(url) for url in urls]
         self._request_timeout_s = request_timeout_s
         self._attempts = attempts
@@ -82,12 +82,14 @@ class EngineClient:
 
     @classmethod
     def of(cls, settings: Settings, urls: Sequence[str]) -> "EngineClient":
-        """A client with a run's deadlines."""
+        """A client with a run's deadlines, and its ways to sample."""
+        played = [settings.rollout, *([settings.for_evaluation.rollout] if settings.eval.path else [])]
         return cls(
             urls,
             request_timeout_s=settings.engine.request_timeout_s,
             attempts=settings.engine.attempts,
             reconnect_s=settings.delivery.reconnect_s,
+            samplings=[Sampling.of(limits, max_tokens=1) for limits in played],
             adapters=settings.publishes_adapters,
         )
 
@@ -176,6 +178,8 @@ class EngineClient:
         if before < at_least:
             has = "no policy version yet" if before == NONE_YET else f"policy version {before}"
             raise _StaleError(f"{engine.url} has {has}, older than {at_least}")
+        if facts.max_length:  # completions would refuse what generate cuts off
+            sampling = sampling.within(facts.max_length - len(prompt_ids))
         adapter = self._adapters and before > NONE_YET
         body = route.body(prompt_ids, sampling, model=adapter_name(before) if adapter else facts.model)
         status, payload = await self._connection.send("POST", engine.url + route.path, self._request_timeout_s, body)

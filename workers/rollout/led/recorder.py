@@ -159,8 +159,8 @@ class Recorder:
     async def _sample(
         self, draft: Draft, chat: Chat, left: int, thread: _Thread | None, messages: list[Message], *, tools: bool
     ) -> Said:
-        sampling = Sampling(
-            temperature=self._limits.temperature,
+        sampling = Sampling.of(
+            self._limits,
             max_tokens=min(self._limits.max_tokens_per_turn, left),
             stop_token_ids=chat.stop_token_ids,
             seed=turn_seed(self._seed, self.completion.turns),
