@@ -319,7 +319,7 @@ def export(run_folder: Path, out: Path, which: str) -> None:
 def evaluate(file: Path, policy: Path | None, engine: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Measure a policy on the held-out prompts of FILE ([eval]), without a run.
 
-    Without --engine the local engine is started for it. Figures are over valid completions / over all of them.
+    Without --engine one of the settings' kind is started for it. Figures are over valid completions / over all of them.
     """
     from workers.evaluation.command import show_evaluation
 

@@ -23,8 +23,8 @@ Use = Callable[[str, int], Awaitable[T]]
 """From the engine's URL, and the version that it has, to whatever comes of it."""
 
 
-async def with_local_engine(settings: Settings, policy: Path, use: Use[T], logs: Path | None = None) -> T:
-    """Start the local engine, give it a policy as version 0, and use it; it is gone when this returns.
+async def with_own_engine(settings: Settings, policy: Path, use: Use[T], logs: Path | None = None) -> T:
+    """Start an engine, give it a policy as version 0, and use it; it is gone when this returns.
 
     Args:
         settings: of the run whose engine it is to be like.

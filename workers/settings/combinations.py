@@ -6,6 +6,7 @@ from typing import Final
 
 from stream.errors import SettingsError
 from workers.settings.algorithm import Correction, Critic, Normalization, Shaping
+from workers.settings.engine import Engine
 from workers.settings.estimators import Gae, OptimalTokenBaseline, Passk, TirOptimalTokenBaseline
 from workers.settings.losses import Clipped
 from workers.settings.pipeline import Eval, Pacing, Rollout
@@ -75,6 +76,23 @@ def _engines(s: Settings) -> Iterator[str]:
         yield (
             "engine.dns is https, but the engines behind a name are reached by their addresses, for which no "
             "certificate holds; write http, or name each engine in engine.urls"
+        )
+    yield from _own_engines(s)
+
+
+def _own_engines(s: Settings) -> Iterator[str]:
+    engine = s.engine
+    named = "engine.urls" if engine.urls else "engine.dns" if engine.dns else ""
+    for key in ("count", "devices"):
+        if named and getattr(engine, key) != getattr(Engine(), key):
+            yield f"engine.{key} is set, but {named} names the engines, so that none is started; leave one of them out"
+    for key in ("python", "flags"):
+        if engine.server == "local" and getattr(engine, key) != getattr(Engine(), key):
+            yield f"engine.{key} is vLLM's, but engine.server is 'local'; set that to 'vllm', or leave the first out"
+    if engine.devices and len(engine.devices) != engine.count:
+        yield (
+            f"engine.devices is for {len(engine.devices)} engines and engine.count is {engine.count}; name the GPUs of "
+            "each engine, or of none"
         )
 
 

@@ -9,8 +9,8 @@ class Engine(Section, frozen=True):
     """`[engine]`: who samples tokens."""
 
     urls: tuple[str, ...] = ()
-    """Servers that speak vLLM's HTTP API. With neither these nor `dns`, `penstock run` starts engines of its own, each on
-    a free port."""
+    """Servers that speak vLLM's HTTP API. With neither these nor `dns`, `penstock run` starts engines of its own, each
+    on a free port."""
     dns: str = ""
     """`http://NAME:PORT`, whose every address is an engine as well, asked for again every few seconds."""
     min_concurrency: Positive = 8
@@ -19,12 +19,11 @@ class Engine(Section, frozen=True):
     """Requests of a rollout worker that one engine works on at once, at most; how many between the two, its own figures
     decide."""
     server: Literal["local", "vllm"] = "local"
-    """Engines of our own: which server. `vllm` needs an interpreter that has it, and our plugin for it (docs/vllm.md)."""
+    """Engines of our own: which server. `vllm` needs an interpreter that has it, with our plugin (docs/vllm.md)."""
     count: Positive = 1
     """Engines of our own: how many."""
     devices: tuple[str, ...] = ()
-    """Engines of our own: the GPUs of each, as in CUDA_VISIBLE_DEVICES (`["1", "2,3"]`), one to an engine. Empty: all see
-    all."""
+    """Engines of our own: the GPUs of each, as CUDA_VISIBLE_DEVICES has them: `["1", "2,3"]`. Empty: all."""
     start_timeout_s: Seconds = 900.0
     """Engines of our own: time to load the model and to listen. Half a minute for vLLM, minutes for large models."""
     python: str = ""

@@ -79,6 +79,12 @@ class Settings(Section, frozen=True, kw_only=True):
         return Path(self.run.folder or f"runs/{self.run.name}")
 
     @property
+    def engine_patience_s(self) -> float:
+        """How long to wait while no engine answers: vLLM takes its time to start again."""
+        waits = self.delivery.reconnect_s
+        return max(waits, self.engine.start_timeout_s) if self.engine.server == "vllm" else waits
+
+    @property
     def groups_per_version(self) -> int:
         """Groups trained between two publications."""
         return self.train.groups_per_step * self.train.publish_every

@@ -50,8 +50,8 @@ def interpreter(named: str) -> Path:
     return (path / "bin" / "python" if path.is_dir() else path).absolute()
 
 
-def examine(python: Path) -> Installed:
-    """See that an interpreter has vLLM, and our plugin for it.
+def examine(python: Path, needs_plugin: bool = True) -> Installed:
+    """See that an interpreter has vLLM, and our plugin for it where it is needed.
 
     Raises:
         SettingsError: it has not, or does not run; names the interpreter and the remedy.
@@ -59,7 +59,7 @@ def examine(python: Path) -> Installed:
     installed = ask(python)
     if not installed.version:
         raise SettingsError(f"{python} has no vLLM: {_HOW}")
-    if PLUGIN not in installed.plugins:
+    if needs_plugin and PLUGIN not in installed.plugins:
         raise SettingsError(
             f"{python} has vLLM {installed.version}, but not our plugin, by which a running server takes new weights: "
             f"`{python} -m pip install plugins/vllm` in a checkout of Penstock"
@@ -75,7 +75,9 @@ def ask(python: Path) -> Installed:
     """
     try:
         # -I: neither the working directory nor PYTHONPATH has a say in what is installed.
-        answer = subprocess.run([python, "-I", "-c", _QUESTION], capture_output=True, timeout=_ASK_S, check=True)
+        answer = subprocess.run(  # noqa: S603  (the interpreter that the settings name)
+            [python, "-I", "-c", _QUESTION], capture_output=True, timeout=_ASK_S, check=True
+        )
         return msgspec.json.decode(answer.stdout, type=Installed)
     except FileNotFoundError as error:
         raise SettingsError(f"{python}: no such interpreter, to run vLLM with: {_HOW}") from error

@@ -23,9 +23,9 @@ import structlog
 from anyio.abc import Process
 
 from stream.errors import EngineError, SettingsError
-from workers.engine.vllm.interpreter import examine, interpreter
+from workers.engine.vllm.interpreter import PLUGIN, examine, interpreter
 from workers.engine.vllm.last_words import LastWords
-from workers.engine.vllm.starting import command, environment
+from workers.engine.vllm.starting import backend, command, environment
 from workers.settings import Settings
 
 log = structlog.get_logger()
@@ -55,7 +55,7 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
     """
     engine = settings.engine
     python = interpreter(engine.python)
-    installed = await anyio.to_thread.run_sync(examine, python)
+    installed = await anyio.to_thread.run_sync(examine, python, backend(settings) == PLUGIN)
     port = port or _free_port(host)
     words = LastWords()
     started = command(settings, python, host, port, cpu=installed.cpu)

@@ -27,6 +27,11 @@ _NOT_ITS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE"
 """Of our own interpreter. The last would make each start take 30 s longer, all that it imports being compiled anew."""
 
 
+def backend(settings: Settings) -> str:
+    """By which the server takes new weights: our plugin's, or vLLM's own for transfers from GPU to GPU."""
+    return "nccl" if settings.weights.transport == "nccl" else PLUGIN
+
+
 def command(settings: Settings, python: Path, host: str, port: int, *, cpu: bool) -> list[str]:
     """The command line of a server for the run's policy.
 
@@ -46,7 +51,7 @@ def command(settings: Settings, python: Path, host: str, port: int, *, cpu: bool
         "--enable-scale-out",  # token ids in, token ids out
         *("--logprobs-mode", "processed_logprobs"),  # of what was sampled, at its temperature
         *("--generation-config", "vllm"),  # no sampling parameters but ours
-        *("--weight-transfer-config", json.dumps({"backend": PLUGIN})),
+        *("--weight-transfer-config", json.dumps({"backend": backend(settings)})),
         "--disable-uvicorn-access-log",
         *(FLAGS_WITHOUT_GPU if cpu else ()),
         *engine.flags,  # the last word is the user's

@@ -88,7 +88,7 @@ class EngineClient:
             urls,
             request_timeout_s=settings.engine.request_timeout_s,
             attempts=settings.engine.attempts,
-            reconnect_s=settings.delivery.reconnect_s,
+            reconnect_s=settings.engine_patience_s,
             samplings=[Sampling.of(limits, max_tokens=1) for limits in played],
             adapters=settings.publishes_adapters,
         )

@@ -185,6 +185,6 @@ async def open_publisher(settings: Settings, roster: Roster) -> AsyncIterator[En
     Raises:
         SettingsError: the way that the settings name needs what this machine does not have.
     """
-    patience_s, timeout_s = settings.delivery.reconnect_s, settings.weights.timeout_s
+    patience_s, timeout_s = settings.engine_patience_s, settings.weights.timeout_s
     async with open_way(settings) as way:
         yield EnginePublisher(roster, way, patience_s=patience_s, update_timeout_s=timeout_s)
