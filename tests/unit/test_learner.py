@@ -2,13 +2,12 @@
 
 import math
 from array import array
-from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from stream.errors import RunMismatchError, SettingsError
 from stream.records import Completion, Group, Prompt, Row, Span
@@ -79,7 +78,7 @@ def logprob(found, tokens):
     """Log-prob that the learner's model gives to what was sampled of these tokens behind the prompt."""
     ids = torch.tensor([[1, 2, *tokens]])
     with torch.no_grad():
-        return float(token_logprobs(found.model, ids, (ids != 0) & (ids > 2), temperature=1.0).logprobs_N.sum())
+        return float(token_logprobs(found.passes.policy, ids, (ids != 0) & (ids > 2), temperature=1.0).logprobs_N.sum())
 
 
 def weights(found):
@@ -265,76 +264,6 @@ def test_every_metric_is_documented(base):
     families = tuple(name.removesuffix("*") for name in NAMES if name.endswith("*"))
     assert [name for name in metrics if name not in NAMES and not name.startswith(families)] == []
     assert [name for name in NAMES if not name.endswith("*") and name not in metrics] == []
-
-
-def full_logprobs(model, tokens, chosen, temperature):
-    logits = model(input_ids=tokens).logits[:, :-1] / temperature
-    found = logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
-    return found[chosen[:, 1:]]
-
-
-@pytest.fixture
-def rows():
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(1, VOCABULARY, (3, 9), generator=generator)
-    chosen = torch.rand(3, 9, generator=generator) < 0.5
-    chosen[:, 0] = False
-    return tokens, chosen
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
-def test_log_probs_are_those_of_the_whole_forward_pass(base, rows, temperature):
-    model = AutoModelForCausalLM.from_pretrained(base).eval()
-    found = token_logprobs(model, *rows, temperature=temperature, entropy="value")
-    entropy = found.entropy_N
-    assert torch.allclose(found.logprobs_N, full_logprobs(model, *rows, temperature), atol=1e-5)
-    assert ((entropy > 0) & (entropy < math.log(VOCABULARY) + 1e-4)).all()
-
-
-def test_greedy_counts_as_temperature_one(base, rows):
-    model = AutoModelForCausalLM.from_pretrained(base).eval()
-    greedy = token_logprobs(model, *rows, temperature=0.0).logprobs_N
-    assert torch.equal(greedy, token_logprobs(model, *rows, temperature=1.0).logprobs_N)
-
-
-def test_what_a_model_does_to_its_logits_is_done(rows):
-    config = Gemma2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=32,
-        final_logit_softcapping=0.5,
-    )
-    model = Gemma2ForCausalLM(config).eval()
-    found = token_logprobs(model, *rows, temperature=1.0).logprobs_N
-    assert torch.allclose(found, full_logprobs(model, *rows, 1.0), atol=1e-5)
-    assert float((found.max() - found.min()).detach()) <= 1.0 + 1e-5
-
-
-def test_a_model_without_an_output_layer_of_its_own_works_too(rows):
-    table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(2))
-
-    class Bigrams:
-        def get_output_embeddings(self):
-            return None
-
-        def __call__(self, input_ids, use_cache=False):
-            return SimpleNamespace(logits=table[input_ids])
-
-    found = token_logprobs(Bigrams(), *rows, temperature=1.0).logprobs_N
-    assert torch.allclose(found, full_logprobs(Bigrams(), *rows, 1.0))
-
-
-def test_padding_and_batch_mates_do_not_change_a_rows_log_probs(base, rows):
-    model, (tokens, chosen) = AutoModelForCausalLM.from_pretrained(base).eval(), rows
-    padded = torch.cat([tokens, torch.zeros(3, 5, dtype=torch.int64)], dim=1)
-    mask = torch.cat([chosen, torch.zeros(3, 5, dtype=torch.bool)], dim=1)
-    alone = token_logprobs(model, tokens[:1], chosen[:1], temperature=1.0).logprobs_N
-    together = token_logprobs(model, padded, mask, temperature=1.0).logprobs_N
-    assert torch.allclose(together[: len(alone)], alone, atol=1e-5)
 
 
 def test_a_critic_goes_on_where_it_was(base, tmp_path):

@@ -31,7 +31,16 @@ class Train(Section, frozen=True):
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     """The gradient's norm is clipped to it."""
     micro_batch_tokens: Positive = 16384
-    """Padded tokens of one forward pass."""
+    """Tokens of one forward pass, padding included where rows are padded."""
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Rows of a micro-batch one behind another, without padding. `auto`: on a GPU in bfloat16, where the model reads
+    packed rows as it reads them apart; `on` refuses a model that does not."""
+    attention: Literal["auto", "eager", "sdpa", "varlen", "flash_attention_2", "flash_attention_3"] = "auto"
+    """Of the trainer's models. `varlen`: the flash attention that comes with torch; `flash_attention_2` and `_3` need
+    the package `flash-attn`. `auto`: one of the first two where rows are packed, else what transformers chooses."""
+    gradient_checkpointing: bool = False
+    """Keep only what enters each layer for the backward pass and compute the rest again: less memory, a third more
+    time."""
     threads: Positive = 1
     """Torch threads of the trainer."""
     checkpoint_every: Positive = 20

@@ -67,12 +67,12 @@ class Adapter:
                 parameter.data.copy_(drawn)
 
     @contextmanager
-    def off(self) -> Iterator[Any]:
-        """The model without the adapter, which is the policy of the beginning; no gradient may be asked of it."""
+    def off(self) -> Iterator[None]:
+        """Meanwhile the model is without it: the policy of the beginning. No gradient may be asked of that."""
         for layer in self._layers:
             layer.enable_adapters(enabled=False)
         try:
-            yield self.model
+            yield
         finally:
             for layer in self._layers:
                 layer.enable_adapters(enabled=True)

@@ -143,8 +143,8 @@ def collate(groups: Sequence[Group]) -> Batch:
     )
 
 
-def split(batch: Batch, micro_batch_tokens: int, rows_R: Tensor | None = None) -> list[Tensor]:
-    """Partition rows into micro-batches of at most so many padded tokens.
+def split(batch: Batch, micro_batch_tokens: int, rows_R: Tensor | None = None, *, packed: bool = False) -> list[Tensor]:
+    """Partition rows into micro-batches of at most so many tokens.
 
     All rows of a completion stay together, since some losses speak of whole completions. Completions are sorted by
     their longest row and packed in that order, so that padding is little; one that is over the bound by itself gets a
@@ -152,8 +152,9 @@ def split(batch: Batch, micro_batch_tokens: int, rows_R: Tensor | None = None) -
 
     Args:
         batch: the rows.
-        micro_batch_tokens: rows times the longest row's length, at most.
+        micro_batch_tokens: tokens at most; padded, that is rows times the longest row's length.
         rows_R: bool, the rows to partition; all unless given.
+        packed: rows are not padded, so their own lengths are what counts.
 
     Returns:
         Row numbers (int64) of each micro-batch.
@@ -165,13 +166,18 @@ def split(batch: Batch, micro_batch_tokens: int, rows_R: Tensor | None = None) -
     _, codes, counts_S = torch.unique(batch.completion_ids_R[chosen], return_inverse=True, return_counts=True)
     longest_S = torch.zeros_like(counts_S).scatter_reduce(0, codes, batch.lengths_R[chosen], "amax")
     order_S = torch.argsort(longest_S, descending=True, stable=True)
+    totals_S = torch.zeros_like(counts_S).index_add_(0, codes, batch.lengths_R[chosen])
     sizes: list[int] = []
-    longest = 0
-    for length, rows in zip(longest_S[order_S].tolist(), counts_S[order_S].tolist(), strict=True):
-        if sizes and (sizes[-1] + rows) * longest <= micro_batch_tokens:
+    tokens = longest = 0
+    facts = zip(*(x[order_S].tolist() for x in (longest_S, counts_S, totals_S)), strict=True)
+    for length, rows, total in facts:
+        more = total if packed else rows * longest
+        if sizes and tokens + more <= micro_batch_tokens:
             sizes[-1] += rows
+            tokens += more
         else:
             longest = max(length, 1)
+            tokens = total if packed else rows * longest
             sizes.append(rows)
     place_S = torch.argsort(order_S)
     return list(torch.split(chosen[torch.argsort(place_S[codes], stable=True)], sizes))

@@ -3,8 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +17,8 @@ from stream.validity import DropReason
 from workers.settings import Settings
 from workers.train.adapter import Adapter, is_adapter
 from workers.train.algorithms.masks import too_old
-from workers.train.batch import Batch, split
+from workers.train.batch import Batch
+from workers.train.checkpointing import checkpoint_layers
 from workers.train.critic import Critic, hidden_size
 from workers.train.durable import new_folder
 from workers.train.forming import Formed, form
@@ -95,8 +95,10 @@ class Learner:
         else:
             self.model = load_policy(self.base).to(self.device)
             self.parameters = dict(self.model.named_parameters())
+        if settings.train.gradient_checkpointing:
+            checkpoint_layers(self.model)
         self.critic = _critic(self.model, settings).to(self.device) if settings.estimator.name == "gae" else None
-        self.passes = Passes(self.model, self._reference(), self.critic, settings, self.ranks)
+        self.passes = self._passes()
         self.critic_parameters = {f"critic.{n}": p for n, p in self.critic.named_parameters()} if self.critic else {}
         self.optimizer = _optimizer(self.parameters, self.critic_parameters, settings)
 
@@ -246,18 +248,20 @@ class Learner:
                     self.optimizer.state[parameter] = found
         self.steps, self.skipped_steps = steps, skipped_steps
 
-    def _reference(self) -> Callable[[], AbstractContextManager[Any]] | None:
-        """The policy of the beginning, where a divergence from it is asked for: a second model, or this one."""
-        if not self.settings.algorithm.kl_coefficient:
-            return None
+    def _passes(self) -> Passes:
+        """The policy of the beginning is a second model, or the policy without its adapter."""
+        wanted = bool(self.settings.algorithm.kl_coefficient)
         if self.adapter is not None:
-            return self.adapter.off
-        reference = load_policy(Path(self.settings.model.path)).to(self.device).requires_grad_(requires_grad=False)
-        return lambda: nullcontext(reference)
+            reference = self.model if wanted else None
+            return Passes(*(self.model, reference, self.critic, self.settings, self.ranks), as_begun=self.adapter.off)
+        reference = None
+        if wanted:
+            reference = load_policy(Path(self.settings.model.path)).to(self.device).requires_grad_(requires_grad=False)
+        return Passes(self.model, reference, self.critic, self.settings, self.ranks)
 
     def _train(self, formed: Formed, tally: Tally) -> str:
         """Make the updates of one batch; returns why it stopped, or nothing."""
-        parts = self.ranks.mine(split(formed.batch, self.settings.train.micro_batch_tokens, formed.masks.loss_R))
+        parts = self.passes.micro_batches(formed.batch, formed.masks.loss_R)
         trained = [*self.parameters.values(), *self.critic_parameters.values()]
         bound = self.settings.train.max_grad_norm
         for update in range(self.settings.train.updates_per_batch):

@@ -1,15 +1,31 @@
 """What the model says of chosen tokens, and of no others.
 
 Logits are the largest thing in a training step (tokens times vocabulary), and most tokens bear no loss. So the hidden
-states are narrowed to the positions that predict a chosen token just before they enter the output layer, by a hook: the
-model's own code does all the rest, whatever it does to logits after that. A model whose output layer is not a module of
-its own computes all logits, and they are narrowed then.
+states are taken just before they enter the output layer, narrowed to the positions that predict a chosen token, and
+log-probs are made of them block by block. A model whose way from hidden states to logits is not known
+(`workers.train.head`) makes logits itself, of the narrowed positions where its output layer is a module of its own.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from workers.train import chunked
+from workers.train.chunked import NO_CHANCE, Entropy
+from workers.train.head import Head, hidden_instead
+from workers.train.layout import laid_out
+
+
+class Readable(NamedTuple):
+    """A model, and how it is read."""
+
+    model: Any
+    """A Hugging Face causal language model."""
+    head: Head | None
+    """Its own (`find_head`); None: its logits are taken as they are."""
+    packed: bool = False
+    """It is given rows one behind another, without padding."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -28,76 +44,101 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(
-    model: Any,
+    read: Readable,
     tokens_MT: Tensor,
     chosen_MT: Tensor,
     *,
     temperature: float,
-    entropy: Literal["", "value", "gradient"] = "",
-    squares: bool = False,
     lengths_M: Tensor | None = None,
+    entropy: Entropy = "",
+    squares: bool = False,
+    ends: bool = False,
 ) -> TokenLogprobs:
     """Log-probs of the chosen tokens under logits / temperature.
 
-    Rows are padded on the right and attention is causal, so no attention mask is needed: nothing that counts can see
-    the padding.
-
     Args:
-        model: a Hugging Face causal language model.
-        tokens_MT: int64.
+        read: the model.
+        tokens_MT: int64, padded on the right.
         chosen_MT: bool; never the first token of a row, which nothing predicts.
         temperature: of sampling; 0 (greedy) counts as 1.
+        lengths_M: int64, tokens of each row; all of them unless given.
         entropy: compute the entropies too, without or with gradient.
         squares: compute the sums of squared probabilities too.
-        lengths_M: int64, tokens of each row; where given, the hidden states after its last token are returned.
+        ends: return the hidden states after the last tokens too.
     """
+    rows, width = tokens_MT.shape
+    if lengths_M is None:
+        lengths_M = torch.full((rows,), width, dtype=torch.int64, device=tokens_MT.device)
+    layout = laid_out(tokens_MT, lengths_M, packed=read.packed)
     rows_N, positions_N = chosen_MT.nonzero(as_tuple=True)
-    width = tokens_MT.shape[1]
-    places = rows_N * width + positions_N - 1
-    if lengths_M is not None:
-        ends_M = torch.arange(len(lengths_M), device=lengths_M.device) * width + lengths_M - 1
-        places = torch.cat([places, ends_M])
-    logits, hidden = _logits(model, tokens_MT, places)
-    count = len(rows_N)
-    logits_NV = logits[:count]
-    if logits_NV.dtype not in {torch.float32, torch.float64}:
-        logits_NV = logits_NV.float()
-    if temperature not in {0.0, 1.0}:
-        logits_NV = logits_NV / temperature
-    logprobs_NV = logits_NV.log_softmax(dim=-1)
-    logprobs_N = logprobs_NV.gather(1, tokens_MT[chosen_MT].unsqueeze(1)).squeeze(1)
-    with torch.no_grad():
-        squares_N = (2 * logprobs_NV).exp().sum(dim=-1) if squares else None
+    places = layout.starts_M[rows_N] + positions_N - 1
+    if ends:
+        places = torch.cat([places, layout.starts_M + lengths_M - 1])
+    targets_N, count = tokens_MT[chosen_MT], len(rows_N)
+    temperature = temperature or 1.0
+    if read.head is None:
+        logits, hidden = _logits(read.model, layout.inputs, places)
+        found = _of_logits(logits[:count], targets_N, temperature, entropy, squares=squares)
+    else:
+        hidden = _hidden(read.model, read.head, layout.inputs, places)
+        found = TokenLogprobs(*_of_hidden(hidden[:count], read.head, targets_N, temperature, entropy, squares=squares))
     return TokenLogprobs(
-        logprobs_N,
-        _entropy(logprobs_NV, gradient=entropy == "gradient") if entropy else None,
-        squares_N,
-        None if hidden is None else hidden[:count],
-        None if hidden is None or lengths_M is None else hidden[count:],
+        found.logprobs_N,
+        found.entropy_N if entropy else None,
+        found.squares_N if squares else None,
+        None if hidden is None else hidden[:count].detach(),
+        None if hidden is None or not ends else hidden[count:].detach(),
     )
 
 
-def _entropy(logprobs_NV: Tensor, *, gradient: bool) -> Tensor:
-    with torch.set_grad_enabled(gradient):
+def _hidden(model: Any, head: Head, inputs: dict[str, Any], places_N: Tensor) -> Tensor:
+    """Last hidden states at these places of the flattened sequences; the model makes no logits."""
+    caught: list[Tensor] = []
+
+    def catch(hidden: Tensor) -> Tensor:
+        caught.append(hidden.flatten(0, 1).index_select(0, places_N))
+        return hidden[:, :0]
+
+    with hidden_instead(head.layer, catch):
+        model(**inputs, use_cache=False)
+    return caught[0]
+
+
+def _of_hidden(
+    hidden_NH: Tensor, head: Head, targets_N: Tensor, temperature: float, entropy: Entropy, *, squares: bool
+) -> chunked.Read:
+    """Block by block."""
+    finish = head.finish._replace(temperature=temperature)
+    return chunked.read(hidden_NH, head.weight_VH, head.bias_V, targets_N, finish, entropy=entropy, squares=squares)
+
+
+def _logits(model: Any, inputs: dict[str, Any], places_N: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The model's own logits at these places, and the hidden states that they were made from."""
+    layer = model.get_output_embeddings()
+    if layer is None:
+        return model(**inputs, use_cache=False).logits.flatten(0, 1).index_select(0, places_N), None
+    caught: list[Tensor] = []
+
+    def narrow(hidden: Tensor) -> Tensor:
+        caught.append(hidden.flatten(0, 1).index_select(0, places_N))
+        return caught[0].unsqueeze(0)
+
+    with hidden_instead(layer, narrow):
+        logits: Tensor = model(**inputs, use_cache=False).logits
+    return logits.squeeze(0), caught[0]
+
+
+def _of_logits(
+    logits_NV: Tensor, targets_N: Tensor, temperature: float, entropy: Entropy, *, squares: bool
+) -> TokenLogprobs:
+    """All at once, of logits that are there."""
+    if logits_NV.dtype not in {torch.float32, torch.float64}:
+        logits_NV = logits_NV.float()
+    logprobs_NV = (logits_NV / temperature).log_softmax(dim=-1)
+    logprobs_N = logprobs_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "gradient"):
         # A token that cannot come has probability 0 and log-prob minus infinity: 0 times that is no number.
-        return -(logprobs_NV.exp() * logprobs_NV.clamp(min=-1e4)).sum(dim=-1)
-
-
-def _logits(model: Any, tokens_MT: Tensor, places_N: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Logits at these places of the flattened rows, and the hidden states that they were made from."""
-    narrowed: list[Tensor] = []
-
-    def narrow(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        narrowed.append(inputs[0].flatten(0, 1).index_select(0, places_N))
-        return (narrowed[0].unsqueeze(0), *inputs[1:])
-
-    head = model.get_output_embeddings()
-    hook = head.register_forward_pre_hook(narrow) if head is not None else None
-    try:
-        logits: Tensor = model(input_ids=tokens_MT, use_cache=False).logits
-    finally:
-        if hook is not None:
-            hook.remove()
-    if narrowed:
-        return logits.squeeze(0), narrowed[0].detach()
-    return logits.flatten(0, 1).index_select(0, places_N), None
+        entropy_N = -(logprobs_NV.exp() * logprobs_NV.clamp(min=NO_CHANCE)).sum(dim=-1) if entropy else None
+    with torch.no_grad():
+        squares_N = (2 * logprobs_NV).exp().sum(dim=-1) if squares else None
+    return TokenLogprobs(logprobs_N, entropy_N, squares_N)

@@ -1,7 +1,7 @@
 """Passes of the models over rows of a batch: the policy, the reference beside it, the critic on top."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from workers.train.algorithms.losses import LossOutput
 from workers.train.batch import Batch, split
 from workers.train.critic import Critic
 from workers.train.forming import Formed
-from workers.train.logprobs import TokenLogprobs, token_logprobs
+from workers.train.head import find_head
+from workers.train.logprobs import Readable, TokenLogprobs, token_logprobs
+from workers.train.packing import set_attention
 from workers.train.ranks import Ranks
 from workers.train.survey import Survey
 
@@ -22,22 +24,36 @@ class Passes:
 
     Args:
         model: the policy.
-        reference: lends the policy of the beginning for one pass; None where no divergence is asked for.
+        reference: the policy of the beginning; None where no divergence is asked for.
         critic: None unless the estimator needs values.
         settings: of the run.
         ranks: that share the work.
+        as_begun: makes the reference the policy of the beginning, for a pass; for one that is the policy itself, with
+            an adapter that is switched off.
+
+    Raises:
+        SettingsError: the settings ask for an attention, or for packing, that is not to be had of these models.
     """
 
     def __init__(
         self,
         model: Any,
-        reference: Callable[[], AbstractContextManager[Any]] | None,
+        reference: Any,
         critic: Critic | None,
         settings: Settings,
         ranks: Ranks,
+        *,
+        as_begun: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self.model, self.reference, self.critic = model, reference, critic
-        self.settings, self.ranks = settings, ranks
+        self.settings, self.ranks, self.critic = settings, ranks, critic
+        self.policy = self._readable(model)
+        self.reference = None if reference is None else self._readable(reference)
+        self._as_begun = as_begun
+
+    def micro_batches(self, batch: Batch, rows_R: Tensor) -> list[Tensor]:
+        """Row numbers of each of this rank's micro-batches over these rows (bool)."""
+        tokens = self.settings.train.micro_batch_tokens
+        return self.ranks.mine(split(batch, tokens, rows_R, packed=self.policy.packed))
 
     def survey(self, batch: Batch, mask_RT: Tensor) -> Survey:
         """A pass without gradient over the tokens that may bear loss."""
@@ -45,10 +61,10 @@ class Passes:
         logprobs_RT, squares_RT, values_RT = zeros_RT, zeros_RT.clone(), zeros_RT.clone()
         end_values_R = torch.zeros(len(batch.lengths_R), device=mask_RT.device)
         with torch.no_grad():
-            for rows in self.ranks.mine(split(batch, self.settings.train.micro_batch_tokens, mask_RT.any(dim=1))):
+            for rows in self.micro_batches(batch, mask_RT.any(dim=1)):
                 width = int(batch.lengths_R[rows].max())
                 mask = mask_RT[rows, :width]
-                found = self._read(self.model, batch, rows, mask, squares=True, ends=self.critic is not None)
+                found = self._read(self.policy, batch, rows, mask, squares=True, ends=self.critic is not None)
                 for whole, part in ((logprobs_RT, found.logprobs_N), (squares_RT, found.squares_N)):
                     whole[rows, :width] = torch.zeros_like(whole[rows, :width]).masked_scatter(mask, _given(part))
                 if self.critic is not None:
@@ -67,19 +83,23 @@ class Passes:
         """Forward and backward over one micro-batch."""
         batch = formed.batch
         mask_MT = formed.masks.tokens_RT[rows, : int(batch.lengths_R[rows].max())]
-        found = self._read(self.model, batch, rows, mask_MT, entropy=first)
+        found = self._read(self.policy, batch, rows, mask_MT, entropy=first)
         reference_N = None
         if self.reference is not None:
-            with torch.no_grad(), self.reference() as reference:
-                reference_N = self._read(reference, batch, rows, mask_MT).logprobs_N
+            with torch.no_grad(), self._as_begun():
+                reference_N = self._read(self.reference, batch, rows, mask_MT).logprobs_N
         values_N = None if self.critic is None else self.critic(_given(found.hidden_NH))
         output = formed.objective.share(rows, found, first=first, reference_N=reference_N, values_N=values_N)
         output.loss.backward()  # type: ignore[no-untyped-call]
         return output
 
+    def _readable(self, model: Any) -> Readable:
+        dtype = torch.bfloat16 if self.settings.model.dtype == "bfloat16" else next(model.parameters()).dtype
+        return set_attention(Readable(model, find_head(model)), self.settings.train, dtype)
+
     def _read(
         self,
-        model: Any,
+        read: Readable,
         batch: Batch,
         rows: Tensor,
         mask_MT: Tensor,
@@ -91,13 +111,14 @@ class Passes:
         bonus = self.settings.algorithm.entropy_coefficient > 0 and torch.is_grad_enabled()
         with torch.autocast(mask_MT.device.type, torch.bfloat16, enabled=self.settings.model.dtype == "bfloat16"):
             return token_logprobs(
-                model,
+                read,
                 batch.tokens_RT[rows, : mask_MT.shape[1]],
                 mask_MT,
                 temperature=self.settings.rollout.temperature,
+                lengths_M=batch.lengths_R[rows],
                 entropy="gradient" if bonus else "value" if entropy else "",
                 squares=squares,
-                lengths_M=batch.lengths_R[rows] if ends else None,
+                ends=ends,
             )
 
 

@@ -1,0 +1,180 @@
+"""Log-probs made block by block against logits written out, and what they take of memory."""
+
+import math
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workers.train.chunked import NO_CHANCE, Finish, read
+
+TOKENS, HIDDEN, WORDS = 13, 8, 29
+FINISHES = [Finish(), Finish(scale=0.25, temperature=0.7), Finish(scale=1.7, softcap=3.0, temperature=1.3)]
+BLOCKS = [5, 50, 10**6]
+"""Less than a column, part of the words, everything."""
+
+
+def made(dtype, *, bias=True, requires_grad=True):
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    parts = [draw(TOKENS, HIDDEN), 2 * draw(WORDS, HIDDEN), draw(WORDS)]
+    hidden, weight, offsets = (part.to(dtype).requires_grad_(requires_grad) for part in parts)
+    targets = torch.randint(WORDS, (TOKENS,), generator=generator)
+    return hidden, weight, offsets if bias else None, targets
+
+
+def naive(hidden, weight, bias, targets, finish):
+    logits = torch.nn.functional.linear(hidden, weight, bias) * finish.scale
+    if finish.softcap:
+        logits = finish.softcap * torch.tanh(logits / finish.softcap)
+    logprobs = (logits / finish.temperature).log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs.clamp(min=NO_CHANCE)).sum(-1)
+    return logprobs.gather(1, targets[:, None]).squeeze(1), entropy, (2 * logprobs).exp().sum(-1)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("finish", FINISHES)
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_values_and_gradients_are_those_of_logits_written_out(dtype, near, finish, block):
+    inputs = made(dtype)
+    weights = torch.linspace(-1, 1, TOKENS, dtype=dtype), torch.linspace(2, -1, TOKENS, dtype=dtype)
+    expected = naive(*inputs, finish)
+    found = read(*inputs, finish, entropy="gradient", squares=True, block=block)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=near, atol=near)
+    gradients = [
+        torch.autograd.grad(logprobs @ weights[0] + entropy @ weights[1], inputs[:3])
+        for logprobs, entropy, _ in (found, expected)
+    ]
+    for one, other in zip(*gradients, strict=True):
+        assert torch.allclose(one, other, rtol=10 * near, atol=10 * near * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("finish", FINISHES)
+def test_gradients_are_what_differences_say(finish, bias):
+    hidden, weight, offsets, targets = made(torch.float64, bias=bias)
+
+    def both(*inputs):
+        return tuple(read(*inputs[:2], inputs[2] if bias else None, targets, finish, entropy="gradient", block=40))[:2]
+
+    assert torch.autograd.gradcheck(both, (hidden, weight, *([offsets] if bias else [])))
+
+
+def test_only_what_is_asked_for_bears_a_gradient():
+    hidden, weight, bias, targets = made(torch.float64)
+    weight.requires_grad_(False)  # a frozen output layer, as under LoRA
+    found = read(hidden, weight, bias, targets, Finish(), entropy="value", squares=True)
+    assert found.logprobs_N.requires_grad
+    assert not found.entropy_N.requires_grad
+    assert not found.squares_N.requires_grad
+    found.logprobs_N.sum().backward()
+    assert weight.grad is None
+    assert hidden.grad is not None
+    assert bias.grad is not None
+    with torch.no_grad():
+        assert not read(hidden, weight, bias, targets, Finish()).logprobs_N.requires_grad
+
+
+def test_a_word_that_cannot_come_is_no_nan():
+    hidden, weight, bias, _ = made(torch.float64)
+    targets = torch.arange(TOKENS)
+    barred = bias.detach().clone()
+    barred[-5:] = -math.inf
+    barred.requires_grad_()
+    expected = naive(hidden, weight, barred, targets, Finish())
+    found = read(hidden, weight, barred, targets, Finish(), entropy="gradient", squares=True, block=40)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-12)
+    (found.logprobs_N.sum() + found.entropy_N.sum()).backward()
+    assert all(torch.isfinite(tensor.grad).all() for tensor in (hidden, weight, barred))
+
+
+def test_a_broken_weight_is_a_nan_and_hides_nowhere():
+    hidden, weight, bias, targets = made(torch.float32, requires_grad=False)
+    weight[7, 0] = math.nan
+    assert torch.isnan(read(hidden, weight, bias, targets, Finish(), block=40).logprobs_N).all()
+
+
+def test_nothing_chosen_is_no_error():
+    hidden, weight, bias, targets = made(torch.float32)
+    found = read(hidden[:0], weight, bias, targets[:0], Finish(), entropy="gradient", squares=True)
+    assert [len(part) for part in found] == [0, 0, 0]
+    found.logprobs_N.sum().backward()
+    assert not weight.grad.any()
+
+
+def test_under_autocast_inputs_are_rounded_and_logits_are_not():
+    """Closer to products of rounded inputs in float32 than what is rounded once more could be."""
+    hidden, weight, bias, targets = made(torch.float32)
+    rounded = [tensor.detach().bfloat16().float() for tensor in (hidden, weight)]
+    expected = naive(*rounded, bias, targets, Finish())[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = read(hidden, weight, bias, targets, Finish(), block=40).logprobs_N
+    assert found.dtype == torch.float32
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+    found.sum().backward()
+    exact = torch.autograd.grad(naive(hidden, weight, bias, targets, Finish())[0].sum(), (hidden, weight))
+    for tensor, gradient in zip((hidden, weight), exact, strict=True):
+        assert tensor.grad.dtype == torch.float32
+        assert torch.nn.functional.cosine_similarity(tensor.grad.flatten(), gradient.flatten(), dim=0) > 0.999
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive at a time, of those made while it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.most = 0
+        self.known = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self.count(tensor.untyped_storage())
+        return made
+
+    def count(self, storage):
+        key = storage._cdata
+        if key in self.known:
+            return
+        self.known.add(key)
+        self.live += storage.nbytes()
+        self.most = max(self.most, self.live)
+        weakref.finalize(storage, self.forget, key, storage.nbytes())
+
+    def forget(self, key, size):
+        self.known.discard(key)
+        self.live -= size
+
+
+def peak_of(function, *inputs):
+    with Peak() as peak:
+        function(*inputs).sum().backward()
+    return peak.most
+
+
+def test_memory_does_not_grow_with_tokens_times_words():
+    """At 512 tokens and 8k words in blocks of 2^18 logits: below a quarter, and hardly more with twice the tokens."""
+
+    def inputs(tokens):
+        generator = torch.Generator().manual_seed(1)
+        hidden = torch.randn(tokens, 8, generator=generator, requires_grad=True)
+        weight = torch.randn(8192, 8, generator=generator, requires_grad=True)
+        return hidden, weight, None, torch.randint(8192, (tokens,), generator=generator), Finish()
+
+    def blockwise(*inputs):
+        return read(*inputs, block=2**18).logprobs_N
+
+    def at_once(hidden, weight, _, targets, __):
+        return torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction="none")
+
+    small, large = (peak_of(way, *inputs(512)) for way in (blockwise, at_once))
+    assert large >= 2 * 512 * 8192 * 4  # logits and their gradient at least: the count sees what there is
+    assert small < large / 4
+    assert peak_of(blockwise, *inputs(1024)) < 1.25 * small

@@ -1,0 +1,307 @@
+"""Log-probs of chosen tokens through whole models: against their own logits, rows padded and packed."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from structlog.testing import capture_logs
+from torch import nn
+
+from stream.errors import SettingsError
+from workers.settings import Train
+from workers.train.checkpointing import checkpoint_layers
+from workers.train.chunked import Finish
+from workers.train.head import find_head
+from workers.train.logprobs import Readable, token_logprobs
+from workers.train.packing import set_attention
+
+VOCABULARY = 24
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WIDE = {"head_dim": 8}
+
+
+def config(name, **options):
+    return getattr(transformers, f"{name}Config")(**SHAPE, **options)
+
+
+FAMILIES = {
+    "qwen2": (config("Qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1), Finish()),
+    "qwen3": (config("Qwen3", **WIDE, tie_word_embeddings=True), Finish()),
+    "llama": (config("Llama"), Finish()),
+    "mistral": (config("Mistral", sliding_window=4), Finish()),
+    "phi3": (config("Phi3"), Finish()),
+    "gemma2": (config("Gemma2", **WIDE, final_logit_softcapping=0.5), Finish(softcap=0.5)),
+    "gemma3": (config("Gemma3Text", **WIDE, sliding_window=4, final_logit_softcapping=30.0), Finish(softcap=30.0)),
+    "cohere": (config("Cohere", logit_scale=0.25), Finish(scale=0.25)),
+    "granite": (config("Granite", logits_scaling=4.0), Finish(scale=0.25)),
+    "hyperclovax": (config("HyperCLOVAX", logits_scaling=4.0), Finish(scale=4.0)),
+}
+PACKING = [name for name in FAMILIES if name != "gemma2"]
+"""Those that `varlen` has attention for: Gemma 2 caps scores."""
+
+
+def model_of(name, dtype=torch.float64):
+    with torch.random.fork_rng():
+        torch.default_generator.manual_seed(5)
+        model = transformers.AutoModelForCausalLM.from_config(FAMILIES[name][0], dtype=dtype).eval()
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # larger than a new model's, so that tokens matter to one another
+                nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def readable(model, *, packing="off", attention="auto"):
+    dtype = next(model.parameters()).dtype
+    return set_attention(Readable(model, find_head(model)), Train(packing=packing, attention=attention), dtype)
+
+
+@pytest.fixture
+def rows():
+    """Rows of different lengths, padded; about half of their tokens chosen."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([9, 4, 7])
+    real = torch.arange(9) < lengths[:, None]
+    tokens = torch.randint(1, VOCABULARY, (3, 9), generator=generator) * real
+    chosen = (torch.rand(3, 9, generator=generator) < 0.6) & real
+    chosen[:, 0] = False
+    return tokens, chosen, lengths
+
+
+def of_logits(model, tokens, chosen, temperature=1.0):
+    """Log-probs and entropies of the model's own logits."""
+    logprobs = (model(input_ids=tokens).logits[:, :-1] / temperature).log_softmax(-1)
+    found = logprobs.gather(2, tokens[:, 1:, None]).squeeze(2)
+    return found[chosen[:, 1:]], -(logprobs.exp() * logprobs).sum(-1)[chosen[:, 1:]]
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_log_probs_and_gradients_are_those_of_the_models_own_logits(name, rows, temperature):
+    model, (tokens, chosen, lengths) = model_of(name), rows
+    read = readable(model)
+    assert read.head.finish == FAMILIES[name][1]
+    found = token_logprobs(read, tokens, chosen, temperature=temperature, lengths_M=lengths, entropy="gradient")
+    logprobs, entropy = of_logits(model, tokens, chosen, temperature)
+    # In `eager` attention, which Gemma 2 has, scores are float32 whatever the model is.
+    assert torch.allclose(found.logprobs_N, logprobs, rtol=0, atol=1e-12)
+    assert torch.allclose(found.entropy_N, entropy, rtol=0, atol=1e-12)
+    ours = gradients(model, found.logprobs_N.sum() + found.entropy_N.square().sum())
+    theirs = gradients(model, logprobs.sum() + entropy.square().sum())
+    assert {n: float((ours[n] - theirs[n]).abs().max()) for n in ours} == pytest.approx(
+        dict.fromkeys(ours, 0), abs=1e-10
+    )
+
+
+def test_greedy_counts_as_temperature_one(rows):
+    read = readable(model_of("qwen3"))
+    greedy = token_logprobs(read, *rows[:2], temperature=0.0).logprobs_N
+    assert torch.equal(greedy, token_logprobs(read, *rows[:2], temperature=1.0).logprobs_N)
+
+
+def test_a_cap_that_no_logit_of_the_model_reaches_is_found_all_the_same():
+    """Logits of a new model are so small that 30 * tanh(z / 30) is z to the last digits."""
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES["gemma3"][0]).eval()
+    assert find_head(model).finish.softcap == 30.0
+
+
+class Odd(transformers.Qwen3ForCausalLM):
+    """Does to its logits what no key of its configuration tells."""
+
+    def forward(self, **inputs):
+        found = super().forward(**inputs)
+        found.logits = found.logits * 3.0 - 1.0
+        return found
+
+
+@pytest.mark.parametrize("entropy", ["value", "gradient"])
+def test_a_model_that_does_something_unknown_is_asked_for_its_logits_and_it_is_said(rows, entropy):
+    model, (tokens, chosen, lengths) = Odd(FAMILIES["qwen3"][0]).double().eval(), rows
+    with capture_logs() as logs:
+        read = readable(model)
+    assert read.head is None
+    assert [(line["event"], line["model"]) for line in logs] == [("head.not_known", "Odd")]
+    found = token_logprobs(read, tokens, chosen, temperature=0.7, lengths_M=lengths, entropy=entropy, squares=True)
+    logprobs, entropies = of_logits(model, tokens, chosen, 0.7)
+    assert torch.allclose(found.logprobs_N, logprobs, rtol=0, atol=1e-12)
+    assert torch.allclose(found.entropy_N, entropies, rtol=0, atol=1e-12)
+    assert found.entropy_N.requires_grad == (entropy == "gradient")
+    assert ((found.squares_N > 1 / VOCABULARY) & (found.squares_N < 1)).all()
+    assert found.hidden_NH.shape == (int(chosen.sum()), SHAPE["hidden_size"])
+
+
+def test_a_model_without_an_output_layer_of_its_own_works_too(rows):
+    table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(2))
+
+    class Bigrams:
+        def get_output_embeddings(self):
+            return None
+
+        def __call__(self, input_ids, use_cache=False):
+            return SimpleNamespace(logits=table[input_ids])
+
+    found = token_logprobs(Readable(Bigrams(), find_head(Bigrams())), *rows[:2], temperature=1.0)
+    assert torch.allclose(found.logprobs_N, of_logits(Bigrams(), *rows[:2])[0])
+    assert found.hidden_NH is None
+
+
+def test_the_model_makes_no_logits(rows):
+    """Of no token: its output layer is given nothing to work on."""
+    model = model_of("qwen3")
+    read, shapes = readable(model), []
+    model.lm_head.register_forward_hook(lambda _, __, logits: shapes.append(tuple(logits.shape)))
+    token_logprobs(read, *rows[:2], temperature=1.0)
+    assert shapes == [(3, 0, VOCABULARY)]
+
+
+def test_padding_and_batch_mates_do_not_change_a_rows_log_probs(rows):
+    read, (tokens, chosen, _) = readable(model_of("qwen3")), rows
+    alone = token_logprobs(read, tokens[:1], chosen[:1], temperature=1.0).logprobs_N
+    together = token_logprobs(read, tokens, chosen, temperature=1.0).logprobs_N
+    assert torch.allclose(together[: len(alone)], alone, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
+@pytest.mark.parametrize("name", PACKING)
+def test_packed_rows_are_the_same_rows(name, attention, rows):
+    model, (tokens, chosen, lengths) = model_of(name), rows
+    options = {"temperature": 0.7, "lengths_M": lengths, "entropy": "gradient", "squares": True, "ends": True}
+    apart = token_logprobs(readable(model), tokens, chosen, **options)
+    expected = gradients(model, apart.logprobs_N.sum() + apart.entropy_N.sum())
+    read = readable(model, packing="on", attention=attention)
+    assert (read.packed, model.config._attn_implementation) == (True, attention)
+    packed = token_logprobs(read, tokens, chosen, **options)
+    for name_of, one, other in zip(packed._fields, packed, apart, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12), name_of
+    found = gradients(model, packed.logprobs_N.sum() + packed.entropy_N.sum())
+    far = {n: float((found[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in expected}
+    # Some families' norms are float32 whatever the model is, and so are the sums of their gains' gradients.
+    assert max(error for n, error in far.items() if expected[n].ndim > 1) < 1e-10, far
+    assert max(far.values()) < 1e-6, far
+
+
+def test_packed_rows_are_the_same_rows_in_float32(rows):
+    model, (tokens, chosen, lengths) = model_of("qwen3", torch.float32), rows
+    apart = token_logprobs(readable(model), tokens, chosen, temperature=1.0, lengths_M=lengths)
+    read = readable(model, packing="on", attention="varlen")
+    packed = token_logprobs(read, tokens, chosen, temperature=1.0, lengths_M=lengths)
+    assert torch.allclose(packed.logprobs_N, apart.logprobs_N, rtol=0, atol=1e-5)
+
+
+STATEFUL = {
+    "Mamba2": {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "n_groups": 1, "num_hidden_layers": 2},
+    "Lfm2": {**SHAPE, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_model_whose_state_runs_on_into_the_next_row_is_not_packed(name):
+    made = getattr(transformers, f"{name}Config")(**{"vocab_size": VOCABULARY} | STATEFUL[name])
+    model = transformers.AutoModelForCausalLM.from_config(made).eval()
+    own = model.config._attn_implementation
+    with pytest.raises(SettingsError, match=r"train\.packing is 'on', but .* read packed rows as it reads them apart"):
+        readable(model, packing="on")
+    assert model.config._attn_implementation == own
+    assert not readable(model).packed
+
+
+def test_an_attention_that_lets_rows_see_one_another_is_found_out(monkeypatch):
+    """By a leak that is far below what rounding in bfloat16 would hide."""
+    model = model_of("qwen3", torch.float32)
+    layer = model.model.layers[0].self_attn
+    inner = layer.forward
+
+    def leaking(hidden_states, **others):
+        out, weights = inner(hidden_states=hidden_states, **others)
+        return out + 1e-2 * hidden_states.cumsum(dim=1), weights
+
+    monkeypatch.setattr(layer, "forward", leaking)
+    with pytest.raises(SettingsError, match=r"varlen: .*(off by|sees the one before)"):
+        set_attention(Readable(model, find_head(model)), Train(packing="on", attention="varlen"), torch.bfloat16)
+
+
+def test_an_attention_that_is_not_to_be_had_is_refused_by_name():
+    with pytest.raises(SettingsError, match=r"train\.attention = 'flash_attention_2'"):
+        readable(model_of("qwen3", torch.float32), attention="flash_attention_2")
+    with pytest.raises(SettingsError, match=r"has no softcap"):
+        readable(model_of("gemma2"), packing="on", attention="varlen")
+    assert readable(model_of("qwen3"), attention="eager").model.config._attn_implementation == "eager"
+
+
+def test_layers_that_are_computed_again_keep_less_and_give_the_same_gradients(rows):
+    tokens, chosen, _ = rows
+
+    def run(read):
+        kept, seen = 0, 0
+
+        def pack(tensor):
+            nonlocal kept
+            kept += tensor.numel()
+            return tensor
+
+        def count(*_):
+            nonlocal seen
+            seen += 1
+
+        hook = read.model.model.layers[0].mlp.register_forward_pre_hook(count)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            found = token_logprobs(read, tokens, chosen, temperature=1.0)
+        made = gradients(read.model, found.logprobs_N.sum())
+        hook.remove()
+        return found.logprobs_N, made, kept, seen
+
+    plain = run(readable(model_of("qwen3")))
+    model = model_of("qwen3")
+    checkpoint_layers(model)
+    again = run(readable(model))
+    assert not model.training
+    assert torch.equal(again[0], plain[0])
+    assert all(torch.equal(again[1][name], gradient) for name, gradient in plain[1].items())
+    assert again[2] < plain[2] / 2
+    assert (plain[3], again[3]) == (1, 2)
+
+
+def test_a_model_without_layers_that_can_be_computed_again_is_refused():
+    with pytest.raises(SettingsError, match=r"train\.gradient_checkpointing is set, but Linear has no layers"):
+        checkpoint_layers(nn.Linear(2, 2))
+
+
+def test_in_bfloat16_products_are_rounded_and_norms_rotations_and_log_probs_are_not(rows):
+    model, (tokens, chosen, lengths) = model_of("qwen3", torch.float32), rows
+    read, types = readable(model), {}
+
+    def keep(name, out):
+        types.setdefault(name, (out[0] if isinstance(out, tuple) else out).dtype)
+
+    layer = model.model.layers[0]
+    watched = [model.model.rotary_emb, layer.input_layernorm, layer, model.model.norm]
+    for module in [*watched, layer.self_attn.q_proj, layer.mlp.down_proj]:
+        module.register_forward_hook(lambda found, _, out: keep(found, out))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = token_logprobs(read, tokens, chosen, temperature=1.0, lengths_M=lengths, entropy="value")
+    exact = token_logprobs(read, tokens, chosen, temperature=1.0, lengths_M=lengths)
+    assert types[layer.self_attn.q_proj] == types[layer.mlp.down_proj] == torch.bfloat16
+    assert [types[module] for module in watched] == [torch.float32] * 4
+    assert found.logprobs_N.dtype == found.entropy_N.dtype == torch.float32
+    error = (found.logprobs_N - exact.logprobs_N).abs().max()
+    assert 0 < error < 0.3
+    assert math.isfinite(float(found.entropy_N.sum()))
+    found.logprobs_N.sum().backward()
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}

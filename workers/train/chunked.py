@@ -1,0 +1,275 @@
+"""Log-probs out of hidden states and the output layer, a block of logits at a time.
+
+Logits of all tokens are the largest thing in a training step: 8k tokens of a vocabulary of 150k are 4.9 GB in float32,
+and a loss written in the usual way holds several copies. Here they exist one block (tokens times words) after another.
+The forward pass carries the maximum, the sum of exponentials and what else is asked for from block to block; the
+backward pass computes each block again and adds its share to the gradients. That costs one more product with the output
+layer, and memory no longer depends on tokens times vocabulary.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK: Final = 2**24
+"""Logits of one block: 64 MiB in float32. Two or three such tensors live at a time."""
+BLOCK_TOKENS: Final = 4096
+"""Tokens of one block at most, so that its other side is long enough for an efficient product."""
+NO_CHANCE: Final = -1e4
+"""Log-prob of a word that cannot come, where it is multiplied by its probability, 0: minus infinity times 0 is NaN."""
+
+
+Entropy = Literal["", "value", "gradient"]
+"""Whether entropies are computed, and whether they bear a gradient."""
+
+
+class Finish(NamedTuple):
+    """What is done to the product of hidden states and weight: ``cap(product * scale) / temperature``."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+    """c of ``c * tanh(z / c)``; 0: none."""
+    temperature: float = 1.0
+
+
+class Read(NamedTuple):
+    """Of each token; float32, or float64 where hidden states are."""
+
+    logprobs_N: Tensor
+    entropy_N: Tensor
+    """Nats; zeros unless asked for."""
+    squares_N: Tensor
+    """Sum of squared probabilities, without gradient; zeros unless asked for."""
+
+
+def read(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    finish: Finish,
+    *,
+    entropy: Entropy = "",
+    squares: bool = False,
+    block: int = BLOCK,
+) -> Read:
+    """Log-probs of the targets, with gradients for hidden states, weight and bias.
+
+    Under autocast, products are made of inputs rounded to its type, as everywhere in the model; they are summed up and
+    kept in float32.
+
+    Args:
+        hidden_NH: last hidden states.
+        weight_VH: of the output layer.
+        bias_V: of the output layer, if it has one.
+        targets_N: int64.
+        finish: from products to logits.
+        entropy: compute the entropies too, without or with gradient.
+        squares: compute the sums of squared probabilities too.
+        block: logits that exist at a time.
+    """
+    device = hidden_NH.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
+    if hidden_NH.dtype == torch.float64:
+        dtype = torch.float64
+    how = _How(finish, dtype, block)
+    found = _Read.apply(hidden_NH, weight_VH, bias_V, targets_N, how, entropy, squares)  # type: ignore[no-untyped-call]
+    return Read(*found)
+
+
+class _Block(NamedTuple):
+    """Tokens and words of one block."""
+
+    tokens: slice
+    words: slice
+    weight_vH: Tensor
+    """In the type that products are made of."""
+
+
+class _How(NamedTuple):
+    """The end of `_Inputs`."""
+
+    finish: Finish
+    dtype: torch.dtype
+    block: int
+
+
+class _Inputs(NamedTuple):
+    """What logits are made from, and how."""
+
+    hidden_NH: Tensor
+    weight_VH: Tensor
+    bias_V: Tensor | None
+    targets_N: Tensor
+    finish: Finish
+    dtype: torch.dtype
+    block: int
+
+    def blocks(self) -> Iterator[_Block]:
+        """All blocks; each stripe of the weight is cast once."""
+        count, words = len(self.hidden_NH), len(self.weight_VH)
+        height = max(min(count, BLOCK_TOKENS, self.block), 1)
+        width = max(self.block // height, 1)
+        for word in range(0, words, width):
+            stripe = slice(word, min(word + width, words))
+            weight_vH = self.weight_VH[stripe].to(self.dtype)
+            for token in range(0, count, height):
+                yield _Block(slice(token, token + height), stripe, weight_vH)
+
+    def logits(self, block: _Block) -> Tensor:
+        """After scale and cap, before the temperature."""
+        logits_nv = _product(self.hidden_NH[block.tokens].to(self.dtype), block.weight_vH.T)
+        if self.bias_V is not None:
+            logits_nv += self.bias_V[block.words].to(logits_nv.dtype)
+        if self.finish.scale != 1.0:
+            logits_nv *= self.finish.scale
+        if self.finish.softcap:
+            logits_nv.div_(self.finish.softcap).tanh_().mul_(self.finish.softcap)
+        return logits_nv
+
+    def cooled(self, logits_nv: Tensor) -> Tensor:
+        """After the temperature; in place."""
+        return logits_nv if self.finish.temperature == 1.0 else logits_nv.div_(self.finish.temperature)
+
+    def targets(self, block: _Block) -> tuple[Tensor, Tensor]:
+        """Whether each token's target is in the block (n, 1), and its column there (n, 1)."""
+        columns_n1 = (self.targets_N[block.tokens] - block.words.start).unsqueeze(1)
+        width = block.words.stop - block.words.start
+        return (columns_n1 >= 0) & (columns_n1 < width), columns_n1.clamp(0, width - 1)
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        how: _How,
+        entropy: Entropy,
+        squares: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = _Inputs(hidden_NH, weight_VH, bias_V, targets_N, *how)
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            top_N, total_N, chosen_N, moment_N, squared_N = _sums(inputs, entropy=bool(entropy), squares=squares)
+        log_total_N = total_N.log()
+        logprobs_N = chosen_N - top_N - log_total_N
+        # H = log sum exp z - sum p z, both with the maximum taken off.
+        entropy_N = log_total_N - moment_N / total_N if entropy else torch.zeros_like(logprobs_N)
+        squares_N = squared_N / total_N.square() if squares else torch.zeros_like(logprobs_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, top_N, log_total_N, entropy_N)
+        ctx.how = how
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(squares_N, *(() if entropy == "gradient" else (entropy_N,)))
+        return logprobs_N, entropy_N, squares_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        by_logprob_N, by_entropy_N, _ = gradients
+        hidden_NH, weight_VH, bias_V, targets_N, top_N, log_total_N, entropy_N = ctx.saved_tensors
+        inputs = _Inputs(hidden_NH, weight_VH, bias_V, targets_N, *ctx.how)
+        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
+        if by_logprob_N is None:
+            by_logprob_N = torch.zeros_like(top_N)
+        wide = top_N.dtype
+        hidden_grad_NH = torch.zeros_like(hidden_NH, dtype=wide) if for_hidden else None
+        weight_grad_VH = torch.zeros_like(weight_VH, dtype=wide) if for_weight else None
+        bias_grad_V = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and for_bias else None
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            for block in inputs.blocks():
+                rows = block.tokens
+                grad_nv = _logits_grad(
+                    *(inputs, block, top_N[rows], log_total_N[rows], by_logprob_N[rows]),
+                    None if by_entropy_N is None else by_entropy_N[rows],
+                    entropy_N[rows],
+                )
+                if bias_grad_V is not None:
+                    bias_grad_V[block.words] += grad_nv.sum(dim=0)
+                grad_nv = grad_nv.to(inputs.dtype)
+                if hidden_grad_NH is not None:
+                    hidden_grad_NH[rows] += _product(grad_nv, block.weight_vH)
+                if weight_grad_VH is not None:
+                    weight_grad_VH[block.words] += _product(grad_nv.T, hidden_NH[rows].to(inputs.dtype))
+        found = (hidden_grad_NH, weight_grad_VH, bias_grad_V)
+        made = (
+            None if g is None else g.to(t.dtype) for g, t in zip(found, (hidden_NH, weight_VH, bias_V), strict=True)
+        )
+        return (*made, None, None, None, None)
+
+
+def _sums(inputs: _Inputs, *, entropy: bool, squares: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Over the vocabulary, of each token.
+
+    Returns:
+        The largest logit m, the sum of e^(z - m), the target's logit, and where asked for the sums of e^(z - m) (z - m)
+        and of e^2(z - m).
+    """
+    wide = torch.float64 if inputs.dtype == torch.float64 else torch.float32
+    zeros_N = torch.zeros(len(inputs.hidden_NH), dtype=wide, device=inputs.hidden_NH.device)
+    # Not minus infinity: differences with it are no numbers.
+    top_N = torch.full_like(zeros_N, torch.finfo(wide).min)
+    total_N, chosen_N, moment_N, squared_N = zeros_N, zeros_N.clone(), zeros_N.clone(), zeros_N.clone()
+    for block in inputs.blocks():
+        rows = block.tokens
+        logits_nv = inputs.cooled(inputs.logits(block))
+        inside_n1, columns_n1 = inputs.targets(block)
+        chosen_N[rows] = torch.where(inside_n1, logits_nv.gather(1, columns_n1), chosen_N[rows, None]).squeeze(1)
+        top_n = torch.maximum(top_N[rows], logits_nv.amax(dim=1))
+        fallen_n = top_N[rows] - top_n
+        shrunk_n = fallen_n.exp()
+        logits_nv -= top_n.unsqueeze(1)
+        powers_nv = logits_nv.exp()
+        if entropy:
+            moment_n = (powers_nv * logits_nv.clamp_(min=NO_CHANCE)).sum(dim=1)
+            before_n = moment_N[rows] + fallen_n.clamp(min=NO_CHANCE) * total_N[rows]
+            moment_N[rows] = shrunk_n * before_n + moment_n
+        if squares:
+            squared_N[rows] = shrunk_n.square() * squared_N[rows] + powers_nv.square().sum(dim=1)
+        total_N[rows] = shrunk_n * total_N[rows] + powers_nv.sum(dim=1)
+        top_N[rows] = top_n
+    return top_N, total_N, chosen_N, moment_N, squared_N
+
+
+def _logits_grad(
+    inputs: _Inputs,
+    block: _Block,
+    top_n: Tensor,
+    log_total_n: Tensor,
+    by_logprob_n: Tensor,
+    by_entropy_n: Tensor | None,
+    entropy_n: Tensor,
+) -> Tensor:
+    """What the loss changes by each product of hidden state and weight in the block.
+
+    With log-prob l of a word and p = e^l: of the target's log-prob (1 where it is the target) - p, of the entropy H
+    -p (l + H).
+    """
+    logits_nv = inputs.logits(block)
+    scale, softcap, temperature = inputs.finish
+    # d tanh(x) = 1 - tanh(x)^2
+    slope_nv = 1 - (logits_nv / softcap).square() if softcap else None
+    logprobs_nv = inputs.cooled(logits_nv).sub_(top_n.unsqueeze(1)).sub_(log_total_n.unsqueeze(1))
+    if by_entropy_n is None:
+        grad_nv = logprobs_nv.exp_().mul_(-by_logprob_n.unsqueeze(1))
+    else:
+        powers_nv = logprobs_nv.exp()
+        grad_nv = logprobs_nv.clamp_(min=NO_CHANCE).add_(entropy_n.unsqueeze(1)).mul_(by_entropy_n.unsqueeze(1))
+        grad_nv = grad_nv.add_(by_logprob_n.unsqueeze(1)).neg_().mul_(powers_nv)
+    inside_n1, columns_n1 = inputs.targets(block)
+    grad_nv.scatter_add_(1, columns_n1, torch.where(inside_n1, by_logprob_n.unsqueeze(1), 0.0))
+    if slope_nv is not None:
+        grad_nv *= slope_nv
+    return grad_nv if scale == temperature else grad_nv.mul_(scale / temperature)
+
+
+def _product(a_nk: Tensor, b_km: Tensor) -> Tensor:
+    """A product whose sums are made and kept in float32 at least."""
+    if a_nk.dtype not in {torch.bfloat16, torch.float16}:
+        return a_nk @ b_km
+    if a_nk.is_cuda:
+        return torch.mm(a_nk, b_km, out_dtype=torch.float32)
+    return a_nk.float() @ b_km.float()
