@@ -158,6 +158,8 @@ class _Episode:
             max_tokens=self._budget(),
             stop_token_ids=self.chat.stop_token_ids,
             seed=turn_seed(self.prompt.seed + self.completion.index, self.completion.turns),
+            group=self.prompt.id,
+            completion=self.completion.index,
         )
         try:
             with timed(self.completion, "engine"):

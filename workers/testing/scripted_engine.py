@@ -84,6 +84,7 @@ class ScriptedEngine:
         delay_s: what each answer takes. Its tokens come evenly over that time, those from before new weights with
             the version before.
         port: 0 for a free one; a fixed one to 'restart' at the same address.
+        room: requests that it works on at once; others wait. None: any number.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class ScriptedEngine:
         max_length: int = 4096,
         delay_s: float | Delay = 0.0,
         port: int = 0,
+        room: int | None = None,
     ) -> None:
         self.url = ""
         self.version = version
@@ -121,12 +123,14 @@ class ScriptedEngine:
         self.too_long = 0
         """Requests refused for the length of their prompts, which are not among `requests`."""
         self.running = 0
+        """Requests that it has not answered yet, those that wait included."""
         self.aborted = 0
         self.paused = False
         self._reply = reply
         self._max_length = max_length
         self._delay_s = delay_s
         self._port = port
+        self._room = anyio.CapacityLimiter(room or math.inf)
         self._path: str | None = None
         self._resumed = anyio.Event()
         self._ends = anyio.Event()
@@ -194,13 +198,14 @@ class ScriptedEngine:
         try:
             while self.paused and not self._ends.is_set():
                 await self._resumed.wait()
-            began = anyio.current_time()
-            if delay_s := self._delay_s(request) if callable(self._delay_s) else self._delay_s:
-                await anyio.sleep(delay_s)
-            fault = self.faults(number, request)
-            answer = await self._fail(fault, http) if fault in {"500", "429", "400", "hang", "reset"} else None
-            finished = True
-            return answer or web.Response(body=say(request, fault, began), content_type="application/json")
+            async with self._room:
+                began = anyio.current_time()
+                if delay_s := self._delay_s(request) if callable(self._delay_s) else self._delay_s:
+                    await anyio.sleep(delay_s)
+                fault = self.faults(number, request)
+                answer = await self._fail(fault, http) if fault in {"500", "429", "400", "hang", "reset"} else None
+                finished = True
+                return answer or web.Response(body=say(request, fault, began), content_type="application/json")
         finally:
             self.running -= 1
             self.aborted += not finished
@@ -305,7 +310,10 @@ class ScriptedEngine:
         return handler
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=f"vllm:num_requests_running {self.running}\nvllm:num_requests_waiting 0\n")
+        waiting = self._room.statistics().tasks_waiting
+        return web.Response(
+            text=f"vllm:num_requests_running {self.running - waiting}\nvllm:num_requests_waiting {waiting}\n"
+        )
 
     async def _nothing(self, _: web.Request) -> web.Response:
         return web.Response()

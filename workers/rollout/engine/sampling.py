@@ -30,10 +30,22 @@ class Sampling(Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    group: str = ""
+    """Whose turn it is: completions of a group begin alike, so one engine may have all of them in its cache; empty:
+    nobody's."""
+    completion: int = 0
+    """Index within the group; the turns of a completion begin alike."""
 
     @classmethod
     def of(
-        cls, limits: Rollout, *, max_tokens: int, stop_token_ids: tuple[int, ...] = (), seed: int | None = None
+        cls,
+        limits: Rollout,
+        *,
+        max_tokens: int,
+        stop_token_ids: tuple[int, ...] = (),
+        seed: int | None = None,
+        group: str = "",
+        completion: int = 0,
     ) -> "Sampling":
         """As a run's settings have it."""
         return cls(
@@ -47,6 +59,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
             stop=limits.stop,
             stop_token_ids=stop_token_ids,
             seed=seed,
+            group=group,
+            completion=completion,
         )
 
     @property
