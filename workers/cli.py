@@ -170,6 +170,39 @@ def acl(target: str, roles: tuple[str, ...]) -> None:
 
 
 @penstock.group()
+def engines() -> None:
+    """Show a run's engines, add one, or remove one, while it goes on."""
+    _log_errors_alone("engines")
+
+
+@engines.command("list")
+@click.argument("target", metavar="[RUN]", required=False)
+@_redis
+@_json
+def list_engines(target: str | None, redis: str, as_json: bool) -> None:
+    """List the engines that settings and operators name, and whether each answers."""
+    from workers.engines import list_engines
+
+    list_engines(target, redis, as_json=as_json)
+
+
+def _add_word_on_engine(word: Literal["add", "remove"], what: str) -> None:
+    @engines.command(word, help=what)
+    @click.argument("url")
+    @click.argument("target", metavar="[RUN]", required=False)
+    @_redis
+    @_json
+    def command(url: str, target: str | None, redis: str, as_json: bool) -> None:
+        from workers.engines import say_of_engine
+
+        say_of_engine(word, url, target, redis, as_json=as_json)
+
+
+_add_word_on_engine("add", "Let the run use the engine at URL, once it has the current weights.")
+_add_word_on_engine("remove", "Give the engine at URL nothing more to do, whoever names it; `add` undoes that.")
+
+
+@penstock.group()
 def dead() -> None:
     """Show, retry or drop what no worker could finish."""
     _log_errors_alone("dead")
@@ -286,7 +319,7 @@ def export(run_folder: Path, out: Path, which: str) -> None:
 def evaluate(file: Path, policy: Path | None, engine: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Measure a policy on the held-out prompts of FILE ([eval]), without a run.
 
-    Without --engine the local engine is started for it. Figures are over valid completions / over all of them.
+    Without --engine one of the settings' kind is started for it. Figures are over valid completions / over all of them.
     """
     from workers.evaluation.command import show_evaluation
 
@@ -308,7 +341,10 @@ def evaluate(file: Path, policy: Path | None, engine: str, overrides: tuple[str,
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="model.dtype, or float32, unless given.")
 @_set
 def serve(target: Path, host: str, port: int, runner: Any, dtype: str | None, overrides: tuple[str, ...]) -> None:
-    """Serve a model with the local engine: a policy, or a reward model."""
+    """Serve a model: a policy, or a reward model.
+
+    With the local engine, or, where FILE or --set says engine.server = "vllm", a policy with vLLM.
+    """
     from workers.process import launch_engine
 
     _leave(launch_engine(target, host, port, overrides, runner, dtype or ""))

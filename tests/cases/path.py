@@ -20,6 +20,7 @@ from workers.train.algorithms.rejection import Rejection
 from workers.train.batch import Batch
 from workers.train.estimation import Advantages, estimate_advantages
 from workers.train.forming import Formed, form
+from workers.train.logprobs import Readable
 from workers.train.metrics import Metrics, step_metrics
 from workers.train.objective import Objective, Settled, correction_report, settle
 from workers.train.passes import Passes
@@ -113,7 +114,7 @@ def evaluate(
     network, after = Network(0), Network(2)
     reference = Network(1) if settings.algorithm.kl_coefficient else None
     critic = network.value if settings.estimator.name == "gae" else None
-    passes = Passes(network, reference, critic, settings, Ranks())
+    passes = Passes(Readable.of(network), reference and Readable.of(reference), critic, settings, Ranks())
     masks = derive_masks(batch, settings, VERSION)
     batch = without(batch, masks, verdicts(batch, masks, settings))
     if junk is None:

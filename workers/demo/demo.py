@@ -25,7 +25,7 @@ from workers.demo.evaluate import Score, evaluate
 from workers.demo.prepare import STEPS, Control, prepare, settings_for
 from workers.demo.report import conversations, score_table
 from workers.demo.task import held_out
-from workers.evaluation.engines import with_local_engine
+from workers.evaluation.engines import with_own_engine
 from workers.process import run_loop
 from workers.run.command import judge, supervise
 from workers.run.folder import write_whole
@@ -120,7 +120,7 @@ async def _score(settings: Settings, model: Path, rows: list[dict[str, Any]]) ->
     async def use(url: str, _version: int) -> Score:
         return await evaluate(settings, url, model, rows)
 
-    return await with_local_engine(settings, model, use, settings.folder / "logs")
+    return await with_own_engine(settings, model, use, settings.folder / "logs")
 
 
 def _report(

@@ -2,7 +2,7 @@
 
 ::
 
-    start    engine, and when it listens: feed, rollout xN, score xM, train
+    start    engines, and when all listen: feed, rollout xN, score xM, train
     keep     what dies is started again, within its budget; exit code 2 is for good, 3 (worn out) takes none of it
     watch    one look a second: progress, and an alarm when the run stands still
     end      trainer done       the rest go home by themselves, then are asked to
@@ -33,6 +33,7 @@ from stream.view import RunView, look
 from workers.process import FAILED_FOR_GOOD, WORN_OUT
 from workers.run import live
 from workers.run.child import Child, describe
+from workers.run.own_engines import OwnEngines
 from workers.run.patience import Restarts, StallAlarm
 from workers.run.progress import Display, Status
 from workers.run.roles import ENGINE, Commands, EngineCommand, commands, engine_command
@@ -71,7 +72,7 @@ class Supervisor:
         file: the settings file that the roles read.
         display: where progress is shown.
         roles: the command lines of all roles but the engine.
-        engine: the command line of the local engine, on a port.
+        engine: the command line of an engine of the run's own, on a port.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Supervisor:
             )
 
     async def _start(self, tasks: TaskGroup, url: str) -> None:
-        """Start everything, the engine first where it is ours."""
+        """Start everything, the engines first where they are ours."""
 
         async def start(engines: tuple[str, ...]) -> None:
             await self._announce(url, engines)
@@ -154,22 +155,21 @@ class Supervisor:
                 self._children.append(child)
                 tasks.start_soon(self._keep, child)
 
-        if self._settings.engine.urls:
-            return await start(self._settings.engine.urls)
-        self._phase = "starting the engine"
+        engine = self._settings.engine
+        if engine.urls or engine.dns:
+            return await start(engine.urls)
+        own = OwnEngines(self._settings, self._file, self._logs, self._engine)
+        self._phase = own.phase
         await self._announce(url, ())
-        child = Child(self._engine(self._settings, self._file, 0), self._logs)
-        self._children.append(child)
 
-        def announced(engine_url: str) -> None:
-            first = self._phase == "starting the engine"
-            # Its port stays its own, so that its URL holds good when it is started again.
-            child.spec = self._engine(self._settings, self._file, int(engine_url.rsplit(":", 1)[1].strip("/")))
-            log.info("engine.announced", url=engine_url)
-            if first and not self._stopping.is_set():
-                tasks.start_soon(start, (engine_url,))
+        def one_listens() -> None:
+            self._phase = own.phase
+            if own.all_listen and not self._stopping.is_set():
+                tasks.start_soon(start, own.urls)
 
-        tasks.start_soon(self._keep, child, announced)
+        for child in own.children:
+            self._children.append(child)
+            tasks.start_soon(self._keep, child, own.announced_by(child, one_listens))
         return None
 
     async def _announce(self, url: str, engines: tuple[str, ...]) -> None:
@@ -207,7 +207,8 @@ class Supervisor:
             RunFailedError: it may not.
         """
         name = child.spec.name
-        verdict = "that is for good" if code == FAILED_FOR_GOOD else restarts.after(code, lived_s)
+        unfit = code == FAILED_FOR_GOOD or (code > 0 and child.spec.role == ENGINE and not child.listened)
+        verdict = "that is for good" if unfit else restarts.after(code, lived_s)
         if isinstance(verdict, str):
             words = await anyio.to_thread.run_sync(child.last_words)
             raise RunFailedError(f"{name} {describe(code)}, and {verdict}: {words} (its log is {child.log})")

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from workers.settings.section import Count, Fraction, Least0, Positive, Section
+from workers.settings.section import Above0, Count, Fraction, Least0, Positive, Seconds, Section
 
 
 class Train(Section, frozen=True):
@@ -50,3 +50,34 @@ class Train(Section, frozen=True):
     """Steps between two checkpoints."""
     keep_last: Positive = 2
     """Checkpoints kept, besides the one with the best mean reward."""
+
+
+class Lora(Section, frozen=True):
+    """`[lora]`: train a small adapter beside the weights of the model, which stay as they are."""
+
+    rank: Count = 0
+    """Of the two matrices beside each layer; 0: no adapter, the whole model is trained."""
+    alpha: Above0 = 32.0
+    """What they add to the layer's output is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Layers that get them, by how their names end (`q_proj`); `all-linear`: every linear one but the output layer."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What engines are given: whole weights with the adapter added, or the adapter alone, which vLLM started with
+    `--enable-lora` takes."""
+
+
+class Weights(Section, frozen=True):
+    """`[weights]`: how new weights get to the engines. See `docs/weights.md`."""
+
+    transport: Literal["files", "http", "nccl"] = "files"
+    """`files`: as a path on a file system that trainer and engines share; `http`: downloaded from the trainer; `nccl`:
+    from GPU to GPU, unverified."""
+    kv: Literal["recompute", "keep"] = "recompute"
+    """What becomes of the keys and values of requests under way: computed again with the new weights, so that each
+    token's log-prob is that of one version; or kept, which is faster, and is a mixture of versions."""
+    host: str = "127.0.0.1"
+    """By which engines reach the trainer, for `http` and `nccl`."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Of the trainer's file server, for `http`; 0: a free one."""
+    timeout_s: Seconds = 600.0
+    """For one engine to take a version that it was told of."""

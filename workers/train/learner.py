@@ -15,6 +15,7 @@ from torch import Tensor
 from stream.errors import RunMismatchError, SettingsError
 from stream.validity import DropReason
 from workers.settings import Settings
+from workers.train.adapter import Adapter, is_adapter
 from workers.train.algorithms.masks import too_old
 from workers.train.batch import Batch
 from workers.train.checkpointing import checkpoint_layers
@@ -55,7 +56,8 @@ class Learner:
     """The policy and its optimizer; with `gae` a critic beside it, with a divergence the policy of the beginning.
 
     Weights and optimizer state are float32 whatever `model.dtype` says; with `bfloat16` the forward pass runs under
-    autocast, and weights are written in bfloat16. Dropout is off. With the same threads, the same batches give the same
+    autocast, and weights are written in bfloat16. With `lora.rank` this is true of the adapter, which alone is trained;
+    the weights beside it have `model.dtype`. Dropout is off. With the same threads, the same batches give the same
     weights to the bit.
 
     With several ranks (`workers.train.ranks`) each has a learner. Policy, reference and optimizer state are sharded
@@ -71,7 +73,7 @@ class Learner:
 
     Raises:
         SettingsError: there is no model in the folder, the learning rate falls over an unknown number of steps, or the
-            model has nothing that a critic could stand on.
+            model has nothing that a critic could stand on, or an adapter could be put into.
     """
 
     def __init__(
@@ -97,14 +99,16 @@ class Learner:
         self.ranks = Ranks(device)
         self.device, self.dtype = self.ranks.device, dtype
         self.base = Path(folder or settings.model.path)
-        read = self._read(self.base, trained=True)
+        self.adapter: Adapter | None = None
+        read = self._adapted() if settings.lora.rank else self._read(self.base, trained=True)
         self.model: Any = read.model
+        self.parameters: dict[str, torch.nn.Parameter] = (
+            dict(self.model.named_parameters()) if self.adapter is None else self.adapter.parameters
+        )
         if settings.train.gradient_checkpointing:
             checkpoint_layers(self.model)
-        reference = self._read(Path(settings.model.path), trained=False) if settings.algorithm.kl_coefficient else None
         self.critic = _critic(self.model, settings).to(self.device, dtype) if settings.estimator.name == "gae" else None
-        self.passes = Passes(read, reference, self.critic, settings, self.ranks)
-        self.parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
+        self.passes = self._passes(read)
         self.critic_parameters = {f"critic.{n}": p for n, p in self.critic.named_parameters()} if self.critic else {}
         self.optimizer = _optimizer(self.parameters, self.critic_parameters, settings)
 
@@ -168,24 +172,61 @@ class Learner:
         )
 
     def save_weights(self, folder: Path) -> None:
-        """Write the policy in Hugging Face form to a new folder, which is there whole or not at all.
+        """Write what engines are given to a new folder, which is there whole or not at all.
+
+        That is the policy in Hugging Face form, with the adapter merged if there is one; with `lora.publish =
+        "adapter"` it is the adapter alone.
 
         Raises:
             FileExistsError: the folder exists.
             OSError: the disk is full, or refuses; nothing is left behind.
         """
         with new_folder(folder) as temporary:
-            self.write_weights(temporary)
+            if self.adapter is not None and self.settings.lora.publish == "merged":
+                dtype_name = self.settings.model.dtype
+                write_policy(self.model, self.base, temporary, dtype_name, self.adapter.merged())
+            else:
+                self.write_weights(temporary)
 
     def write_weights(self, folder: Path) -> None:
-        """Write the policy into an existing folder; at the first rank."""
+        """Write what is trained of the policy into an existing folder: in Hugging Face form, or the adapter alone.
+
+        All ranks call this, the first alone writes.
+        """
+        if self.adapter is not None:
+            self.adapter.write(folder, self.settings.model.dtype)
+            return
         weights = self.weights()
         if self.ranks.leads:
-            write_policy(self.model, weights, self.base, folder, self.settings.model.dtype)
+            write_policy(self.model, self.base, folder, self.settings.model.dtype, weights)
 
     def weights(self) -> dict[str, Tensor]:
         """The policy's tensors as they are written, whole, on the CPU; at other ranks than the first, nothing."""
-        return gathered(self.model.state_dict(keep_vars=True), self.ranks, self._written)
+        return gathered(self.model.state_dict(keep_vars=True), self.ranks, self.written_dtype)
+
+    def read_weights(self, folder: Path) -> dict[str, Tensor]:
+        """What `write_weights` wrote, by the names of `parameters`; at the first rank.
+
+        Raises:
+            RunMismatchError: it belongs to another model, or to a run with an adapter where there is none, or without.
+        """
+        if self.adapter is not None:
+            return self.adapter.read(folder)
+        if is_adapter(folder):
+            raise RunMismatchError(
+                f"{folder}: an adapter alone was trained there, but lora.rank is 0; put [lora] back, or use another "
+                "run name"
+            )
+        weights = {name: parameter.data for name, parameter in load_policy(folder, self.dtype).named_parameters()}
+        if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in self.parameters.items()}:
+            raise RunMismatchError(f"{folder}: its weights are not those of {self.base}; use another run name")
+        return weights
+
+    @property
+    def written_dtype(self) -> torch.dtype:
+        """In which `write_weights` writes what is trained."""
+        name = "float32" if self.adapter is not None else self.settings.model.dtype
+        return cast("torch.dtype", getattr(torch, name))
 
     def state(self) -> dict[str, Tensor]:
         """Everything beside the weights that the next step depends on, by name, whole, on the CPU.
@@ -199,21 +240,19 @@ class Learner:
             for name, parameter in trained.items()
             for kind, value in self.optimizer.state.get(parameter, {}).items()
         }
-        masters = self.critic_parameters if self._written == self.dtype else trained
+        masters = self.critic_parameters if self.written_dtype == self.dtype else trained
         tensors |= {f"master.{name}": parameter for name, parameter in masters.items()}
         return {name: tensor.contiguous() for name, tensor in gathered(tensors, self.ranks).items()}
 
     def restore(self, folder: Path, state: Mapping[str, Tensor], *, steps: int, skipped_steps: int = 0) -> None:
-        """Go back to weights in Hugging Face form and to what `state` returned beside them; at the first rank.
+        """Go back to what `write_weights` wrote and to what `state` returned beside it; at the first rank.
 
         The others call `put_back` meanwhile. However many ranks wrote them, any number may go on.
 
         Raises:
             RunMismatchError: they belong to another model, or were trained without the critic that there is now.
         """
-        weights = {name: parameter.data for name, parameter in load_policy(folder, self.dtype).named_parameters()}
-        if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in self.parameters.items()}:
-            raise RunMismatchError(f"{folder}: its weights are not those of {self.base}; use another run name")
+        weights = self.read_weights(folder)
         weights |= {name: state[f"master.{name}"] for name in self.critic_parameters if f"master.{name}" in state}
         for name, parameter in self.critic_parameters.items():
             if name not in weights or weights[name].shape != parameter.shape:
@@ -248,14 +287,30 @@ class Learner:
                 self.optimizer.state[parameter] = found
         self.steps, self.skipped_steps = steps, skipped_steps
 
-    @property
-    def _written(self) -> torch.dtype:
-        """Of weights on disk."""
-        return cast("torch.dtype", getattr(torch, self.settings.model.dtype))
-
     def _read(self, folder: Path, *, trained: bool) -> Readable:
         whole = load_policy(folder, self.dtype).requires_grad_(trained) if self.ranks.leads else None
         return readable(whole, self.ranks, mixed=self.settings.model.dtype == "bfloat16")
+
+    def _adapted(self) -> Readable:
+        """The policy with an adapter in it, beside which its own weights are frozen."""
+        settings = self.settings
+        if self.ranks.size > 1:
+            raise SettingsError(
+                f"lora.rank is set, and the trainer has {self.ranks.size} ranks: an adapter is trained by one process "
+                "alone so far; set train.ranks to 1, or leave [lora] out"
+            )
+        frozen = load_policy(self.base, getattr(torch, settings.model.dtype)).to(self.device)
+        self.adapter = Adapter(frozen, self.base, settings.lora, settings.run.seed)
+        return Readable.of(frozen)
+
+    def _passes(self, read: Readable) -> Passes:
+        """The policy of the beginning is a second model, or the policy without its adapter."""
+        wanted = bool(self.settings.algorithm.kl_coefficient)
+        if self.adapter is not None:
+            reference = read if wanted else None
+            return Passes(*(read, reference, self.critic, self.settings, self.ranks), as_begun=self.adapter.off)
+        reference = self._read(Path(self.settings.model.path), trained=False) if wanted else None
+        return Passes(read, reference, self.critic, self.settings, self.ranks)
 
     def _train(self, formed: Formed, tally: Tally) -> str:
         """Make the updates of one batch; returns why it stopped, or nothing."""

@@ -1,5 +1,8 @@
 """Passes of the models over rows of a batch: the policy, the reference beside it, the critic on top."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -24,17 +27,27 @@ class Passes:
         critic: None unless the estimator needs values.
         settings: of the run.
         ranks: that share the work.
+        as_begun: makes the reference the policy of the beginning, for a pass; for one that is the policy itself, with
+            an adapter that is switched off.
 
     Raises:
         SettingsError: the settings ask for an attention, or for packing, that is not to be had of these models.
     """
 
     def __init__(
-        self, policy: Readable, reference: Readable | None, critic: Critic | None, settings: Settings, ranks: Ranks
+        self,
+        policy: Readable,
+        reference: Readable | None,
+        critic: Critic | None,
+        settings: Settings,
+        ranks: Ranks,
+        *,
+        as_begun: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.settings, self.ranks, self.critic = settings, ranks, critic
         self.policy = self._with_attention(policy)
         self.reference = None if reference is None else self._with_attention(reference)
+        self._as_begun = as_begun
 
     def micro_batches(self, batch: Batch, rows_R: Tensor) -> list[Tensor | None]:
         """Row numbers of each of this rank's micro-batches over these rows (bool); None: others have one more."""
@@ -75,7 +88,7 @@ class Passes:
         found = self._read(self.policy, batch, rows, mask_MT, entropy=first)
         reference_N = None
         if self.reference is not None:
-            with torch.no_grad():
+            with torch.no_grad(), self._as_begun():
                 reference_N = self._read(self.reference, batch, rows, mask_MT).logprobs_N
         values_N = None if self.critic is None else self.critic(_given(found.hidden_NH))
         output = formed.objective.share(rows, found, first=first, reference_N=reference_N, values_N=values_N)
@@ -100,11 +113,11 @@ class Passes:
     def _with_attention(self, read: Readable) -> Readable:
         dtype = torch.bfloat16 if self.settings.model.dtype == "bfloat16" else next(read.model.parameters()).dtype
         chosen = set_attention(read, self.settings.train, dtype)
-        same = str((chosen.packed, getattr(chosen.model.config, "_attn_implementation", None))).encode()
-        if self.ranks.tell(same) != same:
+        packs = b"packed" if chosen.packed else b"padded"
+        if self.ranks.tell(packs) != packs:
             raise SettingsError(
-                f"the ranks do not all read packed rows alike ({same.decode()} here); set train.packing and "
-                "train.attention to what all of their devices have"
+                f"rows are {packs.decode()} at rank {self.ranks.rank} and not at the first one; set train.packing to "
+                "'off', or train.attention to one that all devices have"
             )
         return chosen
 
