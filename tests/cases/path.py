@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from tests.cases.completions import VERSION, VOCABULARY, Made
 from workers.settings import Settings
@@ -42,6 +43,7 @@ class Network(torch.nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
+        self.config, self.device = PretrainedConfig(), torch.device("cpu")
         self.embedding = torch.nn.Embedding(VOCABULARY, 5)
         self.mixing = torch.nn.Linear(5, 5)
         self.head = torch.nn.Linear(5, VOCABULARY)
