@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -19,6 +19,7 @@ import anyio
 import msgspec
 import structlog
 
+from stream import tether
 from stream.errors import (
     DataError,
     FencedError,
@@ -79,6 +80,45 @@ def launch(
     return _run(main)
 
 
+def launch_trainer(
+    file: Path, overrides: tuple[str, ...], redis: str, engines: tuple[str, ...], command: Sequence[str]
+) -> int:
+    """Run the trainer: by itself, or with other ranks. Returns the exit code.
+
+    With `train.ranks` above 1 this process starts so many, and waits for them. One that `torchrun` started is the rank
+    that it says: the first is the trainer, the others follow it.
+
+    Args:
+        file: the settings.
+        overrides: of single settings, as `--set` takes them.
+        redis: URL of the server; `run.redis` unless given.
+        engines: URLs; `engine.urls` unless given.
+        command: that starts this very process, for the ranks to be started by.
+    """
+    logs.configure("train")
+    from workers.train.ranks import place
+
+    rank, size = place()
+    if size > 1:
+        tether.tie(os.getppid())  # torchrun gives each rank a session of its own, which nobody else would end
+        if rank:
+            from workers.train.following import follow
+
+            return follow()
+        from workers.train.leading import lead
+
+        return launch("train", file, overrides, redis, engines, lead)
+    try:
+        ranks = load(file, overrides).train.ranks
+    except PenstockError as error:
+        return _explain(error)
+    if ranks == 1 or "RANK" in os.environ:
+        return launch("train", file, overrides, redis, engines)
+    from workers.train.launching import launch_ranks
+
+    return launch_ranks(ranks, command)
+
+
 def launch_engine(
     target: Path,
     host: str,
@@ -136,6 +176,11 @@ def _server_of(target: Path, overrides: tuple[str, ...], runner: str, dtype: str
         said = not target.is_dir() or any(override.startswith("engine.max_length=") for override in overrides)
         length = engine.max_length if said else 0
         return partial(serve_pooling, model, max_length=length, threads=engine.threads, dtype=dtype)
+    if settings.publishes_adapters:
+        raise SettingsError(
+            f"{target}: lora.publish is 'adapter', but the local engine knows no adapters; set it to 'merged', or "
+            "serve the model with vLLM and --enable-lora"
+        )
     from workers.engine.server import serve
 
     return partial(

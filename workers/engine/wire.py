@@ -30,6 +30,15 @@ UPDATE_ORDER = "pause, start_weight_update, update_weights, finish_weight_update
 """The order of the control routes, for messages."""
 
 
+ADAPTER = "policy-v"
+"""So begin the names of a run's adapters, each of one policy version."""
+
+
+def adapter_name(version: int) -> str:
+    """What the adapter of a policy version is called on engines. Never given twice: a name means one set of weights."""
+    return f"{ADAPTER}{version}"
+
+
 class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How to sample. What is not listed here is refused, never ignored."""
 

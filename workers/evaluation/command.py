@@ -15,8 +15,9 @@ from workers.evaluation.playing import play
 from workers.feed.held_out import read_held_out
 from workers.process import run_loop
 from workers.score.outcome import outcome
-from workers.settings import Settings
+from workers.settings import Lora, Settings
 from workers.settings.file import load
+from workers.train.adapter import is_adapter
 from workers.train.checkpoint import MANIFEST, MODEL, Checkpoints
 from workers.train.evaluation import Evaluation, evaluation
 
@@ -47,16 +48,20 @@ def policy_folder(path: Path) -> Path:
     """The model in Hugging Face form that a path means: itself, a checkpoint's, or a run's latest checkpoint's.
 
     Raises:
-        SettingsError: there is none.
+        SettingsError: there is none, or an adapter alone.
     """
-    if (path / "config.json").is_file():
-        return path
+    found = path
     if (path / MANIFEST).is_file():
-        return path / MODEL
-    if (path / "checkpoints").is_dir():
+        found = path / MODEL
+    elif (path / "checkpoints").is_dir() and not (path / "config.json").is_file():
         latest = Checkpoints(path / "checkpoints").latest()
-        if latest is not None:
-            return latest.model
+        found = path if latest is None else latest.model
+    if is_adapter(found):
+        raise SettingsError(
+            f"{found}: an adapter alone was trained; make a model of it with `penstock export`, and name its folder"
+        )
+    if (found / "config.json").is_file():
+        return found
     raise SettingsError(f"{path}: no policy there: neither a model's folder, nor a checkpoint, nor a run with one")
 
 
@@ -69,6 +74,8 @@ async def evaluate(settings: Settings, model: Path | None, engine: str) -> Evalu
         engine: its URL; empty: one of its own, started for it.
     """
     prompts, _ = await anyio.to_thread.run_sync(read_held_out, settings)
+    if model is not None:  # whole weights, even where a run's engines are given adapters
+        settings = msgspec.structs.replace(settings, lora=Lora())
     began = time.monotonic()
 
     async def use(url: str, version: int) -> Evaluation:

@@ -11,6 +11,7 @@ from workers.settings.estimators import Gae, OptimalTokenBaseline, Passk, TirOpt
 from workers.settings.losses import Clipped
 from workers.settings.pipeline import Eval, Pacing, Rollout
 from workers.settings.presets import PRESETS
+from workers.settings.training import Lora, Weights
 from workers.settings.whole import Settings
 
 RESTRICTING: Final = ("top_p", "top_k", "min_p", "min_tokens", "logit_bias")
@@ -347,6 +348,27 @@ def _presets(s: Settings) -> Iterator[str]:
         )
 
 
+def _lora(s: Settings) -> Iterator[str]:
+    if not s.lora.rank:
+        for key in Lora.__struct_fields__:
+            if getattr(s.lora, key) != getattr(Lora(), key):
+                yield f"lora.{key} is set, but lora.rank is 0, so there is no adapter; set it too, or leave it out"
+        return
+    if s.train.ranks > 1:
+        yield "lora.rank is set, but train.ranks is above 1: an adapter is trained by one process alone so far"
+    if not s.lora.targets:
+        yield "lora.targets is empty, so lora.rank has nothing to act on; leave it out for every linear layer"
+    if "all-linear" in s.lora.targets and len(s.lora.targets) > 1:
+        yield "lora.targets has names beside 'all-linear', which has them all; leave out one or the other"
+    if s.lora.publish == "adapter":
+        for key in ("transport", "kv", "host", "port"):
+            if getattr(s.weights, key) != getattr(Weights(), key):
+                yield (
+                    f"weights.{key} is set, but with lora.publish = 'adapter' engines read adapters as files, and "
+                    "requests under way keep theirs; leave the first out, or set the second to 'merged'"
+                )
+
+
 def _no_effect(key: str, estimator: str, reads: str) -> str:
     told = {"parts": "the parts of the reward", "correct": "right and wrong (algorithm.correct_at)"}[reads]
     return (
@@ -370,4 +392,5 @@ _CHECKS: Final[tuple[Callable[[Settings], Iterator[str]], ...]] = (
     _losses,
     _presets,
     _corrections,
+    _lora,
 )

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from workers.settings.section import Count, Fraction, Least0, Positive, Seconds, Section
+from workers.settings.section import Above0, Count, Fraction, Least0, Positive, Seconds, Section
 
 
 class Train(Section, frozen=True):
@@ -42,11 +42,28 @@ class Train(Section, frozen=True):
     """Keep only what enters each layer for the backward pass and compute the rest again: less memory, a third more
     time."""
     threads: Positive = 1
-    """Torch threads of the trainer."""
+    """Torch threads of the trainer; with several ranks, of each."""
+    ranks: Positive = 1
+    """Processes that the trainer is made of, on one machine: each holds a part of model and optimizer, and works on a
+    part of each batch. Under `torchrun` its own number holds."""
     checkpoint_every: Positive = 20
     """Steps between two checkpoints."""
     keep_last: Positive = 2
     """Checkpoints kept, besides the one with the best mean reward."""
+
+
+class Lora(Section, frozen=True):
+    """`[lora]`: train a small adapter beside the weights of the model, which stay as they are."""
+
+    rank: Count = 0
+    """Of the two matrices beside each layer; 0: no adapter, the whole model is trained."""
+    alpha: Above0 = 32.0
+    """What they add to the layer's output is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Layers that get them, by how their names end (`q_proj`); `all-linear`: every linear one but the output layer."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What engines are given: whole weights with the adapter added, or the adapter alone, which vLLM started with
+    `--enable-lora` takes."""
 
 
 class Weights(Section, frozen=True):

@@ -37,7 +37,7 @@ from workers.settings.pipeline import (
     Score,
 )
 from workers.settings.section import Section
-from workers.settings.training import Train, Weights
+from workers.settings.training import Lora, Train, Weights
 
 
 class Settings(Section, frozen=True, kw_only=True):
@@ -55,6 +55,7 @@ class Settings(Section, frozen=True, kw_only=True):
     score: Score = field(default_factory=Score)
     eval: Eval = field(default_factory=Eval)
     train: Train = field(default_factory=Train)
+    lora: Lora = field(default_factory=Lora)
     weights: Weights = field(default_factory=Weights)
     estimator: Estimator = field(default_factory=Grpo)
     """Of advantages."""
@@ -109,6 +110,11 @@ class Settings(Section, frozen=True, kw_only=True):
         """Name of the loss's aggregation."""
         chosen = self.algorithm.aggregation
         return chosen if chosen != "auto" else self.loss.aggregation or "token-mean"
+
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether engines are given an adapter to each policy version, and no whole weights."""
+        return self.lora.rank > 0 and self.lora.publish == "adapter"
 
     @property
     def for_evaluation(self) -> "Settings":

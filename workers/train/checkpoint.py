@@ -4,7 +4,8 @@
 
     checkpoints/
     ├── step-000040/
-    │   ├── model/                 Hugging Face form: config, model.safetensors, tokenizer; what `export` copies
+    │   ├── model/                 Hugging Face form: config, model.safetensors, tokenizer; what `export` copies.
+    │   │                          With LoRA the adapter in peft's form, which `export` merges
     │   ├── optimizer.safetensors  moments by parameter name; float32 weights where the model is written in bfloat16
     │   └── checkpoint.json        the manifest, written last: progress, and size and hash of every other file
     └── step-000050/
@@ -78,7 +79,7 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
 
     @property
     def model(self) -> Path:
-        """The policy in Hugging Face form."""
+        """The policy in Hugging Face form; or the adapter in peft's."""
         return self.folder / MODEL
 
     def restore(self, learner: "Learner") -> None:

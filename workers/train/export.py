@@ -8,6 +8,7 @@ import structlog
 from safetensors import SafetensorError
 
 from stream.errors import RunFailedError, RunMismatchError
+from workers.train.adapter import is_adapter, merge
 from workers.train.checkpoint import Checkpoint, Checkpoints
 from workers.train.durable import new_folder
 
@@ -16,6 +17,8 @@ log = structlog.get_logger()
 
 def export(run_folder: Path, out: Path, which: Literal["latest", "best"] | int = "latest") -> Checkpoint:
     """Copy a checkpoint's model to a folder of its own, and see that it loads from there.
+
+    Where an adapter was trained it is merged into the model beside which it was; alone it is in `adapter/` there.
 
     Args:
         run_folder: the run's folder, with `checkpoints/` in it.
@@ -27,6 +30,7 @@ def export(run_folder: Path, out: Path, which: Literal["latest", "best"] | int =
 
     Raises:
         RunMismatchError: there is no such checkpoint, or `out` is taken.
+        SettingsError: an adapter was trained, and the model beside which it was is gone.
         RunFailedError: what was copied does not load; nothing is left at `out`.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -40,8 +44,11 @@ def export(run_folder: Path, out: Path, which: Literal["latest", "best"] | int =
     if out.is_dir():
         out.rmdir()
     with new_folder(out) as temporary:
-        for path in sorted(checkpoint.model.iterdir()):
-            shutil.copyfile(path, temporary / path.name)
+        if is_adapter(checkpoint.model):
+            merge(checkpoint.model, temporary)
+            shutil.copytree(checkpoint.model, temporary / "adapter")
+        else:
+            shutil.copytree(checkpoint.model, temporary, dirs_exist_ok=True)
         _verify(temporary)
     log.info("model.exported", step=checkpoint.progress.step, version=checkpoint.progress.version, folder=str(out))
     return checkpoint

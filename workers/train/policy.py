@@ -22,10 +22,11 @@ COMPANIONS: Final = (
     "*processor_config.json",
 )
 """Files beside the weights that are copied from the base model's folder."""
+_LARGEST_FILE: Final = "5GB"
 
 
-def load_policy(folder: Path) -> Any:
-    """The model in a folder, float32, without dropout.
+def load_policy(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The model in a folder, without dropout, on the CPU.
 
     Raises:
         SettingsError: there is no model there.
@@ -35,21 +36,24 @@ def load_policy(folder: Path) -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.eval()
 
 
-def write_policy(model: Any, base: Path, folder: Path, dtype_name: str) -> None:
-    """Write config, `model.safetensors`, generation config and the tokenizer's files into an existing folder.
+def write_policy(model: Any, base: Path, folder: Path, dtype_name: str, weights: Mapping[str, Tensor]) -> None:
+    """Write config, weights, generation config and the tokenizer's files into an existing folder.
+
+    Weights are in `model.safetensors`; those of a large model in several such files and an index of them.
 
     Args:
-        model: the policy.
+        model: the policy; it may be sharded.
         base: the folder it was loaded from, which has the tokenizer's files.
         folder: where to write.
         dtype_name: of the weights, `float32` or `bfloat16`.
+        weights: its tensors by name, whole; those that are tied share memory.
     """
-    state = _cast(model.state_dict(), getattr(torch, dtype_name))
-    model.save_pretrained(folder, state_dict=state, max_shard_size="1000GB")
+    state = _cast(weights, getattr(torch, dtype_name))
+    model.save_pretrained(folder, state_dict=state, max_shard_size=_LARGEST_FILE)
     config = folder / "config.json"
     described = msgspec.json.decode(config.read_bytes()) | {"dtype": dtype_name}
     config.write_bytes(msgspec.json.format(msgspec.json.encode(described)))

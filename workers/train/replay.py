@@ -22,7 +22,6 @@ from workers.settings import Settings
 from workers.train.batch import collate
 from workers.train.checkpoint import OPTIMIZER, Checkpoint, Checkpoints
 from workers.train.learner import Learner, StepReport
-from workers.train.policy import load_policy
 from workers.train.selection import assess
 
 
@@ -237,9 +236,8 @@ def _compare(learner: Learner, checkpoint: Checkpoint) -> int:
 
 def _states(learner: Learner, checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
     """Weights as they are written, then all else that a checkpoint holds: ours, and the checkpoint's."""
-    written = getattr(torch, learner.settings.model.dtype)
-    weights = {name: p.detach().cpu().to(written).float() for name, p in learner.parameters.items()}
-    yield "weight", weights, {n: p.detach() for n, p in load_policy(checkpoint.model).named_parameters()}
+    weights = {name: p.detach().cpu().to(learner.written_dtype).float() for name, p in learner.parameters.items()}
+    yield "weight", weights, learner.read_weights(checkpoint.model)
     yield "state", learner.state(), load_file(checkpoint.folder / OPTIMIZER)
 
 

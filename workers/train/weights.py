@@ -1,6 +1,7 @@
 """The published weights: on disk under their version number, on the engines, then known to everybody."""
 
 import shutil
+import time
 from pathlib import Path
 
 import anyio
@@ -13,7 +14,8 @@ from workers.train.publishing.publisher import EnginePublisher
 log = structlog.get_logger()
 
 _KEPT = 3
-"""Versions kept on disk; an engine that restarts needs the last one, and may be reading the one before."""
+"""Versions kept on disk; an engine that restarts needs the last one, and may be reading the one before. Of an adapter
+engines take requests until there are two newer ones."""
 _LOOK_EVERY_S = 2.0
 """At the engines' versions, between pushes."""
 
@@ -25,10 +27,12 @@ class Weights:
         folder: where they are written, one folder each.
         tenure: the right to publish.
         publisher: the way to the engines.
+        linger_s: how much longer than needed for new requests a version stays on the disk.
     """
 
-    def __init__(self, folder: Path, tenure: Tenure, publisher: EnginePublisher) -> None:
+    def __init__(self, folder: Path, tenure: Tenure, publisher: EnginePublisher, *, linger_s: float = 0.0) -> None:
         self.folder = folder
+        self.linger_s = linger_s
         self.version = -1
         """The version that the engines have; -1 before the first."""
         self._tenure = tenure
@@ -47,7 +51,7 @@ class Weights:
             self.version = version
         await self._tenure.publish(version, path, step, metrics)
         log.info("policy.published", version=version, step=step)
-        await anyio.to_thread.run_sync(_prune, self.folder)
+        await anyio.to_thread.run_sync(_prune, self.folder, self.linger_s)
 
     async def keep_engines_current(self) -> None:
         """Give the current version to engines that come, restart or missed it, for ever."""
@@ -66,6 +70,8 @@ def _write(learner: Learner, path: Path) -> None:
     learner.save_weights(path)
 
 
-def _prune(folder: Path) -> None:
-    for old in sorted(folder.glob("v*"))[:-_KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
+def _prune(folder: Path, linger_s: float) -> None:
+    versions = sorted(folder.glob("v*"))
+    for old, newer in zip(versions, versions[_KEPT - 1 :], strict=False):
+        if newer != versions[-1] and time.time() - newer.stat().st_mtime >= linger_s:
+            shutil.rmtree(old, ignore_errors=True)

@@ -59,7 +59,7 @@ async def train(role: Role, make_learner: Callable[[Settings], Learner] = Learne
         tasks.start_soon(stage.keep)
         archive = await anyio.to_thread.run_sync(_archive, settings, fence)
         endings = Endings(ledger, tenure, stage, archive)
-        weights = Weights(settings.folder / "weights", tenure, publisher)
+        weights = Weights(settings.folder / "weights", tenure, publisher, linger_s=_linger_s(settings))
         tasks.start_soon(weights.keep_engines_current)
         try:
             journal = await anyio.to_thread.run_sync(
@@ -89,6 +89,11 @@ def _load(
         return learner, Progress()
     checkpoint.restore(learner)
     return learner, checkpoint.progress
+
+
+def _linger_s(settings: Settings) -> float:
+    """An engine reads an adapter again that it had no room for, as long as a request goes on with it."""
+    return settings.engine.request_timeout_s + settings.delivery.reconnect_s if settings.publishes_adapters else 0.0
 
 
 def _evaluations(settings: Settings, progress: Progress, fence: Fence) -> Evaluations | None:

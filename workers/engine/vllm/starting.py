@@ -27,12 +27,21 @@ FLAGS_WITHOUT_GPU: Final = (
     # 0.32 ends with "CPU Generator does not use offset" when a request with a seed has its prompt read in parts.
     "--no-enable-chunked-prefill",
 )
+_LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Those that vLLM makes room for."""
+_VERSIONS_AT_ONCE: Final = 4
+"""Adapters that requests under way are sampled by; a request of one more waits."""
 _NOT_ITS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
 """Of our own interpreter. The last would make each start take 30 s longer, all that it imports being compiled anew."""
 
 
 def backend(settings: Settings) -> str:
-    """By which the server takes new weights: our plugin's, or vLLM's own for transfers from GPU to GPU."""
+    """By which the server takes new weights: our plugin's, or vLLM's own for transfers from GPU to GPU.
+
+    Empty: it is given adapters, and keeps its weights.
+    """
+    if settings.publishes_adapters:
+        return ""
     return "nccl" if settings.weights.transport == "nccl" else PLUGIN
 
 
@@ -55,11 +64,19 @@ def command(settings: Settings, python: Path, host: str, port: int, *, cpu: bool
         "--enable-scale-out",  # token ids in, token ids out
         *("--logprobs-mode", "processed_logprobs"),  # of what was sampled, at its temperature
         *("--generation-config", "vllm"),  # no sampling parameters but ours
-        *("--weight-transfer-config", json.dumps({"backend": backend(settings)})),
+        *_taking(settings),
         "--disable-uvicorn-access-log",
         *(FLAGS_WITHOUT_GPU if cpu else ()),
         *engine.flags,  # the last word is the user's
     ]
+
+
+def _taking(settings: Settings) -> tuple[str, ...]:
+    """Flags without which it does not take what the trainer publishes."""
+    if name := backend(settings):
+        return ("--weight-transfer-config", json.dumps({"backend": name}))
+    rank = next((room for room in _LORA_RANKS if room >= settings.lora.rank), settings.lora.rank)
+    return ("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(_VERSIONS_AT_ONCE))
 
 
 def environment(ours: Mapping[str, str], *, threads: int, cpu: bool) -> dict[str, str]:
@@ -74,5 +91,6 @@ def environment(ours: Mapping[str, str], *, threads: int, cpu: bool) -> dict[str
     recipe = {**QUIET, **(WITHOUT_GPU if cpu else {}), **kept}
     if cpu:
         recipe["OMP_NUM_THREADS"] = str(threads)
-    # The routes that bring new weights; and no folder named `vllm` in the working directory is imported.
-    return recipe | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONSAFEPATH": "1"}
+    # The routes that bring new weights and adapters; and no folder named `vllm` in the working directory is imported.
+    routes = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    return recipe | routes | {"PYTHONSAFEPATH": "1"}

@@ -13,6 +13,7 @@ What may be wrong with an answer, and what is done about it::
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -21,6 +22,8 @@ import structlog
 
 from envs.served.service import back_off, error_text
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
+from stream.records import Span
+from workers.engine.wire import adapter_name
 from workers.fleet.roster import Roster
 from workers.rollout.engine.answer import NONE_YET, Sampled
 from workers.rollout.engine.connection import Connection, SilentError, SlowError
@@ -33,6 +36,8 @@ from workers.settings import Settings
 from workers.settings.engine import Engine
 
 log = structlog.get_logger()
+
+_NO_SUCH_MODEL = 404
 
 
 class _StaleError(EngineError):
@@ -48,6 +53,7 @@ class EngineClient:
         attempts: tries of one request, while something answers.
         reconnect_s: how long to wait for an engine to answer, or to be given its weights.
         samplings: how the run samples, with which an engine is tried when it is met.
+        adapters: engines are given adapters, one to a policy version, and asked for one by its name.
         concurrency: requests under way at one engine, at least and at most; how many, its own figures decide.
         salted: engines keep what older weights have computed, so each version's requests share cached prefixes apart.
     """
@@ -60,6 +66,7 @@ class EngineClient:
         attempts: int,
         reconnect_s: float,
         samplings: Sequence[Sampling] = (),
+        adapters: bool = False,
         concurrency: tuple[int, int] = (Engine().min_concurrency, Engine().max_concurrency),
         salted: bool = False,
     ) -> None:
@@ -73,6 +80,7 @@ class EngineClient:
         self._attempts = attempts
         self._salted = salted
         self._reconnect_s = reconnect_s
+        self._adapters = adapters
         self._succeeded_at = -math.inf
 
     @classmethod
@@ -85,6 +93,7 @@ class EngineClient:
             attempts=settings.engine.attempts,
             reconnect_s=settings.engine_patience_s,
             samplings=[Sampling.of(limits, max_tokens=1) for limits in played],
+            adapters=settings.publishes_adapters,
             concurrency=(settings.engine.min_concurrency, settings.engine.max_concurrency),
             salted=settings.weights.kv == "keep",
         )
@@ -198,10 +207,15 @@ class EngineClient:
             raise _StaleError(str(outdated(engine, at_least)))
         if facts.max_length:  # completions would refuse what generate cuts off
             sampling = sampling.within(facts.max_length - len(prompt_ids))
+        adapter = self._adapters and before > NONE_YET
         # Where engines keep what older weights have computed, no request finds it in the cache.
         salt = f"v{before}" if self._salted else ""
-        body = route.body(prompt_ids, sampling, model=facts.model, salt=salt)
+        model = adapter_name(before) if adapter else facts.model
+        body = route.body(prompt_ids, sampling, model=model, salt=salt)
         status, payload = await self._connection.send("POST", engine.url + route.path, self._request_timeout_s, body)
+        if adapter and status == _NO_SUCH_MODEL:
+            engine.spoke(NONE_YET)
+            raise _StaleError(f"{engine.url} does not have the adapter {adapter_name(before)} any more")
         if status in ABSENT:
             told = error_text(payload)
             raise SilentError(f"{engine.url}{route.path} was open, and answers {status} now, as another server: {told}")
@@ -211,6 +225,8 @@ class EngineClient:
         sampled = route.read(status, payload, engine.url, version=min(before, after))
         if facts.spans:
             self._lookout.heard(engine, sampled.spans[-1].version)
+        if adapter:  # it samples all of a request, whatever came meanwhile
+            sampled = replace(sampled, spans=[Span(before, 0, len(sampled.token_ids))])
         self._succeeded_at = anyio.current_time()
         engine.answered()
         if sampled.spans[0].version < at_least:

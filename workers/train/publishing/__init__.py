@@ -7,6 +7,7 @@
 `files.py`           sent as a path on a file system that engines share
 `over_http.py`       sent as files that engines download from the trainer
 `nccl.py`            sent from GPU to GPU, by vLLM's own code
+`adapters.py`        LoRA adapters, a new one to each version, beside those that requests under way go on with
 `control.py`         one engine's control routes
 ===================  ================================================================
 """

@@ -95,6 +95,40 @@ class Control:
         """Have it set up its side of a transfer."""
         await self._post("/init_weight_transfer_engine", {"init_info": info}, moves=True)
 
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Have it read an adapter, which takes requests by that name from then on.
+
+        Raises:
+            EngineRefusedError: it has another one of that name.
+            EngineError: it cannot read it, or has no such route.
+        """
+        await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, moves=True)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have it take no more requests by that name; those under way go on."""
+        await self._post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def adapters(self) -> dict[str, str]:
+        """The path of each adapter that it takes requests for, by name."""
+        models = (await self._ask("/v1/models")).get("data", [])
+        return {str(model["id"]): str(model["root"]) for model in models if model.get("parent")}
+
+    async def name_version(self, version: int) -> None:
+        """Give a version to what it has."""
+        await self._post("/update_weight_version", {"new_version": str(version)})
+
+    async def setting(self, name: str) -> Any:
+        """A part of the configuration that it was started with, None where it was started without that part.
+
+        Raises:
+            EngineRefusedError: it does not say.
+        """
+        told = await self._ask("/server_info?config_format=json", timeout_s=_SHORT_S)
+        try:
+            return told["vllm_config"][name]
+        except (KeyError, TypeError) as error:
+            raise EngineRefusedError(f"{self.url}/server_info says nothing of {name}") from error
+
     async def version(self) -> int | None:
         """Of its weights; None where they have none.
 
@@ -134,8 +168,7 @@ class Control:
                 "environment, on a network that you trust"
             ) from error
         try:
-            told = await self._ask("/server_info?config_format=json", timeout_s=_SHORT_S)
-            config = told["vllm_config"]["weight_transfer_config"]
+            config = await self.setting("weight_transfer_config")
             return "" if config is None else str(config["backend"])
         except (EngineRefusedError, KeyError, TypeError):
             return None

@@ -49,7 +49,11 @@ async def open_way(settings: Settings) -> AsyncIterator[Way]:
     from workers.train.publishing.in_flight import InFlight
 
     chosen = settings.weights
-    if chosen.transport == "http":
+    if settings.publishes_adapters:
+        from workers.train.publishing.adapters import Adapters
+
+        yield Adapters(settings.lora.rank)
+    elif chosen.transport == "http":
         from workers.train.publishing.over_http import serve_weights
 
         async with serve_weights(chosen.host, chosen.port) as served:

@@ -1,0 +1,58 @@
+"""A run that trains an adapter alone, on the local engine, which is given merged weights."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from stream.archive import read_places
+from stream.codec import decode
+from stream.records import Group
+from tests.e2e.harness import balanced, summary_of
+from tests.integration.test_exactness import TOLERANCE, forward, versions
+from workers.settings.file import load
+from workers.train.adapter import merge
+from workers.train.checkpoint import Checkpoints
+from workers.train.export import export
+from workers.train.replay import replay
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_what_was_sampled_is_what_the_merged_weights_say_and_the_run_is_replayed_to_the_bit(project, random_model):
+    project.table["train"] |= {"groups_per_step": 2, "learning_rate": 3e-3, "checkpoint_every": 1, "keep_last": 99}
+    project.table["lora"] = {"rank": 4, "targets": ["q_proj", "v_proj", "down_proj"]}
+    project.table["algorithm"] = {"kl_coefficient": 0.05}
+    project.table["archive"] = {"keep": "all"}
+    summary = summary_of(project.run("run", str(project.write()), "--json"), project)
+    assert balanced(summary)
+    assert summary["steps"] >= 3
+
+    policies = {0: random_model}
+    for checkpoint in Checkpoints(project.run_folder / "checkpoints").all():
+        policies[checkpoint.progress.version] = folder = project.folder / checkpoint.folder.name
+        folder.mkdir()
+        merge(checkpoint.model, folder)
+    models = {v: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for v, path in policies.items()}
+    seen = set()
+    for _, place in read_places(project.run_folder / "groups"):
+        for row in (row for c in decode(place.payload(), Group).completions for row in c.rows):
+            right = {v: forward(model, row) for v, model in models.items()}
+            for i, (stored, version) in enumerate(zip(row.sampled_logprobs, versions(row), strict=True)):
+                assert math.isclose(stored, right[version][i], abs_tol=TOLERANCE)
+                seen.add(version)
+    assert len(seen) >= 2, f"all tokens are of versions {seen}"
+
+    report = replay(load(project.run_folder / "run.toml"), project.run_folder)
+    assert report.equal, report.difference
+    assert report.steps == summary["steps"]
+
+    out = project.folder / "exported"
+    export(project.run_folder, out)
+    begun, ended = (load_file(folder / "model.safetensors") for folder in (random_model, out))
+    moved = {name.rpartition(".weight")[0].rpartition(".")[2] for name in ended if not begun[name].equal(ended[name])}
+    assert moved == {"q_proj", "v_proj", "down_proj"}
+    size = sum(path.stat().st_size for path in Checkpoints(project.run_folder / "checkpoints").latest().model.iterdir())
+    assert size < (random_model / "model.safetensors").stat().st_size / 4

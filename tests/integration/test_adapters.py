@@ -1,0 +1,254 @@
+"""Adapters to engines, and requests that name them: against an engine that knows of adapters what vLLM knows."""
+
+import os
+import time
+from pathlib import Path
+
+import anyio
+import pytest
+from aiohttp import web
+
+from stream.errors import EngineRefusedError, EngineUnavailableError
+from stream.records import Span
+from workers.engine.site import listen
+from workers.engine.vllm.starting import command, environment
+from workers.engine.wire import adapter_name
+from workers.fleet.roster import Roster
+from workers.rollout.engine.client import EngineClient
+from workers.rollout.engine.sampling import Sampling
+from workers.settings.file import parse
+from workers.testing.scripted_engine import ScriptedEngine
+from workers.train.publishing.adapters import Adapters
+from workers.train.publishing.publisher import EnginePublisher
+from workers.train.weights import _prune
+
+SAMPLING = Sampling(temperature=1.0, max_tokens=3, seed=4)
+
+
+class LoraEngine:
+    """A server with vLLM's routes for adapters, whose answers come when they are let go."""
+
+    def __init__(self, **config) -> None:
+        self.config = {"max_lora_rank": 8, "max_loras": 4} | config
+        self.adapters: dict[str, str] = {}
+        self.version = "default"
+        self.orders: list[str] = []
+        self.asked: list[str] = []
+        self.faults: dict[str, int] = {}
+        self.held = anyio.Event()
+        self.held.set()
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/health", self.told({})),
+                web.get("/version", self.told({"version": "0.32.0"})),
+                web.get("/is_paused", self.told({"is_paused": False})),
+                web.get("/weight_info", self.weight_info),
+                web.get("/server_info", self.server_info),
+                web.get("/v1/models", self.models),
+                web.post("/v1/load_lora_adapter", self.load),
+                web.post("/v1/unload_lora_adapter", self.unload),
+                web.post("/update_weight_version", self.name_version),
+                web.post("/inference/v1/generate", self.generate),
+            ]
+        )
+        return app
+
+    def told(self, what):
+        async def answer(_):
+            return web.json_response(what)
+
+        return answer
+
+    def fault(self, name):
+        left = self.faults.get(name, 0)
+        self.faults[name] = left - 1
+        if left > 0:
+            raise web.HTTPInternalServerError(text=f"{name} failed")
+
+    async def weight_info(self, _):
+        return web.json_response({"weight_version": self.version})
+
+    async def server_info(self, _):
+        return web.json_response({"vllm_config": {"lora_config": self.config, "weight_transfer_config": None}})
+
+    async def models(self, _):
+        base = {"id": "base", "root": "/base", "parent": None, "max_model_len": 100}
+        loaded = [{"id": name, "root": path, "parent": "base"} for name, path in self.adapters.items()]
+        return web.json_response({"data": [base, *loaded]})
+
+    async def load(self, request):
+        body = await request.json()
+        assert "load_inplace" not in body
+        self.fault("load")
+        if body["lora_name"] in self.adapters:
+            return web.json_response({"error": {"message": "has already been loaded"}}, status=400)
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        self.orders.append(f"load {body['lora_name']}")
+        self.fault("loaded")
+        return web.Response(text="Success")
+
+    async def unload(self, request):
+        name = (await request.json())["lora_name"]
+        if self.adapters.pop(name, None) is None:
+            return web.json_response({"error": {"message": "cannot be found"}}, status=404)
+        self.orders.append(f"unload {name}")
+        return web.Response(text="Success")
+
+    async def name_version(self, request):
+        self.version = (await request.json())["new_version"]
+        self.orders.append(f"version {self.version}")
+        return web.json_response({"success": True})
+
+    async def generate(self, request):
+        body = await request.json()
+        if not body:
+            return web.json_response({}, status=422)
+        self.asked.append(body["model"])
+        if body["model"] not in {"base", *self.adapters}:
+            return web.json_response({"error": {"message": f"The model `{body['model']}` does not exist."}}, status=404)
+        began = self.version
+        await self.held.wait()
+        spans = [{"version": began, "start": 0, "end": 1}, {"version": self.version, "start": 1, "end": 2}]
+        if began == self.version:
+            spans = [{"version": began, "start": 0, "end": 2}]
+        content = [{"token": f"token_id:{token}", "logprob": -1.0} for token in (7, 8)]
+        choice = {"index": 0, "token_ids": [7, 8], "finish_reason": "length", "logprobs": {"content": content}}
+        return web.json_response({"request_id": "r", "choices": [choice | {"weight_versions": spans}]})
+
+
+@pytest.fixture
+async def engine():
+    made = LoraEngine()
+    async with listen(made.app(), "127.0.0.1", 0) as made.url:
+        yield made
+
+
+def publisher_of(*urls, rank=4, patience_s=5.0):
+    return EnginePublisher(Roster(urls), Adapters(rank), patience_s=patience_s, update_timeout_s=5)
+
+
+def client_of(engine, reconnect_s=5.0):
+    return EngineClient([engine.url], request_timeout_s=5, attempts=3, reconnect_s=reconnect_s, adapters=True)
+
+
+async def test_a_version_is_loaded_then_announced_and_all_but_the_one_before_are_unloaded(engine):
+    publisher = publisher_of(engine.url)
+    for version in (3, 4, 7):
+        await publisher.push(Path(f"/w/v{version}"), version)
+        assert await publisher.versions() == {engine.url: version}
+    assert engine.orders == [
+        *("load policy-v3", "version 3", "load policy-v4", "version 4"),
+        *("load policy-v7", "version 7", "unload policy-v3"),
+    ]
+    assert engine.adapters == {"policy-v4": "/w/v4", "policy-v7": "/w/v7"}
+
+
+@pytest.mark.parametrize("fault", ["load", "loaded"])
+async def test_a_load_that_fails_or_whose_answer_is_lost_is_tried_again(engine, fault):
+    engine.faults[fault] = 1
+    await publisher_of(engine.url).push(Path("/w/v3"), 3)
+    assert (engine.adapters, engine.version) == ({"policy-v3": "/w/v3"}, "3")
+
+
+async def test_a_name_that_stands_for_another_folder_is_taken_anew(engine):
+    engine.adapters["policy-v3"] = "/of/another/run/v3"
+    await publisher_of(engine.url).push(Path("/w/v3"), 3)
+    assert engine.adapters == {"policy-v3": "/w/v3"}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (None, "without --enable-lora; start vLLM with"),
+        ({"max_lora_rank": 2, "max_loras": 4}, r"--max-lora-rank 2, less than lora\.rank \(4\)"),
+        ({"max_lora_rank": 8, "max_loras": 1}, "--max-loras 1, so a new version would wait"),
+    ],
+)
+async def test_an_engine_that_cannot_take_them_is_refused_at_once_with_what_it_needs(engine, config, words):
+    engine.config = config
+    with anyio.fail_after(3), pytest.raises(EngineRefusedError, match=words):
+        await publisher_of(engine.url).push(Path("/w/v3"), 3)
+    assert engine.orders == []
+
+
+async def test_the_local_engine_is_refused_with_the_other_way():
+    async with ScriptedEngine(lambda *_: [1]) as local:
+        local.transfer_config = None
+        with anyio.fail_after(3), pytest.raises(EngineRefusedError, match=r"lora\.publish = 'merged'"):
+            await publisher_of(local.url).push(Path("/w/v3"), 3)
+
+
+async def test_a_request_names_the_newest_adapter_and_is_of_its_version_to_the_end(engine):
+    publisher, sampled = publisher_of(engine.url), []
+    await publisher.push(Path("/w/v3"), 3)
+    async with client_of(engine) as client:
+        first = await client.sample([1], SAMPLING, at_least=3)
+        assert first.spans == [Span(3, 0, 2)]
+        engine.held = anyio.Event()
+
+        async def one():
+            sampled.append(await client.sample([1], SAMPLING, at_least=3))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one)
+            with anyio.fail_after(5):
+                while len(engine.asked) < 3:
+                    await anyio.sleep(0.01)
+            await publisher.push(Path("/w/v4"), 4)
+            engine.held.set()
+        assert sampled[0].spans == [Span(3, 0, 2)], "it was sampled by the adapter that it named"
+        assert (await client.sample([1], SAMPLING, at_least=3)).spans == [Span(4, 0, 2)], "the answer had told of it"
+    assert engine.asked[-3:] == [adapter_name(3), adapter_name(3), adapter_name(4)]
+
+
+async def test_an_adapter_that_is_gone_is_no_refusal_of_the_request(engine):
+    publisher = publisher_of(engine.url)
+    await publisher.push(Path("/w/v3"), 3)
+    async with client_of(engine) as client:
+        await client.sample([1], SAMPLING, at_least=3)
+        engine.adapters.clear()  # it was started anew
+        engine.version = "default"
+
+        async def again():
+            await anyio.sleep(0.3)
+            await publisher.push(Path("/w/v3"), 3)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(again)
+            assert (await client.sample([1], SAMPLING, at_least=3)).spans == [Span(3, 0, 2)]
+
+
+async def test_an_adapter_that_never_comes_is_waited_for_within_bounds(engine):
+    engine.version = "3"  # says so, but has none
+    async with client_of(engine, reconnect_s=0.5) as client:
+        with anyio.fail_after(10), pytest.raises(EngineUnavailableError, match="older than 3, for 0.5 s"):
+            await client.sample([1], SAMPLING, at_least=3)
+
+
+def test_a_version_that_requests_under_way_may_need_stays_on_the_disk(tmp_path):
+    for version in range(6):
+        (tmp_path / f"v{version:06d}").mkdir()
+        age = 100.0 if version < 4 else 5.0
+        os.utime(tmp_path / f"v{version:06d}", (time.time() - age,) * 2)
+    _prune(tmp_path, 50.0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"v{version:06d}" for version in (2, 3, 4, 5)]
+    _prune(tmp_path, 0.0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"v{version:06d}" for version in (3, 4, 5)]
+
+
+def test_a_vllm_of_our_own_is_started_for_adapters_where_these_are_published():
+    least = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}}
+    own = least | {"engine": {"server": "vllm"}}
+    adapters = command(
+        parse(own | {"lora": {"rank": 12, "publish": "adapter"}}), Path("python"), "127.0.0.1", 1, cpu=True
+    )
+    place = adapters.index("--enable-lora")
+    assert adapters[place : place + 3] == ["--enable-lora", "--max-lora-rank", "16"]
+    assert "--weight-transfer-config" not in adapters
+    merged = command(parse(own | {"lora": {"rank": 12}}), Path("python"), "127.0.0.1", 1, cpu=True)
+    assert "--weight-transfer-config" in merged
+    assert "--enable-lora" not in merged
+    assert environment({}, threads=1, cpu=True)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"

@@ -1,0 +1,321 @@
+"""LoRA: an adapter alone is trained, the policy of the beginning is the model without it, and merging is exact."""
+
+import shutil
+import sys
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from stream.errors import RunMismatchError, SettingsError
+from stream.validity import Measured
+from tests.unit.test_learner import VOCABULARY, completion, group, learner
+from workers.evaluation.command import policy_folder
+from workers.process import FAILED_FOR_GOOD, launch_engine
+from workers.settings.file import dump, parse
+from workers.train.batch import collate
+from workers.train.checkpoint import Checkpoints
+from workers.train.export import export
+from workers.train.head import find_head
+from workers.train.logprobs import Readable, token_logprobs
+from workers.train.passes import Passes
+from workers.train.progress import Progress
+
+TOLERANCE = 1e-5
+LEAST = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"ref": "r.py:f"}]}
+LORA = {"rank": 4, "alpha": 8.0}
+TIED = pytest.mark.parametrize("base", [True, False], indirect=True, ids=["tied", "untied"])
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """A model whose output layer is its embedding, and one whose is not."""
+    found = {}
+    for tied in (True, False):
+        config = Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            intermediate_size=32,
+            tie_word_embeddings=tied,
+        )
+        found[tied] = tmp_path_factory.mktemp("base")
+        with torch.random.fork_rng():
+            torch.default_generator.manual_seed(5)
+            Qwen3ForCausalLM(config).save_pretrained(found[tied])
+    return found
+
+
+@pytest.fixture
+def base(bases, request):
+    return bases[getattr(request, "param", True)]
+
+
+@pytest.fixture
+def rows():
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, VOCABULARY, (3, 9), generator=generator)
+    chosen = torch.rand(3, 9, generator=generator) < 0.5
+    chosen[:, 0] = False
+    return tokens, chosen
+
+
+def lora(base, *, dtype="float32", more=None, **sections):
+    return learner(base, dtype=dtype, lora=LORA | (more or {}), **sections)
+
+
+def trained(base, steps=3, **options):
+    """A learner some steps on, with both matrices of every layer moved."""
+    found = lora(base, **options)
+    for step in range(steps):
+        assert found.step(collate([group(completion(2, [9, 3 + step], Measured(0.25)))]), 3).trained
+    assert all(p.abs().max() > 0 for p in found.parameters.values())
+    return found
+
+
+def read(model, rows):
+    with torch.no_grad():
+        return token_logprobs(Readable(model, find_head(model)), *rows, temperature=1.0).logprobs_N
+
+
+def whole_logprobs(model, rows):
+    """Those of a plain forward pass."""
+    tokens, chosen = rows
+    with torch.no_grad():
+        found = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
+    return found.gather(2, tokens[:, 1:, None]).squeeze(2)[chosen[:, 1:]]
+
+
+def plain(folder, rows):
+    """Log-probs that transformers computes from a model's folder, knowing nothing of adapters."""
+    return whole_logprobs(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), rows)
+
+
+def other_weights(found):
+    """All that is no adapter."""
+    return {n: p.detach().clone() for n, p in found.model.named_parameters() if "lora_" not in n}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_untrained_adapter_adds_nothing_at_all(base, rows, dtype):
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+        whole = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype)).eval()
+        assert torch.equal(read(lora(base, dtype=dtype).model, rows), read(whole, rows))
+
+
+@TIED
+def test_the_adapter_moves_and_nothing_else(base):
+    found = lora(base)
+    before, adapter = other_weights(found), {n: p.detach().clone() for n, p in found.parameters.items()}
+    for _ in range(2):
+        found.step(collate([group()]), 3)
+    assert all(torch.equal(value, before[name]) for name, value in other_weights(found).items())
+    assert not any(torch.equal(value, adapter[name]) for name, value in found.parameters.items())
+    assert found.optimizer.state.keys() == set(found.parameters.values())
+    assert {n for n, p in found.model.named_parameters() if p.requires_grad} == {
+        name.removeprefix("base_model.model.").replace(".weight", ".default.weight") for name in found.parameters
+    }
+
+
+def test_with_bfloat16_the_frozen_weights_take_half_the_room_and_the_adapter_stays_float32(base):
+    found = trained(base, dtype="bfloat16")
+    assert {p.dtype for n, p in found.model.named_parameters() if "lora_" not in n} == {torch.bfloat16}
+    assert {p.dtype for p in found.parameters.values()} == {torch.float32}
+    assert {v.dtype for state in found.optimizer.state.values() for v in state.values()} == {torch.float32}
+
+
+@TIED
+def test_merged_weights_say_what_the_adapted_model_says(base, rows, tmp_path):
+    found = trained(base)
+    found.save_weights(tmp_path / "v1")
+    adapted = read(found.model, rows)
+    assert torch.allclose(plain(tmp_path / "v1", rows), adapted, atol=TOLERANCE)
+    assert not torch.allclose(plain(base, rows), adapted, atol=100 * TOLERANCE)
+    ours, theirs = (load_file(folder / "model.safetensors").keys() for folder in (tmp_path / "v1", base))
+    assert ours == theirs
+
+
+def test_merging_changes_nothing_in_the_model(base, rows):
+    found = trained(base)
+    before, said = other_weights(found), read(found.model, rows)
+    found.adapter.merged()
+    assert all(torch.equal(value, before[name]) for name, value in other_weights(found).items())
+    assert torch.equal(read(found.model, rows), said)
+
+
+@TIED
+def test_peft_itself_loads_what_is_written_and_says_the_same(base, rows, tmp_path):
+    found = trained(base)
+    found.write_weights(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):  # peft asks for it under its old name
+        adapted = peft.PeftModel.from_pretrained(model, tmp_path)
+    assert torch.allclose(whole_logprobs(adapted, rows), read(found.model, rows), atol=TOLERANCE)
+
+
+def test_the_policy_of_the_beginning_is_the_model_without_its_adapter(base, rows):
+    """Loss, gradient and metrics are those of a run in which it is a second model."""
+    algorithm = {"kl_coefficient": 0.3}
+    batch = collate([group(completion(2, [9, 9], Measured(0.5)))])
+    one, two = trained(base, algorithm=algorithm), trained(base, algorithm=algorithm)
+    assert one.passes.reference.model is one.passes.policy.model is one.model
+    assert torch.equal(read(one.model, rows), read(two.model, rows))
+    with one.adapter.off():
+        assert torch.equal(read(one.model, rows), read(lora(base).model, rows))
+    second = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    two.passes = Passes(Readable.of(two.model), Readable.of(second), two.critic, two.settings, two.ranks)
+    first, other = one.step(batch, 3).metrics, two.step(batch, 3).metrics
+    assert first["reference/kl"] > 0
+    assert {n: v for n, v in first.items() if n != "seconds"} == {n: v for n, v in other.items() if n != "seconds"}
+    assert all(torch.equal(p, two.parameters[n]) for n, p in one.parameters.items())
+
+
+def test_at_step_0_there_is_no_divergence(base):
+    assert lora(base, algorithm={"kl_coefficient": 0.3}).step(collate([group()]), 3).metrics["reference/kl"] == 0
+
+
+@pytest.mark.parametrize("sections", [{}, {"estimator": {"name": "gae"}}], ids=["grpo", "gae"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_goes_on_to_the_bit(base, tmp_path, dtype, sections):
+    first = trained(base, dtype=dtype, **sections)
+    checkpoint = Checkpoints(tmp_path).save(3, first, Progress(step=3))
+    assert {path.name for path in checkpoint.model.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    second = lora(base, dtype=dtype, **sections)
+    checkpoint.restore(second)
+    for found in (first, second):
+        found.step(collate([group()]), 3)
+    mine, theirs = (f.parameters | f.critic_parameters for f in (first, second))
+    assert all(torch.equal(parameter, theirs[name]) for name, parameter in mine.items())
+    states = first.state(), second.state()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+@pytest.mark.parametrize(
+    "train", [{"gradient_checkpointing": True}, {"packing": "on"}], ids=["computed again", "packed"]
+)
+def test_layers_that_are_computed_again_and_rows_in_one_sequence_give_the_same_step(base, train):
+    """The adapter is on again when the backward pass computes its layers, though the reference had it off meanwhile."""
+    options = {"algorithm": {"kl_coefficient": 0.3}, "steps": 2}
+    plain, other = trained(base, **options), trained(base, train=train, **options)
+    for name, parameter in plain.parameters.items():
+        assert torch.allclose(parameter, other.parameters[name], atol=TOLERANCE), name
+
+
+def test_two_learners_begin_with_the_same_adapter_and_another_seed_with_another(base):
+    one, two, other = lora(base), lora(base), lora(base, run={"seed": 7})
+    assert all(torch.equal(p, two.parameters[n]) for n, p in one.parameters.items())
+    assert not any(torch.equal(p, other.parameters[n]) for n, p in one.parameters.items() if "lora_A" in n)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_exported_run_is_an_ordinary_model_with_the_adapter_beside_it(base, tmp_path, dtype):
+    found = trained(base, dtype=dtype)
+    Checkpoints(tmp_path / "checkpoints").save(3, found, Progress(step=3))
+    export(tmp_path, tmp_path / "out")
+    found.save_weights(tmp_path / "published")
+    ours, theirs = (load_file(tmp_path / f / "model.safetensors") for f in ("out", "published"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == getattr(torch, dtype)
+    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").is_file()
+    with pytest.raises(SettingsError, match="penstock export"):
+        policy_folder(tmp_path)
+    assert policy_folder(tmp_path / "out") == tmp_path / "out"
+
+
+def test_what_engines_are_given_is_the_adapter_alone_where_that_is_asked_for(base, tmp_path):
+    trained(base, more={"publish": "adapter"}, engine={"urls": ["http://e"]}).save_weights(tmp_path / "v1")
+    assert {p.name for p in (tmp_path / "v1").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+
+
+def test_chosen_layers_alone_get_an_adapter(base):
+    found = lora(base, more={"targets": ["q_proj", "layers.1.mlp.down_proj"]})
+    layers = {name.removeprefix("base_model.model.model.layers.").partition(".lora")[0] for name in found.parameters}
+    assert layers == {"0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (["q_proj", "v_projj"], ["lora.targets", "'v_projj'", "q_proj, up_proj, v_proj"]),
+        (["q_proj", "lm_head"], ["lora.targets", "'lm_head'", "leave it out"]),
+        (["embed_tokens"], ["lora.targets", "'embed_tokens'", "leave it out"]),
+        (["q_norm"], ["lora.targets", "q_norm|Qwen3RMSNorm"]),
+    ],
+)
+def test_layers_that_cannot_get_an_adapter_are_refused(base, targets, words):
+    with pytest.raises(SettingsError) as refused:
+        lora(base, more={"targets": targets})
+    assert all(any(part in str(refused.value) for part in word.split("|")) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"alpha": 8.0}, ["lora.alpha", "lora.rank is 0"]),
+        ({"publish": "adapter"}, ["lora.publish", "lora.rank is 0"]),
+        ({"rank": 4, "targets": []}, ["lora.targets"]),
+        ({"rank": 4, "targets": ["all-linear", "q_proj"]}, ["lora.targets", "all-linear"]),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(change, words):
+    with pytest.raises(SettingsError) as refused:
+        parse(LEAST | {"lora": change})
+    assert all(word in str(refused.value) for word in words)
+
+
+@pytest.mark.parametrize("weights", [{"transport": "http"}, {"kv": "keep"}])
+def test_a_way_that_adapters_do_not_go_is_refused(weights):
+    with pytest.raises(SettingsError, match=rf"weights\.{next(iter(weights))} .* lora\.publish = 'adapter'"):
+        parse(LEAST | {"lora": {"rank": 4, "publish": "adapter"}, "weights": weights})
+
+
+def test_the_local_engine_refuses_to_serve_a_run_that_publishes_adapters(base, tmp_path, capsys):
+    table = LEAST | {"lora": {"rank": 4, "publish": "adapter"}, "model": {"path": str(base)}}
+    (tmp_path / "run.toml").write_text(dump(parse(table)))
+    assert launch_engine(tmp_path / "run.toml", "127.0.0.1", 0, ()) == FAILED_FOR_GOOD
+    said = capsys.readouterr().err
+    assert "lora.publish" in said
+    assert "'merged'" in said
+
+
+def test_an_adapter_of_another_kind_of_run_is_refused_by_name(base, bases, tmp_path):
+    Checkpoints(tmp_path / "lora").save(3, trained(base), Progress())
+    Checkpoints(tmp_path / "whole").save(0, learner(base), Progress())
+    adapter, whole = (Checkpoints(tmp_path / name).latest() for name in ("lora", "whole"))
+    with pytest.raises(RunMismatchError, match=r"lora\.rank is 0"):
+        adapter.restore(learner(base))
+    with pytest.raises(RunMismatchError, match=r"no adapter, but lora\.rank is set"):
+        whole.restore(lora(base))
+    with pytest.raises(RunMismatchError, match="another rank"):
+        adapter.restore(lora(base, more={"rank": 2}))
+    with pytest.raises(RunMismatchError, match="beside other weights"):
+        adapter.restore(lora(bases[False]))
+
+
+def test_a_base_model_that_was_changed_or_moved_is_not_merged_with(base, tmp_path):
+    moved = tmp_path / "base"
+    shutil.copytree(base, moved)
+    Checkpoints(tmp_path / "run" / "checkpoints").save(3, trained(moved), Progress())
+    model = AutoModelForCausalLM.from_pretrained(moved)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+    shutil.rmtree(moved)
+    with pytest.raises(SettingsError, match="is gone"):
+        export(tmp_path / "run", tmp_path / "out")
+    model.save_pretrained(moved)
+    with pytest.raises(RunMismatchError, match="beside other weights"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_peft_it_is_named(base, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(SettingsError, match=r"pip install 'penstock\[lora\]'"):
+        lora(base)

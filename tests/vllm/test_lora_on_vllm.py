@@ -1,0 +1,220 @@
+"""Adapters pushed into a real vLLM: what is sampled is the new version's own, in flight and at rest."""
+
+import contextlib
+from functools import partial
+from pathlib import Path
+
+import aiohttp
+import anyio
+import pytest
+import torch
+
+from stream.errors import EngineRefusedError
+from tests.vllm.policies import LENGTH, Judge, make_policy
+from tests.vllm.server import ENVIRONMENT, vllm_server
+from workers.engine.wire import adapter_name
+from workers.fleet.roster import Roster
+from workers.rollout.engine.client import EngineClient
+from workers.rollout.engine.sampling import Sampling
+from workers.settings import Lora
+from workers.train.adapter import Adapter
+from workers.train.policy import load_policy, write_policy
+from workers.train.publishing.adapters import Adapters
+from workers.train.publishing.control import Control
+from workers.train.publishing.publisher import EnginePublisher
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+CLOSE = 1e-4
+RANK = 4
+VERSIONS = 14
+"""Tests share a server, on which no number is used twice."""
+LONG = 700
+"""Tokens of a prompt: many blocks of the prefix cache."""
+
+
+class Versions:
+    """Adapters of one base model, each unlike the others, and what transformers says of them merged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.base = make_policy(folder / "base", 1, tied=True)
+        self.paths = [folder / f"v{version:06d}" for version in range(VERSIONS)]
+        adapter = Adapter(load_policy(self.base), self.base, Lora(rank=RANK, alpha=8.0), seed=0)
+        self.judges = []
+        for version, path in enumerate(self.paths):
+            generator = torch.Generator().manual_seed(version)
+            with torch.no_grad():
+                for parameter in adapter.parameters.values():
+                    parameter.normal_(0.0, 0.15, generator=generator)
+            merged = folder / f"merged-{version}"
+            for made in (path, merged):
+                made.mkdir()
+            adapter.write(path, "float32")
+            write_policy(adapter.model, self.base, merged, "float32", adapter.merged())
+            self.judges.append(Judge(merged))
+
+    def differs(self, prompt, sampled, version: int) -> float:
+        """Largest difference of a served log-prob from that version's."""
+        right = self.judges[version].logprobs(prompt, sampled.token_ids)
+        return max(abs(ours - theirs) for ours, theirs in zip(sampled.logprobs, right, strict=True))
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory):
+    return Versions(tmp_path_factory.mktemp("lora"))
+
+
+@pytest.fixture(scope="module")
+def url(versions, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "vllm.log"
+    lora = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ENVIRONMENT, "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+        with vllm_server(versions.base, log, "--max-model-len", str(LENGTH), "--enable-scale-out", *lora) as found:
+            yield found
+
+
+@pytest.fixture
+def publisher(url):
+    return EnginePublisher(Roster((url,)), Adapters(RANK), patience_s=20, update_timeout_s=20)
+
+
+@contextlib.asynccontextmanager
+async def client_of(url):
+    async with EngineClient([url], request_timeout_s=60, attempts=3, reconnect_s=20, adapters=True) as client:
+        yield client
+
+
+def prompt(seed: int, length: int = LONG) -> list[int]:
+    return torch.randint(10, 300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+async def sample(client, ids, tokens=24, *, seed=1, at_least=0):
+    return await client.sample(ids, Sampling(temperature=1.0, max_tokens=tokens, seed=seed), at_least=at_least)
+
+
+async def next_version(publisher) -> int:
+    (has,) = (await publisher.versions()).values()
+    return 0 if has is None else has + 1
+
+
+async def test_each_version_is_served_as_transformers_says_on_prompts_that_the_one_before_has_cached(
+    url, publisher, versions
+):
+    first = await next_version(publisher)
+    async with client_of(url) as client:
+        for version in range(first, first + 3):
+            path = versions.paths[version]
+            await publisher.push(path, version)
+            assert await publisher.versions() == {url: version}
+            for seed in range(3):
+                sampled = await sample(client, prompt(seed), seed=seed, at_least=version)
+                assert {span.version for span in sampled.spans} == {version}
+                assert versions.differs(prompt(seed), sampled, version) < CLOSE
+                if version > first:
+                    assert versions.differs(prompt(seed), sampled, version - 1) > 0.1, "nothing could be told apart"
+    kept = await Control(url, 20).adapters()
+    assert set(kept) == {adapter_name(version) for version in (first + 1, first + 2)}
+
+
+async def test_requests_under_way_go_on_with_their_own_adapter_to_the_last_token(url, publisher, versions):
+    first = await next_version(publisher)
+    sampled, ids = {}, [prompt(seed) for seed in range(4)]
+
+    async def one(client, place):
+        sampled[place] = await sample(client, ids[place], 300, seed=place)
+
+    async with client_of(url) as client:
+        await publisher.push(versions.paths[first], first)
+        async with anyio.create_task_group() as tasks:
+            for place in (0, 1):
+                tasks.start_soon(one, client, place)
+            await under_way(url, 2)
+            for version in range(first + 1, first + 4):  # the first one's name is gone after two of them
+                await publisher.push(versions.paths[version], version)
+            assert len(sampled) == 0, "they had ended before anything was pushed"
+            for place in (2, 3):
+                tasks.start_soon(one, client, place)
+    for place, found in sampled.items():
+        version = first if place < 2 else first + 3
+        assert [span.version for span in found.spans] == [version]
+        assert versions.differs(ids[place], found, version) < CLOSE
+
+
+async def under_way(url: str, requests: int) -> None:
+    """Until so many are being decoded."""
+    with anyio.fail_after(20):
+        async with aiohttp.ClientSession() as session:
+            while True:
+                async with session.get(f"{url}/metrics") as response:
+                    lines = (await response.text()).splitlines()
+                if any(
+                    line.startswith("vllm:num_requests_running") and float(line.split()[-1]) >= requests
+                    for line in lines
+                ):
+                    return
+                await anyio.sleep(0.02)
+
+
+async def test_a_client_that_names_an_adapter_that_has_just_gone_finds_the_new_one(url, publisher, versions):
+    first = await next_version(publisher)
+    async with client_of(url) as client:
+        await publisher.push(versions.paths[first], first)
+        await sample(client, prompt(0, 20), 2, at_least=first)
+        control = Control(url, 20)
+        await publisher.push(versions.paths[first + 1], first + 1)
+        await control.unload_adapter(adapter_name(first))
+        found = await sample(client, prompt(0, 20), 8)  # it takes the engine to have what it had a moment ago
+    assert {span.version for span in found.spans} == {first + 1}
+    assert versions.differs(prompt(0, 20), found, first + 1) < CLOSE
+
+
+async def test_the_way_that_replaces_an_adapter_under_its_name_is_wrong_in_flight(url, publisher, versions):
+    """Why it is not used: vLLM says that it has the new version, and samples from a mixture, or from the old one."""
+    first = await next_version(publisher)
+    ids, control = prompt(5), Control(url, 20)
+    async with aiohttp.ClientSession() as session:
+        load = partial(_load_in_place, session, url)
+        for version in (first, first + 1):
+            await load(versions.paths[version])
+            body = {
+                "model": "replaced",
+                "token_ids": ids,
+                "sampling_params": {
+                    "max_tokens": 300,
+                    "logprobs": 0,
+                    "temperature": 1.0,
+                    "seed": 1,
+                    "ignore_eos": True,
+                },
+            }
+            async with anyio.create_task_group() as tasks:
+                answer = {}
+
+                async def ask(answer=answer, body=body):
+                    async with session.post(f"{url}/inference/v1/generate", json=body) as response:
+                        answer.update((await response.json())["choices"][0])
+
+                tasks.start_soon(ask)
+                await under_way(url, 1)
+                await load(versions.paths[version + 1])
+                await control.name_version(version + 1)
+            spans = {span["version"] for span in answer["weight_versions"]}
+            assert str(version + 1) in spans
+            served = [entry["logprob"] for entry in answer["logprobs"]["content"]]
+            new = versions.judges[version + 1].logprobs(ids, answer["token_ids"])
+            last = answer["weight_versions"][-1]
+            told = range(last["start"], last["end"])
+            assert max(abs(served[i] - new[i]) for i in told) > 0.1
+
+
+async def _load_in_place(session, url, path):
+    body = {"lora_name": "replaced", "lora_path": str(path), "load_inplace": True}
+    async with session.post(f"{url}/v1/load_lora_adapter", json=body) as response:
+        assert response.status == 200, await response.text()
+
+
+async def test_an_engine_that_cannot_hold_such_adapters_is_refused_with_what_it_needs(url, versions):
+    publisher = EnginePublisher(Roster((url,)), Adapters(16), patience_s=20, update_timeout_s=20)
+    with pytest.raises(EngineRefusedError, match=r"--max-lora-rank 8, less than lora\.rank \(16\)"):
+        await publisher.push(versions.paths[1], 1)
