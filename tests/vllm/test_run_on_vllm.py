@@ -1,4 +1,4 @@
-"""`penstock run` with real vLLM: tools over several turns, weights pushed at each step, the server killed in mid-run."""
+"""`penstock run` with real vLLM: tools over several turns, new weights at each step, the server killed in mid-run."""
 
 import json
 import os
