@@ -31,8 +31,8 @@ plugins = [each.name for each in entry_points(group="vllm.general_plugins")]
 print(json.dumps({"version": plain or cpu, "cpu": "cpu" in plain or bool(cpu and not plain), "plugins": plugins}))
 """
 _HOW = (
-    "install it there, or name another interpreter (engine.python; `penstock demo --vllm-python`); `sh tests/vllm/setup.sh FOLDER` in a checkout of "
-    "Penstock makes one for machines without a GPU (docs/vllm.md)"
+    "install it there, or name another interpreter (engine.python; `penstock demo --vllm-python`); `sh "
+    "tests/vllm/setup.sh FOLDER` in a checkout of Penstock makes one for machines without a GPU (docs/vllm.md)"
 )
 
 
