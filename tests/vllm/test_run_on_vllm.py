@@ -78,8 +78,14 @@ def played(tmp_path_factory) -> Played:
     warm_start(model, 1, 150)  # enough to call tools
     project = Project(folder, model)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in training_rows(PROMPTS, 1)))
+    (folder / "chance.py").write_text(
+        "import zlib\n\n\n"
+        "def chance(completions, **columns):\n"
+        "    return [float(zlib.crc32(repr(each).encode()) % 2) for each in completions]\n"
+    )
     project.table |= {
         "environments": {"calculator": "calculator"},
+        "rewards": [{"ref": f"{folder / 'chance.py'}:chance"}],
         "filter": {"zero_variance": False},
         "archive": {"keep": "all"},
     }
@@ -87,7 +93,7 @@ def played(tmp_path_factory) -> Played:
         "group_size": SIZE, "max_turns": 4, "max_tokens_per_turn": TURN, "max_tokens": 128, "groups_in_flight": 8,
     }  # fmt: skip
     project.table["engine"] |= {"server": "vllm", "python": str(vllm_python()), "max_length": 384}
-    project.table["train"] |= {"learning_rate": 1e-3}  # and rewards by chance: so that versions differ
+    project.table["train"] |= {"learning_rate": 1e-3}  # so that versions differ
     weights, kept = project.run_folder / "weights", folder / "kept"
     keeping = Kept(weights, kept)
     keeping.start()
