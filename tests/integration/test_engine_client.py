@@ -193,10 +193,11 @@ async def test_requests_spread_over_engines():
         ScriptedEngine(reply, version="0", delay_s=0.1) as one,
         ScriptedEngine(reply, version="0", delay_s=0.1) as other,
         client_of(one.url, other.url) as client,
-        anyio.create_task_group() as tasks,
     ):
-        for _ in range(20):
-            tasks.start_soon(client.sample, [1], SAMPLING)
+        await client.probe()
+        async with anyio.create_task_group() as tasks:
+            for _ in range(20):
+                tasks.start_soon(client.sample, [1], SAMPLING)
     assert (one.count, other.count) == (10, 10)
 
 

@@ -160,7 +160,10 @@ class Scheduler:
         if not parts:
             return
         logits_BV = parts[0] if len(parts) == 1 else torch.cat(parts)
-        ids, logprobs = sample(logits_BV, [g.params for g in self._running], [g.random for g in self._running])
+        banned = [g.banned for g in self._running]
+        ids, logprobs, likeliest = sample(
+            logits_BV, [g.params for g in self._running], [g.random for g in self._running], banned
+        )
         self.tokens_sampled += len(ids)
         ended = []
         for row, generation in enumerate(self._running):
@@ -168,7 +171,7 @@ class Scheduler:
                 generation.error = EngineError("the model's logits are not finite")
                 self._model.clear(row)
                 ended.append(row)
-            elif generation.take(ids[row], logprobs[row]):
+            elif generation.take(ids[row], logprobs[row], likeliest[row]):
                 ended.append(row)
         for row in reversed(ended):
             self._finish(row)

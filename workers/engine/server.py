@@ -12,6 +12,7 @@ import anyio.to_thread
 import msgspec
 import structlog
 from aiohttp import web
+from tokenizers import Tokenizer
 
 from stream.errors import EngineError, EngineRefusedError
 from workers.engine.facts import Facts, as_json
@@ -20,6 +21,7 @@ from workers.engine.generation import Generation, Mail, Order
 from workers.engine.model import SlotModel
 from workers.engine.scheduler import Scheduler
 from workers.engine.site import MAX_BODY_BYTES, Handler, answer_errors, listen
+from workers.engine.stopping import load_tokenizer
 from workers.engine.wire import BACKEND, FinishUpdate, PauseMode, UpdateWeights, decode_request, response
 
 log = structlog.get_logger()
@@ -66,7 +68,8 @@ async def serve(
         failed=lambda: loop.call_soon_threadsafe(failed.set),
     )
     release = await anyio.to_thread.run_sync(version, "penstock")
-    routes = Routes(scheduler, model, str(model_path), release)
+    tokenizer = await anyio.to_thread.run_sync(load_tokenizer, model_path)
+    routes = Routes(scheduler, model, str(model_path), release, tokenizer)
     async with listen(routes.application(), host, port) as url, anyio.create_task_group() as tasks:
         run = partial(anyio.to_thread.run_sync, scheduler.run, threads, limiter=anyio.CapacityLimiter(1))
         tasks.start_soon(run)
@@ -96,9 +99,12 @@ class Routes:
         model: asked for its limits alone.
         name: the model's name in `/v1/models`.
         release: Penstock's own.
+        tokenizer: the model's, for stop strings; None where it has none.
     """
 
-    def __init__(self, scheduler: Scheduler, model: SlotModel, name: str, release: str) -> None:
+    def __init__(
+        self, scheduler: Scheduler, model: SlotModel, name: str, release: str, tokenizer: Tokenizer | None = None
+    ) -> None:
         self._scheduler = scheduler
         self._facts = Facts(
             scheduler, "generation", self._counts, name=name, max_length=model.max_length, release=release
@@ -106,6 +112,7 @@ class Routes:
         self._max_length = model.max_length
         self._vocabulary = model.vocabulary
         self._end_ids = model.end_ids
+        self._tokenizer = tokenizer
 
     def application(self) -> web.Application:
         """All routes, with errors turned into answers."""
@@ -141,6 +148,7 @@ class Routes:
             vocabulary=self._vocabulary,
             max_length=self._max_length,
             end_ids=self._end_ids,
+            tokenizer=self._tokenizer,
             done=done.set,
         )
         if (full := self._facts.crowded()) is not None:
@@ -154,7 +162,8 @@ class Routes:
         if generation.error is not None:
             raise generation.error
         reason = generation.reason or "abort"
-        return as_json(response(request, generation.sampled, generation.logprobs, reason, generation.spans()))
+        g = generation
+        return as_json(response(request, g.sampled, g.logprobs, reason, g.spans(), g.likeliest))
 
     async def is_paused(self, _: web.Request) -> web.Response:
         """Whether generation is frozen."""

@@ -1,5 +1,6 @@
 """What engine and client say to one another: vLLM's tokens-in, tokens-out protocol as records. No torch."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,6 +16,9 @@ NO_VERSION = "none"
 
 PROBE = "probe-"
 """So begin the names of requests by which a client finds out what an engine is."""
+
+UNKNOWN = -9999.0
+"""The log-prob that is written where there is none, and none lies below: JSON has neither NaN nor infinity."""
 
 NO_ID = -1
 """Where an older vLLM writes a log-prob without its token."""
@@ -32,14 +36,20 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     """0 is greedy."""
     max_tokens: Annotated[int, Meta(ge=1)] = 16
-    logprobs: Annotated[int, Meta(ge=0)] | None = None
-    """Any number asks for the log-prob of each sampled token."""
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Before so many are sampled, no stop token is, and no stop string counts."""
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    """Any number asks for the log-prob of each sampled token, and of so many of the likeliest ones at its place."""
+    stop: list[str] = field(default_factory=list)
+    """The token that completes one of them is the last."""
     stop_token_ids: list[int] = field(default_factory=list)
     seed: int | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1)] = 0
     """0 and -1: off."""
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] = field(default_factory=dict)
+    """Added to the logits of these tokens, before the temperature divides them."""
     ignore_eos: bool = False
 
     @property
@@ -57,6 +67,8 @@ class GenerateRequest(Struct, kw_only=True, omit_defaults=True):
     """A client's probes begin with `PROBE`."""
     model: str | None = None
     stream: bool = False
+    cache_salt: str = ""
+    """Only requests with the same one share cached prefixes. The local engine needs none: new weights empty its own."""
 
 
 class TokenLogprob(Struct):
@@ -178,10 +190,13 @@ def response(
     logprobs: list[float],
     finish_reason: FinishReason,
     spans: list[VersionSpan],
+    likeliest: Sequence[list[TokenLogprob]] = (),
 ) -> GenerateResponse:
     """Put an answer together; log-probs only where they were asked for."""
     content = None
     if request.sampling_params.logprobs is not None:
         content = Logprobs([SampledLogprob(number, token) for token, number in zip(token_ids, logprobs, strict=True)])
+        for entry, others in zip(content.content, likeliest, strict=False):
+            entry.top_logprobs = others
     choice = Choice(token_ids=token_ids, finish_reason=finish_reason, logprobs=content, weight_versions=spans)
     return GenerateResponse(request_id=request.request_id, choices=[choice])

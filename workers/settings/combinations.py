@@ -9,9 +9,14 @@ from workers.settings.algorithm import Correction, Critic, Normalization, Shapin
 from workers.settings.engine import Engine
 from workers.settings.estimators import Gae, OptimalTokenBaseline, Passk, TirOptimalTokenBaseline
 from workers.settings.losses import Clipped
-from workers.settings.pipeline import Eval, Pacing
+from workers.settings.pipeline import Eval, Pacing, Rollout
 from workers.settings.presets import PRESETS
 from workers.settings.whole import Settings
+
+RESTRICTING: Final = ("top_p", "top_k", "min_p", "min_tokens", "logit_bias")
+"""Settings of `[rollout]` that change the distribution that is sampled from."""
+COLDEST: Final = 0.01
+"""Temperature."""
 
 
 def refuse_impossible(settings: Settings, source: str) -> None:
@@ -101,6 +106,36 @@ def _rollouts(s: Settings) -> Iterator[str]:
             "rollout.temperature is 0, so all completions of a group are equal and nothing can be learned while "
             "train.learning_rate is above 0; raise the first or set the second to 0"
         )
+
+
+def _sampling(s: Settings) -> Iterator[str]:
+    changed = [key for key in RESTRICTING if getattr(s.rollout, key) != getattr(Rollout(), key)]
+    if changed and not s.rollout.restricted:
+        yield (
+            f"rollout.{changed[0]} changes the distribution that is sampled from, and the trainer's stays that of the "
+            "whole vocabulary, so their ratio would not be 1 on unchanged weights; leave it out, or accept that with "
+            "rollout.restricted = true"
+        )
+    if s.rollout.restricted and not changed:
+        yield (
+            f"rollout.restricted is true, but none of {', '.join(RESTRICTING)} is set, so nothing is restricted; leave "
+            "it out"
+        )
+    if s.rollout.min_tokens > s.rollout.max_tokens_per_turn:
+        yield (
+            f"rollout.min_tokens ({s.rollout.min_tokens}) is more than rollout.max_tokens_per_turn "
+            f"({s.rollout.max_tokens_per_turn}); lower the first or raise the second"
+        )
+    if "" in s.rollout.stop:
+        yield "rollout.stop holds an empty string, with which every turn would end before it begins; leave it out"
+    if any(token < 0 for token in s.rollout.logit_bias):
+        yield f"rollout.logit_bias has the key {min(s.rollout.logit_bias)}, which is no token id; leave it out"
+    for key, temperature in (("rollout", s.rollout.temperature), ("eval", s.eval.temperature)):
+        if 0 < temperature < COLDEST:
+            yield (
+                f"{key}.temperature is {temperature:g}, but vLLM samples at {COLDEST:g} where it is asked for less, "
+                "other than 0; set it to 0 or to that"
+            )
 
 
 def _pacing(s: Settings) -> Iterator[str]:
@@ -317,6 +352,7 @@ _CHECKS: Final[tuple[Callable[[Settings], Iterator[str]], ...]] = (
     _data,
     _engines,
     _rollouts,
+    _sampling,
     _pacing,
     _evaluation,
     _filters,

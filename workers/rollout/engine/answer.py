@@ -10,12 +10,10 @@ import msgspec
 from envs.served.service import error_text
 from stream.errors import EngineError, EngineRefusedError
 from stream.records import Span
-from workers.engine.wire import FinishReason
+from workers.engine.wire import UNKNOWN, FinishReason
 
 NONE_YET: Final = -1
 """Version of an engine that has not been given weights under a number."""
-UNKNOWN: Final = -9999.0
-"""vLLM writes this log-prob, and none below, where it knows none: JSON has neither NaN nor infinity."""
 _RETRIED = (408, 429)
 
 T = TypeVar("T")

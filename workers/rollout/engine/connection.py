@@ -19,6 +19,10 @@ class SilentError(EngineError):
     """Nothing answered: no connection, or one that broke."""
 
 
+class SlowError(EngineError):
+    """No answer in time, from a server that was there."""
+
+
 class Connection:
     """Kept-alive connections to any number of servers; an async context manager."""
 
@@ -52,7 +56,8 @@ class Connection:
 
         Raises:
             SilentError: nothing answered.
-            EngineError: no answer within `timeout_s`, or none that is HTTP.
+            SlowError: no answer within `timeout_s`.
+            EngineError: none that is HTTP.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=QUESTION_S)
         try:
@@ -61,7 +66,7 @@ class Connection:
         except aiohttp.ConnectionTimeoutError as error:
             raise SilentError(f"{url}: no connection within {QUESTION_S:g} s") from error
         except TimeoutError as error:
-            raise EngineError(f"{url}: no answer within {timeout_s:g} s") from error
+            raise SlowError(f"{url}: no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             raise SilentError(f"{url}: {error or type(error).__name__}") from error
         except (aiohttp.ClientError, ValueError) as error:

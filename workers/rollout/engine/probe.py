@@ -63,13 +63,13 @@ class Probe:
 
     Args:
         connection: the way to it.
-        processed: the run needs log-probs of the distribution that was sampled from, not of the raw logits.
+        samplings: how the run samples; none: at temperature 1 from the whole vocabulary.
         timeout_s: for one token.
     """
 
-    def __init__(self, connection: Connection, *, processed: bool, timeout_s: float) -> None:
+    def __init__(self, connection: Connection, *, samplings: Sequence[Sampling], timeout_s: float) -> None:
         self._connection = connection
-        self._processed = processed
+        self._samplings = list(samplings) or [Sampling(temperature=1.0, max_tokens=1)]
         self._timeout_s = timeout_s
 
     async def look(self, url: str) -> Facts:
@@ -89,10 +89,11 @@ class Probe:
         versioned = await self._answers("GET", f"{url}/weight_info")
         route: Route = Generate() if await self._answers("POST", url + Generate.path) else Completions()
         target = _Target(url, model, route)
-        spans = route.tells_versions(await self._one_token(target, _PROMPTS[0]))
-        if self._processed:
+        tried = [await self._try(target, sampling) for sampling in self._samplings]
+        if not all(sampling.of_raw_logits for sampling in self._samplings):
             await self._measure(target)
-        return Facts(release, model, max_length, route, versioned, spans)
+        log.info("engine.found", url=url, version=release, model=model, route=route.path, max_length=max_length)
+        return Facts(release, model, max_length, route, versioned, spans=all(map(route.tells_versions, tried)))
 
     async def _answers(self, method: str, url: str) -> bool:
         """Whether there is such a route; what is there refuses an empty request."""
@@ -103,13 +104,11 @@ class Probe:
 
     async def _measure(self, target: "_Target") -> None:
         """See what the log-probs are of."""
-        url, route = target.url, target.route
+        url = target.url
         once, twice = 0.0, 0.0
         for prompt in _PROMPTS:
-            flat = route.likeliest(await self._one_token(target, prompt, alternatives=_ALTERNATIVES))
-            sharp = route.likeliest(await self._one_token(target, prompt, 0.5, alternatives=_ALTERNATIVES))
-            if len(flat) < 2 or len(sharp) < 2:
-                raise UnfitError(f"{url} answers without the log-probs of likely tokens, though it was asked for them")
+            flat = await self._likeliest(target, prompt, 1.0)
+            sharp = await self._likeliest(target, prompt, 0.5)
             once, twice = max((once, twice), (flat[0] - flat[1], sharp[0] - sharp[1]))
         apart = twice / once if once > _LEAST_GAP else math.nan
         log.info("engine.logprobs_measured", url=url, apart=apart)
@@ -126,22 +125,38 @@ class Probe:
                 "vLLM and --logprobs-mode processed_logprobs"
             )
 
-    async def _one_token(
-        self, target: "_Target", prompt: Sequence[int], temperature: float = 1.0, *, alternatives: int = 0
-    ) -> bytes:
-        """The answer to a request for one token, which was found to be a sample."""
-        url, route = target.url, target.route
-        sampling = Sampling(temperature=temperature, max_tokens=1)
-        name = f"{PROBE}{uuid4().hex}"
-        body = route.body(prompt, sampling, model=target.model, alternatives=alternatives, name=name)
-        status, payload = await self._connection.send("POST", url + route.path, self._timeout_s, body)
+    async def _try(self, target: "_Target", sampling: Sampling) -> bytes:
+        """Have a token sampled as the run would."""
         try:
-            route.read(status, payload, url, version=NONE_YET)
+            return await self._sample(target, _PROMPTS[0], sampling)
+        except EngineRefusedError as error:
+            raise UnfitError(f"{error}; that is how it takes the run's own sampling, {sampling.in_words}") from error
+
+    async def _likeliest(self, target: "_Target", prompt: Sequence[int], temperature: float) -> list[float]:
+        """The log-probs of the likeliest first tokens, the highest first."""
+        sampling = Sampling(temperature=temperature, max_tokens=1)
+        try:
+            payload = await self._sample(target, prompt, sampling, alternatives=_ALTERNATIVES)
         except EngineRefusedError as error:
             raise UnfitError(
-                f"{error}; that was a request for one token with its log-prob and {alternatives} likely ones beside "
-                f"it: vLLM needs --max-logprobs {alternatives} or more"
+                f"{error}; that was a request for the log-probs of {_ALTERNATIVES} likely tokens, by which it is found "
+                f"out what they are of: start vLLM with --max-logprobs {_ALTERNATIVES} or more"
             ) from error
+        found = target.route.likeliest(payload)
+        if len(found) < 2:
+            raise UnfitError(
+                f"{target.url} answers without the log-probs of likely tokens, though it was asked for them"
+            )
+        return found
+
+    async def _sample(
+        self, target: "_Target", prompt: Sequence[int], sampling: Sampling, *, alternatives: int = 0
+    ) -> bytes:
+        """The answer to a request, once it was found to be a sample."""
+        url, route, name = target.url, target.route, f"{PROBE}{uuid4().hex}"
+        body = route.body(prompt, sampling, model=target.model, alternatives=alternatives, name=name)
+        status, payload = await self._connection.send("POST", url + route.path, self._timeout_s, body)
+        route.read(status, payload, url, version=NONE_YET)
         return payload
 
 
