@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -23,6 +24,7 @@ CASES = {
     "clipped": {},
     "gspo, two passes": {"loss": {"name": "gspo"}, "train": {"updates_per_batch": 2}},
     "gae": {"estimator": {"name": "gae"}},
+    "divergence": {"algorithm": {"kl_coefficient": 0.1}},
     "kl_cov": {"loss": {"name": "kl_cov", "kl_cov_ratio": 0.2}},
     "rejection, normalised weights": {
         "correction": {"normalize": True, "reject": [{"rule": "seq_mean_k1", "lower": 0.01, "upper": 100.0}]},
@@ -57,13 +59,18 @@ def train(base: Path, case: str) -> dict[str, object]:
     least = {"model": {"path": str(base)}, "data": {"path": "none"}, "environments": {"a": "calculator"}}
     learner = Learner(parse(least | {"train": train} | sections))
     reports = [learner.step(collate(groups(empty=empty)), 3) for empty in (False, False, True)]
-    named = learner.parameters | learner.critic_parameters
+    named = dict(learner.model.named_parameters()) | learner.critic_parameters
     return {
-        "weights": {name: parameter.detach().clone() for name, parameter in named.items()},
+        "weights": {name: whole(parameter.detach()) for name, parameter in named.items()},
         "metrics": [{k: v for k, v in report.metrics.items() if k != "seconds"} for report in reports],
         "skipped": [report.skipped for report in reports],
-        "parts": len(learner.ranks.mine([torch.zeros(1)] * 2)),
+        "parts": sum(part is not None for part in learner.ranks.mine([torch.zeros(1)] * 2)),
     }
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of it, at every rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def main() -> None:

@@ -411,9 +411,16 @@ def _add_role(role: str, what: str) -> None:
     @click.option("engines", "--engine", multiple=True, metavar="URL", help="An engine; engine.urls unless given.")
     @_set
     def command(file: Path, redis: str, engines: tuple[str, ...], overrides: tuple[str, ...]) -> None:
-        from workers.process import launch
+        from workers.process import launch, launch_trainer
 
+        if role == "train":
+            _leave(launch_trainer(file, overrides, redis, engines, _own_command()))
         _leave(launch(role, file, overrides, redis, engines))
+
+
+def _own_command() -> tuple[str, ...]:
+    """What started this process, for others of its kind; as the supervisor starts a role, whatever lies in `.`."""
+    return (sys.executable, "-P", "-m", "workers", *sys.argv[1:])
 
 
 _add_role("feed", "One role of a run: put prompts into the pipe.")

@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -19,6 +19,7 @@ import anyio
 import msgspec
 import structlog
 
+from stream import tether
 from stream.errors import (
     DataError,
     FencedError,
@@ -77,6 +78,45 @@ def launch(
         return await _with_link(role, settings, url, main_of_role or _main_of(role))
 
     return _run(main)
+
+
+def launch_trainer(
+    file: Path, overrides: tuple[str, ...], redis: str, engines: tuple[str, ...], command: Sequence[str]
+) -> int:
+    """Run the trainer: by itself, or with other ranks. Returns the exit code.
+
+    With `train.ranks` above 1 this process starts so many, and waits for them. One that `torchrun` started is the rank
+    that it says: the first is the trainer, the others follow it.
+
+    Args:
+        file: the settings.
+        overrides: of single settings, as `--set` takes them.
+        redis: URL of the server; `run.redis` unless given.
+        engines: URLs; `engine.urls` unless given.
+        command: that starts this very process, for the ranks to be started by.
+    """
+    logs.configure("train")
+    from workers.train.ranks import place
+
+    rank, size = place()
+    if size > 1:
+        tether.tie(os.getppid())  # torchrun gives each rank a session of its own, which nobody else would end
+        if rank:
+            from workers.train.following import follow
+
+            return follow()
+        from workers.train.leading import lead
+
+        return launch("train", file, overrides, redis, engines, lead)
+    try:
+        ranks = load(file, overrides).train.ranks
+    except PenstockError as error:
+        return _explain(error)
+    if ranks == 1 or "RANK" in os.environ:
+        return launch("train", file, overrides, redis, engines)
+    from workers.train.launching import launch_ranks
+
+    return launch_ranks(ranks, command)
 
 
 def launch_engine(

@@ -224,7 +224,7 @@ async def test_an_adapter_that_is_gone_is_no_refusal_of_the_request(engine):
 async def test_an_adapter_that_never_comes_is_waited_for_within_bounds(engine):
     engine.version = "3"  # says so, but has none
     async with client_of(engine, reconnect_s=0.5) as client:
-        with anyio.fail_after(10), pytest.raises(EngineUnavailableError, match="older than 3, for 0.5 s"):
+        with anyio.fail_after(10), pytest.raises(EngineUnavailableError, match=r"older than 3, for 0\.5 s"):
             await client.sample([1], SAMPLING, at_least=3)
 
 

@@ -168,7 +168,7 @@ def test_the_policy_of_the_beginning_is_the_model_without_its_adapter(base, rows
     with one.adapter.off():
         assert torch.equal(read(one.model, rows), read(lora(base).model, rows))
     second = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    two.passes = Passes(two.model, second, two.critic, two.settings, two.ranks)
+    two.passes = Passes(two.passes.policy, Readable(second, find_head(second)), two.critic, two.settings, two.ranks)
     first, other = one.step(batch, 3).metrics, two.step(batch, 3).metrics
     assert first["reference/kl"] > 0
     assert {n: v for n, v in first.items() if n != "seconds"} == {n: v for n, v in other.items() if n != "seconds"}
@@ -268,6 +268,11 @@ def test_settings_that_cannot_work_are_refused(change, words):
     with pytest.raises(SettingsError) as refused:
         parse(LEAST | {"lora": change})
     assert all(word in str(refused.value) for word in words)
+
+
+def test_several_ranks_are_refused():
+    with pytest.raises(SettingsError, match=r"train\.ranks.*lora\.rank"):
+        parse(LEAST | {"lora": {"rank": 4}, "train": {"ranks": 2}})
 
 
 @pytest.mark.parametrize("weights", [{"transport": "http"}, {"kv": "keep"}])

@@ -50,7 +50,7 @@ class Versions:
             for made in (path, merged):
                 made.mkdir()
             adapter.write(path, "float32")
-            write_policy(adapter.model, self.base, merged, "float32", adapter.merged())
+            write_policy(adapter.model, adapter.merged(), self.base, merged, "float32")
             self.judges.append(Judge(merged))
 
     def differs(self, prompt, sampled, version: int) -> float:

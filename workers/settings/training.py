@@ -42,7 +42,10 @@ class Train(Section, frozen=True):
     """Keep only what enters each layer for the backward pass and compute the rest again: less memory, a third more
     time."""
     threads: Positive = 1
-    """Torch threads of the trainer."""
+    """Torch threads of the trainer; with several ranks, of each."""
+    ranks: Positive = 1
+    """Processes that the trainer is made of, on one machine: each holds a part of model and optimizer, and works on a
+    part of each batch. Under `torchrun` its own number holds."""
     checkpoint_every: Positive = 20
     """Steps between two checkpoints."""
     keep_last: Positive = 2

@@ -79,7 +79,7 @@ class Adapter:
 
     def merged(self) -> dict[str, Tensor]:
         """Weights of an ordinary model that says the same, by its names; those without an adapter are not copied."""
-        state = self.model.state_dict()
+        state = self.model.state_dict(keep_vars=True)
         found = {}
         with torch.no_grad():
             for name, value in state.items():
@@ -156,7 +156,7 @@ def merge(folder: Path, out: Path) -> None:
     with torch.no_grad():
         for name, tensor in adapter.read(folder).items():
             adapter.parameters[name].copy_(tensor)
-    write_policy(adapter.model, base, out, dtype_name, adapter.merged())
+    write_policy(adapter.model, adapter.merged(), base, out, dtype_name)
 
 
 def _inject(model: Any, base: Path, lora: Lora) -> Any:

@@ -77,10 +77,10 @@ class Batch:
         """int64, the group that each row belongs to."""
         return self.facts.group_ids_C[self.completion_ids_R]
 
-    def to(self, device: torch.device) -> Self:
-        """The same batch on another device."""
+    def to(self, device: torch.device, logprobs: torch.dtype = torch.float32) -> Self:
+        """The same batch on another device, its log-probs in the type that the model's are made in."""
         moved: Self = replace(_moved(self, device), facts=_moved(self.facts, device))
-        return moved
+        return replace(moved, behaviour_logprobs_RT=moved.behaviour_logprobs_RT.to(logprobs))
 
 
 def collate(groups: Sequence[Group]) -> Batch:

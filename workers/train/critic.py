@@ -30,8 +30,9 @@ class Critic(nn.Module):
             self.outer.bias.zero_()
 
     def forward(self, hidden_NH: Tensor) -> Tensor:
-        """Values, float32 (N), of these hidden states."""
-        values: Tensor = self.outer(torch.nn.functional.silu(self.inner(hidden_NH.float()))).squeeze(-1)
+        """Values (N) of these hidden states, in the type of the critic's own weights."""
+        inner_NW = self.inner(hidden_NH.to(self.inner.weight.dtype))
+        values: Tensor = self.outer(torch.nn.functional.silu(inner_NW)).squeeze(-1)
         return values
 
 

@@ -3,7 +3,8 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +23,7 @@ from workers.train.checkpointing import checkpoint_layers
 from workers.train.critic import Critic, hidden_size
 from workers.train.durable import new_folder
 from workers.train.forming import Formed, form
+from workers.train.logprobs import Readable
 from workers.train.metrics import Metrics, step_metrics
 from workers.train.objective import correction_report
 from workers.train.passes import Passes
@@ -29,6 +31,7 @@ from workers.train.policy import load_policy, write_policy
 from workers.train.ranks import Ranks
 from workers.train.schedule import factor
 from workers.train.selection import derive_masks
+from workers.train.sharding import clip, fill, gathered, readable
 from workers.train.tally import Tally
 
 log = structlog.get_logger()
@@ -58,11 +61,16 @@ class Learner:
     the weights beside it have `model.dtype`. Dropout is off. With the same threads, the same batches give the same
     weights to the bit.
 
+    With several ranks (`workers.train.ranks`) each has a learner. Policy, reference and optimizer state are sharded
+    over them (`workers.train.sharding`), the critic, which is small, is whole at each. Every rank calls the same
+    methods in the same order; the first alone reads and writes files.
+
     Args:
         settings: of the run.
         folder: the model to begin with; `settings.model.path` unless given.
         total_steps: where a falling learning rate ends; `settings.train.max_steps` unless given.
-        device: the first GPU if there is one, unless given.
+        device: the first GPU if there is one, unless given; of several ranks on a machine each has its own.
+        dtype: of weights and optimizer state.
 
     Raises:
         SettingsError: there is no model in the folder, the learning rate falls over an unknown number of steps, or the
@@ -70,7 +78,13 @@ class Learner:
     """
 
     def __init__(
-        self, settings: Settings, *, folder: Path | None = None, total_steps: int = 0, device: str | None = None
+        self,
+        settings: Settings,
+        *,
+        folder: Path | None = None,
+        total_steps: int = 0,
+        device: str | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.settings = settings
         self.steps = 0
@@ -83,22 +97,25 @@ class Learner:
                 f"train.schedule is {settings.train.schedule!r}, but where it ends is unknown; set train.max_steps"
             )
         torch.set_num_threads(settings.train.threads)
-        self.ranks = Ranks()
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.ranks = Ranks(device)
+        self.device, self.dtype = self.ranks.device, dtype
         self.base = Path(folder or settings.model.path)
+        read = self._read(self.base, trained=True)
+        self.model: Any = read.model
         self.adapter: Adapter | None = None
         if settings.lora.rank:
-            frozen = load_policy(self.base, getattr(torch, settings.model.dtype)).to(self.device)
-            self.adapter = Adapter(frozen, self.base, settings.lora, settings.run.seed)
-            self.model: Any = frozen
-            self.parameters: dict[str, torch.nn.Parameter] = self.adapter.parameters
-        else:
-            self.model = load_policy(self.base).to(self.device)
-            self.parameters = dict(self.model.named_parameters())
+            self.adapter = Adapter(self.model, self.base, settings.lora, settings.run.seed)
         if settings.train.gradient_checkpointing:
             checkpoint_layers(self.model)
-        self.critic = _critic(self.model, settings).to(self.device) if settings.estimator.name == "gae" else None
-        self.passes = self._passes()
+        reference: Readable | None = None
+        if settings.algorithm.kl_coefficient:
+            reference = read if self.adapter else self._read(Path(settings.model.path), trained=False)
+        self.critic = _critic(self.model, settings).to(self.device, dtype) if settings.estimator.name == "gae" else None
+        as_begun = self.adapter.off if self.adapter else nullcontext
+        self.passes = Passes(read, reference, self.critic, settings, self.ranks, as_begun=as_begun)
+        self.parameters: dict[str, torch.nn.Parameter] = (
+            self.adapter.parameters if self.adapter else dict(self.model.named_parameters())
+        )
         self.critic_parameters = {f"critic.{n}": p for n, p in self.critic.named_parameters()} if self.critic else {}
         self.optimizer = _optimizer(self.parameters, self.critic_parameters, settings)
 
@@ -125,7 +142,7 @@ class Learner:
         """
         started = time.perf_counter()
         formed = form(
-            batch.to(self.device),
+            batch.to(self.device, self.dtype),
             self.settings,
             version,
             survey=self.passes.survey,
@@ -172,21 +189,20 @@ class Learner:
             OSError: the disk is full, or refuses; nothing is left behind.
         """
         with new_folder(folder) as temporary:
-            if self.adapter is not None and self.settings.lora.publish == "merged":
-                dtype_name = self.settings.model.dtype
-                write_policy(self.model, self.base, temporary, dtype_name, self.adapter.merged())
-            else:
+            if self.adapter is None or self.settings.publishes_adapters:
                 self.write_weights(temporary)
+            else:
+                self._write_policy(temporary)
 
     def write_weights(self, folder: Path) -> None:
-        """Write what is trained of the policy into an existing folder: in Hugging Face form, or the adapter alone."""
+        """Write what is trained into an existing folder, in Hugging Face form or as an adapter; at the first rank."""
         if self.adapter is not None:
             self.adapter.write(folder, self.settings.model.dtype)
         else:
-            write_policy(self.model, self.base, folder, self.settings.model.dtype)
+            self._write_policy(folder)
 
     def read_weights(self, folder: Path) -> dict[str, Tensor]:
-        """What `write_weights` wrote, by the names of `parameters`; float32.
+        """What `write_weights` wrote, by the names of `parameters`, in the type that they have here.
 
         Raises:
             RunMismatchError: it belongs to another model, or to a run with an adapter where there is none, or without.
@@ -198,21 +214,21 @@ class Learner:
                 f"{folder}: an adapter alone was trained there, but lora.rank is 0; put [lora] back, or use another "
                 "run name"
             )
-        weights = {name: parameter.data for name, parameter in load_policy(folder).named_parameters()}
+        weights = {name: parameter.data for name, parameter in load_policy(folder, self.dtype).named_parameters()}
         if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in self.parameters.items()}:
             raise RunMismatchError(f"{folder}: its weights are not those of {self.base}; use another run name")
         return weights
 
-    @property
-    def written_dtype(self) -> torch.dtype:
-        """In which `write_weights` writes what is trained."""
-        name = "float32" if self.adapter is not None else self.settings.model.dtype
-        return cast("torch.dtype", getattr(torch, name))
+    def weights(self) -> dict[str, Tensor]:
+        """The policy's tensors as they are written, whole, on the CPU; at other ranks than the first, nothing."""
+        tensors = self.adapter.merged() if self.adapter else self.model.state_dict(keep_vars=True)
+        return gathered(tensors, self.ranks, getattr(torch, self.settings.model.dtype))
 
     def state(self) -> dict[str, Tensor]:
-        """Everything beside the weights that the next step depends on, by name.
+        """Everything beside the weights that the next step depends on, by name, whole, on the CPU.
 
-        That is the optimizer's state, float32 weights where those written differ, and the critic.
+        That is the optimizer's state, weights as they are where those written differ, and the critic. At other ranks
+        than the first it is nothing.
         """
         trained = self.parameters | self.critic_parameters
         tensors = {
@@ -220,62 +236,88 @@ class Learner:
             for name, parameter in trained.items()
             for kind, value in self.optimizer.state.get(parameter, {}).items()
         }
-        masters = self.critic_parameters if self.written_dtype == torch.float32 else trained
-        tensors |= {f"master.{name}": parameter.detach() for name, parameter in masters.items()}
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        masters = self.critic_parameters if self.written_dtype == self.dtype else trained
+        tensors |= {f"master.{name}": parameter for name, parameter in masters.items()}
+        return {name: tensor.contiguous() for name, tensor in gathered(tensors, self.ranks).items()}
 
     def restore(self, folder: Path, state: Mapping[str, Tensor], *, steps: int, skipped_steps: int = 0) -> None:
-        """Go back to what `write_weights` wrote and to what `state` returned beside it.
+        """Go back to what `write_weights` wrote and to what `state` returned beside it; at the first rank.
+
+        The others call `put_back` meanwhile. However many ranks wrote them, any number may go on.
 
         Raises:
             RunMismatchError: they belong to another model, or were trained without the critic that there is now.
         """
         weights = self.read_weights(folder)
         weights |= {name: state[f"master.{name}"] for name in self.critic_parameters if f"master.{name}" in state}
+        for name, parameter in self.critic_parameters.items():
+            if name not in weights or weights[name].shape != parameter.shape:
+                raise RunMismatchError(f"{folder}: it has no such critic ({name}); use another run name")
+        tensors = {f"master.{name}": weight for name, weight in weights.items()} | dict(state)
+        self.put_back(tensors, [*tensors], steps=steps, skipped_steps=skipped_steps)
+
+    def put_back(
+        self, tensors: Mapping[str, Tensor], names: Sequence[str], *, steps: int, skipped_steps: int = 0
+    ) -> None:
+        """Set weights and optimizer state, at every rank its part of them.
+
+        Args:
+            tensors: `master.NAME` of every parameter, and what `state` says of the optimizer; at the first rank.
+            names: of these, at every rank.
+            steps: batches that had come to `step`.
+            skipped_steps: of these, those that were skipped.
+        """
+        given = set(names)
         self.optimizer.state.clear()
-        with torch.no_grad():
-            for name, parameter in (self.parameters | self.critic_parameters).items():
-                if name not in weights or weights[name].shape != parameter.shape:
-                    raise RunMismatchError(f"{folder}: it has no such critic ({name}); use another run name")
-                parameter.copy_(state.get(f"master.{name}", weights[name]))
-                kinds = {kind: state.get(f"{kind}.{name}") for kind in ("step", "exp_avg", "exp_avg_sq")}
-                found = {
-                    k: v.clone() if k == "step" else v.to(self.device, copy=True)
-                    for k, v in kinds.items()
-                    if v is not None
-                }
-                if found:
-                    self.optimizer.state[parameter] = found
+        for name, parameter in (self.parameters | self.critic_parameters).items():
+            fill(parameter, tensors.get(f"master.{name}"), self.ranks)
+            empty = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
+            found = {
+                kind: torch.zeros_like(like, requires_grad=False)
+                for kind, like in empty.items()
+                if f"{kind}.{name}" in given
+            }
+            for kind, tensor in found.items():
+                fill(tensor, tensors.get(f"{kind}.{name}"), self.ranks)
+            if found:
+                self.optimizer.state[parameter] = found
         self.steps, self.skipped_steps = steps, skipped_steps
 
-    def _passes(self) -> Passes:
-        """The policy of the beginning is a second model, or the policy without its adapter."""
-        wanted = bool(self.settings.algorithm.kl_coefficient)
-        if self.adapter is not None:
-            reference = self.model if wanted else None
-            return Passes(*(self.model, reference, self.critic, self.settings, self.ranks), as_begun=self.adapter.off)
-        reference = None
-        if wanted:
-            reference = load_policy(Path(self.settings.model.path)).to(self.device).requires_grad_(requires_grad=False)
-        return Passes(self.model, reference, self.critic, self.settings, self.ranks)
+    @property
+    def written_dtype(self) -> torch.dtype:
+        """In which `write_weights` writes what is trained."""
+        return torch.float32 if self.adapter else cast("torch.dtype", getattr(torch, self.settings.model.dtype))
+
+    def _write_policy(self, folder: Path) -> None:
+        weights = self.weights()
+        if self.ranks.leads:
+            write_policy(self.model, weights, self.base, folder, self.settings.model.dtype)
+
+    def _read(self, folder: Path, *, trained: bool) -> Readable:
+        mixed = self.settings.model.dtype == "bfloat16"
+        dtype = torch.bfloat16 if mixed and self.settings.lora.rank else self.dtype
+        whole = load_policy(folder, dtype).requires_grad_(trained) if self.ranks.leads else None
+        return readable(whole, self.ranks, mixed=mixed)
 
     def _train(self, formed: Formed, tally: Tally) -> str:
         """Make the updates of one batch; returns why it stopped, or nothing."""
         parts = self.passes.micro_batches(formed.batch, formed.masks.loss_R)
-        trained = [*self.parameters.values(), *self.critic_parameters.values()]
         bound = self.settings.train.max_grad_norm
         for update in range(self.settings.train.updates_per_batch):
             self.optimizer.zero_grad(set_to_none=True)
             share = Tally()
             for rows in parts:
+                if rows is None:
+                    self.passes.idle(formed.batch)
+                    continue
                 output = self.passes.backward(formed, rows, first=update == 0)
                 share.add({"loss": output.loss.detach(), **output.sums}, output.maxima)
-            self.ranks.add_gradients(trained)
+            self.ranks.add_gradients(self.critic_parameters.values())  # those of shards have been added up
             tally.add(*self.ranks.combine(share.sums, share.maxima))
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), bound)
+            norm = clip(self.parameters.values(), bound)
             sound = torch.isfinite(norm)
             if self.critic is not None:
-                sound &= torch.isfinite(torch.nn.utils.clip_grad_norm_(self.critic_parameters.values(), bound))
+                sound &= torch.isfinite(clip(self.critic_parameters.values(), bound))
             tally.updates += 1
             tally.add({"grad_norm": norm}, {})
             if not sound:

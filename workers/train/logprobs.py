@@ -9,7 +9,7 @@ log-probs are made of them block by block. A model whose way from hidden states 
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workers.train import chunked
 from workers.train.chunked import NO_CHANCE, Entropy
@@ -26,6 +26,9 @@ class Readable(NamedTuple):
     """Its own (`find_head`); None: its logits are taken as they are."""
     packed: bool = False
     """It is given rows one behind another, without padding."""
+    within: nn.Module | None = None
+    """Whose forward pass all that is read has to be within, for there alone weights are whole that ranks have in shards
+    (`workers.train.sharding`); None where they are whole everywhere."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -66,6 +69,13 @@ def token_logprobs(
         squares: compute the sums of squared probabilities too.
         ends: return the hidden states after the last tokens too.
     """
+    if read.within is not None:
+        whole, told = read._replace(within=None), {"entropy": entropy, "squares": squares, "ends": ends}
+        inputs = (whole, tokens_MT, chosen_MT)
+        found: TokenLogprobs = read.within(
+            token_logprobs, *inputs, temperature=temperature, lengths_M=lengths_M, **told
+        )
+        return found
     rows, width = tokens_MT.shape
     if lengths_M is None:
         lengths_M = torch.full((rows,), width, dtype=torch.int64, device=tokens_MT.device)

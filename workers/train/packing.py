@@ -83,7 +83,8 @@ def packs_wrongly(read: Readable, own: str, name: str, dtype: torch.dtype) -> st
     other_MT[0] = (tokens_MT[0] + 1) % vocabulary
     weights = next(model.parameters()).dtype
     # Flash attention of the package reads half precision alone; all others show in full precision what rounding hides.
-    for kind in {dtype} if name in FLASH else {weights, dtype}:
+    # So do shards in mixed precision, whatever they are asked.
+    for kind in {dtype} if name in FLASH or read.within is not None else {weights, dtype}:
         try:
             _switched(model, own)
             apart = _states(read._replace(packed=False), tokens_MT, widths, kind)

@@ -2,17 +2,16 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from stream.errors import SettingsError
 from workers.settings import Settings
 from workers.train.algorithms.losses import LossOutput
 from workers.train.batch import Batch, split
 from workers.train.critic import Critic
 from workers.train.forming import Formed
-from workers.train.head import find_head
 from workers.train.logprobs import Readable, TokenLogprobs, token_logprobs
 from workers.train.packing import set_attention
 from workers.train.ranks import Ranks
@@ -23,7 +22,7 @@ class Passes:
     """The models of a learner, and how they are read.
 
     Args:
-        model: the policy.
+        policy: the model that is trained.
         reference: the policy of the beginning; None where no divergence is asked for.
         critic: None unless the estimator needs values.
         settings: of the run.
@@ -37,8 +36,8 @@ class Passes:
 
     def __init__(
         self,
-        model: Any,
-        reference: Any,
+        policy: Readable,
+        reference: Readable | None,
         critic: Critic | None,
         settings: Settings,
         ranks: Ranks,
@@ -46,12 +45,12 @@ class Passes:
         as_begun: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.settings, self.ranks, self.critic = settings, ranks, critic
-        self.policy = self._readable(model)
-        self.reference = None if reference is None else self._readable(reference)
+        self.policy = self._with_attention(policy)
+        self.reference = None if reference is None else self._with_attention(reference)
         self._as_begun = as_begun
 
-    def micro_batches(self, batch: Batch, rows_R: Tensor) -> list[Tensor]:
-        """Row numbers of each of this rank's micro-batches over these rows (bool)."""
+    def micro_batches(self, batch: Batch, rows_R: Tensor) -> list[Tensor | None]:
+        """Row numbers of each of this rank's micro-batches over these rows (bool); None: others have one more."""
         tokens = self.settings.train.micro_batch_tokens
         return self.ranks.mine(split(batch, tokens, rows_R, packed=self.policy.packed))
 
@@ -59,9 +58,12 @@ class Passes:
         """A pass without gradient over the tokens that may bear loss."""
         zeros_RT = torch.zeros_like(batch.behaviour_logprobs_RT)
         logprobs_RT, squares_RT, values_RT = zeros_RT, zeros_RT.clone(), zeros_RT.clone()
-        end_values_R = torch.zeros(len(batch.lengths_R), device=mask_RT.device)
+        end_values_R = zeros_RT.new_zeros(len(batch.lengths_R))
         with torch.no_grad():
             for rows in self.micro_batches(batch, mask_RT.any(dim=1)):
+                if rows is None:
+                    self.idle(batch)
+                    continue
                 width = int(batch.lengths_R[rows].max())
                 mask = mask_RT[rows, :width]
                 found = self._read(self.policy, batch, rows, mask, squares=True, ends=self.critic is not None)
@@ -93,9 +95,31 @@ class Passes:
         output.loss.backward()  # type: ignore[no-untyped-call]
         return output
 
-    def _readable(self, model: Any) -> Readable:
-        dtype = torch.bfloat16 if self.settings.model.dtype == "bfloat16" else next(model.parameters()).dtype
-        return set_attention(Readable(model, find_head(model)), self.settings.train, dtype)
+    def idle(self, batch: Batch) -> None:
+        """Go through the models with the other ranks, where this one has no micro-batch: for one token, and nothing.
+
+        With gradients there is a backward pass too, of a loss that is 0 whatever the model says.
+        """
+        rows = batch.lengths_R.new_zeros(1)
+        mask_MT = torch.tensor([[False, True]], device=rows.device)
+        found = self._read(self.policy, batch, rows, mask_MT)
+        if not torch.is_grad_enabled():
+            return
+        if self.reference is not None:
+            with torch.no_grad(), self._as_begun():
+                self._read(self.reference, batch, rows, mask_MT)
+        (found.logprobs_N.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+
+    def _with_attention(self, read: Readable) -> Readable:
+        dtype = torch.bfloat16 if self.settings.model.dtype == "bfloat16" else next(read.model.parameters()).dtype
+        chosen = set_attention(read, self.settings.train, dtype)
+        same = str((chosen.packed, getattr(chosen.model.config, "_attn_implementation", None))).encode()
+        if self.ranks.tell(same) != same:
+            raise SettingsError(
+                f"the ranks do not all read packed rows alike ({same.decode()} here); set train.packing and "
+                "train.attention to what all of their devices have"
+            )
+        return chosen
 
     def _read(
         self,
@@ -115,7 +139,9 @@ class Passes:
                 batch.tokens_RT[rows, : mask_MT.shape[1]],
                 mask_MT,
                 temperature=self.settings.rollout.temperature,
-                lengths_M=batch.lengths_R[rows],
+                lengths_M=batch.lengths_R[rows].clamp(
+                    max=mask_MT.shape[1]
+                ),  # an idle pass reads the beginning of a row
                 entropy="gradient" if bonus else "value" if entropy else "",
                 squares=squares,
                 ends=ends,

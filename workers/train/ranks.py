@@ -1,10 +1,36 @@
 """The processes that share a step: each works on some of the micro-batches, all end with the same sums."""
 
+import os
 from collections.abc import Iterable
+from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+PATIENCE: Final = timedelta(minutes=10)
+"""How long one rank waits for another within a collective. A process that ended is noticed at once, by its connection;
+this is for one that hangs."""
+
+
+def place() -> tuple[int, int]:
+    """Rank and number of ranks, as `torchrun` told this process; (0, 1) where it did not start it."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def meet() -> None:
+    """Join the other ranks that `torchrun` started: gloo between CPUs, NCCL between GPUs."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+
+
+def part() -> None:
+    """Leave them."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Ranks:
@@ -12,19 +38,36 @@ class Ranks:
 
     Every rank holds the whole batch and decides alike, so all of them come to the same collectives in the same order,
     even where there is nothing for one of them to do.
+
+    Args:
+        device: of the models; the first GPU if there is one, of several ranks on a machine each its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str | None = None) -> None:
         shared = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if shared else 0
         self.size = dist.get_world_size() if shared else 1
+        gpu = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if self.size > 1 else "cuda"
+        self.device = torch.device(device or (gpu if torch.cuda.is_available() else "cpu"))
+        self.mesh: DeviceMesh | None = init_device_mesh(self.device.type, (self.size,)) if self.size > 1 else None
+        """Over which models are sharded; None for a process alone."""
 
-    def mine(self, parts: list[Tensor]) -> list[Tensor]:
-        """The micro-batches that this rank works on."""
-        return parts[self.rank :: self.size]
+    @property
+    def leads(self) -> bool:
+        """This is the rank that reads and writes files."""
+        return self.rank == 0
+
+    def mine(self, parts: list[Tensor]) -> list[Tensor | None]:
+        """The micro-batches that this rank works on; None for a turn in which it has nothing, and others do.
+
+        A pass through a sharded model is a collective, so every rank makes the same number of them.
+        """
+        own: list[Tensor | None] = [*parts[self.rank :: self.size]]
+        turns = -(-len(parts) // self.size)
+        return own + [None] * (turns - len(own))
 
     def add_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Add up gradients over all ranks; a parameter that no token of this rank reached counts 0."""
+        """Add up gradients of what every rank holds whole; a parameter that no token of this rank reached counts 0."""
         if self.size == 1:
             return
         for parameter in parameters:
@@ -49,3 +92,21 @@ class Ranks:
             {name: sum(s.get(name, 0.0) for s, _ in found) for name in sorted({n for s, _ in found for n in s})},
             {name: max(m[name] for _, m in found if name in m) for name in sorted({n for _, m in found for n in m})},
         )
+
+    def tell(self, message: bytes = b"") -> bytes:
+        """What the first rank says, at every rank; the others' argument counts for nothing."""
+        if self.size == 1:
+            return message
+        length = torch.tensor(len(message))
+        dist.broadcast(length, 0)
+        content = torch.frombuffer(bytearray(message), dtype=torch.uint8) if self.leads and message else None
+        if content is None:
+            content = torch.empty(int(length), dtype=torch.uint8)
+        if len(content):
+            dist.broadcast(content, 0)
+        return message if self.leads else content.numpy().tobytes()
+
+    def answer(self) -> None:
+        """Wait until every rank has come here."""
+        if self.size > 1:
+            dist.all_reduce(torch.zeros(1))

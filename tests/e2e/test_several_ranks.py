@@ -1,0 +1,125 @@
+"""`penstock run` with a trainer of two ranks: a rank killed on the way, a request to stop, a file that is wrong."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.harness import balanced, children, finish, stop, wait_for_trained
+from tests.ranks_on_a_ledger import Job, work
+from workers.train.checkpoint import Checkpoints
+from workers.train.learner import Learner
+from workers.train.policy import load_policy
+
+pytestmark = pytest.mark.timeout(280)
+
+WITHIN_S = 40.0
+"""From the end of one rank to the end of all: half a minute is what torchrun gives those that hang."""
+
+
+@pytest.fixture
+def shared(project):
+    project.table["train"]["ranks"] = 2
+    project.table["filter"] = {"zero_variance": False}
+    project.table["archive"] = {"keep": "all"}
+    return project
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Processes of the ranks, the first rank first."""
+    return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids)
+
+
+def until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not gone(pids):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.05)
+
+
+def said(project, event: str) -> list[dict]:
+    lines = (project.run_folder / "logs" / "train-0.log").read_text().splitlines()
+    return [json.loads(line) for line in lines if f'"event": "{event}"' in line]
+
+
+def test_a_rank_and_what_started_them_are_killed_and_nothing_is_lost_nor_trained_twice(shared):
+    prompts = 48
+    shared.prompts(prompts)
+    process = shared.start("run", str(shared.write()), "--json")
+    try:
+        wait_for_trained(shared, 12, process, 120)
+        ranks = ranks_of(children(process.pid)["train"])
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        until_gone(ranks)
+        wait_for_trained(shared, 28, process, 120)
+        launcher = children(process.pid)["train"]
+        ranks = ranks_of(launcher)
+        os.kill(launcher, signal.SIGKILL)
+        until_gone(ranks)
+        summary = finish(process, shared)
+    finally:
+        stop(process)
+    assert balanced(summary)
+    assert summary["fed"] == summary["groups_trained"] == prompts
+    ends = [line["prompt"] for line in shared.ledger()]
+    assert len(ends) == len(set(ends)) == prompts
+    begun = said(shared, "trainer.begun")
+    assert len(begun) == 3
+    assert begun[1]["step"] > 0
+    audit = shared.run("audit", str(shared.run_folder), "--json")
+    assert audit.returncode == 0, audit.stdout
+
+    # One process comes to the same policy, on the ledger that the two have left.
+    kept = Checkpoints(shared.run_folder / "checkpoints").latest()
+    job = Job(settings=str(shared.run_folder / "run.toml"), dtype="float32", checkpoints=str(shared.folder / "none"))
+    ended = work(job, lambda settings, dtype: Learner(settings, dtype=dtype))
+    for name, parameter in load_policy(kept.model).named_parameters():
+        assert torch.allclose(ended[f"weight.{name}"], parameter, rtol=0, atol=1e-5), name
+
+
+def test_a_request_to_stop_lets_all_ranks_leave_in_peace(shared):
+    shared.prompts(400)
+    process = shared.start("run", str(shared.write()), "--json")
+    try:
+        wait_for_trained(shared, 8, process, 120)
+        launcher = children(process.pid)["train"]
+        ranks = ranks_of(launcher)
+        process.send_signal(signal.SIGTERM)
+        summary = finish(process, shared)
+    finally:
+        stop(process)
+    assert gone([launcher, *ranks])
+    assert balanced(summary)
+    assert [event["rank"] for event in said(shared, "rank.left")] == [1]
+    assert not said(shared, "rank.lost")
+    assert not said(shared, "ranks.failed")
+    log = (shared.run_folder / "logs" / "supervisor.log").read_text().splitlines()
+    exits = [json.loads(line) for line in log if '"role.exited"' in line]
+    assert [event["code"] for event in exits if event["name"] == "train-0"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        ({"run": {"redis": "redis://127.0.0.1:1"}}, 1, "127.0.0.1:1"),
+        ({"train": {"schedule": "linear"}}, 2, "where it ends is unknown; set train.max_steps"),
+    ],
+    ids=["no server", "found out by the learner"],
+)
+def test_what_the_first_rank_says_is_the_exit_code(shared, redis_url, change, code, words):
+    shared.table["run"]["redis"] = redis_url
+    shared.table["delivery"]["reconnect_s"] = 1.0
+    for section, keys in change.items():
+        shared.table[section].update(keys)
+    result = shared.run("train", str(shared.write()), timeout=100)
+    assert result.returncode == code, result.stderr
+    assert words in result.stderr
