@@ -35,6 +35,8 @@ class LoraEngine:
         self.orders: list[str] = []
         self.asked: list[str] = []
         self.faults: dict[str, int] = {}
+        self.open = True
+        """VLLM_ALLOW_RUNTIME_LORA_UPDATING was set."""
         self.held = anyio.Event()
         self.held.set()
 
@@ -83,6 +85,11 @@ class LoraEngine:
         body = await request.json()
         assert "load_inplace" not in body
         self.fault("load")
+        if "nowhere" in body["lora_path"]:
+            error = {"message": f"Loading lora failed: No adapter found for {body['lora_path']}", "code": 404}
+            return web.json_response({"error": error}, status=404)
+        if not self.open:
+            raise web.HTTPNotFound
         if body["lora_name"] in self.adapters:
             return web.json_response({"error": {"message": "has already been loaded"}}, status=400)
         self.adapters[body["lora_name"]] = body["lora_path"]
@@ -172,6 +179,14 @@ async def test_an_engine_that_cannot_take_them_is_refused_at_once_with_what_it_n
     with anyio.fail_after(3), pytest.raises(EngineRefusedError, match=words):
         await publisher_of(engine.url).push(Path("/w/v3"), 3)
     assert engine.orders == []
+
+
+async def test_an_engine_without_the_route_or_the_folder_is_refused_at_once(engine):
+    with anyio.fail_after(3), pytest.raises(EngineRefusedError, match=r"under the same path.*'merged'"):
+        await publisher_of(engine.url).push(Path("/nowhere/v3"), 3)
+    engine.open = False
+    with anyio.fail_after(3), pytest.raises(EngineRefusedError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+        await publisher_of(engine.url).push(Path("/w/v3"), 3)
 
 
 async def test_the_local_engine_is_refused_with_the_other_way():

@@ -214,6 +214,11 @@ async def _load_in_place(session, url, path):
         assert response.status == 200, await response.text()
 
 
+async def test_a_folder_that_the_engine_does_not_see_is_refused_at_once(publisher):
+    with anyio.fail_after(10), pytest.raises(EngineRefusedError, match=r"finds no adapter at .*/nowhere/v000099"):
+        await publisher.push(Path("/nowhere/v000099"), 99)
+
+
 async def test_an_engine_that_cannot_hold_such_adapters_is_refused_with_what_it_needs(url, versions):
     publisher = EnginePublisher(Roster((url,)), Adapters(16), patience_s=20, update_timeout_s=20)
     with pytest.raises(EngineRefusedError, match=r"--max-lora-rank 8, less than lora\.rank \(16\)"):
