@@ -300,6 +300,8 @@ def test_an_adapter_of_another_kind_of_run_is_refused_by_name(base, bases, tmp_p
         whole.restore(lora(base))
     with pytest.raises(RunMismatchError, match="another rank"):
         adapter.restore(lora(base, more={"rank": 2}))
+    with pytest.raises(RunMismatchError, match=r"lora\.alpha = 8, not 16"):
+        adapter.restore(lora(base, more={"alpha": 16.0}))
     with pytest.raises(RunMismatchError, match="beside other weights"):
         adapter.restore(lora(bases[False]))
 
