@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from tests.cases.completions import VERSION, VOCABULARY, Made
 from workers.settings import Settings
@@ -20,6 +21,7 @@ from workers.train.algorithms.rejection import Rejection
 from workers.train.batch import Batch
 from workers.train.estimation import Advantages, estimate_advantages
 from workers.train.forming import Formed, form
+from workers.train.logprobs import Readable
 from workers.train.metrics import Metrics, step_metrics
 from workers.train.objective import Objective, Settled, correction_report, settle
 from workers.train.passes import Passes
@@ -41,6 +43,7 @@ class Network(torch.nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
+        self.config, self.device = PretrainedConfig(), torch.device("cpu")
         self.embedding = torch.nn.Embedding(VOCABULARY, 5)
         self.mixing = torch.nn.Linear(5, 5)
         self.head = torch.nn.Linear(5, VOCABULARY)
@@ -113,7 +116,7 @@ def evaluate(
     network, after = Network(0), Network(2)
     reference = Network(1) if settings.algorithm.kl_coefficient else None
     critic = network.value if settings.estimator.name == "gae" else None
-    passes = Passes(network, reference, critic, settings, Ranks())
+    passes = Passes(Readable.of(network), reference and Readable.of(reference), critic, settings, Ranks())
     masks = derive_masks(batch, settings, VERSION)
     batch = without(batch, masks, verdicts(batch, masks, settings))
     if junk is None:

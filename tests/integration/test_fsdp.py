@@ -24,17 +24,22 @@ from tests.ranks_on_a_ledger import Job, steps, work
 from workers.settings.file import dump, parse
 from workers.train.checkpoint import Checkpoints
 from workers.train.learner import Learner
-from workers.train.logprobs import token_logprobs
+from workers.train.logprobs import Readable, token_logprobs
 
 pytestmark = pytest.mark.timeout(240)
 
 VOCABULARY, STEPS, KEPT = 43, 10, 5
 RUNS = {
     "tied": {},
-    "untied": {"estimator": {"name": "gae"}, "algorithm": {"kl_coefficient": 0.05}},
+    "untied": {
+        "estimator": {"name": "gae"},
+        "algorithm": {"kl_coefficient": 0.05},
+        "train": {"gradient_checkpointing": True, "packing": "on"},
+    },
     "half": {"model": {"dtype": "bfloat16"}},
 }
-"""The second with a critic and a reference beside the policy, the third in bfloat16."""
+"""The second with a critic and a reference beside the policy, packed rows and layers computed again; the third in
+bfloat16."""
 SHORT = [("tied", "float64"), ("untied", "float64"), ("tied", "float32")]
 LONG = [*SHORT, ("untied", "float32"), ("half", "float32")]
 
@@ -76,10 +81,11 @@ def make_run(folder: Path, name: str) -> Path:
         "data": {"path": "none"},
         "environments": {"a": "calculator"},
         "rollout": {"group_size": 4},
-        "train": {"learning_rate": 1e-2, "groups_per_step": 3, "micro_batch_tokens": 56, "weight_decay": 0.01},
         "archive": {"keep": "all"},
         **RUNS[name],
     }
+    train = {"learning_rate": 1e-2, "groups_per_step": 3, "micro_batch_tokens": 56, "weight_decay": 0.01}
+    table["train"] = train | table.get("train", {})
     table["model"] = {"path": str(folder / "base"), **table.get("model", {})}
     (folder / "run.toml").write_text(dump(parse(table)))
     ledger, archive = Ledger(folder / "ledger.jsonl"), Archive(folder / "groups")
@@ -155,13 +161,13 @@ class Results:
         ended = self.found[name, dtype, ranks]
         for own, parameter in model.named_parameters():
             parameter.data.copy_(ended.get(f"master.{own}", ended[f"weight.{own}"]))
-        told = []
+        read, told = Readable(model, None), []
         with torch.no_grad():
             for _, _, groups in steps(self.folder / name):
                 for row in (row for each in groups for completion in each.completions for row in completion.rows):
                     ids = torch.frombuffer(bytearray(row.prompt_ids + row.token_ids), dtype=torch.int32).long()
                     chosen = torch.arange(len(ids)) >= 2
-                    told.append(token_logprobs(model, ids[None], chosen[None], temperature=1.0).logprobs_N)
+                    told.append(token_logprobs(read, ids[None], chosen[None], temperature=1.0).logprobs_N)
         return torch.cat(told)
 
 

@@ -22,6 +22,7 @@ from tests.cases.path import OF_THE_LEARNER, Network, counts, evaluate, measured
 from tests.cases.tables import SOME, TABLES, choosing, settings_of
 from workers.train.algorithms.diagnostics import rejection_metrics
 from workers.train.forming import form
+from workers.train.logprobs import Readable
 from workers.train.metrics import NAMES, step_metrics
 from workers.train.objective import correction_report
 from workers.train.passes import Passes
@@ -140,7 +141,7 @@ def test_metrics_of_a_rule_are_of_the_log_probs_that_it_judged(table, case):
     settings, seen = SETTINGS[table], []
     network = Network(0)
     critic = network.value if settings.estimator.name == "gae" else None
-    passes = Passes(network, None, critic, settings, Ranks())
+    passes = Passes(Readable.of(network), None, critic, settings, Ranks())
 
     def survey(batch, mask_RT):
         seen.append(passes.survey(batch, mask_RT))

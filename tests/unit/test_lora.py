@@ -168,7 +168,7 @@ def test_the_policy_of_the_beginning_is_the_model_without_its_adapter(base, rows
     with one.adapter.off():
         assert torch.equal(read(one.model, rows), read(lora(base).model, rows))
     second = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    two.passes = Passes(two.passes.policy, Readable(second, find_head(second)), two.critic, two.settings, two.ranks)
+    two.passes = Passes(two.passes.policy, Readable.of(second), two.critic, two.settings, two.ranks)
     first, other = one.step(batch, 3).metrics, two.step(batch, 3).metrics
     assert first["reference/kl"] > 0
     assert {n: v for n, v in first.items() if n != "seconds"} == {n: v for n, v in other.items() if n != "seconds"}

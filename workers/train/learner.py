@@ -104,6 +104,11 @@ class Learner:
         self.model: Any = read.model
         self.adapter: Adapter | None = None
         if settings.lora.rank:
+            if self.ranks.size > 1:
+                raise SettingsError(
+                    f"lora.rank is set, and the trainer has {self.ranks.size} ranks, which share whole models; set "
+                    "train.ranks to 1, or leave [lora] out"
+                )
             self.adapter = Adapter(self.model, self.base, settings.lora, settings.run.seed)
         if settings.train.gradient_checkpointing:
             checkpoint_layers(self.model)

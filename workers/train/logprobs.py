@@ -6,14 +6,14 @@ log-probs are made of them block by block. A model whose way from hidden states 
 (`workers.train.head`) makes logits itself, of the narrowed positions where its output layer is a module of its own.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from workers.train import chunked
 from workers.train.chunked import NO_CHANCE, Entropy
-from workers.train.head import Head, hidden_instead
+from workers.train.head import Head, find_head, hidden_instead
 from workers.train.layout import laid_out
 
 
@@ -29,6 +29,11 @@ class Readable(NamedTuple):
     within: nn.Module | None = None
     """Whose forward pass all that is read has to be within, for there alone weights are whole that ranks have in shards
     (`workers.train.sharding`); None where they are whole everywhere."""
+
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        """A model that is whole here."""
+        return cls(model, find_head(model))
 
 
 class TokenLogprobs(NamedTuple):

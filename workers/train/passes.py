@@ -113,11 +113,11 @@ class Passes:
     def _with_attention(self, read: Readable) -> Readable:
         dtype = torch.bfloat16 if self.settings.model.dtype == "bfloat16" else next(read.model.parameters()).dtype
         chosen = set_attention(read, self.settings.train, dtype)
-        same = str((chosen.packed, getattr(chosen.model.config, "_attn_implementation", None))).encode()
-        if self.ranks.tell(same) != same:
+        packs = b"packed" if chosen.packed else b"padded"
+        if self.ranks.tell(packs) != packs:
             raise SettingsError(
-                f"the ranks do not all read packed rows alike ({same.decode()} here); set train.packing and "
-                "train.attention to what all of their devices have"
+                f"rows are {packs.decode()} at rank {self.ranks.rank} and not at the first one; set train.packing to "
+                "'off', or train.attention to one that all devices have"
             )
         return chosen
 

@@ -48,8 +48,7 @@ def readable(whole: Any, ranks: Ranks, *, mixed: bool) -> Readable:
         mixed: passes are made in bfloat16; gradients are added up in float32.
     """
     if ranks.mesh is None:
-        model = whole.to(ranks.device)
-        return Readable(model, find_head(model))
+        return Readable.of(whole.to(ranks.device))
     model, finish = _empty_like(whole, ranks)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
     within = Within(model)
