@@ -53,6 +53,7 @@ GAE, REMAX, GDPO, PASSK = ({"name": name} for name in ("gae", "remax", "gdpo", "
         ),
         ({"algorithm": {"aggregation_constant": 9}}, ["algorithm.aggregation_constant", "algorithm.aggregation"]),
         ({"loss": {"name": "reinforce"}, "train": {"updates_per_batch": 2}}, ["loss.name", "train.updates_per_batch"]),
+        ({"train": {"attention": "flash_attention_2"}}, ["train.attention", "model.dtype", "bfloat16"]),
         ({"loss": {"name": "clipped", "dual_clip": 0.5}}, ["loss.dual_clip", "loss.clip_high"]),
         ({"algorithm": {"proximal": "engine"}}, ["correction.weights", "algorithm.proximal", "none"]),
         ({"correction": {"weights": "none", "normalize": True}}, ["correction.normalize", "correction.weights"]),
