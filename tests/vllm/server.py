@@ -32,15 +32,16 @@ def vllm_python() -> Path:
 
 
 @contextmanager
-def vllm_server(model: Path, log: Path, *flags: str) -> Iterator[str]:
+def vllm_server(model: Path, log: Path, *flags: str, port: int = 0) -> Iterator[str]:
     """Serve a model; yields the URL once it is healthy.
 
     Args:
         model: a folder in Hugging Face form.
         log: what it says goes there.
         flags: `--runner pooling`, `--max-model-len 256`, ...
+        port: 0 for a free one; a fixed one to start it again where it was.
     """
-    port = _free_port()
+    port = port or free_port()
     command = [str(vllm_python()), *SERVER, "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *FLAGS, *flags]
     with log.open("wb") as said:
@@ -57,7 +58,8 @@ def vllm_server(model: Path, log: Path, *flags: str) -> Iterator[str]:
         _wait(url, process, log)
         yield url
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        if process.poll() is None:  # a test may have killed it
+            os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
@@ -77,7 +79,7 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     raise AssertionError(f"vLLM is not healthy after {START_S} s:\n{log.read_text()[-3000:]}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
