@@ -16,8 +16,8 @@ from stream.keys import EVALUATION_STAGES, STAGES, EvaluationStage, StageName, k
 
 AclRole = Literal["feed", "rollout", "score", "train", "run", "operator", "look"]
 ACL_ROLES: tuple[AclRole, ...] = get_args(AclRole)
-"""The four roles; `run`: `penstock run`, which starts them all under its own user; `operator`: pause, resume, stop and
-dead letters; `look`: `penstock queues` and `audit`, which write nothing."""
+"""The four roles; `run`: `penstock run`, which starts them all under its own user; `operator`: pause, resume, stop,
+dead letters and the list of engines; `look`: `penstock queues` and `audit`, which write nothing."""
 
 
 class Grant(Struct, frozen=True):
@@ -105,7 +105,7 @@ _TRAIN = (
 )
 _OPERATE = (
     Grant(("hset", "hdel"), ("meta",)),
-    Grant(("xadd",), STAGES),
+    Grant(("xadd",), (*STAGES, "engines")),
     Grant(("xdel",), ("dead",)),
     Grant(("sadd",), ("removed",)),
     Grant(("hset",), ("open",)),

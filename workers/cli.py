@@ -58,20 +58,40 @@ def penstock() -> None:
 @click.option("--steps", default=None, type=click.IntRange(1), help="Optimizer steps.")
 @click.option("--control", type=click.Choice(["zero-lr", "permuted"]), help="A run that must not learn.")
 @click.option("--prepare", "only_prepare", is_flag=True, help="Make the model, its warm start and run.toml, and stop.")
+@click.option("--engine", type=click.Choice(["local", "vllm"]), default="local", show_default=True)
+@click.option(
+    "--vllm-python",
+    default="",
+    metavar="PATH",
+    help="An interpreter that has vLLM, or its virtual environment; else $PENSTOCK_VLLM, .cache/vllm, our own.",
+)
 @_json
-def demo(seed: int, folder: Path | None, steps: int | None, control: Any, only_prepare: bool, as_json: bool) -> None:
+def demo(
+    seed: int,
+    folder: Path | None,
+    steps: int | None,
+    control: Any,
+    only_prepare: bool,
+    engine: str,
+    vllm_python: str,
+    as_json: bool,
+) -> None:
     """Train a small model on this machine, in a few minutes."""
     from workers.demo.demo import prepare_demo, run_demo
+    from workers.engine.vllm.interpreter import find
 
-    folder = folder or _demo_folder(seed, steps, control)
+    if vllm_python and engine != "vllm":
+        raise click.UsageError("--vllm-python is for --engine vllm")
+    vllm = str(find(vllm_python)) if engine == "vllm" else ""
+    folder = folder or _demo_folder(seed, steps, control, "vllm" if vllm else None)
     if only_prepare:
-        sys.exit(prepare_demo(seed, folder, steps))
-    sys.exit(run_demo(seed, folder, as_json=as_json, control=control, steps=steps))
+        sys.exit(prepare_demo(seed, folder, steps, vllm))
+    sys.exit(run_demo(seed, folder, as_json=as_json, control=control, steps=steps, vllm=vllm))
 
 
-def _demo_folder(seed: int, steps: int | None, control: str | None) -> Path:
+def _demo_folder(seed: int, steps: int | None, control: str | None, engine: str | None) -> Path:
     """A demo that is another run than the plain one lives elsewhere, so that both can be resumed."""
-    parts = [f"seed{seed}" if seed != 1 else "", f"{steps}steps" if steps else "", control or ""]
+    parts = [engine or "", f"seed{seed}" if seed != 1 else "", f"{steps}steps" if steps else "", control or ""]
     return Path("runs") / "-".join(["demo", *filter(None, parts)])
 
 
@@ -167,6 +187,39 @@ def acl(target: str, roles: tuple[str, ...]) -> None:
     from workers.acl import print_acl
 
     print_acl(target, roles)
+
+
+@penstock.group()
+def engines() -> None:
+    """Show a run's engines, add one, or remove one, while it goes on."""
+    _log_errors_alone("engines")
+
+
+@engines.command("list")
+@click.argument("target", metavar="[RUN]", required=False)
+@_redis
+@_json
+def list_engines(target: str | None, redis: str, as_json: bool) -> None:
+    """List the engines that settings and operators name, and whether each answers."""
+    from workers.engines import list_engines
+
+    list_engines(target, redis, as_json=as_json)
+
+
+def _add_word_on_engine(word: Literal["add", "remove"], what: str) -> None:
+    @engines.command(word, help=what)
+    @click.argument("url")
+    @click.argument("target", metavar="[RUN]", required=False)
+    @_redis
+    @_json
+    def command(url: str, target: str | None, redis: str, as_json: bool) -> None:
+        from workers.engines import say_of_engine
+
+        say_of_engine(word, url, target, redis, as_json=as_json)
+
+
+_add_word_on_engine("add", "Let the run use the engine at URL, once it has the current weights.")
+_add_word_on_engine("remove", "Give the engine at URL nothing more to do, whoever names it; `add` undoes that.")
 
 
 @penstock.group()
@@ -286,7 +339,7 @@ def export(run_folder: Path, out: Path, which: str) -> None:
 def evaluate(file: Path, policy: Path | None, engine: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Measure a policy on the held-out prompts of FILE ([eval]), without a run.
 
-    Without --engine the local engine is started for it. Figures are over valid completions / over all of them.
+    Without --engine one of the settings' kind is started for it. Figures are over valid completions / over all of them.
     """
     from workers.evaluation.command import show_evaluation
 
@@ -308,7 +361,10 @@ def evaluate(file: Path, policy: Path | None, engine: str, overrides: tuple[str,
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="model.dtype, or float32, unless given.")
 @_set
 def serve(target: Path, host: str, port: int, runner: Any, dtype: str | None, overrides: tuple[str, ...]) -> None:
-    """Serve a model with the local engine: a policy, or a reward model."""
+    """Serve a model: a policy, or a reward model.
+
+    With the local engine, or, where FILE or --set says engine.server = "vllm", a policy with vLLM.
+    """
     from workers.process import launch_engine
 
     _leave(launch_engine(target, host, port, overrides, runner, dtype or ""))

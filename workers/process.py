@@ -87,7 +87,7 @@ def launch_engine(
     runner: Literal["auto", "generate", "pooling"] = "auto",
     dtype: str = "",
 ) -> int:
-    """Serve the model of a settings file, or of a model folder, with the local engine. Returns the exit code.
+    """Serve the model of a settings file, or of a model folder, on the engine of its settings. Returns the exit code.
 
     Args:
         target: the file, or the folder.
@@ -120,6 +120,12 @@ def launch_engine(
 def _server_of(target: Path, overrides: tuple[str, ...], runner: str, dtype: str) -> Callable[..., Awaitable[None]]:
     """The coroutine function that serves a model; takes `host`, `port` and `ready`."""
     settings = for_model(target, overrides) if target.is_dir() else load(target, overrides)
+    if settings.engine.server == "vllm":
+        if runner == "pooling":
+            raise SettingsError("--runner pooling is the local engine's; start vLLM by itself (docs/reward-models.md)")
+        from workers.engine.vllm.server import serve_vllm
+
+        return partial(serve_vllm, settings)
     from workers.engine.pooling.classifier import is_classifier
 
     model, dtype, engine = Path(settings.model.path), dtype or settings.model.dtype, settings.engine

@@ -29,7 +29,7 @@ def steer(word: Word, target: str | None, redis: str) -> None:
             f"run {place.run!r} does not go on, so there is nothing to {word}; `penstock run "
             f"{place.folder}/run.toml` starts it"
         )
-    who = _who()
+    who = whoever_asks()
 
     async def main(link: Link) -> bool:
         return await _SAY[word](link, who)
@@ -39,7 +39,7 @@ def steer(word: Word, target: str | None, redis: str) -> None:
     print(f"run {place.run!r} {_SAID[word]}{nobody}", flush=True)  # noqa: T201  (this is the command's output)
 
 
-def _who() -> str:
+def whoever_asks() -> str:
     """USER@HOST, as the others shall read it."""
     try:
         user = getpass.getuser()

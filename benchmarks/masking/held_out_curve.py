@@ -27,6 +27,7 @@ from workers.demo.evaluate import evaluate
 from workers.demo.prepare import prepare, settings_for
 from workers.demo.task import held_out
 from workers.feed.mapping import to_prompt
+from workers.fleet.roster import Roster
 from workers.process import run_loop
 from workers.run.child import Child
 from workers.run.command import judge, supervise
@@ -34,7 +35,7 @@ from workers.run.plot import read_metrics
 from workers.run.roles import engine_command
 from workers.settings import RewardFunction, Settings
 from workers.train.checkpoint import Checkpoints
-from workers.train.publisher import EnginePublisher
+from workers.train.publishing.publisher import open_publisher
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "held_out_curve.json"
@@ -128,7 +129,8 @@ async def play(scoring: Settings, models: dict[int, Path]) -> dict[str, list[flo
 
         async def play_all(url: str) -> None:
             for step, model in models.items():
-                await EnginePublisher((url,), scoring.delivery.reconnect_s).push(model, step)
+                async with open_publisher(scoring, Roster((url,))) as publisher:
+                    await publisher.push(model, step)
                 score = await evaluate(scoring, url, model, rows)
                 scores[str(step)] = [round(score.sampled, 5), round(score.greedy, 5)]
             child.terminate()

@@ -19,12 +19,13 @@ from stream.errors import RunFailedError
 from workers.demo.evaluate import _play  # the public `evaluate` keeps means alone
 from workers.demo.prepare import GROUP_SIZE, settings_for
 from workers.demo.task import training_rows
+from workers.fleet.roster import Roster
 from workers.process import run_loop
 from workers.run.child import Child
 from workers.run.roles import engine_command
 from workers.settings import Settings
 from workers.train.checkpoint import Checkpoints
-from workers.train.publisher import EnginePublisher
+from workers.train.publishing.publisher import open_publisher
 
 STEPS = (2, 4, 8)
 PROBLEMS = 32
@@ -40,7 +41,8 @@ async def collect(scoring: Settings, models: dict[int, Path]) -> list[dict[str, 
 
         async def play(url: str) -> None:
             for number, (step, model) in enumerate(models.items()):
-                await EnginePublisher((url,), scoring.delivery.reconnect_s).push(model, step)
+                async with open_publisher(scoring, Roster((url,))) as publisher:
+                    await publisher.push(model, step)
                 own = rows[number * PROBLEMS : (number + 1) * PROBLEMS]
                 for group in await _play(scoring, url, model, own, GROUP_SIZE, scoring.rollout.temperature):
                     rewards = [completion.reward.value for completion in group.completions]

@@ -32,6 +32,8 @@
 --                       `paused_ms` while it is; `stop` (the last request to stop, a number that grows) and `stop_by`
 --   {NAME}:latest       hash, the last step's metrics, for people
 --   {NAME}:wake         stream of one entry: whoever waits, waits on it
+--   {NAME}:engines      stream of one entry, the operator's list of engines: URL -> `WORD MS BY`, the last word on it (add or
+--                       remove), when that was said, and who said it
 --   {NAME}:published    stream of one entry, the policy version: whoever must hear of each one at once, waits on it
 -- and for evaluation:
 --   {NAME}:eval         hash, `of` (which settings the set below was made by), `data` (its fingerprint), `prompts` (how many);

@@ -12,6 +12,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from stream.acl import ACL_ROLES, rules, user
 from stream.census import take_census
 from stream.dead import drop, letters, retry
+from stream.engines import add_engine, engine_words, remove_engine
 from stream.errors import ServerError
 from stream.evaluation import environments, gauge, hold_out, make_streams, outcomes
 from stream.feeding import Feed
@@ -151,6 +152,9 @@ async def test_groups_pass_through_all_stages_with_a_user_to_each_role(links, ad
     assert (await look(links["look"])).counts["fed"] == 6
     assert len((await take_census(links["look"])).dead) == 2
     operator = links["operator"]
+    assert await add_engine(operator, "http://e:8000", "me")
+    assert await remove_engine(operator, "http://e:8000", "me")
+    assert [word.word for word in await engine_words(links["rollout"])] == ["remove"]
     await pause(operator, "me")
     assert (await rollout.claim(1)).paused
     await resume(operator, "me")
@@ -221,7 +225,8 @@ REFUSED = {
         *(("XADD", "{run}:scored", "*", "prompt", "a"), ("HSET", "{run}:policy", "version", "9")),
         *(("HDEL", "{run}:open", "a"), ("HSET", "{run}:scored:ended", "1-1", "a")),
     ],
-    "rollout": [*WORKER_SECRETS, ("XADD", "{run}:scored", "*", "prompt", "a"), ("HSET", "{run}:feed", "done", "1")],
+    "rollout": [*WORKER_SECRETS, ("XADD", "{run}:scored", "*", "prompt", "a"), ("HSET", "{run}:feed", "done", "1"),
+                ("XADD", "{run}:engines", "*", "http://e", "add 0 me")],
     "score": [*WORKER_SECRETS, ("XADD", "{run}:groups", "*", "prompt", "a"), ("XADD", "{run}:prompts", "*", "p", "a")],
     "train": [("XADD", "{run}:prompts", "*", "prompt", "a"), ("XADD", "{run}:groups", "*", "prompt", "a"),
               ("HSET", "{run}:feed", "cursor", "0"),

@@ -9,8 +9,8 @@ import pytest
 
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
 from stream.records import Span
-from workers.rollout.engine.answer import read_answer
 from workers.rollout.engine.client import EngineClient
+from workers.rollout.engine.generate import Generate
 from workers.rollout.engine.sampling import Sampling
 from workers.testing.scripted_engine import ScriptedEngine, scripted_logprob
 
@@ -193,10 +193,11 @@ async def test_requests_spread_over_engines():
         ScriptedEngine(reply, version="0", delay_s=0.1) as one,
         ScriptedEngine(reply, version="0", delay_s=0.1) as other,
         client_of(one.url, other.url) as client,
-        anyio.create_task_group() as tasks,
     ):
-        for _ in range(20):
-            tasks.start_soon(client.sample, [1], SAMPLING)
+        await client.probe()
+        async with anyio.create_task_group() as tasks:
+            for _ in range(20):
+                tasks.start_soon(client.sample, [1], SAMPLING)
     assert (one.count, other.count) == (10, 10)
 
 
@@ -204,4 +205,4 @@ def test_an_answer_without_logprobs_is_no_sample():
     choice = b'{"index": 0, "token_ids": [1], "finish_reason": "stop"}'
     payload = b'{"request_id": "", "choices": [' + choice + b'], "weight_versions": []}'
     with pytest.raises(EngineError, match="1 tokens with 0 log-probs"):
-        read_answer(200, payload, "http://x")
+        Generate().read(200, payload, "http://x", version=0)

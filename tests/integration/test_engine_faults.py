@@ -15,6 +15,7 @@ from stream.records import Group, Prompt
 from stream.validity import Measured, RolloutReason
 from tests.chaos.project import END, write_project
 from workers.rollout.chat.chat import Chat
+from workers.rollout.engine.choice import ranking
 from workers.rollout.engine.client import EngineClient
 from workers.rollout.engine.sampling import Sampling
 from workers.rollout.group import roll_out
@@ -50,13 +51,13 @@ async def client_of(*engines: ScriptedEngine, timeout_s: float = 0.3, reconnect_
         yield client
 
 
-async def group_of(client: EngineClient, folder, size: int) -> Group:
+async def group_of(client: EngineClient, folder, size: int, name: str = "d:0:0") -> Group:
     """A group whose completions' prompts are 5 and their index."""
     await anyio.to_thread.run_sync(write_project, folder, 1, 1)
     chat = await anyio.to_thread.run_sync(Chat.load, folder / "model", {}, None)
     factory = Factory(Reference("test", "module", Numbered, sys.modules[__name__]), Numbered, Numbered())
     prompt = Prompt(
-        id="d:0:0", messages=[{"role": "user", "content": "5"}], environment="numbered", group_size=size, seed=1
+        id=name, messages=[{"role": "user", "content": "5"}], environment="numbered", group_size=size, seed=1
     )
     async with SlotPool({"numbered": factory}, size=size) as pool:
         group = await roll_out(
@@ -97,7 +98,9 @@ async def test_what_one_engine_keeps_failing_another_one_answers(tmp_path, fault
         client_of(bad, good) as client,
     ):
         bad.faults = lambda *_: fault
-        group = await group_of(client, tmp_path, size=4)
+        await client.probe()
+        named = next(name for name in map(str, range(99)) if ranking(name, (bad.url, good.url))[0] == bad.url)
+        group = await group_of(client, tmp_path, size=4, name=named)
     assert [completion.failure for completion in group.completions] == [None] * 4
     assert bad.count
     assert good.count == 4
@@ -137,7 +140,7 @@ async def test_many_requests_that_wait_for_weights_ask_seldom_and_say_so_once():
                 await anyio.sleep(2.0)
                 asked, took = engine.questions["/weight_info"], anyio.current_time() - began
                 engine.version = "0"
-    assert [(line["event"], line["what"]) for line in lines] == [
+    assert [(line["event"], line["what"]) for line in lines if line["event"] != "engine.found"] == [
         ("engine.awaited", "weights"),
         ("engine.returned", "weights"),
     ]

@@ -16,6 +16,7 @@ from workers.demo.model import make_model
 from workers.demo.task import training_rows
 from workers.demo.warmstart import warm_start
 from workers.engine.server import serve
+from workers.fleet.roster import Roster
 from workers.rollout.chat.chat import Chat
 from workers.rollout.engine.client import EngineClient
 from workers.rollout.group import roll_out
@@ -23,7 +24,9 @@ from workers.rollout.slot_pool import SlotPool
 from workers.rollout.tool_formats.choice import TOOL_FORMATS
 from workers.settings import Algorithm, Data, Model, RewardFunction, Rollout, Settings
 from workers.train.batch import collate
-from workers.train.publisher import EnginePublisher
+from workers.train.publishing.files import Files
+from workers.train.publishing.in_flight import InFlight
+from workers.train.publishing.publisher import EnginePublisher
 from workers.train.selection import derive_masks
 
 pytestmark = pytest.mark.timeout(120)
@@ -91,7 +94,7 @@ async def roll_out_all(policies, prompts, push_after=None):
         )
         with anyio.fail_after(60):
             await ready.wait()
-            publisher = EnginePublisher(urls, 20)
+            publisher = EnginePublisher(Roster(urls), InFlight(Files()), patience_s=20, update_timeout_s=20)
             await publisher.push(policies[0], 0)
             async with (
                 EngineClient(urls, request_timeout_s=60, attempts=3, reconnect_s=20) as engine,

@@ -20,7 +20,7 @@ SCRIPTS = {
         *("examine", "gauge", "conclude"),
         *("acknowledge", "finish"),
     ],
-    "operator": ["look", "steer", "revive"],
+    "operator": ["look", "steer", "revive", "engine"],
     "look": ["look", "census"],
 }
 """What each role calls; `run` calls all of the first four's."""

@@ -50,6 +50,7 @@ def test_help_loads_nothing_heavy_either_and_names_every_command(tmp_path):
         "rescore",
         "rewardbench",
         "acl",
+        "engines",
         "dead",
         "check",
         "export",
@@ -62,7 +63,14 @@ def test_help_loads_nothing_heavy_either_and_names_every_command(tmp_path):
     assert all(f"\n  {name} " in told for name in names)
 
 
-@pytest.mark.parametrize("command", [*penstock.commands, "dead list", "dead show", "dead retry", "dead drop"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *penstock.commands,
+        *(f"dead {verb}" for verb in ("list", "show", "retry", "drop")),
+        *(f"engines {verb}" for verb in ("list", "add", "remove")),
+    ],
+)
 def test_every_command_has_help(command):
     result = CliRunner().invoke(penstock, [*command.split(), "--help"])
     assert result.exit_code == 0

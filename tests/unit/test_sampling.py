@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workers.engine.sampling import restrict, sample
-from workers.engine.wire import SamplingParams
+from workers.engine.wire import UNKNOWN, SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
@@ -14,7 +14,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 def draw(params: SamplingParams, count: int = 20_000) -> tuple[torch.Tensor, dict[int, float]]:
     """Relative frequencies, and the log-prob that came with each token."""
     rows = LOGITS.expand(count, -1)
-    ids, logprobs = sample(rows, [params] * count, [Random(seed) for seed in range(count)])
+    ids, logprobs, _ = sample(rows, [params] * count, [Random(seed) for seed in range(count)])
     return torch.bincount(torch.tensor(ids), minlength=len(LOGITS)) / count, dict(zip(ids, logprobs, strict=True))
 
 
@@ -68,11 +68,36 @@ def test_a_number_at_the_very_end_of_the_range_finds_a_token_that_can_come():
             return 1 - 2**-53
 
     logits = torch.tensor([[0.0, 0.3, float("-inf"), float("-inf")]])
-    ids, logprobs = sample(logits, [SamplingParams()], [Last()])
+    ids, logprobs, _ = sample(logits, [SamplingParams()], [Last()])
     assert ids == [1]
     assert logprobs[0] > -1
 
 
 def test_broken_logits_show_in_the_logprob():
-    _, logprobs = sample(torch.full((1, 4), float("nan")), [SamplingParams()], [Random(0)])
+    _, logprobs, _ = sample(torch.full((1, 4), float("nan")), [SamplingParams()], [Random(0)])
     assert logprobs[0] != logprobs[0]
+
+
+def test_a_bias_is_added_before_the_temperature_divides():
+    params = SamplingParams(temperature=0.5, logit_bias={3: 2.0, 0: -100.0})
+    frequencies, logprobs = draw(params)
+    expected = torch.log_softmax((LOGITS + torch.tensor([-100.0, 0, 0, 2, 0, 0])) / 0.5, dim=-1)
+    assert frequencies[0] == 0
+    assert torch.allclose(frequencies, expected.exp(), atol=0.015)
+    assert logprobs[3] == pytest.approx(expected[3].item(), abs=1e-6)
+    assert LOGITS[0] == 2, "the model's own logits are not touched"
+
+
+def test_what_is_banned_never_comes_and_the_others_share_its_mass():
+    rows = LOGITS.expand(3000, -1)
+    ids, logprobs, _ = sample(rows, [SamplingParams()] * 3000, list(map(Random, range(3000))), [{0, 1}] * 3000)
+    assert set(ids) == {2, 3, 4, 5}
+    expected = torch.log_softmax(LOGITS[2:], dim=-1)
+    assert dict(zip(ids, logprobs, strict=True))[2] == pytest.approx(expected[0].item(), abs=1e-6)
+
+
+def test_the_likeliest_come_with_logprobs_of_what_was_sampled_from():
+    *_, likeliest = sample(LOGITS[None], [SamplingParams(temperature=2.0, top_k=2, logprobs=3)], [Random(0)])
+    expected = torch.log_softmax(LOGITS[:2] / 2, dim=-1)
+    assert [entry.token_id for entry in likeliest[0][:2]] == [0, 1]
+    assert [entry.logprob for entry in likeliest[0]] == pytest.approx([*expected.tolist(), UNKNOWN], abs=1e-6)

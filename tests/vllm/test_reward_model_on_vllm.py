@@ -19,7 +19,7 @@ from workers.cli import penstock
 from workers.engine.pooling.plain_classifier import PlainClassifier
 from workers.engine.site import listen
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 CLOSE = 1e-4
 
 

@@ -1,17 +1,31 @@
 """From logits to one token for each row, and the log-prob of that token under the distribution sampled from."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from random import Random
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from workers.engine.wire import SamplingParams
+from workers.engine.wire import UNKNOWN, SamplingParams, TokenLogprob
+
+
+class Drawn(NamedTuple):
+    """One token for each row."""
+
+    ids: list[int]
+    logprobs: list[float]
+    """Not finite where the logits were not."""
+    likeliest: list[list[TokenLogprob]]
+    """As many of the likeliest tokens as the row asks for, the likeliest first."""
 
 
 def sample(
-    logits_BV: Tensor, params: Sequence[SamplingParams], randoms: Sequence[Random]
-) -> tuple[list[int], list[float]]:
+    logits_BV: Tensor,
+    params: Sequence[SamplingParams],
+    randoms: Sequence[Random],
+    banned: Sequence[Collection[int]] = (),
+) -> Drawn:
     """Draw one token for each row.
 
     Each row consumes one number of its own generator, so a seeded request draws the same whoever is beside it; the
@@ -21,11 +35,19 @@ def sample(
         logits_BV: float32.
         params: how to sample each row.
         randoms: a generator for each row.
+        banned: tokens that each row may not sample now; empty: none, in any row.
 
     Returns:
-        Token ids, and log-probs: of logits / temperature, renormalised over what top-k, top-p and min-p leave;
-        of the raw logits where the temperature is 0. A log-prob that is not finite means that the logits were not.
+        Tokens, and log-probs: of (logits + bias) / temperature without what is banned, renormalised over what top-k,
+        top-p and min-p leave; the same at temperature 1 where the temperature is 0.
     """
+    if any(banned) or any(p.logit_bias for p in params):
+        logits_BV = logits_BV.clone()
+    for row, p in enumerate(params):
+        if p.logit_bias:
+            logits_BV[row, list(p.logit_bias)] += torch.tensor(list(p.logit_bias.values()))
+        if banned and banned[row]:
+            logits_BV[row, list(banned[row])] = float("-inf")
     temperatures = torch.tensor([p.temperature or 1.0 for p in params])[:, None]
     logprobs_BV = torch.log_softmax(logits_BV / temperatures, dim=-1)
     for row, p in enumerate(params):
@@ -39,7 +61,16 @@ def sample(
     greedy = [p.temperature == 0 for p in params]
     if any(greedy):
         ids = torch.where(torch.tensor(greedy)[:, None], logits_BV.argmax(dim=-1, keepdim=True), ids)
-    return ids.squeeze(1).tolist(), logprobs_BV.gather(1, ids).squeeze(1).tolist()
+    likeliest = [_likeliest(logprobs_BV[row], p.logprobs or 0) for row, p in enumerate(params)]
+    return Drawn(ids.squeeze(1).tolist(), logprobs_BV.gather(1, ids).squeeze(1).tolist(), likeliest)
+
+
+def _likeliest(logprobs_V: Tensor, count: int) -> list[TokenLogprob]:
+    if not count:
+        return []
+    values, ids = logprobs_V.topk(min(count, len(logprobs_V)))
+    pairs = zip(ids.tolist(), values.tolist(), strict=True)
+    return [TokenLogprob(max(value, UNKNOWN), token) for token, value in pairs]
 
 
 def restrict(logprobs_V: Tensor, params: SamplingParams) -> Tensor:

@@ -64,6 +64,7 @@ class Scheduler:
         self._prefixes = Prefixes(range(max_batch, model.slots))
         self._update: UpdateState = "none"
         self._held_back = 0
+        self._keep_kv = False
         self._drains: list[Order] = []
         self._finished: list[Mail] = []
         self._stopping = False
@@ -159,7 +160,10 @@ class Scheduler:
         if not parts:
             return
         logits_BV = parts[0] if len(parts) == 1 else torch.cat(parts)
-        ids, logprobs = sample(logits_BV, [g.params for g in self._running], [g.random for g in self._running])
+        banned = [g.banned for g in self._running]
+        ids, logprobs, likeliest = sample(
+            logits_BV, [g.params for g in self._running], [g.random for g in self._running], banned
+        )
         self.tokens_sampled += len(ids)
         ended = []
         for row, generation in enumerate(self._running):
@@ -167,7 +171,7 @@ class Scheduler:
                 generation.error = EngineError("the model's logits are not finite")
                 self._model.clear(row)
                 ended.append(row)
-            elif generation.take(ids[row], logprobs[row]):
+            elif generation.take(ids[row], logprobs[row], likeliest[row]):
                 ended.append(row)
         for row in reversed(ended):
             self._finish(row)
@@ -212,7 +216,7 @@ class Scheduler:
     def _source(self, g: Generation) -> tuple[int, int]:
         """A slot that holds the beginning of a prompt, and how much; one token is always left, to get its logits."""
         for row, sibling in enumerate(self._running):
-            if sibling.key == g.key:
+            if sibling.key == g.key and not sibling.old_kv:
                 return row, g.prompt_length - 1
         slot, length = self._prefixes.find(g.key) or (0, 0)
         return slot, min(length, g.prompt_length - 1)
@@ -220,7 +224,7 @@ class Scheduler:
     def _finish(self, row: int) -> None:
         """Take a sequence out of the running ones, keep its keys and values, and close the gap."""
         generation = self._running[row]
-        if generation.error is None:
+        if generation.error is None and not generation.old_kv:
             slot = self._prefixes.keep(array("i", generation.tokens[:-1]).tobytes())
             if slot is not None:
                 self._model.copy(row, slot, generation.fed)
@@ -240,8 +244,15 @@ class Scheduler:
             self._finish(self._running.index(generation))
         return True
 
-    def pause(self, mode: PauseMode, order: Order) -> bool:
-        """Freeze between two tokens; with `wait` after the running sequences end, with `abort` after ending them."""
+    def pause(self, mode: PauseMode, order: Order, *, keep_kv: bool = False) -> bool:
+        """Freeze between two tokens; with `wait` after the running sequences end, with `abort` after ending them.
+
+        Args:
+            mode: what becomes of the running sequences.
+            order: to be answered once it is done.
+            keep_kv: new weights leave the running sequences the keys and values that they have.
+        """
+        self._keep_kv = keep_kv
         if self.state == "paused":
             return True
         if mode == "wait" and self._running:
@@ -287,15 +298,16 @@ class Scheduler:
         return True
 
     def finish_update(self, version: str) -> bool:
-        """Name the new weights, and compute the running sequences' keys and values again with them."""
+        """Name the new weights; compute the running sequences' keys and values again with them, or mark them old."""
         if self._update != "updated":
             raise EngineRefusedError(f"finish_weight_update before update_weights; the order is {UPDATE_ORDER}")
         self.version = version
         self._prefixes.clear()
-        if self._running:
+        if self._running and not self._keep_kv:
             self._model.extend(0, [g.tokens[:-1] for g in self._running], [0] * len(self._running))
         for generation in self._running:
             generation.mark(version)
+            generation.old_kv = self._keep_kv
         self._update = "none"
         return True
 

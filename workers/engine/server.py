@@ -12,14 +12,17 @@ import anyio.to_thread
 import msgspec
 import structlog
 from aiohttp import web
+from tokenizers import Tokenizer
 
 from stream.errors import EngineError, EngineRefusedError
 from workers.engine.facts import Facts, as_json
+from workers.engine.fetching import downloaded
 from workers.engine.generation import Generation, Mail, Order
 from workers.engine.model import SlotModel
 from workers.engine.scheduler import Scheduler
 from workers.engine.site import MAX_BODY_BYTES, Handler, answer_errors, listen
-from workers.engine.wire import FinishUpdate, PauseMode, UpdateWeights, decode_request, response
+from workers.engine.stopping import load_tokenizer
+from workers.engine.wire import BACKEND, FinishUpdate, PauseMode, UpdateWeights, decode_request, response
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -65,7 +68,8 @@ async def serve(
         failed=lambda: loop.call_soon_threadsafe(failed.set),
     )
     release = await anyio.to_thread.run_sync(version, "penstock")
-    routes = Routes(scheduler, model, str(model_path), release)
+    tokenizer = await anyio.to_thread.run_sync(load_tokenizer, model_path)
+    routes = Routes(scheduler, model, str(model_path), release, tokenizer)
     async with listen(routes.application(), host, port) as url, anyio.create_task_group() as tasks:
         run = partial(anyio.to_thread.run_sync, scheduler.run, threads, limiter=anyio.CapacityLimiter(1))
         tasks.start_soon(run)
@@ -95,9 +99,12 @@ class Routes:
         model: asked for its limits alone.
         name: the model's name in `/v1/models`.
         release: Penstock's own.
+        tokenizer: the model's, for stop strings; None where it has none.
     """
 
-    def __init__(self, scheduler: Scheduler, model: SlotModel, name: str, release: str) -> None:
+    def __init__(
+        self, scheduler: Scheduler, model: SlotModel, name: str, release: str, tokenizer: Tokenizer | None = None
+    ) -> None:
         self._scheduler = scheduler
         self._facts = Facts(
             scheduler, "generation", self._counts, name=name, max_length=model.max_length, release=release
@@ -105,6 +112,7 @@ class Routes:
         self._max_length = model.max_length
         self._vocabulary = model.vocabulary
         self._end_ids = model.end_ids
+        self._tokenizer = tokenizer
 
     def application(self) -> web.Application:
         """All routes, with errors turned into answers."""
@@ -113,6 +121,7 @@ class Routes:
         reads: list[tuple[str, Handler]] = [
             ("/is_paused", self.is_paused),
             ("/weight_info", self.weight_info),
+            ("/server_info", self.server_info),
         ]
         orders: list[tuple[str, Handler]] = [
             ("/pause", self.pause),
@@ -139,6 +148,7 @@ class Routes:
             vocabulary=self._vocabulary,
             max_length=self._max_length,
             end_ids=self._end_ids,
+            tokenizer=self._tokenizer,
             done=done.set,
         )
         if (full := self._facts.crowded()) is not None:
@@ -152,7 +162,8 @@ class Routes:
         if generation.error is not None:
             raise generation.error
         reason = generation.reason or "abort"
-        return as_json(response(request, generation.sampled, generation.logprobs, reason, generation.spans()))
+        g = generation
+        return as_json(response(request, g.sampled, g.logprobs, reason, g.spans(), g.likeliest))
 
     async def is_paused(self, _: web.Request) -> web.Response:
         """Whether generation is frozen."""
@@ -167,7 +178,8 @@ class Routes:
         mode: Any = http.query.get("mode", "abort")
         if mode not in get_args(PauseMode):
             raise EngineRefusedError(f"mode={mode}: there are {', '.join(get_args(PauseMode))}")
-        return await self._order(lambda order: self._scheduler.pause(mode, order))
+        keep_kv = http.query.get("clear_cache", "true").lower() in {"false", "0"}
+        return await self._order(lambda order: self._scheduler.pause(mode, order, keep_kv=keep_kv))
 
     async def resume(self, _: web.Request) -> web.Response:
         """Go on."""
@@ -183,9 +195,21 @@ class Routes:
         return await self._order(lambda _: self._scheduler.start_update())
 
     async def update_weights(self, http: web.Request) -> web.Response:
-        """Load a safetensors file, or a model folder, into the live model."""
-        path = Path(_decode(await http.read(), UpdateWeights).update_info.path)
+        """Load a safetensors file, or a model folder, into the live model; from here, or over HTTP."""
+        info = _decode(await http.read(), UpdateWeights).update_info
+        if (info.path is None) == (info.url is None):
+            raise EngineRefusedError("update_info has a path, or a url with files")
+        if info.path is not None:
+            return await self._load(Path(info.path))
+        async with downloaded(info.url or "", info.files) as folder:
+            return await self._load(folder)
+
+    async def _load(self, path: Path) -> web.Response:
         return await self._order(lambda _: self._scheduler.update(path))
+
+    async def server_info(self, _: web.Request) -> web.Response:
+        """How weights get here, where vLLM tells it."""
+        return as_json({"vllm_config": {"weight_transfer_config": {"backend": BACKEND}}})
 
     async def finish_weight_update(self, http: web.Request) -> web.Response:
         """Give the new weights their version."""

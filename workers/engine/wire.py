@@ -1,5 +1,6 @@
 """What engine and client say to one another: vLLM's tokens-in, tokens-out protocol as records. No torch."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,6 +14,18 @@ PauseMode = Literal["keep", "wait", "abort"]
 NO_VERSION = "none"
 """Version in the spans of an engine that has never been given weights under a number."""
 
+PROBE = "probe-"
+"""So begin the names of requests by which a client finds out what an engine is."""
+
+UNKNOWN = -9999.0
+"""The log-prob that is written where there is none, and none lies below: JSON has neither NaN nor infinity."""
+
+NO_ID = -1
+"""Where an older vLLM writes a log-prob without its token."""
+
+BACKEND = "penstock"
+"""The weight-transfer backend of the local engine, and of vLLM with our plugin."""
+
 UPDATE_ORDER = "pause, start_weight_update, update_weights, finish_weight_update, resume"
 """The order of the control routes, for messages."""
 
@@ -23,14 +36,20 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     """0 is greedy."""
     max_tokens: Annotated[int, Meta(ge=1)] = 16
-    logprobs: Annotated[int, Meta(ge=0)] | None = None
-    """Any number asks for the log-prob of each sampled token."""
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Before so many are sampled, no stop token is, and no stop string counts."""
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    """Any number asks for the log-prob of each sampled token, and of so many of the likeliest ones at its place."""
+    stop: list[str] = field(default_factory=list)
+    """The token that completes one of them is the last."""
     stop_token_ids: list[int] = field(default_factory=list)
     seed: int | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1)] = 0
     """0 and -1: off."""
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] = field(default_factory=dict)
+    """Added to the logits of these tokens, before the temperature divides them."""
     ignore_eos: bool = False
 
     @property
@@ -39,37 +58,39 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
-class GenerateRequest(Struct, kw_only=True):
+class GenerateRequest(Struct, kw_only=True, omit_defaults=True):
     """Body of `POST /inference/v1/generate`."""
 
     token_ids: list[int]
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     request_id: str = ""
+    """A client's probes begin with `PROBE`."""
     model: str | None = None
     stream: bool = False
+    cache_salt: str = ""
+    """Only requests with the same one share cached prefixes. The local engine needs none: new weights empty its own."""
 
 
 class TokenLogprob(Struct):
+    """A token with its log-prob."""
+
+    logprob: float
+    token_id: int = NO_ID
+
+
+class SampledLogprob(Struct):
     """One entry of `choices[].logprobs.content`."""
 
-    token: str
-    """`token_id:123`."""
     logprob: float
+    token_id: int = NO_ID
+    top_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """The likeliest tokens at this place, where they were asked for; the sampled one may be among them."""
 
 
 class Logprobs(Struct):
     """`choices[].logprobs`."""
 
-    content: list[TokenLogprob]
-
-
-class Choice(Struct, kw_only=True):
-    """What was sampled."""
-
-    index: int = 0
-    token_ids: list[int]
-    finish_reason: FinishReason
-    logprobs: Logprobs | None = None
+    content: list[SampledLogprob]
 
 
 class VersionSpan(Struct):
@@ -80,18 +101,41 @@ class VersionSpan(Struct):
     end: int
 
 
+class Choice(Struct, kw_only=True):
+    """What was sampled."""
+
+    index: int = 0
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: Logprobs | None = None
+    weight_versions: list[VersionSpan] | None = None
+
+
 class GenerateResponse(Struct, kw_only=True):
     """Answer of `POST /inference/v1/generate`."""
 
     request_id: str
     choices: list[Choice]
-    weight_versions: list[VersionSpan]
 
 
-class UpdateInfo(Struct):
-    """`update_info` of `POST /update_weights`."""
+class SentFile(Struct):
+    """One of the files of an update that is downloaded."""
 
-    path: str
+    name: str
+    size: int
+    """Bytes."""
+    sha256: str
+    """Hex digits."""
+
+
+class UpdateInfo(Struct, forbid_unknown_fields=True):
+    """`update_info` of `POST /update_weights`: `path`, or `url` with `files`."""
+
+    path: str | None = None
+    """A folder in Hugging Face form, or a safetensors file."""
+    url: str | None = None
+    """Of the folder that holds the files, ending in a slash."""
+    files: list[SentFile] = field(default_factory=list)
 
 
 class UpdateWeights(Struct):
@@ -146,12 +190,13 @@ def response(
     logprobs: list[float],
     finish_reason: FinishReason,
     spans: list[VersionSpan],
+    likeliest: Sequence[list[TokenLogprob]] = (),
 ) -> GenerateResponse:
     """Put an answer together; log-probs only where they were asked for."""
     content = None
     if request.sampling_params.logprobs is not None:
-        content = Logprobs(
-            [TokenLogprob(f"token_id:{token}", number) for token, number in zip(token_ids, logprobs, strict=True)]
-        )
-    choice = Choice(token_ids=token_ids, finish_reason=finish_reason, logprobs=content)
-    return GenerateResponse(request_id=request.request_id, choices=[choice], weight_versions=spans)
+        content = Logprobs([SampledLogprob(number, token) for token, number in zip(token_ids, logprobs, strict=True)])
+        for entry, others in zip(content.content, likeliest, strict=False):
+            entry.top_logprobs = others
+    choice = Choice(token_ids=token_ids, finish_reason=finish_reason, logprobs=content, weight_versions=spans)
+    return GenerateResponse(request_id=request.request_id, choices=[choice])

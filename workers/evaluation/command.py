@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stream.errors import SettingsError
-from workers.evaluation.engines import with_engine, with_local_engine
+from workers.evaluation.engines import with_engine, with_own_engine
 from workers.evaluation.playing import play
 from workers.feed.held_out import read_held_out
 from workers.process import run_loop
@@ -66,7 +66,7 @@ async def evaluate(settings: Settings, model: Path | None, engine: str) -> Evalu
     Args:
         settings: of a run, with `eval.path`.
         model: the policy's folder; None: whatever the engine has.
-        engine: its URL; empty: the local engine, started for it.
+        engine: its URL; empty: one of its own, started for it.
     """
     prompts, _ = await anyio.to_thread.run_sync(read_held_out, settings)
     began = time.monotonic()
@@ -84,7 +84,7 @@ async def evaluate(settings: Settings, model: Path | None, engine: str) -> Evalu
 
     if engine or model is None:
         return await with_engine(settings, engine, model, use)
-    return await with_local_engine(settings, model, use)
+    return await with_own_engine(settings, model, use)
 
 
 def _show(found: Evaluation, settings: Settings, what: str) -> None:

@@ -8,13 +8,14 @@ from typing import TypeVar
 import anyio
 
 from stream.errors import EngineUnavailableError, RunFailedError
+from workers.fleet.roster import Roster
 from workers.rollout.engine.answer import NONE_YET
 from workers.run.child import Child
 from workers.run.folder import write_whole
 from workers.run.roles import engine_command
 from workers.settings import Settings
 from workers.settings.file import dump
-from workers.train.publisher import EnginePublisher
+from workers.train.publishing.publisher import open_publisher
 
 T = TypeVar("T")
 
@@ -22,8 +23,8 @@ Use = Callable[[str, int], Awaitable[T]]
 """From the engine's URL, and the version that it has, to whatever comes of it."""
 
 
-async def with_local_engine(settings: Settings, policy: Path, use: Use[T], logs: Path | None = None) -> T:
-    """Start the local engine, give it a policy as version 0, and use it; it is gone when this returns.
+async def with_own_engine(settings: Settings, policy: Path, use: Use[T], logs: Path | None = None) -> T:
+    """Start an engine, give it a policy as version 0, and use it; it is gone when this returns.
 
     Args:
         settings: of the run whose engine it is to be like.
@@ -42,7 +43,8 @@ async def with_local_engine(settings: Settings, policy: Path, use: Use[T], logs:
         async with anyio.create_task_group() as tasks:
 
             async def used(url: str) -> None:
-                await EnginePublisher((url,), settings.delivery.reconnect_s).push(policy, 0)
+                async with open_publisher(settings, Roster((url,))) as publisher:
+                    await publisher.push(policy, 0)
                 found.append(await use(url, 0))
                 child.terminate()
 
@@ -63,11 +65,11 @@ async def with_engine(settings: Settings, url: str, policy: Path | None, use: Us
     Raises:
         EngineUnavailableError: it does not answer.
     """
-    publisher = EnginePublisher((url,), settings.delivery.reconnect_s)
-    has = (await publisher.versions())[url.rstrip("/")]
-    if policy is not None:
-        has = 0 if has is None else has + 1
-        await publisher.push(policy, has)
-    elif has is None and not await publisher.answers(url):
-        raise EngineUnavailableError(f"no engine answers at {url}")
+    async with open_publisher(settings, Roster((url,))) as publisher:
+        (has,) = (await publisher.versions()).values()
+        if policy is not None:
+            has = 0 if has is None else has + 1
+            await publisher.push(policy, has)
+        elif has is None and not await publisher.answers():
+            raise EngineUnavailableError(f"no engine answers at {url}")
     return await use(url, NONE_YET if has is None else has)

@@ -153,11 +153,13 @@ class _Episode:
         return completion
 
     async def _sample(self, context: list[int]) -> Sampled | Ending:
-        sampling = Sampling(
-            temperature=self.limits.temperature,
+        sampling = Sampling.of(
+            self.limits,
             max_tokens=self._budget(),
             stop_token_ids=self.chat.stop_token_ids,
             seed=turn_seed(self.prompt.seed + self.completion.index, self.completion.turns),
+            group=self.prompt.id,
+            completion=self.completion.index,
         )
         try:
             with timed(self.completion, "engine"):

@@ -13,6 +13,7 @@ from envs.factory import Factory
 from stream.errors import DataError, SettingsError
 from stream.records import Group, Prompt
 from stream.stage import Lease, Stage
+from workers.fleet.roster import Roster
 from workers.parts import load_factories, opened
 from workers.pump import pump
 from workers.role import Role
@@ -32,8 +33,12 @@ log = structlog.get_logger()
 async def rollout(role: Role) -> None:
     """Roll out prompts until the run has ended."""
     settings = role.settings
-    if not settings.engine.urls:
-        raise SettingsError("engine.urls is empty and no --engine was given: a rollout worker needs an engine")
+    roster = await Roster.of(settings.engine, role.link)
+    if not roster.urls and not settings.engine.dns:
+        raise SettingsError(
+            "engine.urls and engine.dns are empty, no --engine was given, and `penstock engines add` has named none: a "
+            "rollout worker needs an engine"
+        )
     factories = await anyio.to_thread.run_sync(load_factories, settings)
     _check_rewards(settings.rewards, factories)
     spoken = await anyio.to_thread.run_sync(load_spoken, settings, Path(settings.model.path), factories)
@@ -46,7 +51,7 @@ async def rollout(role: Role) -> None:
     evaluation = await HeldOut.of(role, factories, room) if settings.eval.path else None
 
     async with (
-        EngineClient.of(settings, settings.engine.urls) as engine,
+        EngineClient.of(settings, roster) as engine,
         pool,
         evaluation.pool if evaluation else nullcontext(),
         opened(settings, "rollout") as rewards,

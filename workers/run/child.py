@@ -20,8 +20,6 @@ from workers.run.roles import RoleSpec
 
 log = structlog.get_logger()
 
-ANNOUNCE_S = 120.0
-"""An engine that has not said where it listens by then never will."""
 _LONGEST_LINE = 64 * 1024
 _TAIL_BYTES = 64 * 1024
 _LARGEST_LOG = 64 << 20
@@ -41,6 +39,8 @@ class Child:
         self.log = logs / f"{spec.name}.log"
         self.left = anyio.Event()
         """Set by whoever keeps it, once it will not be started again."""
+        self.listened = False
+        """It has said where it listens, in this life or an earlier one."""
         self._process: Process | None = None
         self._asked_to_stop = False
         self._log_start = 0
@@ -121,6 +121,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if announces else output,
                 stderr=output,
+                env={**os.environ, **self.spec.environment},
                 start_new_session=True,
             )
         except OSError as error:
@@ -131,17 +132,19 @@ class Child:
         stream = BufferedByteReceiveStream(cast("ByteReceiveStream", process.stdout))
         async with await anyio.open_file(self.log, "ab", buffering=0) as file:
             try:
-                with anyio.fail_after(ANNOUNCE_S):
+                with anyio.fail_after(self.spec.announce_s):
                     url = None
                     while url is None:
                         line = await stream.receive_until(b"\n", _LONGEST_LINE)
                         await file.write(line + b"\n")
                         url = re.search(rb"listening on (\S+)", line)
+                    self.listened = True
                     announced(url[1].decode())
                 async for chunk in stream:
                     await file.write(chunk)
             except TimeoutError:
-                raise RunFailedError(f"{self.spec.name} did not say within {ANNOUNCE_S:g} s where it listens") from None
+                late = f"{self.spec.name} did not say within {self.spec.announce_s:g} s where it listens"
+                raise RunFailedError(f"{late} (its log is {self.log})") from None
             except anyio.DelimiterNotFound as error:
                 raise RunFailedError(f"{self.spec.name} writes something else than where it listens") from error
             except (anyio.EndOfStream, anyio.IncompleteRead):

@@ -62,7 +62,7 @@ def supervise(
         settings: of the run.
         quiet: show no progress.
         roles: the command lines of all roles but the engine.
-        engine: the command line of the local engine.
+        engine: the command line of an engine of the run's own.
 
     Raises:
         PenstockError: it cannot begin.

@@ -9,6 +9,8 @@ from msgspec import Struct
 from workers.settings import Settings
 
 ENGINE = "engine"
+_SAY_S = 30.0
+"""For an engine that did not start in time to say so itself."""
 
 
 class RoleSpec(Struct, frozen=True, kw_only=True):
@@ -18,6 +20,10 @@ class RoleSpec(Struct, frozen=True, kw_only=True):
     """`feed`, `rollout`, `score`, `train`, or `engine`."""
     index: int = 0
     command: tuple[str, ...]
+    environment: dict[str, str] = {}
+    """Besides ours."""
+    announce_s: float = 120.0
+    """Where it says where it listens: within so many seconds."""
 
     @property
     def name(self) -> str:
@@ -28,7 +34,7 @@ class RoleSpec(Struct, frozen=True, kw_only=True):
 Commands = Callable[[Settings, Path, str, tuple[str, ...]], list[RoleSpec]]
 """(settings, settings file, server's URL, engines' URLs) -> every role but the engine."""
 EngineCommand = Callable[[Settings, Path, int], RoleSpec]
-"""(settings, settings file, port) -> the local engine."""
+"""(settings, settings file, port) -> an engine."""
 
 
 def commands(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
@@ -46,9 +52,13 @@ def commands(settings: Settings, file: Path, redis: str, engines: tuple[str, ...
     ]
 
 
-def engine_command(settings: Settings, file: Path, port: int) -> RoleSpec:  # noqa: ARG001  (tests' engines look at them)
-    """The local engine; port 0 lets the system choose one. Its first line says `listening on URL`."""
-    return RoleSpec(role=ENGINE, command=(*_penstock(), "serve", str(file), "--port", str(port)))
+def engine_command(settings: Settings, file: Path, port: int) -> RoleSpec:
+    """An engine of our own; port 0 lets the system choose one. Its first line says `listening on URL`."""
+    return RoleSpec(
+        role=ENGINE,
+        command=(*_penstock(), "serve", str(file), "--port", str(port)),
+        announce_s=settings.engine.start_timeout_s + _SAY_S,
+    )
 
 
 def _penstock() -> tuple[str, ...]:

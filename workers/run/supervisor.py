@@ -2,7 +2,7 @@
 
 ::
 
-    start    engine, and when it listens: feed, rollout xN, score xM, train
+    start    engines, and when all listen: feed, rollout xN, score xM, train
     keep     what dies is started again, within its budget; exit code 2 is for good, 3 (worn out) takes none of it
     watch    one look a second: progress, and an alarm when the run stands still
     end      trainer done       the rest go home by themselves, then are asked to
@@ -33,6 +33,7 @@ from stream.view import RunView, look
 from workers.process import FAILED_FOR_GOOD, WORN_OUT
 from workers.run import live
 from workers.run.child import Child, describe
+from workers.run.own_engines import OwnEngines
 from workers.run.patience import Restarts, StallAlarm
 from workers.run.progress import Display, Status
 from workers.run.roles import ENGINE, Commands, EngineCommand, commands, engine_command
@@ -42,6 +43,7 @@ log = structlog.get_logger()
 
 _Waves = tuple[tuple[str, ...], ...]
 
+_RUNNING = "running"
 _LOOK_S = 1.0
 _HOME_S = 5.0
 """Time to see that the run has finished, and leave unasked."""
@@ -71,7 +73,7 @@ class Supervisor:
         file: the settings file that the roles read.
         display: where progress is shown.
         roles: the command lines of all roles but the engine.
-        engine: the command line of the local engine, on a port.
+        engine: the command line of an engine of the run's own, on a port.
     """
 
     def __init__(
@@ -144,32 +146,31 @@ class Supervisor:
             )
 
     async def _start(self, tasks: TaskGroup, url: str) -> None:
-        """Start everything, the engine first where it is ours."""
+        """Start everything, the engines first where they are ours."""
 
         async def start(engines: tuple[str, ...]) -> None:
             await self._announce(url, engines)
-            self._phase = "running"
+            self._phase = _RUNNING
             for spec in self._roles(self._settings, self._file, url, engines):
                 child = Child(spec, self._logs)
                 self._children.append(child)
                 tasks.start_soon(self._keep, child)
 
-        if self._settings.engine.urls:
-            return await start(self._settings.engine.urls)
-        self._phase = "starting the engine"
+        engine = self._settings.engine
+        if engine.urls or engine.dns:
+            return await start(engine.urls)
+        own = OwnEngines(self._settings, self._file, self._logs, self._engine)
+        self._phase = own.phase
         await self._announce(url, ())
-        child = Child(self._engine(self._settings, self._file, 0), self._logs)
-        self._children.append(child)
 
-        def announced(engine_url: str) -> None:
-            first = self._phase == "starting the engine"
-            # Its port stays its own, so that its URL holds good when it is started again.
-            child.spec = self._engine(self._settings, self._file, int(engine_url.rsplit(":", 1)[1].strip("/")))
-            log.info("engine.announced", url=engine_url)
-            if first and not self._stopping.is_set():
-                tasks.start_soon(start, (engine_url,))
+        def one_listens() -> None:
+            self._phase = own.phase
+            if own.all_listen and not self._stopping.is_set():
+                tasks.start_soon(start, own.urls)
 
-        tasks.start_soon(self._keep, child, announced)
+        for child in own.children:
+            self._children.append(child)
+            tasks.start_soon(self._keep, child, own.announced_by(child, one_listens))
         return None
 
     async def _announce(self, url: str, engines: tuple[str, ...]) -> None:
@@ -207,7 +208,8 @@ class Supervisor:
             RunFailedError: it may not.
         """
         name = child.spec.name
-        verdict = "that is for good" if code == FAILED_FOR_GOOD else restarts.after(code, lived_s)
+        unfit = code == FAILED_FOR_GOOD or (code > 0 and child.spec.role == ENGINE and not child.listened)
+        verdict = "that is for good" if unfit else restarts.after(code, lived_s)
         if isinstance(verdict, str):
             words = await anyio.to_thread.run_sync(child.last_words)
             raise RunFailedError(f"{name} {describe(code)}, and {verdict}: {words} (its log is {child.log})")
@@ -257,10 +259,12 @@ class Supervisor:
 
     async def _watch(self) -> None:
         """Look once a second: show it, and fail the run when it stands still."""
-        alarm = StallAlarm(self._settings.guard.stall_s)
+        alarm: StallAlarm | None = None
         while True:
             view = await self._look()
-            if not self._over.is_set() and (stalled := alarm.see(view)):
+            if self._phase == _RUNNING:  # engines that start have a deadline of their own
+                alarm = alarm or StallAlarm(self._settings.guard.stall_s)
+            if alarm and not self._over.is_set() and (stalled := alarm.see(view)):
                 self._fail(RunFailedError(stalled))
             for child in self._children:
                 await anyio.to_thread.run_sync(child.trim_log)

@@ -3,7 +3,7 @@
 ::
 
     section   what a table is             pipeline    run, model, data, rollout, score, pacing, ...
-    engine    [engine]                    training    [train]
+    engine    [engine]                    training    [train], [weights]
     presets   published corrections       estimators  [estimator]: one class to a name, its options
     file      TOML in, TOML out           losses      [loss]: the same
     combinations   what cannot go         algorithm   [algorithm], [filter], [shaping], [correction], [critic], ...
@@ -38,7 +38,7 @@ from workers.settings.pipeline import (
     Score,
 )
 from workers.settings.section import Section
-from workers.settings.training import Train
+from workers.settings.training import Train, Weights
 from workers.settings.whole import Settings, keys, sections
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "Shaping",
     "Train",
     "TruncationPolicy",
+    "Weights",
     "keys",
     "sections",
 ]

@@ -6,11 +6,17 @@ from typing import Final
 
 from stream.errors import SettingsError
 from workers.settings.algorithm import Correction, Critic, Normalization, Shaping
+from workers.settings.engine import Engine
 from workers.settings.estimators import Gae, OptimalTokenBaseline, Passk, TirOptimalTokenBaseline
 from workers.settings.losses import Clipped
-from workers.settings.pipeline import Eval, Pacing
+from workers.settings.pipeline import Eval, Pacing, Rollout
 from workers.settings.presets import PRESETS
 from workers.settings.whole import Settings
+
+RESTRICTING: Final = ("top_p", "top_k", "min_p", "min_tokens", "logit_bias")
+"""Settings of `[rollout]` that change the distribution that is sampled from."""
+COLDEST: Final = 0.01
+"""Temperature."""
 
 
 def refuse_impossible(settings: Settings, source: str) -> None:
@@ -61,6 +67,34 @@ def _data(s: Settings) -> Iterator[str]:
         yield "data.prompt is empty, so that prompts come from reset, but there are no [environments]; name the column"
 
 
+def _engines(s: Settings) -> Iterator[str]:
+    least, most = s.engine.min_concurrency, s.engine.max_concurrency
+    if least > most:
+        yield f"engine.min_concurrency is {least} and engine.max_concurrency is {most}; make the first the smaller one"
+    if s.engine.dns.startswith("https:"):
+        yield (
+            "engine.dns is https, but the engines behind a name are reached by their addresses, for which no "
+            "certificate holds; write http, or name each engine in engine.urls"
+        )
+    yield from _own_engines(s)
+
+
+def _own_engines(s: Settings) -> Iterator[str]:
+    engine = s.engine
+    named = "engine.urls" if engine.urls else "engine.dns" if engine.dns else ""
+    for key in ("count", "devices"):
+        if named and getattr(engine, key) != getattr(Engine(), key):
+            yield f"engine.{key} is set, but {named} names the engines, so that none is started; leave one of them out"
+    for key in ("python", "flags"):
+        if engine.server == "local" and getattr(engine, key) != getattr(Engine(), key):
+            yield f"engine.{key} is vLLM's, but engine.server is 'local'; set that to 'vllm', or leave the first out"
+    if engine.devices and len(engine.devices) != engine.count:
+        yield (
+            f"engine.devices is for {len(engine.devices)} engines and engine.count is {engine.count}; name the GPUs of "
+            "each engine, or of none"
+        )
+
+
 def _rollouts(s: Settings) -> Iterator[str]:
     if s.rollout.max_tokens_per_turn > s.rollout.max_tokens:
         yield (
@@ -72,6 +106,36 @@ def _rollouts(s: Settings) -> Iterator[str]:
             "rollout.temperature is 0, so all completions of a group are equal and nothing can be learned while "
             "train.learning_rate is above 0; raise the first or set the second to 0"
         )
+
+
+def _sampling(s: Settings) -> Iterator[str]:
+    changed = [key for key in RESTRICTING if getattr(s.rollout, key) != getattr(Rollout(), key)]
+    if changed and not s.rollout.restricted:
+        yield (
+            f"rollout.{changed[0]} changes the distribution that is sampled from, and the trainer's stays that of the "
+            "whole vocabulary, so their ratio would not be 1 on unchanged weights; leave it out, or accept that with "
+            "rollout.restricted = true"
+        )
+    if s.rollout.restricted and not changed:
+        yield (
+            f"rollout.restricted is true, but none of {', '.join(RESTRICTING)} is set, so nothing is restricted; leave "
+            "it out"
+        )
+    if s.rollout.min_tokens > s.rollout.max_tokens_per_turn:
+        yield (
+            f"rollout.min_tokens ({s.rollout.min_tokens}) is more than rollout.max_tokens_per_turn "
+            f"({s.rollout.max_tokens_per_turn}); lower the first or raise the second"
+        )
+    if "" in s.rollout.stop:
+        yield "rollout.stop holds an empty string, with which every turn would end before it begins; leave it out"
+    if any(token < 0 for token in s.rollout.logit_bias):
+        yield f"rollout.logit_bias has the key {min(s.rollout.logit_bias)}, which is no token id; leave it out"
+    for key, temperature in (("rollout", s.rollout.temperature), ("eval", s.eval.temperature)):
+        if 0 < temperature < COLDEST:
+            yield (
+                f"{key}.temperature is {temperature:g}, but vLLM samples at {COLDEST:g} where it is asked for less, "
+                "other than 0; set it to 0 or to that"
+            )
 
 
 def _pacing(s: Settings) -> Iterator[str]:
@@ -294,7 +358,9 @@ def _no_effect(key: str, estimator: str, reads: str) -> str:
 _CHECKS: Final[tuple[Callable[[Settings], Iterator[str]], ...]] = (
     _rewards,
     _data,
+    _engines,
     _rollouts,
+    _sampling,
     _pacing,
     _evaluation,
     _filters,

@@ -67,7 +67,7 @@ def parse(table: dict[str, Any], source: str = "settings") -> Settings:
 
 def _convert(table: dict[str, Any], source: str) -> Settings:
     try:
-        return msgspec.convert(table, Settings)
+        return msgspec.convert(table, Settings, str_keys=True)
     except msgspec.ValidationError as error:
         raise SettingsError(f"{source}: {_explain(str(error), table)}") from error
 
@@ -90,7 +90,7 @@ def rewards_of(table: dict[str, Any], source: str) -> tuple[RewardFunction, ...]
 
 def dump(settings: Settings) -> str:
     """The settings as TOML that `load` reads back equal."""
-    return tomli_w.dumps(msgspec.to_builtins(settings))
+    return tomli_w.dumps(msgspec.to_builtins(settings, str_keys=True))
 
 
 def _apply(table: dict[str, Any], override: str) -> None:

@@ -128,7 +128,25 @@ class Rollout(Section, frozen=True):
     group_size: Positive = 8
     """Completions to a prompt."""
     temperature: Least0 = 1.0
-    """Of sampling; the trainer divides its logits by the same."""
+    """Of sampling; the trainer divides its logits by the same. Other than 1 it takes an engine whose log-probs are
+    processed: the local one, or vLLM with `--logprobs-mode processed_logprobs`."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a turn; the token that completes one of them is the last. The engine's own end of turn always
+    does."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens that have this mass together; 1: from all. Takes `restricted`."""
+    top_k: Count = 0
+    """Sample from so many of the likeliest tokens; 0: from all. Takes `restricted`."""
+    min_p: Fraction = 0.0
+    """Sample from tokens that are at least so likely, in units of the likeliest; 0: from all. Takes `restricted`."""
+    min_tokens: Count = 0
+    """Of a turn, before which no stop token can be sampled. Takes `restricted`."""
+    logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] = field(default_factory=dict)
+    """Added to the logits of these token ids, before the temperature. Takes `restricted`."""
+    restricted: bool = False
+    """Allow the five settings above, which change the distribution that is sampled from. The trainer's is of the whole
+    vocabulary all the same, so on unchanged weights its ratio to the engine's is not 1: with `top_p`, `top_k` and
+    `min_p` it is the mass of the tokens that were left, and nothing is ever learned of the others."""
     max_tokens_per_turn: Positive = 512
     """Sampled tokens of one turn."""
     max_tokens: Positive = 4096

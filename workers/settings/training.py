@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from workers.settings.section import Count, Fraction, Least0, Positive, Section
+from workers.settings.section import Count, Fraction, Least0, Positive, Seconds, Section
 
 
 class Train(Section, frozen=True):
@@ -47,3 +47,20 @@ class Train(Section, frozen=True):
     """Steps between two checkpoints."""
     keep_last: Positive = 2
     """Checkpoints kept, besides the one with the best mean reward."""
+
+
+class Weights(Section, frozen=True):
+    """`[weights]`: how new weights get to the engines. See `docs/weights.md`."""
+
+    transport: Literal["files", "http", "nccl"] = "files"
+    """`files`: as a path on a file system that trainer and engines share; `http`: downloaded from the trainer; `nccl`:
+    from GPU to GPU, unverified."""
+    kv: Literal["recompute", "keep"] = "recompute"
+    """What becomes of the keys and values of requests under way: computed again with the new weights, so that each
+    token's log-prob is that of one version; or kept, which is faster, and is a mixture of versions."""
+    host: str = "127.0.0.1"
+    """By which engines reach the trainer, for `http` and `nccl`."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Of the trainer's file server, for `http`; 0: a free one."""
+    timeout_s: Seconds = 600.0
+    """For one engine to take a version that it was told of."""

@@ -37,7 +37,7 @@ from workers.settings.pipeline import (
     Score,
 )
 from workers.settings.section import Section
-from workers.settings.training import Train
+from workers.settings.training import Train, Weights
 
 
 class Settings(Section, frozen=True, kw_only=True):
@@ -55,6 +55,7 @@ class Settings(Section, frozen=True, kw_only=True):
     score: Score = field(default_factory=Score)
     eval: Eval = field(default_factory=Eval)
     train: Train = field(default_factory=Train)
+    weights: Weights = field(default_factory=Weights)
     estimator: Estimator = field(default_factory=Grpo)
     """Of advantages."""
     loss: Loss = field(default_factory=Clipped)
@@ -75,6 +76,12 @@ class Settings(Section, frozen=True, kw_only=True):
     def folder(self) -> Path:
         """The run's folder."""
         return Path(self.run.folder or f"runs/{self.run.name}")
+
+    @property
+    def engine_patience_s(self) -> float:
+        """How long to wait while no engine answers: vLLM takes its time to start again."""
+        waits = self.delivery.reconnect_s
+        return max(waits, self.engine.start_timeout_s) if self.engine.server == "vllm" else waits
 
     @property
     def groups_per_version(self) -> int:

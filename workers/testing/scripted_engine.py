@@ -5,6 +5,7 @@
 ...     client = EngineClient([engine.url], ...)
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -16,11 +17,17 @@ import msgspec
 from aiohttp import web
 
 from stream.errors import EngineRefusedError
-from workers.engine.site import MAX_BODY_BYTES, answer_errors, listen
+from workers.engine.site import MAX_BODY_BYTES, Handler, answer_errors, listen
 from workers.engine.wire import (
+    BACKEND,
     NO_VERSION,
+    PROBE,
+    UNKNOWN,
     FinishUpdate,
     GenerateRequest,
+    GenerateResponse,
+    SamplingParams,
+    TokenLogprob,
     UpdateWeights,
     VersionSpan,
     decode_request,
@@ -37,11 +44,13 @@ Fault = Literal[
     "garbage",
     "count_mismatch",
     "nan_logprob",
+    "unknown_logprob",
     "abort",
     "empty",
     "spans",
 ]
-"""`hang` answers never, `reset` breaks the connection, `spans` leaves the last token without a version."""
+"""`hang` answers never, `reset` breaks the connection, `spans` leaves the last token without a version (where the
+route knows versions), `unknown_logprob` has what vLLM writes where it knows none."""
 
 Reply = Callable[[list[int], GenerateRequest], list[int]]
 """From the prompt's ids to the ids that are 'sampled'; cut at the request's `max_tokens`."""
@@ -75,6 +84,7 @@ class ScriptedEngine:
         delay_s: what each answer takes. Its tokens come evenly over that time, those from before new weights with
             the version before.
         port: 0 for a free one; a fixed one to 'restart' at the same address.
+        room: requests that it works on at once; others wait. None: any number.
     """
 
     def __init__(
@@ -85,6 +95,7 @@ class ScriptedEngine:
         max_length: int = 4096,
         delay_s: float | Delay = 0.0,
         port: int = 0,
+        room: int | None = None,
     ) -> None:
         self.url = ""
         self.version = version
@@ -93,8 +104,14 @@ class ScriptedEngine:
         self.faults: Faults = _no_faults
         self.order_faults: Counter[str] = Counter()
         """How many of the next calls of a control route, by path, answer 500."""
+        self.transfer_config: dict[str, str] | None = {"backend": BACKEND}
+        """As vLLM tells it of itself; None: started without one."""
         self.refused_paths: set[str] = set()
         """Weights that are answered with a 400."""
+        self.without: set[str] = set()
+        """Routes that are answered with a 404, as on a server that was started without them."""
+        self.raw = False
+        """Log-probs are told of the raw logits, as vLLM does unless it is told otherwise."""
         self.requests: deque[GenerateRequest] = deque(maxlen=_REMEMBERED)
         self.orders: deque[str] = deque(maxlen=_REMEMBERED)
         """Control routes in the order of their calls, faults included."""
@@ -106,20 +123,27 @@ class ScriptedEngine:
         self.too_long = 0
         """Requests refused for the length of their prompts, which are not among `requests`."""
         self.running = 0
+        """Requests that it has not answered yet, those that wait included."""
         self.aborted = 0
         self.paused = False
         self._reply = reply
         self._max_length = max_length
         self._delay_s = delay_s
         self._port = port
+        self._room = anyio.CapacityLimiter(room or math.inf)
         self._path: str | None = None
         self._resumed = anyio.Event()
         self._ends = anyio.Event()
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[answer_errors])
+        @web.middleware
+        async def closed(request: web.Request, handler: Handler) -> web.StreamResponse:
+            return web.Response(status=404) if request.path in self.without else await handler(request)
+
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[closed, answer_errors])
         app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/init_weight_transfer_engine", self._nothing)
         app.router.add_post("/reset_prefix_cache", self._nothing)
         app.router.add_get("/health", self._nothing)
@@ -128,6 +152,7 @@ class ScriptedEngine:
             ("/v1/models", lambda: {"data": [{"id": "scripted", "max_model_len": self._max_length}]}),
             ("/weight_info", lambda: {"weight_version": self.version}),
             ("/is_paused", lambda: {"is_paused": self.paused}),
+            ("/server_info", lambda: {"vllm_config": {"weight_transfer_config": self.transfer_config}}),
         ]
         for path, answer in answers:
             app.router.add_get(path, self._answering(path, answer))
@@ -145,10 +170,27 @@ class ScriptedEngine:
         await self._stack.aclose()
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
-        request = decode_request(await http.read())
+        return await self._answer(http, decode_request(await http.read()), self._say)
+
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        """The same in the words of the other route, which say nothing of versions."""
+        body: dict[str, Any] = msgspec.json.decode(await http.read())
+        named = {key: value for key, value in body.items() if key in SamplingParams.__struct_fields__}
+        request = GenerateRequest(
+            token_ids=body["prompt"],
+            sampling_params=msgspec.convert(named, SamplingParams, str_keys=True),
+            request_id=body.get("request_id", ""),
+        )
+        return await self._answer(http, request, self._say_completion)
+
+    async def _answer(
+        self, http: web.Request, request: GenerateRequest, say: Callable[[GenerateRequest, Fault | None, float], bytes]
+    ) -> web.StreamResponse:
         if len(request.token_ids) >= self._max_length:
             self.too_long += 1
             raise EngineRefusedError(f"the maximum context length is {self._max_length}")
+        if request.request_id.startswith(PROBE):
+            return web.Response(body=say(request, None, anyio.current_time()), content_type="application/json")
         number, self.count = self.count, self.count + 1
         self.requests.append(request)
         self.running += 1
@@ -156,13 +198,14 @@ class ScriptedEngine:
         try:
             while self.paused and not self._ends.is_set():
                 await self._resumed.wait()
-            began = anyio.current_time()
-            if delay_s := self._delay_s(request) if callable(self._delay_s) else self._delay_s:
-                await anyio.sleep(delay_s)
-            fault = self.faults(number, request)
-            answer = await self._fail(fault, http) if fault in {"500", "429", "400", "hang", "reset"} else None
-            finished = True
-            return answer or web.Response(body=self._say(request, fault, began), content_type="application/json")
+            async with self._room:
+                began = anyio.current_time()
+                if delay_s := self._delay_s(request) if callable(self._delay_s) else self._delay_s:
+                    await anyio.sleep(delay_s)
+                fault = self.faults(number, request)
+                answer = await self._fail(fault, http) if fault in {"500", "429", "400", "hang", "reset"} else None
+                finished = True
+                return answer or web.Response(body=say(request, fault, began), content_type="application/json")
         finally:
             self.running -= 1
             self.aborted += not finished
@@ -185,17 +228,42 @@ class ScriptedEngine:
         reason: Literal["stop", "length", "abort"] = "length" if len(said) > limit else "stop"
         end = len(tokens) - (fault == "spans")
         spans = self._spans(end, began)
-        answer = response(request, tokens, logprobs, "abort" if fault == "abort" else reason, spans)
+        likeliest = [self._likeliest(request.sampling_params)] * len(tokens)
+        answer = response(request, tokens, logprobs, "abort" if fault == "abort" else reason, spans, likeliest)
         content = answer.choices[0].logprobs
         if fault == "count_mismatch" and content is not None:
             content.content.pop()
+        if fault == "unknown_logprob" and content is not None:
+            content.content[0].logprob = UNKNOWN
         payload = msgspec.json.encode(answer)
         if fault == "garbage":
             return payload[: len(payload) // 2]
         if fault == "nan_logprob" and content is not None:
             old = msgspec.json.encode(content.content[0])
-            return payload.replace(old, old.rsplit(b":", 1)[0] + b":NaN}", 1)  # as Python's json writes it
+            number = msgspec.json.encode(content.content[0].logprob)
+            return payload.replace(old, old.replace(number, b"NaN", 1), 1)  # as Python's json writes it
         return payload
+
+    def _say_completion(self, request: GenerateRequest, fault: Fault | None, began: float) -> bytes:
+        said = self._say(request, None if fault in {"garbage", "nan_logprob"} else fault, began)
+        choice = msgspec.json.decode(said, type=GenerateResponse).choices[0]
+        content = choice.logprobs.content if choice.logprobs else []
+        logprobs = {
+            "token_logprobs": [entry.logprob for entry in content],
+            "top_logprobs": [{f"token_id:{t.token_id}": t.logprob for t in entry.top_logprobs} for entry in content],
+        }
+        answer = {"token_ids": choice.token_ids, "finish_reason": choice.finish_reason, "logprobs": logprobs}
+        payload = msgspec.json.encode({"choices": [answer]})
+        if fault == "nan_logprob":
+            return payload.replace(b'"token_logprobs":[', b'"token_logprobs":[NaN', 1)
+        return payload[: len(payload) // 2] if fault == "garbage" else payload
+
+    def _likeliest(self, params: SamplingParams) -> list[TokenLogprob]:
+        """Of a distribution over three tokens, a nat apart, at the request's temperature unless they are to be raw."""
+        temperature = 1.0 if self.raw else params.temperature or 1.0
+        logits = [-token / temperature for token in range(3)]
+        total = math.log(sum(map(math.exp, logits)))
+        return [TokenLogprob(logit - total, token) for token, logit in enumerate(logits)][: params.logprobs]
 
     def _spans(self, end: int, began: float) -> list[VersionSpan]:
         """Which version sampled which tokens."""
@@ -222,7 +290,8 @@ class ScriptedEngine:
             self.paused = False
             self._resumed.set()
         elif http.path == "/update_weights":
-            self._path = msgspec.json.decode(body, type=UpdateWeights).update_info.path
+            info = msgspec.json.decode(body, type=UpdateWeights).update_info
+            self._path = info.path or info.url
             if self._path in self.refused_paths:
                 raise EngineRefusedError(f"{self._path}: not this model's weights")
         elif http.path == "/finish_weight_update":
@@ -241,7 +310,10 @@ class ScriptedEngine:
         return handler
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=f"vllm:num_requests_running {self.running}\nvllm:num_requests_waiting 0\n")
+        waiting = self._room.statistics().tasks_waiting
+        return web.Response(
+            text=f"vllm:num_requests_running {self.running - waiting}\nvllm:num_requests_waiting {waiting}\n"
+        )
 
     async def _nothing(self, _: web.Request) -> web.Response:
         return web.Response()

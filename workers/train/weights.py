@@ -8,12 +8,14 @@ import structlog
 
 from stream.training import Tenure
 from workers.train.learner import Learner
-from workers.train.publisher import EnginePublisher
+from workers.train.publishing.publisher import EnginePublisher
 
 log = structlog.get_logger()
 
 _KEPT = 3
 """Versions kept on disk; an engine that restarts needs the last one, and may be reading the one before."""
+_LOOK_EVERY_S = 2.0
+"""At the engines' versions, between pushes."""
 
 
 class Weights:
@@ -47,15 +49,16 @@ class Weights:
         log.info("policy.published", version=version, step=step)
         await anyio.to_thread.run_sync(_prune, self.folder)
 
-    async def keep_engines_current(self, every_s: float) -> None:
-        """Give an engine that restarted the current version, for ever; run it in the trainer's task group."""
+    async def keep_engines_current(self) -> None:
+        """Give the current version to engines that come, restart or missed it, for ever."""
         while True:
-            await anyio.sleep(every_s / 3)
-            if self.version < 0:
+            await anyio.sleep(_LOOK_EVERY_S)
+            if self.version < 0 or not await self._publisher.behind(self.version):
                 continue
-            async with self._lock:
-                await self._tenure.renew()
-                await self._publisher.refresh(self.folder / f"v{self.version:06d}", self.version)
+            async with self._lock:  # a push may have been under way, and what was behind may be so no more
+                if behind := await self._publisher.behind(self.version):
+                    await self._tenure.renew()
+                    await self._publisher.refresh(behind, self.folder / f"v{self.version:06d}", self.version)
 
 
 def _write(learner: Learner, path: Path) -> None:

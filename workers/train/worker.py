@@ -18,6 +18,7 @@ from stream.fence import Fence, last_token
 from stream.ledger import Ledger
 from stream.stage import Stage
 from stream.training import Tenure
+from workers.fleet.roster import Roster
 from workers.role import Role
 from workers.settings import Settings
 from workers.train.checkpoint import Checkpoints
@@ -27,7 +28,7 @@ from workers.train.evaluation import Evaluations
 from workers.train.journal import Journal
 from workers.train.learner import Learner
 from workers.train.progress import Progress
-from workers.train.publisher import EnginePublisher
+from workers.train.publishing.publisher import open_publisher
 from workers.train.trainer import Trainer
 from workers.train.weights import Weights
 
@@ -42,7 +43,9 @@ async def train(role: Role, make_learner: Callable[[Settings], Learner] = Learne
         make_learner: makes what is trained.
     """
     settings = role.settings
-    async with anyio.create_task_group() as tasks:
+    roster = await Roster.of(settings.engine, role.link)
+    async with open_publisher(settings, roster) as publisher, anyio.create_task_group() as tasks:
+        tasks.start_soon(roster.watch)
         known = await anyio.to_thread.run_sync(last_token, settings.folder)
         tenure = await Tenure.begin(role.link, settings.delivery.lease_s, above=known)
         tasks.start_soon(tenure.keep)
@@ -56,9 +59,8 @@ async def train(role: Role, make_learner: Callable[[Settings], Learner] = Learne
         tasks.start_soon(stage.keep)
         archive = await anyio.to_thread.run_sync(_archive, settings, fence)
         endings = Endings(ledger, tenure, stage, archive)
-        publisher = EnginePublisher(settings.engine.urls, settings.delivery.reconnect_s)
         weights = Weights(settings.folder / "weights", tenure, publisher)
-        tasks.start_soon(weights.keep_engines_current, settings.delivery.lease_s)
+        tasks.start_soon(weights.keep_engines_current)
         try:
             journal = await anyio.to_thread.run_sync(
                 Journal, settings.folder / "metrics.jsonl", progress.metrics_bytes, fence

@@ -1,21 +1,22 @@
 """What an engine answers, believed only where it agrees with itself."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
 from envs.served.service import error_text
 from stream.errors import EngineError, EngineRefusedError
 from stream.records import Span
-from workers.engine.wire import Choice, GenerateResponse, VersionSpan
+from workers.engine.wire import UNKNOWN, FinishReason
 
 NONE_YET: Final = -1
 """Version of an engine that has not been given weights under a number."""
 _RETRIED = (408, 429)
 
-_decoder = msgspec.json.Decoder(GenerateResponse)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,44 +37,42 @@ def cut_off(finish_reason: str) -> bool:
     return finish_reason == "length"
 
 
-def read_answer(status: int, payload: bytes, url: str) -> Sampled:
-    """Read the answer to a generate request, and believe nothing of it unseen.
+def decoded(status: int, payload: bytes, url: str, decoder: "msgspec.json.Decoder[T]") -> T:
+    """The answer as a record.
 
     Raises:
         EngineRefusedError: a 4xx other than 408 and 429.
-        EngineError: everything else that is no sample: an error, junk, an abort, no tokens, tokens without a finite
-            log-prob or without a policy version.
+        EngineError: any other status than 200, or junk.
     """
     if status != 200:
         kind = EngineRefusedError if 400 <= status < 500 and status not in _RETRIED else EngineError
         raise kind(f"{url} answers {status}: {error_text(payload)}")
     try:
-        answer = _decoder.decode(payload)
-        (choice,) = answer.choices
+        return decoder.decode(payload)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise EngineError(f"{url} answers junk: {error}") from error
-    if choice.finish_reason == "abort":
-        raise EngineError(f"{url} aborted the request after {len(choice.token_ids)} tokens")
-    return Sampled(
-        choice.token_ids, _logprobs(choice, url), choice.finish_reason, _spans(answer.weight_versions, choice)
-    )
 
 
-def _logprobs(choice: Choice, url: str) -> list[float]:
-    logprobs = [entry.logprob for entry in choice.logprobs.content] if choice.logprobs else []
-    if not choice.token_ids or len(logprobs) != len(choice.token_ids):
-        raise EngineError(f"{url} answers {len(choice.token_ids)} tokens with {len(logprobs)} log-probs")
-    if not all(map(math.isfinite, logprobs)):
+def believed(
+    token_ids: list[int], logprobs: Sequence[float | None], finish_reason: FinishReason, spans: list[Span], url: str
+) -> Sampled:
+    """A sample, if what the answer says of it agrees with itself.
+
+    Raises:
+        EngineError: an abort, no tokens, tokens without a log-prob, or without a policy version.
+    """
+    if finish_reason == "abort":
+        raise EngineError(f"{url} aborted the request after {len(token_ids)} tokens")
+    if not token_ids or len(logprobs) != len(token_ids):
+        raise EngineError(f"{url} answers {len(token_ids)} tokens with {len(logprobs)} log-probs")
+    known = [logprob for logprob in logprobs if logprob is not None and math.isfinite(logprob) and logprob > UNKNOWN]
+    if len(known) < len(logprobs):
         raise EngineError(f"{url} answers a log-prob that is not finite")
-    return logprobs
-
-
-def _spans(spans: list[VersionSpan], choice: Choice) -> list[Span]:
     edges = [0, *(span.end for span in spans)]
     starts = [span.start for span in spans]
-    if starts != edges[:-1] or edges[-1] != len(choice.token_ids) or any(s.end <= s.start for s in spans):
-        raise EngineError(f"policy versions {spans} do not cover {len(choice.token_ids)} tokens")
-    return [Span(version_number(span.version), span.start, span.end) for span in spans]
+    if starts != edges[:-1] or edges[-1] != len(token_ids) or any(s.end <= s.start for s in spans):
+        raise EngineError(f"policy versions {spans} do not cover {len(token_ids)} tokens")
+    return Sampled(token_ids, known, finish_reason, spans)
 
 
 def version_number(version: str | None) -> int:

@@ -2,120 +2,129 @@
 
 What may be wrong with an answer, and what is done about it::
 
-    nothing answers                          wait until something does, `reconnect_s` at most   EngineUnavailableError
-    500s, 429, 408, a time-out, junk,        try again with back-off, another engine first,
+    nothing answers                          another engine at once; where there is none, wait until one answers,
+                                             `reconnect_s` at most                              EngineUnavailableError
+    500s, 429, 408, a time-out, junk,        another engine at once; where there is none, the same with back-off;
     an abort, counts that do not agree       `attempts` times                                   EngineError
-    weights older than `at_least`            wait until they come, `reconnect_s` at most        EngineUnavailableError
+    weights older than `at_least`            another engine at once; where there is none, wait until they come,
+                                             `reconnect_s` at most                              EngineUnavailableError
     any other 4xx                            a fact about the request: never again              EngineRefusedError
 """
 
 import math
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
-import aiohttp
 import anyio
-import msgspec
 import structlog
-from msgspec import Struct
 
-from envs.served.service import back_off, error_text
+from envs.served.service import back_off
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
-from workers.engine.wire import GenerateRequest, SamplingParams
-from workers.rollout.engine.answer import NONE_YET, Sampled, read_answer, version_number
+from workers.fleet.roster import Roster
+from workers.rollout.engine.answer import NONE_YET, Sampled
+from workers.rollout.engine.connection import Connection, SilentError, SlowError
 from workers.rollout.engine.known_engine import KnownEngine
+from workers.rollout.engine.lookout import Lookout
+from workers.rollout.engine.places import Places, Wanted, outdated
+from workers.rollout.engine.probe import Facts, Probe, UnfitError
 from workers.rollout.engine.sampling import Sampling
 from workers.settings import Settings
+from workers.settings.engine import Engine
 
 log = structlog.get_logger()
-
-_PATH = "/inference/v1/generate"
-_QUESTION_S = 10.0
-"""For a request that samples nothing."""
-_ASK_AGAIN_S = 0.5
-"""Between two questions for an engine's version, however many requests wait for it."""
-
-_encoder = msgspec.json.Encoder()
-T = TypeVar("T")
-
-
-class _SilentError(EngineError):
-    """Nothing answered: no connection, or one that broke."""
 
 
 class _StaleError(EngineError):
     """What was sampled, or would have been, comes from weights that are too old."""
 
 
-class _WeightInfo(Struct):
-    weight_version: str | None = None
-
-
 class EngineClient:
-    """A connection to one engine, or to several of the same policy; an async context manager.
+    """A connection to the engines of a run, all of the same policy; an async context manager.
 
     Args:
-        urls: servers that speak vLLM's protocol.
+        engines: which there are: a roster, which is followed, or URLs.
         request_timeout_s: for one answer.
         attempts: tries of one request, while something answers.
         reconnect_s: how long to wait for an engine to answer, or to be given its weights.
-        concurrency: requests under way at once.
+        samplings: how the run samples, with which an engine is tried when it is met.
+        concurrency: requests under way at one engine, at least and at most; how many, its own figures decide.
+        salted: engines keep what older weights have computed, so each version's requests share cached prefixes apart.
     """
 
     def __init__(
         self,
-        urls: Sequence[str],
+        engines: Roster | Sequence[str],
         *,
         request_timeout_s: float,
         attempts: int,
         reconnect_s: float,
-        concurrency: int = 512,
+        samplings: Sequence[Sampling] = (),
+        concurrency: tuple[int, int] = (Engine().min_concurrency, Engine().max_concurrency),
+        salted: bool = False,
     ) -> None:
-        self._engines = [KnownEngine(url) for url in urls]
+        self._roster = engines if isinstance(engines, Roster) else Roster(engines)
+        self._connection = Connection()
+        self._probe = Probe(self._connection, samplings=samplings, timeout_s=request_timeout_s)
+        self._places = Places()
+        self._concurrency = concurrency
         self._request_timeout_s = request_timeout_s
         self._attempts = attempts
+        self._salted = salted
         self._reconnect_s = reconnect_s
-        self._room = anyio.CapacityLimiter(concurrency)
-        self._looking = anyio.Lock()
-        self._succeeded_at = self._healthy_at = self._silent_at = -math.inf
+        self._succeeded_at = -math.inf
 
     @classmethod
-    def of(cls, settings: Settings, urls: Sequence[str]) -> "EngineClient":
-        """A client with a run's deadlines."""
+    def of(cls, settings: Settings, engines: Roster | Sequence[str]) -> "EngineClient":
+        """A client with a run's deadlines, bounds, and ways to sample."""
+        played = [settings.rollout, *([settings.for_evaluation.rollout] if settings.eval.path else [])]
         return cls(
-            urls,
+            engines,
             request_timeout_s=settings.engine.request_timeout_s,
             attempts=settings.engine.attempts,
-            reconnect_s=settings.delivery.reconnect_s,
+            reconnect_s=settings.engine_patience_s,
+            samplings=[Sampling.of(limits, max_tokens=1) for limits in played],
+            concurrency=(settings.engine.min_concurrency, settings.engine.max_concurrency),
+            salted=settings.weights.kv == "keep",
         )
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), headers={"Content-Type": "application/json"}
+        await self._connection.__aenter__()
+        self._tasks = await anyio.create_task_group().__aenter__()
+        self._lookout = Lookout(
+            *(self._roster, self._places, self._connection, self._probe, self._tasks, self._concurrency),
+            health_s=self._reconnect_s,
         )
+        self._lookout.sync(self._roster.urls)
+        self._tasks.start_soon(self._lookout.follow_roster)
+        self._tasks.start_soon(self._roster.watch)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._session.close()
+        self._tasks.cancel_scope.cancel()
+        try:
+            if isinstance(error, Exception):  # it leaves as itself, not as a group of itself
+                await self._tasks.__aexit__(None, None, None)
+            else:
+                await self._tasks.__aexit__(kind, error, trace)
+        finally:
+            await self._connection.__aexit__(kind, error, trace)
 
     async def probe(self) -> None:
-        """Wait until an engine answers, and see that it is one.
+        """Wait until an engine answers, and see that each that does is fit for the run.
 
         Raises:
             EngineUnavailableError: nothing answered for `reconnect_s`.
-            EngineError: what answers does not speak vLLM's API.
+            EngineError: what answers does not speak vLLM's API, or lacks what the run needs of it.
         """
-        await self._find_healthy(anyio.current_time())
-        for engine in self._engines:
-            if await self._is_healthy(engine):
-                version = await self._ask(engine, "/version", dict[str, str])
-                models = await self._ask(engine, "/v1/models", dict[str, object])
-                if "version" not in version or not models.get("data"):
-                    raise EngineError(f"{engine.url} answers, but /version or /v1/models is not that of vLLM's API")
-                log.info("engine.found", url=engine.url, version=version["version"])
+        for engine in list(self._places.engines.values()):
+            with anyio.move_on_after(self._reconnect_s):
+                await engine.looked.wait()
+            if isinstance(engine.problem, UnfitError):
+                raise engine.problem
+        self._places.give_back(await self._places.take(Wanted(NONE_YET), self._reconnect_s))
 
     async def sample(self, prompt_ids: Sequence[int], sampling: Sampling, *, at_least: int = 0) -> Sampled:
         """Sample one turn. Cancelling the caller aborts it at the engine.
@@ -130,135 +139,104 @@ class EngineClient:
             EngineError: this request fails while others succeed.
             EngineUnavailableError: nothing answers, or nobody has weights as new as `at_least`.
         """
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            max_tokens=sampling.max_tokens,
-            logprobs=0,
-            stop_token_ids=list(sampling.stop_token_ids),
-            seed=sampling.seed,
-        )
-        body = _encoder.encode(GenerateRequest(token_ids=list(prompt_ids), sampling_params=params))
-        async with self._room:
-            return await self._persist(body, at_least)
-
-    async def _persist(self, body: bytes, at_least: int) -> Sampled:
-        """Try until there is an answer, or a verdict."""
         began, tries = anyio.current_time(), 0
         failed: KnownEngine | None = None
-        stale_since = math.inf
         while True:
-            engine = min(self._engines, key=lambda e: (e is failed, e.load))
-            asked_at = anyio.current_time()
-            engine.load += 1
+            wanted = Wanted(at_least, sampling.group, sampling.completion, failed)
+            engine = failed = await self._places.take(wanted, self._reconnect_s)
             try:
-                return await self._generate(engine, body, at_least, waiting=stale_since < asked_at)
+                sampled = await self._ask_unless_silent(engine, prompt_ids, sampling, at_least)
             except EngineRefusedError:
                 raise
             except _StaleError as error:
-                failed, stale_since = engine, min(stale_since, asked_at)
-                engine.awaited("weights", error)
-                if anyio.current_time() - stale_since > self._reconnect_s:
-                    raise EngineUnavailableError(
-                        f"{error}, for {self._reconnect_s:g} s; is the trainer there?"
-                    ) from None
-                await back_off(3)
+                self._lookout.lacks_weights(engine, error)
                 continue
             except EngineError as error:
-                tries, failed = tries + 1, engine
-                if isinstance(error, _SilentError):
-                    engine.awaited("answer", error)
-                else:
-                    log.warning("engine.request_failed", url=engine.url, tries=tries, why=str(error))
-                # A server that is going down answers with 500s first: that is no fact about this request either.
-                if isinstance(error, _SilentError) or not await self._is_healthy(engine):
-                    await self._find_healthy(asked_at)
+                tries += 1
+                await self._note(engine, at_least, error, tries)
                 if tries >= self._attempts:
                     raise await self._verdict(error, began, tries) from error
+            else:
+                self._places.remember(wanted, engine)
+                return sampled
             finally:
-                engine.load -= 1
-            await back_off(tries)
+                self._places.give_back(engine)
+            if not self._places.elsewhere(engine, at_least):
+                await back_off(tries)
 
-    async def _generate(self, engine: KnownEngine, body: bytes, at_least: int, *, waiting: bool) -> Sampled:
-        """One try on one engine. A request that is `waiting` for weights makes do with what others were answered."""
-        if not engine.has(at_least):  # an engine that has just restarted is not to sample to say so
-            if not waiting or anyio.current_time() - engine.asked_at > _ASK_AGAIN_S:
-                engine.asked_at = anyio.current_time()
-                name = (await self._ask(engine, "/weight_info", _WeightInfo)).weight_version
-                engine.spoke(version_number(name))
-            if engine.version < at_least:
-                has = "no policy version yet" if engine.version == NONE_YET else f"policy version {engine.version}"
-                raise _StaleError(f"{engine.url} has {has}, older than {at_least}")
-        status, payload = await self._send("POST", engine.url + _PATH, self._request_timeout_s, body)
-        sampled = read_answer(status, payload, engine.url)
-        engine.spoke(sampled.spans[-1].version)
+    async def _note(self, engine: KnownEngine, at_least: int, error: EngineError, tries: int) -> None:
+        """Draw from a failure what it says of the engine."""
+        if isinstance(error, SilentError):
+            self._lookout.eject(engine, error)
+            return
+        log.warning("engine.request_failed", url=engine.url, tries=tries, why=str(error))
+        if isinstance(error, SlowError) and await self._is_paused(engine):
+            return  # it is given new weights, which takes long
+        self._lookout.request_failed(engine, at_least, error)
+
+    async def _ask_unless_silent(
+        self, engine: KnownEngine, prompt_ids: Sequence[int], sampling: Sampling, at_least: int
+    ) -> Sampled:
+        """One try on one engine, which ends when the engine is found to be silent."""
+        with anyio.CancelScope() as scope:
+            engine.requests.add(scope)
+            try:
+                return await self._ask(engine, prompt_ids, sampling, at_least)
+            finally:
+                engine.requests.discard(scope)
+        raise SilentError(f"{engine.url} says nothing any more")
+
+    async def _ask(self, engine: KnownEngine, prompt_ids: Sequence[int], sampling: Sampling, at_least: int) -> Sampled:
+        """One try on one engine."""
+        facts = engine.facts
+        if facts is None:
+            raise SilentError(f"{engine.url} was ejected")
+        route = facts.route
+        before = await self._version(engine, facts, at_least)
+        if before < at_least:
+            raise _StaleError(str(outdated(engine, at_least)))
+        if facts.max_length:  # completions would refuse what generate cuts off
+            sampling = sampling.within(facts.max_length - len(prompt_ids))
+        # Where engines keep what older weights have computed, no request finds it in the cache.
+        salt = f"v{before}" if self._salted else ""
+        body = route.body(prompt_ids, sampling, model=facts.model, salt=salt)
+        status, payload = await self._connection.send("POST", engine.url + route.path, self._request_timeout_s, body)
+        after = before
+        if status == 200 and facts.versioned and not facts.spans:
+            after = await self._lookout.version(engine)
+        sampled = route.read(status, payload, engine.url, version=min(before, after))
+        if facts.spans:
+            engine.spoke(sampled.spans[-1].version)
         self._succeeded_at = anyio.current_time()
+        engine.answered()
         if sampled.spans[0].version < at_least:
             raise _StaleError(f"{engine.url} sampled with policy version {sampled.spans[0].version}, not {at_least}")
-        engine.came("answer")
         engine.came("weights")
         return sampled
 
+    async def _version(self, engine: KnownEngine, facts: Facts, at_least: int) -> int:
+        """The version that it has before it is asked: as it last said, or, where that will not do, as it says now."""
+        if not facts.versioned:
+            if at_least > NONE_YET:
+                raise UnfitError(
+                    f"{engine.url} does not say which policy version it has: /weight_info is not there; start vLLM "
+                    "with VLLM_SERVER_DEV_MODE=1 in its environment, on a network that you trust"
+                )
+            return NONE_YET
+        if facts.spans and engine.has(at_least):
+            return engine.version
+        return await self._lookout.version(engine)
+
+    async def _is_paused(self, engine: KnownEngine) -> bool:
+        """Whether somebody has frozen it."""
+        try:
+            return bool((await self._connection.ask(f"{engine.url}/is_paused", dict[str, object])).get("is_paused"))
+        except EngineError:
+            return False
+
     async def _verdict(self, error: EngineError, began: float, tries: int) -> EngineError:
         """Is it this request, or the engine?"""
-        answering = self._succeeded_at > began or any([await self._is_healthy(engine) for engine in self._engines])
+        there = self._places.there
+        answering = self._succeeded_at > began or any([await self._lookout.check(engine) for engine in there])
         kind = EngineError if answering else EngineUnavailableError
         return kind(f"{tries} tries failed; the last: {error}")
-
-    async def _find_healthy(self, since: float) -> None:
-        """Wait until an engine answers; many may wait, one looks.
-
-        Raises:
-            EngineUnavailableError: nothing has answered from `since` on for `reconnect_s`.
-        """
-        tries = 0
-        async with self._looking:
-            if self._healthy_at > since:
-                return
-            while self._silent_at <= since:
-                for engine in self._engines:
-                    if await self._is_healthy(engine):
-                        self._healthy_at = anyio.current_time()
-                        return
-                tries += 1
-                if anyio.current_time() - since > self._reconnect_s:
-                    self._silent_at = anyio.current_time()
-                await back_off(tries)
-        urls = ", ".join(engine.url for engine in self._engines)
-        raise EngineUnavailableError(f"no engine answers at {urls}; tried for {self._reconnect_s:g} s")
-
-    async def _is_healthy(self, engine: KnownEngine) -> bool:
-        try:
-            status, _ = await self._send("GET", engine.url + "/health", min(_QUESTION_S, self._reconnect_s))
-        except EngineError as error:
-            engine.awaited("answer", error)
-            return False
-        if status != 200:
-            engine.awaited("answer", EngineError(f"{engine.url}/health answers {status}"))
-            return False
-        engine.came("answer")
-        return True
-
-    async def _ask(self, engine: KnownEngine, path: str, kind: type[T]) -> T:
-        """A question that samples nothing."""
-        status, payload = await self._send("GET", engine.url + path, _QUESTION_S)
-        if status != 200:
-            raise EngineError(f"{engine.url}{path} answers {status}: {error_text(payload)}")
-        try:
-            return msgspec.json.decode(payload, type=kind)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{engine.url}{path}: {error}") from error
-
-    async def _send(self, method: str, url: str, timeout_s: float, body: bytes | None = None) -> tuple[int, bytes]:
-        """One request, whatever the status."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_QUESTION_S)
-        try:
-            async with self._session.request(method, url, data=body, timeout=timeout) as response:
-                return response.status, await response.read()
-        except aiohttp.ConnectionTimeoutError as error:
-            raise _SilentError(f"{url}: no connection within {_QUESTION_S:g} s") from error
-        except TimeoutError as error:
-            raise EngineError(f"{url}: no answer within {timeout_s:g} s") from error
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-            raise _SilentError(f"{url}: {error or type(error).__name__}") from error
-        except (aiohttp.ClientError, ValueError) as error:
-            raise EngineError(f"{url}: {type(error).__name__}: {error}") from error

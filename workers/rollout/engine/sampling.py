@@ -1,17 +1,20 @@
 """One turn asked for: how it is to be sampled, who samples it, and what a failure says of the episode."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from stream.errors import EngineError, EngineRefusedError
 from stream.records import Failure
 from stream.validity import RolloutReason, TruncationReason
+from workers.engine.wire import SamplingParams
 from workers.rollout.engine.answer import Sampled
+from workers.settings import Rollout
 
-_TOO_LONG = "maximum context length"
-"""In these words vLLM, and what speaks like it, refuses a context."""
+_TOO_LONG = ("maximum context length", "maximum model length")
+"""In these words vLLM's routes, and what speaks like them, refuse a context."""
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
@@ -19,8 +22,81 @@ class Sampling(Struct, frozen=True, kw_only=True):
 
     temperature: float
     max_tokens: int
+    min_tokens: int = 0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    logit_bias: Mapping[int, float] = {}
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    group: str = ""
+    """Whose turn it is: completions of a group begin alike, so one engine may have all of them in its cache; empty:
+    nobody's."""
+    completion: int = 0
+    """Index within the group; the turns of a completion begin alike."""
+
+    @classmethod
+    def of(
+        cls,
+        limits: Rollout,
+        *,
+        max_tokens: int,
+        stop_token_ids: tuple[int, ...] = (),
+        seed: int | None = None,
+        group: str = "",
+        completion: int = 0,
+    ) -> "Sampling":
+        """As a run's settings have it."""
+        return cls(
+            temperature=limits.temperature,
+            max_tokens=max_tokens,
+            min_tokens=limits.min_tokens,
+            top_p=limits.top_p,
+            top_k=limits.top_k,
+            min_p=limits.min_p,
+            logit_bias=limits.logit_bias,
+            stop=limits.stop,
+            stop_token_ids=stop_token_ids,
+            seed=seed,
+            group=group,
+            completion=completion,
+        )
+
+    @property
+    def of_raw_logits(self) -> bool:
+        """Whether log-probs of the raw logits are those of the distribution that is sampled from."""
+        steered = self.min_tokens or self.logit_bias
+        cut = self.top_p < 1 or self.top_k or self.min_p
+        return not steered and (self.temperature == 0 or (self.temperature == 1 and not cut))
+
+    @property
+    def in_words(self) -> str:
+        """What differs from the defaults, for messages."""
+        plain = Sampling(temperature=math.nan, max_tokens=0)
+        return ", ".join(
+            f"{key} {value}" for key, value in structs.asdict(self).items() if value != getattr(plain, key)
+        )
+
+    def within(self, room: int) -> "Sampling":
+        """The same with at most so many tokens, of which one at least."""
+        return structs.replace(self, max_tokens=room) if 0 < room < self.max_tokens else self
+
+    def on_the_wire(self, alternatives: int = 0) -> SamplingParams:
+        """The same in vLLM's words, with log-probs of the sampled tokens and of so many `alternatives`."""
+        return SamplingParams(
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            min_tokens=min(self.min_tokens, self.max_tokens),
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            logit_bias=dict(self.logit_bias),
+            logprobs=alternatives,
+            stop=list(self.stop),
+            stop_token_ids=list(self.stop_token_ids),
+            seed=self.seed,
+        )
 
 
 class Sampler(Protocol):
@@ -53,7 +129,7 @@ def ending_of(error: EngineError, turns: int) -> Failure | TruncationReason:
         error: why not.
         turns: of the model, before.
     """
-    if not isinstance(error, EngineRefusedError) or _TOO_LONG not in str(error):
+    if not isinstance(error, EngineRefusedError) or not any(words in str(error) for words in _TOO_LONG):
         return Failure(reason=RolloutReason.ENGINE, detail=str(error))
     if turns:
         return TruncationReason.CONTEXT

@@ -43,7 +43,7 @@ async def play_led(
     """
     started = time.perf_counter()
     completion = new_completion(prompt, index)
-    recorder = Recorder(completion, chats, sampler, limits, tool_format, at_least, prompt.seed + index)
+    recorder = Recorder(completion, chats, sampler, limits, tool_format, at_least, prompt.seed + index, prompt.id)
     with timed(completion, "reset"):
         begun = await slot.reset(row_of(prompt), prompt.seed + index, index, limits.reset_timeout_s)
     if isinstance(begun, Failure):

@@ -60,6 +60,7 @@ class Recorder:
         tool_format: how the model writes tool calls.
         at_least: the oldest policy version that may sample.
         seed: of the episode.
+        group: that it belongs to.
 
     Attributes:
         failure: why nobody knows what the policy would have done.
@@ -75,12 +76,13 @@ class Recorder:
         tool_format: ToolFormat,
         at_least: int,
         seed: int = 0,
+        group: str = "",
     ) -> None:
         self.completion = completion
         self.failure: Failure | None = None
         self.error: EngineUnavailableError | None = None
         self._chats, self._sampler, self._limits = chats, sampler, limits
-        self._tool_format, self._at_least, self._seed = tool_format, at_least, seed
+        self._tool_format, self._at_least, self._seed, self._group = tool_format, at_least, seed, group
         self._threads: list[_Thread] = []
         self._silent = 0
         self._turn = anyio.Lock()
@@ -159,11 +161,13 @@ class Recorder:
     async def _sample(
         self, draft: Draft, chat: Chat, left: int, thread: _Thread | None, messages: list[Message], *, tools: bool
     ) -> Said:
-        sampling = Sampling(
-            temperature=self._limits.temperature,
+        sampling = Sampling.of(
+            self._limits,
             max_tokens=min(self._limits.max_tokens_per_turn, left),
             stop_token_ids=chat.stop_token_ids,
             seed=turn_seed(self._seed, self.completion.turns),
+            group=self._group,
+            completion=self.completion.index,
         )
         context = draft.context()
         try:

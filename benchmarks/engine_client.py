@@ -1,0 +1,89 @@
+"""What the engine's client costs: requests a second, and its CPU time of one, with engines that answer at once.
+
+    python benchmarks/engine_client.py [--engines 2] [--at-once 256] [--requests 4000] [--json]
+
+The engines are scripted ones, each in a process of its own; a request is 490 tokens, an answer 64 with log-probs.
+Groups of 8 completions, 3 turns each. Caveat: engines and client share the machine's cores, so that requests a second
+say more of the engines than of the client; its CPU time does not depend on them.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import anyio
+import structlog
+
+from workers.rollout.engine.client import EngineClient
+from workers.rollout.engine.sampling import Sampling
+
+ENGINE = """
+import anyio
+from workers.testing.scripted_engine import ScriptedEngine
+async def main():
+    async with ScriptedEngine(lambda *_: list(range(64)), version="0") as engine:
+        print(engine.url, flush=True)
+        await anyio.sleep_forever()
+anyio.run(main, backend_options={"use_uvloop": True})
+"""
+PROMPT = list(range(1000, 1490))
+
+
+async def measure(urls: Sequence[str], at_once: int, requests: int) -> dict[str, float]:
+    left = requests // 3
+    known = {"group", "completion"} <= set(Sampling.__struct_fields__)  # what is measured may be older than this file
+
+    async def play() -> None:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            of = {"group": f"d:0:{left // 8}", "completion": left % 8} if known else {}
+            for turn in range(3):
+                await client.sample(PROMPT, Sampling(temperature=1.0, max_tokens=64, seed=turn, **of))
+
+    async with EngineClient(urls, request_timeout_s=60, attempts=3, reconnect_s=10) as client:
+        await client.probe()
+        cpu, wall = time.process_time(), time.perf_counter()
+        async with anyio.create_task_group() as tasks:
+            for _ in range(at_once):
+                tasks.start_soon(play)
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    count = requests // 3 * 3
+    return {"requests_per_s": round(count / wall, 1), "client_cpu_ms_per_request": round(1000 * cpu / count, 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--at-once", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    engines = [
+        subprocess.Popen([sys.executable, "-c", ENGINE], stdout=subprocess.PIPE, text=True)
+        for _ in range(arguments.engines)
+    ]
+    try:
+        urls = [engine.stdout.readline().strip() for engine in engines]
+        runs = [
+            anyio.run(measure, urls, arguments.at_once, arguments.requests, backend_options={"use_uvloop": True})
+            for _ in range(arguments.repeats)
+        ]
+    finally:
+        for engine in engines:
+            engine.kill()
+    found = min(runs, key=lambda run: run["client_cpu_ms_per_request"])
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        for name, value in found.items():
+            print(f"{name:28} {value}")
+
+
+if __name__ == "__main__":
+    main()

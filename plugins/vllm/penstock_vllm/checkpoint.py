@@ -1,0 +1,105 @@
+"""Names and shapes of a checkpoint in safetensors files, from their headers alone; and how an update may differ."""
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from penstock_vllm.verdict import FailedError, RefusedError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shape of each tensor by its name."""
+
+_NAMED = 5
+"""Names that a message lists before it only counts."""
+_LONGEST_HEADER = 100_000_000
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, or the file itself.
+
+    Raises:
+        RefusedError: it is not there, or holds no such files.
+    """
+    if folder.is_file():
+        return [folder]
+    if not folder.is_dir():
+        raise RefusedError(
+            f"{folder} is not there: it has to be a folder that this host can read (without a shared file system, "
+            "weights go over http)"
+        )
+    if (folder / INDEX).is_file():
+        try:
+            names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise RefusedError(f"{folder / INDEX} cannot be read: {error!r}") from error
+        files = [folder / name for name in names]
+    else:
+        files = [folder / SINGLE]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise RefusedError(f"{folder} has no {listed(missing)}")
+    return files
+
+
+def shapes_of(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors in these files.
+
+    Raises:
+        RefusedError: a file is no safetensors file, or shorter than its header says.
+        FailedError: it cannot be read.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        try:
+            found |= _header(file)
+        except OSError as error:
+            raise FailedError(f"{file} cannot be read: {error}") from error
+        except (ValueError, KeyError, TypeError, struct.error) as error:
+            raise RefusedError(f"{file} is no whole safetensors file: {error!r}") from error
+    return found
+
+
+def _header(file: Path) -> dict[str, tuple[int, ...]]:
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        if length > _LONGEST_HEADER:
+            raise ValueError(f"its header has {length} bytes")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if file.stat().st_size != 8 + length + end:
+        raise ValueError(f"{file.stat().st_size} bytes, where its header speaks of {8 + length + end}")
+    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+
+
+def compare(update: Shapes, reference: Shapes, takes: Callable[[str, tuple[int, ...]], bool]) -> None:
+    """Whether an update has what the checkpoint has that the server was started with.
+
+    Args:
+        update: what came.
+        reference: what the server was started with.
+        takes: whether the model loads a tensor of that name and shape. A name in only one of the two matters if it
+            does: a tied `lm_head` may be there or not, and so may the weights of parts that are not served.
+
+    Raises:
+        RefusedError: says all that is wrong.
+    """
+    problems = []
+    if missing := [name for name in reference if name not in update and takes(name, reference[name])]:
+        problems.append(f"missing: {listed(missing)}")
+    if unexpected := [name for name in update if name not in reference and takes(name, update[name])]:
+        problems.append(f"unexpected: {listed(unexpected)}")
+    if other := [name for name in update if name in reference and update[name] != reference[name]]:
+        shapes = [f"{name} {update[name]} instead of {reference[name]}" for name in other]
+        problems.append(f"of another shape: {listed(shapes)}")
+    if problems:
+        raise RefusedError(f"not this model's weights; {'; '.join(problems)}")
+
+
+def listed(names: list[str]) -> str:
+    """Some of the names, and how many more."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -1,0 +1,192 @@
+"""The backend: an update is staged and checked while the model is as it was, and brought into it in the last step.
+
+::
+
+    start_weight_update     nothing staged any more
+    update_weights          files found or downloaded, names and shapes checked; the model is untouched
+    finish_weight_update    all workers agree; loaded through the model's own loaders, which shard; packed again
+
+A worker that raises leaves the answers of the workers after it in vLLM's queues, where they are taken for answers of
+the next call. So nobody raises before `finish_weight_update`, and there the last worker alone, for all.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.logger import init_logger
+
+from penstock_vllm.asking import asking
+from penstock_vllm.checkpoint import Shapes, compare, files_of, shapes_of
+from penstock_vllm.pieces import find_pieces
+from penstock_vllm.source import fetch
+from penstock_vllm.verdict import BROKEN, RefusedError, UpdateError
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Nothing has to be set up."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Where the new weights are: `path`, or `url` with `files`."""
+
+    path: str | None = None
+    """A folder in Hugging Face form, or a safetensors file, that each worker can read."""
+    url: str | None = None
+    """Of a folder, ending in a slash; each worker downloads from it."""
+    files: list[dict[str, Any]] | None = None
+    """`name`, `size`, `sha256` of each file under `url`."""
+
+
+class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """One worker's side of it; made by vLLM when the model is loaded."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._pieces = find_pieces()
+        self._reference = _reference(vllm_config)
+        self._staged: list[Path] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._problem = "nothing was sent"
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing to set up: files need no connection."""
+
+    def start_weight_update(self) -> None:
+        """Forget what an update that was never finished has staged."""
+        self._forget("nothing was sent")
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Find the files, or download them, and check them; what is wrong is said by `finish_weight_update`."""
+        self._forget("")
+        try:
+            self._staged = self._stage(update_info)
+        except UpdateError as error:
+            self._forget(str(error))
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As vLLM's own, but info that cannot be parsed is told by `finish_weight_update` too."""
+        try:
+            typed = self.parse_update_info(update_info)
+        except ValueError as error:
+            self._forget(str(RefusedError(str(error))))
+            return
+        self.receive_weights(typed)
+
+    def finish_weight_update(self) -> None:
+        """Bring the staged files into the model, if every worker could stage them.
+
+        Raises:
+            RuntimeError: on the last worker: what is wrong, and what the model holds now.
+        """
+        self._raise_for_all(self._agreed(self._problem))
+        try:
+            with torch.no_grad():
+                self._load()
+            problem = ""
+        except Exception as error:  # the model's own loader, of which there are hundreds; whatever it was is told
+            logger.exception("new weights failed half-way")
+            problem = f"{BROKEN}: {error!r} while the new weights were loaded; send whole ones before it goes on"
+        self._forget("nothing was sent")
+        self._raise_for_all(self._agreed(problem))
+
+    def shutdown(self) -> None:
+        """Remove what was downloaded."""
+        self._forget("the server is shutting down")
+
+    def _stage(self, info: UpdateInfo) -> list[Path]:
+        if (info.path is None) == (info.url is None) or (info.url is None) != (info.files is None):
+            raise RefusedError("an update has a path, or a url with files")
+        if info.url is not None:
+            self._folder = fetch(info.url, info.files or [])
+        files = files_of(Path(info.path if self._folder is None else self._folder.name))
+        update = shapes_of(files)
+        if self._reference is not None:
+            with asking(self.model) as takes:
+                compare(update, self._reference, takes)
+        return files
+
+    def _load(self) -> None:
+        self._pieces.initialize(self.model)
+        try:
+            self.model.load_weights(_tensors(self._staged))
+        finally:
+            self._pieces.finalize(self.model, self.model_config)
+        for module in self.model.modules():
+            # On CPU a tied `lm_head` keeps a packed copy of the weight that it shares, and nobody loads it anew.
+            weight = getattr(module, "weight", None)
+            if hasattr(module, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.dim() == 2:
+                self._pieces.pack_for_cpu(module, remove_weight=False)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def _agreed(self, problem: str) -> str:
+        """The first problem that a worker has; empty where none has."""
+        if self.parallel_config.world_size == 1:
+            return problem
+        from vllm.distributed.parallel_state import get_world_group
+
+        group = get_world_group().cpu_group
+        problems: list[str] = [""] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(problems, problem, group=group)
+        return next((f"worker {rank}: {found}" for rank, found in enumerate(problems) if found), "")
+
+    def _raise_for_all(self, problem: str) -> None:
+        if problem and self.parallel_config.rank == self.parallel_config.world_size - 1:
+            raise RuntimeError(problem)
+
+    def _forget(self, problem: str) -> None:
+        self._staged, self._problem = [], problem
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in files:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (not iterable)
+                yield name, tensors.get_tensor(name)
+
+
+def _reference(vllm_config: Any) -> Shapes | None:
+    """Names and shapes of the checkpoint that the server was started with; None where it has none that can be read."""
+    name = vllm_config.model_config.model
+    try:
+        folder = Path(name)
+        if not folder.exists():
+            from huggingface_hub import snapshot_download
+
+            cached = snapshot_download(
+                name,
+                revision=vllm_config.model_config.revision,
+                cache_dir=vllm_config.load_config.download_dir,
+                local_files_only=True,
+            )
+            folder = Path(cached)
+        return shapes_of(files_of(folder))
+    except (UpdateError, OSError, ValueError) as error:
+        logger.warning(
+            "names and shapes of new weights will not be checked, since those that %s was started with are not in "
+            "safetensors files here: %s",
+            name,
+            error,
+        )
+        return None

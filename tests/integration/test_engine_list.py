@@ -1,0 +1,158 @@
+"""The operator's list of engines: what `penstock engines` does, and when those hear of it who speak to engines."""
+
+import json
+import socket
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+from click.testing import CliRunner
+from structlog.testing import capture_logs
+
+from stream.engines import add_engine, engine_words, remove_engine
+from stream.errors import PenstockError
+from workers.cli import penstock
+from workers.fleet.roster import Roster
+from workers.settings.engine import Engine
+from workers.testing.scripted_engine import ScriptedEngine
+
+ANN = "ann@box"
+
+
+@asynccontextmanager
+async def watched(link, **engine):
+    roster = await Roster.of(Engine(**engine), link)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(roster.watch)
+        yield roster
+        tasks.cancel_scope.cancel()
+
+
+async def becomes(roster: Roster, *urls: str) -> None:
+    with anyio.fail_after(2):
+        while roster.urls != urls:
+            await roster.changed.wait()
+
+
+async def test_a_worker_hears_at_once_of_an_engine_that_is_added_removed_and_added_again(link):
+    async with watched(link, urls=("http://a:1",)) as roster:
+        assert await add_engine(link, "http://b:1", ANN)
+        await becomes(roster, "http://a:1", "http://b:1")
+        assert await remove_engine(link, "http://b:1", ANN)
+        await becomes(roster, "http://a:1")
+        assert await add_engine(link, "http://b:1", ANN)
+        await becomes(roster, "http://a:1", "http://b:1")
+
+
+async def test_an_engine_that_the_settings_name_stays_removed_also_for_a_worker_that_starts_later(link):
+    urls = ("http://a:1", "http://b:1")
+    async with watched(link, urls=urls) as roster:
+        await remove_engine(link, "http://a:1", ANN)
+        await becomes(roster, "http://b:1")
+    assert (await Roster.of(Engine(urls=urls), link)).urls == ("http://b:1",)
+    await add_engine(link, "http://a:1", ANN)
+    assert (await Roster.of(Engine(urls=urls), link)).urls == urls
+
+
+async def test_saying_it_twice_changes_nothing(link):
+    assert await add_engine(link, "http://b:1", ANN)
+    assert not await add_engine(link, "http://b:1", "bob@box")
+    assert [(word.url, word.by) for word in await engine_words(link)] == [("http://b:1", ANN)]
+
+
+async def test_a_full_list_forgets_the_oldest_removals_and_never_an_engine_that_was_added(link, monkeypatch):
+    monkeypatch.setattr("stream.engines.MOST", 4)
+    for name in ("a", "b", "c", "d"):
+        await (remove_engine if name in "ac" else add_engine)(link, name, ANN)
+    await add_engine(link, "e", ANN)
+    assert [word.url for word in await engine_words(link)] == ["b", "c", "d", "e"]
+    await add_engine(link, "f", ANN)
+    with pytest.raises(PenstockError, match="4 engines on its list"):
+        await add_engine(link, "g", ANN)
+    assert await remove_engine(link, "b", ANN)
+    assert [word.url for word in await engine_words(link)] == ["d", "e", "f", "b"]
+
+
+async def test_a_run_that_nobody_knows_has_no_list(redis_url):
+    from stream.link import connect
+
+    async with connect(redis_url, "no-such-run", create=False) as link:
+        with pytest.raises(PenstockError, match="knows no run called 'no-such-run'"):
+            await add_engine(link, "http://a:1", ANN)
+        assert await engine_words(link) == []
+
+
+async def test_a_name_that_does_not_resolve_for_a_while_keeps_what_was_known_and_says_so_once(link, monkeypatch):
+    monkeypatch.setattr("workers.fleet.roster._ASK_AGAIN_S", 0.02)
+    answers = {"now": ["10.0.0.1", "10.0.0.2"]}
+
+    async def getaddrinfo(host, port, **_):
+        if answers["now"] is None:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in answers["now"]]
+
+    monkeypatch.setattr("anyio.getaddrinfo", getaddrinfo)
+    with capture_logs() as lines:
+        async with watched(link, dns="http://engines:8000") as roster:
+            assert roster.urls == ("http://10.0.0.1:8000", "http://10.0.0.2:8000")
+            answers["now"] = None
+            await anyio.sleep(0.3)
+            assert len(roster.urls) == 2
+            answers["now"] = ["10.0.0.2", "10.0.0.3"]
+            await becomes(roster, "http://10.0.0.2:8000", "http://10.0.0.3:8000")
+    events = [line["event"] for line in lines]
+    assert events.count("engines.unresolved") == events.count("engines.resolved") == 1
+
+
+# The command
+
+
+def invoke(*words: str) -> dict:
+    result = CliRunner().invoke(penstock, ["engines", *words, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def file(tmp_path, redis_url, run_name):
+    text = f'run.name = "{run_name}"\nrun.redis = "{redis_url}"\nmodel.path = "m"\ndata.path = "d"\n'
+    text += 'rewards = [{ref = "r:f"}]\nengine.urls = ["http://127.0.0.1:9/"]\n'
+    (tmp_path / "run.toml").write_text(text)
+    return str(tmp_path / "run.toml")
+
+
+async def test_the_command_lists_who_names_each_engine_whether_it_answers_and_with_which_weights(link, file):
+    async with ScriptedEngine(lambda *_: [1], version="7") as engine:
+        added = await anyio.to_thread.run_sync(lambda: invoke("add", f"{engine.url}/", file))
+        assert (added["url"], added["changed"], added["answers"]) == (engine.url, True, True)
+        named, listed = await anyio.to_thread.run_sync(lambda: invoke("list", file))
+    assert (named["url"], named["source"], named["answers"], named["removed"]) == (
+        *("http://127.0.0.1:9", "settings", False, False),
+    )
+    assert named["why"]
+    assert (listed["url"], listed["source"], listed["answers"], listed["version"]) == (engine.url, "list", True, 7)
+
+
+async def test_an_engine_that_does_not_answer_may_be_added_and_that_is_said(link, file):
+    added = await anyio.to_thread.run_sync(lambda: invoke("add", "http://127.0.0.1:9/x", file))
+    assert (added["changed"], added["answers"]) == (True, False)
+    plain = await anyio.to_thread.run_sync(
+        lambda: CliRunner().invoke(penstock, ["engines", "add", "http://127.0.0.1:8/", file])
+    )
+    assert "although it does not answer from here" in plain.stdout
+    assert [word.url for word in await engine_words(link)] == ["http://127.0.0.1:9/x", "http://127.0.0.1:8"]
+
+
+async def test_an_engine_of_the_settings_that_was_removed_is_listed_as_that(link, file):
+    await anyio.to_thread.run_sync(lambda: invoke("remove", "http://127.0.0.1:9", file))
+    (named,) = await anyio.to_thread.run_sync(lambda: invoke("list", file))
+    assert (named["removed"], named["source"]) == (True, "settings")
+    assert "@" in named["by"]
+    plain = await anyio.to_thread.run_sync(lambda: CliRunner().invoke(penstock, ["engines", "list", file]))
+    assert "removed by" in plain.stdout
+
+
+def test_what_is_no_url_is_refused_before_anything_is_asked():
+    result = CliRunner().invoke(penstock, ["engines", "add", "engine-3"])
+    assert result.exit_code == 2
+    assert "'engine-3' is no URL of an engine; write it as http://HOST:PORT" in result.output

@@ -1,0 +1,406 @@
+"""Several engines: who is asked, who is ejected and returns, who is added and removed, how much each is given."""
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+from aiohttp import web
+from structlog.testing import capture_logs
+
+from stream.engines import add_engine, remove_engine
+from stream.errors import EngineUnavailableError
+from stream.records import Span
+from workers.fleet.roster import Roster
+from workers.rollout.engine.choice import ranking
+from workers.rollout.engine.client import EngineClient
+from workers.rollout.engine.sampling import Sampling
+from workers.settings.engine import Engine
+from workers.testing.scripted_engine import ScriptedEngine
+
+
+def reply(token_ids: list[int], _request) -> list[int]:
+    return [token_ids[-1] + 1, 2]
+
+
+def sampling(group: str = "", completion: int = 0) -> Sampling:
+    return Sampling(temperature=1.0, max_tokens=8, seed=4, group=group, completion=completion)
+
+
+def port_of(engine: ScriptedEngine) -> int:
+    return int(engine.url.rpartition(":")[2])
+
+
+@asynccontextmanager
+async def client_of(
+    *engines, attempts: int = 3, timeout_s: float = 30, reconnect_s: float = 20, **more
+) -> AsyncIterator:
+    urls = engines[0] if isinstance(engines[0], Roster) else [getattr(engine, "url", engine) for engine in engines]
+    options = {"request_timeout_s": timeout_s, "attempts": attempts, "reconnect_s": reconnect_s, **more}
+    async with EngineClient(urls, **options) as client:
+        await client.probe()
+        yield client
+
+
+async def ask_all(client: EngineClient, n: int, **options) -> list:
+    said = []
+
+    async def ask(i: int) -> None:
+        said.append(await client.sample([i], sampling(), **options))
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            for i in range(n):
+                tasks.start_soon(ask, i)
+    return said
+
+
+def events(lines, *names: str) -> list[tuple[str, str]]:
+    return [(line["event"], line["url"]) for line in lines if line["event"] in names]
+
+
+# Affinity
+
+
+def asked(engine: ScriptedEngine) -> set[int]:
+    return {request.token_ids[0] for request in engine.requests}
+
+
+async def play(client: EngineClient, group: int, completions: int = 4, turns: int = 3) -> None:
+    async def one(index: int) -> None:
+        for turn in range(turns):
+            await client.sample([group, index, turn], sampling(f"g{group}", index))
+
+    async with anyio.create_task_group() as tasks:
+        for index in range(completions):
+            tasks.start_soon(one, index)
+
+
+async def test_all_turns_of_all_completions_of_a_group_are_sampled_by_one_engine():
+    async with (
+        ScriptedEngine(reply, version="0", delay_s=0.01) as one,
+        ScriptedEngine(reply, version="0", delay_s=0.01) as other,
+        client_of(one, other) as client,
+    ):
+        for group in range(40):
+            await play(client, group)
+    assert len(asked(one)) + len(asked(other)) == 40
+    assert min(len(asked(one)), len(asked(other))) > 8
+    assert one.count + other.count == 40 * 4 * 3
+
+
+async def test_many_groups_at_once_burden_both_engines_alike_and_most_completions_stay_where_they_began():
+    async with (
+        ScriptedEngine(reply, version="0", delay_s=0.02) as one,
+        ScriptedEngine(reply, version="0", delay_s=0.02) as other,
+        client_of(one, other) as client,
+        anyio.create_task_group() as tasks,
+    ):
+        for group in range(24):
+            tasks.start_soon(play, client, group, 8)
+    assert abs(one.count - other.count) < 0.25 * (one.count + other.count)
+    at = Counter((tuple(r.token_ids[:2]), e.url) for e in (one, other) for r in e.requests)
+    assert sum(count == 3 for count in at.values()) > 0.8 * 24 * 8
+
+
+async def test_a_group_whose_engine_is_ejected_goes_on_at_another_one():
+    async with (
+        ScriptedEngine(reply, version="0") as one,
+        ScriptedEngine(reply, version="0") as other,
+        client_of(one, other) as client,
+    ):
+        group = next(n for n in range(99) if ranking(f"g{n}", (one.url, other.url))[0] == one.url)
+        await play(client, group)
+        assert other.count == 0
+        await one.__aexit__(None, None, None)
+        await play(client, group)
+        assert other.count == 12
+
+
+# Ejection and return
+
+
+async def test_an_engine_that_is_killed_costs_no_request_and_its_ejection_and_return_are_told_once():
+    async with ScriptedEngine(reply, version="0", delay_s=0.3) as stays:
+        dies = await ScriptedEngine(reply, version="0", delay_s=0.3).__aenter__()
+        with capture_logs() as lines:
+            async with client_of(stays, dies) as client:
+
+                async def kill() -> None:
+                    while not dies.running:
+                        await anyio.sleep(0.01)
+                    await dies.__aexit__(None, None, None)
+
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(kill)
+                    assert len(await ask_all(client, 40)) == 40
+                assert len(await ask_all(client, 10)) == 10
+                async with ScriptedEngine(reply, version="0", port=port_of(dies)) as back:
+                    with anyio.fail_after(10):
+                        while not back.count:
+                            await ask_all(client, 4)
+    told = events(lines, "engine.ejected", "engine.returned")
+    assert told == [("engine.ejected", dies.url), ("engine.returned", dies.url)]
+
+
+async def test_an_engine_that_comes_back_is_looked_at_like_a_new_one_and_waits_for_its_weights():
+    async with (
+        ScriptedEngine(reply, version="4") as stays,
+        ScriptedEngine(reply, version="4") as first,
+        client_of(stays, first) as client,
+    ):
+        await ask_all(client, 8, at_least=4)
+        await first.__aexit__(None, None, None)
+        await ask_all(client, 8, at_least=4)
+        async with ScriptedEngine(reply, version=None, port=port_of(first)) as back:
+            with anyio.fail_after(10):
+                while not back.questions["/weight_info"] > 1:
+                    await ask_all(client, 8, at_least=4)
+            assert back.questions["/version"] == 1
+            assert back.count == 0
+            back.version = "5"
+            with anyio.fail_after(10):
+                while not back.count:
+                    assert all(said.spans[0].version >= 4 for said in await ask_all(client, 8, at_least=4))
+
+
+async def test_an_engine_that_fails_every_request_is_ejected_although_it_says_that_it_is_well():
+    async with ScriptedEngine(reply, version="0") as good, ScriptedEngine(reply, version="0") as bad:
+        bad.faults = lambda *_: "500"
+        with capture_logs() as lines:
+            async with client_of(good, bad, attempts=4) as client:
+                for _ in range(10):
+                    assert len(await ask_all(client, 4)) == 4
+                    await anyio.sleep(0.01)
+                assert bad.count <= 8
+        assert ("engine.ejected", bad.url) in events(lines, "engine.ejected")
+
+
+async def test_an_engine_that_never_answers_a_request_holds_up_its_share_once():
+    async with ScriptedEngine(reply, version="0", delay_s=0.01) as good, ScriptedEngine(reply, version="0") as mute:
+        mute.faults = lambda *_: "hang"
+        async with client_of(good, mute, timeout_s=0.5) as client:
+            assert len(await ask_all(client, 30)) == 30
+            before = mute.count
+            assert len(await ask_all(client, 30)) == 30
+            assert mute.count == before <= 15
+
+
+@asynccontextmanager
+async def mute_proxy(engine: ScriptedEngine):
+    """Passes on what comes, until `mute` is set: then it takes every connection and every byte, and says nothing."""
+    mute = anyio.Event()
+
+    async def pump(source, sink) -> None:
+        try:
+            async for data in source:
+                if mute.is_set():
+                    await anyio.sleep_forever()
+                await sink.send(data)
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass
+
+    async def handle(client) -> None:
+        server = await anyio.connect_tcp("127.0.0.1", port_of(engine))
+        async with client, server, anyio.create_task_group() as tasks:
+            tasks.start_soon(pump, client, server)
+            await pump(server, client)
+            tasks.cancel_scope.cancel()
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    port = listener.extra(anyio.abc.SocketAttribute.local_port)
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, handle)
+        yield f"http://127.0.0.1:{port}", mute
+        tasks.cancel_scope.cancel()
+
+
+async def test_an_engine_that_takes_connections_and_says_nothing_loses_its_requests_to_the_others(monkeypatch):
+    monkeypatch.setattr("workers.rollout.engine.lookout.QUESTION_S", 0.3)
+    monkeypatch.setattr("workers.rollout.engine.lookout._LOOKS_S", (0.05, 0.1))
+    async with (
+        ScriptedEngine(reply, version="0") as good,
+        ScriptedEngine(reply, version="0", delay_s=1.0) as slow,
+        mute_proxy(slow) as (url, mute),
+    ):
+        with capture_logs() as lines:
+            async with client_of(good, url, timeout_s=300) as client:
+
+                async def silence() -> None:
+                    while slow.running < 3:
+                        await anyio.sleep(0.01)
+                    mute.set()
+
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(silence)
+                    with anyio.fail_after(20):
+                        assert len(await ask_all(client, 10)) == 10
+        assert events(lines, "engine.ejected") == [("engine.ejected", url)]
+
+
+async def test_a_pause_for_new_weights_is_no_failure_however_long_it_lasts(monkeypatch):
+    monkeypatch.setattr("workers.rollout.engine.lookout._LOOKS_S", (0.05, 0.1))
+    async with ScriptedEngine(reply, version="0") as one, ScriptedEngine(reply, version="0") as other:
+        for engine in (one, other):
+            engine.paused = True
+        with capture_logs() as lines:
+            async with client_of(one, other, timeout_s=0.4, attempts=10) as client, anyio.create_task_group() as tasks:
+                tasks.start_soon(ask_all, client, 8)
+                await anyio.sleep(1.5)
+                for engine in (one, other):
+                    engine.paused = False
+                    engine._resumed.set()
+        assert events(lines, "engine.ejected") == []
+
+
+# The roster
+
+
+async def test_an_engine_that_is_added_gets_work_once_it_has_weights_and_one_that_is_removed_finishes_its_own(link):
+    async with (
+        ScriptedEngine(reply, version="3", delay_s=0.5) as old,
+        ScriptedEngine(reply, version=None) as new,
+        client_of(await Roster.of(Engine(urls=(old.url,)), link)) as client,
+        anyio.create_task_group() as tasks,
+    ):
+        said = []
+
+        async def ask() -> None:
+            said.append(await client.sample([1], sampling(), at_least=3))
+
+        await ask()
+        await add_engine(link, new.url, "me")
+        with anyio.fail_after(5):
+            while not new.questions["/version"]:
+                await anyio.sleep(0.02)
+        for _ in range(6):
+            tasks.start_soon(ask)
+        await anyio.sleep(0.2)
+        assert (old.running, new.count) == (6, 0)
+        await remove_engine(link, old.url, "me")
+        new.version = "4"
+        with anyio.fail_after(5):
+            while len(said) < 7:
+                await anyio.sleep(0.02)
+        before = old.count
+        for _ in range(6):
+            await ask()
+        assert (old.count, new.count) == (before, 6)
+    assert {span for one in said[1:7] for span in one.spans} == {Span(3, 0, 2)}
+    assert {span for one in said[7:] for span in one.spans} == {Span(4, 0, 2)}
+
+
+async def test_requests_that_wait_for_an_engine_are_answered_by_one_that_is_added(link):
+    async with ScriptedEngine(reply, version="0") as gone:
+        pass
+    roster = await Roster.of(Engine(urls=(gone.url,)), link)
+    async with (
+        ScriptedEngine(reply, version="0") as new,
+        EngineClient(roster, request_timeout_s=5, attempts=3, reconnect_s=20) as client,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(ask_all, client, 12)
+        await anyio.sleep(0.2)
+        await add_engine(link, new.url, "me")
+    assert new.count == 12
+
+
+async def test_without_any_engine_left_the_remedy_is_named(link):
+    async with ScriptedEngine(reply, version="0") as engine:
+        roster = await Roster.of(Engine(urls=(engine.url,)), link)
+        async with client_of(roster, reconnect_s=0.5) as client:
+            await remove_engine(link, engine.url, "me")
+            await anyio.sleep(0.2)
+            with pytest.raises(EngineUnavailableError, match="penstock engines add"):
+                await client.sample([1], sampling())
+
+
+# Concurrency
+
+
+async def test_no_more_is_given_than_an_engine_may_have_and_who_waits_is_served_in_turn():
+    most = 0
+    async with (
+        ScriptedEngine(reply, version="0", delay_s=0.02) as engine,
+        client_of(engine, concurrency=(2, 4)) as client,
+        anyio.create_task_group() as tasks,
+    ):
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, engine.running)
+                await anyio.sleep(0.002)
+
+        tasks.start_soon(watch)
+        assert len(await ask_all(client, 40)) == 40
+        tasks.cancel_scope.cancel()
+    assert most == 4
+    order = [request.token_ids[0] for request in engine.requests]
+    assert all(abs(place - i) < 8 for place, i in enumerate(order))
+
+
+async def test_who_is_cancelled_while_waiting_takes_no_place_with_him():
+    async with (
+        ScriptedEngine(reply, version="0", delay_s=0.05) as engine,
+        client_of(engine, concurrency=(1, 2)) as client,
+    ):
+        async with anyio.create_task_group() as tasks:
+            for i in range(20):
+                tasks.start_soon(client.sample, [i], sampling())
+            await anyio.sleep(0.12)
+            tasks.cancel_scope.cancel()
+        assert len(await ask_all(client, 6)) == 6
+
+
+async def test_an_engine_in_which_requests_wait_is_given_fewer(monkeypatch):
+    monkeypatch.setattr("workers.rollout.engine.lookout._LOOKS_S", (0.02, 0.03))
+    waited = []
+    async with (
+        ScriptedEngine(reply, version="0", delay_s=0.02, room=10) as engine,
+        client_of(engine, concurrency=(2, 100)) as client,
+        anyio.create_task_group() as tasks,
+    ):
+
+        async def watch() -> None:
+            while True:
+                waited.append(engine.running - 10)
+                await anyio.sleep(0.01)
+
+        tasks.start_soon(watch)
+        for _ in range(4):
+            await ask_all(client, 250)
+        tasks.cancel_scope.cancel()
+    assert max(waited[:10]) > 80
+    settled = waited[len(waited) // 2 :]
+    assert sorted(settled)[len(settled) // 2] < 25
+    assert sum(n >= 0 for n in settled) > 0.6 * len(settled), "it is kept busy"
+
+
+async def test_an_engine_without_figures_is_given_a_fixed_number_which_is_said_once(monkeypatch):
+    monkeypatch.setattr("workers.rollout.engine.lookout._LOOKS_S", (0.01, 0.02))
+
+    async def nothing(self, _):
+        return web.Response(status=404)
+
+    monkeypatch.setattr(ScriptedEngine, "_metrics", nothing)
+    async with ScriptedEngine(reply, version="0", delay_s=0.2) as engine:
+        with capture_logs() as lines:
+            async with client_of(engine, concurrency=(2, 6)) as client:
+                await ask_all(client, 18)
+    assert [(line["url"], line["limit"]) for line in lines if line["event"] == "engine.unmetered"] == [(engine.url, 6)]
+
+
+async def test_while_all_places_are_taken_a_place_goes_to_a_request_whose_prefix_is_there():
+    async with (
+        ScriptedEngine(reply, version="0", delay_s=0.02) as one,
+        ScriptedEngine(reply, version="0", delay_s=0.02) as other,
+        client_of(one, other, concurrency=(2, 4)) as client,
+        anyio.create_task_group() as tasks,
+    ):
+        for group in range(30):
+            tasks.start_soon(play, client, group, 4, 2)
+    at = Counter((request.token_ids[0], engine.url) for engine in (one, other) for request in engine.requests)
+    together = sum(max(at[group, one.url], at[group, other.url]) for group in range(30))
+    assert together > 0.75 * 30 * 4 * 2

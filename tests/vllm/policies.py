@@ -1,0 +1,58 @@
+"""Policies made on the spot, unlike one another, and what transformers says that they would say."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from workers.demo.model import make_tokenizer
+
+LENGTH = 2048
+
+
+def make_policy(folder: Path, seed: int, *, tied: bool, hidden: int = 64) -> Path:
+    """Write a Qwen3 of a tenth of a million parameters. Those of two seeds differ by units in their log-probs."""
+    disable_progress_bar()
+    tokenizer = make_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:  # the others are norms, and stay 1
+                weight.normal_(0.0, 0.2, generator=generator)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class Judge:
+    """Log-probs by teacher forcing, with transformers.
+
+    Args:
+        folder: of the policy.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def logprobs(self, prompt: list[int], sampled: list[int]) -> list[float]:
+        """Of each sampled token, given all before it."""
+        ids = torch.tensor([[*prompt, *sampled]])
+        with torch.no_grad():
+            table = torch.log_softmax(self.model(ids).logits[0].double(), dim=-1)
+        return [table[len(prompt) + i - 1, token].item() for i, token in enumerate(sampled)]

@@ -1,0 +1,273 @@
+"""The engine's client against real vLLM, over both of its routes: what is sampled, what is told of it, what is none.
+
+The server is started with processed log-probs; `test_raw_logprobs_on_vllm.py` has one without.
+"""
+
+import re
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import aiohttp
+import anyio
+import pytest
+import torch
+from aiohttp import web
+from structlog.testing import capture_logs
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from stream.errors import EngineError, EngineRefusedError
+from stream.records import Failure, Span
+from stream.validity import RolloutReason, TruncationReason
+from tests.vllm.server import vllm_server
+from tests.vllm.steady_model import make_steady_model
+from workers.engine.site import listen
+from workers.rollout.engine.client import EngineClient
+from workers.rollout.engine.completions import Completions
+from workers.rollout.engine.generate import Generate
+from workers.rollout.engine.sampling import Sampling, ending_of
+from workers.train.logprobs import token_logprobs
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+CLOSE = 1e-4
+LENGTH = 500
+ROUTES = ["generate", "completions"]
+RUNNING = r"num_requests_running{[^}]*}"
+GENERATED = r"generation_tokens_total{[^}]*}"
+LONG = Sampling(temperature=1.0, max_tokens=LENGTH - 10, min_tokens=LENGTH - 10)
+PROMPTS = [[5 + i, 40 + 7 * i, 9, 100 + i] * (1 + i % 3) for i in range(16)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_steady_model(path, seed=3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def url(folder, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "vllm.log"
+    flags = ["--max-model-len", str(LENGTH), "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    with vllm_server(folder, log, *flags) as found:
+        yield found
+
+
+@asynccontextmanager
+async def without_generate(url):
+    """The same server as one that was started without `--enable-scale-out`."""
+    async with aiohttp.ClientSession() as session:
+
+        async def pass_on(http: web.Request) -> web.Response:
+            if http.path == Generate.path:
+                return web.Response(status=404)
+            headers = {"Content-Type": "application/json"}
+            async with session.request(
+                http.method, url + http.path_qs, data=await http.read(), headers=headers
+            ) as response:
+                return web.Response(status=response.status, body=await response.read())
+
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", pass_on)
+        async with listen(app, "127.0.0.1", 0) as proxy:
+            yield proxy
+
+
+@asynccontextmanager
+async def client_of(url, route, *samplings):
+    async with AsyncExitStack() as stack:
+        if route == "completions":
+            url = await stack.enter_async_context(without_generate(url))
+        client = EngineClient([url], request_timeout_s=60, attempts=1, reconnect_s=10, samplings=samplings)
+        await stack.enter_async_context(client)
+        with capture_logs() as lines:
+            await client.probe()
+        found = next(line for line in lines if line["event"] == "engine.found")
+        assert found["route"] == (Generate if route == "generate" else Completions).path
+        yield client
+
+
+async def post(url, path, **body):
+    async with aiohttp.ClientSession() as session, session.post(url + path, json=body) as response:
+        assert response.status == 200, await response.text()
+
+
+async def metric(url, name):
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
+        text = await response.text()
+    return sum(float(number) for number in re.findall(rf"^vllm:{name} (\S+)$", text, re.MULTILINE))
+
+
+async def until(url, name, reached):
+    with anyio.fail_after(30):
+        while not reached(await metric(url, name)):
+            await anyio.sleep(0.02)
+
+
+async def cancel_in_the_middle(url, client):
+    """Cancel a caller of `sample` and see the engine give the request up."""
+    before = await metric(url, GENERATED)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: client.sample([9], LONG, at_least=-1))
+        await until(url, GENERATED, lambda n: n > before)
+        tasks.cancel_scope.cancel()
+    await until(url, RUNNING, lambda n: n == 0)
+    await anyio.sleep(0.5)
+    assert await metric(url, GENERATED) < before + LONG.max_tokens
+
+
+def one_row(model, prompt, sampled, temperature):
+    """The trainer's log-probs of what was sampled."""
+    tokens = torch.tensor([[*prompt, *sampled.token_ids]])
+    chosen = torch.arange(tokens.shape[1])[None] >= len(prompt)
+    with torch.no_grad():
+        return token_logprobs(model, tokens, chosen, temperature=temperature).logprobs_N
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("route", ROUTES)
+async def test_the_trainers_ratio_to_the_engine_is_1_on_unchanged_weights(url, model, route, temperature):
+    sampling = Sampling(temperature=temperature, max_tokens=24)
+    found = {}
+    async with client_of(url, route, sampling) as client, anyio.create_task_group() as tasks:
+
+        async def ask(i):
+            found[i] = await client.sample(PROMPTS[i], sampling, at_least=-1)
+
+        for i in range(len(PROMPTS)):
+            tasks.start_soon(ask, i)
+    furthest, tokens = 0.0, set()
+    for i, sampled in found.items():
+        ratios = (one_row(model, PROMPTS[i], sampled, temperature) - torch.tensor(sampled.logprobs)).exp()
+        furthest = max(furthest, (ratios - 1).abs().max().item())
+        tokens.update(sampled.token_ids)
+    assert furthest < CLOSE
+    assert len(tokens) > 5 * len(PROMPTS) ** 0.5, "of generation_config.json's top-k of 5 nothing is left"
+
+
+@pytest.mark.parametrize(
+    "restriction", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 0.0}], ids=lambda r: next(iter(r))
+)
+@pytest.mark.parametrize("route", ROUTES)
+async def test_the_sharpest_restriction_is_greedy(url, model, route, restriction):
+    sampling = Sampling(**{"temperature": 1.0, "max_tokens": 8, "seed": 1} | restriction)
+    async with client_of(url, route, sampling) as client:
+        sampled = await client.sample(PROMPTS[0], sampling, at_least=-1)
+    tokens = torch.tensor([[*PROMPTS[0], *sampled.token_ids]])
+    with torch.no_grad():
+        likeliest = model(tokens).logits[0, len(PROMPTS[0]) - 1 : -1].argmax(-1)
+    assert sampled.token_ids == likeliest.tolist()
+    if "temperature" not in restriction:
+        assert sampled.logprobs == pytest.approx([0.0] * 8, abs=1e-6), "of one token that was left"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_bias_forces_a_token_and_a_stop_string_ends_the_turn_with_it(url, tokenizer, route):
+    token = tokenizer.convert_tokens_to_ids("a")
+    forced = Sampling(temperature=1.0, max_tokens=6, logit_bias={token: 100.0})
+    stopped = Sampling(temperature=1.0, max_tokens=6, logit_bias={token: 100.0}, stop=("nowhere", "aaa"))
+    late = Sampling(temperature=1.0, max_tokens=6, logit_bias={token: 100.0}, stop=("aa",), min_tokens=4)
+    async with client_of(url, route, forced, stopped) as client:
+        turns = [await client.sample(PROMPTS[0], sampling, at_least=-1) for sampling in (forced, stopped, late)]
+    assert [(turn.token_ids, turn.finish_reason) for turn in turns] == [
+        ([token] * 6, "length"),
+        ([token] * 3, "stop"),
+        ([token] * 5, "stop"),
+    ]
+    assert turns[0].logprobs == pytest.approx([0.0] * 6, abs=1e-6)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_no_stop_token_comes_before_min_tokens_and_the_one_that_ends_it_is_sampled(url, tokenizer, route):
+    end, other = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("a")
+    bias = {end: 100.0, other: 50.0}
+    sampling = Sampling(temperature=1.0, max_tokens=9, min_tokens=5, logit_bias=bias)
+    stopped = Sampling(temperature=1.0, max_tokens=9, min_tokens=2, logit_bias={other: 100.0}, stop_token_ids=(other,))
+    async with client_of(url, route, sampling) as client:
+        sampled = await client.sample(PROMPTS[0], sampling, at_least=-1)
+        own = await client.sample(PROMPTS[0], stopped, at_least=-1)
+    assert (sampled.token_ids, sampled.finish_reason) == ([other] * 5 + [end], "stop")
+    assert (own.token_ids.index(other), len(own.token_ids), own.finish_reason) == (2, 3, "stop")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_seed_draws_the_same_again_and_another_one_draws_anew(url, route):
+    def seeded(seed):
+        return Sampling(temperature=1.0, max_tokens=20, seed=seed)
+
+    async with client_of(url, route) as client:
+        turns = [await client.sample(PROMPTS[1], seeded(seed), at_least=-1) for seed in (2**63 - 1, 2**63 - 1, 7)]
+    assert turns[0].token_ids == turns[1].token_ids
+    assert turns[0].logprobs == pytest.approx(turns[1].logprobs, abs=CLOSE)
+    assert turns[0].token_ids != turns[2].token_ids
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_context_that_is_too_long_is_refused_in_vllms_words_and_one_that_fills_up_is_cut(url, route):
+    sampling = Sampling(temperature=1.0, max_tokens=50)
+    endless = Sampling(temperature=1.0, max_tokens=50, min_tokens=50)
+    async with client_of(url, route, sampling) as client:
+        with pytest.raises(EngineRefusedError, match=rf"maximum (context|model) length (of|is) {LENGTH}") as refused:
+            await client.sample([9] * (LENGTH + 1), sampling, at_least=-1)
+        with pytest.raises(EngineRefusedError):
+            await client.sample([9] * LENGTH, sampling, at_least=-1)
+        full = await client.sample([9] * (LENGTH - 6), endless, at_least=-1)
+    assert ending_of(refused.value, 1) is TruncationReason.CONTEXT
+    failure = ending_of(refused.value, 0)
+    assert isinstance(failure, Failure)
+    assert failure.reason is RolloutReason.PROMPT_TOO_LONG
+    assert (len(full.token_ids), full.finish_reason) == (6, "length")
+
+
+async def test_a_cancelled_request_ends_at_the_engine(url):
+    async with client_of(url, "generate") as client:
+        await cancel_in_the_middle(url, client)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_what_was_aborted_is_never_a_sample(url, route):
+    errors = []
+    async with client_of(url, route) as client, anyio.create_task_group() as tasks:
+
+        async def ask():
+            with pytest.raises(EngineError, match=r"aborted the request after \d+ tokens") as error:
+                await client.sample([9], LONG, at_least=-1)
+            errors.append(error.value)
+
+        tasks.start_soon(ask)
+        await until(url, RUNNING, lambda n: n == 1)
+        await post(url, "/pause?mode=abort")
+        await post(url, "/resume")
+    assert not isinstance(errors[0], EngineRefusedError)
+
+
+async def test_versions_are_exact_over_generate_and_the_older_one_over_completions(url):
+    found = {}
+    await post(url, "/update_weight_version", new_version="4")
+    async with (
+        client_of(url, "generate") as exact,
+        client_of(url, "completions") as bound,
+        anyio.create_task_group() as tasks,
+    ):
+        before = await metric(url, GENERATED)
+
+        async def ask(name, client):
+            found[name] = await client.sample([9], LONG, at_least=4)
+
+        tasks.start_soon(ask, "generate", exact)
+        tasks.start_soon(ask, "completions", bound)
+        await until(url, GENERATED, lambda n: n > before + 40)
+        await post(url, "/update_weight_version", new_version="5")
+    count = LENGTH - 10
+    switch = found["generate"].spans[0].end
+    assert 0 < switch < count
+    assert found["generate"].spans == [Span(4, 0, switch), Span(5, switch, count)]
+    assert found["completions"].spans == [Span(4, 0, count)]

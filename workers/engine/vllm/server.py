@@ -1,0 +1,175 @@
+"""A process that runs vLLM: it announces the server when that is healthy, and ends with it.
+
+::
+
+    penstock run ── penstock serve ─┬─ vLLM's server ── its engine core, its workers     a process group of their own
+                    (this process)  └─ warden: kills that group when this process is gone, however it went
+
+vLLM's output goes to our stderr.
+"""
+
+import ipaddress
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import aiohttp
+import anyio
+import structlog
+from anyio.abc import Process
+
+from stream.errors import EngineError, SettingsError
+from workers.engine.vllm.interpreter import PLUGIN, examine, interpreter
+from workers.engine.vllm.last_words import LastWords
+from workers.engine.vllm.starting import backend, command, environment
+from workers.settings import Settings
+
+log = structlog.get_logger()
+
+_LEAVE_S = 8.0
+"""For vLLM to end when asked to; it frees what it shares between its processes."""
+_HEALTH_EVERY_S = 0.25
+_HEALTH_S = 5.0
+_TELL_EVERY_S = 15.0
+_LONGEST_LINE = 64 * 1024
+_BAD_USAGE = 2
+"""Exit code of a command line that vLLM does not understand."""
+
+
+async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callable[[str], object]) -> None:
+    """Serve a run's policy with vLLM until cancelled.
+
+    Args:
+        settings: of the run.
+        host: address to listen on. Whoever reaches it may change the weights.
+        port: 0 for a free one.
+        ready: called with the URL once the server is healthy.
+
+    Raises:
+        SettingsError: there is no vLLM, or it does not know the flags.
+        EngineError: vLLM ended, or was not healthy in time; quotes its last error.
+    """
+    engine = settings.engine
+    python = interpreter(engine.python)
+    installed = await anyio.to_thread.run_sync(examine, python, backend(settings) == PLUGIN)
+    port = port or _free_port(host)
+    words = LastWords()
+    started = command(settings, python, host, port, cpu=installed.cpu)
+    log.info("engine.started", vllm=installed.version, cpu=installed.cpu, command=" ".join(started))
+    if not _is_loopback(host):
+        log.warning("engine.exposed", host=host, why="whoever reaches it may change its weights")
+    env = environment(os.environ, threads=engine.threads, cpu=installed.cpu)
+    async with _process(started, env, words) as process, anyio.create_task_group() as tasks:
+        url = f"http://{host}:{port}"
+
+        async def announce() -> None:
+            await _healthy(url, engine.start_timeout_s, words)
+            log.info("engine.listening", url=url, model=settings.model.path)
+            ready(url)
+
+        tasks.start_soon(_copy, process, words)
+        tasks.start_soon(announce)
+        code = await process.wait()
+        said = words.told  # what its other processes say from here on follows from its end
+        tasks.cancel_scope.cancel()
+    if code == _BAD_USAGE:
+        raise SettingsError(f"vLLM does not understand how it was started: {said}; see engine.flags")
+    if code < 0:
+        raise EngineError(f"vLLM was killed by {signal.Signals(-code).name}: by somebody, or for want of memory")
+    raise EngineError(f"vLLM exited with code {code}: {said}")
+
+
+@asynccontextmanager
+async def _process(command: list[str], env: dict[str, str], words: LastWords) -> AsyncIterator[Process]:
+    """VLLM's server, in a process group of its own that is gone when the context is left, or this process is."""
+    process = await anyio.open_process(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env,
+        start_new_session=True,
+    )  # fmt: skip
+    # It reads from a pipe that we alone hold open, and kills when that closes: a SIGKILL to us closes it, too.
+    warden = await anyio.open_process(
+        ("sh", "-c", 'read -r _; kill -s KILL -- "-$0" 2>/dev/null', str(process.pid)),
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with anyio.CancelScope(shield=True):
+            _signal_group(process, signal.SIGTERM)
+            with anyio.move_on_after(_LEAVE_S):
+                await _copy(process, words)
+            _signal_group(process, signal.SIGKILL)
+            await process.aclose()
+            await warden.aclose()
+
+
+def _signal_group(process: Process, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # nobody is left in it (macOS says it the second way)
+        os.killpg(process.pid, number)
+
+
+async def _copy(process: Process, words: LastWords) -> None:
+    """Pass on what vLLM says, until all its processes have ended."""
+    assert process.stdout is not None  # noqa: S101  (it is a pipe)
+    rest = b""
+    async for chunk in process.stdout:
+        sys.stderr.buffer.write(chunk)
+        sys.stderr.buffer.flush()
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            words.add(line)
+        rest = rest[-_LONGEST_LINE:]
+    words.add(rest)
+
+
+async def _healthy(url: str, within_s: float, words: LastWords) -> None:
+    """Wait until the server answers.
+
+    Raises:
+        EngineError: it did not in time.
+    """
+    began, told = anyio.current_time(), 0.0
+    timeout = aiohttp.ClientTimeout(total=_HEALTH_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        while True:
+            seconds = anyio.current_time() - began
+            try:
+                async with session.get(f"{url}/health") as response:
+                    if response.status == 200:
+                        return
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                pass  # it loads
+            if seconds > within_s:
+                raise EngineError(
+                    f"vLLM was not healthy within {within_s:g} s (engine.start_timeout_s); it said last: {words.told}"
+                )
+            if seconds - told > _TELL_EVERY_S:
+                told = seconds
+                log.info("engine.loading", seconds=round(seconds), said=words.newest)
+            await anyio.sleep(_HEALTH_EVERY_S)
+
+
+def _free_port(host: str) -> int:
+    """A port that is free now; vLLM takes it within its first seconds.
+
+    Raises:
+        EngineError: the address is none of this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise EngineError(f"cannot listen on {host}: {error}") from error
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,73 @@
+"""Requests over HTTP to an engine, and what a broken one means."""
+
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+import aiohttp
+import msgspec
+
+from envs.served.service import error_text
+from stream.errors import EngineError
+
+QUESTION_S: Final = 10.0
+"""For a request that samples nothing."""
+
+T = TypeVar("T")
+
+
+class SilentError(EngineError):
+    """Nothing answered: no connection, or one that broke."""
+
+
+class SlowError(EngineError):
+    """No answer in time, from a server that was there."""
+
+
+class Connection:
+    """Kept-alive connections to any number of servers; an async context manager."""
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), headers={"Content-Type": "application/json"}
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def ask(self, url: str, kind: type[T]) -> T:
+        """A question that samples nothing.
+
+        Raises:
+            EngineError: no answer of 200, or none of this kind.
+        """
+        status, payload = await self.send("GET", url, QUESTION_S)
+        if status != 200:
+            raise EngineError(f"{url} answers {status}: {error_text(payload)}")
+        try:
+            return msgspec.json.decode(payload, type=kind)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{url}: {error}") from error
+
+    async def send(self, method: str, url: str, timeout_s: float, body: bytes | None = None) -> tuple[int, bytes]:
+        """One request; status and payload, whatever the status.
+
+        Raises:
+            SilentError: nothing answered.
+            SlowError: no answer within `timeout_s`.
+            EngineError: none that is HTTP.
+        """
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=QUESTION_S)
+        try:
+            async with self._session.request(method, url, data=body, timeout=timeout) as response:
+                return response.status, await response.read()
+        except aiohttp.ConnectionTimeoutError as error:
+            raise SilentError(f"{url}: no connection within {QUESTION_S:g} s") from error
+        except TimeoutError as error:
+            raise SlowError(f"{url}: no answer within {timeout_s:g} s") from error
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+            raise SilentError(f"{url}: {error or type(error).__name__}") from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise EngineError(f"{url}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,59 @@
+"""A way to ask an engine for tokens: how a request is written, and how its answer is read."""
+
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
+from workers.rollout.engine.answer import Sampled
+from workers.rollout.engine.sampling import Sampling
+
+
+class Route(Protocol):
+    """One HTTP route of an engine that takes token ids and gives token ids with log-probs."""
+
+    path: ClassVar[str]
+
+    def body(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        model: str,
+        alternatives: int = 0,
+        name: str = "",
+        salt: str = "",
+    ) -> bytes:
+        """Write a request.
+
+        Args:
+            prompt_ids: the whole context.
+            sampling: how to sample.
+            model: the name that the engine serves it under.
+            alternatives: so many of the likeliest tokens are to come with their log-probs, besides the sampled one.
+            name: of the request; empty: the engine finds one.
+            salt: only requests with the same one share cached prefixes.
+        """
+
+    def read(self, status: int, payload: bytes, url: str, *, version: int) -> Sampled:
+        """Read the answer, and believe nothing of it unseen.
+
+        Args:
+            status: of HTTP.
+            payload: of the answer.
+            url: of the engine, for messages.
+            version: of all tokens, where the answer itself does not say; the older of those before and after.
+
+        Raises:
+            EngineRefusedError: a 4xx other than 408 and 429.
+            EngineError: everything else that is no sample: an error, junk, an abort, no tokens, tokens without a finite
+                log-prob or without a policy version.
+        """
+
+    def tells_versions(self, payload: bytes, /) -> bool:
+        """Whether this answer names the policy version of every token; else the engine is asked before and after."""
+
+    def likeliest(self, payload: bytes) -> list[float]:
+        """The log-probs of the likeliest first tokens, highest first, of an answer that was asked for alternatives.
+
+        Raises:
+            EngineError: it has none.
+        """

@@ -1,0 +1,176 @@
+"""One engine's control routes: what it is told, and what its answers mean."""
+
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from stream.errors import EngineError, EngineRefusedError
+from workers.engine.wire import NO_VERSION
+
+_INFO_TIMEOUT_S = 5.0
+_SHORT_S = 60.0
+"""Calls that only wait for a step of the engine."""
+_UNNAMED = ("default", NO_VERSION, None)
+"""What engines call weights that were never given a version."""
+_REFUSES, _STAYS, _OPEN = "penstock-vllm refuses", "the old weights stay", "already active"
+"""Words in the body of a 500: vLLM answers every exception of a worker so."""
+
+TROUBLE = (aiohttp.ClientError, TimeoutError, OSError, EngineError)
+"""What a call may raise."""
+
+
+class HalfDoneError(EngineError):
+    """Nobody knows whether the engine holds the old weights, the new ones or a mixture: it must not go on."""
+
+
+class Control:
+    """One engine, as a publisher knows it.
+
+    Every call is a connection of its own: after a 500 vLLM resets the one that was kept alive.
+
+    Args:
+        url: its base URL, without a slash at its end.
+        update_timeout_s: for one call that moves weights.
+    """
+
+    def __init__(self, url: str, update_timeout_s: float) -> None:
+        self.url = url
+        self.update_timeout_s = update_timeout_s
+        self._left_open = False
+        """An update of ours was refused in its last step, which leaves it open in one of the workers."""
+
+    async def pause(self, *, keep_kv: bool) -> None:
+        """Freeze the requests under way.
+
+        Args:
+            keep_kv: leave the keys and values that they have; else they are computed again with the new weights, and
+                cached prefixes are forgotten.
+        """
+        await self._post(f"/pause?mode=keep&clear_cache={str(not keep_kv).lower()}")
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._post("/resume")
+
+    async def start_update(self) -> None:
+        """Open an update, or take over one that a trainer left open which was killed."""
+        try:
+            await self._post("/start_weight_update")
+        except EngineError as error:
+            if _OPEN not in str(error):
+                raise
+            if not self._left_open and (workers := await self.world_size()) > 1:
+                # Each worker's refusal is an answer, of which vLLM reads the first: the others are taken for answers of
+                # later calls.
+                raise EngineError(
+                    f"{self.url} has an update open that nobody finished, and {workers} workers, whose answers vLLM "
+                    "mixes up from here on; restart it"
+                ) from error
+        self._left_open = False
+
+    async def update(self, info: dict[str, Any]) -> None:
+        """Tell it where the weights are, or that they come."""
+        await self._post("/update_weights", {"update_info": info}, moves=True)
+
+    async def finish_update(self, version: int) -> None:
+        """Close the update under its version.
+
+        Raises:
+            EngineRefusedError: the weights are not its model's; it has the old ones.
+            HalfDoneError: it failed, and does not say that it has the old ones.
+        """
+        try:
+            await self._post("/finish_weight_update", {"weight_version": str(version)}, moves=True)
+        except EngineRefusedError:
+            self._left_open = True
+            raise
+        except TROUBLE as error:
+            if _STAYS in str(error):
+                self._left_open = True
+                raise
+            raise HalfDoneError(f"{self.url}/finish_weight_update: {str(error) or type(error).__name__}") from error
+
+    async def init_transfer(self, info: dict[str, Any]) -> None:
+        """Have it set up its side of a transfer."""
+        await self._post("/init_weight_transfer_engine", {"init_info": info}, moves=True)
+
+    async def version(self) -> int | None:
+        """Of its weights; None where they have none.
+
+        Raises:
+            EngineError: it does not say.
+        """
+        name = (await self._ask("/weight_info")).get("weight_version")
+        if name in _UNNAMED:
+            return None
+        try:
+            return int(name)
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"{self.url}/weight_info: {name!r} is no version of ours") from error
+
+    async def is_paused(self) -> bool:
+        """Whether it is frozen."""
+        return bool((await self._ask("/is_paused")).get("is_paused"))
+
+    async def world_size(self) -> int:
+        """Its workers; an engine that does not say has one."""
+        try:
+            return int((await self._ask("/get_world_size")).get("world_size", 1))
+        except (EngineRefusedError, TypeError, ValueError):
+            return 1
+
+    async def backend(self) -> str | None:
+        """The weight-transfer backend that it was started with; None where it does not say.
+
+        Raises:
+            EngineRefusedError: it has no control routes, or was started without one; says what is missing.
+        """
+        try:
+            await self._ask("/weight_info")
+        except EngineRefusedError as error:
+            raise EngineRefusedError(
+                f"{self.url} has no route that takes weights ({error}); start vLLM with VLLM_SERVER_DEV_MODE=1 in its "
+                "environment, on a network that you trust"
+            ) from error
+        try:
+            told = await self._ask("/server_info?config_format=json", timeout_s=_SHORT_S)
+            config = told["vllm_config"]["weight_transfer_config"]
+            return "" if config is None else str(config["backend"])
+        except (EngineRefusedError, KeyError, TypeError):
+            return None
+
+    async def answers(self) -> bool:
+        """Whether there is an engine that answers."""
+        try:
+            async with _session(_INFO_TIMEOUT_S) as session, session.get(f"{self.url}/health") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    async def _ask(self, path: str, timeout_s: float = _INFO_TIMEOUT_S) -> dict[str, Any]:
+        async with _session(timeout_s) as session, session.get(self.url + path) as response:
+            body = await response.read()
+            if response.status != 200:
+                kind = EngineRefusedError if 400 <= response.status < 500 else EngineError
+                raise kind(f"{self.url}{path} answers {response.status}")
+        try:
+            return msgspec.json.decode(body, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{self.url}{path} answers junk: {error}") from error
+
+    async def _post(self, path: str, body: dict[str, Any] | None = None, *, moves: bool = False) -> None:
+        timeout_s = self.update_timeout_s if moves else min(_SHORT_S, self.update_timeout_s)
+        async with _session(timeout_s) as session, session.post(self.url + path, json=body) as response:
+            if response.status == 200:
+                return
+            text = (await response.text())[:800]
+        # A 400 is a fact about what was sent only where something was.
+        refused = (moves and response.status == 400) or _REFUSES in text
+        raise (EngineRefusedError if refused else EngineError)(f"{self.url}{path} answers {response.status}: {text}")
+
+
+def _session(timeout_s: float) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(force_close=True), timeout=aiohttp.ClientTimeout(total=timeout_s)
+    )

@@ -1,0 +1,116 @@
+"""Weights as files that engines download from the trainer: for hosts without a shared file system.
+
+A small server in the trainer. It gives the files of the last versions, and nothing else, to whoever knows a path that
+cannot be guessed; the engines are told it with each push.
+"""
+
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import anyio.to_thread
+import structlog
+from aiohttp import web
+
+from stream.errors import EngineError, SettingsError
+from workers.engine.site import listen
+from workers.engine.wire import BACKEND
+from workers.train.publishing.control import Control
+
+log = structlog.get_logger()
+
+_OFFERED = 3
+"""Versions that can be downloaded: as many as are kept on disk."""
+_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+class Served:
+    """Engines download the folder; a `Carrier`.
+
+    Args:
+        base: URL under which `app` is reached, set once it listens.
+    """
+
+    backend: ClassVar[str] = BACKEND
+    remedy: ClassVar[str] = ", with penstock-vllm installed beside vLLM"
+
+    def __init__(self) -> None:
+        self.base = ""
+        self._secret = secrets.token_urlsafe(32)
+        self._offers: OrderedDict[str, _Offer] = OrderedDict()
+
+    def application(self) -> web.Application:
+        """What serves them."""
+        app = web.Application()
+        app.router.add_get("/{secret}/{offer}/{file}", self._file)
+        return app
+
+    async def prepare(self, path: Path) -> None:
+        """Hash the files, and offer them under a name of their own."""
+        if any(offer.folder == path for offer in self._offers.values()):
+            return
+        files = await anyio.to_thread.run_sync(_listed, path)
+        self._offers[secrets.token_hex(8)] = _Offer(path, files)
+        while len(self._offers) > _OFFERED:
+            self._offers.popitem(last=False)
+
+    async def carry(self, engine: Control, path: Path, version: int) -> None:
+        """Tell where to download it; see `Carrier`."""
+        name, offer = next((name, offer) for name, offer in self._offers.items() if offer.folder == path)
+        await engine.start_update()
+        await engine.update({"url": f"{self.base}/{self._secret}/{name}/", "files": offer.files})
+        await engine.finish_update(version)
+
+    async def _file(self, http: web.Request) -> web.StreamResponse:
+        offer = self._offers.get(http.match_info["offer"])
+        name = http.match_info["file"]
+        known = secrets.compare_digest(http.match_info["secret"].encode(), self._secret.encode())
+        if not known or offer is None or all(file["name"] != name for file in offer.files):
+            raise web.HTTPNotFound
+        return web.FileResponse(offer.folder / name)
+
+
+class _Offer:
+    def __init__(self, folder: Path, files: list[dict[str, Any]]) -> None:
+        self.folder = folder
+        self.files = files
+
+
+@asynccontextmanager
+async def serve_weights(host: str, port: int) -> AsyncIterator[Served]:
+    """Serve weights while the context is open.
+
+    Args:
+        host: by which engines reach this machine. A name of the machine itself keeps the server to itself.
+        port: 0 for a free one.
+
+    Raises:
+        SettingsError: the port is taken.
+    """
+    served = Served()
+    try:
+        async with listen(served.application(), "127.0.0.1" if host in _LOCAL else "0.0.0.0", port) as url:  # noqa: S104
+            served.base = f"http://{host}:{url.rpartition(':')[2]}"
+            log.info("weights.served", url=served.base)
+            yield served
+    except EngineError as error:
+        if served.base:
+            raise
+        raise SettingsError(f"weights.port: {error}") from error
+
+
+def _listed(folder: Path) -> list[dict[str, Any]]:
+    """Name, size and digest of each file that holds weights."""
+    found = []
+    for file in sorted({file for pattern in _PATTERNS for file in folder.glob(pattern)}):
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        found.append({"name": file.name, "size": file.stat().st_size, "sha256": digest})
+    if not found:
+        raise EngineError(f"{folder} holds no safetensors files")
+    return found

@@ -1,0 +1,63 @@
+"""What a way of giving weights to engines is, and which one the settings name."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Protocol
+
+from workers.settings import Settings
+from workers.train.publishing.control import Control
+
+
+class Way(Protocol):
+    """How one version of the policy gets from its folder to one engine."""
+
+    async def prepare(self, path: Path) -> None:
+        """Make a folder ready to be sent; once, before any engine is told of it.
+
+        Args:
+            path: a folder in Hugging Face form; absolute.
+        """
+
+    async def check(self, engine: Control) -> None:
+        """See whether an engine can be given weights this way.
+
+        Raises:
+            EngineRefusedError: it cannot; says what it has to be started with.
+        """
+
+    async def give(self, engine: Control, path: Path, version: int) -> None:
+        """One try to give it a version that was prepared.
+
+        Raises:
+            EngineRefusedError: it says that these are not its model's weights; it goes on with the old ones.
+            EngineError: anything else; this may be called again, with nothing between.
+        """
+
+    async def let_go(self, engine: Control, error: Exception) -> None:
+        """After the last try failed with that error: let it go on with its old weights, if it has them."""
+
+
+@asynccontextmanager
+async def open_way(settings: Settings) -> AsyncIterator[Way]:
+    """The way that the settings name, for as long as the context is open.
+
+    Raises:
+        SettingsError: it needs what this machine does not have.
+    """
+    from workers.train.publishing.files import Files
+    from workers.train.publishing.in_flight import InFlight
+
+    chosen = settings.weights
+    if chosen.transport == "http":
+        from workers.train.publishing.over_http import serve_weights
+
+        async with serve_weights(chosen.host, chosen.port) as served:
+            yield InFlight(served, keep_kv=chosen.kv == "keep")
+    elif chosen.transport == "nccl":
+        from workers.train.publishing.nccl import Nccl
+
+        with Nccl(chosen.host) as nccl:
+            yield InFlight(nccl, keep_kv=chosen.kv == "keep")
+    else:
+        yield InFlight(Files(), keep_kv=chosen.kv == "keep")
