@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 SEED   ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-full test-vllm clean
+.PHONY: help setup demo check test test-full test-gpu test-vllm clean
 
 help:  ## Show what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -30,10 +30,13 @@ check: setup  ## Format, lint, types, import contracts, spelling
 	$(BIN)/codespell
 
 test: setup  ## Unit, property, integration and end-to-end tests
-	$(BIN)/pytest -m "not full and not vllm" -n 2 --dist worksteal
+	$(BIN)/pytest -m "not full and not gpu and not vllm" -n 2 --dist worksteal
 
 test-full: setup  ## What is too long for `make test`
 	$(BIN)/pytest -m full
+
+test-gpu: setup  ## The trainer's step on a GPU; says so and skips where there is none
+	$(BIN)/pytest -m gpu tests/gpu
 
 test-vllm: setup  ## On the real vLLM, on the CPU; makes its virtual environment once
 	PYTHON=$(BIN)/python sh tests/vllm/setup.sh

@@ -1,22 +1,37 @@
-"""Time of one training step on the demo's model: collate, masks, advantages, forward, backward, AdamW.
+"""Time of one training step: collate, masks, advantages, forward, backward, AdamW.
 
-    python benchmarks/train_step.py [--threads 2] [--rows 128] [--steps 10] [--updates 1] [--micro-batch-tokens 16384]
+    python benchmarks/train_step.py [--json] [--small] [--packing auto] [--attention auto] [--checkpointing]
+                                    [--rows 64] [--steps 8] [--updates 1] [--micro-batch-tokens 16384] [--threads 1]
 
-Prints one line of JSON. Caveats: random weights and tokens (the work is the same), rows of 100 to 160 tokens of which
-about 45 % are sampled, and whatever else the machine is doing: `step_cpu_s`,
-the processor time of all threads, is what a busy machine distorts least.
+On a GPU: a random model of 0.5 billion parameters (the shape of Qwen2.5-0.5B) in bfloat16, rows of about a thousand
+tokens. With `--small`: the demo's model, float32, rows of 100 to 160 tokens, on the CPU too. Prints tokens per second
+(all tokens of the rows, over the median step) and the use of the card's arithmetic, next to the card's name, type,
+attention and packing.
+
+Model FLOPs utilisation is model FLOPs of a step over its seconds, divided by the card's peak. Model FLOPs are those of
+products alone, twice as many backward as forward, and none for what is computed a second time (PaLM, arXiv:2204.02311,
+appendix B): 6 x parameters in products for each token, the output layer's for loss tokens only since it works on no
+others, and for attention 12 x layers x heads x head size x half of the sum of squared row lengths, since it is causal.
+Peaks are the makers' figures for dense bfloat16; None for a card that is not in the table, and in float32.
+
+Caveats: random weights and tokens (the work is the same), and whatever else the machine is doing: `step_cpu_s`, the
+processor time of all threads, is what a busy machine distorts least on a CPU.
 """
 
 import argparse
 import json
+import platform
 import random
 import resource
 import statistics
 import struct
+import sys
 import tempfile
 import time
 from pathlib import Path
 
+import structlog
+import torch
 import transformers
 
 from stream.records import Completion, Group, Prompt, Row, Span
@@ -25,51 +40,75 @@ from workers import settings
 from workers.train.batch import collate
 from workers.train.learner import Learner
 
-VOCABULARY = 350
+SMALL = transformers.Qwen3Config(
+    vocab_size=350,
+    hidden_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=384,
+    tie_word_embeddings=True,
+)
+"""The demo's model: 439k parameters."""
+HALF_BILLION = transformers.Qwen2Config(
+    vocab_size=151_936,
+    hidden_size=896,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    intermediate_size=4864,
+    tie_word_embeddings=True,
+    max_position_embeddings=32_768,
+)
+"""494 million parameters."""
+PEAKS = {
+    "B200": 2250e12,
+    "H200": 989.4e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989.4e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "RTX 4090": 165.2e12,
+}
+"""Dense bfloat16 FLOPs a second, by a part of the card's name; the first that fits (NVIDIA's data sheets)."""
 
 
-def write_model(folder: Path) -> None:
-    """The demo's model: Qwen3, 439k parameters."""
-    config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=384,
-        tie_word_embeddings=True,
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-
-
-def make_row(rng: random.Random) -> Row:
+def make_row(rng: random.Random, vocabulary: int, scale: int) -> Row:
     """A three-turn episode: prompt, call, result, call, result, answer."""
-    turns = [(rng.randint(15, 25), rng.randint(6, 12)) for _ in range(3)]
+    turns = [(scale * rng.randint(15, 25), scale * rng.randint(6, 12)) for _ in range(3)]
     length = sum(a + t for a, t in turns)
     sampled, place = [], 0
     for assistant, tool in turns:
         sampled.append((place, place + assistant))
         place += assistant + tool
-    prompt = rng.randint(30, 60)
+    prompt = scale * rng.randint(30, 60)
     logprobs = [-rng.random() for start, end in sampled for _ in range(start, end)]
     return Row(
-        prompt_ids=struct.pack(f"{prompt}i", *(rng.randrange(VOCABULARY) for _ in range(prompt))),
-        token_ids=struct.pack(f"{length}i", *(rng.randrange(VOCABULARY) for _ in range(length))),
+        prompt_ids=struct.pack(f"{prompt}i", *(rng.randrange(vocabulary) for _ in range(prompt))),
+        token_ids=struct.pack(f"{length}i", *(rng.randrange(vocabulary) for _ in range(length))),
         sampled=sampled,
         logprobs=struct.pack(f"{len(logprobs)}f", *logprobs),
         spans=[Span(7, start, end) for start, end in sampled],
     )
 
 
-def make_groups(rows: int, size: int = 8) -> list[Group]:
+def make_groups(rows: int, vocabulary: int, scale: int, size: int = 8) -> list[Group]:
     """Groups of 8 with rewards 0 and 1."""
     rng = random.Random(0)
     return [
         Group(
             prompt=Prompt(id=f"train:0:{number}", messages=[], group_size=size),
             completions=[
-                Completion(index=i, rows=[make_row(rng)], reward=Measured(float(rng.random() < 0.5)), turns=3)
+                Completion(
+                    index=i,
+                    rows=[make_row(rng, vocabulary, scale)],
+                    reward=Measured(float(rng.random() < 0.5)),
+                    turns=3,
+                )
                 for i in range(size)
             ],
         )
@@ -77,61 +116,111 @@ def make_groups(rows: int, size: int = 8) -> list[Group]:
     ]
 
 
-def main() -> None:
+def step_flops(model, lengths: list[int], loss_tokens: float, updates: int) -> float:
+    """Model FLOPs of one step (see the head of this file)."""
+    config = model.config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    inner = sum(m.weight.numel() for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head")
+    attention = 12 * config.num_hidden_layers * config.num_attention_heads * size * sum(n * n for n in lengths) / 2
+    products = 6 * (inner * sum(lengths) + model.get_output_embeddings().weight.numel() * loss_tokens)
+    return updates * (products + attention)
+
+
+def peak_flops(card: str) -> float | None:
+    return next((peak for name, peak in PEAKS.items() if name in card), None)
+
+
+def settled(device: torch.device) -> float:
+    """The clock, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--small", action="store_true")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rows", type=int, default=0, help="128 of the small model, else 64")
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--updates", type=int, default=1)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
-    arguments = parser.parse_args()
-    groups = make_groups(arguments.rows)
+    parser.add_argument("--packing", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--checkpointing", action="store_true")
+    given = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    if not gpu and not given.small:
+        print("there is no GPU here; --small runs a small model on the CPU", file=sys.stderr)
+        return 2
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    config, scale, dtype = (SMALL, 1, "float32") if given.small else (HALF_BILLION, 8, "bfloat16")
+    rows = given.rows or (128 if given.small else 64)
+    groups = make_groups(rows, config.vocab_size, scale)
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder) / "base")
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(f"{folder}/base")
         learner = Learner(
             settings.Settings(
-                model=settings.Model(path=f"{folder}/base"),
+                model=settings.Model(path=f"{folder}/base", dtype=dtype),
                 data=settings.Data(path="none"),
                 train=settings.Train(
-                    threads=arguments.threads,
-                    learning_rate=3e-4,
-                    updates_per_batch=arguments.updates,
-                    micro_batch_tokens=arguments.micro_batch_tokens,
+                    threads=given.threads,
+                    learning_rate=3e-4 if given.small else 1e-6,
+                    updates_per_batch=given.updates,
+                    micro_batch_tokens=given.micro_batch_tokens,
+                    packing=given.packing,
+                    attention=given.attention,
+                    gradient_checkpointing=given.checkpointing,
                 ),
             )
         )
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
         collating, stepping, working = [], [], []
-        for _ in range(arguments.steps + 2):
-            began = time.perf_counter()
+        for _ in range(given.steps + 2):
+            began = settled(learner.device)
             batch = collate(groups)
             collated = time.perf_counter()
             busy = time.process_time()
             report = learner.step(batch, version=8)
+            stepping.append(settled(learner.device) - collated)
             working.append(time.process_time() - busy)
             collating.append(collated - began)
-            stepping.append(time.perf_counter() - collated)
         began = time.perf_counter()
         learner.save_weights(Path(folder) / "weights")
         saving = time.perf_counter() - began
-    print(
-        json.dumps(
-            {
-                "rows": arguments.rows,
-                "threads": arguments.threads,
-                "updates": arguments.updates,
-                "micro_batch_tokens": arguments.micro_batch_tokens,
-                "tokens": int(batch.lengths_R.sum()),
-                "loss_tokens": report.metrics["tokens/loss"],
-                "collate_s": round(statistics.median(collating[2:]), 4),
-                "step_s": round(statistics.median(stepping[2:]), 4),
-                "step_s_min": round(min(stepping[2:]), 4),
-                "step_cpu_s": round(statistics.median(working[2:]), 4),
-                "save_weights_s": round(saving, 4),
-                "rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-            }
-        )
-    )
+    card = torch.cuda.get_device_name() if gpu else platform.processor() or platform.machine()
+    lengths, step_s = batch.lengths_R.tolist(), statistics.median(stepping[2:])
+    flops = step_flops(learner.model, lengths, report.metrics["tokens/loss"], given.updates)
+    peak = peak_flops(card) if gpu and dtype == "bfloat16" else None
+    found = {
+        "device": card,
+        "dtype": dtype,
+        "attention": learner.model.config._attn_implementation,
+        "packing": learner.passes.policy.packed,
+        "checkpointing": given.checkpointing,
+        "parameters": sum(p.numel() for p in learner.model.parameters()),
+        "rows": rows,
+        "threads": given.threads,
+        "updates": given.updates,
+        "micro_batch_tokens": given.micro_batch_tokens,
+        "tokens": sum(lengths),
+        "loss_tokens": report.metrics["tokens/loss"],
+        "tokens_per_s": round(sum(lengths) / step_s),
+        "model_tflops_per_s": round(flops / step_s / 1e12, 4),
+        "mfu": None if peak is None else round(flops / step_s / peak, 4),
+        "collate_s": round(statistics.median(collating[2:]), 4),
+        "step_s": round(step_s, 4),
+        "step_s_min": round(min(stepping[2:]), 4),
+        "step_cpu_s": round(statistics.median(working[2:]), 4),
+        "save_weights_s": round(saving, 4),
+        "rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "gpu_peak_mib": torch.cuda.max_memory_allocated() // 2**20 if gpu else None,
+    }
+    print(json.dumps(found) if given.json else "\n".join(f"{name:20} {value}" for name, value in found.items()))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

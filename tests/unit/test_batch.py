@@ -281,6 +281,12 @@ def test_a_row_over_the_bound_gets_a_part_of_its_own():
     assert [part.tolist() for part in split(rows_of(3, 30, 3), 6)] == [[1], [0, 2]]
 
 
+def test_packed_rows_count_by_their_own_lengths():
+    rows = rows_of(9, 3, 4, 10, 2, 5)
+    assert [part.tolist() for part in split(rows, 19, packed=True)] == [[3, 0], [5, 2, 1, 4]]
+    assert [part.tolist() for part in split(rows, 19)] == [[3], [0, 5], [2, 1, 4]]
+
+
 def test_only_chosen_rows_are_split():
     parts = split(rows_of(3, 9, 4), 100, torch.tensor([True, False, True]))
     assert [part.tolist() for part in parts] == [[2, 0]]

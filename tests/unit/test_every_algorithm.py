@@ -149,6 +149,21 @@ def test_micro_batches_change_nothing(base, case):
             assert other.metrics[name] == pytest.approx(one.metrics[name], rel=2e-3, abs=1e-4), name
 
 
+@pytest.mark.parametrize("case", ["loss gspo", "estimator gae", "divergence k3", "entropy", "normalised weights"])
+@pytest.mark.parametrize("train", [{"packing": "on"}, {"packing": "on", "attention": "sdpa", "micro_batch_tokens": 12}])
+def test_packed_rows_computed_again_change_nothing(base, case, train):
+    plain, packed = (
+        learner(base, **CASES[case]),
+        learner(base, **CASES[case], train=train | {"gradient_checkpointing": True}),
+    )
+    assert (plain.passes.policy.packed, packed.passes.policy.packed) == (False, True)
+    first, second = two_steps(plain), two_steps(packed)
+    assert torch.allclose(weights(plain), weights(packed), rtol=0, atol=2e-5)
+    for one, other in zip(first, second, strict=True):
+        for name in {*one.metrics, *other.metrics} - {"seconds"}:
+            assert other.metrics[name] == pytest.approx(one.metrics[name], rel=2e-3, abs=1e-4), name
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_trains(base, name):
     preset = PRESETS[name]

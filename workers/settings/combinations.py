@@ -256,6 +256,14 @@ def _shaping(s: Settings) -> Iterator[str]:
             yield f"{key}.leave_one_out needs a mean, but {key}.mean is 'none'; set the second to 'group' or 'batch'"
 
 
+def _trainer(s: Settings) -> Iterator[str]:
+    if s.train.attention in {"flash_attention_2", "flash_attention_3"} and s.model.dtype == "float32":
+        yield (
+            f"train.attention = {s.train.attention!r} works in half precision alone, but model.dtype is 'float32'; set "
+            "the second to 'bfloat16', or the first to 'auto', 'sdpa' or 'varlen'"
+        )
+
+
 def _losses(s: Settings) -> Iterator[str]:
     name, chosen = s.loss.name, s.algorithm.aggregation
     if chosen not in {"auto", s.loss.aggregation} and s.loss.aggregation:
@@ -383,6 +391,7 @@ _CHECKS: Final[tuple[Callable[[Settings], Iterator[str]], ...]] = (
     _filters,
     _estimators,
     _shaping,
+    _trainer,
     _losses,
     _presets,
     _corrections,

@@ -65,7 +65,7 @@ def find_head(model: Any) -> Head | None:
     """The model's head; None, and a line in the log, where logits can be had of the model alone."""
     layer = model.get_output_embeddings()
     if not isinstance(layer, nn.Linear):
-        log.info("head.not_known", model=type(model).__name__, reason=f"its output layer is {type(layer).__name__}")
+        log.info("head.not_known", model=type(model).__name__, reason=f"its output layer is {_kind(layer)}")
         return None
     expected = _own_logits(model, layer)
     if expected is None:
@@ -94,6 +94,10 @@ def hidden_instead(layer: nn.Module, swap: Any) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def _kind(layer: Any) -> str:
+    return "no module of its own" if layer is None else f"a {type(layer).__module__}.{type(layer).__name__}"
 
 
 def _own_logits(model: Any, layer: nn.Linear) -> tuple[Tensor, Tensor] | None:

@@ -55,6 +55,7 @@ class EngineClient:
         samplings: how the run samples, with which an engine is tried when it is met.
         adapters: engines are given adapters, one to a policy version, and asked for one by its name.
         concurrency: requests under way at one engine, at least and at most; how many, its own figures decide.
+        salted: engines keep what older weights have computed, so each version's requests share cached prefixes apart.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class EngineClient:
         samplings: Sequence[Sampling] = (),
         adapters: bool = False,
         concurrency: tuple[int, int] = (Engine().min_concurrency, Engine().max_concurrency),
+        salted: bool = False,
     ) -> None:
         self._roster = engines if isinstance(engines, Roster) else Roster(engines)
         self._connection = Connection()
@@ -75,6 +77,7 @@ class EngineClient:
         self._concurrency = concurrency
         self._request_timeout_s = request_timeout_s
         self._attempts = attempts
+        self._salted = salted
         self._reconnect_s = reconnect_s
         self._adapters = adapters
         self._succeeded_at = -math.inf
@@ -91,6 +94,7 @@ class EngineClient:
             samplings=[Sampling.of(limits, max_tokens=1) for limits in played],
             adapters=settings.publishes_adapters,
             concurrency=(settings.engine.min_concurrency, settings.engine.max_concurrency),
+            salted=settings.weights.kv == "keep",
         )
 
     async def __aenter__(self) -> Self:
@@ -203,7 +207,10 @@ class EngineClient:
         if facts.max_length:  # completions would refuse what generate cuts off
             sampling = sampling.within(facts.max_length - len(prompt_ids))
         adapter = self._adapters and before > NONE_YET
-        body = route.body(prompt_ids, sampling, model=adapter_name(before) if adapter else facts.model)
+        # Where engines keep what older weights have computed, no request finds it in the cache.
+        salt = f"v{before}" if self._salted else ""
+        model = adapter_name(before) if adapter else facts.model
+        body = route.body(prompt_ids, sampling, model=model, salt=salt)
         status, payload = await self._connection.send("POST", engine.url + route.path, self._request_timeout_s, body)
         if adapter and status == _NO_SUCH_MODEL:
             engine.spoke(NONE_YET)
