@@ -81,7 +81,7 @@ class EngineClient:
             request_timeout_s=settings.engine.request_timeout_s,
             attempts=settings.engine.attempts,
             reconnect_s=settings.engine_patience_s,
-            samplings=[Sampling.of(limits, max_tokens=1) for limits in played],
+            samplings=[Sampling.of(limits, max_tokens=limits.max_tokens) for limits in played],
             concurrency=(settings.engine.min_concurrency, settings.engine.max_concurrency),
         )
 
