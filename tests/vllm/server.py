@@ -1,7 +1,7 @@
 """Real vLLM on the CPU, in a process and a virtual environment of its own.
 
-The recipe is in one place: version and packages in `setup.sh`, environment and flags here. `PENSTOCK_VLLM` names a
-virtual environment that is there already.
+Version and packages are in `setup.sh`, environment and flags as in a run (`workers/engine/vllm/starting.py`).
+`PENSTOCK_VLLM` names a virtual environment that is there already.
 """
 
 import os
@@ -15,21 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.error import URLError
 
+from workers.engine.vllm.starting import FLAGS_WITHOUT_GPU, SERVER, environment
+
 ROOT = Path(__file__).parents[2]
 START_S = 240
 """21 s to 51 s on a quiet machine."""
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_SERVER_DEV_MODE": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # without it the first request with log-probs takes 17 s to 34 s
-}
-FLAGS = ("--dtype", "float32", "--max-num-seqs", "64", "--enforce-eager")
+FLAGS = ("--dtype", "float32", "--max-num-seqs", "64", *FLAGS_WITHOUT_GPU)
 
 
 def vllm_python() -> Path:
@@ -41,29 +32,34 @@ def vllm_python() -> Path:
 
 
 @contextmanager
-def vllm_server(model: Path, log: Path, *flags: str) -> Iterator[str]:
+def vllm_server(model: Path, log: Path, *flags: str, port: int = 0) -> Iterator[str]:
     """Serve a model; yields the URL once it is healthy.
 
     Args:
         model: a folder in Hugging Face form.
         log: what it says goes there.
         flags: `--runner pooling`, `--max-model-len 256`, ...
+        port: 0 for a free one; a fixed one to start it again where it was.
     """
-    port = _free_port()
-    # `vllm serve` asks for a distribution of that name, which the CPU build is not.
-    command = [str(vllm_python()), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    port = port or free_port()
+    command = [str(vllm_python()), *SERVER, "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *FLAGS, *flags]
-    ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     with log.open("wb") as said:
         process = subprocess.Popen(
-            command, env=ours | ENVIRONMENT, cwd=log.parent, stdout=said, stderr=said, start_new_session=True
+            command,
+            env=environment(os.environ, threads=1, cpu=True),
+            cwd=log.parent,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
         )
     try:
         url = f"http://127.0.0.1:{port}"
         _wait(url, process, log)
         yield url
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        if process.poll() is None:  # a test may have killed it
+            os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
@@ -83,7 +79,7 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     raise AssertionError(f"vLLM is not healthy after {START_S} s:\n{log.read_text()[-3000:]}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -88,7 +88,7 @@ class Probe:
             first = models["data"][0]
             release, model, max_length = str(version["version"]), str(first["id"]), int(first.get("max_model_len") or 0)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"{url} answers, but /version or /v1/models is not that of vLLM's API") from error
+            raise UnfitError(f"{url} answers, but /version or /v1/models is not that of vLLM's API") from error
         versioned = await self._answers("GET", f"{url}/weight_info")
         route: Route = Generate() if await self._answers("POST", url + Generate.path) else Completions()
         target = _Target(url, model, route)

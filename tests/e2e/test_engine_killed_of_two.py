@@ -1,0 +1,102 @@
+"""Two local engines as processes of their own: one is killed in mid-run, started again, and another one is added."""
+
+import json
+import subprocess
+import time
+import urllib.request
+
+import pytest
+
+from tests.e2e.harness import Project, balanced, environment, stop, wait_for_trained
+
+pytestmark = pytest.mark.timeout(280)
+
+
+class Engine:
+    """`penstock serve`; started again it listens where it did."""
+
+    def __init__(self, project: Project) -> None:
+        self.project, self.port = project, 0
+        self.start()
+
+    def start(self) -> None:
+        command = self.project.command("serve", self.project.table["model"]["path"], "--port", str(self.port))
+        self.process = subprocess.Popen(
+            [*command, "--set", "engine.max_length=256"],
+            cwd=self.project.folder,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.url = self.process.stdout.readline().split()[-1]
+        self.port = int(self.url.rpartition(":")[2].strip("/"))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+    def sampled(self) -> float:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+    def used_within(self, seconds: float) -> bool:
+        """Whether it samples more than a probe would."""
+        begun, deadline = self.sampled(), time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.sampled() - begun > 40:
+                return True
+            time.sleep(0.1)
+        return False
+
+    def version(self) -> int:
+        with urllib.request.urlopen(f"{self.url}/weight_info", timeout=10) as answer:
+            return int(json.loads(answer.read())["weight_version"])
+
+
+@pytest.fixture
+def engines(project):
+    found = [Engine(project) for _ in range(3)]
+    yield found
+    for engine in found:
+        engine.kill()
+
+
+def test_one_of_two_is_killed_and_started_again_and_a_third_is_added_and_no_group_is_lost(project, engines):
+    stays, dies, added = engines
+    project.prompts(5000)
+    project.table["engine"]["urls"] = [stays.url, dies.url]
+    project.table["filter"] = {"zero_variance": False}
+    process = project.start("run", str(project.write()), "--json")
+    try:
+        wait_for_trained(project, 8, process, 120)
+        assert dies.used_within(30)
+        dies.kill()
+        wait_for_trained(project, len(project.ledger()) + 12, process, 60)
+        published = len(project.ledger()) // 4 - 1
+        dies.start()
+        assert dies.used_within(10)
+        assert dies.version() >= published
+        assert added.sampled() == 0
+        told = project.run("engines", "add", added.url, str(project.run_folder), "--json")
+        assert json.loads(told.stdout)["answers"], told
+        assert added.used_within(10)
+        told = project.run("engines", "remove", stays.url, str(project.run_folder))
+        assert "was" not in told.stdout, told
+        time.sleep(2)
+        assert not stays.used_within(2)
+        assert project.run("stop", str(project.run_folder)).returncode == 0
+        out, err = process.communicate(timeout=100)
+    finally:
+        stop(process)
+    summary = json.loads(out)
+    assert balanced(summary), err
+    assert (summary["dead"], summary["groups_dropped"]) == (0, {})
+    assert set(summary["rows"]) == {"valid"}
+    ends = [line["prompt"] for line in project.ledger()]
+    assert len(ends) == len(set(ends)) == summary["groups_trained"]
+    events = [json.loads(line) for line in (project.run_folder / "logs" / "rollout-0.log").read_text().splitlines()]
+    of_the_dead = [e["event"] for e in events if e.get("url") == dies.url.rstrip("/") and e.get("what") != "weights"]
+    assert of_the_dead.count("engine.ejected") == of_the_dead.count("engine.returned") == 1
