@@ -35,6 +35,8 @@ class LoraEngine:
         self.orders: list[str] = []
         self.asked: list[str] = []
         self.faults: dict[str, int] = {}
+        self.ends_as = ""
+        """The version that answers name, if another than it has."""
         self.open = True
         """VLLM_ALLOW_RUNTIME_LORA_UPDATING was set."""
         self.held = anyio.Event()
@@ -118,12 +120,18 @@ class LoraEngine:
             return web.json_response({"error": {"message": f"The model `{body['model']}` does not exist."}}, status=404)
         began = self.version
         await self.held.wait()
+        if self.ends_as:
+            spans = [{"version": self.ends_as, "start": 0, "end": 2}]
+            return web.json_response(self.answer(spans))
         spans = [{"version": began, "start": 0, "end": 1}, {"version": self.version, "start": 1, "end": 2}]
         if began == self.version:
             spans = [{"version": began, "start": 0, "end": 2}]
+        return web.json_response(self.answer(spans))
+
+    def answer(self, spans):
         content = [{"token": f"token_id:{token}", "logprob": -1.0} for token in (7, 8)]
         choice = {"index": 0, "token_ids": [7, 8], "finish_reason": "length", "logprobs": {"content": content}}
-        return web.json_response({"request_id": "r", "choices": [choice | {"weight_versions": spans}]})
+        return {"request_id": "r", "choices": [choice | {"weight_versions": spans}]}
 
 
 @pytest.fixture
@@ -217,6 +225,20 @@ async def test_a_request_names_the_newest_adapter_and_is_of_its_version_to_the_e
         assert sampled[0].spans == [Span(3, 0, 2)], "it was sampled by the adapter that it named"
         assert (await client.sample([1], SAMPLING, at_least=3)).spans == [Span(4, 0, 2)], "the answer had told of it"
     assert engine.asked[-3:] == [adapter_name(3), adapter_name(3), adapter_name(4)]
+
+
+async def test_an_answer_from_before_a_newer_adapter_does_not_look_like_a_restart(engine):
+    publisher = publisher_of(engine.url)
+    await publisher.push(Path("/w/v3"), 3)
+    async with client_of(engine) as client:
+        await client.sample([1], SAMPLING, at_least=3)
+        probed = engine.asked.count("base")
+        engine.ends_as = "3"
+        await publisher.push(Path("/w/v4"), 4)
+        await anyio.sleep(1.1)  # what it last said is asked for again
+        assert (await client.sample([1], SAMPLING, at_least=3)).spans == [Span(4, 0, 2)]
+        assert (await client.sample([1], SAMPLING, at_least=3)).spans == [Span(4, 0, 2)]
+        assert engine.asked.count("base") == probed, "it was looked at anew"
 
 
 async def test_an_adapter_that_is_gone_is_no_refusal_of_the_request(engine):

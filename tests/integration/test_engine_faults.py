@@ -140,7 +140,8 @@ async def test_many_requests_that_wait_for_weights_ask_seldom_and_say_so_once():
                 await anyio.sleep(2.0)
                 asked, took = engine.questions["/weight_info"], anyio.current_time() - began
                 engine.version = "0"
-    assert [(line["event"], line["what"]) for line in lines if line["event"] != "engine.found"] == [
+    lines = [line for line in lines if line["event"] != "engine.found"]
+    assert [(line["event"], line["what"]) for line in lines] == [
         ("engine.awaited", "weights"),
         ("engine.returned", "weights"),
     ]
