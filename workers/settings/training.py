@@ -1,6 +1,6 @@
 """Settings of the trainer: its optimizer, and how a large model fits."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
@@ -38,6 +38,10 @@ class Train(Section, frozen=True):
     """Steps between two checkpoints."""
     keep_last: Positive = 2
     """Checkpoints kept, besides the one with the best mean reward."""
+
+
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+"""Hosts by which a machine reaches itself alone."""
 
 
 class Weights(Section, frozen=True):
