@@ -96,7 +96,9 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             RuntimeError: on the last worker: what is wrong, and what the model holds now.
         """
-        self._raise_for_all(self._agreed(self._problem))
+        if problem := self._agreed(self._problem):
+            self._raise_for_all(problem)
+            return
         try:
             with torch.no_grad():
                 self._load()
@@ -105,7 +107,8 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             logger.exception("new weights failed half-way")
             problem = f"{BROKEN}: {error!r} while the new weights were loaded; send whole ones before it goes on"
         self._forget("nothing was sent")
-        self._raise_for_all(self._agreed(problem))
+        if problem := self._agreed(problem):
+            self._raise_for_all(problem)
 
     def shutdown(self) -> None:
         """Remove what was downloaded."""
@@ -149,7 +152,7 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         return next((f"worker {rank}: {found}" for rank, found in enumerate(problems) if found), "")
 
     def _raise_for_all(self, problem: str) -> None:
-        if problem and self.parallel_config.rank == self.parallel_config.world_size - 1:
+        if self.parallel_config.rank == self.parallel_config.world_size - 1:
             raise RuntimeError(problem)
 
     def _forget(self, problem: str) -> None:
