@@ -29,7 +29,7 @@ from penstock_vllm.asking import asking
 from penstock_vllm.checkpoint import Shapes, compare, files_of, shapes_of
 from penstock_vllm.pieces import find_pieces
 from penstock_vllm.source import fetch
-from penstock_vllm.verdict import BROKEN, RefusedError, UpdateError
+from penstock_vllm.verdict import BROKEN, FailedError, RefusedError, UpdateError
 
 logger = init_logger(__name__)
 
@@ -80,6 +80,8 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._staged = self._stage(update_info)
         except UpdateError as error:
             self._forget(str(error))
+        except Exception as error:  # noqa: BLE001  (none may escape from here, of whatever type)
+            self._forget(str(FailedError(repr(error))))
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As vLLM's own, but info that cannot be parsed is told by `finish_weight_update` too."""
