@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 SEED   ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-full test-vllm test-gpu clean
+.PHONY: help setup demo check test test-full test-gpu test-vllm clean
 
 help:  ## Show what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -30,17 +30,17 @@ check: setup  ## Format, lint, types, import contracts, spelling
 	$(BIN)/codespell
 
 test: setup  ## Unit, property, integration and end-to-end tests
-	$(BIN)/pytest -m "not full and not vllm and not gpu" -n 2 --dist worksteal
+	$(BIN)/pytest -m "not full and not gpu and not vllm" -n 2 --dist worksteal
 
 test-full: setup  ## What is too long for `make test`
 	$(BIN)/pytest -m full
 
+test-gpu: setup  ## The trainer's step on a GPU; says so and skips where there is none
+	$(BIN)/pytest -m gpu tests/gpu
+
 test-vllm: setup  ## On the real vLLM, on the CPU; makes its virtual environment once
 	PYTHON=$(BIN)/python sh tests/vllm/setup.sh
 	$(BIN)/pytest tests/vllm -m vllm
-
-test-gpu: setup  ## The trainer's step on a GPU; says so and skips where there is none
-	$(BIN)/pytest -m gpu tests/gpu
 
 clean:  ## Remove what setup, tests and demos made
 	rm -rf $(VENV) runs .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

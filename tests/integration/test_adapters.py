@@ -35,6 +35,10 @@ class LoraEngine:
         self.orders: list[str] = []
         self.asked: list[str] = []
         self.faults: dict[str, int] = {}
+        self.ends_as = ""
+        """The version that answers name, if another than it has."""
+        self.open = True
+        """VLLM_ALLOW_RUNTIME_LORA_UPDATING was set."""
         self.held = anyio.Event()
         self.held.set()
 
@@ -83,6 +87,11 @@ class LoraEngine:
         body = await request.json()
         assert "load_inplace" not in body
         self.fault("load")
+        if "nowhere" in body["lora_path"]:
+            error = {"message": f"Loading lora failed: No adapter found for {body['lora_path']}", "code": 404}
+            return web.json_response({"error": error}, status=404)
+        if not self.open:
+            raise web.HTTPNotFound
         if body["lora_name"] in self.adapters:
             return web.json_response({"error": {"message": "has already been loaded"}}, status=400)
         self.adapters[body["lora_name"]] = body["lora_path"]
@@ -111,12 +120,18 @@ class LoraEngine:
             return web.json_response({"error": {"message": f"The model `{body['model']}` does not exist."}}, status=404)
         began = self.version
         await self.held.wait()
+        if self.ends_as:
+            spans = [{"version": self.ends_as, "start": 0, "end": 2}]
+            return web.json_response(self.answer(spans))
         spans = [{"version": began, "start": 0, "end": 1}, {"version": self.version, "start": 1, "end": 2}]
         if began == self.version:
             spans = [{"version": began, "start": 0, "end": 2}]
+        return web.json_response(self.answer(spans))
+
+    def answer(self, spans):
         content = [{"token": f"token_id:{token}", "logprob": -1.0} for token in (7, 8)]
         choice = {"index": 0, "token_ids": [7, 8], "finish_reason": "length", "logprobs": {"content": content}}
-        return web.json_response({"request_id": "r", "choices": [choice | {"weight_versions": spans}]})
+        return {"request_id": "r", "choices": [choice | {"weight_versions": spans}]}
 
 
 @pytest.fixture
@@ -174,6 +189,14 @@ async def test_an_engine_that_cannot_take_them_is_refused_at_once_with_what_it_n
     assert engine.orders == []
 
 
+async def test_an_engine_without_the_route_or_the_folder_is_refused_at_once(engine):
+    with anyio.fail_after(3), pytest.raises(EngineRefusedError, match=r"under the same path.*'merged'"):
+        await publisher_of(engine.url).push(Path("/nowhere/v3"), 3)
+    engine.open = False
+    with anyio.fail_after(3), pytest.raises(EngineRefusedError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+        await publisher_of(engine.url).push(Path("/w/v3"), 3)
+
+
 async def test_the_local_engine_is_refused_with_the_other_way():
     async with ScriptedEngine(lambda *_: [1]) as local:
         local.transfer_config = None
@@ -204,6 +227,20 @@ async def test_a_request_names_the_newest_adapter_and_is_of_its_version_to_the_e
     assert engine.asked[-3:] == [adapter_name(3), adapter_name(3), adapter_name(4)]
 
 
+async def test_an_answer_from_before_a_newer_adapter_does_not_look_like_a_restart(engine):
+    publisher = publisher_of(engine.url)
+    await publisher.push(Path("/w/v3"), 3)
+    async with client_of(engine) as client:
+        await client.sample([1], SAMPLING, at_least=3)
+        probed = engine.asked.count("base")
+        engine.ends_as = "3"
+        await publisher.push(Path("/w/v4"), 4)
+        await anyio.sleep(1.1)  # what it last said is asked for again
+        assert (await client.sample([1], SAMPLING, at_least=3)).spans == [Span(4, 0, 2)]
+        assert (await client.sample([1], SAMPLING, at_least=3)).spans == [Span(4, 0, 2)]
+        assert engine.asked.count("base") == probed, "it was looked at anew"
+
+
 async def test_an_adapter_that_is_gone_is_no_refusal_of_the_request(engine):
     publisher = publisher_of(engine.url)
     await publisher.push(Path("/w/v3"), 3)
@@ -224,7 +261,7 @@ async def test_an_adapter_that_is_gone_is_no_refusal_of_the_request(engine):
 async def test_an_adapter_that_never_comes_is_waited_for_within_bounds(engine):
     engine.version = "3"  # says so, but has none
     async with client_of(engine, reconnect_s=0.5) as client:
-        with anyio.fail_after(10), pytest.raises(EngineUnavailableError, match="older than 3, for 0.5 s"):
+        with anyio.fail_after(10), pytest.raises(EngineUnavailableError, match=r"older than 3, for 0\.5 s"):
             await client.sample([1], SAMPLING, at_least=3)
 
 

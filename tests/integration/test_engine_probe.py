@@ -75,6 +75,16 @@ async def test_raw_logprobs_will_do_only_where_they_are_those_of_what_is_sampled
             assert (await client.sample([5], sampling)).token_ids == [6, 7, 2]
 
 
+async def test_an_engine_that_is_too_short_for_the_runs_completions_is_told_of():
+    longest = Sampling(temperature=1.0, max_tokens=5000)
+    async with ScriptedEngine(reply, version="0") as engine:
+        for samplings, told in (([PLAIN], 0), ([PLAIN, longest], 1)):
+            with capture_logs() as lines:
+                async with client_of(engine.url, samplings=samplings) as client:
+                    await client.probe()
+            assert [line["event"] for line in lines].count("engine.short") == told
+
+
 def test_a_run_asks_for_what_it_and_its_evaluations_need():
     table = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}]}
     alone = parse(table | {"eval": {}})

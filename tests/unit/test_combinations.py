@@ -23,6 +23,12 @@ GAE, REMAX, GDPO, PASSK = ({"name": name} for name in ("gae", "remax", "gdpo", "
         ({"engine": {"flags": ["--x"]}}, ["engine.flags", "engine.server", "'vllm'"]),
         ({"engine": {"python": "p"}}, ["engine.python", "engine.server", "'vllm'"]),
         ({"pacing": {"straggler_timeout_s": 5.0}}, ["pacing.straggler_timeout_s", "pacing.late", "'wait'"]),
+        ({"weights": {"port": 9000}}, ["weights.port", "weights.transport = 'http'", "leave"]),
+        ({"weights": {"host": "trainer"}}, ["weights.host", "weights.transport = 'files'"]),
+        (
+            {"weights": {"transport": "http"}, "engine": {"urls": ["http://127.0.0.1:1", "http://gpu7:8000"]}},
+            ["weights.host", "http://gpu7:8000 does not reach the trainer"],
+        ),
         ({"filter": {"min_valid_rows": 9}}, ["filter.min_valid_rows", "rollout.group_size", "lower"]),
         ({"filter": {"min_mean_reward": 1.0, "max_mean_reward": 0.5}}, ["min_mean_reward", "max_mean_reward"]),
         ({"filter": {"min_advantage": 2.0, "max_advantage": 1.0}}, ["filter.min_advantage", "filter.max_advantage"]),

@@ -168,7 +168,7 @@ def test_the_policy_of_the_beginning_is_the_model_without_its_adapter(base, rows
     with one.adapter.off():
         assert torch.equal(read(one.model, rows), read(lora(base).model, rows))
     second = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    two.passes = Passes(Readable.of(two.model), Readable.of(second), two.critic, two.settings, two.ranks)
+    two.passes = Passes(two.passes.policy, Readable.of(second), two.critic, two.settings, two.ranks)
     first, other = one.step(batch, 3).metrics, two.step(batch, 3).metrics
     assert first["reference/kl"] > 0
     assert {n: v for n, v in first.items() if n != "seconds"} == {n: v for n, v in other.items() if n != "seconds"}
@@ -270,6 +270,11 @@ def test_settings_that_cannot_work_are_refused(change, words):
     assert all(word in str(refused.value) for word in words)
 
 
+def test_several_ranks_are_refused():
+    with pytest.raises(SettingsError, match=r"train\.ranks.*lora\.rank"):
+        parse(LEAST | {"lora": {"rank": 4}, "train": {"ranks": 2}})
+
+
 @pytest.mark.parametrize("weights", [{"transport": "http"}, {"kv": "keep"}])
 def test_a_way_that_adapters_do_not_go_is_refused(weights):
     with pytest.raises(SettingsError, match=rf"weights\.{next(iter(weights))} .* lora\.publish = 'adapter'"):
@@ -295,6 +300,8 @@ def test_an_adapter_of_another_kind_of_run_is_refused_by_name(base, bases, tmp_p
         whole.restore(lora(base))
     with pytest.raises(RunMismatchError, match="another rank"):
         adapter.restore(lora(base, more={"rank": 2}))
+    with pytest.raises(RunMismatchError, match=r"lora\.alpha = 8, not 16"):
+        adapter.restore(lora(base, more={"alpha": 16.0}))
     with pytest.raises(RunMismatchError, match="beside other weights"):
         adapter.restore(lora(bases[False]))
 

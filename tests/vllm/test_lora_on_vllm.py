@@ -50,7 +50,7 @@ class Versions:
             for made in (path, merged):
                 made.mkdir()
             adapter.write(path, "float32")
-            write_policy(adapter.model, self.base, merged, "float32", adapter.merged())
+            write_policy(adapter.model, adapter.merged(), self.base, merged, "float32")
             self.judges.append(Judge(merged))
 
     def differs(self, prompt, sampled, version: int) -> float:
@@ -212,6 +212,11 @@ async def _load_in_place(session, url, path):
     body = {"lora_name": "replaced", "lora_path": str(path), "load_inplace": True}
     async with session.post(f"{url}/v1/load_lora_adapter", json=body) as response:
         assert response.status == 200, await response.text()
+
+
+async def test_a_folder_that_the_engine_does_not_see_is_refused_at_once(publisher):
+    with anyio.fail_after(10), pytest.raises(EngineRefusedError, match=r"finds no adapter at .*/nowhere/v000099"):
+        await publisher.push(Path("/nowhere/v000099"), 99)
 
 
 async def test_an_engine_that_cannot_hold_such_adapters_is_refused_with_what_it_needs(url, versions):

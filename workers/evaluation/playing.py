@@ -48,6 +48,7 @@ async def play(
         opened(settings, "score") as at_score,
         serving_for(factories, settings.rollout.endpoint_host) as endpoint,
     ):
+        await engine.probe()
 
         async def one(place: int, prompt: Prompt) -> None:
             async with room:

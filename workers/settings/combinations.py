@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from typing import Final
+from urllib.parse import urlsplit
 
 from stream.errors import SettingsError
 from workers.settings.algorithm import Correction, Critic, Normalization, Shaping
@@ -11,7 +12,7 @@ from workers.settings.estimators import Gae, OptimalTokenBaseline, Passk, TirOpt
 from workers.settings.losses import Clipped
 from workers.settings.pipeline import Eval, Pacing, Rollout
 from workers.settings.presets import PRESETS
-from workers.settings.training import Lora, Weights
+from workers.settings.training import LOOPBACK, Lora, Weights
 from workers.settings.whole import Settings
 
 RESTRICTING: Final = ("top_p", "top_k", "min_p", "min_tokens", "logit_bias")
@@ -93,6 +94,23 @@ def _own_engines(s: Settings) -> Iterator[str]:
         yield (
             f"engine.devices is for {len(engine.devices)} engines and engine.count is {engine.count}; name the GPUs of "
             "each engine, or of none"
+        )
+
+
+def _weights(s: Settings) -> Iterator[str]:
+    weights = s.weights
+    if weights.port and weights.transport != "http":
+        yield (
+            f"weights.port is of the server that weights.transport = 'http' starts, not {weights.transport!r}; set the "
+            "second to it, or leave the first out"
+        )
+    if weights.transport == "files" and weights.host != Weights().host:
+        yield "weights.host is set, but with weights.transport = 'files' nobody asks the trainer; leave it out"
+    away = [url for url in (*s.engine.urls, s.engine.dns) if url and urlsplit(url).hostname not in LOOPBACK]
+    if weights.transport != "files" and weights.host in LOOPBACK and away:
+        yield (
+            f"weights.host is {weights.host!r}, by which {away[0]} does not reach the trainer; set it to a name or "
+            "address of the trainer's machine on the engines' network"
         )
 
 
@@ -354,12 +372,15 @@ def _lora(s: Settings) -> Iterator[str]:
             if getattr(s.lora, key) != getattr(Lora(), key):
                 yield f"lora.{key} is set, but lora.rank is 0, so there is no adapter; set it too, or leave it out"
         return
-    if s.train.ranks > 1:
-        yield "lora.rank is set, but train.ranks is above 1: an adapter is trained by one process alone so far"
     if not s.lora.targets:
         yield "lora.targets is empty, so lora.rank has nothing to act on; leave it out for every linear layer"
     if "all-linear" in s.lora.targets and len(s.lora.targets) > 1:
         yield "lora.targets has names beside 'all-linear', which has them all; leave out one or the other"
+    if s.train.ranks > 1:
+        yield (
+            f"train.ranks is {s.train.ranks}, but ranks share whole models, and lora.rank is {s.lora.rank}; set the "
+            "first to 1, or the second to 0"
+        )
     if s.lora.publish == "adapter":
         for key in ("transport", "kv", "host", "port"):
             if getattr(s.weights, key) != getattr(Weights(), key):
@@ -381,6 +402,7 @@ _CHECKS: Final[tuple[Callable[[Settings], Iterator[str]], ...]] = (
     _rewards,
     _data,
     _engines,
+    _weights,
     _rollouts,
     _sampling,
     _pacing,

@@ -1,6 +1,6 @@
 """Settings of the trainer: its optimizer, and how a large model fits."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
@@ -64,6 +64,10 @@ class Lora(Section, frozen=True):
     publish: Literal["merged", "adapter"] = "merged"
     """What engines are given: whole weights with the adapter added, or the adapter alone, which vLLM started with
     `--enable-lora` takes."""
+
+
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+"""Hosts by which a machine reaches itself alone."""
 
 
 class Weights(Section, frozen=True):

@@ -79,7 +79,7 @@ class Adapter:
 
     def merged(self) -> dict[str, Tensor]:
         """Weights of an ordinary model that says the same, by its names; those without an adapter are not copied."""
-        state = self.model.state_dict()
+        state = self.model.state_dict(keep_vars=True)
         found = {}
         with torch.no_grad():
             for name, value in state.items():
@@ -107,12 +107,18 @@ class Adapter:
         """What `write` wrote, by name.
 
         Raises:
-            RunMismatchError: there is no adapter, it has other layers, or was trained beside other weights.
+            RunMismatchError: there is no adapter, it is of another shape or scale, or was trained beside other weights.
         """
         if not (folder / WEIGHTS).is_file():
             raise RunMismatchError(
                 f"{folder}: there is no adapter, but lora.rank is set: it was written by a run that trained the whole "
                 "model; use another run name"
+            )
+        alpha = msgspec.json.decode((folder / CONFIG).read_bytes())["lora_alpha"]
+        if alpha != self._config.lora_alpha:
+            raise RunMismatchError(
+                f"{folder}: the adapter was trained with lora.alpha = {alpha:g}, not {self._config.lora_alpha:g}, and "
+                "would be another policy with it; put it back, or use another run name"
             )
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             if file.metadata().get("base") != self._digest:
@@ -156,7 +162,7 @@ def merge(folder: Path, out: Path) -> None:
     with torch.no_grad():
         for name, tensor in adapter.read(folder).items():
             adapter.parameters[name].copy_(tensor)
-    write_policy(adapter.model, base, out, dtype_name, adapter.merged())
+    write_policy(adapter.model, adapter.merged(), base, out, dtype_name)
 
 
 def _inject(model: Any, base: Path, lora: Lora) -> Any:
@@ -172,7 +178,8 @@ def _inject(model: Any, base: Path, lora: Lora) -> Any:
             continue
         meant = [name for name in names if name == target or name.endswith(f".{target}")]
         if not meant:
-            raise SettingsError(f"lora.targets: {base} has no layer {target!r}; it has {_linear(names)}")
+            fit = {n.rpartition(".")[2] for n, m in names.items() if isinstance(m, torch.nn.Linear) and m not in ends}
+            raise SettingsError(f"lora.targets: {base} has no layer {target!r}; it has {', '.join(sorted(fit))}")
         if any(names[name] in ends for name in meant):
             raise SettingsError(
                 f"lora.targets: {target!r} is the model's embedding or output layer, which get no adapter; leave it out"
@@ -195,10 +202,6 @@ def _inject(model: Any, base: Path, lora: Lora) -> Any:
         name for name, module in model.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)
     )
     return config
-
-
-def _linear(modules: dict[str, Any]) -> str:
-    return ", ".join(sorted({n.rpartition(".")[2] for n, m in modules.items() if isinstance(m, torch.nn.Linear)}))
 
 
 def _digest(model: Any) -> str:

@@ -100,6 +100,7 @@ class _Inputs(NamedTuple):
     """What logits are made from, and how."""
 
     hidden_NH: Tensor
+    """In the type that products are made of."""
     weight_VH: Tensor
     bias_V: Tensor | None
     targets_N: Tensor
@@ -120,7 +121,7 @@ class _Inputs(NamedTuple):
 
     def logits(self, block: _Block) -> Tensor:
         """After scale and cap, before the temperature."""
-        logits_nv = _product(self.hidden_NH[block.tokens].to(self.dtype), block.weight_vH.T)
+        logits_nv = _product(self.hidden_NH[block.tokens], block.weight_vH.T)
         if self.bias_V is not None:
             logits_nv += self.bias_V[block.words].to(logits_nv.dtype)
         if self.finish.scale != 1.0:
@@ -152,7 +153,7 @@ class _Read(torch.autograd.Function):
         entropy: Entropy,
         squares: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = _Inputs(hidden_NH, weight_VH, bias_V, targets_N, *how)
+        inputs = _Inputs(hidden_NH.to(how.dtype), weight_VH, bias_V, targets_N, *how)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             top_N, total_N, chosen_N, moment_N, squared_N = _sums(inputs, entropy=bool(entropy), squares=squares)
         log_total_N = total_N.log()
@@ -160,8 +161,8 @@ class _Read(torch.autograd.Function):
         # H = log sum exp z - sum p z, both with the maximum taken off.
         entropy_N = log_total_N - moment_N / total_N if entropy else torch.zeros_like(logprobs_N)
         squares_N = squared_N / total_N.square() if squares else torch.zeros_like(logprobs_N)
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, top_N, log_total_N, entropy_N)
-        ctx.how = how
+        ctx.save_for_backward(inputs.hidden_NH, weight_VH, bias_V, targets_N, top_N, log_total_N, entropy_N)
+        ctx.how, ctx.hidden_dtype = how, hidden_NH.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(squares_N, *(() if entropy == "gradient" else (entropy_N,)))
         return logprobs_N, entropy_N, squares_N
@@ -193,11 +194,10 @@ class _Read(torch.autograd.Function):
                 if hidden_grad_NH is not None:
                     hidden_grad_NH[rows] += _product(grad_nv, block.weight_vH)
                 if weight_grad_VH is not None:
-                    weight_grad_VH[block.words] += _product(grad_nv.T, hidden_NH[rows].to(inputs.dtype))
+                    weight_grad_VH[block.words] += _product(grad_nv.T, hidden_NH[rows])
         found = (hidden_grad_NH, weight_grad_VH, bias_grad_V)
-        made = (
-            None if g is None else g.to(t.dtype) for g, t in zip(found, (hidden_NH, weight_VH, bias_V), strict=True)
-        )
+        dtypes = (ctx.hidden_dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype)
+        made = (None if grad is None else grad.to(dtype) for grad, dtype in zip(found, dtypes, strict=True))
         return (*made, None, None, None, None)
 
 

@@ -4,6 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -99,16 +100,27 @@ class Learner:
         self.ranks = Ranks(device)
         self.device, self.dtype = self.ranks.device, dtype
         self.base = Path(folder or settings.model.path)
-        self.adapter: Adapter | None = None
-        read = self._adapted() if settings.lora.rank else self._read(self.base, trained=True)
+        read = self._read(self.base, trained=True)
         self.model: Any = read.model
-        self.parameters: dict[str, torch.nn.Parameter] = (
-            dict(self.model.named_parameters()) if self.adapter is None else self.adapter.parameters
-        )
+        self.adapter: Adapter | None = None
+        if settings.lora.rank:
+            if self.ranks.size > 1:
+                raise SettingsError(
+                    f"lora.rank is set, and the trainer has {self.ranks.size} ranks, which share whole models; set "
+                    "train.ranks to 1, or leave [lora] out"
+                )
+            self.adapter = Adapter(self.model, self.base, settings.lora, settings.run.seed)
         if settings.train.gradient_checkpointing:
             checkpoint_layers(self.model)
+        reference: Readable | None = None
+        if settings.algorithm.kl_coefficient:
+            reference = read if self.adapter else self._read(Path(settings.model.path), trained=False)
         self.critic = _critic(self.model, settings).to(self.device, dtype) if settings.estimator.name == "gae" else None
-        self.passes = self._passes(read)
+        as_begun = self.adapter.off if self.adapter else nullcontext
+        self.passes = Passes(read, reference, self.critic, settings, self.ranks, as_begun=as_begun)
+        self.parameters: dict[str, torch.nn.Parameter] = (
+            self.adapter.parameters if self.adapter else dict(self.model.named_parameters())
+        )
         self.critic_parameters = {f"critic.{n}": p for n, p in self.critic.named_parameters()} if self.critic else {}
         self.optimizer = _optimizer(self.parameters, self.critic_parameters, settings)
 
@@ -182,30 +194,20 @@ class Learner:
             OSError: the disk is full, or refuses; nothing is left behind.
         """
         with new_folder(folder) as temporary:
-            if self.adapter is not None and self.settings.lora.publish == "merged":
-                dtype_name = self.settings.model.dtype
-                write_policy(self.model, self.base, temporary, dtype_name, self.adapter.merged())
-            else:
+            if self.adapter is None or self.settings.publishes_adapters:
                 self.write_weights(temporary)
+            else:
+                self._write_policy(temporary)
 
     def write_weights(self, folder: Path) -> None:
-        """Write what is trained of the policy into an existing folder: in Hugging Face form, or the adapter alone.
-
-        All ranks call this, the first alone writes.
-        """
+        """Write what is trained into an existing folder, in Hugging Face form or as an adapter; at the first rank."""
         if self.adapter is not None:
             self.adapter.write(folder, self.settings.model.dtype)
-            return
-        weights = self.weights()
-        if self.ranks.leads:
-            write_policy(self.model, self.base, folder, self.settings.model.dtype, weights)
-
-    def weights(self) -> dict[str, Tensor]:
-        """The policy's tensors as they are written, whole, on the CPU; at other ranks than the first, nothing."""
-        return gathered(self.model.state_dict(keep_vars=True), self.ranks, self.written_dtype)
+        else:
+            self._write_policy(folder)
 
     def read_weights(self, folder: Path) -> dict[str, Tensor]:
-        """What `write_weights` wrote, by the names of `parameters`; at the first rank.
+        """What `write_weights` wrote, by the names of `parameters`, in the type that they have here.
 
         Raises:
             RunMismatchError: it belongs to another model, or to a run with an adapter where there is none, or without.
@@ -222,11 +224,10 @@ class Learner:
             raise RunMismatchError(f"{folder}: its weights are not those of {self.base}; use another run name")
         return weights
 
-    @property
-    def written_dtype(self) -> torch.dtype:
-        """In which `write_weights` writes what is trained."""
-        name = "float32" if self.adapter is not None else self.settings.model.dtype
-        return cast("torch.dtype", getattr(torch, name))
+    def weights(self) -> dict[str, Tensor]:
+        """The policy's tensors as they are written, whole, on the CPU; at other ranks than the first, nothing."""
+        tensors = self.adapter.merged() if self.adapter else self.model.state_dict(keep_vars=True)
+        return gathered(tensors, self.ranks, getattr(torch, self.settings.model.dtype))
 
     def state(self) -> dict[str, Tensor]:
         """Everything beside the weights that the next step depends on, by name, whole, on the CPU.
@@ -287,30 +288,21 @@ class Learner:
                 self.optimizer.state[parameter] = found
         self.steps, self.skipped_steps = steps, skipped_steps
 
+    @property
+    def written_dtype(self) -> torch.dtype:
+        """In which `write_weights` writes what is trained."""
+        return torch.float32 if self.adapter else cast("torch.dtype", getattr(torch, self.settings.model.dtype))
+
+    def _write_policy(self, folder: Path) -> None:
+        weights = self.weights()
+        if self.ranks.leads:
+            write_policy(self.model, weights, self.base, folder, self.settings.model.dtype)
+
     def _read(self, folder: Path, *, trained: bool) -> Readable:
-        whole = load_policy(folder, self.dtype).requires_grad_(trained) if self.ranks.leads else None
-        return readable(whole, self.ranks, mixed=self.settings.model.dtype == "bfloat16")
-
-    def _adapted(self) -> Readable:
-        """The policy with an adapter in it, beside which its own weights are frozen."""
-        settings = self.settings
-        if self.ranks.size > 1:
-            raise SettingsError(
-                f"lora.rank is set, and the trainer has {self.ranks.size} ranks: an adapter is trained by one process "
-                "alone so far; set train.ranks to 1, or leave [lora] out"
-            )
-        frozen = load_policy(self.base, getattr(torch, settings.model.dtype)).to(self.device)
-        self.adapter = Adapter(frozen, self.base, settings.lora, settings.run.seed)
-        return Readable.of(frozen)
-
-    def _passes(self, read: Readable) -> Passes:
-        """The policy of the beginning is a second model, or the policy without its adapter."""
-        wanted = bool(self.settings.algorithm.kl_coefficient)
-        if self.adapter is not None:
-            reference = read if wanted else None
-            return Passes(*(read, reference, self.critic, self.settings, self.ranks), as_begun=self.adapter.off)
-        reference = self._read(Path(self.settings.model.path), trained=False) if wanted else None
-        return Passes(read, reference, self.critic, self.settings, self.ranks)
+        mixed = self.settings.model.dtype == "bfloat16"
+        dtype = torch.bfloat16 if mixed and self.settings.lora.rank else self.dtype
+        whole = load_policy(folder, dtype).requires_grad_(trained) if self.ranks.leads else None
+        return readable(whole, self.ranks, mixed=mixed)
 
     def _train(self, formed: Formed, tally: Tally) -> str:
         """Make the updates of one batch; returns why it stopped, or nothing."""

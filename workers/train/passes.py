@@ -106,7 +106,7 @@ class Passes:
         if not torch.is_grad_enabled():
             return
         if self.reference is not None:
-            with torch.no_grad():
+            with torch.no_grad(), self._as_begun():
                 self._read(self.reference, batch, rows, mask_MT)
         (found.logprobs_N.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 

@@ -1,7 +1,6 @@
 """The policy on disk: a folder in Hugging Face form, read and written."""
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,20 +39,19 @@ def load_policy(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model.eval()
 
 
-def write_policy(model: Any, base: Path, folder: Path, dtype_name: str, weights: Mapping[str, Tensor]) -> None:
+def write_policy(model: Any, weights: dict[str, Tensor], base: Path, folder: Path, dtype_name: str) -> None:
     """Write config, weights, generation config and the tokenizer's files into an existing folder.
 
     Weights are in `model.safetensors`; those of a large model in several such files and an index of them.
 
     Args:
         model: the policy; it may be sharded.
+        weights: its tensors, whole, on the CPU; those that are tied share memory.
         base: the folder it was loaded from, which has the tokenizer's files.
         folder: where to write.
         dtype_name: of the weights, `float32` or `bfloat16`.
-        weights: its tensors by name, whole; those that are tied share memory.
     """
-    state = _cast(weights, getattr(torch, dtype_name))
-    model.save_pretrained(folder, state_dict=state, max_shard_size=_LARGEST_FILE)
+    model.save_pretrained(folder, state_dict=weights, max_shard_size=_LARGEST_FILE)
     config = folder / "config.json"
     described = msgspec.json.decode(config.read_bytes()) | {"dtype": dtype_name}
     config.write_bytes(msgspec.json.format(msgspec.json.encode(described)))
@@ -61,9 +59,3 @@ def write_policy(model: Any, base: Path, folder: Path, dtype_name: str, weights:
         for path in base.glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, folder / path.name)
-
-
-def _cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors in another type; those that share memory (tied embeddings) still do."""
-    memo: dict[tuple[int, torch.Size], Tensor] = {}
-    return {name: memo.setdefault((value.data_ptr(), value.shape), value.to(dtype)) for name, value in state.items()}

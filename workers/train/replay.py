@@ -75,10 +75,15 @@ def replay(settings: Settings, folder: Path, tell: Callable[[Agreement], None] =
         tell: called with each checkpoint that was met.
 
     Raises:
-        RunMismatchError: there is no checkpoint; the ledger is broken, or is not the checkpoint's; the archive lacks a
-            group.
+        RunMismatchError: the run had several ranks; there is no checkpoint; the ledger is broken, or is not the
+            checkpoint's; the archive lacks a group.
         RecordError: a group in the archive was altered.
     """
+    if settings.train.ranks > 1:
+        raise RunMismatchError(
+            f"{folder}: train.ranks is {settings.train.ranks}; the sums of several ranks are not, to the bit, those of "
+            "the one process that a replay is"
+        )
     checkpoints = Checkpoints(folder / "checkpoints")
     last = checkpoints.latest()
     if last is None:

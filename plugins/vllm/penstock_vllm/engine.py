@@ -29,7 +29,7 @@ from penstock_vllm.asking import asking
 from penstock_vllm.checkpoint import Shapes, compare, files_of, shapes_of
 from penstock_vllm.pieces import find_pieces
 from penstock_vllm.source import fetch
-from penstock_vllm.verdict import BROKEN, RefusedError, UpdateError
+from penstock_vllm.verdict import BROKEN, FailedError, RefusedError, UpdateError
 
 logger = init_logger(__name__)
 
@@ -80,6 +80,8 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._staged = self._stage(update_info)
         except UpdateError as error:
             self._forget(str(error))
+        except Exception as error:  # noqa: BLE001  (none may escape from here, of whatever type)
+            self._forget(str(FailedError(repr(error))))
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As vLLM's own, but info that cannot be parsed is told by `finish_weight_update` too."""
@@ -96,7 +98,9 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             RuntimeError: on the last worker: what is wrong, and what the model holds now.
         """
-        self._raise_for_all(self._agreed(self._problem))
+        if problem := self._agreed(self._problem):
+            self._raise_for_all(problem)
+            return
         try:
             with torch.no_grad():
                 self._load()
@@ -105,7 +109,8 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             logger.exception("new weights failed half-way")
             problem = f"{BROKEN}: {error!r} while the new weights were loaded; send whole ones before it goes on"
         self._forget("nothing was sent")
-        self._raise_for_all(self._agreed(problem))
+        if problem := self._agreed(problem):
+            self._raise_for_all(problem)
 
     def shutdown(self) -> None:
         """Remove what was downloaded."""
@@ -149,7 +154,7 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         return next((f"worker {rank}: {found}" for rank, found in enumerate(problems) if found), "")
 
     def _raise_for_all(self, problem: str) -> None:
-        if problem and self.parallel_config.rank == self.parallel_config.world_size - 1:
+        if self.parallel_config.rank == self.parallel_config.world_size - 1:
             raise RuntimeError(problem)
 
     def _forget(self, problem: str) -> None:

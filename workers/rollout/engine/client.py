@@ -37,8 +37,6 @@ from workers.settings.engine import Engine
 
 log = structlog.get_logger()
 
-_NO_SUCH_MODEL = 404
-
 
 class _StaleError(EngineError):
     """What was sampled, or would have been, comes from weights that are too old."""
@@ -92,7 +90,7 @@ class EngineClient:
             request_timeout_s=settings.engine.request_timeout_s,
             attempts=settings.engine.attempts,
             reconnect_s=settings.engine_patience_s,
-            samplings=[Sampling.of(limits, max_tokens=1) for limits in played],
+            samplings=[Sampling.of(limits, max_tokens=limits.max_tokens) for limits in played],
             adapters=settings.publishes_adapters,
             concurrency=(settings.engine.min_concurrency, settings.engine.max_concurrency),
             salted=settings.weights.kv == "keep",
@@ -213,18 +211,19 @@ class EngineClient:
         model = adapter_name(before) if adapter else facts.model
         body = route.body(prompt_ids, sampling, model=model, salt=salt)
         status, payload = await self._connection.send("POST", engine.url + route.path, self._request_timeout_s, body)
-        if adapter and status == _NO_SUCH_MODEL:
-            engine.spoke(NONE_YET)
-            raise _StaleError(f"{engine.url} does not have the adapter {adapter_name(before)} any more")
         if status in ABSENT:
             told = error_text(payload)
+            if adapter and model in told:
+                engine.spoke(NONE_YET)
+                raise _StaleError(f"{engine.url} does not have the adapter {model} any more")
             raise SilentError(f"{engine.url}{route.path} was open, and answers {status} now, as another server: {told}")
         after = before
         if status == 200 and facts.versioned and not facts.spans:
             after = await self._lookout.version(engine)
         sampled = route.read(status, payload, engine.url, version=min(before, after))
-        if facts.spans:
-            self._lookout.heard(engine, sampled.spans[-1].version)
+        last = sampled.spans[-1].version
+        if facts.spans and not (adapter and last < engine.version):  # a request may end as a newer adapter comes
+            self._lookout.heard(engine, last)
         if adapter:  # it samples all of a request, whatever came meanwhile
             sampled = replace(sampled, spans=[Span(before, 0, len(sampled.token_ids))])
         self._succeeded_at = anyio.current_time()

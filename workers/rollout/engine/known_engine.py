@@ -38,6 +38,8 @@ class KnownEngine:
         """Why it is not there; None before anybody looked."""
         self.failures = 0
         """Requests that failed in a row, though it seems to live."""
+        self.checked = False
+        """Somebody asks right now whether it does."""
         self.ejections = 0
         """In a row, without an answer between them."""
         self.version = NONE_YET

@@ -105,7 +105,8 @@ class Lookout:
         engine.failures += 1
         if engine.failures >= FAILURES and self._places.elsewhere(engine, at_least):
             self.eject(engine, EngineError(f"{engine.failures} requests failed in a row; the last: {error}"))
-        else:
+        elif not engine.checked:
+            engine.checked = True
             self._tasks.start_soon(self.check, engine)
 
     async def check(self, engine: KnownEngine) -> bool:
@@ -115,6 +116,8 @@ class Lookout:
         except EngineError as error:
             self.eject(engine, error)
             return False
+        finally:
+            engine.checked = False
         return True
 
     def lacks_weights(self, engine: KnownEngine, why: EngineError) -> None:

@@ -88,13 +88,16 @@ class Probe:
             first = models["data"][0]
             release, model, max_length = str(version["version"]), str(first["id"]), int(first.get("max_model_len") or 0)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"{url} answers, but /version or /v1/models is not that of vLLM's API") from error
+            raise UnfitError(f"{url} answers, but /version or /v1/models is not that of vLLM's API") from error
         versioned = await self._answers("GET", f"{url}/weight_info")
         route: Route = Generate() if await self._answers("POST", url + Generate.path) else Completions()
         target = _Target(url, model, route)
         tried = [await self._try(target, sampling) for sampling in self._samplings]
         if not all(sampling.of_raw_logits for sampling in self._samplings):
             await self._measure(target)
+        longest = max(sampling.max_tokens for sampling in self._samplings)
+        if 0 < max_length < longest:
+            log.warning("engine.short", url=url, max_length=max_length, rollout_max_tokens=longest)
         log.info("engine.found", url=url, version=release, model=model, route=route.path, max_length=max_length)
         return Facts(release, model, max_length, route, versioned, spans=all(map(route.tells_versions, tried)))
 
@@ -131,7 +134,7 @@ class Probe:
     async def _try(self, target: "_Target", sampling: Sampling) -> bytes:
         """Have a token sampled as the run would."""
         try:
-            return await self._sample(target, _PROMPTS[0], sampling)
+            return await self._sample(target, _PROMPTS[0], sampling.within(1))
         except EngineRefusedError as error:
             raise UnfitError(f"{error}; that is how it takes the run's own sampling, {sampling.in_words}") from error
 

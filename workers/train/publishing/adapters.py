@@ -11,12 +11,16 @@ name, and nothing that the engine says tells which.
 
 from pathlib import Path
 
-from stream.errors import EngineRefusedError
+from stream.errors import EngineError, EngineRefusedError
 from workers.engine.wire import ADAPTER, adapter_name
 from workers.train.publishing.control import Control
 
 _KEPT = 2
 """Newest adapters that an engine takes requests for: one may have been named by a client just now."""
+
+_NOT_THERE = "No adapter found"
+"""In these words vLLM says that there is nothing at a path."""
+_CLOSED = (403, 404, 405)
 
 
 class Adapters:
@@ -61,12 +65,28 @@ class Adapters:
         if loaded.get(name) != str(path):
             if name in loaded:
                 await engine.unload_adapter(name)
-            await engine.load_adapter(name, str(path))
+            await self._load(engine, name, path)
         await engine.name_version(version)
         numbers = (other.removeprefix(ADAPTER) for other in loaded if other.startswith(ADAPTER))
         older = sorted(number for number in map(int, filter(str.isdecimal, numbers)) if number != version)
         for number in older[: -(_KEPT - 1)]:
             await engine.unload_adapter(adapter_name(number))
+
+    async def _load(self, engine: Control, name: str, path: Path) -> None:
+        try:
+            await engine.load_adapter(name, str(path))
+        except EngineRefusedError:
+            raise
+        except EngineError as error:
+            told = str(error)
+            if _NOT_THERE in told:
+                raise EngineRefusedError(
+                    f"{engine.url} finds no adapter at {path}: it must see the run's folder under the same path; share "
+                    "it, or set lora.publish = 'merged', which [weights] can send over HTTP"
+                ) from error
+            if any(f"answers {status}" in told for status in _CLOSED):
+                raise EngineRefusedError(f"{engine.url} loads no adapters while it runs; {self._started_as}") from error
+            raise
 
     async def let_go(self, engine: Control, error: Exception) -> None:
         """Nothing was taken from it."""

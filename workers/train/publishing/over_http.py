@@ -19,6 +19,7 @@ from aiohttp import web
 from stream.errors import EngineError, SettingsError
 from workers.engine.site import listen
 from workers.engine.wire import BACKEND
+from workers.settings.training import LOOPBACK
 from workers.train.publishing.control import Control
 
 log = structlog.get_logger()
@@ -26,7 +27,6 @@ log = structlog.get_logger()
 _OFFERED = 3
 """Versions that can be downloaded: as many as are kept on disk."""
 _PATTERNS = ("*.safetensors", "*.safetensors.index.json")
-_LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 class Served:
@@ -94,7 +94,7 @@ async def serve_weights(host: str, port: int) -> AsyncIterator[Served]:
     """
     served = Served()
     try:
-        async with listen(served.application(), "127.0.0.1" if host in _LOCAL else "0.0.0.0", port) as url:  # noqa: S104
+        async with listen(served.application(), "127.0.0.1" if host in LOOPBACK else "0.0.0.0", port) as url:  # noqa: S104
             served.base = f"http://{host}:{url.rpartition(':')[2]}"
             log.info("weights.served", url=served.base)
             yield served

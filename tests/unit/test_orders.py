@@ -1,0 +1,88 @@
+"""What the first rank tells the others arrives as it was; and what they could not carry out ends all orders."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from stream.validity import DropReason
+from tests.unit.test_learner import group
+from workers.settings.file import parse
+from workers.train.batch import Batch, collate
+from workers.train.orders import Beat, Begin, End, Orders, PutBack, RankLostError, State, Step, Weights
+from workers.train.ranks import Ranks
+
+
+class Overheard(Ranks):
+    """Ranks of which one is heard by the test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said = b""
+
+    def tell(self, message: bytes = b"") -> bytes:
+        self.said = message or self.said
+        return self.said
+
+
+def passed_on(order):
+    orders = Orders(Overheard())
+    with orders.told(order):
+        pass
+    return orders.hear()
+
+
+def same(one: object, other: object) -> None:
+    assert type(one) is type(other)
+    for field in fields(one):
+        ours, theirs = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(ours, torch.Tensor):
+            assert ours.dtype == theirs.dtype, field.name
+            assert ours.shape == theirs.shape, field.name
+            assert torch.equal(ours, theirs), field.name
+        elif field.name == "facts":
+            same(ours, theirs)
+        else:
+            assert ours == theirs, field.name
+
+
+@pytest.mark.parametrize("groups", [[group(), group(name="q")], []], ids=["two groups", "none"])
+def test_a_batch_arrives_as_it_was(groups):
+    batch: Batch = collate(groups)
+    heard = passed_on(Step(batch, 7, batch, {DropReason.ZERO_VARIANCE: 3}))
+    assert isinstance(heard, Step)
+    same(batch, heard.batch)
+    same(batch, heard.filtered)
+    assert (heard.version, heard.dropped) == (7, {DropReason.ZERO_VARIANCE: 3})
+
+
+def test_settings_arrive_as_they_were():
+    settings = parse(
+        {
+            "model": {"path": "somewhere"},
+            "data": {"path": "none"},
+            "environments": {"a": "calculator"},
+            "estimator": {"name": "gae", "gae_lambda": 0.5},
+            "loss": {"name": "gspo"},
+            "correction": {"reject": [{"rule": "token_k1", "lower": 0.9, "upper": 1.1}]},
+        }
+    )
+    assert passed_on(Begin(settings, "float64")) == Begin(settings, "float64")
+
+
+@pytest.mark.parametrize("order", [Weights(), State(), PutBack(["master.a"], 3, 1), Beat(), End()])
+def test_other_orders_arrive(order):
+    assert passed_on(order) == order
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("Connection closed by peer"), ValueError("of this rank alone")])
+def test_after_an_order_that_was_not_carried_out_there_is_no_other(fault):
+    ranks = Overheard()
+    orders = Orders(ranks)
+    with pytest.raises((RankLostError, ValueError)), orders.told(Beat()):
+        raise fault
+    with pytest.raises(RankLostError, match="started again"), orders.told(Weights()):
+        pass
+    said = ranks.said
+    orders.end()
+    assert ranks.said == said
