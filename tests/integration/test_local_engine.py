@@ -11,8 +11,10 @@ import anyio
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from workers.demo.model import make_model
 from workers.engine.model import SlotModel
 from workers.engine.scheduler import Scheduler
 from workers.engine.server import Routes, serve
@@ -433,6 +435,32 @@ async def test_finish_reasons_are_facts(models):
     assert all((tokens_of(a)[-1] == END) == (reason_of(a) == "stop") for a in ended)
 
 
+async def test_a_bias_forces_a_token_and_min_tokens_holds_the_end_back(models):
+    bias = {str(END): 100.0, "7": 50.0}
+    async with serving(models["llama-untied", "A"]) as engine:
+        answer = await engine.generate([3], max_tokens=9, min_tokens=5, logit_bias=bias)
+        own = await engine.generate([3], max_tokens=9, min_tokens=2, logit_bias={"7": 100.0}, stop_token_ids=[7])
+    assert (tokens_of(answer), reason_of(answer)) == ([7] * 5 + [END], "stop")
+    assert logprobs_of(answer) == pytest.approx([0.0] * 6, abs=1e-6)
+    assert (tokens_of(own).index(7), len(tokens_of(own)), reason_of(own)) == (2, 3, "stop")
+
+
+async def test_a_stop_string_ends_a_turn_with_the_token_that_completes_it(tmp_path):
+    await anyio.to_thread.run_sync(make_model, tmp_path, 1)
+    token = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id("a")
+    forced = {"max_tokens": 6, "logit_bias": {str(token): 100.0}}
+    async with serving(tmp_path) as engine:
+        answers = [
+            await engine.generate([3], **forced, **more)
+            for more in ({"stop": ["nowhere"]}, {"stop": ["nowhere", "aaa"]}, {"stop": ["aa"], "min_tokens": 4})
+        ]
+    assert [(len(tokens_of(answer)), reason_of(answer)) for answer in answers] == [
+        (6, "length"),
+        (3, "stop"),
+        (5, "stop"),
+    ]
+
+
 async def test_a_seed_decides_what_is_sampled(models):
     async with serving(models["llama-untied", "A"]) as engine:
         said = [tokens_of(await engine.generate([3], max_tokens=30, ignore_eos=True, seed=s)) for s in (1, 1, 2)]
@@ -455,6 +483,10 @@ async def test_a_seed_decides_what_is_sampled(models):
         ),
         ({"token_ids": [1], "sampling_params": {"temperature": -1}}, "$.sampling_params.temperature"),
         ({"token_ids": "1"}, "$.token_ids"),
+        ({"token_ids": [1], "sampling_params": {"stop": ["x"]}}, "stop: this model has no tokenizer.json"),
+        ({"token_ids": [1], "sampling_params": {"logit_bias": {"9999": 1}}}, "logit_bias or stop_token_ids holds 9999"),
+        ({"token_ids": [1], "sampling_params": {"min_tokens": 9, "max_tokens": 8}}, "min_tokens (9)"),
+        ({"token_ids": [1], "sampling_params": {"repetition_penalty": 2.0}}, "unknown sampling parameters"),
         ([], "bad request"),
     ],
 )

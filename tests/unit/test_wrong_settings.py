@@ -1,6 +1,7 @@
 """Wrong settings: each message names the key, what is wrong, and what to do."""
 
 import math
+import tomllib
 
 import pytest
 
@@ -11,7 +12,7 @@ from stream.errors import DataError, ReferenceNotFoundError, SettingsError
 from workers.feed.held_out import read_held_out
 from workers.feed.mixture import open_mixture
 from workers.rescore.command import _functions
-from workers.settings.file import parse
+from workers.settings.file import dump, parse
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"ref": "r.py:f"}]}
 CODE = """
@@ -35,6 +36,21 @@ def measure(completions, number): return [1.0] * len(completions)
         ("rewards", [{"ref": "a:b"}, {"ref": "c:b"}], ["rewards[0]", "rewards[1]", "'b'", "name"]),
         ("rewards", [{"ref": "a:b", "name": "env"}], ["rewards[0].name", "'env'"]),
         ("rewards", [{"ref": "a:b", "each": "rows"}], ["rewards[0].each", "'rows'", "'row', 'group'"]),
+        ("rollout", {"top_p": 0.9}, ["rollout.top_p", "ratio would not be 1", "rollout.restricted = true"]),
+        ("rollout", {"top_k": 5}, ["rollout.top_k", "rollout.restricted"]),
+        ("rollout", {"min_p": 0.1}, ["rollout.min_p", "rollout.restricted"]),
+        ("rollout", {"min_tokens": 2}, ["rollout.min_tokens", "rollout.restricted"]),
+        ("rollout", {"logit_bias": {"5": -1.0}}, ["rollout.logit_bias", "rollout.restricted"]),
+        ("rollout", {"restricted": True}, ["rollout.restricted", "top_p, top_k, min_p"]),
+        ("rollout", {"restricted": True, "logit_bias": {"-5": 1.0}}, ["rollout.logit_bias", "-5"]),
+        ("rollout", {"restricted": True, "logit_bias": {"5": 101.0}}, ["rollout.logit_bias", "100"]),
+        ("rollout", {"restricted": True, "logit_bias": {"5": math.nan}}, ["rollout.logit_bias"]),
+        ("rollout", {"restricted": True, "logit_bias": {"a": 1.0}}, ["rollout.logit_bias", "int"]),
+        ("rollout", {"restricted": True, "min_tokens": 600}, ["min_tokens (600)", "max_tokens_per_turn (512)"]),
+        ("rollout", {"top_p": 0.0}, ["rollout.top_p", "> 0"]),
+        ("rollout", {"stop": ["a", ""]}, ["rollout.stop", "empty string"]),
+        ("rollout", {"temperature": 0.001}, ["rollout.temperature", "0.01"]),
+        ("eval", {"path": "e", "temperature": 0.001}, ["eval.temperature", "0.01"]),
         ("model", {"path": "m", "tool_format": "hermess"}, ["model.tool_format", "'hermess'", "'hermes'"]),
     ],
 )
@@ -43,6 +59,13 @@ def test_what_is_wrong_is_told_by_key_with_a_remedy(section, change, words):
         parse(LEAST | {section: change}, "my.toml")
     for word in ["my.toml", *words]:
         assert word in str(caught.value)
+
+
+def test_a_bias_by_token_id_is_read_and_written_back():
+    table = {"restricted": True, "top_p": 0.9, "stop": ["</answer>"], "logit_bias": {"5": -1.5}}
+    settings = parse(LEAST | {"rollout": table})
+    assert settings.rollout.logit_bias == {5: -1.5}
+    assert parse(tomllib.loads(dump(settings))) == settings
 
 
 def test_two_functions_of_one_name_are_told_apart_by_another():

@@ -18,6 +18,7 @@ def make_steady_model(folder: Path, seed: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(2.0)
+    model.config.max_position_embeddings = 4096
     model.save_pretrained(folder)
     file = folder / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | BENT))

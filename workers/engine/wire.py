@@ -76,7 +76,7 @@ class TokenLogprob(Struct):
     token_id: int = NO_ID
 
 
-class SampledLogprob(Struct):
+class SampledLogprob(Struct, omit_defaults=True):
     """One entry of `choices[].logprobs.content`."""
 
     logprob: float

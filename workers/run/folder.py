@@ -93,7 +93,7 @@ def keep_settings(settings: Settings) -> Path:
 
 def differences(there: Settings, here: Settings) -> list[str]:
     """The keys that make these two different runs, each with both values."""
-    old, new = (_flat(msgspec.to_builtins(settings)) for settings in (there, here))
+    old, new = (_flat(msgspec.to_builtins(settings, str_keys=True)) for settings in (there, here))
     return [
         f"{key} is {old.get(key)!r} there and {new.get(key)!r} here"
         for key in sorted(old.keys() | new.keys())

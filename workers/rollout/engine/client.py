@@ -19,7 +19,7 @@ from typing import Self
 import anyio
 import structlog
 
-from envs.served.service import back_off
+from envs.served.service import back_off, error_text
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
 from workers.fleet.roster import Roster
 from workers.rollout.engine.answer import NONE_YET, Sampled
@@ -27,7 +27,7 @@ from workers.rollout.engine.connection import Connection, SilentError, SlowError
 from workers.rollout.engine.known_engine import KnownEngine
 from workers.rollout.engine.lookout import Lookout
 from workers.rollout.engine.places import Places, Wanted, outdated
-from workers.rollout.engine.probe import Facts, Probe, UnfitError
+from workers.rollout.engine.probe import ABSENT, Facts, Probe, UnfitError
 from workers.rollout.engine.sampling import Sampling
 from workers.settings import Settings
 from workers.settings.engine import Engine
@@ -61,6 +61,7 @@ class EngineClient:
         samplings: Sequence[Sampling] = (),
         concurrency: tuple[int, int] = (Engine().min_concurrency, Engine().max_concurrency),
     ) -> None:
+        self.samplings = tuple(samplings)
         self._roster = engines if isinstance(engines, Roster) else Roster(engines)
         self._connection = Connection()
         self._probe = Probe(self._connection, samplings=samplings, timeout_s=request_timeout_s)
@@ -80,7 +81,7 @@ class EngineClient:
             request_timeout_s=settings.engine.request_timeout_s,
             attempts=settings.engine.attempts,
             reconnect_s=settings.engine_patience_s,
-            samplings=[Sampling.of(limits, max_tokens=1) for limits in played],
+            samplings=[Sampling.of(limits, max_tokens=limits.max_tokens) for limits in played],
             concurrency=(settings.engine.min_concurrency, settings.engine.max_concurrency),
         )
 
@@ -195,12 +196,15 @@ class EngineClient:
             sampling = sampling.within(facts.max_length - len(prompt_ids))
         body = route.body(prompt_ids, sampling, model=facts.model)
         status, payload = await self._connection.send("POST", engine.url + route.path, self._request_timeout_s, body)
+        if status in ABSENT:
+            told = error_text(payload)
+            raise SilentError(f"{engine.url}{route.path} was open, and answers {status} now, as another server: {told}")
         after = before
         if status == 200 and facts.versioned and not facts.spans:
             after = await self._lookout.version(engine)
         sampled = route.read(status, payload, engine.url, version=min(before, after))
         if facts.spans:
-            engine.spoke(sampled.spans[-1].version)
+            self._lookout.heard(engine, sampled.spans[-1].version)
         self._succeeded_at = anyio.current_time()
         engine.answered()
         if sampled.spans[0].version < at_least:

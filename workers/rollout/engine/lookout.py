@@ -5,7 +5,8 @@ of itself at `/metrics` decides how many requests it is given, and that it says 
 Requests never look: they wait for a place (`places.py`).
 
 An engine is ejected where its connections break, where `FAILURES` requests fail in a row that others may answer, and
-where two questions in a row remain without an answer. It comes back when it was looked at like one that is new.
+where two questions in a row remain without an answer; and where it lost a route, or its version: another server
+answers there, perhaps of another kind. It comes back when it was looked at like one that is new.
 """
 
 import random
@@ -129,8 +130,16 @@ class Lookout:
     async def version(self, engine: KnownEngine) -> int:
         """Ask it which policy version it has."""
         info = await self._connection.ask(f"{engine.url}/weight_info", _WeightInfo)
-        engine.spoke(version_number(info.weight_version))
+        self.heard(engine, version_number(info.weight_version))
         return engine.version
+
+    def heard(self, engine: KnownEngine, version: int) -> None:
+        """It told its version. One that is older than before tells that it was started anew, and perhaps otherwise."""
+        before = engine.version
+        engine.spoke(version)
+        if version < before:
+            why = f"{engine.url} has policy version {version} after {before}, so it was started anew"
+            self.eject(engine, EngineError(why))
 
     async def _await_weights(self, engine: KnownEngine) -> None:
         before = engine.version

@@ -31,7 +31,10 @@ _PROMPTS: Final = ((1,), (3,), (5, 7), (11, 2), (13,))
 """Any will do whose two likeliest tokens are not equally likely."""
 _RAW, _PROCESSED = (0.8, 1.25), (1.6, 2.5)
 """How far log-probs at temperature 1/2 lie apart, in units of those at 1."""
-_ABSENT: Final = (404, 405)
+_THERE: Final = (200, 400, 422)
+"""Of a route that is open, to an empty request."""
+ABSENT: Final = (403, 404, 405)
+"""Of one that a server does not have, or keeps closed."""
 _LEAST_GAP: Final = 0.02
 """Of log-probs; below it rounding could decide."""
 
@@ -92,15 +95,18 @@ class Probe:
         tried = [await self._try(target, sampling) for sampling in self._samplings]
         if not all(sampling.of_raw_logits for sampling in self._samplings):
             await self._measure(target)
+        longest = max(sampling.max_tokens for sampling in self._samplings)
+        if 0 < max_length < longest:
+            log.warning("engine.short", url=url, max_length=max_length, rollout_max_tokens=longest)
         log.info("engine.found", url=url, version=release, model=model, route=route.path, max_length=max_length)
         return Facts(release, model, max_length, route, versioned, spans=all(map(route.tells_versions, tried)))
 
     async def _answers(self, method: str, url: str) -> bool:
         """Whether there is such a route; what is there refuses an empty request."""
         status, payload = await self._connection.send(method, url, QUESTION_S, b"{}" if method == "POST" else None)
-        if status >= 500:
+        if status not in (*_THERE, *ABSENT):
             raise EngineError(f"{url} answers {status}: {error_text(payload)}")
-        return status not in _ABSENT
+        return status in _THERE
 
     async def _measure(self, target: "_Target") -> None:
         """See what the log-probs are of."""
@@ -128,7 +134,7 @@ class Probe:
     async def _try(self, target: "_Target", sampling: Sampling) -> bytes:
         """Have a token sampled as the run would."""
         try:
-            return await self._sample(target, _PROMPTS[0], sampling)
+            return await self._sample(target, _PROMPTS[0], sampling.within(1))
         except EngineRefusedError as error:
             raise UnfitError(f"{error}; that is how it takes the run's own sampling, {sampling.in_words}") from error
 

@@ -73,10 +73,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
     @property
     def in_words(self) -> str:
         """What differs from the defaults, for messages."""
-        plain = Sampling(temperature=math.nan, max_tokens=0)
-        return ", ".join(
-            f"{key} {value}" for key, value in structs.asdict(self).items() if value != getattr(plain, key)
-        )
+        plain = structs.asdict(Sampling(temperature=math.nan, max_tokens=0))
+        return ", ".join(f"{key} {value}" for key, value in structs.asdict(self).items() if value != plain[key])
 
     def within(self, room: int) -> "Sampling":
         """The same with at most so many tokens, of which one at least."""

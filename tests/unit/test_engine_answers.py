@@ -1,0 +1,164 @@
+"""Answers of engines, word for word: what is a sample, and what is none."""
+
+import msgspec
+import pytest
+
+from stream.errors import EngineError, EngineRefusedError
+from stream.records import Failure, Span
+from stream.validity import RolloutReason, TruncationReason
+from workers.rollout.engine.completions import Completions
+from workers.rollout.engine.generate import Generate
+from workers.rollout.engine.sampling import Sampling, ending_of
+
+URL = "http://engine"
+CONTENT = [{"token_id": 7, "logprob": -0.5, "rank": 1, "top_logprobs": []}, {"token_id": 2, "logprob": -1.5}]
+
+
+def generated(**changes) -> bytes:
+    """As vLLM 0.32 answers."""
+    choice = {
+        "index": 0,
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "token_ids": [7, 2],
+        "routed_experts": None,
+        "weight_versions": [{"version": "4", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 2}],
+        "logprobs": {"content": CONTENT},
+    }
+    return msgspec.json.encode({"request_id": "r", "model": "m", "usage": None, "choices": [choice | changes]})
+
+
+def completed(**changes) -> bytes:
+    """As vLLM 0.32 answers."""
+    logprobs = {"text_offset": [0, 1], "token_logprobs": [-0.5, -1.5], "tokens": ["token_id:7", "token_id:2"]}
+    choice = {
+        "index": 0,
+        "text": "(",
+        "logprobs": logprobs | {"top_logprobs": [{"token_id:7": -0.5}, None]},
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "token_ids": [7, 2],
+        "prompt_token_ids": [5],
+    }
+    return msgspec.json.encode({"id": "r", "object": "text_completion", "choices": [choice | changes]})
+
+
+def test_a_whole_answer_is_a_sample():
+    one = Generate().read(200, generated(), URL, version=9)
+    other = Completions().read(200, completed(), URL, version=9)
+    assert (one.token_ids, one.logprobs, one.finish_reason) == ([7, 2], [-0.5, -1.5], "stop")
+    assert (other.token_ids, other.logprobs, other.finish_reason) == ([7, 2], [-0.5, -1.5], "stop")
+    assert (one.spans, other.spans) == ([Span(4, 0, 1), Span(5, 1, 2)], [Span(9, 0, 2)])
+
+
+def test_an_answer_without_versions_has_the_one_that_was_asked_for_before_and_after():
+    old = generated(weight_versions=None)
+    assert not Generate().tells_versions(old)
+    assert Generate().tells_versions(generated())
+    assert not Completions().tells_versions(completed())
+    assert Generate().read(200, old, URL, version=3).spans == [Span(3, 0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"finish_reason": "abort"}, "aborted the request after 2 tokens"),
+        ({"finish_reason": "abort", "token_ids": [], "logprobs": None, "weight_versions": None}, "after 0 tokens"),
+        ({"finish_reason": "repetition"}, "junk"),
+        ({"finish_reason": None}, "junk"),
+        ({"token_ids": []}, "0 tokens with 2 log-probs"),
+        ({"token_ids": None}, "junk"),
+        ({"token_ids": [7, 8]}, "log-probs of other tokens"),
+        ({"token_ids": [7, 2, 3]}, "3 tokens with 2 log-probs"),
+        ({"logprobs": None}, "2 tokens with 0 log-probs"),
+        ({"logprobs": {"content": None}}, "junk"),
+        ({"logprobs": {"content": [*CONTENT[:1], {"token_id": 2, "logprob": None}]}}, "junk"),
+        ({"logprobs": {"content": [*CONTENT[:1], {"token_id": 2, "logprob": -9999.0}]}}, "not finite"),
+        ({"weight_versions": []}, "do not cover 2 tokens"),
+        ({"weight_versions": [{"version": "4", "start": 0, "end": 1}]}, "do not cover 2 tokens"),
+        ({"weight_versions": [{"version": "4", "start": 0, "end": 3}]}, "do not cover 2 tokens"),
+    ],
+)
+def test_what_generate_answers_else_is_no_sample(changes, said):
+    with pytest.raises(EngineError, match=said) as error:
+        Generate().read(200, generated(**changes), URL, version=9)
+    assert not isinstance(error.value, EngineRefusedError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"finish_reason": "abort"}, "aborted the request after 2 tokens"),
+        ({"finish_reason": "abort", "token_ids": []}, "aborted the request after 0 tokens"),
+        ({"finish_reason": None}, "junk"),
+        ({"token_ids": None}, "return_token_ids"),
+        ({"token_ids": []}, "0 tokens with 2 log-probs"),
+        ({"logprobs": None}, "2 tokens with 0 log-probs"),
+        ({"logprobs": {"token_logprobs": [-0.5]}}, "2 tokens with 1 log-probs"),
+        ({"logprobs": {"token_logprobs": [-0.5, None]}}, "not finite"),
+        ({"logprobs": {"token_logprobs": [-0.5, -9999.0]}}, "not finite"),
+    ],
+)
+def test_what_completions_answers_else_is_no_sample(changes, said):
+    with pytest.raises(EngineError, match=said) as error:
+        Completions().read(200, completed(**changes), URL, version=9)
+    assert not isinstance(error.value, EngineRefusedError)
+
+
+@pytest.mark.parametrize("route", [Generate(), Completions()])
+@pytest.mark.parametrize(
+    "payload", [b"", b"null", b"[]", b'{"choices": []}', b'{"choices": {}}', b"[" * 10_000, b'{"choices": [1, 2]}']
+)
+def test_junk_is_no_sample(route, payload):
+    with pytest.raises(EngineError):
+        route.read(200, payload, URL, version=0)
+
+
+@pytest.mark.parametrize("route", [Generate(), Completions()])
+def test_two_choices_are_none(route):
+    whole = msgspec.json.decode(generated() if isinstance(route, Generate) else completed())
+    with pytest.raises(EngineError, match="2 choices"):
+        route.read(200, msgspec.json.encode(whole | {"choices": whole["choices"] * 2}), URL, version=0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "The decoder prompt (length 300) is longer than the maximum model length of 256. Make sure that ...",
+        "This model's maximum context length is 256 tokens. However, your prompt contains 300 input tokens, ...",
+    ],
+)
+def test_both_routes_words_for_a_context_that_is_too_long_are_known(words):
+    payload = msgspec.json.encode({"error": {"message": words, "code": 400}})
+    with pytest.raises(EngineRefusedError) as refused:
+        Generate().read(400, payload, URL, version=0)
+    first = ending_of(refused.value, 0)
+    assert isinstance(first, Failure)
+    assert first.reason is RolloutReason.PROMPT_TOO_LONG
+    assert ending_of(refused.value, 1) is TruncationReason.CONTEXT
+
+
+def test_a_request_says_all_of_it_on_both_routes():
+    sampling = Sampling(
+        temperature=0.7,
+        max_tokens=3,
+        min_tokens=9,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        logit_bias={4: -2.0},
+        stop=("x",),
+        stop_token_ids=(2,),
+        seed=8,
+    )
+    one = msgspec.json.decode(Generate().body([5], sampling, model="m"))
+    other = msgspec.json.decode(Completions().body([5], sampling, model="m", alternatives=3, name="probe-1"))
+    assert one["token_ids"] == other["prompt"] == [5]
+    assert one["model"] == other["model"] == "m"
+    expected = {"temperature": 0.7, "max_tokens": 3, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 8}
+    expected |= {"logit_bias": {"4": -2.0}, "stop": ["x"], "stop_token_ids": [2]}
+    expected |= {"min_tokens": 3}  # no engine takes more than max_tokens
+    assert expected.items() <= one["sampling_params"].items()
+    assert expected.items() <= other.items()
+    assert (one["sampling_params"]["logprobs"], other["logprobs"], other["request_id"]) == (0, 3, "probe-1")
+    assert "request_id" not in one, "an empty one would be everybody's"
