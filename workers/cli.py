@@ -58,20 +58,40 @@ def penstock() -> None:
 @click.option("--steps", default=None, type=click.IntRange(1), help="Optimizer steps.")
 @click.option("--control", type=click.Choice(["zero-lr", "permuted"]), help="A run that must not learn.")
 @click.option("--prepare", "only_prepare", is_flag=True, help="Make the model, its warm start and run.toml, and stop.")
+@click.option("--engine", type=click.Choice(["local", "vllm"]), default="local", show_default=True)
+@click.option(
+    "--vllm-python",
+    default="",
+    metavar="PATH",
+    help="An interpreter that has vLLM, or its virtual environment; else $PENSTOCK_VLLM, .cache/vllm, our own.",
+)
 @_json
-def demo(seed: int, folder: Path | None, steps: int | None, control: Any, only_prepare: bool, as_json: bool) -> None:
+def demo(
+    seed: int,
+    folder: Path | None,
+    steps: int | None,
+    control: Any,
+    only_prepare: bool,
+    engine: str,
+    vllm_python: str,
+    as_json: bool,
+) -> None:
     """Train a small model on this machine, in a few minutes."""
     from workers.demo.demo import prepare_demo, run_demo
+    from workers.engine.vllm.interpreter import find
 
-    folder = folder or _demo_folder(seed, steps, control)
+    if vllm_python and engine != "vllm":
+        raise click.UsageError("--vllm-python is for --engine vllm")
+    vllm = str(find(vllm_python)) if engine == "vllm" else ""
+    folder = folder or _demo_folder(seed, steps, control, "vllm" if vllm else None)
     if only_prepare:
-        sys.exit(prepare_demo(seed, folder, steps))
-    sys.exit(run_demo(seed, folder, as_json=as_json, control=control, steps=steps))
+        sys.exit(prepare_demo(seed, folder, steps, vllm))
+    sys.exit(run_demo(seed, folder, as_json=as_json, control=control, steps=steps, vllm=vllm))
 
 
-def _demo_folder(seed: int, steps: int | None, control: str | None) -> Path:
+def _demo_folder(seed: int, steps: int | None, control: str | None, engine: str | None) -> Path:
     """A demo that is another run than the plain one lives elsewhere, so that both can be resumed."""
-    parts = [f"seed{seed}" if seed != 1 else "", f"{steps}steps" if steps else "", control or ""]
+    parts = [engine or "", f"seed{seed}" if seed != 1 else "", f"{steps}steps" if steps else "", control or ""]
     return Path("runs") / "-".join(["demo", *filter(None, parts)])
 
 

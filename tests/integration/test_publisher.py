@@ -4,8 +4,10 @@ import socket
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from stream.errors import EngineRefusedError, EngineUnavailableError
+from workers.engine.site import listen
 from workers.fleet.roster import Roster
 from workers.testing.scripted_engine import ScriptedEngine
 from workers.train.publishing.files import Files
@@ -82,3 +84,108 @@ async def test_weights_that_every_engine_refuses_are_not_sent_again():
             await publisher_of([engine.url], 30).push(Path("/other"), 1)
         assert list(engine.orders) == [*WHOLE[:3], "/resume"]
         assert (engine.version, engine.paused) == ("0", False)
+
+
+async def test_an_engine_that_was_started_without_a_backend_is_told_what_it_lacks():
+    async with ScriptedEngine(reply) as bare, ScriptedEngine(reply) as other, ScriptedEngine(reply) as well:
+        bare.transfer_config = None
+        other.transfer_config = {"backend": "nccl"}
+        with pytest.raises(
+            EngineRefusedError, match=r"without --weight-transfer-config; .*'\{\"backend\": \"penstock\"\}'"
+        ):
+            await publisher_of([bare.url], 30).push(Path("/w"), 1)
+        with pytest.raises(EngineRefusedError, match=r"with backend 'nccl'; .*penstock-vllm installed"):
+            await publisher_of([other.url], 30).push(Path("/w"), 1)
+        publisher = publisher_of([bare.url, other.url, well.url], 30)
+        await publisher.push(Path("/w"), 1)
+        assert (list(bare.orders), list(other.orders), well.version) == ([], [], "1")
+        bare.transfer_config = {"backend": "penstock"}  # started anew
+        assert {engine.url for engine in await publisher.behind(1)} == {bare.url, other.url}
+        await publisher.refresh(await publisher.behind(1), Path("/w"), 1)
+        assert bare.version == "1"
+
+
+async def test_a_server_without_control_routes_is_told_how_to_open_them():
+    app = web.Application()
+    async with listen(app, "127.0.0.1", 0) as url:
+        with pytest.raises(EngineRefusedError, match="VLLM_SERVER_DEV_MODE=1"):
+            await publisher_of([url], 30).push(Path("/w"), 1)
+
+
+async def test_engines_that_come_and_go_are_seen_at_the_next_push():
+    async with ScriptedEngine(reply) as one, ScriptedEngine(reply) as other:
+        roster = Roster([one.url])
+        publisher = EnginePublisher(roster, InFlight(Files()), patience_s=5, update_timeout_s=20)
+        await publisher.push(Path("/w"), 1)
+        roster.urls = (other.url,)
+        assert [engine.url for engine in await publisher.behind(1)] == [other.url]
+        await publisher.push(Path("/w"), 2)
+        assert (one.version, other.version) == ("1", "2")
+
+
+async def test_a_run_without_engines_waits_for_one_and_then_says_how_to_add_it():
+    with pytest.raises(EngineUnavailableError, match="penstock engines add"):
+        await publisher_of([], 0.3).push(Path("/w"), 1)
+
+
+async def test_an_engine_that_stayed_frozen_with_the_right_weights_is_behind_too():
+    async with ScriptedEngine(reply) as engine:
+        publisher = publisher_of([engine.url], 5)
+        engine.order_faults["/resume"] = 1000
+        await publisher_push_fails(publisher)
+        assert (engine.version, engine.paused) == ("1", True)
+        engine.order_faults.clear()
+        await publisher.refresh(await publisher.behind(1), Path("/w"), 1)
+        assert (engine.paused, await publisher.behind(1)) == (False, [])
+
+
+async def test_an_engine_that_nobody_knows_the_weights_of_is_not_let_go():
+    async with ScriptedEngine(reply, version="0") as engine:
+        engine.order_faults["/finish_weight_update"] = 1000
+        await publisher_push_fails(publisher_of([engine.url], 0.5))
+        assert engine.paused
+        assert "/resume" not in engine.orders
+
+
+async def publisher_push_fails(publisher: EnginePublisher) -> None:
+    with pytest.raises(EngineUnavailableError):
+        await publisher.push(Path("/w"), 1)
+
+
+class HalfOpen:
+    """Control routes of a vLLM in which an update was begun that nobody finished."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self.calls: list[str] = []
+
+    def application(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/{fact}", self._fact)
+        app.router.add_post("/{order}", self._order)
+        return app
+
+    async def _fact(self, _: web.Request) -> web.Response:
+        return web.json_response({"world_size": self.workers, "weight_version": "default"})
+
+    async def _order(self, http: web.Request) -> web.Response:
+        self.calls.append(http.path)
+        if http.path == "/start_weight_update":
+            words = "start_weight_update called while a weight update is already active."
+            return web.json_response({"error": {"message": words}}, status=500)
+        return web.json_response({})
+
+
+async def test_an_update_that_a_killed_trainer_left_open_is_taken_over():
+    engine = HalfOpen(workers=1)
+    async with listen(engine.application(), "127.0.0.1", 0) as url:
+        await publisher_of([url], 5).push(Path("/w"), 1)
+    assert engine.calls == WHOLE
+
+
+async def test_where_that_would_mix_up_the_answers_of_several_workers_the_remedy_is_named():
+    engine = HalfOpen(workers=2)
+    async with listen(engine.application(), "127.0.0.1", 0) as url:
+        with pytest.raises(EngineUnavailableError, match=r"2 workers, .*; restart it"):
+            await publisher_of([url], 0.3).push(Path("/w"), 1)
+    assert "/update_weights" not in engine.calls

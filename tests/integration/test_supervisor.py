@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 
 from stream.errors import PenstockError, RunMismatchError
@@ -61,7 +62,7 @@ class Pipeline:
     def __init__(self, folder: Path, run: str, redis: str, scripts: dict[str, str], **delivery: float) -> None:
         self.home = folder
         self.scripts = {"feed": STAY, "rollout": STAY, "score": STAY, "train": STAY} | scripts
-        engine = {} if "engine" in scripts else {"urls": ["http://127.0.0.1:1"]}
+        engine = {"count": int(delivery.pop("engines", 1))} if "engine" in scripts else {"urls": ["http://127.0.0.1:1"]}
         self.settings = settings_in(folder / "run", run, redis, engine, delivery)
         self.statuses: list[Status] = []
 
@@ -294,6 +295,58 @@ async def test_the_roles_start_when_the_engine_listens_and_a_new_engine_has_the_
     log = (pipeline.settings.folder / "logs" / "engine-0.log").read_text()
     assert log.splitlines() == ["loading", "listening on http://127.0.0.1:4321"] * 2
     await pipeline.assert_nobody_is_left()
+
+
+async def test_the_roles_start_when_all_engines_listen_and_each_keeps_its_port(make_pipeline):
+    dying = "lives('engine')[1].split()[1] == str(os.getpid())"
+    one_dies = f"\nif {dying}: until(lambda: lives('train')); os.kill(os.getpid(), 9)\nstay()"
+    pipeline = make_pipeline(
+        {
+            "engine": "time.sleep(1.5); port = int(sys.argv[5]) or os.getpid();"
+            "print(f'listening on http://127.0.0.1:{port}', flush=True);" + one_dies,
+            "train": "until(lambda: len(lives('engine')) == 4);" + FINISH,
+        },
+        engines=3,
+    )
+    outcome = await pipeline.run()
+    assert outcome.failure is None
+    ports = [rest[0] for _, *rest in pipeline.lives("engine")]
+    assert ports[:3] == ["0"] * 3
+    ((_, *urls),) = pipeline.lives("rollout")
+    assert len(set(urls)) == 3
+    assert f"http://127.0.0.1:{ports[3]}" in urls
+    (name,) = pipeline.statuses[-1].restarts
+    assert name in {"engine-0", "engine-1", "engine-2"}
+    assert any(status.phase.startswith("starting 3 engines: ") for status in pipeline.statuses)
+    assert {path.name for path in (pipeline.settings.folder / "logs").glob("engine-*")} == {
+        "engine-0.log",
+        "engine-1.log",
+        "engine-2.log",
+    }
+    await pipeline.assert_nobody_is_left()
+
+
+async def test_an_engine_may_take_longer_to_start_than_a_run_may_stand_still(make_pipeline):
+    pipeline = make_pipeline({"engine": "time.sleep(3);" + ENGINE + "stay()", "train": FINISH}, stall_s=1.0)
+    assert (await pipeline.run()).failure is None
+
+
+async def test_an_engine_that_ends_before_it_ever_listened_fails_the_run_at_once(make_pipeline):
+    pipeline = make_pipeline({"engine": "print('error: CUDA out of memory', file=sys.stderr); sys.exit(1)"})
+    outcome = await pipeline.run()
+    assert "engine-0 exited with code 1, and that is for good: CUDA out of memory" in str(outcome.failure)
+    assert len(pipeline.lives("engine")) == 1
+
+
+async def test_an_engine_sees_the_gpus_that_are_its_own(make_pipeline):
+    tell = "open(home / 'gpus', 'a').write(os.environ['CUDA_VISIBLE_DEVICES'] + ' ');"
+    pipeline = make_pipeline(
+        {"engine": tell + "print('listening on http://127.0.0.1:7', flush=True); stay()", "train": FINISH}, engines=2
+    )
+    engine = msgspec.structs.replace(pipeline.settings.engine, devices=("1", "2,3"))
+    pipeline.settings = msgspec.structs.replace(pipeline.settings, engine=engine)
+    assert (await pipeline.run()).failure is None
+    assert sorted((pipeline.home / "gpus").read_text().split()) == ["1", "2,3"]
 
 
 async def test_a_run_that_stands_still_fails_and_says_where_the_work_is(make_pipeline, link):

@@ -149,10 +149,11 @@ def test_another_package_of_that_name_is_named_as_the_intruder(tmp_path):
 
 def test_demos_that_are_different_runs_have_different_folders():
     folders = [
-        _demo_folder(seed, steps, control)
+        _demo_folder(seed, steps, control, engine)
         for seed in (1, 2)
         for steps in (None, 10)
         for control in (None, "zero-lr", "permuted")
+        for engine in (None, "vllm")
     ]
     assert folders[0] == Path("runs/demo")
     assert len(set(folders)) == len(folders)

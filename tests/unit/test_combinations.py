@@ -17,6 +17,11 @@ GAE, REMAX, GDPO, PASSK = ({"name": name} for name in ("gae", "remax", "gdpo", "
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"engine": {"count": 2, "urls": ["http://a"]}}, ["engine.count", "engine.urls"]),
+        ({"engine": {"devices": ["0"], "dns": "http://a:1"}}, ["engine.devices", "engine.dns"]),
+        ({"engine": {"devices": ["0", "1", "2"], "count": 2}}, ["engine.devices", "engine.count"]),
+        ({"engine": {"flags": ["--x"]}}, ["engine.flags", "engine.server", "'vllm'"]),
+        ({"engine": {"python": "p"}}, ["engine.python", "engine.server", "'vllm'"]),
         ({"pacing": {"straggler_timeout_s": 5.0}}, ["pacing.straggler_timeout_s", "pacing.late", "'wait'"]),
         ({"filter": {"min_valid_rows": 9}}, ["filter.min_valid_rows", "rollout.group_size", "lower"]),
         ({"filter": {"min_mean_reward": 1.0, "max_mean_reward": 0.5}}, ["min_mean_reward", "max_mean_reward"]),

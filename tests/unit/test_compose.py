@@ -1,6 +1,8 @@
 """compose.yaml says nothing that our own command line, image and settings do not know."""
 
+import re
 import shlex
+import sys
 from pathlib import Path
 
 import click
@@ -8,6 +10,8 @@ import pytest
 import yaml
 
 from workers.cli import penstock
+from workers.demo.prepare import settings_for
+from workers.engine.vllm.starting import command
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
@@ -20,15 +24,40 @@ def commands():
         words = service["command"]
         if isinstance(words, str):
             words = shlex.split(words)
-        if words[0] == "sh":
-            parts = words[2].replace("exec ", "").split("&&")
-            yield from ((name, shlex.split(part)) for part in parts)
-        elif words[0] == "penstock":
+        if words[0] == "penstock":
             yield name, words
 
 
-def test_every_role_of_the_demo_is_a_service():
-    assert set(SERVICES) == {"redis", "engine", "feed", "rollout", "score", "train"}
+def test_every_role_of_the_demo_is_a_service_and_each_kind_of_engine_has_a_profile():
+    assert set(SERVICES) == {"redis", "prepare", "engine", "vllm", "feed", "rollout", "score", "train"}
+    assert {name: service["profiles"] for name, service in SERVICES.items() if "profiles" in service} == {
+        "engine": ["cpu"],
+        "vllm": ["gpu"],
+    }
+    assert "COMPOSE_PROFILES=cpu" in (ROOT / ".env").read_text().splitlines()
+
+
+def test_whoever_is_asked_for_tokens_answers_to_the_name_that_the_roles_know():
+    names = {"engine", *SERVICES["vllm"]["networks"]["default"]["aliases"]}
+    assert names == {"engine"}
+    for role in ("rollout", "train"):
+        assert '--set=engine.dns="http://engine:8000"' in SERVICES[role]["command"]
+
+
+def test_vllm_is_started_as_a_run_would_start_it(tmp_path):
+    ours = command(settings_for(tmp_path, 1, vllm=sys.executable), Path("python"), "0.0.0.0", 8000, cpu=False)
+    theirs = [word for flag in SERVICES["vllm"]["command"][1:] for word in flag.split("=", 1)]
+    flags = dict(zip(theirs, [*theirs[1:], ""], strict=True))
+    for flag in ("--dtype", "--max-model-len", "--logprobs-mode", "--generation-config", "--weight-transfer-config"):
+        assert flags[flag] == ours[ours.index(flag) + 1], flag
+    assert "--enable-scale-out" in theirs
+    assert SERVICES["vllm"]["environment"]["VLLM_SERVER_DEV_MODE"] == "1"
+    version = re.search(r"VERSION=(\S+)", (ROOT / "tests" / "vllm" / "setup.sh").read_text())[1]
+    assert f"FROM vllm/vllm-openai:v{version}\n" in (ROOT / "plugins" / "vllm" / "Dockerfile").read_text()
+
+
+def test_the_control_routes_of_vllm_are_published_to_nobody():
+    assert not any("ports" in service for service in SERVICES.values())
 
 
 @pytest.mark.parametrize(
@@ -55,8 +84,12 @@ def test_dependencies_exist_and_are_healthy_only_where_health_is_checked():
     for name, service in SERVICES.items():
         for other, how in (service.get("depends_on") or {}).items():
             assert other in SERVICES, f"{name} depends on {other}"
-            assert how["condition"] == "service_healthy"
-            assert "healthcheck" in SERVICES[other], f"{other} has no health check"
+            if how["condition"] == "service_healthy":
+                assert "healthcheck" in SERVICES[other], f"{other} has no health check"
+            else:
+                assert how["condition"] == "service_completed_successfully"
+                assert SERVICES[other]["restart"] == "no"
+            assert how.get("required", True) == ("profiles" not in SERVICES[other]), f"{name}: {other}"
 
 
 def test_volumes_are_declared():
@@ -72,10 +105,10 @@ def test_redis_keeps_what_it_is_given():
     assert words[words.index("--maxmemory-policy") + 1] == "noeviction"
 
 
-def test_one_service_builds_the_image_that_all_use():
+def test_one_service_builds_the_image_that_all_roles_use():
     built = [name for name, service in SERVICES.items() if "build" in service]
-    assert built == ["engine"]
-    assert {service["image"] for name, service in SERVICES.items() if name != "redis"} == {"penstock"}
+    assert built == ["prepare", "vllm"]
+    assert {service["image"] for name, service in SERVICES.items() if name not in {"redis", "vllm"}} == {"penstock"}
 
 
 def test_the_image_holds_every_package():

@@ -8,7 +8,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from workers.demo.model import make_tokenizer
 
-LENGTH = 1024
+LENGTH = 2048
 
 
 def make_policy(folder: Path, seed: int, *, tied: bool, hidden: int = 64) -> Path:

@@ -4,7 +4,8 @@
 #     sh tests/vllm/setup.sh [FOLDER]        # .cache/vllm unless given
 #
 # Apart from ours, since vLLM pins what we do not. torch has to come as a CPU build: from wherever pip's own configuration
-# says, or by PIP_EXTRA_INDEX_URL=<PyTorch's CPU index>. What vLLM is started with is told by `penstock serve-vllm --help`.
+# says, or by PIP_EXTRA_INDEX_URL=<PyTorch's CPU index>. What vLLM is started with
+# stands in `workers/engine/vllm/starting.py`.
 set -eu
 
 VERSION=0.32.0

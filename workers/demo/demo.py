@@ -39,7 +39,13 @@ WORST_START = 0.15
 
 
 def run_demo(
-    seed: int, folder: Path, *, as_json: bool = False, control: Control | None = None, steps: int | None = None
+    seed: int,
+    folder: Path,
+    *,
+    as_json: bool = False,
+    control: Control | None = None,
+    steps: int | None = None,
+    vllm: str = "",
 ) -> int:
     """Run the whole demo, or resume it. Returns the exit code.
 
@@ -49,13 +55,14 @@ def run_demo(
         as_json: print the summary as one JSON line, and nothing else, on stdout.
         control: `zero-lr` trains with learning rate 0; `permuted` hands rewards to the wrong siblings.
         steps: optimizer batches; about 50 unless given.
+        vllm: the interpreter that has vLLM, to sample from that; empty: the local engine.
 
     Raises:
         RunFailedError: the warm start is too weak, or the run failed.
     """
     console = Console(stderr=True, highlight=False)
-    settings = _prepared(console, folder, seed, steps or STEPS, control)
-    scoring = settings_for(folder, seed)  # a control is scored by the real reward
+    settings = _prepared(console, folder, seed, steps or STEPS, control, vllm)
+    scoring = settings_for(folder, seed, vllm=vllm)  # a control is scored by the real reward
     rows = held_out(HELD_OUT)
     model = Path(settings.model.path)
     before = _scored(scoring, model, rows, console, "before")
@@ -82,15 +89,17 @@ def run_demo(
     return 0
 
 
-def prepare_demo(seed: int, folder: Path, steps: int | None = None) -> int:
+def prepare_demo(seed: int, folder: Path, steps: int | None = None, vllm: str = "") -> int:
     """Only make what the run begins with, for roles that are started one by one. Returns the exit code."""
     console = Console(stderr=True, highlight=False)
-    _prepared(console, folder, seed, steps or STEPS)
+    _prepared(console, folder, seed, steps or STEPS, vllm=vllm)
     console.print(f"ready: {folder / 'run.toml'}", soft_wrap=True)
     return 0
 
 
-def _prepared(console: Console, folder: Path, seed: int, steps: int, control: Control | None = None) -> Settings:
+def _prepared(
+    console: Console, folder: Path, seed: int, steps: int, control: Control | None = None, vllm: str = ""
+) -> Settings:
     """Make what the run begins with, showing how far that is."""
     columns = (TextColumn("{task.description:<28}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) if console.is_terminal else nullcontext() as bar:
@@ -102,7 +111,7 @@ def _prepared(console: Console, folder: Path, seed: int, steps: int, control: Co
                 bar.update(task, description=what, completed=share)
         else:
             console.print(f"preparing {folder}: a small model and its warm start", soft_wrap=True)
-        return prepare(folder, seed, steps, control, tell)
+        return prepare(folder, seed, steps, control, tell, vllm)
 
 
 def _scored(settings: Settings, model: Path, rows: list[dict[str, Any]], console: Console, when: str) -> Score:

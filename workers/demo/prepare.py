@@ -21,8 +21,16 @@ GROUPS_PER_STEP = 16
 GROUP_SIZE = 8
 
 
-def settings_for(folder: Path, seed: int, control: Control | None = None) -> Settings:
-    """The demo's settings, or those of a run that must not learn."""
+def settings_for(folder: Path, seed: int, control: Control | None = None, vllm: str = "") -> Settings:
+    """The demo's settings, or those of a run that must not learn.
+
+    Args:
+        folder: the run's folder.
+        seed: of model, warm start, problems and run.
+        control: what keeps it from learning.
+        vllm: the interpreter that has vLLM; empty: the local engine.
+    """
+    server = {"server": "vllm", "python": vllm} if vllm else {}
     return parse(
         {
             "run": {"name": folder.name, "folder": str(folder), "seed": seed},
@@ -40,7 +48,7 @@ def settings_for(folder: Path, seed: int, control: Control | None = None) -> Set
                 "max_tokens_per_turn": 40,
                 "max_tokens": 256,
             },
-            "engine": {"max_batch": 256, "max_length": 384},
+            "engine": {"max_batch": 256, "max_length": 384, **server},
             "train": {
                 "groups_per_step": GROUPS_PER_STEP,
                 "learning_rate": 0.0 if control == "zero-lr" else 3e-4,
@@ -60,6 +68,7 @@ def prepare(
     steps: int = STEPS,
     control: Control | None = None,
     progress: Callable[[str, float], None] | None = None,
+    vllm: str = "",
 ) -> Settings:
     """Make the model, its warm start, the prompt file and `run.toml`; what is there already stays.
 
@@ -69,10 +78,11 @@ def prepare(
         steps: optimizer batches that the prompts suffice for.
         control: `zero-lr` trains with learning rate 0; `permuted` hands rewards to the wrong siblings.
         progress: called with what is being done and how much of it, 0 to 1.
+        vllm: the interpreter that has vLLM; empty: the local engine.
     """
     tell = progress or (lambda _what, _share: None)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = settings_for(folder, seed, control)
+    settings = settings_for(folder, seed, control, vllm)
     model = folder / "model"
     if not (model / "model.safetensors").exists() or not (folder / "run.toml").exists():
         tell("model", 0.0)

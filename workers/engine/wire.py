@@ -67,6 +67,8 @@ class GenerateRequest(Struct, kw_only=True, omit_defaults=True):
     """A client's probes begin with `PROBE`."""
     model: str | None = None
     stream: bool = False
+    cache_salt: str = ""
+    """Only requests with the same one share cached prefixes. The local engine needs none: new weights empty its own."""
 
 
 class TokenLogprob(Struct):

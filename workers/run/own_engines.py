@@ -39,7 +39,11 @@ class OwnEngines:
     def phase(self) -> str:
         """How far the start has come, for people."""
         count = len(self.children)
-        return f"starting {count} engines: {len(self._urls)} listen" if count > 1 else "starting the engine"
+        if count > 1:
+            return f"starting {count} engines: {len(self._urls)} listen"
+        # It may take minutes.
+        told = f" ({self.children[0].log} tells how far it is)" if self._settings.engine.server == "vllm" else ""
+        return f"starting the engine{told}"
 
     @property
     def all_listen(self) -> bool:

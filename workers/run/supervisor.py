@@ -43,6 +43,7 @@ log = structlog.get_logger()
 
 _Waves = tuple[tuple[str, ...], ...]
 
+_RUNNING = "running"
 _LOOK_S = 1.0
 _HOME_S = 5.0
 """Time to see that the run has finished, and leave unasked."""
@@ -149,7 +150,7 @@ class Supervisor:
 
         async def start(engines: tuple[str, ...]) -> None:
             await self._announce(url, engines)
-            self._phase = "running"
+            self._phase = _RUNNING
             for spec in self._roles(self._settings, self._file, url, engines):
                 child = Child(spec, self._logs)
                 self._children.append(child)
@@ -258,10 +259,12 @@ class Supervisor:
 
     async def _watch(self) -> None:
         """Look once a second: show it, and fail the run when it stands still."""
-        alarm = StallAlarm(self._settings.guard.stall_s)
+        alarm: StallAlarm | None = None
         while True:
             view = await self._look()
-            if not self._over.is_set() and (stalled := alarm.see(view)):
+            if self._phase == _RUNNING:  # engines that start have a deadline of their own
+                alarm = alarm or StallAlarm(self._settings.guard.stall_s)
+            if alarm and not self._over.is_set() and (stalled := alarm.see(view)):
                 self._fail(RunFailedError(stalled))
             for child in self._children:
                 await anyio.to_thread.run_sync(child.trim_log)

@@ -1,5 +1,6 @@
 """The Python that has vLLM: found, and asked what is there, without importing vLLM, which takes half a minute."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from stream.errors import SettingsError
 PLUGIN: Final = "penstock"
 """The name under which our plugin for vLLM is registered, and of its way of transferring weights."""
 _ASK_S = 60.0
+_CACHED = Path(".cache/vllm")
+"""Where a checkout of Penstock has it."""
 _QUESTION = """
 import json
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -28,8 +31,8 @@ plugins = [each.name for each in entry_points(group="vllm.general_plugins")]
 print(json.dumps({"version": plain or cpu, "cpu": "cpu" in plain or bool(cpu and not plain), "plugins": plugins}))
 """
 _HOW = (
-    "install it there, or name another interpreter by engine.python; `sh tests/vllm/setup.sh FOLDER` in a checkout of "
-    "Penstock makes one for machines without a GPU (docs/vllm.md)"
+    "install it there, or name another interpreter (engine.python; `penstock demo --vllm-python`); `sh "
+    "tests/vllm/setup.sh FOLDER` in a checkout of Penstock makes one for machines without a GPU (docs/vllm.md)"
 )
 
 
@@ -48,6 +51,18 @@ def interpreter(named: str) -> Path:
     """The interpreter that a setting means: a file, a virtual environment's folder, or, where empty, our own."""
     path = Path(named or sys.executable).expanduser()
     return (path / "bin" / "python" if path.is_dir() else path).absolute()
+
+
+def find(named: str = "") -> Path:
+    """An interpreter with vLLM and our plugin: the one that is named, else the first there is of those that are usual.
+
+    Raises:
+        SettingsError: it lacks something.
+    """
+    told = named or os.environ.get("PENSTOCK_VLLM", "")
+    python = interpreter(told or (str(_CACHED) if _CACHED.is_dir() else ""))
+    examine(python)
+    return python
 
 
 def examine(python: Path, needs_plugin: bool = True) -> Installed:

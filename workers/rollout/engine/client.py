@@ -49,6 +49,7 @@ class EngineClient:
         reconnect_s: how long to wait for an engine to answer, or to be given its weights.
         samplings: how the run samples, with which an engine is tried when it is met.
         concurrency: requests under way at one engine, at least and at most; how many, its own figures decide.
+        salted: engines keep what older weights have computed, so each version's requests share cached prefixes apart.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class EngineClient:
         reconnect_s: float,
         samplings: Sequence[Sampling] = (),
         concurrency: tuple[int, int] = (Engine().min_concurrency, Engine().max_concurrency),
+        salted: bool = False,
     ) -> None:
         self.samplings = tuple(samplings)
         self._roster = engines if isinstance(engines, Roster) else Roster(engines)
@@ -69,6 +71,7 @@ class EngineClient:
         self._concurrency = concurrency
         self._request_timeout_s = request_timeout_s
         self._attempts = attempts
+        self._salted = salted
         self._reconnect_s = reconnect_s
         self._succeeded_at = -math.inf
 
@@ -83,6 +86,7 @@ class EngineClient:
             reconnect_s=settings.engine_patience_s,
             samplings=[Sampling.of(limits, max_tokens=limits.max_tokens) for limits in played],
             concurrency=(settings.engine.min_concurrency, settings.engine.max_concurrency),
+            salted=settings.weights.kv == "keep",
         )
 
     async def __aenter__(self) -> Self:
@@ -194,7 +198,9 @@ class EngineClient:
             raise _StaleError(str(outdated(engine, at_least)))
         if facts.max_length:  # completions would refuse what generate cuts off
             sampling = sampling.within(facts.max_length - len(prompt_ids))
-        body = route.body(prompt_ids, sampling, model=facts.model)
+        # Where engines keep what older weights have computed, no request finds it in the cache.
+        salt = f"v{before}" if self._salted else ""
+        body = route.body(prompt_ids, sampling, model=facts.model, salt=salt)
         status, payload = await self._connection.send("POST", engine.url + route.path, self._request_timeout_s, body)
         if status in ABSENT:
             told = error_text(payload)

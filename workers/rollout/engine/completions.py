@@ -44,7 +44,14 @@ class Completions:
     path: ClassVar[str] = "/v1/completions"
 
     def body(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, model: str, alternatives: int = 0, name: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        model: str,
+        alternatives: int = 0,
+        name: str = "",
+        salt: str = "",
     ) -> bytes:
         """Write a request; see `Route`."""
         params: dict[str, Any] = msgspec.to_builtins(sampling.on_the_wire(alternatives), str_keys=True)
@@ -57,6 +64,7 @@ class Completions:
                 **_NEUTRAL,
                 **params,
                 **({"request_id": name} if name else {}),
+                **({"cache_salt": salt} if salt else {}),
             }
         )
 

@@ -21,12 +21,22 @@ class Generate:
     path: ClassVar[str] = "/inference/v1/generate"
 
     def body(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, model: str, alternatives: int = 0, name: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        model: str,
+        alternatives: int = 0,
+        name: str = "",
+        salt: str = "",
     ) -> bytes:
         """Write a request; see `Route`."""
         params = sampling.on_the_wire(alternatives)
-        request = GenerateRequest(model=model, token_ids=list(prompt_ids), sampling_params=params, request_id=name)
-        return _encoder.encode(request)
+        return _encoder.encode(
+            GenerateRequest(
+                model=model, token_ids=list(prompt_ids), sampling_params=params, request_id=name, cache_salt=salt
+            )
+        )
 
     def read(self, status: int, payload: bytes, url: str, *, version: int) -> Sampled:
         """Read the answer; see `Route`."""

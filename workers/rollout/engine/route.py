@@ -13,7 +13,14 @@ class Route(Protocol):
     path: ClassVar[str]
 
     def body(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, model: str, alternatives: int = 0, name: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        model: str,
+        alternatives: int = 0,
+        name: str = "",
+        salt: str = "",
     ) -> bytes:
         """Write a request.
 
@@ -23,6 +30,7 @@ class Route(Protocol):
             model: the name that the engine serves it under.
             alternatives: so many of the likeliest tokens are to come with their log-probs, besides the sampled one.
             name: of the request; empty: the engine finds one.
+            salt: only requests with the same one share cached prefixes.
         """
 
     def read(self, status: int, payload: bytes, url: str, *, version: int) -> Sampled:

@@ -74,14 +74,14 @@ class Nccl:
         """Broadcast it to the engine's workers; see `Carrier`."""
         async with self._one_at_a_time:
             if await engine.version() is None:  # it was started anew: its side of the group is gone
-                self._leave(engine.url)
+                await anyio.to_thread.run_sync(self._leave, engine.url)
             try:
                 await self._send(engine, path, version)
             except TROUBLE as error:
-                self._leave(engine.url)
+                await anyio.to_thread.run_sync(self._leave, engine.url)
                 raise HalfDoneError(f"{engine.url}: nccl: {str(error) or type(error).__name__}") from error
             except Exception as error:  # NCCL's and vLLM's own, of any type
-                self._leave(engine.url)
+                await anyio.to_thread.run_sync(self._leave, engine.url)
                 raise HalfDoneError(f"{engine.url}: nccl: {error!r}") from error
 
     async def _send(self, engine: Control, path: Path, version: int) -> None:

@@ -1,0 +1,102 @@
+"""Weights that engines download from the trainer: what comes, what does not, and who else gets at it."""
+
+import shutil
+from pathlib import Path
+
+import aiohttp
+import pytest
+from safetensors.torch import load_file, save_file
+
+from stream.errors import EngineRefusedError, EngineUnavailableError, SettingsError
+from tests.integration.test_local_engine import build, logprobs_of, serving, teacher, tokens_of
+from workers.fleet.roster import Roster
+from workers.train.publishing.in_flight import InFlight
+from workers.train.publishing.over_http import serve_weights
+from workers.train.publishing.publisher import EnginePublisher
+
+KIND = "qwen3-tied"
+PROMPT = [5, 7, 11, 13]
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory) -> dict[str, Path]:
+    home = tmp_path_factory.mktemp("policies")
+    for seed, name in enumerate("AB"):
+        build(KIND, seed).save_pretrained(home / name)
+    shutil.copytree(home / "B", home / "parts")
+    whole = load_file(home / "B" / "model.safetensors")
+    build(KIND, 1).save_pretrained(home / "parts", max_shard_size="20KB")
+    (home / "parts" / "model.safetensors").unlink(missing_ok=True)
+    assert len(list((home / "parts").glob("*.safetensors"))) > 1
+    (home / "other").mkdir()
+    save_file({name: tensor for name, tensor in whole.items() if "norm" not in name}, home / "other/model.safetensors")
+    return {name: home / name for name in ("A", "B", "parts", "other")}
+
+
+def publisher_of(engine, carrier, patience_s: float = 10) -> EnginePublisher:
+    return EnginePublisher(Roster([engine.url]), InFlight(carrier), patience_s=patience_s, update_timeout_s=20)
+
+
+async def assert_serves(engine, policy: Path) -> None:
+    params = {"max_tokens": 8, "logprobs": 1, "ignore_eos": True}
+    answer = await engine.post("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": params})
+    assert logprobs_of(answer) == pytest.approx(teacher(policy, PROMPT, tokens_of(answer)), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["B", "parts"])
+async def test_the_local_engine_downloads_a_policy_in_one_file_or_several(policies, name):
+    async with serving(policies["A"]) as engine, serve_weights("127.0.0.1", 0) as carrier:
+        await assert_serves(engine, policies["A"])
+        publisher = publisher_of(engine, carrier)
+        await publisher.push(policies[name], 3)
+        await assert_serves(engine, policies["B"])
+        assert await publisher.versions() == {engine.url: 3}
+
+
+async def test_what_is_refused_or_comes_damaged_leaves_the_old_weights(policies):
+    async with serving(policies["A"]) as engine, serve_weights("127.0.0.1", 0) as carrier:
+        with pytest.raises(EngineRefusedError, match="missing: model"):
+            await publisher_of(engine, carrier).push(policies["other"], 1)
+        await carrier.prepare(policies["B"])
+        carrier._offers[next(reversed(carrier._offers))].files[0]["sha256"] = "0" * 64
+        with pytest.raises(EngineUnavailableError, match=r"instead of 0000.*the old weights stay"):
+            await publisher_of(engine, carrier, patience_s=0.3).push(policies["B"], 1)
+        await assert_serves(engine, policies["A"])
+        assert await publisher_of(engine, carrier).versions() == {engine.url: None}
+
+
+async def test_only_offered_files_are_served_and_only_to_who_knows_the_path(policies, tmp_path):
+    async with serve_weights("127.0.0.1", 0) as carrier, aiohttp.ClientSession() as session:
+        await carrier.prepare(policies["A"])
+        (name,) = carrier._offers
+        here = f"{carrier.base}/{carrier._secret}/{name}"
+
+        async def status(url: str) -> int:
+            async with session.get(url) as response:
+                return response.status
+
+        assert await status(f"{here}/model.safetensors") == 200
+        for url in (
+            f"{here}/config.json",
+            f"{here}/..%2F..%2Fpyproject.toml",
+            f"{here}/",
+            f"{carrier.base}/{carrier._secret}/",
+            f"{carrier.base}/{'x' * 43}/{name}/model.safetensors",
+            f"{carrier.base}/{carrier._secret}/0000/model.safetensors",
+        ):
+            assert await status(url) == 404, url
+        async with session.put(f"{here}/model.safetensors", data=b"x") as response:
+            assert response.status == 405
+        for number in range(3):  # as many as are kept on disk
+            folder = tmp_path / str(number)
+            shutil.copytree(policies["A"], folder)
+            await carrier.prepare(folder)
+        assert await status(f"{here}/model.safetensors") == 404
+
+
+async def test_a_port_that_is_taken_is_a_fault_of_the_settings():
+    async with serve_weights("127.0.0.1", 0) as carrier:
+        port = int(carrier.base.rpartition(":")[2])
+        with pytest.raises(SettingsError, match=r"weights\.port"):
+            async with serve_weights("127.0.0.1", port):
+                pass

@@ -1,0 +1,134 @@
+"""How vLLM is found, started, and quoted when it ends."""
+
+import sys
+
+import pytest
+
+from stream.errors import SettingsError
+from workers.engine.vllm.interpreter import Installed, examine, find, interpreter
+from workers.engine.vllm.last_words import LastWords
+from workers.engine.vllm.starting import command, environment
+from workers.settings.file import parse
+
+
+def settings_with(**engine):
+    return parse(
+        {
+            "model": {"path": "model", "dtype": "bfloat16"},
+            "data": {"path": "prompts.jsonl"},
+            "rewards": [{"ref": "module:function"}],
+            "engine": {"server": "vllm", **engine},
+        }
+    )
+
+
+def a_python(folder, answer):
+    """Something that answers as an interpreter would."""
+    file = folder / "python"
+    file.write_text(f"#!/bin/sh\n{answer}\n")
+    file.chmod(0o755)
+    return file
+
+
+def test_a_users_flag_stands_behind_ours_and_so_wins(tmp_path):
+    words = command(settings_with(flags=["--dtype", "float16"]), tmp_path, "127.0.0.1", 8000, cpu=False)
+    assert [words[i + 1] for i, word in enumerate(words) if word == "--dtype"] == ["bfloat16", "float16"]
+    assert "--enforce-eager" not in words
+
+
+def test_what_is_set_in_our_environment_holds_but_nothing_of_our_interpreter_does():
+    ours = {
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "PYTHONPATH": "/x",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "VLLM_SERVER_DEV_MODE": "0",
+    }
+    found = environment(ours, threads=2, cpu=True)
+    assert found["VLLM_CPU_KVCACHE_SPACE"] == "4"
+    assert found["OMP_NUM_THREADS"] == "2"
+    assert found["VLLM_SERVER_DEV_MODE"] == "1"
+    assert not {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE"} & found.keys()
+    assert "TORCHDYNAMO_DISABLE" not in environment(ours, threads=2, cpu=False)
+
+
+def test_an_interpreter_is_a_file_or_a_virtual_environment_or_ours(tmp_path):
+    assert interpreter("") == interpreter(sys.executable)
+    assert interpreter(str(tmp_path)) == tmp_path / "bin" / "python"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ('echo \'{"version": "", "cpu": false, "plugins": []}\'', "has no vLLM: install it there"),
+        ('echo \'{"version": "0.32.0", "cpu": true, "plugins": ["other"]}\'', "but not our plugin"),
+        ("echo broken >&2; exit 3", "does not run: broken"),
+        ("echo hello", "is no interpreter"),
+    ],
+)
+def test_an_interpreter_that_will_not_do_is_named_with_the_remedy(tmp_path, answer, said):
+    python = a_python(tmp_path, answer)
+    with pytest.raises(SettingsError, match=said) as caught:
+        examine(python)
+    assert str(python) in str(caught.value)
+    assert "checkout of Penstock" in str(caught.value)
+
+
+def test_no_plugin_is_needed_where_vllm_transfers_weights_itself(tmp_path):
+    python = a_python(tmp_path, 'echo \'{"version": "0.32.0", "cpu": false, "plugins": []}\'')
+    assert examine(python, needs_plugin=False) == Installed("0.32.0", False, [])
+
+
+def test_our_own_interpreter_answers_the_question_truly():
+    with pytest.raises(SettingsError, match="has no vLLM"):
+        examine(interpreter(""))
+
+
+def test_the_usual_places_are_the_variable_then_the_checkouts_then_ours(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PENSTOCK_VLLM", "/nowhere")
+    with pytest.raises(SettingsError, match=r"/nowhere: no such interpreter"):
+        find()
+    monkeypatch.delenv("PENSTOCK_VLLM")
+    (tmp_path / ".cache" / "vllm" / "bin").mkdir(parents=True)
+    python = a_python(tmp_path / ".cache/vllm/bin", 'echo \'{"version": "1", "cpu": true, "plugins": ["penstock"]}\'')
+    assert find() == python
+    with pytest.raises(SettingsError, match=r"/else: no such interpreter"):
+        find("/else")
+
+
+OUT_OF_MEMORY = """
+(EngineCore pid=3) ERROR 11-21 22:48:31 [core.py:1] Traceback (most recent call last):
+(EngineCore pid=3) ERROR 11-21 22:48:31 [core.py:1]     raise RuntimeError(
+(EngineCore pid=3) ERROR 11-21 22:48:31 [core.py:1] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB
+(APIServer pid=2) Traceback (most recent call last):
+(APIServer pid=2) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+NO_MODEL = """
+(APIServer pid=2) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+(APIServer pid=2)   Value error, Invalid repository ID or local directory specified: '/tmp'.
+(APIServer pid=2) Please verify the following requirements:
+"""
+
+
+@pytest.mark.parametrize(
+    ("output", "told"),
+    [
+        (OUT_OF_MEMORY, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
+        (
+            NO_MODEL,
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig Value error, Invalid",
+        ),
+        (
+            "usage: x\napi_server.py: error: unrecognized arguments: --no\n",
+            "api_server.py: error: unrecognized arguments",
+        ),
+        ("INFO 11-21 22:48:31 [core.py:1] so far so good\n", "so far so good"),
+        ("(EngineCore pid=3) EngineDeadError: it died\n", "EngineDeadError: it died"),
+        ("", "it said nothing"),
+    ],
+)
+def test_what_is_quoted_is_the_error_that_the_others_followed_from(output, told):
+    words = LastWords()
+    for line in output.encode().splitlines():
+        words.add(line)
+    assert words.told.startswith(told)

@@ -1,0 +1,228 @@
+"""The plugin for vLLM, without vLLM: what it refuses before a model is touched, and how it finds out."""
+
+import hashlib
+import json
+import logging
+import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from penstock_vllm import BACKEND, KNOWN_TO_WORK, register
+from penstock_vllm.asking import asking
+from penstock_vllm.checkpoint import compare, files_of, shapes_of
+from penstock_vllm.pieces import find_pieces
+from penstock_vllm.source import fetch
+from penstock_vllm.verdict import FAILED, REFUSED, FailedError, RefusedError
+from safetensors.torch import save_file
+
+from workers.engine.wire import BACKEND as ASKED_FOR
+
+SHAPES = {"embed": (7, 3), "norm": (3,)}
+
+
+def save(file: Path, shapes) -> Path:
+    save_file({name: torch.ones(shape) for name, shape in shapes.items()}, file)
+    return file
+
+
+def everything(_name, _shape) -> bool:
+    return True
+
+
+def test_penstock_asks_for_the_backend_that_the_plugin_registers():
+    assert BACKEND == ASKED_FOR
+
+
+def test_names_and_shapes_of_one_file_and_of_several(tmp_path):
+    one = save(tmp_path / "model.safetensors", SHAPES)
+    assert shapes_of(files_of(tmp_path)) == shapes_of(files_of(one)) == SHAPES
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for name, shape in SHAPES.items():
+        save(parts / f"{name}.safetensors", {name: shape})
+    index = {"weight_map": {name: f"{name}.safetensors" for name in SHAPES}}
+    (parts / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert shapes_of(files_of(parts)) == SHAPES
+    (parts / "norm.safetensors").unlink()
+    with pytest.raises(RefusedError, match=r"has no norm\.safetensors; the old weights stay"):
+        files_of(parts)
+
+
+@pytest.mark.parametrize("cut", [1, 50, 100, 10_000])
+def test_a_file_that_is_not_whole_is_refused(tmp_path, cut):
+    file = save(tmp_path / "model.safetensors", SHAPES)
+    file.write_bytes(file.read_bytes()[:-cut])
+    with pytest.raises(RefusedError, match="no whole safetensors file"):
+        shapes_of([file])
+
+
+def test_a_folder_that_is_not_there_is_refused_with_the_remedy(tmp_path):
+    with pytest.raises(RefusedError, match="over http"):
+        files_of(tmp_path / "gone")
+
+
+@pytest.mark.parametrize(
+    ("update", "words"),
+    [
+        ({"embed": (7, 3)}, "missing: norm"),
+        (SHAPES | {"more": (1,)}, "unexpected: more"),
+        (SHAPES | {"norm": (4,)}, r"of another shape: norm \(4,\) instead of \(3,\)"),
+        ({}, "missing: embed, norm"),
+    ],
+)
+def test_weights_of_another_model_are_refused(update, words):
+    with pytest.raises(RefusedError, match=words) as caught:
+        compare(update, SHAPES, everything)
+    assert str(caught.value).startswith(REFUSED)
+
+
+def test_what_the_model_does_not_load_may_be_there_or_not():
+    compare(SHAPES | {"lm_head": (7, 3)}, SHAPES, lambda name, _: name != "lm_head")
+    compare(SHAPES, SHAPES | {"mtp": (7, 3)}, lambda name, _: name != "mtp")
+
+
+class Model(torch.nn.Module):
+    """As vLLM's: fused parameters with loaders of their own, and names that it passes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.plain = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.qkv.weight_loader = lambda parameter, loaded, shard: parameter[shard].copy_(loaded)
+
+    def load_weights(self, weights):
+        for name, loaded in weights:
+            if name in {"q", "k"}:
+                self.qkv.weight_loader(self.qkv, loaded, "qk".index(name))
+            elif name == "plain":
+                getattr(self.plain, "weight_loader", lambda p, w: p.copy_(w))(self.plain, loaded)
+            elif name != "passed_over":
+                raise ValueError(name)
+
+
+def test_a_live_model_tells_what_it_takes_and_takes_nothing():
+    model = Model()
+    loader = model.qkv.weight_loader
+    with asking(model) as takes:
+        asked = {name: takes(name, (1,)) for name in ("q", "k", "plain", "passed_over", "unheard_of")}
+    assert asked == {"q": True, "k": True, "plain": True, "passed_over": False, "unheard_of": True}
+    assert model.qkv.weight_loader is loader
+    assert not hasattr(model.plain, "weight_loader")
+    assert not model.qkv.any()
+
+
+@contextmanager
+def files_server(files: dict[str, bytes], status: int = 200):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = files.get(self.path.removeprefix("/secret/"))
+            self.send_response(404 if body is None else status)
+            self.send_header("content-length", str(len(body or b"")))
+            self.end_headers()
+            self.wfile.write(body or b"")
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/secret/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def entry(name: str, content: bytes):
+    return {"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The folder in which downloads lie."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_files_are_downloaded_and_go_when_they_were_read(temporary):
+    files = {"a": b"x" * 3_000_000, "b": b""}
+    with files_server(files) as url:
+        folder = fetch(url, [entry(name, content) for name, content in files.items()])
+    assert {file.name: file.read_bytes() for file in Path(folder.name).iterdir()} == files
+    folder.cleanup()
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        ({"sha256": "0" * 64}, FailedError, "instead of 0000"),
+        ({"size": 4}, FailedError, "3 bytes instead of 4"),
+        ({"size": 2}, FailedError, "3 bytes and more instead of 2"),
+        ({"name": "other"}, RefusedError, "answers 404"),
+        ({"name": "../a"}, RefusedError, "plain name"),
+        ({"name": ".."}, RefusedError, "plain name"),
+        ({"size": "3"}, RefusedError, "plain name and its size"),
+    ],
+)
+def test_a_file_that_comes_otherwise_than_announced_is_not_kept(temporary, change, kind, words):
+    with files_server({"a": b"abc"}) as url, pytest.raises(kind, match=words):
+        fetch(url, [entry("a", b"abc") | change])
+    assert not list(temporary.iterdir())
+
+
+def test_a_server_in_trouble_may_be_asked_again_and_one_that_is_gone_too(temporary):
+    with files_server({"a": b"abc"}, status=503) as url, pytest.raises(FailedError, match="answers 503"):
+        fetch(url, [entry("a", b"abc")])
+    with pytest.raises(FailedError, match="did not come over HTTP") as caught:
+        fetch(url, [entry("a", b"abc")])
+    assert str(caught.value).startswith(FAILED)
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize(("url", "files"), [("file:///etc/", [{}]), ("http://h/no-slash", [{}]), ("http://h/", [])])
+def test_what_is_no_list_of_files_is_refused(url, files):
+    with pytest.raises(RefusedError):
+        fetch(url, files)
+
+
+def fake(monkeypatch, name: str, **members) -> None:
+    """A module of vLLM's, with these members alone."""
+    parts = name.split(".")
+    for upto in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:upto]), ModuleType(".".join(parts[:upto])))
+    vars(sys.modules[name]).update(members)
+
+
+def test_a_vllm_without_one_of_the_pieces_is_named_with_the_one_that_works(monkeypatch):
+    fake(monkeypatch, "vllm.model_executor.model_loader.reload", initialize_layerwise_reload=print)
+    sys.modules["vllm"].__version__ = "0.99"
+    with pytest.raises(RuntimeError, match=f"finalize_layerwise_reload.*0.99.*known to work: vLLM {KNOWN_TO_WORK}"):
+        find_pieces()
+
+
+def test_registering_twice_is_as_good_as_once_and_without_weight_transfer_vllm_starts_all_the_same(monkeypatch, caplog):
+    found = {}
+
+    class Factory:
+        @staticmethod
+        def register_engine(name, module, cls):
+            if name in found:
+                raise ValueError(name)
+            found[name] = (module, cls)
+
+    with monkeypatch.context() as patched:
+        fake(patched, "vllm.distributed.weight_transfer.factory", WeightTransferEngineFactory=Factory)
+        register()
+        register()
+    assert found == {BACKEND: ("penstock_vllm.engine", "CheckpointTransfer")}
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setitem(sys.modules, "vllm", None)
+        register()
+    assert KNOWN_TO_WORK in caplog.text
