@@ -403,4 +403,4 @@ async def test_while_all_places_are_taken_a_place_goes_to_a_request_whose_prefix
             tasks.start_soon(play, client, group, 4, 2)
     at = Counter((request.token_ids[0], engine.url) for engine in (one, other) for request in engine.requests)
     together = sum(max(at[group, one.url], at[group, other.url]) for group in range(30))
-    assert together > 0.75 * 30 * 4 * 2
+    assert together > 0.9 * 30 * 4 * 2  # 0.77 where places go to whoever has waited longest

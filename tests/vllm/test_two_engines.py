@@ -119,7 +119,7 @@ async def test_affinity_finds_more_of_each_context_in_the_servers_caches_than_ra
         for name in ("random", "near"):
             rates[name] = await hit_rate(pair, client, name, near=name == "near")
     print(f"prefix cache hits: {rates}")
-    assert rates["near"] > rates["random"] + 0.1
+    assert rates["near"] > rates["random"] + 0.06  # chance alone moves each by a hundredth or two
 
 
 # One killed, and started again
