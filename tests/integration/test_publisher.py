@@ -186,6 +186,6 @@ async def test_an_update_that_a_killed_trainer_left_open_is_taken_over():
 async def test_where_that_would_mix_up_the_answers_of_several_workers_the_remedy_is_named():
     engine = HalfOpen(workers=2)
     async with listen(engine.application(), "127.0.0.1", 0) as url:
-        with pytest.raises(EngineUnavailableError, match=r"2 workers, .*; restart it"):
+        with pytest.raises(EngineRefusedError, match=r"2 workers, .*; restart it"):
             await publisher_of([url], 0.3).push(Path("/w"), 1)
     assert "/update_weights" not in engine.calls

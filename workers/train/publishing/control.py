@@ -63,7 +63,7 @@ class Control:
             if not self._left_open and (workers := await self.world_size()) > 1:
                 # Each worker's refusal is an answer, of which vLLM reads the first: the others are taken for answers of
                 # later calls.
-                raise EngineError(
+                raise EngineRefusedError(  # another try would mix up more of them
                     f"{self.url} has an update open that nobody finished, and {workers} workers, whose answers vLLM "
                     "mixes up from here on; restart it"
                 ) from error
