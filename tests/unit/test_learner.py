@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from stream.errors import RunMismatchError, SettingsError
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
+from workers.engine.weights import load
 from workers.settings.file import parse
 from workers.train.batch import collate
 from workers.train.learner import Learner
@@ -187,6 +188,20 @@ def test_weight_decay_spares_gains(base):
     assert {name: decays[id(p)] for name, p in trained.parameters.items()} == {
         name: 0.5 if p.ndim > 1 else 0.0 for name, p in trained.parameters.items()
     }
+
+
+def test_a_large_model_is_several_files_that_engine_and_trainer_read(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("workers.train.policy._LARGEST_FILE", "4KB")
+    trained = learner(base)
+    trained.step(collate([group()]), 3)
+    trained.save_weights(tmp_path / "v1")
+    assert len(list((tmp_path / "v1").glob("*.safetensors"))) > 1
+    served, again = AutoModelForCausalLM.from_pretrained(base), learner(base)
+    load(served, tmp_path / "v1")
+    again.restore(tmp_path / "v1", trained.state(), steps=1)
+    for name, parameter in served.named_parameters():
+        assert torch.equal(parameter, trained.parameters[name])
+        assert torch.equal(parameter, again.parameters[name])
 
 
 def test_the_learning_rate_follows_its_schedule(base):
