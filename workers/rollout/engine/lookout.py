@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from stream.errors import EngineError
 from workers.fleet.roster import Roster
-from workers.rollout.engine.answer import version_number
+from workers.rollout.engine.answer import NONE_YET, version_number
 from workers.rollout.engine.connection import QUESTION_S, Connection, SilentError
 from workers.rollout.engine.known_engine import KnownEngine
 from workers.rollout.engine.places import Places
@@ -134,11 +134,14 @@ class Lookout:
         return engine.version
 
     def heard(self, engine: KnownEngine, version: int) -> None:
-        """It told its version. One that is older than before tells that it was started anew, and perhaps otherwise."""
+        """It told its version. One that has none any more was started anew, and perhaps otherwise.
+
+        An older one tells nothing: of two answers round an update, the first may be read last.
+        """
         before = engine.version
         engine.spoke(version)
-        if version < before:
-            why = f"{engine.url} has policy version {version} after {before}, so it was started anew"
+        if version == NONE_YET < before:
+            why = f"{engine.url} has no policy version after {before}, so it was started anew"
             self.eject(engine, EngineError(why))
 
     async def _await_weights(self, engine: KnownEngine) -> None:
