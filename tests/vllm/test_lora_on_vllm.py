@@ -11,7 +11,7 @@ import torch
 
 from stream.errors import EngineRefusedError
 from tests.vllm.policies import LENGTH, Judge, make_policy
-from tests.vllm.server import ENVIRONMENT, vllm_server
+from tests.vllm.server import vllm_server
 from workers.engine.wire import adapter_name
 from workers.fleet.roster import Roster
 from workers.rollout.engine.client import EngineClient
@@ -68,10 +68,8 @@ def versions(tmp_path_factory):
 def url(versions, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "vllm.log"
     lora = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "3")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ENVIRONMENT, "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-        with vllm_server(versions.base, log, "--max-model-len", str(LENGTH), "--enable-scale-out", *lora) as found:
-            yield found
+    with vllm_server(versions.base, log, "--max-model-len", str(LENGTH), "--enable-scale-out", *lora) as found:
+        yield found
 
 
 @pytest.fixture
