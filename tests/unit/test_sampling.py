@@ -7,6 +7,7 @@ import torch
 
 from workers.engine.sampling import restrict, sample
 from workers.engine.wire import UNKNOWN, SamplingParams
+from workers.rollout.engine.sampling import turn_seed
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
@@ -101,3 +102,13 @@ def test_the_likeliest_come_with_logprobs_of_what_was_sampled_from():
     expected = torch.log_softmax(LOGITS[:2] / 2, dim=-1)
     assert [entry.token_id for entry in likeliest[0][:2]] == [0, 1]
     assert [entry.logprob for entry in likeliest[0]] == pytest.approx([*expected.tolist(), UNKNOWN], abs=1e-6)
+
+
+@pytest.mark.parametrize("generator", [Random, lambda seed: torch.Generator().manual_seed(seed)])
+def test_turns_completions_and_episodes_draw_apart(generator):
+    """torch's generator on a CPU, which vLLM uses there, heeds the lowest 32 bits of a seed alone."""
+    seeds = [turn_seed(episode, turn) for episode in (7, 8, 2**61, 2**61 + 2**32) for turn in range(8)]
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    made = [generator(seed) for seed in seeds]
+    drawn = {m.random() if isinstance(m, Random) else torch.rand(1, generator=m).item() for m in made}
+    assert len(drawn) == len(seeds)

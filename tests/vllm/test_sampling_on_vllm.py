@@ -23,7 +23,7 @@ from workers.engine.site import listen
 from workers.rollout.engine.client import EngineClient
 from workers.rollout.engine.completions import Completions
 from workers.rollout.engine.generate import Generate
-from workers.rollout.engine.sampling import Sampling, ending_of
+from workers.rollout.engine.sampling import Sampling, ending_of, turn_seed
 from workers.train.logprobs import token_logprobs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -232,6 +232,30 @@ async def test_a_context_that_is_too_long_is_refused_in_vllms_words_and_one_that
 async def test_a_cancelled_request_ends_at_the_engine(url):
     async with client_of(url, "generate") as client:
         await cancel_in_the_middle(url, client)
+
+
+async def test_the_runs_own_seeds_draw_as_often_as_the_softmax_says(url, model):
+    """The log-prob tests judge what was drawn; this one, how often. Pearson's statistic is within 5 deviations."""
+    prompt, drawn = PROMPTS[3], []
+    async with client_of(url, "generate") as client:
+
+        async def draw(episodes):
+            for episode in episodes:
+                sampling = Sampling(temperature=1.0, max_tokens=1, seed=turn_seed(77 + episode // 4, episode % 4))
+                drawn.append((await client.sample(prompt, sampling, at_least=-1)).token_ids[0])
+
+        async with anyio.create_task_group() as tasks:
+            for start in range(64):
+                tasks.start_soon(draw, range(start, 3000, 64))
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0, -1].double().softmax(-1) * 3000
+    counts = torch.bincount(torch.tensor(drawn), minlength=len(expected)).double()
+    often = expected >= 8
+    assert often.sum() > 10
+    expected = torch.cat([expected[often], expected[~often].sum().unsqueeze(0)])
+    counts = torch.cat([counts[often], counts[~often].sum().unsqueeze(0)])
+    freedom = len(expected) - 1
+    assert float(((counts - expected) ** 2 / expected).sum()) < freedom + 5 * (2 * freedom) ** 0.5
 
 
 @pytest.mark.parametrize("route", ROUTES)

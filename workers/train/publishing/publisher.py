@@ -99,8 +99,8 @@ class EnginePublisher:
             try:
                 if await engine.version() != version or await engine.is_paused():
                     found.append(engine)
-            except TROUBLE:
-                self._fit.discard(engine.url)
+            except TROUBLE as error:
+                log.debug("engine.silent", url=engine.url, why=str(error) or type(error).__name__)
 
         async with anyio.create_task_group() as tasks:
             for engine in self._engines():
@@ -152,23 +152,27 @@ class EnginePublisher:
     async def _give(self, engine: Control, path: Path, version: int, hurry: anyio.Event) -> None:
         """One engine; tries again until the time is over, or a few times in a hurry."""
         deadline, delay, tries = anyio.current_time() + self._patience_s, _FIRST_DELAY_S, 0
+        asked = False
         while True:
             try:
+                # One that was fit is given weights at once, though it may be another by now: that vLLM takes seconds to
+                # tell what it was started with. If it fails, it is asked.
                 if engine.url not in self._fit:
                     await self._way.check(engine)
                     self._fit.add(engine.url)
+                asked = True
                 await self._way.give(engine, path, version)
             except TROUBLE as error:
                 tries += 1
+                self._fit.discard(engine.url)
                 why = str(error) or type(error).__name__
                 if tries == 1:
                     log.warning("engine.awaited", url=engine.url, version=version, why=why)
                 refused = isinstance(error, EngineRefusedError)
                 hurried = hurry.is_set() and tries >= _PATIENT_TRIES
                 if refused or hurried or anyio.current_time() + delay > deadline:
-                    if engine.url in self._fit:  # else nothing was asked of it
+                    if asked:
                         await self._way.let_go(engine, error)
-                    self._fit.discard(engine.url)
                     raise (EngineRefusedError if refused else EngineError)(why) from error
             else:
                 if tries:
