@@ -24,7 +24,7 @@ from workers.rollout.engine.client import EngineClient
 from workers.rollout.engine.completions import Completions
 from workers.rollout.engine.generate import Generate
 from workers.rollout.engine.sampling import Sampling, ending_of, turn_seed
-from workers.train.logprobs import token_logprobs
+from workers.train.logprobs import Readable, token_logprobs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 CLOSE = 1e-4
@@ -131,7 +131,7 @@ def one_row(model, prompt, sampled, temperature):
     tokens = torch.tensor([[*prompt, *sampled.token_ids]])
     chosen = torch.arange(tokens.shape[1])[None] >= len(prompt)
     with torch.no_grad():
-        return token_logprobs(model, tokens, chosen, temperature=temperature).logprobs_N
+        return token_logprobs(Readable.of(model), tokens, chosen, temperature=temperature).logprobs_N
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
