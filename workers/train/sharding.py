@@ -88,6 +88,13 @@ def fill(target: Tensor, source: Tensor | None, ranks: Ranks) -> None:
             dist.broadcast(target.detach(), 0)
 
 
+def shared(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor that every rank has whole, in shards as another one is; itself where that is whole too."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
 def gathered(tensors: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Whole tensors on the first rank's CPU; nothing on the others.
 
