@@ -11,9 +11,9 @@ import torch
 
 from tests.e2e.harness import balanced, children, finish, stop, wait_for_trained
 from tests.ranks_on_a_ledger import Job, work
-from workers.train.checkpoint import Checkpoints
-from workers.train.learner import Learner
-from workers.train.policy import load_policy
+from workers.train.keeping.checkpoint import Checkpoints
+from workers.train.model.policy import load_policy
+from workers.train.step.learner import Learner
 
 pytestmark = pytest.mark.timeout(280)
 

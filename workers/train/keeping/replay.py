@@ -1,0 +1,265 @@
+"""A finished run done again from its books: a fresh learner, the ledger's groups from the archive, step by step.
+
+Which groups were a step's batch follows from the ledger, in whose order they are: those that were trained, those that
+the step itself dropped, and before them those that were dropped on the way to it, which the rules of selection drop
+again. The learner is deterministic, so its weights and the optimizer's state must equal every checkpoint's bit for bit.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from msgspec import Struct
+from safetensors.torch import load_file
+from torch import Tensor
+
+from stream.archive import ArchivedGroups
+from stream.errors import RunMismatchError
+from stream.ledger import Written, read_lines
+from stream.records import Group
+from workers.settings import Settings
+from workers.train.keeping.checkpoint import OPTIMIZER, Checkpoint, Checkpoints
+from workers.train.step.batch import collate
+from workers.train.step.learner import Learner, StepReport
+from workers.train.step.selection import assess
+
+
+class Agreement(Struct, frozen=True, kw_only=True):
+    """A checkpoint that was met."""
+
+    step: int
+    checkpoint: str
+    tensors: int
+    """Compared, and equal: weights, optimizer state, critic."""
+
+
+class Difference(Struct, frozen=True, kw_only=True):
+    """The first thing that came out otherwise."""
+
+    step: int
+    what: str
+    """In words."""
+    checkpoint: str = ""
+    tensor: str = ""
+    largest: float | None = None
+    """Largest difference of an element; None where it is no matter of numbers."""
+
+
+class ReplayReport(Struct, kw_only=True):
+    """What a replay came to."""
+
+    equal: bool
+    steps: int
+    """Done again."""
+    groups: int
+    """In their batches."""
+    dropped: int
+    """ArchivedGroups dropped on the way to a step."""
+    agreements: list[Agreement]
+    difference: Difference | None
+    notes: list[str]
+
+
+class _Differs(Exception):  # noqa: N818  (no error: it is what was asked)
+    def __init__(self, difference: Difference) -> None:
+        self.difference = difference
+
+
+def replay(settings: Settings, folder: Path, tell: Callable[[Agreement], None] = lambda _: None) -> ReplayReport:
+    """Do a run again, up to its newest checkpoint. Nothing of it is changed.
+
+    Args:
+        settings: of the run, as it had them.
+        folder: the run's.
+        tell: called with each checkpoint that was met.
+
+    Raises:
+        RunMismatchError: the run had several ranks; there is no checkpoint; the ledger is broken, or is not the
+            checkpoint's; the archive lacks a group.
+        RecordError: a group in the archive was altered.
+    """
+    if settings.train.ranks > 1:
+        raise RunMismatchError(
+            f"{folder}: train.ranks is {settings.train.ranks}; the sums of several ranks are not, to the bit, those of "
+            "the one process that a replay is"
+        )
+    checkpoints = Checkpoints(folder / "checkpoints")
+    last = checkpoints.latest()
+    if last is None:
+        raise RunMismatchError(f"{folder}: there is no sound checkpoint that a replay could be compared with")
+    lines = _lines(folder, last)
+    archive = ArchivedGroups(folder / "groups")
+    _refuse_gaps(lines, archive, settings)
+    replayed = _Replay(settings, checkpoints, last, tell)
+    difference = None
+    try:
+        for step, found in groupby(lines, lambda written: written.line.step):
+            replayed.step(step, [(w, archive.read(w.line.prompt, w.line.hash)) for w in found])
+        replayed.end()
+    except _Differs as differs:
+        difference = differs.difference
+    return ReplayReport(
+        equal=difference is None,
+        steps=replayed.learner.steps,
+        groups=replayed.groups,
+        dropped=replayed.dropped,
+        agreements=replayed.agreements,
+        difference=difference,
+        notes=replayed.notes,
+    )
+
+
+class _Replay:
+    """A learner on its way through the ledger."""
+
+    def __init__(
+        self, settings: Settings, checkpoints: Checkpoints, last: Checkpoint, tell: Callable[[Agreement], None]
+    ) -> None:
+        self.groups = self.dropped = 0
+        self.agreements: list[Agreement] = []
+        self.notes: list[str] = []
+        self.learner = Learner(settings)
+        self._settings = settings
+        self._checkpoints = checkpoints
+        self._last = last.progress.step
+        self._on_the_way = {checkpoint.progress.step for checkpoint in checkpoints.all()}
+        self._tell = tell
+        self._meet(0)
+
+    def step(self, step: int, found: Sequence[tuple[Written, Group]]) -> None:
+        """All that the ledger has of one step."""
+        expected = self.learner.steps + 1
+        if step != expected:
+            raise _otherwise(found[0][0], expected, f"is of step {step} where one of step {expected} should come")
+        batch = found[self._dropped_before(found) :]
+        self.dropped += len(found) - len(batch)
+        self.groups += len(batch)
+        if not batch and step > self._last:
+            return  # of a step that never came
+        if not batch:
+            raise _otherwise(found[-1][0], step, "ends a step in which no group was left to train on")
+        version = batch[0][0].line.version
+        for written, _ in batch:
+            if written.line.version != version:
+                raise _otherwise(written, step, f"has version {written.line.version}, others of its step {version}")
+        report = self.learner.step(collate([group for _, group in batch]), version)
+        for written, _ in batch:
+            end = _end(report, written.line.prompt)
+            if written.line.end != end:
+                raise _otherwise(written, step, f"says {written.line.end} of {written.line.prompt}, the replay {end}")
+        self._meet(step)
+
+    def end(self) -> None:
+        """There are no more lines."""
+        if self.learner.steps < self._last:
+            what = f"the ledger has {self.learner.steps} steps, the checkpoint {self._last}"
+            raise _Differs(Difference(step=self._last, what=what))
+        if not self.agreements:
+            raise RunMismatchError(
+                f"{self._checkpoints.folder}: every checkpoint was removed while the run was replayed; replay it when "
+                "it is at rest"
+            )
+
+    def _dropped_before(self, found: Sequence[tuple[Written, Group]]) -> int:
+        """How many of the step's groups were dropped before they came to hand: what follows was its batch."""
+        for place, (written, group) in enumerate(found):
+            line = written.line
+            if line.end == "trained":
+                return place
+            reason, _ = assess(group, self._settings, line.version, self.learner.vocabulary)
+            if reason is None:
+                return place
+            if line.end != f"dropped:{reason}":
+                raise _otherwise(written, line.step, f"says {line.end} of {line.prompt}, the replay dropped:{reason}")
+        return len(found)
+
+    def _meet(self, step: int) -> None:
+        """Compare with the checkpoint of this step, if there is one."""
+        if step not in self._on_the_way:
+            return
+        try:
+            checkpoint = self._checkpoints.at(step)
+            tensors = None if checkpoint is None else _compare(self.learner, checkpoint)
+        except FileNotFoundError:
+            tensors = checkpoint = None
+        if checkpoint is None or tensors is None:
+            self.notes.append(f"the checkpoint of step {step} was removed meanwhile, or altered, and not compared")
+            return
+        self.agreements.append(Agreement(step=step, checkpoint=checkpoint.folder.name, tensors=tensors))
+        self._tell(self.agreements[-1])
+
+
+def _lines(folder: Path, last: Checkpoint) -> list[Written]:
+    """The ledger as that checkpoint holds it."""
+    path, upto = folder / "ledger.jsonl", last.progress.ledger_bytes
+    lines, broken = read_lines(path)
+    if broken:
+        raise RunMismatchError(broken[0])
+    lines = [written for written in lines if written.upto <= upto]
+    if (lines[-1].upto if lines else 0) != upto:
+        raise RunMismatchError(
+            f"{path}: no line ends at byte {upto}, where it ended when {last.folder.name} was made; it was altered"
+        )
+    return lines
+
+
+def _refuse_gaps(lines: Sequence[Written], archive: ArchivedGroups, settings: Settings) -> None:
+    missing = [w for w in lines if (w.line.prompt, w.line.hash) not in archive]
+    if not missing:
+        return
+    first, keep = missing[0], settings.archive
+    bound = f" of {keep.megabytes} MB (archive.megabytes)" if keep.keep == "latest" else ""
+    raise RunMismatchError(
+        f"{archive.folder} lacks {len(missing)} of the {len(lines)} groups of the ledger, the first of them line "
+        f"{first.number}, {first.line.prompt} with hash {first.line.hash}. A replay needs all of them, and the run has "
+        f"archive.keep = {keep.keep!r}{bound}; set it to 'all' from the beginning of a run that is to be replayed"
+    )
+
+
+def _end(report: StepReport, prompt: str) -> str:
+    """What the trainer writes of a group of this batch."""
+    if prompt in report.dropped:
+        return f"dropped:{report.dropped[prompt]}"
+    return "trained" if report.trained else f"dropped:{report.skipped}"
+
+
+def _compare(learner: Learner, checkpoint: Checkpoint) -> int:
+    """Number of tensors, all equal; else raises the first difference."""
+    tensors = 0
+    for kind, ours, theirs in _states(learner, checkpoint):
+        for name in sorted(ours.keys() | theirs.keys()):
+            tensors += 1
+            if name not in ours or name not in theirs:
+                has = "the replay" if name in ours else "the checkpoint"
+                raise _differs(checkpoint, name, f"{kind} {name} is in {has} alone", None)
+            largest = _largest(ours[name], theirs[name])
+            if largest is not None:
+                raise _differs(checkpoint, name, f"{kind} {name} differs by up to {largest:.3g}", largest)
+    return tensors
+
+
+def _states(learner: Learner, checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
+    """Weights as they are written, then all else that a checkpoint holds: ours, and the checkpoint's."""
+    weights = {name: p.detach().cpu().to(learner.written_dtype).float() for name, p in learner.parameters.items()}
+    yield "weight", weights, learner.read_weights(checkpoint.model)
+    yield "state", learner.state(), load_file(checkpoint.folder / OPTIMIZER)
+
+
+def _largest(ours: Tensor, theirs: Tensor) -> float | None:
+    """The largest difference of an element; None where all bits are equal."""
+    if ours.shape == theirs.shape and ours.dtype == theirs.dtype:
+        bits = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (ours, theirs)]
+        if torch.equal(*bits):
+            return None
+        return float((ours.double() - theirs.double()).abs().max())
+    return float("inf")
+
+
+def _differs(checkpoint: Checkpoint, tensor: str, what: str, largest: float | None) -> _Differs:
+    step = checkpoint.progress.step
+    return _Differs(Difference(step=step, what=what, checkpoint=checkpoint.folder.name, tensor=tensor, largest=largest))
+
+
+def _otherwise(written: Written, step: int, what: str) -> _Differs:
+    return _Differs(Difference(step=step, what=f"ledger line {written.number} {what}"))

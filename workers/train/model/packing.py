@@ -1,0 +1,148 @@
+"""Which attention a model is given, and whether its rows may be packed.
+
+A model may let packed rows see one another: a recurrent state or a convolution runs on into the next row, or a
+implementation of attention does not know where rows end. So nothing is believed of a model: a few short rows are read
+packed and apart when it is loaded, and packed again with another first row.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import structlog
+import torch
+from torch import Tensor
+
+from stream.errors import SettingsError
+from workers.settings import Train
+from workers.train.model import varlen
+from workers.train.model.logprobs import Readable, token_logprobs
+
+log = structlog.get_logger()
+
+FLASH: Final = ("flash_attention_2", "flash_attention_3")
+"""Of the package `flash-attn`: half precision alone, and on GPUs."""
+LENGTHS: Final = (7, 12, 5)
+"""Rows that a model is tried on."""
+SAME: Final = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""How far packed rows may be from the same rows apart: norm of the difference over norm, of each hidden state."""
+ALONE: Final = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-3}
+"""How far another first row may move the rows behind it: not at all but for the shapes that kernels choose by."""
+
+
+def set_attention(read: Readable, train: Train, dtype: torch.dtype) -> Readable:
+    """Give the model its attention.
+
+    Args:
+        read: the model.
+        train: the settings.
+        dtype: bfloat16 under autocast, else the weights' own.
+
+    Returns:
+        The model, and whether its rows are to be packed.
+
+    Raises:
+        SettingsError: what the settings ask for is not to be had of this model, here.
+    """
+    model = read.model
+    own = model.config._attn_implementation  # noqa: SLF001
+    reasons = []
+    for name in _candidates(train, str(own), dtype, model.device):
+        reason = _switched(model, name) or packs_wrongly(read, own, name, dtype)
+        if not reason:
+            log.info("rows.packed", attention=name, model=type(model).__name__)
+            return read._replace(packed=True)
+        reasons.append(f"{name}: {reason}")
+        _switched(model, own)
+    if train.packing == "on":
+        raise SettingsError(
+            f"train.packing is 'on', but {type(model).__name__} does not read packed rows as it reads them apart "
+            f"({'; '.join(reasons)}); set train.packing to 'auto' or 'off', or try another train.attention"
+        )
+    if reasons:
+        log.warning("rows.not_packed", reasons=reasons, model=type(model).__name__)
+    if train.attention != "auto" and (reason := _switched(model, train.attention)):
+        raise SettingsError(f"train.attention = {train.attention!r}: {reason}; set it to 'auto' or to another")
+    return read._replace(packed=False)
+
+
+def packs_wrongly(read: Readable, own: str, name: str, dtype: torch.dtype) -> str:
+    """Why rows may not be packed under this attention; empty where they may. Leaves the model with it.
+
+    Args:
+        read: the model.
+        own: the attention that rows are read with apart, to compare with.
+        name: the attention in question.
+        dtype: as in `set_attention`.
+    """
+    model = read.model
+    widths = torch.tensor(LENGTHS, device=model.device)
+    vocabulary = int(model.get_input_embeddings().num_embeddings)
+    generator = torch.Generator().manual_seed(0)
+    tokens_MT = torch.randint(vocabulary, (len(LENGTHS), max(LENGTHS)), generator=generator).to(model.device)
+    other_MT = tokens_MT.clone()
+    other_MT[0] = (tokens_MT[0] + 1) % vocabulary
+    weights = next(model.parameters()).dtype
+    # Flash attention of the package reads half precision alone; all others show in full precision what rounding hides.
+    # So do shards in mixed precision, whatever they are asked.
+    for kind in {dtype} if name in FLASH or read.within is not None else {weights, dtype}:
+        try:
+            _switched(model, own)
+            apart = _states(read._replace(packed=False), tokens_MT, widths, kind)
+            _switched(model, name)
+            packed, other = (_states(read._replace(packed=True), t, widths, kind) for t in (tokens_MT, other_MT))
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            return f"it fails: {error}"
+        first = LENGTHS[0] - 1
+        if not _far(packed, apart) <= SAME[kind]:
+            return f"packed rows are off by {_far(packed, apart):.1e} in {kind}"
+        if not _far(other[first:], packed[first:]) <= ALONE[kind]:
+            return f"a row sees the one before it, by {_far(other[first:], packed[first:]):.1e} in {kind}"
+    return ""
+
+
+def _candidates(train: Train, own: str, dtype: torch.dtype, device: torch.device) -> Iterator[str]:
+    """Names of attention to pack rows with, the best first; none where rows are to be padded."""
+    if train.packing == "off":
+        return
+    if train.attention != "auto":
+        if train.packing == "on" or train.attention in {varlen.NAME, *FLASH}:
+            yield train.attention
+        return
+    from transformers.utils import is_flash_attn_2_available
+
+    fast = device.type == "cuda" and dtype == torch.bfloat16
+    if train.packing == "on" or fast:
+        yield varlen.NAME
+    if fast and is_flash_attn_2_available():
+        yield FLASH[0]
+    if train.packing == "on":
+        yield own
+
+
+def _switched(model: Any, name: str) -> str:
+    """Why the model cannot have this attention; empty where it has it now."""
+    varlen.register()
+    if name == varlen.NAME and not getattr(model, "_supports_flash_attn", False):
+        return f"{type(model).__name__} needs masks"
+    try:
+        model.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        return str(error)
+    found = model.config._attn_implementation  # noqa: SLF001
+    return "" if found == name else f"{type(model).__name__} stays with {found}"
+
+
+def _states(read: Readable, tokens_MT: Tensor, lengths_M: Tensor, dtype: torch.dtype) -> Tensor:
+    """What predicts each token but the first of each row: hidden states, or log-probs where they cannot be had."""
+    places_T = torch.arange(tokens_MT.shape[1], device=tokens_MT.device)
+    chosen_MT = (places_T > 0) & (places_T < lengths_M.unsqueeze(1))
+    cast = torch.autocast(tokens_MT.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
+    with torch.no_grad(), cast:
+        found = token_logprobs(read, tokens_MT, chosen_MT, temperature=1.0, lengths_M=lengths_M)
+    states = found.logprobs_N.unsqueeze(1) if found.hidden_NH is None else found.hidden_NH
+    return states.to(torch.promote_types(states.dtype, torch.float32))
+
+
+def _far(found_NH: Tensor, expected_NH: Tensor) -> float:
+    """The largest difference of a token, relative; NaN where one is."""
+    return float(((found_NH - expected_NH).norm(dim=1) / expected_NH.norm(dim=1).clamp(min=1e-12)).max())

@@ -1,0 +1,77 @@
+"""The published weights: on disk under their version number, on the engines, then known to everybody."""
+
+import shutil
+import time
+from pathlib import Path
+
+import anyio
+import structlog
+
+from stream.training import Tenure
+from workers.train.publishing.publisher import EnginePublisher
+from workers.train.step.learner import Learner
+
+log = structlog.get_logger()
+
+_KEPT = 3
+"""Versions kept on disk; an engine that restarts needs the last one, and may be reading the one before. Of an adapter
+engines take requests until there are two newer ones."""
+_LOOK_EVERY_S = 2.0
+"""At the engines' versions, between pushes."""
+
+
+class Weights:
+    """The policy versions of a run.
+
+    Args:
+        folder: where they are written, one folder each.
+        tenure: the right to publish.
+        publisher: the way to the engines.
+        linger_s: how much longer than needed for new requests a version stays on the disk.
+    """
+
+    def __init__(self, folder: Path, tenure: Tenure, publisher: EnginePublisher, *, linger_s: float = 0.0) -> None:
+        self.folder = folder
+        self.linger_s = linger_s
+        self.version = -1
+        """The version that the engines have; -1 before the first."""
+        self._tenure = tenure
+        self._publisher = publisher
+        self._lock = anyio.Lock()
+
+    async def publish(self, learner: Learner, known: int, step: int, metrics: dict[str, float]) -> None:
+        """Give the engines the learner's weights, under a number that nobody has used: above `known`, too."""
+        on_engines = [v for v in (await self._publisher.versions()).values() if v is not None]
+        version = await self._tenure.reserve(max([known, *on_engines]))
+        path = self.folder / f"v{version:06d}"
+        await anyio.to_thread.run_sync(_write, learner, path)
+        async with self._lock:
+            await self._tenure.renew()  # writing took long; the engines know nothing of tokens
+            await self._publisher.push(path, version)
+            self.version = version
+        await self._tenure.publish(version, path, step, metrics)
+        log.info("policy.published", version=version, step=step)
+        await anyio.to_thread.run_sync(_prune, self.folder, self.linger_s)
+
+    async def keep_engines_current(self) -> None:
+        """Give the current version to engines that come, restart or missed it, for ever."""
+        while True:
+            await anyio.sleep(_LOOK_EVERY_S)
+            if self.version < 0 or not await self._publisher.behind(self.version):
+                continue
+            async with self._lock:  # a push may have been under way, and what was behind may be so no more
+                if behind := await self._publisher.behind(self.version):
+                    await self._tenure.renew()
+                    await self._publisher.refresh(behind, self.folder / f"v{self.version:06d}", self.version)
+
+
+def _write(learner: Learner, path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)  # of a server that forgot which numbers it had given out
+    learner.save_weights(path)
+
+
+def _prune(folder: Path, linger_s: float) -> None:
+    versions = sorted(folder.glob("v*"))
+    for old, newer in zip(versions, versions[_KEPT - 1 :], strict=False):
+        if newer != versions[-1] and time.time() - newer.stat().st_mtime >= linger_s:
+            shutil.rmtree(old, ignore_errors=True)
