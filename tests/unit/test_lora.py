@@ -270,11 +270,6 @@ def test_settings_that_cannot_work_are_refused(change, words):
     assert all(word in str(refused.value) for word in words)
 
 
-def test_several_ranks_are_refused():
-    with pytest.raises(SettingsError, match=r"train\.ranks.*lora\.rank"):
-        parse(LEAST | {"lora": {"rank": 4}, "train": {"ranks": 2}})
-
-
 @pytest.mark.parametrize("weights", [{"transport": "http"}, {"kv": "keep"}])
 def test_a_way_that_adapters_do_not_go_is_refused(weights):
     with pytest.raises(SettingsError, match=rf"weights\.{next(iter(weights))} .* lora\.publish = 'adapter'"):

@@ -376,11 +376,6 @@ def _lora(s: Settings) -> Iterator[str]:
         yield "lora.targets is empty, so lora.rank has nothing to act on; leave it out for every linear layer"
     if "all-linear" in s.lora.targets and len(s.lora.targets) > 1:
         yield "lora.targets has names beside 'all-linear', which has them all; leave out one or the other"
-    if s.train.ranks > 1:
-        yield (
-            f"train.ranks is {s.train.ranks}, but ranks share whole models, and lora.rank is {s.lora.rank}; set the "
-            "first to 1, or the second to 0"
-        )
     if s.lora.publish == "adapter":
         for key in ("transport", "kv", "host", "port"):
             if getattr(s.weights, key) != getattr(Weights(), key):

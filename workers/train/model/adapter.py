@@ -20,6 +20,7 @@ from torch import Tensor
 from stream.errors import RunMismatchError, SettingsError
 from workers.settings import Lora
 from workers.train.model.policy import load_policy, write_policy
+from workers.train.model.shards import shared, whole
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
@@ -34,10 +35,12 @@ _SAMPLED: Final = 64
 class Adapter:
     """The adapter in a model.
 
-    Its parameters are float32, whatever type the weights beside them have. An untrained adapter adds exactly nothing.
+    Its parameters are float32 (float64 beside such weights), and whole at every rank, whatever the weights beside them
+    are. An untrained adapter adds exactly nothing.
 
     Args:
-        model: a Hugging Face causal language model; its own weights are frozen.
+        model: a Hugging Face causal language model; its own weights are frozen, and may be in shards: then all ranks
+            make their adapter together.
         base: the folder that it was loaded from.
         lora: rank, alpha, targets.
         seed: of the first of the two matrices; the second begins at 0.
@@ -54,15 +57,16 @@ class Adapter:
         self._layers = [model.get_submodule(name) for name in self._config.target_modules]
         self.parameters: dict[str, torch.nn.Parameter] = {}
         """By their names in peft's file."""
+        dtype = torch.promote_types(model.dtype, torch.float32)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(requires_grad=f".{_NAME}." in name)
             if parameter.requires_grad:
-                parameter.data = parameter.data.float()
+                parameter.data = parameter.data.to(dtype)
                 self.parameters[_PREFIX + name.replace(f".{_NAME}.", ".")] = parameter
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.parameters.items():
             if "lora_A" in name:
-                drawn = torch.empty(parameter.shape)
+                drawn = torch.empty(parameter.shape)  # float32, so that a seed means the same in every type
                 torch.nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
                 parameter.data.copy_(drawn)
 
@@ -78,7 +82,10 @@ class Adapter:
                 layer.enable_adapters(enabled=True)
 
     def merged(self) -> dict[str, Tensor]:
-        """Weights of an ordinary model that says the same, by its names; those without an adapter are not copied."""
+        """Weights of an ordinary model that says the same, by its names, in shards if they are so here.
+
+        Those without an adapter are not copied.
+        """
         state = self.model.state_dict(keep_vars=True)
         found = {}
         with torch.no_grad():
@@ -88,7 +95,7 @@ class Adapter:
                 place, is_layer, rest = name.partition(".base_layer.")
                 if is_layer and rest == "weight":
                     delta = self.model.get_submodule(place).get_delta_weight(_NAME)
-                    value = (value.float() + delta).to(value.dtype)  # noqa: PLW2901
+                    value = (value.to(delta.dtype) + shared(delta, value)).to(value.dtype)  # noqa: PLW2901
                 found[f"{place}.{rest}" if is_layer else name] = value
         return found
 
@@ -100,7 +107,7 @@ class Adapter:
             dtype_name: in which the model is written when it is merged; the adapter itself is float32.
         """
         self._config.save_pretrained(folder)
-        tensors = {name: p.detach().cpu().contiguous() for name, p in self.parameters.items()}
+        tensors = {name: p.detach().to("cpu", torch.float32).contiguous() for name, p in self.parameters.items()}
         save_file(tensors, folder / WEIGHTS, {"format": "pt", "base": self._digest, "dtype": dtype_name})
 
     def read(self, folder: Path) -> dict[str, Tensor]:
@@ -208,7 +215,7 @@ def _digest(model: Any) -> str:
     """What a model's weights are known by: names, shapes, and some elements of each."""
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
-        flat = parameter.detach().flatten()
+        flat = whole(parameter.detach()).flatten()
         some = flat[:: max(1, len(flat) // _SAMPLED)].float().cpu().contiguous()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(some.numpy().tobytes())

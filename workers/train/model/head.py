@@ -16,9 +16,9 @@ from typing import Any, Final
 import structlog
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
 
 from workers.train.model.chunked import Finish
+from workers.train.model.shards import whole
 
 log = structlog.get_logger()
 
@@ -52,13 +52,6 @@ class Head:
     def bias_V(self) -> Tensor | None:
         """The whole bias, if there is one."""
         return None if self.layer.bias is None else whole(self.layer.bias)
-
-
-def whole(parameter: Tensor) -> Tensor:
-    """A parameter that ranks may hold in shards, gathered; each rank adds its own share to the gradient."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    return parameter.full_tensor(grad_placements=[Partial()] * parameter.device_mesh.ndim)
 
 
 def find_head(model: Any) -> Head | None:

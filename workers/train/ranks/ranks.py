@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 PATIENCE: Final = timedelta(minutes=10)
 """How long one rank waits for another within a collective. A process that ended is noticed at once, by its connection;
@@ -67,10 +68,15 @@ class Ranks:
         return own + [None] * (turns - len(own))
 
     def add_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Add up gradients of what every rank holds whole; a parameter that no token of this rank reached counts 0."""
+        """Add up gradients of what every rank holds whole; those of shards have been added up by the backward pass.
+
+        A parameter that no token of this rank reached counts 0.
+        """
         if self.size == 1:
             return
         for parameter in parameters:
+            if isinstance(parameter, DTensor):
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)

@@ -62,8 +62,8 @@ class Learner:
     weights to the bit.
 
     With several ranks (`workers.train.ranks`) each has a learner. Policy, reference and optimizer state are sharded
-    over them, the critic, which is small, is whole at each. Every rank calls the same methods in the same order; the
-    first alone reads and writes files.
+    over them; adapter and critic, which are small, are whole at each. Every rank calls the same methods in the same
+    order; the first alone reads and writes files.
 
     Args:
         settings: of the run.
@@ -100,15 +100,10 @@ class Learner:
         self.ranks = Ranks(device)
         self.device, self.dtype = self.ranks.device, dtype
         self.base = Path(folder or settings.model.path)
-        read = self._read(self.base, trained=True)
+        read = self._read(self.base, trained=not settings.lora.rank)
         self.model: Any = read.model
         self.adapter: Adapter | None = None
         if settings.lora.rank:
-            if self.ranks.size > 1:
-                raise SettingsError(
-                    f"lora.rank is set, and the trainer has {self.ranks.size} ranks, which share whole models; set "
-                    "train.ranks to 1, or leave [lora] out"
-                )
             self.adapter = Adapter(self.model, self.base, settings.lora, settings.run.seed)
         if settings.train.gradient_checkpointing:
             recompute_layers(self.model)
@@ -317,7 +312,7 @@ class Learner:
                     continue
                 output = self.passes.backward(formed, rows, first=update == 0)
                 share.add({"loss": output.loss.detach(), **output.sums}, output.maxima)
-            self.ranks.add_gradients(self.critic_parameters.values())  # those of shards have been added up
+            self.ranks.add_gradients((self.parameters | self.critic_parameters).values())
             tally.add(*self.ranks.combine(share.sums, share.maxima))
             norm = clip(self.parameters.values(), bound)
             sound = torch.isfinite(norm)
