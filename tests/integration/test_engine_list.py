@@ -156,3 +156,14 @@ def test_what_is_no_url_is_refused_before_anything_is_asked():
     result = CliRunner().invoke(penstock, ["engines", "add", "engine-3"])
     assert result.exit_code == 2
     assert "'engine-3' is no URL of an engine; write it as http://HOST:PORT" in result.output
+
+
+async def test_a_roster_without_engines_says_where_they_could_have_been_named(link):
+    assert "engine.urls names none, engine.dns names none" in Roster(()).why_empty
+    roster = await Roster.of(Engine(dns="http://no.such.host.invalid:8000"), link)
+    assert "http://no.such.host.invalid:8000 (engine.dns) resolves to no address" in roster.why_empty
+    await remove_engine(link, "http://a:1", ANN)
+    roster = await Roster.of(Engine(urls=("http://a:1",)), link)
+    assert roster.urls == ()
+    assert "those of engine.urls were removed" in roster.why_empty
+    assert "penstock engines add" in roster.why_empty

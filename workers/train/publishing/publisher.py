@@ -204,10 +204,7 @@ class EnginePublisher:
                 busy = ", ".join(sorted(self._busy))
                 raise EngineUnavailableError(f"{busy} not done with older weights within {self._patience_s:g} s")
             if anyio.current_time() > deadline:
-                raise EngineUnavailableError(
-                    f"the run has no engines, for {self._patience_s:g} s; name them in engine.urls or engine.dns, or "
-                    "add one with `penstock engines add`"
-                )
+                raise EngineUnavailableError(f"{self._roster.why_empty}; waited {self._patience_s:g} s")
             await anyio.sleep(_FIRST_DELAY_S)
         return [engine for engine in engines if engine.url not in self._silent] or engines
 
