@@ -103,10 +103,10 @@ class EnginePublisher:
                     task_status.started()
         if len(failed) == len(engines):
             refused = any(isinstance(error, EngineRefusedError) for error in failed.values())
-            raise (EngineRefusedError if refused else EngineUnavailableError)(
-                f"no engine took version {version} within {self._patience_s:g} s: "
-                + "; ".join(f"{url}: {why}" for url, why in failed.items())
-            )
+            whys = "; ".join(f"{url}: {why}".replace(f"{url}: {url}", url) for url, why in failed.items())
+            if refused:
+                raise EngineRefusedError(f"no engine took version {version}: {whys}")
+            raise EngineUnavailableError(f"no engine took version {version} within {self._patience_s:g} s: {whys}")
 
     async def versions(self) -> dict[str, int | None]:
         """The version that each engine has; None where it has none, or does not answer.
