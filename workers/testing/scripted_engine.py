@@ -110,6 +110,8 @@ class ScriptedEngine:
         """Weights that are answered with a 400."""
         self.without: set[str] = set()
         """Routes that are answered with a 404, as on a server that was started without them."""
+        self.stopped = False
+        """It answers nothing for as long as this holds, as a process after SIGSTOP."""
         self.raw = False
         """Log-probs are told of the raw logits, as vLLM does unless it is told otherwise."""
         self.requests: deque[GenerateRequest] = deque(maxlen=_REMEMBERED)
@@ -139,6 +141,8 @@ class ScriptedEngine:
     async def __aenter__(self) -> Self:
         @web.middleware
         async def closed(request: web.Request, handler: Handler) -> web.StreamResponse:
+            while self.stopped and not self._ends.is_set():  # noqa: ASYNC110  (a test sets it as it likes)
+                await anyio.sleep(0.01)
             return web.Response(status=404) if request.path in self.without else await handler(request)
 
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[closed, answer_errors])
