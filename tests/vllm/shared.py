@@ -37,8 +37,9 @@ class Started(NamedTuple):
 
 def needs(item: pytest.Item) -> set[str]:
     """The servers that a test uses."""
-    parametrized = getattr(item, "callspec", None)
-    return {*getattr(item, "fixturenames", ()), *(parametrized.params.values() if parametrized else ())} & {*FLAGS}
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    named = {*getattr(item, "fixturenames", ()), *(each for each in parameters if isinstance(each, str))}
+    return named & {*FLAGS}
 
 
 def last_needed(item: pytest.Item) -> int:
