@@ -18,9 +18,12 @@ LONG = ("--max-model-len", str(LENGTH))
 TAKES_WEIGHTS = ("--enable-scale-out", "--block-size", "32", "--weight-transfer-config", f'{{"backend": "{BACKEND}"}}')
 FLAGS = {
     "pooling": ("--runner", "pooling", "--max-model-len", "512"),
-    "lora": (*LONG, "--enable-scale-out", "--enable-lora", "--max-lora-rank", "8", "--max-loras", "3"),
+    "lora": (
+        *(*LONG, "--enable-scale-out", "--enable-lora", "--max-lora-rank", "8", "--max-loras", "3"),
+        *("--max-logprobs", "2"),  # too few to find out what they are of
+    ),
     "tied": (*LONG, *TAKES_WEIGHTS, "--logprobs-mode", "processed_logprobs"),
-    "untied": (*LONG, *TAKES_WEIGHTS, "--max-logprobs", "2"),  # log-probs are raw, as in most that people start
+    "untied": (*LONG, *TAKES_WEIGHTS),  # log-probs are raw, as vLLM gives them unless it is told otherwise
 }
 """In the order in which they are started, and tests run."""
 _AT_ONCE = 2

@@ -28,18 +28,19 @@ async def test_raw_logprobs_are_those_of_what_is_sampled_at_temperature_1(untied
     assert furthest < CLOSE
 
 
-async def test_a_server_that_cannot_be_asked_what_its_logprobs_are_of_is_refused_with_the_flag(untied):
-    async with client_of(untied.url, Sampling(temperature=0.7, max_tokens=1)) as client:
+async def test_a_server_that_cannot_be_asked_what_its_logprobs_are_of_is_refused_with_the_flag(lora):
+    async with client_of(lora.url, Sampling(temperature=0.7, max_tokens=1)) as client:
         with pytest.raises(EngineError, match=r"--max-logprobs 3"):
             await client.probe()
 
 
-async def test_raw_logprobs_are_refused_at_another_temperature(untied, monkeypatch):
-    monkeypatch.setattr("workers.rollout.engine.probe._ALTERNATIVES", 2)
-    async with client_of(untied.url, Sampling(temperature=0.7, max_tokens=1)) as client:
-        with pytest.raises(EngineError, match=r"raw logits.*--logprobs-mode processed_logprobs") as refused:
-            await client.probe()
-    assert untied.url in str(refused.value)
+async def test_raw_logprobs_are_refused_at_another_temperature_over_both_routes(untied):
+    async with without_generate(untied.url) as proxy:
+        for url in (untied.url, proxy):
+            async with client_of(url, Sampling(temperature=0.7, max_tokens=1)) as client:
+                with pytest.raises(EngineError, match=r"raw logits.*--logprobs-mode processed_logprobs") as refused:
+                    await client.probe()
+            assert url in str(refused.value)
 
 
 async def test_a_cancelled_completion_ends_at_the_engine(untied):
