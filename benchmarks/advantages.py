@@ -38,8 +38,8 @@ from workers.train.algorithms.grouping import Grouping, code_ids
 from workers.train.algorithms.losses import policy_loss
 from workers.train.algorithms.masks import NONE, Facts, Masks, derive
 from workers.train.algorithms.normalization import normalize, normalize_tokens, whiten
-from workers.train.batch import Batch
-from workers.train.estimation import estimate_advantages
+from workers.train.step.batch import Batch
+from workers.train.step.estimation import estimate_advantages
 
 SHAPES: Final = ((65_536, 64), (4_096, 1_024))
 GROUP_SIZES: Final = (8, 16)

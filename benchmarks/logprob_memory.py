@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from workers.train.chunked import Finish, read
+from workers.train.model.chunked import Finish, read
 
 WAYS = ("blockwise", "at once")
 NEAR = 1e-5

@@ -37,8 +37,8 @@ import transformers
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import Measured
 from workers import settings
-from workers.train.batch import collate
-from workers.train.learner import Learner
+from workers.train.step.batch import collate
+from workers.train.step.learner import Learner
 
 SMALL = transformers.Qwen3Config(
     vocab_size=350,

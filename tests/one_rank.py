@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import Measured, RewardReason, Unmeasured
 from workers.settings.file import parse
-from workers.train.batch import collate
-from workers.train.learner import Learner
+from workers.train.step.batch import collate
+from workers.train.step.learner import Learner
 
 CASES = {
     "clipped": {},

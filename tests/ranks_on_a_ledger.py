@@ -19,14 +19,14 @@ from stream.ledger import read_lines
 from stream.records import Group
 from workers.settings import Settings
 from workers.settings.file import load
-from workers.train.batch import collate
-from workers.train.checkpoint import Checkpoints
-from workers.train.following import follow
-from workers.train.leading import LeadingLearner
-from workers.train.learner import Learner
-from workers.train.orders import Orders
-from workers.train.progress import Progress
-from workers.train.ranks import Ranks, meet, part, place
+from workers.train.keeping.checkpoint import Checkpoints
+from workers.train.keeping.progress import Progress
+from workers.train.ranks.following import follow
+from workers.train.ranks.leading import LeadingLearner
+from workers.train.ranks.orders import Orders
+from workers.train.ranks.ranks import Ranks, meet, part, place
+from workers.train.step.batch import collate
+from workers.train.step.learner import Learner
 
 
 class Job(Struct, frozen=True, kw_only=True):

@@ -319,7 +319,7 @@ def export(run_folder: Path, out: Path, which: str) -> None:
     if which not in {"latest", "best"} and not which.isdigit():
         raise click.UsageError(f"--which {which}: write latest, best, or the number of a step")
     from workers import logs
-    from workers.train.export import export
+    from workers.train.keeping.export import export
 
     logs.configure("export")
     export(run_folder, out, int(which) if which.isdigit() else which)  # type: ignore[arg-type]

@@ -96,16 +96,16 @@ def launch_trainer(
         command: that starts this very process, for the ranks to be started by.
     """
     logs.configure("train")
-    from workers.train.ranks import place
+    from workers.train.ranks.ranks import place
 
     rank, size = place()
     if size > 1:
         tether.tie(os.getppid())  # torchrun gives each rank a session of its own, which nobody else would end
         if rank:
-            from workers.train.following import follow
+            from workers.train.ranks.following import follow
 
             return follow()
-        from workers.train.leading import lead
+        from workers.train.ranks.leading import lead
 
         return launch("train", file, overrides, redis, engines, lead)
     try:
@@ -114,7 +114,7 @@ def launch_trainer(
         return _explain(error)
     if ranks == 1 or "RANK" in os.environ:
         return launch("train", file, overrides, redis, engines)
-    from workers.train.launching import launch_ranks
+    from workers.train.ranks.launching import launch_ranks
 
     return launch_ranks(ranks, command)
 

@@ -7,7 +7,7 @@ import msgspec
 from stream.errors import PenstockError
 from workers.run.live import locate
 from workers.settings.file import load
-from workers.train.replay import Agreement, Difference, ReplayReport, replay
+from workers.train.keeping.replay import Agreement, Difference, ReplayReport, replay
 
 
 def show_replay(target: str | None, *, as_json: bool = False) -> int:

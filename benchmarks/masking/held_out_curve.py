@@ -34,7 +34,7 @@ from workers.run.command import judge, supervise
 from workers.run.plot import read_metrics
 from workers.run.roles import engine_command
 from workers.settings import RewardFunction, Settings
-from workers.train.checkpoint import Checkpoints
+from workers.train.keeping.checkpoint import Checkpoints
 from workers.train.publishing.publisher import open_publisher
 
 HERE = Path(__file__).parent

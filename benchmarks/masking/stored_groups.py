@@ -24,7 +24,7 @@ from workers.process import run_loop
 from workers.run.child import Child
 from workers.run.roles import engine_command
 from workers.settings import Settings
-from workers.train.checkpoint import Checkpoints
+from workers.train.keeping.checkpoint import Checkpoints
 from workers.train.publishing.publisher import open_publisher
 
 STEPS = (2, 4, 8)

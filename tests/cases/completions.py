@@ -21,7 +21,7 @@ from workers.train.algorithms.masks import (
     TRUNCATION_REASONS,
     Facts,
 )
-from workers.train.batch import Batch
+from workers.train.step.batch import Batch
 
 VOCABULARY = 11
 VERSION = 3

@@ -18,16 +18,16 @@ from tests.cases.completions import VERSION, VOCABULARY, Made
 from workers.settings import Settings
 from workers.train.algorithms.masks import NONE, Masks
 from workers.train.algorithms.rejection import Rejection
-from workers.train.batch import Batch
-from workers.train.estimation import Advantages, estimate_advantages
-from workers.train.forming import Formed, form
-from workers.train.logprobs import Readable
-from workers.train.metrics import Metrics, step_metrics
-from workers.train.objective import Objective, Settled, correction_report, settle
-from workers.train.passes import Passes
-from workers.train.ranks import Ranks
-from workers.train.selection import derive_masks, verdicts, without
-from workers.train.survey import Survey
+from workers.train.model.logprobs import Readable
+from workers.train.ranks.ranks import Ranks
+from workers.train.step.batch import Batch
+from workers.train.step.estimation import Advantages, estimate_advantages
+from workers.train.step.forming import Formed, form
+from workers.train.step.metrics import Metrics, step_metrics
+from workers.train.step.objective import Objective, Settled, correction_report, settle
+from workers.train.step.passes import Passes
+from workers.train.step.selection import derive_masks, verdicts, without
+from workers.train.step.survey import Survey
 
 torch.set_num_threads(1)
 

@@ -13,7 +13,7 @@ from stream.view import RunView, look
 from tests.chaos.ends import intended
 from tests.chaos.witness import row_of, testimony
 from workers.run.live import locate, visit
-from workers.train.checkpoint import Checkpoints
+from workers.train.keeping.checkpoint import Checkpoints
 
 
 class Verdict(Struct, kw_only=True):

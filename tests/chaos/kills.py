@@ -21,7 +21,7 @@ from stream.steering import pause, resume
 from stream.view import RunView, look
 from tests.chaos.schedule import SERVER, Blow
 from workers.run.live import Live, read
-from workers.train.checkpoint import MANIFEST, Manifest
+from workers.train.keeping.checkpoint import MANIFEST, Manifest
 
 _ABSENT_S = 3.0
 """A role that is not back by then has nothing left to do; somebody else is killed in its place."""

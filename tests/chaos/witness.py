@@ -15,9 +15,9 @@ from torch import Tensor
 from tests.chaos.ends import VOCABULARY
 from workers.feed.source import open_source
 from workers.settings import Settings
-from workers.train.batch import Batch
-from workers.train.durable import new_folder
-from workers.train.learner import StepReport
+from workers.train.keeping.durable import new_folder
+from workers.train.step.batch import Batch
+from workers.train.step.learner import StepReport
 
 FILE = "model.safetensors"
 

@@ -15,8 +15,8 @@ if __name__ == "__main__":
 from tests.chaos.witness import Witness
 from workers.process import launch
 from workers.settings import Settings
-from workers.train.batch import Batch
-from workers.train.learner import StepReport
+from workers.train.step.batch import Batch
+from workers.train.step.learner import StepReport
 from workers.train.worker import train
 
 

@@ -13,7 +13,7 @@ from tests.faults import heavy_trainer
 from tests.faults.journey import again, begin, travel
 from workers.run.live import locate, visit
 from workers.run.roles import RoleSpec
-from workers.train.checkpoint import Checkpoints
+from workers.train.keeping.checkpoint import Checkpoints
 
 GROUPS = 60
 

@@ -22,7 +22,7 @@ from workers.audit import audit_run
 from workers.evaluation.command import evaluate
 from workers.run.live import locate
 from workers.testing.scripted_engine import ScriptedEngine
-from workers.train.evaluation import read_evaluations
+from workers.train.evaluation.figures import read_evaluations
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.late import describe, engine, run, steps, trained_numbers
 from tests.chaos import project, witness
 from tests.chaos.ends import NO_SIGNAL, TRAINED, intended
-from workers.train.checkpoint import Checkpoints
+from workers.train.keeping.checkpoint import Checkpoints
 
 
 def ended_well(settings, watched, numbers):

@@ -13,10 +13,10 @@ from stream.records import Group
 from tests.e2e.harness import balanced, summary_of
 from tests.integration.test_exactness import TOLERANCE, forward, versions
 from workers.settings.file import load
-from workers.train.adapter import merge
-from workers.train.checkpoint import Checkpoints
-from workers.train.export import export
-from workers.train.replay import replay
+from workers.train.keeping.checkpoint import Checkpoints
+from workers.train.keeping.export import export
+from workers.train.keeping.replay import replay
+from workers.train.model.adapter import merge
 
 pytestmark = pytest.mark.timeout(120)
 

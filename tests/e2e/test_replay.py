@@ -16,8 +16,8 @@ from stream.ledger import Ledger, read_lines
 from tests.e2e.harness import balanced, children, finish, stop, wait_for_trained
 from workers.run.live import read
 from workers.settings.file import load
-from workers.train.checkpoint import Checkpoints
-from workers.train.replay import replay
+from workers.train.keeping.checkpoint import Checkpoints
+from workers.train.keeping.replay import replay
 
 pytestmark = pytest.mark.timeout(280)
 

@@ -11,9 +11,9 @@ import torch
 
 from tests.e2e.harness import balanced, children, finish, stop, wait_for_trained
 from tests.ranks_on_a_ledger import Job, work
-from workers.train.checkpoint import Checkpoints
-from workers.train.learner import Learner
-from workers.train.policy import load_policy
+from workers.train.keeping.checkpoint import Checkpoints
+from workers.train.model.policy import load_policy
+from workers.train.step.learner import Learner
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -50,6 +50,7 @@ def said(project, event: str) -> list[dict]:
     return [json.loads(line) for line in lines if f'"event": "{event}"' in line]
 
 
+@pytest.mark.full
 def test_a_rank_and_what_started_them_are_killed_and_nothing_is_lost_nor_trained_twice(shared):
     prompts = 48
     shared.prompts(prompts)
@@ -86,6 +87,7 @@ def test_a_rank_and_what_started_them_are_killed_and_nothing_is_lost_nor_trained
         assert torch.allclose(ended[f"weight.{name}"], parameter, rtol=0, atol=1e-5), name
 
 
+@pytest.mark.full
 def test_a_request_to_stop_lets_all_ranks_leave_in_peace(shared):
     shared.prompts(400)
     process = shared.start("run", str(shared.write()), "--json")

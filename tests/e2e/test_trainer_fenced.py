@@ -19,7 +19,7 @@ from tests.chaos import project as chaos
 from tests.chaos import witness
 from tests.e2e.by_hand import Cast, Role, cast, until
 from workers.testing.scripted_engine import ScriptedEngine
-from workers.train.checkpoint import Checkpoints
+from workers.train.keeping.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -27,10 +27,10 @@ from workers.rollout.slot_pool import SlotPool
 from workers.rollout.tool_formats.choice import TOOL_FORMATS
 from workers.score.worker import score_group
 from workers.settings.file import parse
-from workers.train.batch import collate
-from workers.train.estimation import estimate_advantages
-from workers.train.hand import Hand
-from workers.train.selection import derive_masks
+from workers.train.groups.hand import Hand
+from workers.train.step.batch import collate
+from workers.train.step.estimation import estimate_advantages
+from workers.train.step.selection import derive_masks
 
 _DIARY = Path(__file__).parent / "diary.py"
 _VERSION = 7

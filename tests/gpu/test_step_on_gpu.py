@@ -9,13 +9,13 @@ from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import Measured
 from workers.settings import Train
 from workers.settings.file import parse
-from workers.train.batch import collate
-from workers.train.checkpointing import checkpoint_layers
-from workers.train.chunked import Finish, read
-from workers.train.head import find_head
-from workers.train.learner import Learner
-from workers.train.logprobs import Readable, token_logprobs
-from workers.train.packing import set_attention
+from workers.train.model.chunked import Finish, read
+from workers.train.model.head import find_head
+from workers.train.model.logprobs import Readable, token_logprobs
+from workers.train.model.packing import set_attention
+from workers.train.model.recomputing import recompute_layers
+from workers.train.step.batch import collate
+from workers.train.step.learner import Learner
 
 pytestmark = [
     pytest.mark.gpu,
@@ -176,7 +176,7 @@ def test_layers_that_are_computed_again_take_less_memory(base):
     def peak(again):
         model = transformers.AutoModelForCausalLM.from_pretrained(base).cuda().eval()
         if again:
-            checkpoint_layers(model)
+            recompute_layers(model)
         tokens = torch.randint(1, VOCABULARY, (16, 512), device="cuda")
         way = Readable(model, find_head(model))
 

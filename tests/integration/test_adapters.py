@@ -20,7 +20,7 @@ from workers.settings.file import parse
 from workers.testing.scripted_engine import ScriptedEngine
 from workers.train.publishing.adapters import Adapters
 from workers.train.publishing.publisher import EnginePublisher
-from workers.train.weights import _prune
+from workers.train.publishing.weights import _prune
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=3, seed=4)
 

@@ -6,7 +6,7 @@ from stream.ledger import Ledger
 from stream.training import End, Tenure
 from stream.view import look
 from workers.settings.file import parse
-from workers.train.hand import Hand
+from workers.train.groups.hand import Hand
 
 
 async def test_what_a_suspended_trainer_had_in_hand_ends_once(pipe, tmp_path):

@@ -15,7 +15,7 @@ from stream.records import Group
 from stream.training import Tenure
 from stream.view import look
 from workers.settings.file import parse
-from workers.train.endings import Ended, Endings
+from workers.train.groups.endings import Ended, Endings
 from workers.train.worker import _archive
 
 

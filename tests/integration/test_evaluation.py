@@ -18,8 +18,8 @@ from stream.steering import pause
 from workers.pump import pump
 from workers.room import Room
 from workers.settings.file import parse
-from workers.train.evaluating import Evaluating
-from workers.train.evaluation import Evaluations
+from workers.train.evaluation.evaluating import Evaluating
+from workers.train.evaluation.figures import Evaluations
 
 PROMPTS = [Prompt(id=f"held:0:{number}", messages=[], environment="e", group_size=2) for number in range(12)]
 OF = "these settings"

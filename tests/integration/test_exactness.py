@@ -23,11 +23,11 @@ from workers.rollout.group import roll_out
 from workers.rollout.slot_pool import SlotPool
 from workers.rollout.tool_formats.choice import TOOL_FORMATS
 from workers.settings import Algorithm, Data, Model, RewardFunction, Rollout, Settings
-from workers.train.batch import collate
 from workers.train.publishing.files import Files
 from workers.train.publishing.in_flight import InFlight
 from workers.train.publishing.publisher import EnginePublisher
-from workers.train.selection import derive_masks
+from workers.train.step.batch import collate
+from workers.train.step.selection import derive_masks
 
 pytestmark = pytest.mark.timeout(120)
 

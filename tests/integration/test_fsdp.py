@@ -22,9 +22,9 @@ from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import Measured
 from tests.ranks_on_a_ledger import Job, steps, work
 from workers.settings.file import dump, parse
-from workers.train.checkpoint import Checkpoints
-from workers.train.learner import Learner
-from workers.train.logprobs import Readable, token_logprobs
+from workers.train.keeping.checkpoint import Checkpoints
+from workers.train.model.logprobs import Readable, token_logprobs
+from workers.train.step.learner import Learner
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -9,10 +9,10 @@ from stream.pacing import begun
 from stream.steering import pause, resume
 from stream.training import Tenure
 from workers.settings.file import parse
-from workers.train.collecting import Collector
-from workers.train.endings import Ended, Endings
-from workers.train.hand import Hand
-from workers.train.progress import Progress
+from workers.train.groups.collecting import Collector
+from workers.train.groups.endings import Ended, Endings
+from workers.train.groups.hand import Hand
+from workers.train.keeping.progress import Progress
 
 SETTINGS = parse(
     {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "r:f"}], "filter": {"min_valid_rows": 1}}

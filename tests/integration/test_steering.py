@@ -24,10 +24,10 @@ from workers.queues import show_queues
 from workers.role import Role
 from workers.settings.file import dump, parse
 from workers.steering import steer
-from workers.train.collecting import Collector
-from workers.train.endings import Endings
-from workers.train.hand import Hand
-from workers.train.progress import Progress
+from workers.train.groups.collecting import Collector
+from workers.train.groups.endings import Endings
+from workers.train.groups.hand import Hand
+from workers.train.keeping.progress import Progress
 
 ANN = "ann@box"
 

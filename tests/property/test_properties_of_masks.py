@@ -16,9 +16,9 @@ from tests.cases.path import evaluate
 from tests.cases.tables import SOME, TABLES, choosing, settings_of
 from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.masks import POLICIES, derive
-from workers.train.batch import collate
-from workers.train.estimation import _Inputs
-from workers.train.selection import derive_masks
+from workers.train.step.batch import collate
+from workers.train.step.estimation import _Inputs
+from workers.train.step.selection import derive_masks
 
 policies = st.fixed_dictionaries({TruncationReason(reason): st.sampled_from(POLICIES) for reason in TRUNCATED})
 each_estimator = pytest.mark.parametrize(

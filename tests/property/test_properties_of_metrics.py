@@ -21,13 +21,13 @@ from tests.cases.inputs import RICH
 from tests.cases.path import OF_THE_LEARNER, Network, counts, evaluate, measured
 from tests.cases.tables import SOME, TABLES, choosing, settings_of
 from workers.train.algorithms.diagnostics import rejection_metrics
-from workers.train.forming import form
-from workers.train.logprobs import Readable
-from workers.train.metrics import NAMES, step_metrics
-from workers.train.objective import correction_report
-from workers.train.passes import Passes
-from workers.train.ranks import Ranks
-from workers.train.selection import derive_masks
+from workers.train.model.logprobs import Readable
+from workers.train.ranks.ranks import Ranks
+from workers.train.step.forming import form
+from workers.train.step.metrics import NAMES, step_metrics
+from workers.train.step.objective import correction_report
+from workers.train.step.passes import Passes
+from workers.train.step.selection import derive_masks
 
 SETTINGS = {name: settings_of(choosing(table, SOME)) for name, table in TABLES.items()}
 POLICY = settings_of({"algorithm": {"truncation": {"max_turns": "zero_reward", "tool_calls": "baseline_only"}}})

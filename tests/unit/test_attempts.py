@@ -1,9 +1,9 @@
 """How long attempts took that are trained, beside those that were begun."""
 
 from stream.records import Group, Prompt
-from workers.train.attempts import attempt_metrics
-from workers.train.metrics import OF_COLLECTING
-from workers.train.stragglers import Stragglers
+from workers.train.groups.attempts import attempt_metrics
+from workers.train.groups.stragglers import Stragglers
+from workers.train.step.metrics import OF_COLLECTING
 
 
 def group(seconds, *cancelled_s):

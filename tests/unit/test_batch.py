@@ -11,7 +11,7 @@ from stream.errors import RecordError
 from stream.records import Completion, Failure, Group, Part, Prompt, Row, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from workers.train.algorithms.masks import NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, Facts
-from workers.train.batch import Batch, collate, split
+from workers.train.step.batch import Batch, collate, split
 
 
 def row(prompt, tokens, sampled, logprobs, spans):

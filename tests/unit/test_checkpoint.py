@@ -19,12 +19,12 @@ from stream.fence import Fence
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import Measured
 from workers import settings
-from workers.train.batch import collate
-from workers.train.checkpoint import Checkpoints
-from workers.train.durable import new_folder
-from workers.train.export import export
-from workers.train.learner import Learner
-from workers.train.progress import Progress
+from workers.train.keeping.checkpoint import Checkpoints
+from workers.train.keeping.durable import new_folder
+from workers.train.keeping.export import export
+from workers.train.keeping.progress import Progress
+from workers.train.step.batch import collate
+from workers.train.step.learner import Learner
 
 
 def write_model(folder, hidden=16):
@@ -193,7 +193,7 @@ def test_what_a_killed_trainer_left_half_written_is_no_checkpoint_and_goes(base,
     script = f"""
 import sys
 from pathlib import Path
-from workers.train.durable import new_folder
+from workers.train.keeping.durable import new_folder
 with new_folder(Path({str(tmp_path / "step-000009")!r})) as folder:
     (folder / "checkpoint.json").write_text("half")
     print("there", flush=True)

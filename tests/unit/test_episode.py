@@ -39,7 +39,7 @@ from workers.rollout.slot_pool import SlotPool
 from workers.rollout.tool_formats.choice import TOOL_FORMATS
 from workers.settings import Rollout
 from workers.testing.scripted_engine import ScriptedEngine
-from workers.train.batch import collate
+from workers.train.step.batch import collate
 
 TEMPLATE = """\
 {%- for message in messages %}

@@ -8,9 +8,9 @@ import torch
 from stream.records import Completion, Group, Part, Prompt, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
 from workers.settings.file import parse
-from workers.train.batch import collate
-from workers.train.estimation import estimate_advantages
-from workers.train.selection import derive_masks, verdicts
+from workers.train.step.batch import collate
+from workers.train.step.estimation import estimate_advantages
+from workers.train.step.selection import derive_masks, verdicts
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}}
 

@@ -13,7 +13,7 @@ from workers.run.evaluation import result, under_way
 from workers.run.patience import StallAlarm
 from workers.score.outcome import outcome
 from workers.settings.file import parse
-from workers.train.evaluation import Evaluation, Evaluations, evaluation, read_evaluations
+from workers.train.evaluation.figures import Evaluation, Evaluations, evaluation, read_evaluations
 
 TABLE = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}]}
 

@@ -15,8 +15,8 @@ from workers.train.algorithms.aggregation import AGGREGATIONS
 from workers.train.algorithms.divergence import DIVERGENCES
 from workers.train.algorithms.losses import LOSSES
 from workers.train.algorithms.rejection import REJECTIONS
-from workers.train.batch import collate
-from workers.train.learner import Learner
+from workers.train.step.batch import collate
+from workers.train.step.learner import Learner
 
 VOCABULARY = 24
 WIDE = {"lower": 1e-9, "upper": 1e9}

@@ -24,7 +24,7 @@ from workers.rollout.slot_pool import SlotPool
 from workers.rollout.tool_formats.choice import TOOL_FORMATS, choose
 from workers.settings import Rollout
 from workers.testing.scripted_engine import ScriptedEngine, scripted_logprob
-from workers.train.batch import collate
+from workers.train.step.batch import collate
 
 
 class Sums:

@@ -10,7 +10,7 @@ import pytest
 from stream.errors import FencedError
 from stream.fence import LOCK, Fence, last_token
 from stream.ledger import Ledger, Line
-from workers.train.journal import Journal
+from workers.train.keeping.journal import Journal
 
 OLD, YOUNG = 1_700_000_000_000_000, 1_700_000_000_000_001
 

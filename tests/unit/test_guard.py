@@ -5,7 +5,7 @@ import pytest
 from stream.errors import RunFailedError
 from stream.records import Completion, Failure, Group, Prompt
 from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
-from workers.train.guard import Guard
+from workers.train.groups.guard import Guard
 
 
 def group(*rewards, environment="e", failures=()):

@@ -10,7 +10,7 @@ from stream.records import Completion, Group, Part, Prompt, Row, Span
 from stream.stage import Lease
 from stream.validity import DropReason, Measured, RewardReason, Unmeasured
 from workers.settings.file import parse
-from workers.train.hand import Hand
+from workers.train.groups.hand import Hand
 
 SETTINGS = parse(
     {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "r:f"}], "rollout": {"group_size": 2}}

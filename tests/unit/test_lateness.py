@@ -6,7 +6,7 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.train.lateness import Course, plan
+from workers.train.groups.lateness import Course, plan
 
 
 def course(version, k, per_step=1, publish_every=1, steps_left=None):

@@ -14,11 +14,11 @@ from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
 from workers.engine.weights import load
 from workers.settings.file import parse
-from workers.train.batch import collate
-from workers.train.learner import Learner
-from workers.train.logprobs import token_logprobs
-from workers.train.metrics import NAMES
-from workers.train.schedule import factor
+from workers.train.algorithms.schedule import factor
+from workers.train.model.logprobs import token_logprobs
+from workers.train.step.batch import collate
+from workers.train.step.learner import Learner
+from workers.train.step.metrics import NAMES
 
 VOCABULARY = 24
 
@@ -191,7 +191,7 @@ def test_weight_decay_spares_gains(base):
 
 
 def test_a_large_model_is_several_files_that_engine_and_trainer_read(base, tmp_path, monkeypatch):
-    monkeypatch.setattr("workers.train.policy._LARGEST_FILE", "4KB")
+    monkeypatch.setattr("workers.train.model.policy._LARGEST_FILE", "4KB")
     trained = learner(base)
     trained.step(collate([group()]), 3)
     trained.save_weights(tmp_path / "v1")

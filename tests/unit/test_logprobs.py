@@ -11,11 +11,11 @@ from torch import nn
 
 from stream.errors import SettingsError
 from workers.settings import Train
-from workers.train.checkpointing import checkpoint_layers
-from workers.train.chunked import Finish
-from workers.train.head import find_head
-from workers.train.logprobs import Readable, token_logprobs
-from workers.train.packing import set_attention
+from workers.train.model.chunked import Finish
+from workers.train.model.head import find_head
+from workers.train.model.logprobs import Readable, token_logprobs
+from workers.train.model.packing import set_attention
+from workers.train.model.recomputing import recompute_layers
 
 VOCABULARY = 24
 SHAPE = {
@@ -269,7 +269,7 @@ def test_layers_that_are_computed_again_keep_less_and_give_the_same_gradients(ro
 
     plain = run(readable(model_of("qwen3")))
     model = model_of("qwen3")
-    checkpoint_layers(model)
+    recompute_layers(model)
     again = run(readable(model))
     assert not model.training
     assert torch.equal(again[0], plain[0])
@@ -280,7 +280,7 @@ def test_layers_that_are_computed_again_keep_less_and_give_the_same_gradients(ro
 
 def test_a_model_without_layers_that_can_be_computed_again_is_refused():
     with pytest.raises(SettingsError, match=r"train\.gradient_checkpointing is set, but Linear has no layers"):
-        checkpoint_layers(nn.Linear(2, 2))
+        recompute_layers(nn.Linear(2, 2))
 
 
 def test_in_bfloat16_products_are_rounded_and_norms_rotations_and_log_probs_are_not(rows):

@@ -15,13 +15,13 @@ from tests.unit.test_learner import VOCABULARY, completion, group, learner
 from workers.evaluation.command import policy_folder
 from workers.process import FAILED_FOR_GOOD, launch_engine
 from workers.settings.file import dump, parse
-from workers.train.batch import collate
-from workers.train.checkpoint import Checkpoints
-from workers.train.export import export
-from workers.train.head import find_head
-from workers.train.logprobs import Readable, token_logprobs
-from workers.train.passes import Passes
-from workers.train.progress import Progress
+from workers.train.keeping.checkpoint import Checkpoints
+from workers.train.keeping.export import export
+from workers.train.keeping.progress import Progress
+from workers.train.model.head import find_head
+from workers.train.model.logprobs import Readable, token_logprobs
+from workers.train.step.batch import collate
+from workers.train.step.passes import Passes
 
 TOLERANCE = 1e-5
 LEAST = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"ref": "r.py:f"}]}

@@ -18,7 +18,7 @@ from envs.shipped.math_verifier import DEFAULT_VERIFIER, VERIFIERS, Math, math_v
 from stream.errors import ReferenceNotFoundError, RunFailedError
 from stream.records import Completion, Group, Part, Prompt
 from stream.validity import Measured, RewardReason, Unmeasured
-from workers.train.guard import Guard
+from workers.train.groups.guard import Guard
 
 REF = "envs.shipped.math_verifier:Math"
 BAD = RewardReason.BAD_REFERENCE

@@ -8,9 +8,9 @@ import torch
 from stream.validity import DropReason
 from tests.unit.test_learner import group
 from workers.settings.file import parse
-from workers.train.batch import Batch, collate
-from workers.train.orders import Beat, Begin, End, Orders, PutBack, RankLostError, State, Step, Weights
-from workers.train.ranks import Ranks
+from workers.train.ranks.orders import Beat, Begin, End, Orders, PutBack, RankLostError, State, Step, Weights
+from workers.train.ranks.ranks import Ranks
+from workers.train.step.batch import Batch, collate
 
 
 class Overheard(Ranks):

@@ -22,12 +22,12 @@ from stream.validity import Measured
 from workers.replay import show_replay
 from workers.settings import Settings
 from workers.settings.file import dump, parse
-from workers.train.batch import collate
-from workers.train.checkpoint import MANIFEST, OPTIMIZER, Checkpoints
-from workers.train.learner import Learner
-from workers.train.progress import Progress
-from workers.train.replay import replay
-from workers.train.selection import assess
+from workers.train.keeping.checkpoint import MANIFEST, OPTIMIZER, Checkpoints
+from workers.train.keeping.progress import Progress
+from workers.train.keeping.replay import replay
+from workers.train.step.batch import collate
+from workers.train.step.learner import Learner
+from workers.train.step.selection import assess
 
 VOCABULARY = 24
 STEPS, EACH = 6, 3
@@ -249,7 +249,7 @@ def test_the_last_bit_of_a_moment_is_seen(made):
 
 def forge(checkpoint, path: Path, tensors) -> None:
     """Write tensors and make the manifest agree."""
-    from workers.train.checkpoint import _inventory
+    from workers.train.keeping.checkpoint import _inventory
 
     save_file(tensors, path)
     manifest = json.loads((checkpoint.folder / MANIFEST).read_text())

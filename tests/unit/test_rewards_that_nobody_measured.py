@@ -54,10 +54,10 @@ from workers.score.worker import score_group
 from workers.settings.file import parse
 from workers.train.algorithms.importance import importance_weights
 from workers.train.algorithms.losses import LOSSES, policy_loss
-from workers.train.batch import collate
-from workers.train.estimation import estimate_advantages
-from workers.train.guard import Guard
-from workers.train.selection import derive_masks, verdicts
+from workers.train.groups.guard import Guard
+from workers.train.step.batch import collate
+from workers.train.step.estimation import estimate_advantages
+from workers.train.step.selection import derive_masks, verdicts
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}}
 MEAN = {"estimator": {"name": "grpo", "normalize_std": False}}

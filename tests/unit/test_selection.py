@@ -8,8 +8,8 @@ from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
 from workers.settings.file import parse
 from workers.train.algorithms.masks import DROP_REASONS
-from workers.train.batch import collate
-from workers.train.selection import derive_masks, verdicts, without
+from workers.train.step.batch import collate
+from workers.train.step.selection import derive_masks, verdicts, without
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}}
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from workers.train import stragglers
-from workers.train.stragglers import Stragglers
+from workers.train.groups import stragglers
+from workers.train.groups.stragglers import Stragglers
 
 
 @pytest.fixture

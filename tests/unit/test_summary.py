@@ -11,7 +11,7 @@ from workers.run.folder import differences
 from workers.run.plot import draw, read_metrics, smooth
 from workers.run.summary import Summary, newest_progress, summarize
 from workers.settings.file import parse
-from workers.train.progress import Progress
+from workers.train.keeping.progress import Progress
 
 KEYS = [
     "steps", "groups_trained", "groups_dropped", "rows", "score_before", "score_after", "staleness",

@@ -9,9 +9,9 @@ from stream.validity import DropReason, Measured, RewardReason, RolloutReason, T
 from workers import settings
 from workers.train.algorithms.advantages import dr_grpo
 from workers.train.algorithms.grouping import Grouping
-from workers.train.batch import collate
-from workers.train.metrics import count_states, step_metrics
-from workers.train.selection import assess, derive_masks
+from workers.train.step.batch import collate
+from workers.train.step.metrics import count_states, step_metrics
+from workers.train.step.selection import assess, derive_masks
 
 SETTINGS = settings.Settings(
     model=settings.Model(path="none"),

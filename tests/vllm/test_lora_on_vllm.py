@@ -17,8 +17,8 @@ from workers.fleet.roster import Roster
 from workers.rollout.engine.client import EngineClient
 from workers.rollout.engine.sampling import Sampling
 from workers.settings import Lora
-from workers.train.adapter import Adapter
-from workers.train.policy import load_policy, write_policy
+from workers.train.model.adapter import Adapter
+from workers.train.model.policy import load_policy, write_policy
 from workers.train.publishing.adapters import Adapters
 from workers.train.publishing.control import Control
 from workers.train.publishing.publisher import EnginePublisher

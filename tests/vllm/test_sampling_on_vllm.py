@@ -24,7 +24,7 @@ from workers.rollout.engine.client import EngineClient
 from workers.rollout.engine.completions import Completions
 from workers.rollout.engine.generate import Generate
 from workers.rollout.engine.sampling import Sampling, ending_of, turn_seed
-from workers.train.logprobs import Readable, token_logprobs
+from workers.train.model.logprobs import Readable, token_logprobs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 ROUTES = ["generate", "completions"]

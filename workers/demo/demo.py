@@ -31,7 +31,7 @@ from workers.run.command import judge, supervise
 from workers.run.folder import write_whole
 from workers.run.summary import Summary
 from workers.settings import Settings
-from workers.train.checkpoint import Checkpoints
+from workers.train.keeping.checkpoint import Checkpoints
 
 HELD_OUT = 200
 WORST_START = 0.15

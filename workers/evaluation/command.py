@@ -17,9 +17,9 @@ from workers.process import run_loop
 from workers.score.outcome import outcome
 from workers.settings import Lora, Settings
 from workers.settings.file import load
-from workers.train.adapter import is_adapter
-from workers.train.checkpoint import MANIFEST, MODEL, Checkpoints
-from workers.train.evaluation import Evaluation, evaluation
+from workers.train.evaluation.figures import Evaluation, evaluation
+from workers.train.keeping.checkpoint import MANIFEST, MODEL, Checkpoints
+from workers.train.model.adapter import is_adapter
 
 
 def show_evaluation(

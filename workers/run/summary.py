@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct, field
 
 from stream.view import RunView
-from workers.train.progress import Progress
+from workers.train.keeping.progress import Progress
 
 
 class _File(Struct):

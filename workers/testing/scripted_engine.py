@@ -219,10 +219,14 @@ class ScriptedEngine:
         status = int(fault) if fault in {"500", "429", "400"} else 500
         return web.Response(status=status, body=refusal(f"scripted {fault}"))
 
+    def _said(self, request: GenerateRequest) -> list[int]:
+        """The script's words; a probe hears one token, and the script nothing of it."""
+        return [0] if request.request_id.startswith(PROBE) else self._reply(list(request.token_ids), request)
+
     def _say(self, request: GenerateRequest, fault: Fault | None, began: float) -> bytes:
         """The answer's bytes."""
         limit = min(request.sampling_params.max_tokens, self._max_length - len(request.token_ids))
-        said = self._reply(list(request.token_ids), request)
+        said = self._said(request)
         tokens = [] if fault == "empty" else said[:limit]
         logprobs = [scripted_logprob(len(request.token_ids) + i, token) for i, token in enumerate(tokens)]
         reason: Literal["stop", "length", "abort"] = "length" if len(said) > limit else "stop"

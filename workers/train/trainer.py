@@ -21,17 +21,17 @@ from stream.stage import Stage
 from stream.training import Tenure
 from stream.validity import DropReason
 from workers.role import Role
-from workers.train.attempts import attempt_metrics
-from workers.train.batch import collate
-from workers.train.checkpoint import Checkpoints
-from workers.train.collecting import Collected, Collector
-from workers.train.endings import Ended, Endings
-from workers.train.evaluating import Evaluating
-from workers.train.hand import Hand
-from workers.train.journal import Journal
-from workers.train.learner import Learner, StepReport
-from workers.train.progress import Progress
-from workers.train.weights import Weights
+from workers.train.evaluation.evaluating import Evaluating
+from workers.train.groups.attempts import attempt_metrics
+from workers.train.groups.collecting import Collected, Collector
+from workers.train.groups.endings import Ended, Endings
+from workers.train.groups.hand import Hand
+from workers.train.keeping.checkpoint import Checkpoints
+from workers.train.keeping.journal import Journal
+from workers.train.keeping.progress import Progress
+from workers.train.publishing.weights import Weights
+from workers.train.step.batch import collate
+from workers.train.step.learner import Learner, StepReport
 
 log = structlog.get_logger()
 

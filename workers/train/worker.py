@@ -21,16 +21,16 @@ from stream.training import Tenure
 from workers.fleet.roster import Roster
 from workers.role import Role
 from workers.settings import Settings
-from workers.train.checkpoint import Checkpoints
-from workers.train.endings import Endings
-from workers.train.evaluating import Evaluating
-from workers.train.evaluation import Evaluations
-from workers.train.journal import Journal
-from workers.train.learner import Learner
-from workers.train.progress import Progress
+from workers.train.evaluation.evaluating import Evaluating
+from workers.train.evaluation.figures import Evaluations
+from workers.train.groups.endings import Endings
+from workers.train.keeping.checkpoint import Checkpoints
+from workers.train.keeping.journal import Journal
+from workers.train.keeping.progress import Progress
 from workers.train.publishing.publisher import open_publisher
+from workers.train.publishing.weights import Weights
+from workers.train.step.learner import Learner
 from workers.train.trainer import Trainer
-from workers.train.weights import Weights
 
 log = structlog.get_logger()
 

@@ -1,6 +1,7 @@
 """How new weights get to the engines while they run.
 
 ===================  ================================================================
+`weights.py`         a version: its number, its folder, given to engines, then known to everybody
 `publisher.py`       which engine is given what, when, and how often it is tried
 `way.py`             what a way of giving them is; `open_publisher` takes the one that the settings name
 `in_flight.py`       whole weights, while requests under way are frozen: pause, send, resume

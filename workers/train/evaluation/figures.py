@@ -12,7 +12,7 @@ from msgspec import Struct, field
 from stream.evaluation import Outcome
 from stream.fence import Fence
 from workers.train.algorithms.pass_at_k import pass_at_k
-from workers.train.journal import Journal
+from workers.train.keeping.journal import Journal
 
 FILE = "eval.jsonl"
 """In the run's folder: a line to an evaluation."""

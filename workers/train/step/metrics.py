@@ -24,7 +24,7 @@ from workers.train.algorithms.masks import (
     Masks,
 )
 from workers.train.algorithms.pass_at_k import pass_at_k
-from workers.train.batch import Batch
+from workers.train.step.batch import Batch
 
 Metrics = dict[str, float | int]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stream.errors import RunMismatchError, SettingsError
 from workers.settings import Lora
-from workers.train.policy import load_policy, write_policy
+from workers.train.model.policy import load_policy, write_policy
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"

@@ -8,8 +8,8 @@ import anyio
 import structlog
 
 from stream.training import Tenure
-from workers.train.learner import Learner
 from workers.train.publishing.publisher import EnginePublisher
+from workers.train.step.learner import Learner
 
 log = structlog.get_logger()
 

@@ -40,7 +40,7 @@ class Progress(Struct, kw_only=True):
             self.rows[state] = self.rows.get(state, 0) + n
 
     def stepped(self, metrics: Mapping[str, float], groups: int, seconds: float) -> None:
-        """Count one optimizer batch by its metrics (`workers.train.metrics`)."""
+        """Count one optimizer batch by its metrics (`workers.train.step.metrics`)."""
         self.step += 1
         self.groups += groups
         self.seconds += seconds

@@ -11,11 +11,11 @@ from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.losses import LOSSES
 from workers.train.algorithms.masks import Masks
 from workers.train.algorithms.rejection import Rejection, Rule, reject
-from workers.train.batch import Batch
-from workers.train.estimation import NEEDS_SURVEY, Advantages, estimate_advantages
-from workers.train.objective import Objective, settle
-from workers.train.selection import derive_masks, verdicts, without
-from workers.train.survey import Survey
+from workers.train.step.batch import Batch
+from workers.train.step.estimation import NEEDS_SURVEY, Advantages, estimate_advantages
+from workers.train.step.objective import Objective, settle
+from workers.train.step.selection import derive_masks, verdicts, without
+from workers.train.step.survey import Survey
 
 
 @dataclass(frozen=True, slots=True, eq=False)

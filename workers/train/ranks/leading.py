@@ -10,10 +10,10 @@ from torch import Tensor
 from stream.validity import DropReason
 from workers.role import Role
 from workers.settings import Settings
-from workers.train.batch import Batch
-from workers.train.learner import Learner, StepReport
-from workers.train.orders import Begin, Orders, PutBack, State, Step, Weights
-from workers.train.ranks import Ranks, meet, part
+from workers.train.ranks.orders import Begin, Orders, PutBack, State, Step, Weights
+from workers.train.ranks.ranks import Ranks, meet, part
+from workers.train.step.batch import Batch
+from workers.train.step.learner import Learner, StepReport
 from workers.train.worker import train
 
 log = structlog.get_logger()

@@ -30,11 +30,11 @@ from safetensors.torch import load_file, save_file
 
 from stream.errors import RunFailedError
 from stream.fence import Fence, behind
-from workers.train.durable import new_folder, remove_folder, remove_leftovers
-from workers.train.progress import Progress
+from workers.train.keeping.durable import new_folder, remove_folder, remove_leftovers
+from workers.train.keeping.progress import Progress
 
 if TYPE_CHECKING:
-    from workers.train.learner import Learner
+    from workers.train.step.learner import Learner
 
 log = structlog.get_logger()
 

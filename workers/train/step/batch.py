@@ -17,7 +17,7 @@ from stream.errors import RecordError
 from stream.records import Completion, Group, Row
 from stream.validity import Measured, RewardReason
 from workers.train.algorithms.masks import NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, Facts
-from workers.train.reward_parts import greedy_of, known, part_table, turn_rewards
+from workers.train.step.reward_parts import greedy_of, known, part_table, turn_rewards
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -63,7 +63,7 @@ class Batch:
     greedy_truncated_G: Tensor
     """int64, why it was cut short: code into `TRUNCATION_REASONS`, or `NONE`. What follows is the policy's business."""
     part_names: tuple[str, ...]
-    """Parts of rewards, in order of first appearance (`workers.train.reward_parts.part_table`)."""
+    """Parts of rewards, in order of first appearance (`workers.train.step.reward_parts.part_table`)."""
     parts_PC: Tensor
     """float64, unweighted value of each part; 0 where absent or unmeasured. Parts by turn are added up."""
     part_weights_P: Tensor

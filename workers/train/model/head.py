@@ -1,7 +1,7 @@
 """The end of a model: from its last hidden states to logits.
 
-Log-probs are made without the model's own logits (`workers.train.chunked`), so what its code does to them behind the
-output layer has to be known. Configurations tell, in keys that mean different things in different models
+Log-probs are made without the model's own logits (`chunked.py`), so what its code does to them behind the output layer
+has to be known. Configurations tell, in keys that mean different things in different models
 (`logits_scaling` divides in Granite, multiplies in HyperCLOVA X). So whatever they may mean is tried when a model is
 loaded, on logits of every size from 0.1 to 100, and what gives the model's own is taken. Where nothing does, the
 model's logits are used as they are, which is right and takes memory.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from workers.train.chunked import Finish
+from workers.train.model.chunked import Finish
 
 log = structlog.get_logger()
 

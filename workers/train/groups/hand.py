@@ -12,8 +12,8 @@ from stream.records import Group
 from stream.stage import Lease
 from stream.validity import DropReason
 from workers.settings import Settings
-from workers.train.guard import Guard
-from workers.train.selection import assess
+from workers.train.groups.guard import Guard
+from workers.train.step.selection import assess
 
 log = structlog.get_logger()
 

@@ -8,9 +8,9 @@ import structlog
 from safetensors import SafetensorError
 
 from stream.errors import RunFailedError, RunMismatchError
-from workers.train.adapter import is_adapter, merge
-from workers.train.checkpoint import Checkpoint, Checkpoints
-from workers.train.durable import new_folder
+from workers.train.keeping.checkpoint import Checkpoint, Checkpoints
+from workers.train.keeping.durable import new_folder
+from workers.train.model.adapter import is_adapter, merge
 
 log = structlog.get_logger()
 

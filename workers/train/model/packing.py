@@ -14,8 +14,8 @@ from torch import Tensor
 
 from stream.errors import SettingsError
 from workers.settings import Train
-from workers.train import varlen
-from workers.train.logprobs import Readable, token_logprobs
+from workers.train.model import varlen
+from workers.train.model.logprobs import Readable, token_logprobs
 
 log = structlog.get_logger()
 

@@ -11,11 +11,11 @@ from stream.pacing import begun
 from stream.stage import Claim, Lease, Stage
 from workers.lull import Lull
 from workers.settings import Settings
-from workers.train.endings import Ended, Endings
-from workers.train.hand import Hand
-from workers.train.lateness import Course, Plan, plan
-from workers.train.progress import Progress
-from workers.train.stragglers import Stragglers
+from workers.train.groups.endings import Ended, Endings
+from workers.train.groups.hand import Hand
+from workers.train.groups.lateness import Course, Plan, plan
+from workers.train.groups.stragglers import Stragglers
+from workers.train.keeping.progress import Progress
 
 log = structlog.get_logger()
 

@@ -24,7 +24,7 @@ from stream.evaluation import Gauge, environments, gauge, make_streams, outcomes
 from stream.link import LONGEST_WAIT_S, Link
 from stream.training import Tenure
 from workers.settings import Settings
-from workers.train.evaluation import Evaluation, Evaluations, evaluation
+from workers.train.evaluation.figures import Evaluation, Evaluations, evaluation
 
 log = structlog.get_logger()
 

@@ -14,9 +14,9 @@ from workers.settings import Settings
 from workers.train.algorithms.filters import FILTERS
 from workers.train.algorithms.grouping import Grouping
 from workers.train.algorithms.masks import DROP_REASONS, Masks, derive, too_old
-from workers.train.batch import Batch, collate
-from workers.train.estimation import estimate_advantages, greedy_baseline
-from workers.train.metrics import count_states
+from workers.train.step.batch import Batch, collate
+from workers.train.step.estimation import estimate_advantages, greedy_baseline
+from workers.train.step.metrics import count_states
 
 LARGEST_REWARD = 1e18
 """Its square is a number in float32, and so are sums of such. A larger one makes a whole step's loss not finite."""
@@ -90,7 +90,7 @@ def assess(group: Group, settings: Settings, version: int, vocabulary: int) -> t
     """Why this group is not worth training at this policy version (None if it is), and its completions by state.
 
     Raises:
-        RecordError: the group cannot be trained as it stands (see `workers.train.batch.collate`), a token id is not in
+        RecordError: the group cannot be trained as it stands (see `batch.collate`), a token id is not in
             the vocabulary, or a reward is beyond `LARGEST_REWARD`.
     """
     batch = collate([group])

@@ -8,9 +8,9 @@ import structlog
 import torch
 
 from stream.errors import PenstockError
-from workers.train.learner import Learner
-from workers.train.orders import Beat, Begin, End, Orders, PutBack, State, Step, Weights
-from workers.train.ranks import Ranks, meet, part
+from workers.train.ranks.orders import Beat, Begin, End, Orders, PutBack, State, Step, Weights
+from workers.train.ranks.ranks import Ranks, meet, part
+from workers.train.step.learner import Learner
 
 log = structlog.get_logger()
 

@@ -15,8 +15,8 @@ from workers.train.algorithms.masks import NONE, TRUNCATION_REASONS, Masks
 from workers.train.algorithms.normalization import normalize, normalize_tokens
 from workers.train.algorithms.shaping import biased_scaled, clipped, overlong_penalty
 from workers.train.algorithms.trajectories import Trajectories
-from workers.train.batch import Batch
-from workers.train.survey import Survey
+from workers.train.step.batch import Batch
+from workers.train.step.survey import Survey
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,11 +22,11 @@ from workers.train.algorithms.rejection import Rejection
 from workers.train.algorithms.sequences import Sequences
 from workers.train.algorithms.token_selection import select
 from workers.train.algorithms.value import value_loss
-from workers.train.batch import Batch
-from workers.train.estimation import Advantages
-from workers.train.logprobs import TokenLogprobs
-from workers.train.ranks import Ranks
-from workers.train.survey import Survey
+from workers.train.model.logprobs import TokenLogprobs
+from workers.train.ranks.ranks import Ranks
+from workers.train.step.batch import Batch
+from workers.train.step.estimation import Advantages
+from workers.train.step.survey import Survey
 
 
 class Settled(NamedTuple):

@@ -22,8 +22,8 @@ from torch import Tensor
 from stream.errors import PenstockError
 from stream.validity import DropReason
 from workers.settings import Settings
-from workers.train.batch import Batch
-from workers.train.ranks import PATIENCE, Ranks
+from workers.train.ranks.ranks import PATIENCE, Ranks
+from workers.train.step.batch import Batch
 
 BEAT_S: Final = PATIENCE.total_seconds() / 20
 """Between two beats. Rank 0 may be held up for much longer than that before the others give it up."""

@@ -3,7 +3,7 @@
 Logits are the largest thing in a training step (tokens times vocabulary), and most tokens bear no loss. So the hidden
 states are taken just before they enter the output layer, narrowed to the positions that predict a chosen token, and
 log-probs are made of them block by block. A model whose way from hidden states to logits is not known
-(`workers.train.head`) makes logits itself, of the narrowed positions where its output layer is a module of its own.
+(`head.py`) makes logits itself, of the narrowed positions where its output layer is a module of its own.
 """
 
 from typing import Any, NamedTuple, Self
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from workers.train import chunked
-from workers.train.chunked import NO_CHANCE, Entropy
-from workers.train.head import Head, find_head, hidden_instead
-from workers.train.layout import laid_out
+from workers.train.model import chunked
+from workers.train.model.chunked import NO_CHANCE, Entropy
+from workers.train.model.head import Head, find_head, hidden_instead
+from workers.train.model.layout import laid_out
 
 
 class Readable(NamedTuple):
@@ -28,7 +28,7 @@ class Readable(NamedTuple):
     """It is given rows one behind another, without padding."""
     within: nn.Module | None = None
     """Whose forward pass all that is read has to be within, for there alone weights are whole that ranks have in shards
-    (`workers.train.sharding`); None where they are whole everywhere."""
+    (`workers.train.ranks.sharding`); None where they are whole everywhere."""
 
     @classmethod
     def of(cls, model: Any) -> Self:

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from stream.errors import SettingsError
 
 
-def checkpoint_layers(model: Any) -> None:
+def recompute_layers(model: Any) -> None:
     """Have each layer compute its forward pass again when its gradient is needed.
 
     The layers are those that transformers would choose. Its own switch acts in training mode alone, which turns dropout

@@ -9,13 +9,13 @@ from torch import Tensor
 from stream.errors import SettingsError
 from workers.settings import Settings
 from workers.train.algorithms.losses import LossOutput
-from workers.train.batch import Batch, split
-from workers.train.critic import Critic
-from workers.train.forming import Formed
-from workers.train.logprobs import Readable, TokenLogprobs, token_logprobs
-from workers.train.packing import set_attention
-from workers.train.ranks import Ranks
-from workers.train.survey import Survey
+from workers.train.model.critic import Critic
+from workers.train.model.logprobs import Readable, TokenLogprobs, token_logprobs
+from workers.train.model.packing import set_attention
+from workers.train.ranks.ranks import Ranks
+from workers.train.step.batch import Batch, split
+from workers.train.step.forming import Formed
+from workers.train.step.survey import Survey
 
 
 class Passes:

@@ -19,10 +19,10 @@ from stream.errors import RunMismatchError
 from stream.ledger import Written, read_lines
 from stream.records import Group
 from workers.settings import Settings
-from workers.train.batch import collate
-from workers.train.checkpoint import OPTIMIZER, Checkpoint, Checkpoints
-from workers.train.learner import Learner, StepReport
-from workers.train.selection import assess
+from workers.train.keeping.checkpoint import OPTIMIZER, Checkpoint, Checkpoints
+from workers.train.step.batch import collate
+from workers.train.step.learner import Learner, StepReport
+from workers.train.step.selection import assess
 
 
 class Agreement(Struct, frozen=True, kw_only=True):

@@ -16,23 +16,23 @@ from torch import Tensor
 from stream.errors import RunMismatchError, SettingsError
 from stream.validity import DropReason
 from workers.settings import Settings
-from workers.train.adapter import Adapter, is_adapter
 from workers.train.algorithms.masks import too_old
-from workers.train.batch import Batch
-from workers.train.checkpointing import checkpoint_layers
-from workers.train.critic import Critic, hidden_size
-from workers.train.durable import new_folder
-from workers.train.forming import Formed, form
-from workers.train.logprobs import Readable
-from workers.train.metrics import Metrics, step_metrics
-from workers.train.objective import correction_report
-from workers.train.passes import Passes
-from workers.train.policy import load_policy, write_policy
-from workers.train.ranks import Ranks
-from workers.train.schedule import factor
-from workers.train.selection import derive_masks
-from workers.train.sharding import clip, fill, gathered, readable
-from workers.train.tally import Tally
+from workers.train.algorithms.schedule import factor
+from workers.train.keeping.durable import new_folder
+from workers.train.model.adapter import Adapter, is_adapter
+from workers.train.model.critic import Critic, hidden_size
+from workers.train.model.logprobs import Readable
+from workers.train.model.policy import load_policy, write_policy
+from workers.train.model.recomputing import recompute_layers
+from workers.train.ranks.ranks import Ranks
+from workers.train.ranks.sharding import clip, fill, gathered, readable
+from workers.train.step.batch import Batch
+from workers.train.step.forming import Formed, form
+from workers.train.step.metrics import Metrics, step_metrics
+from workers.train.step.objective import correction_report
+from workers.train.step.passes import Passes
+from workers.train.step.selection import derive_masks
+from workers.train.step.tally import Tally
 
 log = structlog.get_logger()
 
@@ -50,7 +50,7 @@ class StepReport:
     loss: float
     """Mean over updates; 0.0 where nothing was valid; may be NaN where the step was skipped."""
     metrics: Metrics
-    """By the names in `workers.train.metrics.NAMES`."""
+    """By the names in `workers.train.step.metrics.NAMES`."""
 
 
 class Learner:
@@ -62,8 +62,8 @@ class Learner:
     weights to the bit.
 
     With several ranks (`workers.train.ranks`) each has a learner. Policy, reference and optimizer state are sharded
-    over them (`workers.train.sharding`), the critic, which is small, is whole at each. Every rank calls the same
-    methods in the same order; the first alone reads and writes files.
+    over them, the critic, which is small, is whole at each. Every rank calls the same methods in the same order; the
+    first alone reads and writes files.
 
     Args:
         settings: of the run.
@@ -111,7 +111,7 @@ class Learner:
                 )
             self.adapter = Adapter(self.model, self.base, settings.lora, settings.run.seed)
         if settings.train.gradient_checkpointing:
-            checkpoint_layers(self.model)
+            recompute_layers(self.model)
         reference: Readable | None = None
         if settings.algorithm.kl_coefficient:
             reference = read if self.adapter else self._read(Path(settings.model.path), trained=False)
