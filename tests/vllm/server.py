@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from urllib.error import URLError
 
@@ -24,6 +25,7 @@ START_S = 500
 FLAGS = ("--dtype", "float32", "--max-num-seqs", "64", *FLAGS_WITHOUT_GPU)
 
 
+@cache
 def vllm_python() -> Path:
     """The interpreter of vLLM's own virtual environment; made now, which takes minutes, where it is not there yet."""
     folder = Path(os.environ.get("PENSTOCK_VLLM") or ROOT / ".cache" / "vllm")

@@ -11,7 +11,7 @@ import pytest
 from examples.reward_model.make_models import make_reward_model
 from tests.vllm.policies import LENGTH, bend, make_policy
 from tests.vllm.served import Served
-from tests.vllm.server import START_S, vllm_server
+from tests.vllm.server import START_S, vllm_python, vllm_server
 from workers.engine.wire import BACKEND
 
 LONG = ("--max-model-len", str(LENGTH))
@@ -63,6 +63,7 @@ class SharedServers:
         self._last = {name: item.nodeid for item in items for name in needs(item)}
         self._running = {name: ExitStack() for name in FLAGS if name in self._last}
         folders = {name: _models(name, home / name) for name in self._running}  # here: torch's defaults are everybody's
+        vllm_python()  # here: two starts at a time would both make its environment
         self._pool = ThreadPoolExecutor(_AT_ONCE)
         self._started: dict[str, Future[Started | Served]] = {
             name: self._pool.submit(self._start, name, made) for name, made in folders.items()
