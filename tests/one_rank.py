@@ -1,11 +1,12 @@
-"""One rank of a step that several processes share: `python tests/one_rank.py FOLDER RANK SIZE`; a test starts them.
+"""Steps that several processes share: `python tests/one_rank.py FOLDER SIZE ...`; a test starts it.
 
-Trains the model in FOLDER/base on a batch with fewer valid completions than there may be ranks, for each case, and
-writes what it ended with to FOLDER/RANK-of-SIZE.pt.
+For each number of ranks every one of them trains the model in FOLDER/base on a batch with fewer valid completions than
+there may be ranks, for each case, and writes what it ended with to FOLDER/RANK-of-SIZE.pt.
 """
 
 import sys
 from array import array
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import Measured, RewardReason, Unmeasured
+from tests.forked import ended, fork, import_ahead
 from workers.settings.file import parse
 from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
@@ -73,14 +75,26 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
-def main() -> None:
-    folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+def be(folder: Path, rank: int, size: int) -> int:
+    """Be a rank, or the only one; returns the exit code."""
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{size}", rank=rank, world_size=size)
     torch.save({case: train(folder / "base", case) for case in CASES}, folder / f"{rank}-of-{size}.pt")
     if size > 1:
         dist.destroy_process_group()
+    return 0
+
+
+def main() -> int:
+    """Be all ranks, of each number of them in turn."""
+    folder, sizes = Path(sys.argv[1]), map(int, sys.argv[2:])
+    import_ahead()
+    for size in sizes:
+        ranks = [fork(partial(be, folder, rank, size)) for rank in range(size)]
+        if codes := [code for code in map(ended, ranks) if code]:
+            return codes[0]
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

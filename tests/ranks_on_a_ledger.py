@@ -1,10 +1,9 @@
-"""A run trained from its books, by one process or by several ranks: `python tests/ranks_on_a_ledger.py JOBS`.
+"""A run trained from its books, by one process or by several ranks: `python tests/ranks_on_a_ledger.py CREWS`."""
 
-The second form is one rank of several; the first of them does the jobs in the file JOBS, the others follow.
-"""
-
+import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from stream.archive import ArchivedGroups
 from stream.ledger import read_lines
 from stream.records import Group
+from tests.forked import ended, fork, import_ahead
 from workers.settings import Settings
 from workers.settings.file import load
 from workers.train.keeping.checkpoint import Checkpoints
@@ -24,7 +24,7 @@ from workers.train.keeping.progress import Progress
 from workers.train.ranks.following import follow
 from workers.train.ranks.leading import LeadingLearner
 from workers.train.ranks.orders import Orders
-from workers.train.ranks.ranks import Ranks, meet, part, place
+from workers.train.ranks.ranks import Ranks, meet, part
 from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
 
@@ -34,10 +34,12 @@ class Job(Struct, frozen=True, kw_only=True):
 
     settings: str
     dtype: str = "float64"
-    checkpoints: str
-    """Resume from the latest in there, if there is one."""
+    resume: str = ""
+    """Folder of checkpoints; go on from the latest of them."""
+    keep: str = ""
+    """Folder of checkpoints that are kept."""
     keep_at: int = 0
-    """Keep a checkpoint there after that step."""
+    """After that step."""
     result: str = ""
     """File for what the learner ended with, if anybody wants it."""
 
@@ -56,9 +58,10 @@ def work(job: Job, make_learner: Callable[[Settings, torch.dtype], Learner]) -> 
     """Do a job; returns the learner's whole state."""
     settings = load(Path(job.settings))
     learner = make_learner(settings, getattr(torch, job.dtype))
-    checkpoints, done = Checkpoints(Path(job.checkpoints)), 0
-    found = checkpoints.latest()
-    if found is not None:
+    done = 0
+    if job.resume:
+        found = Checkpoints(Path(job.resume)).latest()
+        assert found is not None
         found.restore(learner)
         done = found.progress.step
     for step, version, groups in steps(settings.folder):
@@ -67,23 +70,48 @@ def work(job: Job, make_learner: Callable[[Settings, torch.dtype], Learner]) -> 
         report = learner.step(collate(groups), version)
         assert report.trained
         if step == job.keep_at:
-            checkpoints.save(step, learner, Progress(step=step))
+            Checkpoints(Path(job.keep)).save(step, learner, Progress(step=step))
     ended = learner.state() | {f"weight.{name}": weight for name, weight in learner.weights().items()}
     if job.result:
         torch.save(ended, job.result)
     return ended
 
 
-def main() -> int:
-    """Be a rank."""
-    if place()[0]:
+class Crew(Struct, frozen=True, kw_only=True):
+    """Ranks that do jobs together, one after another."""
+
+    size: int
+    port: int
+    """Where they meet."""
+    jobs: list[Job]
+
+
+def be(rank: int, crew: Crew) -> int:
+    """Be a rank; returns the exit code."""
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(crew.size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(crew.port),
+    }
+    if rank:
         return follow()
     meet()
     orders = Orders(Ranks())
-    for job in msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[Job]):
+    for job in crew.jobs:
         work(job, lambda settings, dtype: LeadingLearner(settings, orders, dtype))
     orders.end()
     part()
+    return 0
+
+
+def main() -> int:
+    """Let crews work one after another, of processes that are forked from this one: what they all import is dear."""
+    import_ahead()
+    for crew in msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[Crew]):
+        ranks = [fork(partial(be, rank, crew)) for rank in range(crew.size)]
+        if codes := [code for code in map(ended, ranks) if code]:
+            return codes[0]
     return 0
 
 

@@ -96,7 +96,7 @@ def launch_trainer(
         command: that starts this very process, for the ranks to be started by.
     """
     logs.configure("train")
-    from workers.train.ranks.ranks import place
+    from workers.train.ranks.ranks import patience_s, place
 
     rank, size = place()
     if size > 1:
@@ -110,6 +110,7 @@ def launch_trainer(
         return launch("train", file, overrides, redis, engines, lead)
     try:
         ranks = load(file, overrides).train.ranks
+        patience_s()  # nonsense is told here once, not by each of them
     except PenstockError as error:
         return _explain(error)
     if ranks == 1 or "RANK" in os.environ:

@@ -11,6 +11,7 @@ import torch
 
 from tests.e2e.harness import balanced, children, finish, stop, wait_for_trained
 from tests.ranks_on_a_ledger import Job, work
+from workers.process import FAILED_FOR_GOOD
 from workers.train.keeping.checkpoint import Checkpoints
 from workers.train.model.policy import load_policy
 from workers.train.step.learner import Learner
@@ -38,8 +39,8 @@ def gone(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids)
 
 
-def until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + WITHIN_S
+def until_gone(pids: list[int], within_s: float = WITHIN_S) -> None:
+    deadline = time.monotonic() + within_s
     while not gone(pids):
         assert time.monotonic() < deadline, pids
         time.sleep(0.05)
@@ -81,10 +82,45 @@ def test_a_rank_and_what_started_them_are_killed_and_nothing_is_lost_nor_trained
 
     # One process comes to the same policy, on the ledger that the two have left.
     kept = Checkpoints(shared.run_folder / "checkpoints").latest()
-    job = Job(settings=str(shared.run_folder / "run.toml"), dtype="float32", checkpoints=str(shared.folder / "none"))
+    job = Job(settings=str(shared.run_folder / "run.toml"), dtype="float32")
     ended = work(job, lambda settings, dtype: Learner(settings, dtype=dtype))
     for name, parameter in load_policy(kept.model).named_parameters():
         assert torch.allclose(ended[f"weight.{name}"], parameter, rtol=0, atol=1e-5), name
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("which", [1, 0], ids=["one that follows", "the first"])
+def test_a_rank_that_hangs_ends_all_and_nothing_is_lost(shared, monkeypatch, which):
+    patience_s, prompts = 45, 40
+    monkeypatch.setenv("PENSTOCK_RANKS_PATIENCE_S", str(patience_s))
+    shared.prompts(prompts)
+    process = shared.start("run", str(shared.write()), "--json")
+    try:
+        wait_for_trained(shared, 12, process, 120)
+        ranks = ranks_of(children(process.pid)["train"])
+        os.kill(ranks[which], signal.SIGSTOP)
+        until_gone(ranks, patience_s + WITHIN_S)
+        summary = finish(process, shared)
+    finally:
+        stop(process)
+    assert balanced(summary)
+    assert summary["fed"] == summary["groups_trained"] == prompts
+    ends = [line["prompt"] for line in shared.ledger()]
+    assert len(ends) == len(set(ends)) == prompts
+    begun = said(shared, "trainer.begun")
+    assert len(begun) == 2
+    assert begun[1]["step"] > 0
+    audit = shared.run("audit", str(shared.run_folder), "--json")
+    assert audit.returncode == 0, audit.stdout
+
+
+def test_nonsense_about_patience_is_told_once(shared, redis_url, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_RANKS_PATIENCE_S", "soon")
+    shared.table["run"]["redis"] = redis_url
+    result = shared.run("train", str(shared.write()), timeout=100)
+    assert result.returncode == FAILED_FOR_GOOD
+    assert "PENSTOCK_RANKS_PATIENCE_S is 'soon'" in result.stderr
 
 
 @pytest.mark.full

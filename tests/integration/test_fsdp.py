@@ -2,15 +2,17 @@
 
 import os
 import random
-import shutil
+import signal
 import socket
 import subprocess
 import sys
 from array import array
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -20,7 +22,7 @@ from stream.codec import encode
 from stream.ledger import Ledger, Line, content_hash
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import Measured
-from tests.ranks_on_a_ledger import Job, steps, work
+from tests.ranks_on_a_ledger import Crew, Job, steps, work
 from workers.settings.file import dump, parse
 from workers.train.keeping.checkpoint import Checkpoints
 from workers.train.model.logprobs import Readable, token_logprobs
@@ -36,12 +38,19 @@ RUNS = {
         "algorithm": {"kl_coefficient": 0.05},
         "train": {"gradient_checkpointing": True, "packing": "on"},
     },
+    "adapter": {
+        "lora": {"rank": 4, "alpha": 8.0},
+        "algorithm": {"kl_coefficient": 0.05},
+        "train": {"gradient_checkpointing": True},
+    },
     "half": {"model": {"dtype": "bfloat16"}},
+    "half adapter": {"model": {"dtype": "bfloat16"}, "lora": {"rank": 4, "alpha": 8.0}},
 }
-"""The second with a critic and a reference beside the policy, packed rows and layers computed again; the third in
-bfloat16."""
-SHORT = [("tied", "float64"), ("untied", "float64"), ("tied", "float32")]
-LONG = [*SHORT, ("untied", "float32"), ("half", "float32")]
+"""The second with a critic and a reference beside the policy, packed rows and layers computed again; the third with a
+reference that is the policy without its adapter."""
+SHORT = [("tied", "float64"), ("untied", "float64"), ("adapter", "float64"), ("tied", "float32")]
+LONG = [*SHORT[3:], ("untied", "float32"), ("adapter", "float32"), ("half", "float32"), ("half adapter", "float32")]
+OTHERS = ("2", "1 on", "3 on")
 
 
 def group(number: int, version: int) -> Group:
@@ -99,23 +108,24 @@ def make_run(folder: Path, name: str) -> Path:
     return folder / "run.toml"
 
 
-def with_ranks(size: int, folder: Path, jobs: list[Job]) -> None:
-    file = folder / f"jobs-{size}.json"
-    file.write_bytes(msgspec.json.encode(jobs))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
-    told |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+def let_work(folder: Path, crews: list[Crew]) -> None:
+    (folder / "crews.json").write_bytes(msgspec.json.encode(crews))
     script = Path(__file__).parents[1] / "ranks_on_a_ledger.py"
-    ranks = [
-        subprocess.Popen([sys.executable, str(script), str(file)], env=os.environ | told | {"RANK": str(rank)})
-        for rank in range(size)
-    ]
+    ranks = subprocess.Popen(
+        [sys.executable, str(script), str(folder / "crews.json")],
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
     try:
-        assert [process.wait(timeout=150) for process in ranks] == [0] * size
+        assert ranks.wait(timeout=200) == 0
     finally:
-        for process in ranks:
-            process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+
+
+def crew(size: int, jobs: list[Job]) -> Crew:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return Crew(size=size, port=free.getsockname()[1], jobs=jobs)
 
 
 def alone(settings, dtype):
@@ -126,16 +136,13 @@ class Results:
     """What learners ended with, by run, type and ranks; "3 on": resumed by three from what two had kept."""
 
     def __init__(self, folder: Path, kinds: list[tuple[str, str]]) -> None:
-        self.folder = folder
+        self.folder, self.kinds = folder, kinds
         self.runs = {}
         for name in {name for name, _ in kinds}:
             (folder / name).mkdir()
             self.runs[name] = make_run(folder / name, name)
-        with_ranks(2, folder, [self.job(*kind, "2", keep_at=KEPT) for kind in kinds])
-        for kind in kinds:
-            for on in ("1 on", "3 on"):
-                shutil.copytree(self.kept(*kind, "2"), self.kept(*kind, on))
-        with_ranks(3, folder, [self.job(*kind, "3 on") for kind in kinds])
+        two, three = ([self.job(*kind, ranks) for kind in kinds] for ranks in ("2", "3 on"))
+        let_work(folder, [crew(2, two), crew(3, three)])
         self.found = {}
         for kind in kinds:
             for ranks in ("2", "3 on"):
@@ -143,17 +150,24 @@ class Results:
             for ranks in ("1", "1 on"):
                 self.found[*kind, ranks] = work(self.job(*kind, ranks), alone)
 
-    def kept(self, name: str, dtype: str, ranks: str) -> Path:
-        return self.folder / name / f"checkpoints of {ranks} in {dtype}"
+    def kept(self, name: str, dtype: str) -> Path:
+        """What two ranks kept on the way."""
+        return self.folder / name / f"checkpoints in {dtype}"
 
-    def job(self, name: str, dtype: str, ranks: str, keep_at: int = 0) -> Job:
+    def job(self, name: str, dtype: str, ranks: str) -> Job:
         return Job(
             settings=str(self.runs[name]),
             dtype=dtype,
-            checkpoints=str(self.kept(name, dtype, ranks)),
-            keep_at=keep_at,
+            resume=str(self.kept(name, dtype)) if ranks.endswith("on") else "",
+            keep=str(self.kept(name, dtype)),
+            keep_at=KEPT if ranks == "2" else 0,
             result=str(self.folder / f"{name} {dtype} {ranks}.pt"),
         )
+
+    def apart(self, name: str, dtype: str, ranks: str) -> float:
+        """The largest difference of a log-prob from that of one process."""
+        found, expected = (self.logprobs(name, dtype, which) for which in (ranks, "1"))
+        return float((found - expected).abs().max())
 
     def logprobs(self, name: str, dtype: str, ranks: str) -> torch.Tensor:
         """Of every sampled token of the ledger, by what that learner ended with, computed in float64."""
@@ -171,16 +185,6 @@ class Results:
         return torch.cat(told)
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return Results(tmp_path_factory.mktemp("fsdp"), SHORT)
-
-
-@pytest.fixture(scope="module")
-def more_results(tmp_path_factory):
-    return Results(tmp_path_factory.mktemp("fsdp"), LONG)
-
-
 def largest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
     return max(float((value.double() - other[name].double()).abs().max()) for name, value in one.items())
@@ -188,7 +192,7 @@ def largest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> flo
 
 def loaded(results: Results, name: str, dtype: str) -> Any:
     """What two ranks kept, loaded by Transformers."""
-    checkpoint = Checkpoints(results.kept(name, dtype, "2")).latest()
+    checkpoint = Checkpoints(results.kept(name, dtype)).latest()
     assert checkpoint is not None
     assert checkpoint.progress.step == KEPT
     model, said = AutoModelForCausalLM.from_pretrained(checkpoint.model, dtype="auto", output_loading_info=True)
@@ -198,46 +202,66 @@ def loaded(results: Results, name: str, dtype: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("ranks", ["2", "1 on", "3 on"])
-@pytest.mark.parametrize("name", ["tied", "untied"])
-def test_in_float64_ranks_end_with_what_one_process_ends_with(results, name, ranks):
-    expected, found = results.found[name, "float64", "1"], results.found[name, "float64", ranks]
+def moved(results: Results, name: str, dtype: str) -> float:
+    """By how much the weight that ten steps moved least was moved."""
     begun = AutoModelForCausalLM.from_pretrained(results.folder / name / "base", dtype=torch.float64)
-    for own, parameter in begun.named_parameters():
-        assert (expected[f"master.{own}"] - parameter).abs().max() > 1e-3  # ten steps are a way
-    assert largest(expected, found) < 1e-9
-    apart = results.logprobs(name, "float64", "1") - results.logprobs(name, "float64", ranks)
-    assert apart.abs().max() < 1e-9
+    ended = results.found[name, dtype, "1"]
+    ways = {own: float((ended[f"weight.{own}"] - p.detach()).abs().max()) for own, p in begun.named_parameters()}
+    if name == "adapter":
+        ways = {own: way for own, way in ways.items() if own.endswith("proj.weight")}
+    return min(ways.values())
 
 
-@pytest.mark.parametrize("ranks", ["2", "1 on", "3 on"])
-def test_in_float32_log_probs_agree(results, ranks):
-    apart = results.logprobs("tied", "float32", "1") - results.logprobs("tied", "float32", ranks)
-    assert apart.abs().max() < 1e-4
+def test_ranks_end_with_what_one_process_ends_with_and_any_number_goes_on(tmp_path):
+    results = Results(tmp_path, SHORT)
+    for name, dtype in SHORT:
+        assert moved(results, name, dtype) > 1e-3  # ten steps are a way
+        if dtype == "float64":
+            expected = results.found[name, dtype, "1"]
+            apart = {ranks: largest(expected, results.found[name, dtype, ranks]) for ranks in OTHERS}
+            assert max(apart.values()) < 1e-9, (name, apart)
+        else:
+            apart = {ranks: results.apart(name, dtype, ranks) for ranks in OTHERS}
+            assert max(apart.values()) < 1e-4, (name, apart)
+    for name in ("tied", "untied"):
+        assert loaded(results, name, "float64").dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
-def test_what_two_ranks_keep_is_a_model_that_transformers_loads(results, name):
-    assert loaded(results, name, "float64").dtype == torch.float32
+@pytest.fixture(scope="module")
+def more_results(tmp_path_factory):
+    return Results(tmp_path_factory.mktemp("fsdp"), LONG)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", ["2", "1 on", "3 on"])
-def test_in_float32_with_critic_and_reference_log_probs_agree(more_results, ranks):
-    apart = more_results.logprobs("untied", "float32", "1") - more_results.logprobs("untied", "float32", ranks)
-    assert apart.abs().max() < 1e-4
+@pytest.mark.parametrize("ranks", OTHERS)
+@pytest.mark.parametrize("name", ["untied", "adapter"])
+def test_in_float32_log_probs_agree(more_results, name, ranks):
+    assert more_results.apart(name, "float32", ranks) < 1e-4
 
 
 @pytest.mark.full
-def test_in_bfloat16_they_are_as_near_as_its_rounding(more_results):
-    """One process keeps the residual stream in float32, shards in bfloat16."""
-    apart = more_results.logprobs("half", "float32", "1") - more_results.logprobs("half", "float32", "2")
+@pytest.mark.parametrize("name", ["half", "half adapter"])
+def test_in_bfloat16_they_are_as_near_as_its_rounding(more_results, name):
+    """One process keeps the residual stream of a whole model in float32, shards in bfloat16."""
+    apart = more_results.logprobs(name, "float32", "1") - more_results.logprobs(name, "float32", "2")
     assert apart.abs().mean() < 0.05
-    assert loaded(more_results, "half", "float32").dtype == torch.bfloat16
+    if name == "half":
+        assert loaded(more_results, name, "float32").dtype == torch.bfloat16
 
 
 @pytest.mark.full
-def test_the_same_number_of_ranks_gives_the_same_weights_to_the_bit(more_results):
-    again = more_results.job("tied", "float32", "2 again")
-    with_ranks(2, more_results.folder, [again])
-    assert largest(more_results.found["tied", "float32", "2"], torch.load(again.result)) == 0.0
+def test_what_two_ranks_keep_of_an_adapter_is_one_that_peft_loads(more_results):
+    checkpoint = Checkpoints(more_results.kept("adapter", "float32")).latest()
+    base = AutoModelForCausalLM.from_pretrained(more_results.folder / "adapter" / "base", dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, checkpoint.model)
+    layers = [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
+    assert len(layers) == 2 * 7
+    assert all(layer.get_delta_weight("default").abs().max() > 0 for layer in layers)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["tied", "adapter"])
+def test_the_same_number_of_ranks_gives_the_same_weights_to_the_bit(more_results, name):
+    again = more_results.job(name, "float32", "2 again")
+    let_work(more_results.folder, [crew(2, [again])])
+    assert largest(more_results.found[name, "float32", "2"], torch.load(again.result)) == 0.0

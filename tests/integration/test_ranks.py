@@ -1,8 +1,10 @@
 """A step shared by several processes is the step of one: loss, gradient, metrics, weights (P13, over ranks)."""
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 WORKER = Path(__file__).parents[1] / "one_rank.py"
 
+pytestmark = pytest.mark.timeout(240)
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What every rank of runs with 1, 2 and 3 of them ended with. With three, one has nothing to do."""
-    folder = tmp_path_factory.mktemp("ranks")
+
+def train(folder: Path, *sizes: int) -> dict[int, list[dict]]:
+    """What every rank of runs with so many of them ended with. With three, one has nothing to do."""
     config = Qwen3Config(
         vocab_size=40,
         hidden_size=16,
@@ -28,48 +30,42 @@ def results(tmp_path_factory):
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(5)
         Qwen3ForCausalLM(config).save_pretrained(folder / "base")
-    found = {}
-    for size in (1, 2, 3):
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, str(WORKER), str(folder), str(rank), str(size)],
-                env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-            )
-            for rank in range(size)
-        ]
-        try:
-            assert [process.wait(timeout=100) for process in ranks] == [0] * size
-        finally:
-            for process in ranks:
-                process.kill()
-        found[size] = [torch.load(folder / f"{rank}-of-{size}.pt") for rank in range(size)]
-    return found
+    ranks = subprocess.Popen(
+        [sys.executable, str(WORKER), str(folder), *map(str, sizes)],
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    try:
+        assert ranks.wait(timeout=200) == 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+    return {size: [torch.load(folder / f"{rank}-of-{size}.pt") for rank in range(size)] for size in sizes}
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_end_with_what_one_process_ends_with(results, size):
-    (alone,) = results[1]
-    for rank, shared in enumerate(results[size]):
+def as_one(alone: dict, several: list[dict]) -> None:
+    """Every rank ended as one process did; and all of them with the same weights, to the bit."""
+    first, *_ = several
+    for rank, shared in enumerate(several):
         for case, expected in alone.items():
             found = shared[case]
             assert found["skipped"] == expected["skipped"] == ["", "", "no_valid_row"]
             for name, value in expected["weights"].items():
                 assert torch.allclose(found["weights"][name], value, rtol=0, atol=1e-5), (rank, case, name)
+                assert torch.equal(found["weights"][name], first[case]["weights"][name]), (rank, case, name)
             for one, other in zip(expected["metrics"], found["metrics"], strict=True):
                 assert one.keys() == other.keys()
                 for name, value in one.items():
                     assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-5), (rank, case, name)
 
 
-def test_all_ranks_end_with_the_same_weights_to_the_bit(results):
-    for size in (2, 3):
-        first, *others = results[size]
-        for other in others:
-            for case, found in first.items():
-                for name, value in found["weights"].items():
-                    assert torch.equal(other[case]["weights"][name], value), (size, case, name)
+def test_two_ranks_end_with_what_one_process_ends_with(tmp_path):
+    results = train(tmp_path, 1, 2)
+    as_one(results[1][0], results[2])
 
 
-def test_one_of_three_ranks_has_nothing_to_do(results):
+@pytest.mark.full
+def test_three_ranks_of_which_one_has_nothing_to_do_end_with_it_too(tmp_path):
+    results = train(tmp_path, 1, 3)
+    as_one(results[1][0], results[3])
     assert sorted(found["clipped"]["parts"] for found in results[3]) == [0, 1, 1]

@@ -22,11 +22,11 @@ from torch import Tensor
 from stream.errors import PenstockError
 from stream.validity import DropReason
 from workers.settings import Settings
-from workers.train.ranks.ranks import PATIENCE, Ranks
+from workers.train.ranks.ranks import Ranks, patience_s
 from workers.train.step.batch import Batch
 
-BEAT_S: Final = PATIENCE.total_seconds() / 20
-"""Between two beats. Rank 0 may be held up for much longer than that before the others give it up."""
+BEATS: Final = 20
+"""Within the time after which the first rank is given up: it may be held up for much longer than one of them."""
 
 
 class RankLostError(PenstockError):
@@ -118,7 +118,7 @@ class Orders:
     async def beat(self) -> None:
         """Tell the others now and then that this rank is there, and see that they are, for ever."""
         while True:
-            await anyio.sleep(BEAT_S)
+            await anyio.sleep(patience_s() / BEATS)
             await anyio.to_thread.run_sync(self._beat)
 
     def end(self) -> None:

@@ -1,5 +1,6 @@
 """The processes that share a step: each works on some of the micro-batches, all end with the same sums."""
 
+import math
 import os
 from collections.abc import Iterable
 from datetime import timedelta
@@ -11,9 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-PATIENCE: Final = timedelta(minutes=10)
-"""How long one rank waits for another within a collective. A process that ended is noticed at once, by its connection;
-this is for one that hangs."""
+from stream.errors import SettingsError
+
+PATIENCE: Final = "PENSTOCK_RANKS_PATIENCE_S"
+"""Environment variable. It is no setting, for ranks that follow have to know it before they are told any."""
 
 
 def place() -> tuple[int, int]:
@@ -21,11 +23,34 @@ def place() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def patience_s() -> float:
+    """How long one rank waits for another within a collective: ten minutes, unless the environment says otherwise.
+
+    A process that ended is noticed at once, by its connection; this is for one that hangs.
+
+    Raises:
+        SettingsError: what it says is no length of time.
+    """
+    said = os.environ.get(PATIENCE, "600")
+    try:
+        found = float(said)
+    except ValueError:
+        found = math.nan
+    if not 1 <= found <= 86_400:
+        raise SettingsError(f"{PATIENCE} is {said!r} in the environment; give it seconds, from 1 to 86400, or unset it")
+    return found
+
+
 def meet() -> None:
-    """Join the other ranks that `torchrun` started: gloo between CPUs, NCCL between GPUs."""
+    """Join the other ranks that `torchrun` started: gloo between CPUs, NCCL between GPUs.
+
+    Raises:
+        SettingsError: the environment says nonsense of how long to wait for them.
+    """
+    patience = timedelta(seconds=patience_s())
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=patience)
 
 
 def part() -> None:
