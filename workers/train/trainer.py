@@ -142,7 +142,7 @@ class Trainer:
 
     async def _publish(self, metrics: dict[str, float]) -> None:
         await self.evaluating.hold()
-        await self.weights.publish(self.learner, self.progress.version, self.progress.step, metrics)
+        await self.weights.publish(self.learner.save_weights, self.progress.version, self.progress.step, metrics)
         self.progress.version = self.weights.version
         await self.evaluating.published(self.weights.version, self.progress.step)
 

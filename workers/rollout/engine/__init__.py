@@ -2,6 +2,7 @@
 
 ===================  ================================================================
 `client.py`          asks, and asks again where that may help
+`attempt.py`         one try at one engine
 `places.py`          places at the engines, and the requests that wait for one
 `choice.py`          which engine a request goes to
 `lookout.py`         who is there, ejected or back; a task to each engine

@@ -11,35 +11,29 @@ What may be wrong with an answer, and what is done about it::
     any other 4xx                            a fact about the request: never again              EngineRefusedError
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 import anyio
 import structlog
 
-from envs.served.service import back_off, error_text
+from envs.served.service import back_off
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
-from stream.records import Span
-from workers.engine.wire import adapter_name
 from workers.fleet.roster import Roster
 from workers.rollout.engine.answer import NONE_YET, Sampled
+from workers.rollout.engine.attempt import Attempt, StaleError
 from workers.rollout.engine.connection import Connection, SilentError, SlowError
 from workers.rollout.engine.known_engine import KnownEngine
 from workers.rollout.engine.lookout import Lookout
-from workers.rollout.engine.places import Places, Wanted, outdated
-from workers.rollout.engine.probe import ABSENT, Facts, Probe, UnfitError
+from workers.rollout.engine.places import Places, Wanted
+from workers.rollout.engine.probe import Probe, UnfitError
 from workers.rollout.engine.sampling import Sampling
 from workers.settings import Settings
 from workers.settings.engine import Engine
 
 log = structlog.get_logger()
-
-
-class _StaleError(EngineError):
-    """What was sampled, or would have been, comes from weights that are too old."""
 
 
 class EngineClient:
@@ -74,12 +68,9 @@ class EngineClient:
         self._probe = Probe(self._connection, samplings=samplings, timeout_s=request_timeout_s)
         self._places = Places(self._roster)
         self._concurrency = concurrency
-        self._request_timeout_s = request_timeout_s
+        self._attempt_of = partial(Attempt, timeout_s=request_timeout_s, adapters=adapters, salted=salted)
         self._attempts = attempts
-        self._salted = salted
         self._reconnect_s = reconnect_s
-        self._adapters = adapters
-        self._succeeded_at = -math.inf
 
     @classmethod
     def of(cls, settings: Settings, engines: Roster | Sequence[str]) -> "EngineClient":
@@ -103,6 +94,7 @@ class EngineClient:
             *(self._roster, self._places, self._connection, self._probe, self._tasks, self._concurrency),
             health_s=self._reconnect_s,
         )
+        self._attempt = self._attempt_of(self._connection, self._lookout)
         self._lookout.sync(self._roster.urls)
         self._tasks.start_soon(self._lookout.follow_roster)
         self._tasks.start_soon(self._roster.watch)
@@ -153,10 +145,10 @@ class EngineClient:
             wanted = Wanted(at_least, sampling.group, sampling.completion, failed)
             engine = failed = await self._places.take(wanted, self._reconnect_s)
             try:
-                sampled = await self._ask_unless_silent(engine, prompt_ids, sampling, at_least)
+                sampled = await self._attempt.ask(engine, prompt_ids, sampling, at_least)
             except EngineRefusedError:
                 raise
-            except _StaleError as error:
+            except StaleError as error:
                 self._lookout.lacks_weights(engine, error)
                 continue
             except EngineError as error:
@@ -182,70 +174,6 @@ class EngineClient:
             return  # it is given new weights, which takes long
         self._lookout.request_failed(engine, at_least, error)
 
-    async def _ask_unless_silent(
-        self, engine: KnownEngine, prompt_ids: Sequence[int], sampling: Sampling, at_least: int
-    ) -> Sampled:
-        """One try on one engine, which ends when the engine is found to be silent."""
-        with anyio.CancelScope() as scope:
-            engine.requests.add(scope)
-            try:
-                return await self._ask(engine, prompt_ids, sampling, at_least)
-            finally:
-                engine.requests.discard(scope)
-        raise SilentError(f"{engine.url} says nothing any more")
-
-    async def _ask(self, engine: KnownEngine, prompt_ids: Sequence[int], sampling: Sampling, at_least: int) -> Sampled:
-        """One try on one engine."""
-        facts = engine.facts
-        if facts is None:
-            raise SilentError(f"{engine.url} was ejected")
-        route = facts.route
-        before = await self._version(engine, facts, at_least)
-        if before < at_least:
-            raise _StaleError(str(outdated(engine, at_least)))
-        if facts.max_length:  # completions would refuse what generate cuts off
-            sampling = sampling.within(facts.max_length - len(prompt_ids))
-        adapter = self._adapters and before > NONE_YET
-        # Where engines keep what older weights have computed, no request finds it in the cache.
-        salt = f"v{before}" if self._salted else ""
-        model = adapter_name(before) if adapter else facts.model
-        body = route.body(prompt_ids, sampling, model=model, salt=salt)
-        status, payload = await self._connection.send("POST", engine.url + route.path, self._request_timeout_s, body)
-        if status in ABSENT:
-            told = error_text(payload)
-            if adapter and model in told:
-                engine.spoke(NONE_YET)
-                raise _StaleError(f"{engine.url} does not have the adapter {model} any more")
-            raise SilentError(f"{engine.url}{route.path} was open, and answers {status} now, as another server: {told}")
-        after = before
-        if status == 200 and facts.versioned and not facts.spans:
-            after = await self._lookout.version(engine)
-        sampled = route.read(status, payload, engine.url, version=min(before, after))
-        last = sampled.spans[-1].version
-        if facts.spans and not (adapter and last < engine.version):  # a request may end as a newer adapter comes
-            self._lookout.heard(engine, last)
-        if adapter:  # it samples all of a request, whatever came meanwhile
-            sampled = replace(sampled, spans=[Span(before, 0, len(sampled.token_ids))])
-        self._succeeded_at = anyio.current_time()
-        engine.answered()
-        if sampled.spans[0].version < at_least:
-            raise _StaleError(f"{engine.url} sampled with policy version {sampled.spans[0].version}, not {at_least}")
-        engine.came("weights")
-        return sampled
-
-    async def _version(self, engine: KnownEngine, facts: Facts, at_least: int) -> int:
-        """The version that it has before it is asked: as it last said, or, where that will not do, as it says now."""
-        if not facts.versioned:
-            if at_least > NONE_YET:
-                raise UnfitError(
-                    f"{engine.url} does not say which policy version it has: /weight_info is not there; start vLLM "
-                    "with VLLM_SERVER_DEV_MODE=1 in its environment, on a network that you trust"
-                )
-            return NONE_YET
-        if facts.spans and engine.has(at_least):
-            return engine.version
-        return await self._lookout.version(engine)
-
     async def _is_paused(self, engine: KnownEngine) -> bool:
         """Whether somebody has frozen it."""
         try:
@@ -255,7 +183,7 @@ class EngineClient:
 
     async def _verdict(self, error: EngineError, began: float, tries: int) -> EngineError:
         """Is it this request, or the engine?"""
-        there = self._places.there
-        answering = self._succeeded_at > began or any([await self._lookout.check(engine) for engine in there])
+        answered = any(engine.answered_at > began for engine in self._places.engines.values())
+        answering = answered or any([await self._lookout.check(engine) for engine in self._places.there])
         kind = EngineError if answering else EngineUnavailableError
         return kind(f"{tries} tries failed; the last: {error}")

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -10,7 +11,6 @@ from anyio.abc import TaskGroup
 
 from stream.training import Tenure
 from workers.train.publishing.publisher import EnginePublisher
-from workers.train.step.learner import Learner
 
 log = structlog.get_logger()
 
@@ -44,12 +44,19 @@ class Weights:
         self._tasks = tasks
         self._lock = anyio.Lock()
 
-    async def publish(self, learner: Learner, known: int, step: int, metrics: dict[str, float]) -> None:
-        """Give the engines the learner's weights, under a number that nobody has used: above `known`, too."""
+    async def publish(self, write: Callable[[Path], None], known: int, step: int, metrics: dict[str, float]) -> None:
+        """Give the engines new weights, under a number that nobody has used: above `known`, too.
+
+        Args:
+            write: writes the weights to a new folder.
+            known: a version number that was used.
+            step: after which they are what they are.
+            metrics: told with them.
+        """
         on_engines = [v for v in (await self._publisher.versions()).values() if v is not None]
         version = await self._tenure.reserve(max([known, *on_engines]))
         path = self.folder / f"v{version:06d}"
-        await anyio.to_thread.run_sync(_write, learner, path)
+        await anyio.to_thread.run_sync(_write, write, path)
         async with self._lock:
             await self._tenure.renew()  # writing took long; the engines know nothing of tokens
             await self._tasks.start(self._publisher.push, path, version)
@@ -71,9 +78,9 @@ class Weights:
                     await self._tasks.start(self._publisher.refresh, behind, path, self.version)
 
 
-def _write(learner: Learner, path: Path) -> None:
+def _write(write: Callable[[Path], None], path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)  # of a server that forgot which numbers it had given out
-    learner.save_weights(path)
+    write(path)
 
 
 def _prune(folder: Path, linger_s: float) -> None:
