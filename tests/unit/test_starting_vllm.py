@@ -190,7 +190,7 @@ async def test_a_server_that_listens_no_more_and_does_not_end_is_killed(tmp_path
     urls = []
     with (
         anyio.fail_after(60),
-        pytest.raises(EngineError, match="did not listen any more, nor end.*RuntimeError: the core is dead"),
+        pytest.raises(EngineError, match=r"did not listen any more, nor end.*RuntimeError: the core is dead"),
     ):
         await serve_vllm(settings, host="127.0.0.1", port=0, ready=urls.append)
     assert len(urls) == 1
