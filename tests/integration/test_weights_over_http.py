@@ -4,12 +4,14 @@ import shutil
 from pathlib import Path
 
 import aiohttp
+import anyio
 import pytest
 from safetensors.torch import load_file, save_file
 
-from stream.errors import EngineRefusedError, EngineUnavailableError, SettingsError
+from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError, SettingsError
 from tests.integration.test_local_engine import build, logprobs_of, serving, teacher, tokens_of
 from workers.fleet.roster import Roster
+from workers.train.publishing.control import Control
 from workers.train.publishing.in_flight import InFlight
 from workers.train.publishing.over_http import serve_weights
 from workers.train.publishing.publisher import EnginePublisher
@@ -63,6 +65,16 @@ async def test_what_is_refused_or_comes_damaged_leaves_the_old_weights(policies)
             await publisher_of(engine, carrier, patience_s=0.3).push(policies["B"], 1)
         await assert_serves(engine, policies["A"])
         assert await publisher_of(engine, carrier).versions() == {engine.url: None}
+
+
+async def test_a_version_that_is_offered_no_more_is_an_error_and_not_a_crash(policies, tmp_path):
+    async with serve_weights("127.0.0.1", 0) as carrier:
+        await carrier.prepare(policies["A"])
+        for number in range(3):
+            await anyio.to_thread.run_sync(shutil.copytree, policies["A"], tmp_path / str(number))
+            await carrier.prepare(tmp_path / str(number))
+        with pytest.raises(EngineError, match="is not offered any more"):
+            await carrier.carry(Control("http://127.0.0.1:9", 5), policies["A"], 1)
 
 
 async def test_only_offered_files_are_served_and_only_to_who_knows_the_path(policies, tmp_path):

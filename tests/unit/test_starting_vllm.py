@@ -2,6 +2,7 @@
 
 import sys
 
+import anyio
 import msgspec
 import pytest
 from aiohttp import web
@@ -158,3 +159,38 @@ async def test_who_listens_at_the_port_already_is_not_taken_for_the_server(tmp_p
             await serve_vllm(
                 msgspec.structs.replace(settings, model=model), host="127.0.0.1", port=port, ready=pytest.fail
             )
+
+
+DEAF = """
+import http.server, sys, threading, time
+
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        threading.Thread(target=self.server.shutdown).start()
+
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Health)
+server.serve_forever()
+server.server_close()
+print("RuntimeError: the core is dead", flush=True)
+time.sleep(600)
+"""
+
+
+async def test_a_server_that_listens_no_more_and_does_not_end_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("workers.engine.vllm.server._LISTENS_EVERY_S", 0.1)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "deaf.py").write_text(DEAF)
+    python = a_python(
+        tmp_path, f'if [ "$1" = -I ]; then {READY}; else exec {sys.executable} {tmp_path}/deaf.py "$@"; fi'
+    )
+    settings = settings_with(python=str(python))
+    settings = msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, path=str(tmp_path)))
+    urls = []
+    with (
+        anyio.fail_after(60),
+        pytest.raises(EngineError, match=r"did not listen any more, nor end.*RuntimeError: the core is dead"),
+    ):
+        await serve_vllm(settings, host="127.0.0.1", port=0, ready=urls.append)
+    assert len(urls) == 1

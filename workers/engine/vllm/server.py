@@ -35,6 +35,9 @@ _LEAVE_S = 8.0
 _HEALTH_EVERY_S = 0.25
 _HEALTH_S = 5.0
 _TELL_EVERY_S = 15.0
+_LISTENS_EVERY_S = 2.0
+_REFUSALS = 5
+"""Refused connections in a row, after which a server that had listened does not end by itself either."""
 _LONGEST_LINE = 64 * 1024
 _BAD_USAGE = 2
 """Exit code of a command line that vLLM does not understand."""
@@ -69,12 +72,15 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
         log.warning("engine.exposed", host=host, why="whoever reaches it may change its weights")
     env = environment(os.environ, threads=engine.threads, cpu=installed.cpu)
     async with _process(started, env, words) as process, anyio.create_task_group() as tasks:
-        url = f"http://{host}:{port}"
+        url, gone = f"http://{host}:{port}", anyio.Event()
 
         async def announce() -> None:
             await _healthy(url, engine.start_timeout_s, words)
             log.info("engine.listening", url=url, model=settings.model.path)
             ready(url)
+            await _gone(url)
+            gone.set()
+            _signal_group(process, signal.SIGKILL)
 
         tasks.start_soon(_copy, process, words)
         tasks.start_soon(announce)
@@ -83,6 +89,8 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
         tasks.cancel_scope.cancel()
     if code == _BAD_USAGE:
         raise SettingsError(f"vLLM does not understand how it was started: {said}; see engine.flags")
+    if gone.is_set():
+        raise EngineError(f"vLLM did not listen any more, nor end; it was killed: {said}")
     if code < 0:
         raise EngineError(f"vLLM was killed by {signal.Signals(-code).name}: by somebody, or for want of memory")
     raise EngineError(f"vLLM exited with code {code}: {said}")
@@ -156,6 +164,25 @@ async def _healthy(url: str, within_s: float, words: LastWords) -> None:
                 told = seconds
                 log.info("engine.loading", seconds=round(seconds), said=words.newest)
             await anyio.sleep(_HEALTH_EVERY_S)
+
+
+async def _gone(url: str) -> None:
+    """Wait until nobody has listened for a while, though the process is there.
+
+    So 0.32.0 may end when its core is killed: it closes its port, and waits for ever for requests that nobody will
+    answer. An answer that does not come is something else: it computes.
+    """
+    refused = 0
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_HEALTH_S)) as session:
+        while refused < _REFUSALS:
+            await anyio.sleep(_LISTENS_EVERY_S)
+            try:
+                async with session.get(f"{url}/health", headers={"Connection": "close"}):
+                    refused = 0
+            except aiohttp.ClientConnectorError:
+                refused += 1
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                refused = 0
 
 
 def _free_port(host: str, port: int) -> int:
