@@ -12,7 +12,7 @@ from workers.rollout.engine.sampling import Sampling
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
-GROUPS, SIZE, TURNS = 16, 2, 4
+GROUPS, SIZE, TURNS = 32, 2, 2
 PROMPT, OBSERVED, SAID = 620, 96, 16
 """Tokens: of a group's prompt, of what each later turn brings, of what the model says."""
 
@@ -62,4 +62,5 @@ async def test_affinity_finds_more_of_each_context_in_the_servers_caches_than_ra
         for name in ("random", "near"):
             rates[name] = await hit_rate(servers, client, name, near=name == "near")
     measured(f"prefix cache hits near {rates['near']:.3f}, at random {rates['random']:.3f}")
-    assert rates["near"] > rates["random"] + 0.06  # chance alone moves each by a hundredth or two
+    # Of four visits three find the prompt, or at random 1/2 + 3/4 + 7/8: chance moves each by a hundredth or two.
+    assert rates["near"] > rates["random"] + 0.06

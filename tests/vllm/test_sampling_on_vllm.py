@@ -268,7 +268,7 @@ async def test_what_was_aborted_is_never_a_sample(url, route):
 
 async def test_versions_are_exact_over_generate_and_the_older_one_over_completions(tied):
     first = await tied.push(0)
-    sampling, found = Sampling(temperature=1.0, max_tokens=600, min_tokens=600), {}
+    sampling, found = Sampling(temperature=1.0, max_tokens=1000, min_tokens=1000), {}
     async with (
         client_of(tied.url, "generate") as exact,
         client_of(tied.url, "completions") as bound,
@@ -284,6 +284,6 @@ async def test_versions_are_exact_over_generate_and_the_older_one_over_completio
         await until(tied.url, GENERATED, lambda n: n > before + 40)
         second = await tied.name()
     switch = found["generate"].spans[0].end
-    assert 0 < switch < 600
-    assert found["generate"].spans == [Span(first, 0, switch), Span(second, switch, 600)]
-    assert found["completions"].spans == [Span(first, 0, 600)]
+    assert 0 < switch < 1000
+    assert found["generate"].spans == [Span(first, 0, switch), Span(second, switch, 1000)]
+    assert found["completions"].spans == [Span(first, 0, 1000)]
