@@ -81,21 +81,24 @@ def say_of_engine(word: Literal["add", "remove"], url: str, target: str | None, 
     say = add_engine if word == "add" else remove_engine
     by = whoever_asks()
 
-    async def main(link: Link) -> tuple[bool, EngineReport]:
+    async def main(link: Link) -> tuple[bool, EngineReport, bool]:
         changed = await say(link, url, by)
         report = EngineReport(url=url, source="list", removed=word == "remove")
         if word == "add":
             await _ask(report)
-        return changed, report
+        return changed, report, word == "remove" and await _none_left(place, link)
 
-    changed, report = visit(place, main)
+    changed, report, none_left = visit(place, main)
     if as_json:
-        _print_json({"url": url, "word": word, "changed": changed, "answers": report.answers, "why": report.why})
+        said = {"url": url, "word": word, "changed": changed, "answers": report.answers, "why": report.why}
+        _print_json(said | {"none_left": none_left})
         return
     done = "added to" if word == "add" else "removed from"
     told = f"{url} {'is' if changed else 'was'} {done} run {place.run!r}{'' if changed else ' already'}"
     if word == "remove":
         told += ": it gets nothing new to do, and what it works on is finished"
+        if none_left:
+            told += "; it was the last one: the run waits for another, and ends if none is added"
     elif report.answers:
         told += ": it is used as soon as the trainer has given it the current weights"
     else:
@@ -119,6 +122,14 @@ async def _look(place: Place, words: list[EngineWord]) -> list[EngineReport]:
         for report in reports:
             tasks.start_soon(_ask, report)
     return reports
+
+
+async def _none_left(place: Place, link: Link) -> bool:
+    """Whether the run has no engine any more, as far as can be seen from here."""
+    try:
+        return place.settings is not None and not engines_now(tuple(await _named(place)), await engine_words(link))
+    except PenstockError:
+        return False
 
 
 async def _named(place: Place) -> dict[str, Source]:

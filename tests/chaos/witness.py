@@ -17,7 +17,7 @@ from workers.feed.source import open_source
 from workers.settings import Settings
 from workers.train.keeping.durable import new_folder
 from workers.train.step.batch import Batch
-from workers.train.step.learner import StepReport
+from workers.train.step.report import StepReport
 
 FILE = "model.safetensors"
 

@@ -51,6 +51,7 @@ def said(project, event: str) -> list[dict]:
     return [json.loads(line) for line in lines if f'"event": "{event}"' in line]
 
 
+@pytest.mark.full
 def test_a_rank_and_what_started_them_are_killed_and_nothing_is_lost_nor_trained_twice(shared):
     prompts = 48
     shared.prompts(prompts)
@@ -122,6 +123,7 @@ def test_nonsense_about_patience_is_told_once(shared, redis_url, monkeypatch):
     assert "PENSTOCK_RANKS_PATIENCE_S is 'soon'" in result.stderr
 
 
+@pytest.mark.full
 def test_a_request_to_stop_lets_all_ranks_leave_in_peace(shared):
     shared.prompts(400)
     process = shared.start("run", str(shared.write()), "--json")

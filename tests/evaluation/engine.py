@@ -24,12 +24,14 @@ from workers.testing.scripted_engine import Reply, ScriptedEngine
 def scripted(model: Path) -> Reply:
     """What is said: `add(A, B)`, or a digit."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    called = tokenizer.token_to_id("<tool_call>")
+    assert called is not None
 
     def reply(prompt_ids: list[int], request: GenerateRequest) -> list[int]:
         seed = request.sampling_params.seed
         assert seed is not None, "the request has no seed"
         drawn = zlib.crc32(array("q", [*prompt_ids, seed]).tobytes())
-        if drawn % 3 and not seed >> 40:
+        if drawn % 3 and called not in prompt_ids:
             call = f'{{"name": "add", "arguments": {{"a": {drawn % 50}, "b": {drawn % 7}}}}}'
             said = f"<tool_call>{call}</tool_call><|im_end|>"
         else:

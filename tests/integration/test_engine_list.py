@@ -3,6 +3,7 @@
 import json
 import socket
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import pytest
@@ -144,15 +145,35 @@ async def test_an_engine_that_does_not_answer_may_be_added_and_that_is_said(link
 
 
 async def test_an_engine_of_the_settings_that_was_removed_is_listed_as_that(link, file):
-    await anyio.to_thread.run_sync(lambda: invoke("remove", "http://127.0.0.1:9", file))
-    (named,) = await anyio.to_thread.run_sync(lambda: invoke("list", file))
+    await anyio.to_thread.run_sync(lambda: invoke("add", "http://127.0.0.1:8", file))
+    for port, none_left in ((9, False), (8, True)):
+        url = f"http://127.0.0.1:{port}"
+        removed = await anyio.to_thread.run_sync(partial(invoke, "remove", url, file))
+        assert removed["none_left"] is none_left
+    named, _ = await anyio.to_thread.run_sync(lambda: invoke("list", file))
     assert (named["removed"], named["source"]) == (True, "settings")
     assert "@" in named["by"]
     plain = await anyio.to_thread.run_sync(lambda: CliRunner().invoke(penstock, ["engines", "list", file]))
     assert "removed by" in plain.stdout
+    plain = await anyio.to_thread.run_sync(
+        lambda: CliRunner().invoke(penstock, ["engines", "remove", "http://127.0.0.1:9", file])
+    )
+    assert "was removed from run" in plain.stdout
+    assert "it was the last one" in plain.stdout
 
 
 def test_what_is_no_url_is_refused_before_anything_is_asked():
     result = CliRunner().invoke(penstock, ["engines", "add", "engine-3"])
     assert result.exit_code == 2
     assert "'engine-3' is no URL of an engine; write it as http://HOST:PORT" in result.output
+
+
+async def test_a_roster_without_engines_says_where_they_could_have_been_named(link):
+    assert "engine.urls names none, engine.dns names none" in Roster(()).why_empty
+    roster = await Roster.of(Engine(dns="http://no.such.host.invalid:8000"), link)
+    assert "http://no.such.host.invalid:8000 (engine.dns) resolves to no address" in roster.why_empty
+    await remove_engine(link, "http://a:1", ANN)
+    roster = await Roster.of(Engine(urls=("http://a:1",)), link)
+    assert roster.urls == ()
+    assert "those of engine.urls were removed" in roster.why_empty
+    assert "penstock engines add" in roster.why_empty

@@ -3,6 +3,7 @@
 import socket
 from pathlib import Path
 
+import anyio
 import pytest
 from aiohttp import web
 
@@ -189,3 +190,67 @@ async def test_where_that_would_mix_up_the_answers_of_several_workers_the_remedy
         with pytest.raises(EngineRefusedError, match=r"2 workers, .*; restart it"):
             await publisher_of([url], 0.3).push(Path("/w"), 1)
     assert "/update_weights" not in engine.calls
+
+
+async def test_an_engine_that_hangs_does_not_hold_a_version_and_is_given_the_newest_one_later(monkeypatch):
+    monkeypatch.setattr("workers.train.publishing.publisher._GRACE_S", 0.3)
+    async with ScriptedEngine(reply, version="0") as hung, ScriptedEngine(reply, version="0") as well:
+        hung.stopped = True
+        publisher = publisher_of([hung.url, well.url], 30)
+        async with anyio.create_task_group() as tasks:
+            with anyio.fail_after(10):
+                await tasks.start(publisher.push, Path("/w/1"), 1)
+                await tasks.start(publisher.push, Path("/w/2"), 2)  # not even a try at it: it is busy with 1
+            assert (hung.version, well.version) == ("0", "2")
+            assert await publisher.versions() == {hung.url: None, well.url: 2}
+            assert await publisher.behind(2) == []
+            hung.stopped = False
+        assert hung.version == "1"  # begun before, and done when it could be
+        behind = await publisher.behind(2)
+        assert [engine.url for engine in behind] == [hung.url]
+        await publisher.refresh(behind, Path("/w/2"), 2)
+        assert (hung.version, hung.paused) == ("2", False)
+        assert [version for _, version in well.pushes] == ["1", "2"]
+
+
+async def test_an_engine_that_did_not_answer_when_looked_at_is_left_out_until_it_does(monkeypatch):
+    monkeypatch.setattr("workers.train.publishing.control._INFO_TIMEOUT_S", 0.3)
+    async with ScriptedEngine(reply, version="0") as hung, ScriptedEngine(reply, version="0") as well:
+        publisher = publisher_of([hung.url, well.url], 30)
+        hung.stopped = True
+        assert [engine.url for engine in await publisher.behind(1)] == [well.url]
+        await publisher.push(Path("/w/1"), 1)  # returns, though nobody is left behind in a task
+        hung.stopped = False
+        assert [engine.url for engine in await publisher.behind(1)] == [hung.url]
+        await publisher.push(Path("/w/2"), 2)
+        assert (hung.version, well.version) == ("2", "2")
+        assert "/pause" in hung.orders
+        assert len(hung.pushes) == 1
+
+
+async def test_the_only_engine_is_waited_for_though_it_is_silent(monkeypatch):
+    monkeypatch.setattr("workers.train.publishing.control._INFO_TIMEOUT_S", 0.3)
+    async with ScriptedEngine(reply, version="0") as engine:
+        publisher = publisher_of([engine.url], 30)
+        engine.stopped = True
+        assert await publisher.versions() == {engine.url: None}
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(publisher.push, Path("/w"), 1)
+            await anyio.sleep(0.2)
+            engine.stopped = False
+        assert engine.version == "1"
+
+
+async def test_an_older_version_is_not_tried_again_once_there_is_a_newer_one(monkeypatch):
+    monkeypatch.setattr("workers.train.publishing.publisher._GRACE_S", 0.2)
+    async with ScriptedEngine(reply, version="0") as hung, ScriptedEngine(reply, version="0") as well:
+        hung.stopped = True
+        publisher = publisher_of([hung.url, well.url], 30)
+        async with anyio.create_task_group() as tasks:
+            with anyio.fail_after(10):
+                for version in (1, 2):
+                    await tasks.start(publisher.push, Path("/w"), version)
+            hung.order_faults["/pause"] = 1
+            hung.stopped = False
+        assert list(hung.orders) == ["/pause", "/resume"]
+        assert hung.version == "0"

@@ -184,7 +184,7 @@ def test_tokens_over_the_maximal_age_are_masked_and_counted(base):
 
 def test_weight_decay_spares_gains(base):
     trained = learner(base, train={"weight_decay": 0.5})
-    decays = {id(p): group["weight_decay"] for group in trained.optimizer.param_groups for p in group["params"]}
+    decays = {id(p): group["weight_decay"] for group in trained.optimizer.adamw.param_groups for p in group["params"]}
     assert {name: decays[id(p)] for name, p in trained.parameters.items()} == {
         name: 0.5 if p.ndim > 1 else 0.0 for name, p in trained.parameters.items()
     }

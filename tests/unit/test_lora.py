@@ -116,7 +116,7 @@ def test_the_adapter_moves_and_nothing_else(base):
         found.step(collate([group()]), 3)
     assert all(torch.equal(value, before[name]) for name, value in other_weights(found).items())
     assert not any(torch.equal(value, adapter[name]) for name, value in found.parameters.items())
-    assert found.optimizer.state.keys() == set(found.parameters.values())
+    assert found.optimizer.adamw.state.keys() == set(found.parameters.values())
     assert {n for n, p in found.model.named_parameters() if p.requires_grad} == {
         name.removeprefix("base_model.model.").replace(".weight", ".default.weight") for name in found.parameters
     }
@@ -126,7 +126,7 @@ def test_with_bfloat16_the_frozen_weights_take_half_the_room_and_the_adapter_sta
     found = trained(base, dtype="bfloat16")
     assert {p.dtype for n, p in found.model.named_parameters() if "lora_" not in n} == {torch.bfloat16}
     assert {p.dtype for p in found.parameters.values()} == {torch.float32}
-    assert {v.dtype for state in found.optimizer.state.values() for v in state.values()} == {torch.float32}
+    assert {v.dtype for state in found.optimizer.adamw.state.values() for v in state.values()} == {torch.float32}
 
 
 @TIED
@@ -143,7 +143,7 @@ def test_merged_weights_say_what_the_adapted_model_says(base, rows, tmp_path):
 def test_merging_changes_nothing_in_the_model(base, rows):
     found = trained(base)
     before, said = other_weights(found), read(found.model, rows)
-    found.adapter.merged()
+    found.policy.adapter.merged()
     assert all(torch.equal(value, before[name]) for name, value in other_weights(found).items())
     assert torch.equal(read(found.model, rows), said)
 
@@ -165,7 +165,7 @@ def test_the_policy_of_the_beginning_is_the_model_without_its_adapter(base, rows
     one, two = trained(base, algorithm=algorithm), trained(base, algorithm=algorithm)
     assert one.passes.reference.model is one.passes.policy.model is one.model
     assert torch.equal(read(one.model, rows), read(two.model, rows))
-    with one.adapter.off():
+    with one.policy.adapter.off():
         assert torch.equal(read(one.model, rows), read(lora(base).model, rows))
     second = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     two.passes = Passes(two.passes.policy, Readable.of(second), two.critic, two.settings, two.ranks)

@@ -2,11 +2,15 @@
 
 import sys
 
+import msgspec
 import pytest
+from aiohttp import web
 
-from stream.errors import SettingsError
+from stream.errors import EngineError, SettingsError
+from workers.engine.site import listen
 from workers.engine.vllm.interpreter import Installed, examine, find, interpreter
 from workers.engine.vllm.last_words import LastWords
+from workers.engine.vllm.server import serve_vllm
 from workers.engine.vllm.starting import command, environment
 from workers.settings.file import parse
 
@@ -61,7 +65,8 @@ def test_an_interpreter_is_a_file_or_a_virtual_environment_or_ours(tmp_path):
     [
         ('echo \'{"version": "", "cpu": false, "plugins": []}\'', "has no vLLM: install it there"),
         ('echo \'{"version": "0.32.0", "cpu": true, "plugins": ["other"]}\'', "but not our plugin"),
-        ("echo broken >&2; exit 3", "does not run: broken"),
+        ("echo broken >&2; exit 3", "does not run as an interpreter: broken; install it there"),
+        ("printf %999s x >&2; exit 3", r"does not run as an interpreter:[ ]+x?; install it there"),
         ("echo hello", "is no interpreter"),
     ],
 )
@@ -132,3 +137,24 @@ def test_what_is_quoted_is_the_error_that_the_others_followed_from(output, told)
     for line in output.encode().splitlines():
         words.add(line)
     assert words.told.startswith(told)
+
+
+READY = 'echo \'{"version": "0.32.0", "cpu": true, "plugins": ["penstock"]}\''
+
+
+async def test_a_model_that_is_not_there_is_named_before_vllm_is_started(tmp_path):
+    settings = settings_with(python=str(a_python(tmp_path, READY)))
+    with pytest.raises(EngineError, match=r"model: no config\.json there; model\.path must be"):
+        await serve_vllm(settings, host="127.0.0.1", port=0, ready=pytest.fail)
+
+
+async def test_who_listens_at_the_port_already_is_not_taken_for_the_server(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    settings = settings_with(python=str(a_python(tmp_path, READY)))
+    model = msgspec.structs.replace(settings.model, path=str(tmp_path))
+    async with listen(web.Application(), "127.0.0.1", 0) as url:
+        port = int(url.rpartition(":")[2])
+        with pytest.raises(EngineError, match=f"cannot listen on 127.0.0.1:{port}: .*in use"):
+            await serve_vllm(
+                msgspec.structs.replace(settings, model=model), host="127.0.0.1", port=port, ready=pytest.fail
+            )

@@ -1,5 +1,6 @@
 """Policies made on the spot, unlike one another, and what transformers says that they would say."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -9,6 +10,8 @@ from transformers.utils.logging import disable_progress_bar
 from workers.demo.model import make_tokenizer
 
 LENGTH = 2048
+BENT = {"temperature": 0.4, "top_k": 5, "top_p": 0.7, "min_p": 0.1, "repetition_penalty": 1.5}
+"""vLLM takes these for whatever a request to `/v1/completions` leaves out."""
 
 
 def make_policy(folder: Path, seed: int, *, tied: bool, hidden: int = 64) -> Path:
@@ -38,6 +41,12 @@ def make_policy(folder: Path, seed: int, *, tied: bool, hidden: int = 64) -> Pat
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def bend(folder: Path) -> None:
+    """Give a policy a `generation_config.json` that would bend what is sampled."""
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | BENT))
 
 
 class Judge:

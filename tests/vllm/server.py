@@ -6,24 +6,26 @@ Version and packages are in `setup.sh`, environment and flags as in a run (`work
 
 import os
 import random
-import signal
 import socket
 import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from urllib.error import URLError
 
+from workers.engine.vllm.last_words import LastWords
 from workers.engine.vllm.starting import FLAGS_WITHOUT_GPU, SERVER, environment
 
 ROOT = Path(__file__).parents[2]
-START_S = 240
-"""21 s to 51 s on a quiet machine."""
+START_S = 500
+"""19 s to 51 s on a quiet machine, minutes on one that is not."""
 FLAGS = ("--dtype", "float32", "--max-num-seqs", "64", *FLAGS_WITHOUT_GPU)
 
 
+@cache
 def vllm_python() -> Path:
     """The interpreter of vLLM's own virtual environment; made now, which takes minutes, where it is not there yet."""
     folder = Path(os.environ.get("PENSTOCK_VLLM") or ROOT / ".cache" / "vllm")
@@ -54,30 +56,44 @@ def vllm_server(model: Path, log: Path, *flags: str, port: int = 0) -> Iterator[
             stderr=said,
             start_new_session=True,
         )
+    # It kills what is left of the group when its pipe closes: here, or because the tests were killed themselves.
+    warden = subprocess.Popen(
+        ["sh", "-c", 'read -r _; kill -s KILL -- "-$0" 2>/dev/null', str(process.pid)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
     try:
         url = f"http://127.0.0.1:{port}"
         _wait(url, process, log)
         yield url
     finally:
-        if process.poll() is None:  # a test may have killed it
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        assert warden.stdin is not None
+        warden.stdin.close()
+        warden.wait()
+        process.wait()
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        assert process.poll() is None, f"vLLM ended:\n{log.read_text()[-3000:]}"
+        assert process.poll() is None, f"vLLM ended with {process.returncode}: {_said(log)}"
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return
         except (URLError, OSError):
-            time.sleep(0.5)
-    raise AssertionError(f"vLLM is not healthy after {START_S} s:\n{log.read_text()[-3000:]}")
+            time.sleep(0.2)
+    raise AssertionError(f"vLLM is not healthy after {START_S} s: {_said(log)}")
+
+
+def _said(log: Path) -> str:
+    """Its error, and its last lines."""
+    lines, words = log.read_bytes().splitlines(), LastWords()
+    for line in lines:
+        words.add(line)
+    return "\n".join([words.told, "its last lines:", *(line.decode(errors="replace") for line in lines[-40:])])
 
 
 def free_port() -> int:

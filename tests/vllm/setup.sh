@@ -8,6 +8,11 @@
 # stands in `workers/engine/vllm/starting.py`.
 set -eu
 
+if [ $# = 0 ] && [ -n "${PENSTOCK_VLLM:-}" ]; then
+    echo "PENSTOCK_VLLM names $PENSTOCK_VLLM, so that none is made" >&2
+    exit 0
+fi
+
 VERSION=0.32.0
 here=$(cd "$(dirname "$0")/../.." && pwd)
 folder=${1:-$here/.cache/vllm}

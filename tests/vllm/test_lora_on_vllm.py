@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from stream.errors import EngineRefusedError
-from tests.vllm.policies import LENGTH, Judge, make_policy
-from tests.vllm.server import vllm_server
+from tests.vllm.policies import Judge
+from tests.vllm.served import CLOSE
 from workers.engine.wire import adapter_name
 from workers.fleet.roster import Roster
 from workers.rollout.engine.client import EngineClient
@@ -23,12 +23,10 @@ from workers.train.publishing.adapters import Adapters
 from workers.train.publishing.control import Control
 from workers.train.publishing.publisher import EnginePublisher
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
-CLOSE = 1e-4
 RANK = 4
 VERSIONS = 14
-"""Tests share a server, on which no number is used twice."""
 LONG = 700
 """Tokens of a prompt: many blocks of the prefix cache."""
 
@@ -36,10 +34,9 @@ LONG = 700
 class Versions:
     """Adapters of one base model, each unlike the others, and what transformers says of them merged."""
 
-    def __init__(self, folder: Path) -> None:
-        self.base = make_policy(folder / "base", 1, tied=True)
+    def __init__(self, base: Path, folder: Path) -> None:
         self.paths = [folder / f"v{version:06d}" for version in range(VERSIONS)]
-        adapter = Adapter(load_policy(self.base), self.base, Lora(rank=RANK, alpha=8.0), seed=0)
+        adapter = Adapter(load_policy(base), base, Lora(rank=RANK, alpha=8.0), seed=0)
         self.judges = []
         for version, path in enumerate(self.paths):
             generator = torch.Generator().manual_seed(version)
@@ -50,7 +47,7 @@ class Versions:
             for made in (path, merged):
                 made.mkdir()
             adapter.write(path, "float32")
-            write_policy(adapter.model, adapter.merged(), self.base, merged, "float32")
+            write_policy(adapter.model, adapter.merged(), base, merged, "float32")
             self.judges.append(Judge(merged))
 
     def differs(self, prompt, sampled, version: int) -> float:
@@ -59,27 +56,32 @@ class Versions:
         return max(abs(ours - theirs) for ours, theirs in zip(sampled.logprobs, right, strict=True))
 
 
-@pytest.fixture(scope="module")
-def versions(tmp_path_factory):
-    return Versions(tmp_path_factory.mktemp("lora"))
+@pytest.fixture(scope="session")
+def made() -> dict[str, Versions]:
+    return {}
 
 
-@pytest.fixture(scope="module")
-def url(versions, tmp_path_factory):
-    log = tmp_path_factory.mktemp("log") / "vllm.log"
-    lora = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "3")
-    with vllm_server(versions.base, log, "--max-model-len", str(LENGTH), "--enable-scale-out", *lora) as found:
-        yield found
+@pytest.fixture
+def versions(lora, made, tmp_path_factory) -> Versions:
+    """Made once: tests share a server, on which no number is used twice."""
+    if lora.url not in made:
+        made[lora.url] = Versions(lora.folders[0], tmp_path_factory.mktemp("lora"))
+    return made[lora.url]
+
+
+@pytest.fixture
+def url(lora):
+    return lora.url
 
 
 @pytest.fixture
 def publisher(url):
-    return EnginePublisher(Roster((url,)), Adapters(RANK), patience_s=20, update_timeout_s=20)
+    return EnginePublisher(Roster((url,)), Adapters(RANK), patience_s=60, update_timeout_s=120)
 
 
 @contextlib.asynccontextmanager
 async def client_of(url):
-    async with EngineClient([url], request_timeout_s=60, attempts=3, reconnect_s=20, adapters=True) as client:
+    async with EngineClient([url], request_timeout_s=300, attempts=3, reconnect_s=120, adapters=True) as client:
         yield client
 
 
@@ -97,9 +99,9 @@ async def next_version(publisher) -> int:
 
 
 async def test_each_version_is_served_as_transformers_says_on_prompts_that_the_one_before_has_cached(
-    url, publisher, versions
+    url, publisher, versions, measured
 ):
-    first = await next_version(publisher)
+    first, furthest = await next_version(publisher), 0.0
     async with client_of(url) as client:
         for version in range(first, first + 3):
             path = versions.paths[version]
@@ -108,10 +110,12 @@ async def test_each_version_is_served_as_transformers_says_on_prompts_that_the_o
             for seed in range(3):
                 sampled = await sample(client, prompt(seed), seed=seed, at_least=version)
                 assert {span.version for span in sampled.spans} == {version}
-                assert versions.differs(prompt(seed), sampled, version) < CLOSE
+                furthest = max(furthest, versions.differs(prompt(seed), sampled, version))
+                assert furthest < CLOSE
                 if version > first:
                     assert versions.differs(prompt(seed), sampled, version - 1) > 0.1, "nothing could be told apart"
-    kept = await Control(url, 20).adapters()
+    measured(f"largest difference from transformers {furthest:.1e}")
+    kept = await Control(url, 120).adapters()
     assert set(kept) == {adapter_name(version) for version in (first + 1, first + 2)}
 
 
@@ -120,7 +124,7 @@ async def test_requests_under_way_go_on_with_their_own_adapter_to_the_last_token
     sampled, ids = {}, [prompt(seed) for seed in range(4)]
 
     async def one(client, place):
-        sampled[place] = await sample(client, ids[place], 300, seed=place)
+        sampled[place] = await sample(client, ids[place], 600, seed=place)
 
     async with client_of(url) as client:
         await publisher.push(versions.paths[first], first)
@@ -141,7 +145,7 @@ async def test_requests_under_way_go_on_with_their_own_adapter_to_the_last_token
 
 async def under_way(url: str, requests: int) -> None:
     """Until so many are being decoded."""
-    with anyio.fail_after(20):
+    with anyio.fail_after(300):
         async with aiohttp.ClientSession() as session:
             while True:
                 async with session.get(f"{url}/metrics") as response:
@@ -159,7 +163,7 @@ async def test_a_client_that_names_an_adapter_that_has_just_gone_finds_the_new_o
     async with client_of(url) as client:
         await publisher.push(versions.paths[first], first)
         await sample(client, prompt(0, 20), 2, at_least=first)
-        control = Control(url, 20)
+        control = Control(url, 120)
         await publisher.push(versions.paths[first + 1], first + 1)
         await control.unload_adapter(adapter_name(first))
         found = await sample(client, prompt(0, 20), 8)  # it takes the engine to have what it had a moment ago
@@ -170,7 +174,7 @@ async def test_a_client_that_names_an_adapter_that_has_just_gone_finds_the_new_o
 async def test_the_way_that_replaces_an_adapter_under_its_name_is_wrong_in_flight(url, publisher, versions):
     """Why it is not used: vLLM says that it has the new version, and samples from a mixture, or from the old one."""
     first = await next_version(publisher)
-    ids, control = prompt(5), Control(url, 20)
+    ids, control = prompt(5), Control(url, 120)
     async with aiohttp.ClientSession() as session:
         load = partial(_load_in_place, session, url)
         for version in (first, first + 1):
@@ -179,7 +183,7 @@ async def test_the_way_that_replaces_an_adapter_under_its_name_is_wrong_in_fligh
                 "model": "replaced",
                 "token_ids": ids,
                 "sampling_params": {
-                    "max_tokens": 300,
+                    "max_tokens": 600,
                     "logprobs": 0,
                     "temperature": 1.0,
                     "seed": 1,
@@ -213,11 +217,11 @@ async def _load_in_place(session, url, path):
 
 
 async def test_a_folder_that_the_engine_does_not_see_is_refused_at_once(publisher):
-    with anyio.fail_after(10), pytest.raises(EngineRefusedError, match=r"finds no adapter at .*/nowhere/v000099"):
+    with anyio.fail_after(50), pytest.raises(EngineRefusedError, match=r"finds no adapter at .*/nowhere/v000099"):
         await publisher.push(Path("/nowhere/v000099"), 99)
 
 
 async def test_an_engine_that_cannot_hold_such_adapters_is_refused_with_what_it_needs(url, versions):
-    publisher = EnginePublisher(Roster((url,)), Adapters(16), patience_s=20, update_timeout_s=20)
+    publisher = EnginePublisher(Roster((url,)), Adapters(16), patience_s=60, update_timeout_s=120)
     with pytest.raises(EngineRefusedError, match=r"--max-lora-rank 8, less than lora\.rank \(16\)"):
         await publisher.push(versions.paths[1], 1)

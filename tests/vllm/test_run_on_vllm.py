@@ -1,34 +1,103 @@
-"""`penstock run` with real vLLM: tools over several turns, new weights at each step, the server killed in mid-run."""
+"""`penstock run` on two vLLM servers: tools over several turns, new weights at each step, one killed in mid-run."""
 
 import json
 import os
 import shutil
 import signal
 import threading
+import time
+import urllib.request
 from array import array
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
+from urllib.error import URLError
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from stream.archive import ArchivedGroups
 from stream.ledger import read_lines
 from stream.records import Group, Row
-from tests.e2e.harness import Project, balanced, children, stop, wait_for_trained
+from tests.e2e.harness import Project, balanced, stop, wait_for_trained
 from tests.vllm.policies import Judge
+from tests.vllm.served import CLOSE, difference
 from tests.vllm.server import vllm_python
 from workers.cli import penstock
 from workers.demo.model import END_OF_TURN, make_model, make_tokenizer
 from workers.demo.task import training_rows
 from workers.demo.warmstart import warm_start
+from workers.engine.wire import GenerateRequest, GenerateResponse, SamplingParams
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
-CLOSE = 1e-4
-PROMPTS, SIZE, TURN = 24, 4, 32
-KILLED_AFTER = 4
-"""Groups."""
+PROMPTS, SIZE, TURN = 64, 4, 32
+KILLED_AFTER, WITHOUT = 8, 8
+"""Groups: until one server of two is killed, and those that the other one then has to itself."""
+USED_S = 10
+"""From its health on: until it samples for the run again."""
+
+
+class Server:
+    """One of the run's, as anybody sees it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def get(self, path: str, body: bytes | None = None) -> bytes:
+        request = urllib.request.Request(self.url + path, body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.read()
+
+    def count(self, metric: str) -> float:
+        lines = self.get("/metrics").decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{metric}{{"))
+
+    def kill(self) -> None:
+        """SIGKILL to the process that listens."""
+        port = self.url.rpartition(":")[2].encode()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                if port in words and b"vllm.entrypoints.openai.api_server" in words:
+                    return os.kill(int(folder.name), signal.SIGKILL)
+        raise AssertionError(f"no process of vLLM's listens at {self.url}")
+
+    def is_healthy(self) -> bool:
+        try:
+            return self.get("/health") == b""
+        except (URLError, OSError):
+            return False
+
+    def sample(self) -> tuple[list[int], list[int], list[float], set[int]]:
+        """A prompt, what is sampled, its log-probs and its versions."""
+        prompt = list(range(20, 60))
+        params = SamplingParams(max_tokens=12, logprobs=1, ignore_eos=True, seed=1)
+        body = msgspec.json.encode(GenerateRequest(token_ids=prompt, sampling_params=params))
+        answer = msgspec.json.decode(self.get("/inference/v1/generate", body), type=GenerateResponse)
+        (choice,) = answer.choices
+        logprobs = [entry.logprob for entry in choice.logprobs.content]
+        return prompt, choice.token_ids, logprobs, {int(span.version) for span in choice.weight_versions}
+
+
+class Back(NamedTuple):
+    """What was seen of the server that was killed."""
+
+    url: str
+    busy: float
+    """Requests that it worked on when it was killed."""
+    used_s: float
+    waited_s: float
+    """Of these, those in which some process of this machine waited for a core."""
+    newest: int
+    """Version that was published before it was there again."""
+    prompt: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    version: int
+    """That it said it had."""
 
 
 class Kept(threading.Thread):
@@ -53,8 +122,8 @@ class Kept(threading.Thread):
 class Played:
     """A run that was killed in mid-run, and went to its end."""
 
-    def __init__(self, project: Project, summary: dict, kept: Path) -> None:
-        self.project, self.summary, self.kept = project, summary, kept
+    def __init__(self, project: Project, summary: dict, kept: Path, back: Back) -> None:
+        self.project, self.summary, self.kept, self.back = project, summary, kept, back
         lines, broken = read_lines(project.run_folder / "ledger.jsonl")
         assert not broken
         archived = ArchivedGroups(project.run_folder / "groups")
@@ -62,12 +131,55 @@ class Played:
             archived.read(written.line.prompt, written.line.hash) for written in lines if written.line.end == "trained"
         ]
 
-    def events(self, role: str) -> list[dict]:
-        lines = (self.project.run_folder / "logs" / f"{role}.log").read_text().splitlines()
-        return [json.loads(line) for line in lines if line.startswith("{")]
-
     def rows(self) -> list[Row]:
         return [row for group in self.trained for completion in group.completions for row in completion.rows]
+
+
+def events(project: Project, role: str) -> list[dict]:
+    lines = (project.run_folder / "logs" / f"{role}.log").read_text().splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def until(what, within_s: float = 600.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not what():
+        assert time.monotonic() < deadline, "in vain"
+        time.sleep(0.05)
+
+
+def say(project: Project, word: str) -> None:
+    result = CliRunner().invoke(penstock, [word, str(project.run_folder)])
+    assert result.exit_code == 0, result.output
+
+
+def waiting_for_cores() -> float:
+    """Seconds, so far, in which some process waited for a core; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/pressure/cpu").read_text().split()[4].partition("=")[2]) / 1e6
+    except OSError:
+        return 0.0
+
+
+def kill_one_and_see_it_back(project: Project, process) -> Back:
+    wait_for_trained(project, KILLED_AFTER, process, 600)
+    urls = [event["url"] for event in events(project, "supervisor") if event["event"] == "engine.announced"]
+    server = Server(urls[1])
+    until(lambda: server.count("num_requests_running") > 0)
+    busy = server.count("num_requests_running")
+    server.kill()
+    wait_for_trained(project, len(project.ledger()) + WITHOUT, process, 600)
+    # Else the start, on as few cores, takes a minute longer, and the other one has done all there is to do.
+    say(project, "pause")
+    until(server.is_healthy)
+    began, waited = time.monotonic(), waiting_for_cores()
+    newest = max(int(folder.name[1:]) for folder in (project.run_folder / "weights").glob("v*"))
+    say(project, "resume")
+    until(lambda: server.count("generation_tokens_total") > 200)  # whoever probes it asks for a few
+    used_s, waited_s = time.monotonic() - began, waiting_for_cores() - waited
+    versions: set[int] = set()
+    while len(versions) != 1:  # new weights may come in between
+        prompt, token_ids, logprobs, versions = server.sample()
+    return Back(urls[1], busy, used_s, waited_s, newest, prompt, token_ids, logprobs, *versions)
 
 
 @pytest.fixture(scope="module")
@@ -92,50 +204,55 @@ def played(tmp_path_factory) -> Played:
     project.table["rollout"] |= {
         "group_size": SIZE, "max_turns": 4, "max_tokens_per_turn": TURN, "max_tokens": 128, "groups_in_flight": 8,
     }  # fmt: skip
-    project.table["engine"] |= {"server": "vllm", "python": str(vllm_python()), "max_length": 384}
+    project.table["engine"] |= {"server": "vllm", "count": 2, "python": str(vllm_python()), "max_length": 384}
     project.table["train"] |= {"learning_rate": 1e-3}  # so that versions differ
     weights, kept = project.run_folder / "weights", folder / "kept"
     keeping = Kept(weights, kept)
     keeping.start()
     process = project.start("run", str(project.write()), "--json")
     try:
-        wait_for_trained(project, KILLED_AFTER, process, 300)
-        os.kill(server_of(children(process.pid)["serve"]), signal.SIGKILL)
-        out, err = process.communicate(timeout=300)
+        back = kill_one_and_see_it_back(project, process)
+        out, err = process.communicate(timeout=600)
         assert process.returncode == 0, f"{err[-2000:]}\n{project.logs()}"
     finally:
         stop(process)
         keeping.over.set()
         keeping.join()
-    return Played(project, json.loads(out), kept)
-
-
-def server_of(launcher: int) -> int:
-    """vLLM's own process."""
-    found = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    (pid,) = [int(each) for each in found if b"vllm.entrypoints" in Path(f"/proc/{each}/cmdline").read_bytes()]
-    return pid
+    return Played(project, json.loads(out), kept, back)
 
 
 def test_nothing_is_lost_and_nothing_counts_twice(played):
     assert balanced(played.summary)
     assert played.summary["fed"] == played.summary["groups_trained"] == PROMPTS
     assert played.summary["dead"] == played.summary["outstanding"] == 0
+    assert played.summary["groups_dropped"] == {}
+    assert set(played.summary["rows"]) == {"valid"}
     result = CliRunner().invoke(penstock, ["audit", str(played.project.run_folder)])
     assert result.exit_code == 0, result.output
 
 
-def test_the_killed_server_came_back_at_its_address_and_was_given_the_current_weights(played):
-    events = played.events("supervisor")
-    assert [e["name"] for e in events if e["event"] == "role.restarted"] == ["engine-0"]
-    urls = [e["url"] for e in events if e["event"] == "engine.announced"]
-    assert len(urls) == 2
-    assert urls[0] == urls[1]
-    log = (played.project.run_folder / "logs" / "engine-0.log").read_text()
+def test_the_killed_server_came_back_at_its_address(played):
+    assert played.back.busy > 0, "the kill met no request"
+    told = events(played.project, "supervisor")
+    announced = [(event["name"], event["url"]) for event in told if event["event"] == "engine.announced"]
+    assert len(announced) == 3
+    (name,) = [event["name"] for event in told if event["event"] == "role.restarted" and "engine" in event["name"]]
+    assert announced[2] == (name, played.back.url) == announced[1]
+    log = (played.project.run_folder / "logs" / f"{name}.log").read_text()
     assert "vLLM was killed by SIGKILL" in log
-    # Versions before and after it went on to be sampled from; what they were worth, the next test says.
-    versions = {span.version for row in played.rows() for span in row.spans}
-    assert len(versions) >= 3
+    of_it = [event["event"] for event in events(played.project, "rollout-0") if event.get("url") == played.back.url]
+    assert "engine.ejected" in of_it
+    assert "engine.returned" in of_it
+
+
+def test_once_back_it_is_used_within_seconds_at_the_right_version(played, measured):
+    back = played.back
+    measured(f"used {back.used_s:.1f} s after its health; in {back.waited_s:.1f} s of these somebody waited for a core")
+    # Whatever waits, waits for the clock; what waits for a core shows how busy the machine is, and is not counted.
+    assert back.used_s - back.waited_s < USED_S
+    assert back.version >= back.newest
+    judge = Judge(played.kept / f"v{back.version:06d}")
+    assert difference(judge.logprobs(back.prompt, back.token_ids), back.logprobs) < CLOSE
 
 
 def test_tools_were_called_over_several_turns(played):
@@ -145,7 +262,7 @@ def test_tools_were_called_over_several_turns(played):
     assert any(len(row.sampled) > 1 for row in played.rows())
 
 
-def test_each_token_has_the_log_prob_of_the_version_that_its_span_names(played):
+def test_each_token_has_the_log_prob_of_the_version_that_its_span_names(played, measured):
     judges: dict[int, Judge] = {}
     worst, others = 0.0, []
     for row in played.rows():
@@ -165,8 +282,9 @@ def test_each_token_has_the_log_prob_of_the_version_that_its_span_names(played):
                     [*row.prompt, *tokens[: span.start]], tokens[span.start : span.end]
                 )
                 others.append(max(abs(a - b) for a, b in zip(told, first, strict=True)))
-    print(f"largest difference {worst:.2e}; to version 0, of later ones: {max(others):.2e}")
+    measured(f"largest difference {worst:.1e}; of later versions to version 0 {max(others):.1e}")
     assert worst < CLOSE
+    assert len({span.version for row in played.rows() for span in row.spans}) >= 3
     assert max(others) > 100 * CLOSE  # the test can tell versions apart
 
 
@@ -188,5 +306,3 @@ def test_nothing_that_an_engine_gave_up_was_trained(played):
                     whole = row.tokens[last - 1] == end
                     cut += not whole
                     assert whole or last - first == TURN or completion.truncated is not None, (group.prompt.id, first)
-    told = [e for e in [*played.events("rollout-0")] if e["event"] == "engine.awaited"]
-    assert told, "the kill met no request"

@@ -1,6 +1,6 @@
 """The engine's client against real vLLM, over both of its routes: what is sampled, what is told of it, what is none.
 
-The server is started with processed log-probs; `test_raw_logprobs_on_vllm.py` has one without.
+The server gives processed log-probs; that of `test_raw_logprobs_on_vllm.py` does not.
 """
 
 import re
@@ -12,13 +12,13 @@ import pytest
 import torch
 from aiohttp import web
 from structlog.testing import capture_logs
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stream.errors import EngineError, EngineRefusedError
 from stream.records import Failure, Span
 from stream.validity import RolloutReason, TruncationReason
-from tests.vllm.server import vllm_server
-from tests.vllm.steady_model import make_steady_model
+from tests.vllm.policies import LENGTH
+from tests.vllm.served import CLOSE
+from workers.demo.model import make_tokenizer
 from workers.engine.site import listen
 from workers.rollout.engine.client import EngineClient
 from workers.rollout.engine.completions import Completions
@@ -27,39 +27,29 @@ from workers.rollout.engine.sampling import Sampling, ending_of, turn_seed
 from workers.train.model.logprobs import Readable, token_logprobs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
-CLOSE = 1e-4
-LENGTH = 2000
-"""Seconds of sampling, so that there is a middle of it."""
 ROUTES = ["generate", "completions"]
 RUNNING = r"num_requests_running{[^}]*}"
 GENERATED = r"generation_tokens_total{[^}]*}"
+# Seconds of sampling, so that there is a middle of it.
 LONG = Sampling(temperature=1.0, max_tokens=LENGTH - 10, min_tokens=LENGTH - 10)
 PROMPTS = [[5 + i, 40 + 7 * i, 9, 100 + i] * (1 + i % 3) for i in range(16)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    make_steady_model(path, seed=3)
-    return path
+@pytest.fixture
+async def model(tied):
+    """What the server has, whatever tests before have left."""
+    await tied.push(0)
+    return tied.judges[0].model
 
 
-@pytest.fixture(scope="module")
-def model(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+@pytest.fixture
+def url(tied, model):
+    return tied.url
 
 
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def url(folder, tmp_path_factory):
-    log = tmp_path_factory.mktemp("log") / "vllm.log"
-    flags = ["--max-model-len", str(LENGTH), "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
-    with vllm_server(folder, log, *flags) as found:
-        yield found
+@pytest.fixture(scope="session")
+def tokenizer():
+    return make_tokenizer()
 
 
 @asynccontextmanager
@@ -87,7 +77,7 @@ async def client_of(url, route, *samplings):
     async with AsyncExitStack() as stack:
         if route == "completions":
             url = await stack.enter_async_context(without_generate(url))
-        client = EngineClient([url], request_timeout_s=60, attempts=1, reconnect_s=10, samplings=samplings)
+        client = EngineClient([url], request_timeout_s=300, attempts=1, reconnect_s=120, samplings=samplings)
         await stack.enter_async_context(client)
         with capture_logs() as lines:
             await client.probe()
@@ -108,7 +98,7 @@ async def metric(url, name):
 
 
 async def until(url, name, reached):
-    with anyio.fail_after(30):
+    with anyio.fail_after(300):
         while not reached(await metric(url, name)):
             await anyio.sleep(0.02)
 
@@ -136,7 +126,7 @@ def one_row(model, prompt, sampled, temperature):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("route", ROUTES)
-async def test_the_trainers_ratio_to_the_engine_is_1_on_unchanged_weights(url, model, route, temperature):
+async def test_the_trainers_ratio_to_the_engine_is_1_on_unchanged_weights(url, model, measured, route, temperature):
     sampling = Sampling(temperature=temperature, max_tokens=24)
     found = {}
     async with client_of(url, route, sampling) as client, anyio.create_task_group() as tasks:
@@ -151,6 +141,7 @@ async def test_the_trainers_ratio_to_the_engine_is_1_on_unchanged_weights(url, m
         ratios = (one_row(model, PROMPTS[i], sampled, temperature) - torch.tensor(sampled.logprobs)).exp()
         furthest = max(furthest, (ratios - 1).abs().max().item())
         tokens.update(sampled.token_ids)
+    measured(f"the ratio is 1 within {furthest:.1e}")
     assert furthest < CLOSE
     assert len(tokens) > 5 * len(PROMPTS) ** 0.5, "of generation_config.json's top-k of 5 nothing is left"
 
@@ -275,25 +266,24 @@ async def test_what_was_aborted_is_never_a_sample(url, route):
     assert not isinstance(errors[0], EngineRefusedError)
 
 
-async def test_versions_are_exact_over_generate_and_the_older_one_over_completions(url):
-    found = {}
-    await post(url, "/update_weight_version", new_version="4")
+async def test_versions_are_exact_over_generate_and_the_older_one_over_completions(tied):
+    first = await tied.push(0)
+    sampling, found = Sampling(temperature=1.0, max_tokens=600, min_tokens=600), {}
     async with (
-        client_of(url, "generate") as exact,
-        client_of(url, "completions") as bound,
+        client_of(tied.url, "generate") as exact,
+        client_of(tied.url, "completions") as bound,
         anyio.create_task_group() as tasks,
     ):
-        before = await metric(url, GENERATED)
+        before = await metric(tied.url, GENERATED)
 
         async def ask(name, client):
-            found[name] = await client.sample([9], LONG, at_least=4)
+            found[name] = await client.sample([9], sampling, at_least=first)
 
         tasks.start_soon(ask, "generate", exact)
         tasks.start_soon(ask, "completions", bound)
-        await until(url, GENERATED, lambda n: n > before + 40)
-        await post(url, "/update_weight_version", new_version="5")
-    count = LENGTH - 10
+        await until(tied.url, GENERATED, lambda n: n > before + 40)
+        second = await tied.name()
     switch = found["generate"].spans[0].end
-    assert 0 < switch < count
-    assert found["generate"].spans == [Span(4, 0, switch), Span(5, switch, count)]
-    assert found["completions"].spans == [Span(4, 0, count)]
+    assert 0 < switch < 600
+    assert found["generate"].spans == [Span(first, 0, switch), Span(second, switch, 600)]
+    assert found["completions"].spans == [Span(first, 0, 600)]

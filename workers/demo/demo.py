@@ -117,7 +117,10 @@ def _prepared(
 def _scored(settings: Settings, model: Path, rows: list[dict[str, Any]], console: Console, when: str) -> Score:
     """The score of a model, sampled from by an engine of its own."""
     (settings.folder / "logs").mkdir(exist_ok=True)
-    status = console.status(f"score {when}: {len(rows)} held-out problems") if console.is_terminal else nullcontext()
+    what = f"score {when}: {len(rows)} held-out problems"
+    status = console.status(what) if console.is_terminal else nullcontext()
+    if not console.is_terminal:
+        console.print(what)
     with logs.to_file("demo", settings.folder / "logs" / "demo.log"), status:
         score = run_loop(lambda: _score(settings, model, rows))
     if score.unmeasured or not math.isfinite(score.sampled):

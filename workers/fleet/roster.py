@@ -40,6 +40,15 @@ class Roster:
         self.urls = engines_now(self._named, ())
         """Base URLs without a slash at their end, each once."""
 
+    @property
+    def why_empty(self) -> str:
+        """Where engines could have been named, and what came of it, for people."""
+        name = f"{self._dns} (engine.dns) resolves to no address" if self._dns else "engine.dns names none"
+        if self._at_name:
+            name = f"those of {self._dns} (engine.dns) were removed"
+        named = "those of engine.urls were removed" if self._named else "engine.urls names none"
+        return f"the run has no engine: {named}, {name}; `penstock engines add` adds one"
+
     @classmethod
     async def of(cls, engine: Engine, link: Link) -> "Roster":
         """The engines of a run, as they are at this moment.

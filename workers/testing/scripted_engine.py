@@ -110,6 +110,8 @@ class ScriptedEngine:
         """Weights that are answered with a 400."""
         self.without: set[str] = set()
         """Routes that are answered with a 404, as on a server that was started without them."""
+        self.stopped = False
+        """It answers nothing for as long as this holds, as a process after SIGSTOP."""
         self.raw = False
         """Log-probs are told of the raw logits, as vLLM does unless it is told otherwise."""
         self.requests: deque[GenerateRequest] = deque(maxlen=_REMEMBERED)
@@ -139,6 +141,8 @@ class ScriptedEngine:
     async def __aenter__(self) -> Self:
         @web.middleware
         async def closed(request: web.Request, handler: Handler) -> web.StreamResponse:
+            while self.stopped and not self._ends.is_set():  # noqa: ASYNC110  (a test sets it as it likes)
+                await anyio.sleep(0.01)
             return web.Response(status=404) if request.path in self.without else await handler(request)
 
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[closed, answer_errors])
@@ -219,10 +223,14 @@ class ScriptedEngine:
         status = int(fault) if fault in {"500", "429", "400"} else 500
         return web.Response(status=status, body=refusal(f"scripted {fault}"))
 
+    def _said(self, request: GenerateRequest) -> list[int]:
+        """The script's words; a probe hears one token, and the script nothing of it."""
+        return [0] if request.request_id.startswith(PROBE) else self._reply(list(request.token_ids), request)
+
     def _say(self, request: GenerateRequest, fault: Fault | None, began: float) -> bytes:
         """The answer's bytes."""
         limit = min(request.sampling_params.max_tokens, self._max_length - len(request.token_ids))
-        said = self._reply(list(request.token_ids), request)
+        said = self._said(request)
         tokens = [] if fault == "empty" else said[:limit]
         logprobs = [scripted_logprob(len(request.token_ids) + i, token) for i, token in enumerate(tokens)]
         reason: Literal["stop", "length", "abort"] = "length" if len(said) > limit else "stop"

@@ -31,7 +31,8 @@ from workers.train.keeping.journal import Journal
 from workers.train.keeping.progress import Progress
 from workers.train.publishing.weights import Weights
 from workers.train.step.batch import collate
-from workers.train.step.learner import Learner, StepReport
+from workers.train.step.learner import Learner
+from workers.train.step.report import StepReport
 
 log = structlog.get_logger()
 

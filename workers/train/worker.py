@@ -59,7 +59,7 @@ async def train(role: Role, make_learner: Callable[[Settings], Learner] = Learne
         tasks.start_soon(stage.keep)
         archive = await anyio.to_thread.run_sync(_archive, settings, fence)
         endings = Endings(ledger, tenure, stage, archive)
-        weights = Weights(settings.folder / "weights", tenure, publisher, linger_s=_linger_s(settings))
+        weights = Weights(settings.folder / "weights", tenure, publisher, tasks, linger_s=_linger_s(settings))
         tasks.start_soon(weights.keep_engines_current)
         try:
             journal = await anyio.to_thread.run_sync(

@@ -14,6 +14,8 @@ from stream.errors import SettingsError
 PLUGIN: Final = "penstock"
 """The name under which our plugin for vLLM is registered, and of its way of transferring weights."""
 _ASK_S = 60.0
+_QUOTED = 200
+"""Characters, of what an interpreter says that does not run."""
 _CACHED = Path(".cache/vllm")
 """Where a checkout of Penstock has it."""
 _QUESTION = """
@@ -98,6 +100,7 @@ def ask(python: Path) -> Installed:
         raise SettingsError(f"{python}: no such interpreter, to run vLLM with: {_HOW}") from error
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines()
-        raise SettingsError(f"{python} does not run: {(said or ['it said nothing'])[-1]}; {_HOW}") from error
+        what = (said or ["it said nothing"])[-1][:_QUOTED]
+        raise SettingsError(f"{python} does not run as an interpreter: {what}; {_HOW}") from error
     except (OSError, subprocess.TimeoutExpired, msgspec.DecodeError) as error:
         raise SettingsError(f"{python} is no interpreter to run vLLM with: {error}; {_HOW}") from error

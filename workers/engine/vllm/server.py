@@ -51,12 +51,17 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
 
     Raises:
         SettingsError: there is no vLLM, or it does not know the flags.
-        EngineError: vLLM ended, or was not healthy in time; quotes its last error.
+        EngineError: there is no model, somebody else listens at the port, or vLLM ended, or was not healthy in time;
+            quotes its last error.
     """
     engine = settings.engine
-    python = interpreter(engine.python)
+    python = await anyio.to_thread.run_sync(interpreter, engine.python)
     installed = await anyio.to_thread.run_sync(examine, python, backend(settings) == PLUGIN)
-    port = port or _free_port(host)
+    if not await (anyio.Path(settings.model.path) / "config.json").is_file():  # vLLM would look for it elsewhere
+        raise EngineError(
+            f"{settings.model.path}: no config.json there; model.path must be a folder in Hugging Face form"
+        )
+    port = _free_port(host, port)
     words = LastWords()
     started = command(settings, python, host, port, cpu=installed.cpu)
     log.info("engine.started", vllm=installed.version, cpu=installed.cpu, command=" ".join(started))
@@ -153,19 +158,22 @@ async def _healthy(url: str, within_s: float, words: LastWords) -> None:
             await anyio.sleep(_HEALTH_EVERY_S)
 
 
-def _free_port(host: str) -> int:
-    """A port that is free now; vLLM takes it within its first seconds.
+def _free_port(host: str, port: int) -> int:
+    """A port that is free now, any if it is 0; vLLM takes it within its first seconds.
+
+    Before that whoever listens there already would be taken for it.
 
     Raises:
-        EngineError: the address is none of this machine's.
+        EngineError: the address is none of this machine's, or the port is taken.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:
-            probe.bind((host, 0))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server of ours that is gone is no hindrance
+            probe.bind((host, port))
             return int(probe.getsockname()[1])
     except OSError as error:
-        raise EngineError(f"cannot listen on {host}: {error}") from error
+        raise EngineError(f"cannot listen on {host}{f':{port}' if port else ''}: {error}") from error
 
 
 def _is_loopback(host: str) -> bool:

@@ -72,7 +72,7 @@ class EngineClient:
         self._roster = engines if isinstance(engines, Roster) else Roster(engines)
         self._connection = Connection()
         self._probe = Probe(self._connection, samplings=samplings, timeout_s=request_timeout_s)
-        self._places = Places()
+        self._places = Places(self._roster)
         self._concurrency = concurrency
         self._request_timeout_s = request_timeout_s
         self._attempts = attempts

@@ -13,6 +13,7 @@ from typing import Final
 import anyio
 
 from stream.errors import EngineError, EngineUnavailableError
+from workers.fleet.roster import Roster
 from workers.rollout.engine.answer import NONE_YET
 from workers.rollout.engine.choice import choose, ranking
 from workers.rollout.engine.known_engine import KnownEngine
@@ -50,7 +51,8 @@ class _Waiting:
 class Places:
     """The engines that a client knows by URL, and who may ask which."""
 
-    def __init__(self) -> None:
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
         self.engines: dict[str, KnownEngine] = {}
         self._waiting: deque[_Waiting] = deque()
         self._last: OrderedDict[tuple[str, int], str] = OrderedDict()
@@ -167,9 +169,7 @@ class Places:
         if any(self._able(at_least)):
             return
         if not self.engines:
-            raise EngineUnavailableError(
-                "the run has no engine: neither engine.urls nor engine.dns names one, nor has `penstock engines add`"
-            )
+            raise EngineUnavailableError(self._roster.why_empty)
         if self.there:
             old = "; ".join(str(outdated(engine, at_least)) for engine in self.there)
             raise EngineUnavailableError(f"{old}, for {waited_s:g} s; is the trainer there?")

@@ -12,6 +12,7 @@ from typing import Any, Final
 from uuid import uuid4
 
 import structlog
+from msgspec import structs
 
 from envs.served.service import error_text
 from stream.errors import EngineError, EngineRefusedError
@@ -160,6 +161,7 @@ class Probe:
     ) -> bytes:
         """The answer to a request, once it was found to be a sample."""
         url, route, name = target.url, target.route, f"{PROBE}{uuid4().hex}"
+        sampling = structs.replace(sampling, seed=0)  # as every request of a run has one
         body = route.body(prompt, sampling, model=target.model, alternatives=alternatives, name=name)
         status, payload = await self._connection.send("POST", url + route.path, self._timeout_s, body)
         route.read(status, payload, url, version=NONE_YET)

@@ -21,7 +21,8 @@ from stream.records import Group
 from workers.settings import Settings
 from workers.train.keeping.checkpoint import OPTIMIZER, Checkpoint, Checkpoints
 from workers.train.step.batch import collate
-from workers.train.step.learner import Learner, StepReport
+from workers.train.step.learner import Learner
+from workers.train.step.report import StepReport
 from workers.train.step.selection import assess
 
 
@@ -241,8 +242,10 @@ def _compare(learner: Learner, checkpoint: Checkpoint) -> int:
 
 def _states(learner: Learner, checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
     """Weights as they are written, then all else that a checkpoint holds: ours, and the checkpoint's."""
-    weights = {name: p.detach().cpu().to(learner.written_dtype).float() for name, p in learner.parameters.items()}
-    yield "weight", weights, learner.read_weights(checkpoint.model)
+    weights = {
+        name: p.detach().cpu().to(learner.policy.written_dtype).float() for name, p in learner.parameters.items()
+    }
+    yield "weight", weights, learner.policy.read(checkpoint.model)
     yield "state", learner.state(), load_file(checkpoint.folder / OPTIMIZER)
 
 

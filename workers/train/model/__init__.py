@@ -6,6 +6,7 @@
                       padded or packed  what they keep for backward          └─► critic ─► values   blocks of logits
 
 ===================  ==================================================================
+`trained.py`         the model that is trained: in memory, in shards, on disk
 `policy.py`          a folder in Hugging Face form, read and written
 `adapter.py`         LoRA: an adapter in it, which alone is trained
 `logprobs.py`        what the model says of chosen tokens, and of no others

@@ -61,7 +61,9 @@ class Served:
 
     async def carry(self, engine: Control, path: Path, version: int) -> None:
         """Tell where to download it; see `Carrier`."""
-        name, offer = next((name, offer) for name, offer in self._offers.items() if offer.folder == path)
+        name, offer = next(((name, offer) for name, offer in self._offers.items() if offer.folder == path), ("", None))
+        if offer is None:
+            raise EngineError(f"{path} is not offered any more: there are {_OFFERED} newer versions")
         await engine.start_update()
         await engine.update({"url": f"{self.base}/{self._secret}/{name}/", "files": offer.files})
         await engine.finish_update(version)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import anyio
 import structlog
+from anyio.abc import TaskGroup
 
 from stream.training import Tenure
 from workers.train.publishing.publisher import EnginePublisher
@@ -27,16 +28,20 @@ class Weights:
         folder: where they are written, one folder each.
         tenure: the right to publish.
         publisher: the way to the engines.
+        tasks: where engines that a publication did not wait for are given their weights.
         linger_s: how much longer than needed for new requests a version stays on the disk.
     """
 
-    def __init__(self, folder: Path, tenure: Tenure, publisher: EnginePublisher, *, linger_s: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path, tenure: Tenure, publisher: EnginePublisher, tasks: TaskGroup, *, linger_s: float = 0.0
+    ) -> None:
         self.folder = folder
         self.linger_s = linger_s
         self.version = -1
         """The version that the engines have; -1 before the first."""
         self._tenure = tenure
         self._publisher = publisher
+        self._tasks = tasks
         self._lock = anyio.Lock()
 
     async def publish(self, learner: Learner, known: int, step: int, metrics: dict[str, float]) -> None:
@@ -47,7 +52,7 @@ class Weights:
         await anyio.to_thread.run_sync(_write, learner, path)
         async with self._lock:
             await self._tenure.renew()  # writing took long; the engines know nothing of tokens
-            await self._publisher.push(path, version)
+            await self._tasks.start(self._publisher.push, path, version)
             self.version = version
         await self._tenure.publish(version, path, step, metrics)
         log.info("policy.published", version=version, step=step)
@@ -62,7 +67,8 @@ class Weights:
             async with self._lock:  # a push may have been under way, and what was behind may be so no more
                 if behind := await self._publisher.behind(self.version):
                     await self._tenure.renew()
-                    await self._publisher.refresh(behind, self.folder / f"v{self.version:06d}", self.version)
+                    path = self.folder / f"v{self.version:06d}"
+                    await self._tasks.start(self._publisher.refresh, behind, path, self.version)
 
 
 def _write(learner: Learner, path: Path) -> None:

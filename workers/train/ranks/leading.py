@@ -13,7 +13,8 @@ from workers.settings import Settings
 from workers.train.ranks.orders import Begin, Orders, PutBack, State, Step, Weights
 from workers.train.ranks.ranks import Ranks, meet, part
 from workers.train.step.batch import Batch
-from workers.train.step.learner import Learner, StepReport
+from workers.train.step.learner import Learner
+from workers.train.step.report import StepReport
 from workers.train.worker import train
 
 log = structlog.get_logger()

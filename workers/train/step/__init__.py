@@ -18,8 +18,10 @@
 `objective.py`       every tensor that the loss of a micro-batch is made from
 `passes.py`          the policy, the reference and the critic over rows: survey, forward and backward
 `learner.py`         model and optimizer: one batch in, one step done
+`optimizer.py`       AdamW: its rates, its state by name
 `tally.py`           what the updates of a batch add up to
-`metrics.py`         what a step reports, by name
+`report.py`          what became of it
+`metrics.py`         the numbers of that report, by name
 ===================  ==================================================================
 
 `selection`, `estimation` and `objective` are where `algorithms` meets the settings, `passes` where it meets the model.

@@ -1,0 +1,65 @@
+"""What the tests on real vLLM share: its servers, and the order in which they are needed."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.served import Served
+from tests.vllm.shared import SharedServers, Started, last_needed
+
+FIGURES = pytest.StashKey[list[str]]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sorted by the servers that they need, so that later ones start while earlier ones are tested."""
+    here = Path(__file__).parent
+    ours = [item for item in items if item.path.parent == here]
+    items[:] = [item for item in items if item.path.parent != here] + sorted(ours, key=last_needed)
+
+
+@pytest.fixture
+def measured(request) -> Callable[[str], None]:
+    """Figures to be told at the end, also where all went well."""
+    found = request.config.stash.setdefault(FIGURES, [])
+    return lambda figure: found.append(f"{request.node.name}: {figure}")
+
+
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    """What was measured."""
+    if figures := config.stash.get(FIGURES, []):
+        terminalreporter.section("measured on vLLM")
+        for figure in figures:
+            terminalreporter.line(figure)
+
+
+@pytest.fixture(scope="session")
+def servers(request, tmp_path_factory) -> Iterator[SharedServers]:
+    found = SharedServers(tmp_path_factory.mktemp("servers"), request.session.items)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def pooling(servers, request) -> Iterator[Started]:
+    """One that scores."""
+    yield from servers.lend("pooling", request.node.nodeid)
+
+
+@pytest.fixture
+def lora(servers, request) -> Iterator[Started]:
+    """One that takes adapters."""
+    yield from servers.lend("lora", request.node.nodeid)
+
+
+@pytest.fixture
+def tied(servers, request) -> Iterator[Served]:
+    """One with tied embeddings that takes weights; its log-probs are of what it samples from."""
+    yield from servers.lend("tied", request.node.nodeid)
+
+
+@pytest.fixture
+def untied(servers, request) -> Iterator[Served]:
+    """One with embeddings of their own for the output; its log-probs are of the raw logits."""
+    yield from servers.lend("untied", request.node.nodeid)

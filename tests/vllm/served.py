@@ -1,0 +1,102 @@
+"""A server that takes weights: what it serves now, and what transformers says of each that it may be given."""
+
+from functools import cached_property
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from tests.vllm.policies import Judge
+from workers.engine.wire import GenerateRequest, GenerateResponse, SamplingParams
+from workers.fleet.roster import Roster
+from workers.train.publishing.files import Files
+from workers.train.publishing.in_flight import InFlight
+from workers.train.publishing.publisher import EnginePublisher
+
+CLOSE = 1e-4
+
+
+class Served:
+    """A server, its three policies, and what transformers says of each.
+
+    Tests share it: each pushes what it needs, under numbers that only grow.
+
+    Args:
+        url: of the server.
+        folders: of the policies; it was started with the first.
+    """
+
+    def __init__(self, url: str, folders: list[Path]) -> None:
+        self.url = url
+        self.folders = folders
+        self.version = -1
+        """The last one that was pushed, or named; version v is policy v % 3."""
+        self.furthest = 0.0
+        """The largest difference that a log-prob had from its policy's, of those that are to have none."""
+        self._asides = 0
+
+    @cached_property
+    def judges(self) -> list[Judge]:
+        return [Judge(folder) for folder in self.folders]
+
+    def publisher(self, way=None, patience_s=60.0) -> EnginePublisher:
+        way = way or InFlight(Files())
+        return EnginePublisher(Roster([self.url]), way, patience_s=patience_s, update_timeout_s=120)
+
+    async def push(self, policy: int, publisher: EnginePublisher | None = None) -> int:
+        """Push one of the three under the next number that stands for it."""
+        version = next(v for v in range(self.version + 1, self.version + 4) if v % 3 == policy)
+        await (publisher or self.publisher()).push(self.folders[policy], version)
+        self.version = version
+        return version
+
+    async def name(self) -> int:
+        """Give what it has the next number, though it is what it was."""
+        self.version += 1
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{self.url}/update_weight_version", json={"new_version": str(self.version)}) as response,
+        ):
+            assert response.status == 200, await response.text()
+        return self.version
+
+    async def sample(self, prompt: list[int], tokens: int, seed: int = 0, salt: str = ""):
+        """Ids, log-probs and spans of one request."""
+        params = SamplingParams(max_tokens=tokens, logprobs=1, ignore_eos=True, seed=seed)
+        body = msgspec.json.encode(GenerateRequest(token_ids=prompt, sampling_params=params, cache_salt=salt))
+        headers = {"content-type": "application/json"}
+        url = f"{self.url}/inference/v1/generate"
+        async with aiohttp.ClientSession() as session, session.post(url, data=body, headers=headers) as response:
+            answer = await response.read()
+            assert response.status == 200, answer
+        (choice,) = msgspec.json.decode(answer, type=GenerateResponse).choices
+        assert choice.finish_reason == "length"
+        return choice.token_ids, [entry.logprob for entry in choice.logprobs.content], choice.weight_versions
+
+    async def differences(self, prompt: list[int], seed: int = 0) -> list[float]:
+        """How far the log-probs that are served now are from those of each policy."""
+        ids, served, _ = await self.sample(prompt, 12, seed)
+        return [difference(judge.logprobs(prompt, ids), served) for judge in self.judges]
+
+    async def assert_serves(self, policy: int, prompts: list[list[int]]) -> None:
+        """By log-probs, on every prompt: this one, and neither of the others."""
+        for prompt in prompts:
+            for number, found in enumerate(await self.differences(prompt)):
+                assert found < CLOSE if number == policy else found > 1, f"policy {number}: {found}"
+                if number == policy:
+                    self.furthest = max(self.furthest, found)
+
+    async def count(self, metric: str) -> float:
+        """Of one of its metrics, all engines and labels together."""
+        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as response:
+            text = await response.text()
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(metric + "{"))
+
+    async def while_tokens_are_sampled(self) -> None:
+        """As long as another request takes for 50 tokens: those that came before it have some of theirs by then."""
+        self._asides += 1
+        await self.sample([10 + self._asides % 290, *range(20, 49)], 50)
+
+
+def difference(expected: list[float], served: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(expected, served, strict=True))

@@ -1,0 +1,65 @@
+"""Two vLLM servers: what affinity of a group to an engine does for their prefix caches."""
+
+import random
+import urllib.request
+
+import anyio
+import pytest
+
+from tests.vllm.served import Served
+from workers.rollout.engine.client import EngineClient
+from workers.rollout.engine.sampling import Sampling
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+GROUPS, SIZE, TURNS = 16, 2, 4
+PROMPT, OBSERVED, SAID = 620, 96, 16
+"""Tokens: of a group's prompt, of what each later turn brings, of what the model says."""
+
+
+async def counts(servers: list[Served]) -> list[float]:
+    """Tokens that were found in a cache, and that were looked for there."""
+    names = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
+    return [sum([await server.count(name) for server in servers]) for name in names]
+
+
+async def forget(server: Served) -> None:
+    request = urllib.request.Request(f"{server.url}/reset_prefix_cache", b"")
+    await anyio.to_thread.run_sync(lambda: urllib.request.urlopen(request, timeout=300).close())
+
+
+async def hit_rate(servers: list[Served], client: EngineClient, name: str, *, near: bool) -> float:
+    """Play groups of several turns, and say which part of the tokens that were read was found in a cache."""
+    for server in servers:
+        await forget(server)
+    before = await counts(servers)
+    anywhere = random.Random(name)
+
+    async def play(group: int, completion: int) -> None:
+        pick = random.Random(f"{name}-{group}")
+        context = [pick.randrange(10, 300) for _ in range(PROMPT)]
+        pick = random.Random(f"{name}-{group}-{completion}")
+        for turn in range(TURNS):
+            of = f"{name}-{group}" if near else f"{anywhere.random()}"
+            sampling = Sampling(temperature=1.0, max_tokens=SAID, seed=turn, group=of, completion=completion)
+            said = await client.sample(context, sampling, at_least=-1)
+            context += [*said.token_ids, *(pick.randrange(10, 300) for _ in range(OBSERVED))]
+
+    async with anyio.create_task_group() as tasks:
+        for completion in range(SIZE):  # not both of a group in one batch, where neither finds the other in a cache
+            for group in range(GROUPS):
+                tasks.start_soon(play, group, completion)
+    hits, queries = (b - a for a, b in zip(before, await counts(servers), strict=True))
+    return hits / queries
+
+
+async def test_affinity_finds_more_of_each_context_in_the_servers_caches_than_random_spreading(tied, untied, measured):
+    """Both have vLLM's cache; that they serve other weights changes what they say, and nothing of what they find."""
+    servers, rates = [tied, untied], {}
+    options = {"request_timeout_s": 300, "attempts": 3, "reconnect_s": 120}
+    async with EngineClient([server.url for server in servers], **options) as client:
+        await client.probe()
+        for name in ("random", "near"):
+            rates[name] = await hit_rate(servers, client, name, near=name == "near")
+    measured(f"prefix cache hits near {rates['near']:.3f}, at random {rates['random']:.3f}")
+    assert rates["near"] > rates["random"] + 0.06  # chance alone moves each by a hundredth or two

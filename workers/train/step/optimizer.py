@@ -1,0 +1,94 @@
+"""The optimizer: AdamW over what is trained and the critic beside it, its rates, and its state as tensors by name."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from workers.settings import Settings
+from workers.train.algorithms.schedule import factor
+from workers.train.ranks.ranks import Ranks
+from workers.train.ranks.sharding import clip, fill
+
+
+class Optimizer:
+    """AdamW; matrices of the policy decay, gains, biases and the critic do not.
+
+    Args:
+        policy: parameters that are trained, by name.
+        critic: the critic's; none where there is none.
+        settings: of the run.
+    """
+
+    def __init__(
+        self, policy: Mapping[str, torch.nn.Parameter], critic: Mapping[str, torch.nn.Parameter], settings: Settings
+    ) -> None:
+        self.policy, self.critic = policy, critic
+        self.settings = settings.train
+        peak = settings.train.learning_rate
+        groups = [
+            {"params": [p for p in policy.values() if p.ndim >= 2], "peak": peak},
+            {"params": [p for p in policy.values() if p.ndim < 2], "weight_decay": 0.0, "peak": peak},
+            {"params": [*critic.values()], "weight_decay": 0.0, "peak": settings.critic.learning_rate},
+        ]
+        self.adamw = torch.optim.AdamW(
+            cast("list[dict[str, Any]]", [group for group in groups if group["params"]]),
+            lr=peak,
+            betas=settings.train.betas,
+            weight_decay=settings.train.weight_decay,
+        )
+
+    def set_rate(self, step: int, total_steps: int) -> float:
+        """Set the learning rates of a step, counted from 0; returns the policy's."""
+        train = self.settings
+        now = factor(step, schedule=train.schedule, warmup_steps=train.warmup_steps, total_steps=total_steps)
+        for group in self.adamw.param_groups:
+            group["lr"] = group["peak"] * now
+        return train.learning_rate * now
+
+    def clear(self) -> None:
+        """Forget gradients."""
+        self.adamw.zero_grad(set_to_none=True)
+
+    def clip(self) -> tuple[Tensor, bool]:
+        """Bound gradients, the critic's by themselves; the norm that the policy's had, and whether all are finite."""
+        norm = clip(self.policy.values(), self.settings.max_grad_norm)
+        sound = torch.isfinite(norm)
+        if self.critic:
+            sound &= torch.isfinite(clip(self.critic.values(), self.settings.max_grad_norm))
+        return norm, bool(sound)
+
+    def move(self) -> None:
+        """One step along the gradients."""
+        self.adamw.step()
+
+    def state(self) -> dict[str, Tensor]:
+        """Its tensors by kind and parameter, `exp_avg.NAME`; sharded where the parameter is."""
+        return {
+            f"{kind}.{name}": value
+            for name, parameter in (*self.policy.items(), *self.critic.items())
+            for kind, value in self.adamw.state.get(parameter, {}).items()
+        }
+
+    def put_back(self, tensors: Mapping[str, Tensor], names: Collection[str], ranks: Ranks) -> None:
+        """Set parameters and state, at every rank its part of them.
+
+        Args:
+            tensors: `master.NAME` of every parameter, and what `state` gave; at the first rank.
+            names: of these, at every rank.
+            ranks: all of them call this.
+        """
+        self.adamw.state.clear()
+        for name, parameter in (*self.policy.items(), *self.critic.items()):
+            fill(parameter, tensors.get(f"master.{name}"), ranks)
+            empty = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
+            found = {
+                kind: torch.zeros_like(like, requires_grad=False)
+                for kind, like in empty.items()
+                if f"{kind}.{name}" in names
+            }
+            for kind, tensor in found.items():
+                fill(tensor, tensors.get(f"{kind}.{name}"), ranks)
+            if found:
+                self.adamw.state[parameter] = found
