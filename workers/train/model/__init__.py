@@ -17,5 +17,6 @@
 `varlen.py`          attention over packed rows
 `recomputing.py`     gradient checkpointing: layers that make their activations again
 `critic.py`          a value head on the last hidden states
+`shards.py`          tensors that ranks may hold in parts
 ===================  ==================================================================
 """
