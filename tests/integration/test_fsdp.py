@@ -198,7 +198,7 @@ def loaded(results: Results, name: str, dtype: str) -> Any:
     model, said = AutoModelForCausalLM.from_pretrained(checkpoint.model, dtype="auto", output_loading_info=True)
     assert not said["missing_keys"]
     assert not said["unexpected_keys"]
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (name != "untied")
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (name == "tied")
     return model
 
 
@@ -260,7 +260,8 @@ def test_in_bfloat16_they_are_as_near_as_its_rounding(more_results, name):
 def test_what_two_ranks_keep_of_an_adapter_is_one_that_peft_loads(more_results):
     checkpoint = Checkpoints(more_results.kept("adapter", "float32")).latest()
     base = AutoModelForCausalLM.from_pretrained(more_results.folder / "adapter" / "base", dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(base, checkpoint.model)
+    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):  # peft asks for it under its old name
+        model = peft.PeftModel.from_pretrained(base, checkpoint.model)
     layers = [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
     assert len(layers) == 2 * 7
     assert all(layer.get_delta_weight("default").abs().max() > 0 for layer in layers)
