@@ -115,10 +115,16 @@ NO_MODEL = """
 (APIServer pid=2) Please verify the following requirements:
 """
 
+CORE_KILLED = """
+(APIServer pid=2) fastapi.exceptions.RequestValidationError: 2 validation errors: {'type': 'missing'}
+(APIServer pid=2) vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.
+"""
+
 
 @pytest.mark.parametrize(
     ("output", "told"),
     [
+        (CORE_KILLED, "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."),
         (OUT_OF_MEMORY, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
         (
             NO_MODEL,

@@ -21,6 +21,8 @@ from workers.run.roles import RoleSpec
 log = structlog.get_logger()
 
 _LONGEST_LINE = 64 * 1024
+_FRAME, _CORNER = " \t|", "+-"
+"""What Python draws round the exceptions of a group."""
 _TAIL_BYTES = 64 * 1024
 _LARGEST_LOG = 64 << 20
 _KEPT_OF_LOG = 4 << 20
@@ -88,7 +90,8 @@ class Child:
         with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, size - _TAIL_BYTES))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+            said = file.read().decode(errors="replace").splitlines()
+        lines = [line for line in (line.lstrip(_FRAME).rstrip() for line in said) if line and line[:2] != _CORNER]
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         return (errors or lines or ["it said nothing"])[-1]
 

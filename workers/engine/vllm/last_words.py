@@ -7,6 +7,8 @@ _PROCESS = re.compile(r"^\((?:\w+)(?: pid=\d+)?[^)]*\)\s*")
 _LOGGED = re.compile(r"^(?:ERROR|CRITICAL|WARNING|INFO|DEBUG) \S+ \S+ \[[^\]]*\]\s*")
 _ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Exit|Killed)\b.*:|(?:^|\s)error: ")
 _CONSEQUENCES = ("Engine core initialization failed", "EngineDeadError", "EngineCore encountered an issue")
+_REQUESTS = ("RequestValidationError",)
+"""A fact about a request of anybody, not about the server."""
 _DETAILS = 2
 _KEPT = 400
 _LONGEST = 2000
@@ -29,7 +31,11 @@ class LastWords:
     def told(self) -> str:
         """The last error that no other one has brought about; else the last error, else the last line."""
         lines = [*self._lines]
-        errors = [place for place, line in enumerate(lines) if _ERROR.search(line)]
+        errors = [
+            place
+            for place, line in enumerate(lines)
+            if _ERROR.search(line) and not any(word in line for word in _REQUESTS)
+        ]
         causes = [place for place in errors if not any(word in lines[place] for word in _CONSEQUENCES)]
         if not errors:
             return lines[-1] if lines else "it said nothing"
