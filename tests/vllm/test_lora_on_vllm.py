@@ -26,7 +26,7 @@ from workers.train.publishing.publisher import EnginePublisher
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 RANK = 4
-VERSIONS = 14
+VERSIONS = 22
 LONG = 700
 """Tokens of a prompt: many blocks of the prefix cache."""
 
@@ -120,27 +120,40 @@ async def test_each_version_is_served_as_transformers_says_on_prompts_that_the_o
 
 
 async def test_requests_under_way_go_on_with_their_own_adapter_to_the_last_token(url, publisher, versions):
-    first = await next_version(publisher)
-    sampled, ids = {}, [prompt(seed) for seed in range(4)]
-
-    async def one(client, place):
-        sampled[place] = await sample(client, ids[place], 600, seed=place)
-
+    ids = [prompt(seed) for seed in range(4)]
     async with client_of(url) as client:
-        await publisher.push(versions.paths[first], first)
-        async with anyio.create_task_group() as tasks:
-            for place in (0, 1):
-                tasks.start_soon(one, client, place)
-            await under_way(url, 2)
-            for version in range(first + 1, first + 4):  # the first one's name is gone after two of them
-                await publisher.push(versions.paths[version], version)
-            assert len(sampled) == 0, "they had ended before anything was pushed"
-            for place in (2, 3):
-                tasks.start_soon(one, client, place)
+        for _ in range(3):  # on a crowded machine they may end before anything is pushed, which shows nothing
+            first = await next_version(publisher)
+            sampled = await across_three_versions(url, client, publisher, versions, first, ids)
+            if sampled is not None:
+                break
+        else:
+            raise AssertionError("requests ended before anything was pushed, three times")
     for place, found in sampled.items():
         version = first if place < 2 else first + 3
         assert [span.version for span in found.spans] == [version]
         assert versions.differs(ids[place], found, version) < CLOSE
+
+
+async def across_three_versions(url, client, publisher, versions, first, ids):
+    """Samples of two requests that begin with the first version and of two with the last; None if those ended early."""
+    sampled = {}
+
+    async def one(place):
+        sampled[place] = await sample(client, ids[place], 1300, seed=place)
+
+    await publisher.push(versions.paths[first], first)
+    async with anyio.create_task_group() as tasks:
+        for place in (0, 1):
+            tasks.start_soon(one, place)
+        await under_way(url, 2)
+        for version in range(first + 1, first + 4):  # the first one's name is gone after two of them
+            await publisher.push(versions.paths[version], version)
+        if sampled:
+            return None
+        for place in (2, 3):
+            tasks.start_soon(one, place)
+    return sampled
 
 
 async def under_way(url: str, requests: int) -> None:
