@@ -89,8 +89,9 @@ def prompt(seed: int, length: int = LONG) -> list[int]:
     return torch.randint(10, 300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-async def sample(client, ids, tokens=24, *, seed=1, at_least=0):
-    return await client.sample(ids, Sampling(temperature=1.0, max_tokens=tokens, seed=seed), at_least=at_least)
+async def sample(client, ids, tokens=24, *, seed=1, at_least=0, least=0):
+    sampling = Sampling(temperature=1.0, max_tokens=tokens, min_tokens=least, seed=seed)
+    return await client.sample(ids, sampling, at_least=at_least)
 
 
 async def next_version(publisher) -> int:
@@ -124,7 +125,7 @@ async def test_requests_under_way_go_on_with_their_own_adapter_to_the_last_token
     sampled, ids = {}, [prompt(seed) for seed in range(4)]
 
     async def one(client, place, version):
-        sampled[place] = await sample(client, ids[place], 600, seed=place, at_least=version)
+        sampled[place] = await sample(client, ids[place], 600, seed=place, at_least=version, least=600)
 
     async with client_of(url) as client:
         await publisher.push(versions.paths[first], first)
@@ -133,14 +134,15 @@ async def test_requests_under_way_go_on_with_their_own_adapter_to_the_last_token
             for place in (0, 1):
                 tasks.start_soon(one, client, place, first)
             await further(url, before + 20)
-            await pause(url)  # else they might end first, where servers start beside this one
-            assert not sampled, "they had ended before anything was pushed"
-            for version in range(first + 1, first + 4):  # the first one's name is gone after two of them
-                await publisher.push(versions.paths[version], version)
-            for place in (2, 3):
-                tasks.start_soon(one, client, place, first + 3)
-            await anyio.sleep(0.2)
-            await post(url, "/resume")
+            await post(url, "/pause?mode=keep&clear_cache=false")  # so that they do not end meanwhile
+            try:
+                for version in range(first + 1, first + 4):  # the first one's name is gone after two of them
+                    await publisher.push(versions.paths[version], version)
+                assert not sampled, "they had ended before anything was pushed"
+                for place in (2, 3):
+                    tasks.start_soon(one, client, place, first + 3)
+            finally:
+                await post(url, "/resume")
     for place, found in sampled.items():
         version = first if place < 2 else first + 3
         assert [span.version for span in found.spans] == [version]
@@ -150,10 +152,6 @@ async def test_requests_under_way_go_on_with_their_own_adapter_to_the_last_token
 async def post(url: str, path: str) -> None:
     async with aiohttp.ClientSession() as session, session.post(url + path) as response:
         assert response.status == 200, await response.text()
-
-
-async def pause(url: str) -> None:
-    await post(url, "/pause?mode=keep&clear_cache=false")
 
 
 async def further(url: str, tokens: float) -> None:
