@@ -41,7 +41,9 @@ class Served:
 
     def publisher(self, way=None, patience_s=60.0) -> EnginePublisher:
         way = way or InFlight(Files())
-        return EnginePublisher(Roster([self.url]), way, patience_s=patience_s, update_timeout_s=120)
+        made = EnginePublisher(Roster([self.url]), way, patience_s=patience_s, update_timeout_s=120)
+        made._fit.add(self.url)  # a new one would ask first, which takes vLLM longer than a request is under way
+        return made
 
     async def push(self, policy: int, publisher: EnginePublisher | None = None) -> int:
         """Push one of the three under the next number that stands for it."""
