@@ -181,6 +181,7 @@ async def test_a_client_that_names_an_adapter_that_has_just_gone_finds_the_new_o
     assert versions.differs(prompt(0, 20), found, first + 1) < CLOSE
 
 
+@pytest.mark.full  # it needs a request that outlives vLLM's own delays, which on a crowded machine it may not
 async def test_the_way_that_replaces_an_adapter_under_its_name_is_wrong_in_flight(url, publisher, versions):
     """Why it is not used: vLLM says that it has the new version, and samples from a mixture, or from the old one."""
     first = await next_version(publisher)
@@ -193,7 +194,7 @@ async def test_the_way_that_replaces_an_adapter_under_its_name_is_wrong_in_fligh
                 "model": "replaced",
                 "token_ids": ids,
                 "sampling_params": {
-                    "max_tokens": 600,
+                    "max_tokens": 1300,
                     "logprobs": 0,
                     "temperature": 1.0,
                     "seed": 1,

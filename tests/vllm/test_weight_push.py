@@ -108,7 +108,7 @@ async def test_kept_keys_and_values_are_a_mixture_and_only_in_requests_that_were
     found = []
 
     async def long_request():
-        found.append(await tied.sample(prompt, 600))
+        found.append(await tied.sample(prompt, 1200))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(long_request)
