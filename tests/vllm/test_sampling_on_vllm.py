@@ -267,6 +267,7 @@ async def test_what_was_aborted_is_never_a_sample(url, route):
     assert not isinstance(errors[0], EngineRefusedError)
 
 
+@pytest.mark.full  # whether its requests are still under way when weights come is not sure yet: run it by hand
 async def test_versions_are_exact_over_generate_and_the_older_one_over_completions(tied):
     first = await tied.push(0)
     sampling, found = Sampling(temperature=1.0, max_tokens=1000, min_tokens=1000), {}
