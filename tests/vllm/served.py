@@ -80,11 +80,7 @@ class Served:
         return await self.sample(prompt, LENGTH - len(prompt), ends="abort")
 
     async def end_endless(self) -> None:
-        """End what is under way, with the tokens that it has.
-
-        Who waits for a request to be in its middle may himself be waiting for a core for seconds, all of which vLLM's
-        processes keep busy. So that is not left to how long a request takes.
-        """
+        """End what is under way, with the tokens that it has, so that it is not left to the clock when that is."""
         async with aiohttp.ClientSession() as session:
             for path in ("/pause?mode=abort&clear_cache=false", "/resume"):
                 async with session.post(self.url + path) as response:

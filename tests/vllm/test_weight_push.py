@@ -5,7 +5,7 @@ under older weights: whoever serves anything old is found out.
 """
 
 import random
-import subprocess
+import signal
 import sys
 from pathlib import Path
 
@@ -230,6 +230,7 @@ from workers.train.publishing.control import Control
 
 async def main():
     engine = Control(sys.argv[1], 60)
+    input("ready")
     await engine.pause(keep_kv=False)
     await engine.start_update()
     await engine.update({"path": sys.argv[2]})
@@ -247,18 +248,21 @@ async def test_a_trainer_killed_between_start_and_finish_is_healed_by_the_next_p
     async def long_request():
         found.append(await tied.endless(long[0]))
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(long_request)
-        await tied.while_tokens_are_sampled()
-        command = [sys.executable, "-c", KILLED, tied.url, str(tied.folders[1])]
-        killed = await anyio.to_thread.run_sync(
-            lambda: subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=False, timeout=300)
-        )
-        assert killed.returncode == -9
-        assert await Control(tied.url, 5).is_paused()
-        second = await tied.push(2)
-        await tied.while_tokens_are_sampled()
-        await tied.end_endless()
+    command = [sys.executable, "-c", KILLED, tied.url, str(tied.folders[1])]
+    with anyio.fail_after(300):
+        async with (
+            await anyio.open_process(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, stderr=None) as trainer,
+            anyio.create_task_group() as tasks,
+        ):
+            await trainer.stdout.receive()  # it has imported what it needs
+            tasks.start_soon(long_request)
+            await tied.while_tokens_are_sampled()
+            await trainer.stdin.send(b"\n")
+            assert await trainer.wait() == -signal.SIGKILL
+            assert await Control(tied.url, 5).is_paused()
+            second = await tied.push(2)
+            await tied.while_tokens_are_sampled()
+            await tied.end_endless()
     assert set(assert_each_token_is_its_versions(tied, long[0], *found[0])) == {first, second}
     await tied.assert_serves(2, long)
 
