@@ -1,5 +1,6 @@
 """How vLLM is found, started, and quoted when it ends."""
 
+import os
 import sys
 
 import anyio
@@ -184,19 +185,77 @@ time.sleep(600)
 """
 
 
+STEADY = """
+import http.server, sys
+
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Health).serve_forever()
+"""
+
+
+def settings_of(folder, script):
+    """A run whose vLLM is this script."""
+    (folder / "config.json").write_text("{}")
+    (folder / "vllm.py").write_text(script)
+    python = a_python(folder, f'if [ "$1" = -I ]; then {READY}; else exec {sys.executable} {folder}/vllm.py "$@"; fi')
+    settings = settings_with(python=str(python))
+    return msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, path=str(folder)))
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """Every process that is begun: vLLM, then its warden."""
+    processes = []
+    open_process = anyio.open_process
+
+    async def noted(*command, **options):
+        processes.append(await open_process(*command, **options))
+        return processes[-1]
+
+    monkeypatch.setattr("anyio.open_process", noted)
+    return processes
+
+
+def lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 async def test_a_server_that_listens_no_more_and_does_not_end_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("workers.engine.vllm.server._LISTENS_EVERY_S", 0.1)
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "deaf.py").write_text(DEAF)
-    python = a_python(
-        tmp_path, f'if [ "$1" = -I ]; then {READY}; else exec {sys.executable} {tmp_path}/deaf.py "$@"; fi'
-    )
-    settings = settings_with(python=str(python))
-    settings = msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, path=str(tmp_path)))
     urls = []
     with (
         anyio.fail_after(60),
         pytest.raises(EngineError, match=r"did not listen any more, nor end.*RuntimeError: the core is dead"),
     ):
-        await serve_vllm(settings, host="127.0.0.1", port=0, ready=urls.append)
+        await serve_vllm(settings_of(tmp_path, DEAF), host="127.0.0.1", port=0, ready=urls.append)
     assert len(urls) == 1
+
+
+async def test_a_server_whose_warden_is_killed_ends_since_it_could_outlive_us(tmp_path, begun):
+    settings = settings_of(tmp_path, STEADY)
+    with anyio.fail_after(60), pytest.raises(ExceptionGroup) as caught:
+        await serve_vllm(settings, host="127.0.0.1", port=0, ready=lambda _: begun[1].kill())
+    assert caught.group_contains(EngineError, match=r"warden of vLLM was killed by SIGKILL.*start it again")
+    assert not lives(begun[0].pid)
+
+
+async def test_no_server_is_left_behind_where_its_warden_cannot_be_started(tmp_path, monkeypatch, begun):
+    open_process = anyio.open_process
+
+    async def only_one(*command, **options):
+        if begun:
+            raise BlockingIOError("no process is left for it")
+        return await open_process(*command, **options)
+
+    monkeypatch.setattr("anyio.open_process", only_one)
+    with anyio.fail_after(60), pytest.raises(BlockingIOError):
+        await serve_vllm(settings_of(tmp_path, STEADY), host="127.0.0.1", port=0, ready=pytest.fail)
+    assert not lives(begun[0].pid)

@@ -71,7 +71,7 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
     if not _is_loopback(host):
         log.warning("engine.exposed", host=host, why="whoever reaches it may change its weights")
     env = environment(os.environ, threads=engine.threads, cpu=installed.cpu)
-    async with _process(started, env, words) as process, anyio.create_task_group() as tasks:
+    async with _process(started, env, words) as (process, warden), anyio.create_task_group() as tasks:
         url, gone = f"http://{host}:{port}", anyio.Event()
 
         async def announce() -> None:
@@ -84,6 +84,7 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
 
         tasks.start_soon(_copy, process, words)
         tasks.start_soon(announce)
+        tasks.start_soon(_guarded, warden)
         code = await process.wait()
         said = words.told  # what its other processes say from here on follows from its end
         tasks.cancel_scope.cancel()
@@ -97,19 +98,20 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
 
 
 @asynccontextmanager
-async def _process(command: list[str], env: dict[str, str], words: LastWords) -> AsyncIterator[Process]:
-    """VLLM's server, in a process group of its own that is gone when the context is left, or this process is."""
+async def _process(command: list[str], env: dict[str, str], words: LastWords) -> AsyncIterator[tuple[Process, Process]]:
+    """VLLM's server, in a process group that is gone when the context is left, or this process is; and its warden."""
     process = await anyio.open_process(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env,
         start_new_session=True,
     )  # fmt: skip
-    # It reads from a pipe that we alone hold open, and kills when that closes: a SIGKILL to us closes it, too.
-    warden = await anyio.open_process(
-        ("sh", "-c", 'read -r _; kill -s KILL -- "-$0" 2>/dev/null', str(process.pid)),
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+    warden: Process | None = None
     try:
-        yield process
+        # It reads from a pipe that we alone hold open, and kills when that closes: a SIGKILL to us closes it, too.
+        warden = await anyio.open_process(
+            ("sh", "-c", 'read -r _; kill -s KILL -- "-$0" 2>/dev/null', str(process.pid)),
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        yield process, warden
     finally:
         with anyio.CancelScope(shield=True):
             _signal_group(process, signal.SIGTERM)
@@ -117,7 +119,19 @@ async def _process(command: list[str], env: dict[str, str], words: LastWords) ->
                 await _copy(process, words)
             _signal_group(process, signal.SIGKILL)
             await process.aclose()
-            await warden.aclose()
+            if warden is not None:
+                await warden.aclose()
+
+
+async def _guarded(warden: Process) -> None:
+    """Wait until the warden is gone, which it never is while it is needed.
+
+    Raises:
+        EngineError: it is gone.
+    """
+    code = await warden.wait()
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"over with code {code}"
+    raise EngineError(f"the warden of vLLM was {how}, without which vLLM could outlive this process; start it again")
 
 
 def _signal_group(process: Process, number: signal.Signals) -> None:
