@@ -1,6 +1,7 @@
 """How vLLM is found, started, and quoted when it ends."""
 
 import os
+import socket
 import sys
 
 import anyio
@@ -14,6 +15,7 @@ from workers.engine.vllm.interpreter import Installed, examine, find, interprete
 from workers.engine.vllm.last_words import LastWords
 from workers.engine.vllm.server import serve_vllm
 from workers.engine.vllm.starting import command, environment
+from workers.fleet.addresses import engine_url
 from workers.settings.file import parse
 
 
@@ -186,14 +188,16 @@ time.sleep(600)
 
 
 STEADY = """
-import http.server, sys
+import http.server, socket, sys
 
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
 
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Health).serve_forever()
+host, port = (sys.argv[sys.argv.index(flag) + 1] for flag in ("--host", "--port"))
+http.server.HTTPServer.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+http.server.HTTPServer((host, int(port)), Health).serve_forever()
 """
 
 
@@ -218,6 +222,15 @@ def begun(monkeypatch):
 
     monkeypatch.setattr("anyio.open_process", noted)
     return processes
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 def lives(pid: int) -> bool:
@@ -259,3 +272,13 @@ async def test_no_server_is_left_behind_where_its_warden_cannot_be_started(tmp_p
     with anyio.fail_after(60), pytest.raises(BlockingIOError):
         await serve_vllm(settings_of(tmp_path, STEADY), host="127.0.0.1", port=0, ready=pytest.fail)
     assert not lives(begun[0].pid)
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+async def test_a_server_at_an_address_of_ipv6_is_found_healthy_and_announced_by_its_url(tmp_path):
+    urls = []
+    with anyio.move_on_after(30) as scope:
+        settings = settings_of(tmp_path, STEADY)
+        await serve_vllm(settings, host="::1", port=0, ready=lambda url: (urls.append(url), scope.cancel()))
+    assert [engine_url(url) for url in urls] == urls
+    assert urls[0].startswith("http://[::1]:")

@@ -23,6 +23,7 @@ import structlog
 from anyio.abc import Process
 
 from stream.errors import EngineError, SettingsError
+from workers.engine.site import url_of
 from workers.engine.vllm.interpreter import PLUGIN, examine, interpreter
 from workers.engine.vllm.last_words import LastWords
 from workers.engine.vllm.starting import backend, command, environment
@@ -72,7 +73,7 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
         log.warning("engine.exposed", host=host, why="whoever reaches it may change its weights")
     env = environment(os.environ, threads=engine.threads, cpu=installed.cpu)
     async with _process(started, env, words) as (process, warden), anyio.create_task_group() as tasks:
-        url, gone = f"http://{host}:{port}", anyio.Event()
+        url, gone = url_of(host, port), anyio.Event()
 
         async def announce() -> None:
             await _healthy(url, engine.start_timeout_s, words)
