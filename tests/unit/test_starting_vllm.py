@@ -11,6 +11,7 @@ from aiohttp import web
 
 from stream.errors import EngineError, SettingsError
 from workers.engine.site import listen
+from workers.engine.vllm import server
 from workers.engine.vllm.interpreter import Installed, examine, find, interpreter
 from workers.engine.vllm.last_words import LastWords
 from workers.engine.vllm.server import serve_vllm
@@ -185,6 +186,22 @@ server.server_close()
 print("RuntimeError: the core is dead", flush=True)
 time.sleep(600)
 """
+
+
+async def test_what_a_server_says_before_it_ends_is_quoted_although_it_is_read_later_than_its_end(
+    tmp_path, monkeypatch
+):
+    copy = server._copy
+
+    async def late(process, words):
+        await process.wait()
+        await anyio.sleep(0.02)
+        await copy(process, words)
+
+    monkeypatch.setattr(server, "_copy", late)
+    settings = settings_of(tmp_path, "import sys; sys.exit('RuntimeError: no such device')")
+    with anyio.fail_after(30), pytest.raises(EngineError, match="exited with code 1: RuntimeError: no such device"):
+        await serve_vllm(settings, host="127.0.0.1", port=0, ready=pytest.fail)
 
 
 STEADY = """

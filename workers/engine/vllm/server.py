@@ -33,6 +33,8 @@ log = structlog.get_logger()
 
 _LEAVE_S = 8.0
 """For vLLM to end when asked to; it frees what it shares between its processes."""
+_ON_THE_WAY_S = 0.2
+"""For what it has said before it ended."""
 _HEALTH_EVERY_S = 0.25
 _HEALTH_S = 5.0
 _TELL_EVERY_S = 15.0
@@ -73,7 +75,11 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
         log.warning("engine.exposed", host=host, why="whoever reaches it may change its weights")
     env = environment(os.environ, threads=engine.threads, cpu=installed.cpu)
     async with _process(started, env, words) as (process, warden), anyio.create_task_group() as tasks:
-        url, gone = url_of(host, port), anyio.Event()
+        url, gone, silent = url_of(host, port), anyio.Event(), anyio.Event()
+
+        async def listen() -> None:
+            await _copy(process, words)
+            silent.set()
 
         async def announce() -> None:
             await _healthy(url, engine.start_timeout_s, words)
@@ -83,10 +89,12 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
             gone.set()
             _signal_group(process, signal.SIGKILL)
 
-        tasks.start_soon(_copy, process, words)
+        tasks.start_soon(listen)
         tasks.start_soon(announce)
         tasks.start_soon(_guarded, warden)
         code = await process.wait()
+        with anyio.move_on_after(_ON_THE_WAY_S):
+            await silent.wait()
         said = words.told  # what its other processes say from here on follows from its end
         tasks.cancel_scope.cancel()
     if code == _BAD_USAGE:
