@@ -134,6 +134,14 @@ async def test_the_command_lists_who_names_each_engine_whether_it_answers_and_wi
     assert (listed["url"], listed["source"], listed["answers"], listed["version"]) == (engine.url, "list", True, 7)
 
 
+async def test_engines_are_asked_without_the_proxy_of_the_environment_as_workers_ask_them(link, file, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr("urllib.request._opener", None)  # what an earlier call found in the environment
+    async with ScriptedEngine(lambda *_: [1], version="7") as engine:
+        added = await anyio.to_thread.run_sync(lambda: invoke("add", engine.url, file))
+    assert added["answers"], added
+
+
 async def test_a_name_that_does_not_resolve_here_is_listed_as_that_beside_all_other_engines(link, file):
     settings = anyio.Path(file)
     await settings.write_text(await settings.read_text() + 'engine.dns = "http://no.such.host.invalid:8000"\n')
