@@ -21,6 +21,7 @@ from workers.engine.model import SlotModel
 from workers.engine.scheduler import Scheduler
 from workers.engine.server import Routes, serve
 from workers.engine.site import listen
+from workers.engine.stopping import load_tokenizer
 from workers.train.model.policy import load_policy
 
 VOCABULARY, END = 97, 2
@@ -321,6 +322,14 @@ def test_a_model_whose_weights_did_not_come_whole_is_named(models, tmp_path: Pat
         SlotModel.load(broken, slots=2, max_length=64, dtype="float32")
     with pytest.raises(SettingsError, match=f"{broken}: .* model.path"):
         load_policy(broken)
+
+
+def test_a_tokenizer_that_did_not_come_whole_is_named_and_none_is_none(tmp_path: Path):
+    assert load_tokenizer(tmp_path) is None
+    file = tmp_path / "tokenizer.json"
+    file.write_text('{"version": ')
+    with pytest.raises(EngineError, match=f"{file}: no tokenizer can be read from it"):
+        load_tokenizer(tmp_path)
 
 
 async def test_control_routes_out_of_order_are_refused(models):
