@@ -9,7 +9,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from workers.demo.model import make_tokenizer
 
-LENGTH = 2048
+LENGTH = 8192
+"""Of a context: twenty seconds of sampling, so that no request is over before a test has come to what it is for."""
+MANY = 2000
+"""Tokens of a request that has to end by itself, and not within the next seconds."""
 BENT = {"temperature": 0.4, "top_k": 5, "top_p": 0.7, "min_p": 0.1, "repetition_penalty": 1.5}
 """vLLM takes these for whatever a request to `/v1/completions` leaves out."""
 
