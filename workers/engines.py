@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from functools import partial
 from http.client import HTTPException
 from typing import Any, Literal
-from urllib.request import urlopen
+from urllib.request import ProxyHandler, build_opener
 
 import anyio
 import msgspec
@@ -22,6 +22,8 @@ from workers.run.live import Place, locate, visit
 from workers.steering import whoever_asks
 
 _ANSWER_S = 3.0
+_OPENER = build_opener(ProxyHandler({}))
+"""Workers ask engines without a proxy, too."""
 
 
 Source = Literal["settings", "dns", "list"]
@@ -107,9 +109,9 @@ def say_of_engine(word: Literal["add", "remove"], url: str, target: str | None, 
 
 
 async def _look(place: Place, words: list[EngineWord]) -> list[EngineReport]:
-    """Every engine that anybody names, the removed ones included."""
+    """Every engine that anybody names, the removed ones included; a name that does not resolve stands for its own."""
     last = {word.url: word for word in words}
-    sources = await _named(place)
+    sources, unresolved = await _named(place)
     kept = engines_now(tuple(sources), words)
     reports = []
     for url in dict.fromkeys((*sources, *last)):
@@ -121,34 +123,38 @@ async def _look(place: Place, words: list[EngineWord]) -> list[EngineReport]:
     async with anyio.create_task_group() as tasks:
         for report in reports:
             tasks.start_soon(_ask, report)
-    return reports
+    return [*reports, *unresolved]
 
 
 async def _none_left(place: Place, link: Link) -> bool:
     """Whether the run has no engine any more, as far as can be seen from here."""
     try:
-        return place.settings is not None and not engines_now(tuple(await _named(place)), await engine_words(link))
+        sources, unresolved = await _named(place)
+        left = unresolved or engines_now(tuple(sources), await engine_words(link))
     except PenstockError:
         return False
+    return place.settings is not None and not left
 
 
-async def _named(place: Place) -> dict[str, Source]:
-    """The engines that the settings name, and the one that `penstock run` started."""
+async def _named(place: Place) -> tuple[dict[str, Source], list[EngineReport]]:
+    """The engines that the settings name, and those that `penstock run` started; and a name that does not resolve."""
     found: dict[str, Source] = {}
     if place.settings is None:
-        return found
+        return found, []
     running = await anyio.to_thread.run_sync(live.read, place.folder) if place.folder else None
     for url in (*place.settings.engine.urls, *(running.engines if running else ())):
         found[engine_url(url, "engine.urls")] = "settings"
-    if place.settings.engine.dns:
-        name = engine_url(place.settings.engine.dns, "engine.dns")
-        try:
-            at_name = await engines_at(name)
-        except (OSError, UnicodeError) as error:
-            raise PenstockError(f"engine.dns: {name} does not resolve here: {error or 'no answer in time'}") from error
-        for url in at_name:
-            found.setdefault(url, "dns")
-    return found
+    if not place.settings.engine.dns:
+        return found, []
+    name = engine_url(place.settings.engine.dns, "engine.dns")
+    try:
+        at_name = await engines_at(name)
+    except (OSError, UnicodeError) as error:  # it may resolve for the workers, elsewhere
+        why = f"the name does not resolve here: {error or 'no answer in time'}"
+        return found, [EngineReport(url=name, source="dns", removed=False, why=why)]
+    for url in at_name:
+        found.setdefault(url, "dns")
+    return found, []
 
 
 async def _ask(report: EngineReport) -> None:
@@ -165,7 +171,7 @@ async def _ask(report: EngineReport) -> None:
 
 
 def _get(url: str) -> bytes:
-    with urlopen(url, timeout=_ANSWER_S) as answer:  # noqa: S310  (`engine_url` lets http and https pass alone)
+    with _OPENER.open(url, timeout=_ANSWER_S) as answer:  # `engine_url` lets http and https pass alone
         return bytes(answer.read(1_000_000))
 
 

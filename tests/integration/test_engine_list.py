@@ -134,6 +134,31 @@ async def test_the_command_lists_who_names_each_engine_whether_it_answers_and_wi
     assert (listed["url"], listed["source"], listed["answers"], listed["version"]) == (engine.url, "list", True, 7)
 
 
+async def test_engines_are_asked_without_the_proxy_of_the_environment_as_workers_ask_them(link, file, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr("urllib.request._opener", None)  # what an earlier call found in the environment
+    async with ScriptedEngine(lambda *_: [1], version="7") as engine:
+        added = await anyio.to_thread.run_sync(lambda: invoke("add", engine.url, file))
+    assert added["answers"], added
+
+
+async def test_a_name_that_does_not_resolve_here_is_listed_as_that_beside_all_other_engines(link, file):
+    settings = anyio.Path(file)
+    await settings.write_text(await settings.read_text() + 'engine.dns = "http://no.such.host.invalid:8000"\n')
+    await anyio.to_thread.run_sync(lambda: invoke("add", "http://127.0.0.1:8", file))
+    named, listed, at_name = await anyio.to_thread.run_sync(lambda: invoke("list", file))
+    assert (named["url"], listed["url"]) == ("http://127.0.0.1:9", "http://127.0.0.1:8")
+    assert (at_name["url"], at_name["source"], at_name["answers"]) == (
+        *("http://no.such.host.invalid:8000", "dns", False),
+    )
+    assert at_name["why"].startswith("the name does not resolve here: ")
+    plain = await anyio.to_thread.run_sync(lambda: CliRunner().invoke(penstock, ["engines", "list", file]))
+    assert "the name does not resolve here" in " ".join(plain.stdout.split())
+    for port in (9, 8):
+        removed = await anyio.to_thread.run_sync(partial(invoke, "remove", f"http://127.0.0.1:{port}", file))
+    assert removed["none_left"] is False, "nobody here knows what the name stands for"
+
+
 async def test_an_engine_that_does_not_answer_may_be_added_and_that_is_said(link, file):
     added = await anyio.to_thread.run_sync(lambda: invoke("add", "http://127.0.0.1:9/x", file))
     assert (added["changed"], added["answers"]) == (True, False)

@@ -75,6 +75,17 @@ async def test_raw_logprobs_will_do_only_where_they_are_those_of_what_is_sampled
             assert (await client.sample([5], sampling)).token_ids == [6, 7, 2]
 
 
+@pytest.mark.parametrize("closed", [set(), {Generate.path}], ids=["generate", "completions"])
+@pytest.mark.parametrize("sampling", [PLAIN, WARM], ids=lambda sampling: sampling.in_words)
+async def test_logits_are_no_logprobs_although_they_lie_as_far_apart(sampling, closed):
+    async with ScriptedEngine(reply, version="0") as engine:
+        engine.without, engine.logits = closed, True
+        with anyio.fail_after(5):
+            async with client_of(engine.url, samplings=[sampling], reconnect_s=60) as client:
+                with pytest.raises(EngineError, match=rf"{engine.url}.*above 0.*--logprobs-mode processed_logprobs"):
+                    await client.probe()
+
+
 async def test_an_engine_that_is_too_short_for_the_runs_completions_is_told_of():
     longest = Sampling(temperature=1.0, max_tokens=5000)
     async with ScriptedEngine(reply, version="0") as engine:

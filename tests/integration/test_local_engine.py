@@ -1,6 +1,7 @@
 """The local engine over HTTP, against transformers' own forward pass on the same weights."""
 
 import random
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
@@ -14,11 +15,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from stream.errors import EngineError, SettingsError
 from workers.demo.model import make_model
 from workers.engine.model import SlotModel
 from workers.engine.scheduler import Scheduler
 from workers.engine.server import Routes, serve
 from workers.engine.site import listen
+from workers.engine.stopping import load_tokenizer
+from workers.train.model.policy import load_policy
 
 VOCABULARY, END = 97, 2
 SHAPE = {
@@ -308,6 +312,24 @@ async def test_bad_weights_are_refused_and_the_old_ones_stay(models, tmp_path: P
         check_by_span(answer, [4, 5, 6], {"3": models[kind, "A"]})
         await engine.push(models[kind, "C"], "4")  # and a good push goes through afterwards
         check_by_span(await engine.generate([4, 5, 6], max_tokens=20), [4, 5, 6], {"4": models[kind, "C"]})
+
+
+def test_a_model_whose_weights_did_not_come_whole_is_named(models, tmp_path: Path):
+    broken = shutil.copytree(models["llama-untied", "A"], tmp_path / "broken")
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(EngineError, match=f"{broken}: transformers cannot load it"):
+        SlotModel.load(broken, slots=2, max_length=64, dtype="float32")
+    with pytest.raises(SettingsError, match=f"{broken}: .* model.path"):
+        load_policy(broken)
+
+
+def test_a_tokenizer_that_did_not_come_whole_is_named_and_none_is_none(tmp_path: Path):
+    assert load_tokenizer(tmp_path) is None
+    file = tmp_path / "tokenizer.json"
+    file.write_text('{"version": ')
+    with pytest.raises(EngineError, match=f"{file}: no tokenizer can be read from it"):
+        load_tokenizer(tmp_path)
 
 
 async def test_control_routes_out_of_order_are_refused(models):

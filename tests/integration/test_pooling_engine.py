@@ -1,6 +1,7 @@
 """The local engine as a reward server: transformers' own numbers, whoever the neighbours are, in vLLM's form."""
 
 import random
+import shutil
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -235,6 +236,14 @@ def test_a_policy_is_not_served_as_a_reward_model_with_a_head_made_up_on_the_spo
     make_model(tmp_path, seed=0)
     with pytest.raises(EngineError, match=r"no sequence classifier: score\.weight is not among its weights"):
         Classifier.load(tmp_path, max_length=0, dtype="float32")
+
+
+def test_a_reward_model_whose_weights_did_not_come_whole_is_named(folder, tmp_path):
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(EngineError, match=f"{broken}: transformers cannot load it as .*: .*metadata"):
+        Classifier.load(broken, max_length=0, dtype="float32")
 
 
 def test_a_folder_says_what_it_is_for(folder, tmp_path):

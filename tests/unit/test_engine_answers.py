@@ -74,6 +74,7 @@ def test_an_answer_without_versions_has_the_one_that_was_asked_for_before_and_af
         ({"logprobs": {"content": None}}, "junk"),
         ({"logprobs": {"content": [*CONTENT[:1], {"token_id": 2, "logprob": None}]}}, "junk"),
         ({"logprobs": {"content": [*CONTENT[:1], {"token_id": 2, "logprob": -9999.0}]}}, "not finite"),
+        ({"logprobs": {"content": [*CONTENT[:1], {"token_id": 2, "logprob": 17.5}]}}, "17.5 as a log-prob"),
         ({"weight_versions": []}, "do not cover 2 tokens"),
         ({"weight_versions": [{"version": "4", "start": 0, "end": 1}]}, "do not cover 2 tokens"),
         ({"weight_versions": [{"version": "4", "start": 0, "end": 3}]}, "do not cover 2 tokens"),
@@ -97,6 +98,7 @@ def test_what_generate_answers_else_is_no_sample(changes, said):
         ({"logprobs": {"token_logprobs": [-0.5]}}, "2 tokens with 1 log-probs"),
         ({"logprobs": {"token_logprobs": [-0.5, None]}}, "not finite"),
         ({"logprobs": {"token_logprobs": [-0.5, -9999.0]}}, "not finite"),
+        ({"logprobs": {"token_logprobs": [-0.5, 17.5]}}, "17.5 as a log-prob"),
     ],
 )
 def test_what_completions_answers_else_is_no_sample(changes, said):

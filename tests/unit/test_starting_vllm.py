@@ -1,5 +1,7 @@
 """How vLLM is found, started, and quoted when it ends."""
 
+import os
+import socket
 import sys
 
 import anyio
@@ -9,10 +11,12 @@ from aiohttp import web
 
 from stream.errors import EngineError, SettingsError
 from workers.engine.site import listen
+from workers.engine.vllm import server
 from workers.engine.vllm.interpreter import Installed, examine, find, interpreter
 from workers.engine.vllm.last_words import LastWords
 from workers.engine.vllm.server import serve_vllm
 from workers.engine.vllm.starting import command, environment
+from workers.fleet.addresses import engine_url
 from workers.settings.file import parse
 
 
@@ -184,19 +188,114 @@ time.sleep(600)
 """
 
 
+async def test_what_a_server_says_before_it_ends_is_quoted_although_it_is_read_later_than_its_end(
+    tmp_path, monkeypatch
+):
+    copy = server._copy
+
+    async def late(process, words):
+        await process.wait()
+        await anyio.sleep(0.02)
+        await copy(process, words)
+
+    monkeypatch.setattr(server, "_copy", late)
+    settings = settings_of(tmp_path, "import sys; sys.exit('RuntimeError: no such device')")
+    with anyio.fail_after(30), pytest.raises(EngineError, match="exited with code 1: RuntimeError: no such device"):
+        await serve_vllm(settings, host="127.0.0.1", port=0, ready=pytest.fail)
+
+
+STEADY = """
+import http.server, socket, sys
+
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+host, port = (sys.argv[sys.argv.index(flag) + 1] for flag in ("--host", "--port"))
+http.server.HTTPServer.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+http.server.HTTPServer((host, int(port)), Health).serve_forever()
+"""
+
+
+def settings_of(folder, script):
+    """A run whose vLLM is this script."""
+    (folder / "config.json").write_text("{}")
+    (folder / "vllm.py").write_text(script)
+    python = a_python(folder, f'if [ "$1" = -I ]; then {READY}; else exec {sys.executable} {folder}/vllm.py "$@"; fi')
+    settings = settings_with(python=str(python))
+    return msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, path=str(folder)))
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """Every process that is begun: vLLM, then its warden."""
+    processes = []
+    open_process = anyio.open_process
+
+    async def noted(*command, **options):
+        processes.append(await open_process(*command, **options))
+        return processes[-1]
+
+    monkeypatch.setattr("anyio.open_process", noted)
+    return processes
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 async def test_a_server_that_listens_no_more_and_does_not_end_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("workers.engine.vllm.server._LISTENS_EVERY_S", 0.1)
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "deaf.py").write_text(DEAF)
-    python = a_python(
-        tmp_path, f'if [ "$1" = -I ]; then {READY}; else exec {sys.executable} {tmp_path}/deaf.py "$@"; fi'
-    )
-    settings = settings_with(python=str(python))
-    settings = msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, path=str(tmp_path)))
     urls = []
     with (
         anyio.fail_after(60),
         pytest.raises(EngineError, match=r"did not listen any more, nor end.*RuntimeError: the core is dead"),
     ):
-        await serve_vllm(settings, host="127.0.0.1", port=0, ready=urls.append)
+        await serve_vllm(settings_of(tmp_path, DEAF), host="127.0.0.1", port=0, ready=urls.append)
     assert len(urls) == 1
+
+
+async def test_a_server_whose_warden_is_killed_ends_since_it_could_outlive_us(tmp_path, begun):
+    settings = settings_of(tmp_path, STEADY)
+    with anyio.fail_after(60), pytest.raises(ExceptionGroup) as caught:
+        await serve_vllm(settings, host="127.0.0.1", port=0, ready=lambda _: begun[1].kill())
+    assert caught.group_contains(EngineError, match=r"warden of vLLM was killed by SIGKILL.*start it again")
+    assert not lives(begun[0].pid)
+
+
+async def test_no_server_is_left_behind_where_its_warden_cannot_be_started(tmp_path, monkeypatch, begun):
+    open_process = anyio.open_process
+
+    async def only_one(*command, **options):
+        if begun:
+            raise BlockingIOError("no process is left for it")
+        return await open_process(*command, **options)
+
+    monkeypatch.setattr("anyio.open_process", only_one)
+    with anyio.fail_after(60), pytest.raises(BlockingIOError):
+        await serve_vllm(settings_of(tmp_path, STEADY), host="127.0.0.1", port=0, ready=pytest.fail)
+    assert not lives(begun[0].pid)
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+async def test_a_server_at_an_address_of_ipv6_is_found_healthy_and_announced_by_its_url(tmp_path):
+    urls = []
+    with anyio.move_on_after(30) as scope:
+        settings = settings_of(tmp_path, STEADY)
+        await serve_vllm(settings, host="::1", port=0, ready=lambda url: (urls.append(url), scope.cancel()))
+    assert [engine_url(url) for url in urls] == urls
+    assert urls[0].startswith("http://[::1]:")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from penstock_vllm import BACKEND, KNOWN_TO_WORK, register
 from penstock_vllm.asking import asking
-from penstock_vllm.checkpoint import compare, files_of, shapes_of
+from penstock_vllm.checkpoint import compare, files_of, shapes_of, tensors_of
 from penstock_vllm.pieces import find_pieces
 from penstock_vllm.source import fetch
 from penstock_vllm.verdict import FAILED, REFUSED, FailedError, RefusedError
@@ -59,6 +59,28 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path, cut):
     file.write_bytes(file.read_bytes()[:-cut])
     with pytest.raises(RefusedError, match="no whole safetensors file"):
         shapes_of([file])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dtype": "F99"}, {"shape": [7, 4]}, {"data_offsets": [4, 84]}, {"shape": "[7, 3]"}], ids=str
+)
+def test_a_file_of_the_right_length_that_no_tensor_can_be_read_from_is_refused_before_the_model_is_touched(
+    tmp_path, changes
+):
+    entry = {"dtype": "F32", "shape": [7, 3], "data_offsets": [0, 84]} | changes
+    header = json.dumps({"embed": entry}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(84))
+    with pytest.raises(RefusedError, match=f"{file} is no whole safetensors file"):
+        shapes_of([file])
+
+
+def test_a_file_that_was_changed_after_it_was_checked_is_named(tmp_path):
+    file = save(tmp_path / "model.safetensors", SHAPES)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors_of([file])} == SHAPES
+    file.write_bytes(b"something else")
+    with pytest.raises(OSError, match=f"{file} cannot be read any more"):
+        list(tensors_of([file]))
 
 
 def test_a_folder_that_is_not_there_is_refused_with_the_remedy(tmp_path):

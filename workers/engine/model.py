@@ -6,6 +6,7 @@ from typing import Any
 
 import structlog
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -59,7 +60,7 @@ class SlotModel:
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
             )
-        except (OSError, ValueError, ImportError) as error:
+        except (OSError, ValueError, ImportError, SafetensorError) as error:
             raise EngineError(f"{path}: transformers cannot load it as a causal model: {error}") from error
         return cls(model, slots=slots, max_length=max_length)
 

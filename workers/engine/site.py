@@ -39,10 +39,15 @@ async def listen(app: web.Application, host: str, port: int) -> AsyncIterator[st
             await web.TCPSite(runner, host, port, backlog=_BACKLOG).start()
         except OSError as error:
             raise EngineError(f"cannot listen on {host}:{port}: {error}; choose another port") from error
-        yield f"http://{host}:{runner.addresses[0][1]}"
+        yield url_of(host, runner.addresses[0][1])
     finally:
         with anyio.CancelScope(shield=True):
             await runner.cleanup()
+
+
+def url_of(host: str, port: int) -> str:
+    """The URL of a server; an address of IPv6 stands in brackets there."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @web.middleware

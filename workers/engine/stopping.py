@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from stream.errors import EngineRefusedError
+from stream.errors import EngineError, EngineRefusedError
 
 
 class StopStrings:
@@ -34,9 +34,18 @@ class StopStrings:
 
 
 def load_tokenizer(model: Path) -> Tokenizer | None:
-    """The tokenizer in a model's folder, if there is one in the form that every model of today has."""
+    """The tokenizer in a model's folder, if there is one in the form that every model of today has.
+
+    Raises:
+        EngineError: there is one that cannot be read.
+    """
     file = model / "tokenizer.json"
-    return Tokenizer.from_file(str(file)) if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more exact
+        raise EngineError(f"{file}: no tokenizer can be read from it: {error}; fetch it again") from error
 
 
 def stop_strings(tokenizer: Any, prompt: Sequence[int], stops: Sequence[str]) -> StopStrings | None:

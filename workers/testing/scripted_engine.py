@@ -62,6 +62,8 @@ Delay = Callable[[GenerateRequest], float]
 """From a request to the seconds that its answer takes."""
 
 _REMEMBERED = 10_000
+_MOST_LIKELY = 17.0
+"""The largest logit."""
 _ORDERS = ("/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update")
 
 
@@ -114,6 +116,8 @@ class ScriptedEngine:
         """It answers nothing for as long as this holds, as a process after SIGSTOP."""
         self.raw = False
         """Log-probs are told of the raw logits, as vLLM does unless it is told otherwise."""
+        self.logits = False
+        """Logits are told in their place, as vLLM does where it is told to."""
         self.requests: deque[GenerateRequest] = deque(maxlen=_REMEMBERED)
         self.orders: deque[str] = deque(maxlen=_REMEMBERED)
         """Control routes in the order of their calls, faults included."""
@@ -239,6 +243,9 @@ class ScriptedEngine:
         likeliest = [self._likeliest(request.sampling_params)] * len(tokens)
         answer = response(request, tokens, logprobs, "abort" if fault == "abort" else reason, spans, likeliest)
         content = answer.choices[0].logprobs
+        for entry in content.content if self.logits and content is not None else ():
+            entry.logprob += _MOST_LIKELY
+            entry.top_logprobs = [TokenLogprob(other.logprob + _MOST_LIKELY, other.token_id) for other in likeliest[0]]
         if fault == "count_mismatch" and content is not None:
             content.content.pop()
         if fault == "unknown_logprob" and content is not None:

@@ -3,7 +3,7 @@
 ==================  =================================================================
 `engine.py`         the backend: stages an update, checks it, brings it into the model
 `source.py`         where the files come from: a folder, or downloads that are checked
-`checkpoint.py`     names and shapes, and how an update may differ from them
+`checkpoint.py`     names, shapes and tensors, and how an update may differ
 `asking.py`         which tensors a live model takes
 `verdict.py`        what is said of an update that is not taken
 `pieces.py`         the parts of vLLM that this rests on, and whether they are there

@@ -1,9 +1,11 @@
-"""Names and shapes of a checkpoint in safetensors files, from their headers alone; and how an update may differ."""
+"""A checkpoint in safetensors files: names and shapes, from the headers alone; how an update may differ; tensors."""
 
 import json
-import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
 
 from penstock_vllm.verdict import FailedError, RefusedError
 
@@ -15,7 +17,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _NAMED = 5
 """Names that a message lists before it only counts."""
-_LONGEST_HEADER = 100_000_000
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -54,25 +55,14 @@ def shapes_of(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for file in files:
         try:
-            found |= _header(file)
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  (not iterable)
+                    found[name] = tuple(tensors.get_slice(name).get_shape())
         except OSError as error:
             raise FailedError(f"{file} cannot be read: {error}") from error
-        except (ValueError, KeyError, TypeError, struct.error) as error:
-            raise RefusedError(f"{file} is no whole safetensors file: {error!r}") from error
+        except SafetensorError as error:
+            raise RefusedError(f"{file} is no whole safetensors file: {error}") from error
     return found
-
-
-def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        if length > _LONGEST_HEADER:
-            raise ValueError(f"its header has {length} bytes")
-        header = json.loads(opened.read(length))
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if file.stat().st_size != 8 + length + end:
-        raise ValueError(f"{file.stat().st_size} bytes, where its header speaks of {8 + length + end}")
-    return {name: tuple(entry["shape"]) for name, entry in header.items()}
 
 
 def compare(update: Shapes, reference: Shapes, takes: Callable[[str, tuple[int, ...]], bool]) -> None:
@@ -103,3 +93,18 @@ def listed(names: list[str]) -> str:
     """Some of the names, and how many more."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
+
+
+def tensors_of(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors, on the CPU, one after the other.
+
+    Raises:
+        OSError: a file is not any more what `shapes_of` has seen.
+    """
+    for file in files:
+        try:
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  (not iterable)
+                    yield name, tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise OSError(f"{file} cannot be read any more: {error}") from error

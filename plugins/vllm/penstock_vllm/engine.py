@@ -11,13 +11,11 @@ the next call. So nobody raises before `finish_weight_update`, and there the las
 """
 
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -26,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 
 from penstock_vllm.asking import asking
-from penstock_vllm.checkpoint import Shapes, compare, files_of, shapes_of
+from penstock_vllm.checkpoint import Shapes, compare, files_of, shapes_of, tensors_of
 from penstock_vllm.pieces import find_pieces
 from penstock_vllm.source import fetch
 from penstock_vllm.verdict import BROKEN, FailedError, RefusedError, UpdateError
@@ -131,7 +129,7 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _load(self) -> None:
         self._pieces.initialize(self.model)
         try:
-            self.model.load_weights(_tensors(self._staged))
+            self.model.load_weights(tensors_of(self._staged))
         finally:
             self._pieces.finalize(self.model, self.model_config)
         for module in self.model.modules():
@@ -162,13 +160,6 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
-
-
-def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in files:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (not iterable)
-                yield name, tensors.get_tensor(name)
 
 
 def _reference(vllm_config: Any) -> Shapes | None:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import structlog
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.modeling_layers import GenericForSequenceClassification
@@ -163,7 +164,7 @@ def load_classifier(path: Path, dtype: str) -> tuple[Any, Any]:
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise EngineError(f"{path}: transformers cannot load it as a sequence classifier: {error}") from error
     if missing := sorted(told["missing_keys"]):
         raise EngineError(f"{path}: it is no sequence classifier: {', '.join(missing)} is not among its weights")

@@ -23,6 +23,7 @@ import structlog
 from anyio.abc import Process
 
 from stream.errors import EngineError, SettingsError
+from workers.engine.site import url_of
 from workers.engine.vllm.interpreter import PLUGIN, examine, interpreter
 from workers.engine.vllm.last_words import LastWords
 from workers.engine.vllm.starting import backend, command, environment
@@ -32,6 +33,8 @@ log = structlog.get_logger()
 
 _LEAVE_S = 8.0
 """For vLLM to end when asked to; it frees what it shares between its processes."""
+_ON_THE_WAY_S = 0.2
+"""For what it has said before it ended."""
 _HEALTH_EVERY_S = 0.25
 _HEALTH_S = 5.0
 _TELL_EVERY_S = 15.0
@@ -71,8 +74,12 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
     if not _is_loopback(host):
         log.warning("engine.exposed", host=host, why="whoever reaches it may change its weights")
     env = environment(os.environ, threads=engine.threads, cpu=installed.cpu)
-    async with _process(started, env, words) as process, anyio.create_task_group() as tasks:
-        url, gone = f"http://{host}:{port}", anyio.Event()
+    async with _process(started, env, words) as (process, warden), anyio.create_task_group() as tasks:
+        url, gone, silent = url_of(host, port), anyio.Event(), anyio.Event()
+
+        async def listen() -> None:
+            await _copy(process, words)
+            silent.set()
 
         async def announce() -> None:
             await _healthy(url, engine.start_timeout_s, words)
@@ -82,9 +89,12 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
             gone.set()
             _signal_group(process, signal.SIGKILL)
 
-        tasks.start_soon(_copy, process, words)
+        tasks.start_soon(listen)
         tasks.start_soon(announce)
+        tasks.start_soon(_guarded, warden)
         code = await process.wait()
+        with anyio.move_on_after(_ON_THE_WAY_S):
+            await silent.wait()
         said = words.told  # what its other processes say from here on follows from its end
         tasks.cancel_scope.cancel()
     if code == _BAD_USAGE:
@@ -97,19 +107,20 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
 
 
 @asynccontextmanager
-async def _process(command: list[str], env: dict[str, str], words: LastWords) -> AsyncIterator[Process]:
-    """VLLM's server, in a process group of its own that is gone when the context is left, or this process is."""
+async def _process(command: list[str], env: dict[str, str], words: LastWords) -> AsyncIterator[tuple[Process, Process]]:
+    """VLLM's server, in a process group that is gone when the context is left, or this process is; and its warden."""
     process = await anyio.open_process(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env,
         start_new_session=True,
     )  # fmt: skip
-    # It reads from a pipe that we alone hold open, and kills when that closes: a SIGKILL to us closes it, too.
-    warden = await anyio.open_process(
-        ("sh", "-c", 'read -r _; kill -s KILL -- "-$0" 2>/dev/null', str(process.pid)),
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+    warden: Process | None = None
     try:
-        yield process
+        # It reads from a pipe that we alone hold open, and kills when that closes: a SIGKILL to us closes it, too.
+        warden = await anyio.open_process(
+            ("sh", "-c", 'read -r _; kill -s KILL -- "-$0" 2>/dev/null', str(process.pid)),
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        yield process, warden
     finally:
         with anyio.CancelScope(shield=True):
             _signal_group(process, signal.SIGTERM)
@@ -117,7 +128,19 @@ async def _process(command: list[str], env: dict[str, str], words: LastWords) ->
                 await _copy(process, words)
             _signal_group(process, signal.SIGKILL)
             await process.aclose()
-            await warden.aclose()
+            if warden is not None:
+                await warden.aclose()
+
+
+async def _guarded(warden: Process) -> None:
+    """Wait until the warden is gone, which it never is while it is needed.
+
+    Raises:
+        EngineError: it is gone.
+    """
+    code = await warden.wait()
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"over with code {code}"
+    raise EngineError(f"the warden of vLLM was {how}, without which vLLM could outlive this process; start it again")
 
 
 def _signal_group(process: Process, number: signal.Signals) -> None:

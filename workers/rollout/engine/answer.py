@@ -15,8 +15,14 @@ from workers.engine.wire import UNKNOWN, FinishReason
 NONE_YET: Final = -1
 """Version of an engine that has not been given weights under a number."""
 _RETRIED = (408, 429)
+_ROUNDING: Final = 0.01
+"""How far above 0 a log-prob may lie that was computed with few bits."""
 
 T = TypeVar("T")
+
+
+class UnfitError(EngineError):
+    """The engine lacks what the run needs of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,7 @@ def believed(
     """A sample, if what the answer says of it agrees with itself.
 
     Raises:
+        UnfitError: logits in place of log-probs.
         EngineError: an abort, no tokens, tokens without a log-prob, or without a policy version.
     """
     if finish_reason == "abort":
@@ -68,6 +75,11 @@ def believed(
     known = [logprob for logprob in logprobs if logprob is not None and math.isfinite(logprob) and logprob > UNKNOWN]
     if len(known) < len(logprobs):
         raise EngineError(f"{url} answers a log-prob that is not finite")
+    if max(known) > _ROUNDING:
+        raise UnfitError(
+            f"{url} answers {max(known):.3g} as a log-prob, and none lies above 0: it tells logits; start vLLM with "
+            "--logprobs-mode processed_logprobs"
+        )
     edges = [0, *(span.end for span in spans)]
     starts = [span.start for span in spans]
     if starts != edges[:-1] or edges[-1] != len(token_ids) or any(s.end <= s.start for s in spans):

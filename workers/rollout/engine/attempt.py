@@ -9,12 +9,12 @@ from envs.served.service import error_text
 from stream.errors import EngineError
 from stream.records import Span
 from workers.engine.wire import adapter_name
-from workers.rollout.engine.answer import NONE_YET, Sampled
+from workers.rollout.engine.answer import NONE_YET, Sampled, UnfitError
 from workers.rollout.engine.connection import Connection, SilentError
 from workers.rollout.engine.known_engine import KnownEngine
 from workers.rollout.engine.lookout import Lookout
 from workers.rollout.engine.places import outdated
-from workers.rollout.engine.probe import ABSENT, Facts, UnfitError
+from workers.rollout.engine.probe import ABSENT, Facts
 from workers.rollout.engine.sampling import Sampling
 
 

@@ -11,6 +11,7 @@ What may be wrong with an answer, and what is done about it::
     any other 4xx                            a fact about the request: never again              EngineRefusedError
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
@@ -22,13 +23,13 @@ import structlog
 from envs.served.service import back_off
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
 from workers.fleet.roster import Roster
-from workers.rollout.engine.answer import NONE_YET, Sampled
+from workers.rollout.engine.answer import NONE_YET, Sampled, UnfitError
 from workers.rollout.engine.attempt import Attempt, StaleError
 from workers.rollout.engine.connection import Connection, SilentError, SlowError
 from workers.rollout.engine.known_engine import KnownEngine
 from workers.rollout.engine.lookout import Lookout
 from workers.rollout.engine.places import Places, Wanted
-from workers.rollout.engine.probe import Probe, UnfitError
+from workers.rollout.engine.probe import Probe
 from workers.rollout.engine.sampling import Sampling
 from workers.settings import Settings
 from workers.settings.engine import Engine
@@ -140,6 +141,7 @@ class EngineClient:
             EngineUnavailableError: nothing answers, or nobody has weights as new as `at_least`.
         """
         began, tries = anyio.current_time(), 0
+        stale_since = math.inf
         failed: KnownEngine | None = None
         while True:
             wanted = Wanted(at_least, sampling.group, sampling.completion, failed)
@@ -149,6 +151,10 @@ class EngineClient:
             except EngineRefusedError:
                 raise
             except StaleError as error:
+                stale_since = min(stale_since, anyio.current_time())
+                waited_s = anyio.current_time() - stale_since
+                if waited_s > self._reconnect_s and not self._places.elsewhere(engine, at_least):
+                    raise EngineUnavailableError(f"{error}, for {waited_s:.3g} s; is the trainer there?") from error
                 self._lookout.lacks_weights(engine, error)
                 continue
             except EngineError as error:

@@ -20,11 +20,11 @@ from msgspec import Struct
 
 from stream.errors import EngineError
 from workers.fleet.roster import Roster
-from workers.rollout.engine.answer import NONE_YET, version_number
+from workers.rollout.engine.answer import NONE_YET, UnfitError, version_number
 from workers.rollout.engine.connection import QUESTION_S, Connection, SilentError
 from workers.rollout.engine.known_engine import KnownEngine
 from workers.rollout.engine.places import Places
-from workers.rollout.engine.probe import Probe, UnfitError
+from workers.rollout.engine.probe import Probe
 from workers.rollout.engine.signals import read_signals
 
 log = structlog.get_logger()

@@ -17,7 +17,7 @@ from msgspec import structs
 from envs.served.service import error_text
 from stream.errors import EngineError, EngineRefusedError
 from workers.engine.wire import PROBE
-from workers.rollout.engine.answer import NONE_YET
+from workers.rollout.engine.answer import NONE_YET, UnfitError
 from workers.rollout.engine.completions import Completions
 from workers.rollout.engine.connection import QUESTION_S, Connection
 from workers.rollout.engine.generate import Generate
@@ -38,10 +38,6 @@ ABSENT: Final = (403, 404, 405)
 """Of one that a server does not have, or keeps closed."""
 _LEAST_GAP: Final = 0.02
 """Of log-probs; below it rounding could decide."""
-
-
-class UnfitError(EngineError):
-    """The engine lacks what the run needs of it."""
 
 
 @dataclass(frozen=True, slots=True)

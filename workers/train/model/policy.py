@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from stream.errors import SettingsError
@@ -28,14 +29,19 @@ def load_policy(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The model in a folder, without dropout, on the CPU.
 
     Raises:
-        SettingsError: there is no model there.
+        SettingsError: there is no model there, or one whose weights did not come whole.
     """
     if not (folder / "config.json").is_file():
         raise SettingsError(f"{folder}: no model in Hugging Face form there (no config.json); check model.path")
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    except SafetensorError as error:
+        raise SettingsError(
+            f"{folder}: the weights there cannot be read: {error}; fetch them again, or check model.path"
+        ) from error
     return model.eval()
 
 
