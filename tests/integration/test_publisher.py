@@ -44,6 +44,17 @@ async def test_a_push_goes_to_every_engine_in_order():
             assert not engine.paused
 
 
+async def test_engines_that_do_not_answer_are_named_with_what_was_asked_of_them(monkeypatch):
+    monkeypatch.setattr("workers.train.publishing.control._INFO_TIMEOUT_S", 0.2)
+    gone = dead_url()
+    async with ScriptedEngine(reply) as hung:
+        hung.stopped = True
+        with pytest.raises(EngineUnavailableError) as failed:
+            await publisher_of([hung.url, gone], 0.1).push(Path("/w"), 1)
+    assert f"{hung.url}/weight_info: no answer within 0.2 s" in str(failed.value)
+    assert f"{gone}/weight_info: Cannot connect to host" in str(failed.value)
+
+
 async def test_a_relative_folder_is_sent_as_an_absolute_one():
     async with ScriptedEngine(reply) as engine:
         await publisher_of([engine.url], 5).push(Path("weights/v1"), 1)

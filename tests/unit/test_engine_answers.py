@@ -6,6 +6,7 @@ import pytest
 from stream.errors import EngineError, EngineRefusedError
 from stream.records import Failure, Span
 from stream.validity import RolloutReason, TruncationReason
+from workers.engine.wire import WeightInfo, policy_version
 from workers.rollout.engine.completions import Completions
 from workers.rollout.engine.generate import Generate
 from workers.rollout.engine.sampling import Sampling, ending_of
@@ -136,6 +137,15 @@ def test_both_routes_words_for_a_context_that_is_too_long_are_known(words):
     assert isinstance(first, Failure)
     assert first.reason is RolloutReason.PROMPT_TOO_LONG
     assert ending_of(refused.value, 1) is TruncationReason.CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [("4", 4), ("0", 0), (None, None), ("none", None), ("default", None), ("v4", None), ("-1", None)],
+)
+def test_weights_that_no_trainer_named_are_of_no_version(name, version):
+    told = msgspec.json.decode(msgspec.json.encode({"weight_version": name}), type=WeightInfo)
+    assert policy_version(told.weight_version) == version
 
 
 def test_a_request_says_all_of_it_on_both_routes():

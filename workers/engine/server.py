@@ -22,7 +22,7 @@ from workers.engine.model import SlotModel
 from workers.engine.scheduler import Scheduler
 from workers.engine.site import MAX_BODY_BYTES, Handler, answer_errors, listen
 from workers.engine.stopping import load_tokenizer
-from workers.engine.wire import BACKEND, FinishUpdate, PauseMode, UpdateWeights, decode_request, response
+from workers.engine.wire import BACKEND, FinishUpdate, PauseMode, UpdateWeights, WeightInfo, decode_request, response
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -171,7 +171,7 @@ class Routes:
 
     async def weight_info(self, _: web.Request) -> web.Response:
         """The version of the weights; null before the first update."""
-        return as_json({"weight_version": self._scheduler.version})
+        return as_json(WeightInfo(self._scheduler.version))
 
     async def pause(self, http: web.Request) -> web.Response:
         """Freeze generation; requests wait from then on."""

@@ -8,9 +8,9 @@ import anyio
 from envs.served.service import error_text
 from stream.errors import EngineError
 from stream.records import Span
+from workers.engine.connection import Connection, SilentError
 from workers.engine.wire import adapter_name
 from workers.rollout.engine.answer import NONE_YET, Sampled
-from workers.rollout.engine.connection import Connection, SilentError
 from workers.rollout.engine.known_engine import KnownEngine
 from workers.rollout.engine.lookout import Lookout
 from workers.rollout.engine.places import outdated

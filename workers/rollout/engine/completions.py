@@ -12,8 +12,9 @@ from msgspec import Struct, field
 
 from stream.errors import EngineError
 from stream.records import Span
+from workers.engine.connection import decoded
 from workers.engine.wire import FinishReason
-from workers.rollout.engine.answer import Sampled, believed, decoded
+from workers.rollout.engine.answer import Sampled, believed
 from workers.rollout.engine.sampling import Sampling
 
 _encoder = msgspec.json.Encoder()

@@ -7,8 +7,9 @@ import msgspec
 
 from stream.errors import EngineError
 from stream.records import Span
+from workers.engine.connection import decoded
 from workers.engine.wire import NO_ID, GenerateRequest, GenerateResponse
-from workers.rollout.engine.answer import Sampled, believed, decoded, version_number
+from workers.rollout.engine.answer import Sampled, believed, version_number
 from workers.rollout.engine.sampling import Sampling
 
 _encoder = msgspec.json.Encoder()

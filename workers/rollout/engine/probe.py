@@ -14,12 +14,12 @@ from uuid import uuid4
 import structlog
 from msgspec import structs
 
-from envs.served.service import error_text
+from envs.served.service import in_words
 from stream.errors import EngineError, EngineRefusedError
+from workers.engine.connection import QUESTION_S, Connection
 from workers.engine.wire import PROBE
 from workers.rollout.engine.answer import NONE_YET
 from workers.rollout.engine.completions import Completions
-from workers.rollout.engine.connection import QUESTION_S, Connection
 from workers.rollout.engine.generate import Generate
 from workers.rollout.engine.route import Route
 from workers.rollout.engine.sampling import Sampling
@@ -106,7 +106,7 @@ class Probe:
         """Whether there is such a route; what is there refuses an empty request."""
         status, payload = await self._connection.send(method, url, QUESTION_S, b"{}" if method == "POST" else None)
         if status not in (*_THERE, *ABSENT):
-            raise EngineError(f"{url} answers {status}: {error_text(payload)}")
+            raise EngineError(in_words(url, status, payload))
         return status in _THERE
 
     async def _measure(self, target: "_Target") -> None:
