@@ -9,6 +9,7 @@ from stream.validity import RolloutReason, TruncationReason
 from workers.engine.wire import WeightInfo, policy_version
 from workers.rollout.engine.completions import Completions
 from workers.rollout.engine.generate import Generate
+from workers.rollout.engine.route import Request
 from workers.rollout.engine.sampling import Sampling, ending_of
 
 URL = "http://engine"
@@ -161,8 +162,8 @@ def test_a_request_says_all_of_it_on_both_routes():
         stop_token_ids=(2,),
         seed=8,
     )
-    one = msgspec.json.decode(Generate().body([5], sampling, model="m"))
-    other = msgspec.json.decode(Completions().body([5], sampling, model="m", alternatives=3, name="probe-1"))
+    one = msgspec.json.decode(Generate().body(Request([5], sampling, model="m")))
+    other = msgspec.json.decode(Completions().body(Request([5], sampling, model="m", alternatives=3, name="probe-1")))
     assert one["token_ids"] == other["prompt"] == [5]
     assert one["model"] == other["model"] == "m"
     expected = {"temperature": 0.7, "max_tokens": 3, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 8}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from stream.errors import EngineError
 from stream.records import Span
@@ -11,6 +11,8 @@ from workers.engine.wire import UNKNOWN, FinishReason, policy_version
 
 NONE_YET: Final = -1
 """Version of an engine that has not been given weights under a number."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,17 @@ class Sampled:
 def cut_off(finish_reason: str) -> bool:
     """Whether the engine says that it cut the turn off; never guessed from its length or its last token."""
     return finish_reason == "length"
+
+
+def only(choices: Sequence[T], url: str) -> T:
+    """The one completion that was asked for.
+
+    Raises:
+        EngineError: there is none, or more than one.
+    """
+    if len(choices) != 1:
+        raise EngineError(f"{url} answers {len(choices)} choices, not one")
+    return choices[0]
 
 
 def believed(

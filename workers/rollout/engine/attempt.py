@@ -15,6 +15,7 @@ from workers.rollout.engine.known_engine import KnownEngine
 from workers.rollout.engine.lookout import Lookout
 from workers.rollout.engine.places import outdated
 from workers.rollout.engine.probe import ABSENT, Facts, UnfitError
+from workers.rollout.engine.route import Request
 from workers.rollout.engine.sampling import Sampling
 
 
@@ -77,7 +78,7 @@ class Attempt:
         # Where engines keep what older weights have computed, no request finds it in the cache.
         salt = f"v{before}" if self._salted else ""
         model = adapter_name(before) if adapter else facts.model
-        body = route.body(prompt_ids, sampling, model=model, salt=salt)
+        body = route.body(Request(prompt_ids, sampling, model=model, salt=salt))
         status, payload = await self._connection.send("POST", engine.url + route.path, self._timeout_s, body)
         if status in ABSENT:
             told = error_text(payload)

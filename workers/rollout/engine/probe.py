@@ -21,7 +21,7 @@ from workers.engine.wire import PROBE
 from workers.rollout.engine.answer import NONE_YET
 from workers.rollout.engine.completions import Completions
 from workers.rollout.engine.generate import Generate
-from workers.rollout.engine.route import Route
+from workers.rollout.engine.route import Request, Route
 from workers.rollout.engine.sampling import Sampling
 
 log = structlog.get_logger()
@@ -162,7 +162,7 @@ class Probe:
         """The answer to a request, once it was found to be a sample."""
         url, route, name = target.url, target.route, f"{PROBE}{uuid4().hex}"
         sampling = structs.replace(sampling, seed=0)  # as every request of a run has one
-        body = route.body(prompt, sampling, model=target.model, alternatives=alternatives, name=name)
+        body = route.body(Request(prompt, sampling, model=target.model, alternatives=alternatives, name=name))
         status, payload = await self._connection.send("POST", url + route.path, self._timeout_s, body)
         route.read(status, payload, url, version=NONE_YET)
         return payload
