@@ -1,6 +1,5 @@
 """Weights to engines: scripted ones that fail half-way."""
 
-import socket
 from pathlib import Path
 
 import anyio
@@ -8,6 +7,7 @@ import pytest
 from aiohttp import web
 
 from stream.errors import EngineRefusedError, EngineUnavailableError
+from tests.cases.ports import free_port
 from workers.engine.site import listen
 from workers.fleet.roster import Roster
 from workers.testing.scripted_engine import ScriptedEngine
@@ -27,9 +27,7 @@ def reply(_token_ids: list[int], _request) -> list[int]:
 
 
 def dead_url() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{found.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 async def test_a_push_goes_to_every_engine_in_order():
