@@ -40,7 +40,7 @@ test-gpu: setup  ## The trainer's step on a GPU; says so and skips where there i
 
 test-vllm: setup  ## On the real vLLM, on the CPU; makes its virtual environment once
 	PYTHON=$(BIN)/python sh tests/vllm/setup.sh
-	$(BIN)/pytest tests/vllm -m "vllm and not full"
+	$(BIN)/pytest -m vllm tests/vllm
 
 clean:  ## Remove what setup, tests and demos made
 	rm -rf $(VENV) runs .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import torch
 
-from workers.train.model.chunked import Finish, read
+from workers.train.model.blocks import Finish
+from workers.train.model.chunked import read
 
 WAYS = ("blockwise", "at once")
 NEAR = 1e-5

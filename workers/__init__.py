@@ -18,7 +18,7 @@ role          waits for                  is freed by               gives
 ============  =========================  ========================  ==================================
 
 Shared by roles: `role`, `pump` (claim, work, end each lease), `parts` (reward functions
-on a group), `room`, `settings`, `logs`. Around them: `cli` (with `failures`, `installation`), `run/` (the supervisor),
+on a group), `room`, `settings`, `logs`. Around them: `cli/` (with `failures`, `installation`), `run/` (the supervisor),
 `queues`, `dead`, `check`, `demo/`, and `testing/` for those who write tests.
 """
 

@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -31,10 +30,11 @@ from stream.errors import (
 )
 from stream.link import connect
 from workers import logs
+from workers.engine.choice import server_of
 from workers.held_loop import HeldLoop
 from workers.role import Main, Role
 from workers.settings import Settings
-from workers.settings.file import for_model, load
+from workers.settings.file import load
 from workers.wear import Wear
 
 log = structlog.get_logger()
@@ -143,7 +143,7 @@ def launch_engine(
 
     async def main() -> int:
         stopping = anyio.Event()
-        serve = await anyio.to_thread.run_sync(_server_of, target, overrides, runner, dtype)
+        serve = await anyio.to_thread.run_sync(server_of, target, overrides, runner, dtype)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_watch_signals, stopping, tasks.cancel_scope)
             tasks.start_soon(_limit_drain, stopping, 0.0, tasks.cancel_scope)
@@ -156,42 +156,6 @@ def launch_engine(
         return 0
 
     return _run(main)
-
-
-def _server_of(target: Path, overrides: tuple[str, ...], runner: str, dtype: str) -> Callable[..., Awaitable[None]]:
-    """The coroutine function that serves a model; takes `host`, `port` and `ready`."""
-    settings = for_model(target, overrides) if target.is_dir() else load(target, overrides)
-    if settings.engine.server == "vllm":
-        if runner == "pooling":
-            raise SettingsError("--runner pooling is the local engine's; start vLLM by itself (docs/reward-models.md)")
-        from workers.engine.vllm.server import serve_vllm
-
-        return partial(serve_vllm, settings)
-    from workers.engine.pooling.classifier import is_classifier
-
-    model, dtype, engine = Path(settings.model.path), dtype or settings.model.dtype, settings.engine
-    if runner == "pooling" or (runner == "auto" and is_classifier(model)):
-        from workers.engine.pooling.server import serve_pooling
-
-        # A reward model reads what its positions allow, unless somebody says otherwise.
-        said = not target.is_dir() or any(override.startswith("engine.max_length=") for override in overrides)
-        length = engine.max_length if said else 0
-        return partial(serve_pooling, model, max_length=length, threads=engine.threads, dtype=dtype)
-    if settings.publishes_adapters:
-        raise SettingsError(
-            f"{target}: lora.publish is 'adapter', but the local engine knows no adapters; set it to 'merged', or "
-            "serve the model with vLLM and --enable-lora"
-        )
-    from workers.engine.server import serve
-
-    return partial(
-        serve,
-        model,
-        max_batch=engine.max_batch,
-        max_length=engine.max_length,
-        threads=engine.threads,
-        dtype=dtype,
-    )
 
 
 def run_loop(main: Callable[[], Awaitable[T]]) -> T:

@@ -7,7 +7,8 @@ import msgspec
 from stream.errors import PenstockError
 from workers.run.live import locate
 from workers.settings.file import load
-from workers.train.keeping.replay import Agreement, Difference, ReplayReport, replay
+from workers.train.keeping.agreement import Agreement, Difference
+from workers.train.keeping.replay import ReplayReport, replay
 
 
 def show_replay(target: str | None, *, as_json: bool = False) -> int:

@@ -9,7 +9,8 @@ from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import Measured
 from workers.settings import Train
 from workers.settings.file import parse
-from workers.train.model.chunked import Finish, read
+from workers.train.model.blocks import Finish
+from workers.train.model.chunked import read
 from workers.train.model.head import find_head
 from workers.train.model.logprobs import Readable, token_logprobs
 from workers.train.model.packing import set_attention

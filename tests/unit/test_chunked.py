@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.train.model.chunked import NO_CHANCE, Finish, read
+from workers.train.model.blocks import Finish
+from workers.train.model.chunked import NO_CHANCE, read
 
 TOKENS, HIDDEN, WORDS = 13, 8, 29
 FINISHES = [Finish(), Finish(scale=0.25, temperature=0.7), Finish(scale=1.7, softcap=3.0, temperature=1.3)]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from workers.cli import _demo_folder, penstock
+from workers.cli import penstock
+from workers.cli.starting import _demo_folder
 
 HEAVY = ("torch", "transformers", "vllm", "aiohttp", "redis", "rich", "msgspec", "anyio", "structlog", "stream", "envs")
 ROOT = Path(__file__).parents[2]

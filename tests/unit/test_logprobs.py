@@ -11,7 +11,7 @@ from torch import nn
 
 from stream.errors import SettingsError
 from workers.settings import Train
-from workers.train.model.chunked import Finish
+from workers.train.model.blocks import Finish
 from workers.train.model.head import find_head
 from workers.train.model.logprobs import Readable, token_logprobs
 from workers.train.model.packing import set_attention

@@ -8,7 +8,10 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from workers.demo.model import write_qwen3
 
-LENGTH = 2048
+LENGTH = 8192
+"""Of a context: twenty seconds of sampling, so that no request is over before a test has come to what it is for."""
+MANY = 2000
+"""Tokens of a request that has to end by itself, and not within the next seconds."""
 BENT = {"temperature": 0.4, "top_k": 5, "top_p": 0.7, "min_p": 0.1, "repetition_penalty": 1.5}
 """vLLM takes these for whatever a request to `/v1/completions` leaves out."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from tests.vllm.policies import Judge
+from tests.vllm.policies import LENGTH, Judge
 from workers.engine.wire import GenerateRequest, GenerateResponse, SamplingParams
 from workers.fleet.roster import Roster
 from workers.train.publishing.files import Files
@@ -62,8 +62,8 @@ class Served:
             assert response.status == 200, await response.text()
         return self.version
 
-    async def sample(self, prompt: list[int], tokens: int, seed: int = 0, salt: str = ""):
-        """Ids, log-probs and spans of one request."""
+    async def sample(self, prompt: list[int], tokens: int, seed: int = 0, salt: str = "", ends: str = "length"):
+        """Ids, log-probs and spans of one request, and how it ends."""
         params = SamplingParams(max_tokens=tokens, logprobs=1, ignore_eos=True, seed=seed)
         body = msgspec.json.encode(GenerateRequest(token_ids=prompt, sampling_params=params, cache_salt=salt))
         headers = {"content-type": "application/json"}
@@ -72,8 +72,23 @@ class Served:
             answer = await response.read()
             assert response.status == 200, answer
         (choice,) = msgspec.json.decode(answer, type=GenerateResponse).choices
-        assert choice.finish_reason == "length"
+        assert choice.finish_reason == ends
         return choice.token_ids, [entry.logprob for entry in choice.logprobs.content], choice.weight_versions
+
+    async def endless(self, prompt: list[int]):
+        """As `sample`, of a request that goes on until `end_endless`."""
+        return await self.sample(prompt, LENGTH - len(prompt), ends="abort")
+
+    async def end_endless(self) -> None:
+        """End what is under way, with the tokens that it has.
+
+        Who waits for a request to be in its middle may himself be waiting for a core for seconds, all of which vLLM's
+        processes keep busy. So that is not left to how long a request takes.
+        """
+        async with aiohttp.ClientSession() as session:
+            for path in ("/pause?mode=abort&clear_cache=false", "/resume"):
+                async with session.post(self.url + path) as response:
+                    assert response.status == 200, await response.text()
 
     async def differences(self, prompt: list[int], seed: int = 0) -> list[float]:
         """How far the log-probs that are served now are from those of each policy."""

@@ -9,9 +9,7 @@ Everything reaches the thread through one mailbox, in order; nothing else is sha
 
 import math
 from array import array
-from collections import deque
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Literal
@@ -21,6 +19,7 @@ import torch
 
 from stream.errors import EngineError, EngineRefusedError
 from workers.engine import weights
+from workers.engine.admission import Admission
 from workers.engine.generation import Deliver, Generation, Mail, Order
 from workers.engine.model import SlotModel
 from workers.engine.prefixes import Prefixes
@@ -28,9 +27,6 @@ from workers.engine.sampling import sample
 from workers.engine.wire import NO_VERSION, UPDATE_ORDER, PauseMode
 
 log = structlog.get_logger()
-
-_FEW, _PATIENCE_STEPS = 8, 3
-"""A prefill costs a step as much for one request as for ten: fewer than an eighth of the running ones wait, so long."""
 
 State = Literal["running", "draining", "paused"]
 UpdateState = Literal["none", "started", "updated"]
@@ -53,17 +49,15 @@ class Scheduler:
         self.failure: Exception | None = None
         """What ended generation for good."""
         self.tokens_sampled = 0
-        self.tokens_prefilled = 0
         self._model = model
         self._max_batch = max_batch
         self._deliver = deliver
         self._failed = failed
         self._mailbox: SimpleQueue[Mail | None] = SimpleQueue()
-        self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
         self._prefixes = Prefixes(range(max_batch, model.slots))
+        self._admission = Admission(model, self._prefixes, max_batch)
         self._update: UpdateState = "none"
-        self._held_back = 0
         self._keep_kv = False
         self._drains: list[Order] = []
         self._finished: list[Mail] = []
@@ -79,7 +73,12 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Requests that have no place yet."""
-        return len(self._waiting) + self._mailbox.qsize()
+        return len(self._admission.waiting) + self._mailbox.qsize()
+
+    @property
+    def tokens_prefilled(self) -> int:
+        """Tokens of prompts that went through the model; those that the cache had are not among them."""
+        return self._admission.tokens_prefilled
 
     @property
     def cache_fraction(self) -> float:
@@ -130,7 +129,7 @@ class Scheduler:
 
     def _read_mail(self) -> None:
         """Empty the mailbox; where there is nothing else to do, wait for mail."""
-        if self.state == "paused" or (self.state == "running" and not self._running and not self._waiting):
+        if self.state == "paused" or (self.state == "running" and not self._running and not self._admission.waiting):
             self._receive(self._mailbox.get())
         while True:
             try:
@@ -140,7 +139,7 @@ class Scheduler:
 
     def _receive(self, mail: Mail | None) -> None:
         if isinstance(mail, Generation):
-            self._waiting.append(mail)
+            self._admission.waiting.append(mail)
         elif isinstance(mail, Order):
             try:
                 carried_out = mail.action(mail)
@@ -152,8 +151,8 @@ class Scheduler:
     def _generate(self) -> None:
         count = len(self._running)
         parts = []
-        if self._may_admit():
-            parts.append(self._admit())
+        if self.state == "running" and self._admission.is_due(count):
+            parts.append(self._admission.admit(self._running, self.version or NO_VERSION))
         if count:
             old = self._running[:count]
             parts.insert(0, self._model.extend(0, [g.tokens[-1:] for g in old], [g.fed for g in old]))
@@ -176,51 +175,6 @@ class Scheduler:
         for row in reversed(ended):
             self._finish(row)
 
-    def _may_admit(self) -> bool:
-        """Whether to prefill in this step: for several at once, or for whoever has waited a few steps."""
-        running, waiting = len(self._running), len(self._waiting)
-        if self.state != "running" or not waiting or running == self._max_batch:
-            return False
-        self._held_back += 1
-        return waiting * _FEW >= running or self._held_back > _PATIENCE_STEPS
-
-    def _admit(self) -> torch.Tensor:
-        """Give places to waiting requests, and feed their prompts. Returns their logits, in the order of their rows."""
-        self._held_back = 0
-        first = len(self._running)
-        count = min(self._max_batch - first, len(self._waiting))
-        unique: dict[bytes, Generation] = {}
-        copies = []
-        for g in islice(self._waiting, count):
-            g.mark(self.version or NO_VERSION)
-            if unique.setdefault(g.key, g) is not g:
-                copies.append(g)
-        sources = {key: self._source(g) for key, g in unique.items()}
-        fresh = sorted(unique.values(), key=lambda g: g.prompt_length - sources[g.key][1])  # alike side by side
-        known = [sources[g.key][1] for g in fresh]
-        rows = {g.key: row for row, g in enumerate(fresh)}
-        for g, length in zip(fresh, known, strict=True):
-            if length:
-                self._model.copy(sources[g.key][0], first + rows[g.key], length)
-        logits_BV = self._model.extend(first, [g.tokens[k:] for g, k in zip(fresh, known, strict=True)], known)
-        self.tokens_prefilled += sum(g.prompt_length for g in fresh) - sum(known)
-        for row, g in enumerate(copies, start=first + len(fresh)):
-            self._model.copy(first + rows[g.key], row, g.prompt_length)
-        for _ in range(count):  # only now: what fails on the way is still in one of the two
-            self._waiting.popleft()
-        self._running += fresh + copies
-        if copies:
-            logits_BV = logits_BV[[*range(len(fresh)), *(rows[g.key] for g in copies)]]
-        return logits_BV
-
-    def _source(self, g: Generation) -> tuple[int, int]:
-        """A slot that holds the beginning of a prompt, and how much; one token is always left, to get its logits."""
-        for row, sibling in enumerate(self._running):
-            if sibling.key == g.key and not sibling.old_kv:
-                return row, g.prompt_length - 1
-        slot, length = self._prefixes.find(g.key) or (0, 0)
-        return slot, min(length, g.prompt_length - 1)
-
     def _finish(self, row: int) -> None:
         """Take a sequence out of the running ones, keep its keys and values, and close the gap."""
         generation = self._running[row]
@@ -238,8 +192,8 @@ class Scheduler:
 
     def _abort(self, generation: Generation) -> bool:
         generation.reason = "abort"
-        if generation in self._waiting:
-            self._waiting.remove(generation)
+        if generation in self._admission.waiting:
+            self._admission.waiting.remove(generation)
         elif generation in self._running:
             self._finish(self._running.index(generation))
         return True
@@ -260,7 +214,7 @@ class Scheduler:
             self._drains.append(order)
             return False
         if mode == "abort":
-            for generation in [*self._running, *self._waiting]:
+            for generation in [*self._running, *self._admission.waiting]:
                 self._abort(generation)
                 if generation not in self._finished:
                     self._finished.append(generation)
@@ -324,9 +278,9 @@ class Scheduler:
         """Answer everything that is here with an error."""
         while not self._mailbox.empty():
             self._keep(self._mailbox.get())
-        rejected: list[Mail] = [*self._finished, *self._running, *self._waiting, *self._drains]
+        rejected: list[Mail] = [*self._finished, *self._running, *self._admission.waiting, *self._drains]
         self._running, self._drains, self._finished = [], [], []
-        self._waiting.clear()
+        self._admission.waiting.clear()
         for mail in rejected:
             mail.error = mail.error or error
         if rejected:

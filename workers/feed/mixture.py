@@ -22,7 +22,7 @@ from stream.records import Prompt
 from workers.feed.mapping import prompt_id, to_prompt
 from workers.feed.source import Source, name_of, open_source, order
 from workers.settings import Data, Settings
-from workers.settings.pipeline import DataSet
+from workers.settings.data import DataSet
 
 _LARGEST = 100
 """Times that a set may be passed on average while the mix goes once through the others."""

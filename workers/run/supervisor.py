@@ -17,7 +17,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ from stream.view import RunView, look
 from workers.process import FAILED_FOR_GOOD, WORN_OUT
 from workers.run import live
 from workers.run.child import Child, describe
+from workers.run.children import Children
 from workers.run.own_engines import OwnEngines
 from workers.run.patience import Restarts, StallAlarm
 from workers.run.progress import Display, Status
@@ -49,8 +50,9 @@ _HOME_S = 5.0
 """Time to see that the run has finished, and leave unasked."""
 _LEAVE_S = 3.0
 """Beyond the grace time: for a process to end once its role has."""
+_ROLES = ("feed", "rollout", "score", "train")
 _DRAIN: _Waves = (("feed", "rollout"), ("score",), ("train",), (ENGINE,))
-_AT_ONCE: _Waves = (("feed", "rollout", "score", "train"), (ENGINE,))
+_AT_ONCE: _Waves = (_ROLES, (ENGINE,))
 
 
 class Outcome(Struct, kw_only=True):
@@ -90,7 +92,7 @@ class Supervisor:
         self._roles = roles
         self._engine = engine
         self._logs = settings.folder / "logs"
-        self._children: list[Child] = []
+        self._children = Children(settings.delivery.grace_s + _LEAVE_S)
         self._restarts: Counter[str] = Counter()
         self._began = time.monotonic()
         self._phase = "starting"
@@ -101,7 +103,6 @@ class Supervisor:
         self._gone = False
         self._signals = 0
         self._interrupted = False
-        self._killed: list[str] = []
         self._link: Link
 
     async def run(self) -> Outcome:
@@ -142,7 +143,7 @@ class Supervisor:
                 view=await self._look() or (None if self._gone else _nothing()),
                 failure=self._failure,
                 interrupted=self._interrupted,
-                killed=self._killed,
+                killed=self._children.killed,
             )
 
     async def _start(self, tasks: TaskGroup, url: str) -> None:
@@ -153,7 +154,7 @@ class Supervisor:
             self._phase = _RUNNING
             for spec in self._roles(self._settings, self._file, url, engines):
                 child = Child(spec, self._logs)
-                self._children.append(child)
+                self._children.add(child)
                 tasks.start_soon(self._keep, child)
 
         engine = self._settings.engine
@@ -169,7 +170,7 @@ class Supervisor:
                 tasks.start_soon(start, own.urls)
 
         for child in own.children:
-            self._children.append(child)
+            self._children.add(child)
             tasks.start_soon(self._keep, child, own.announced_by(child, one_listens))
         return None
 
@@ -266,8 +267,7 @@ class Supervisor:
                 alarm = alarm or StallAlarm(self._settings.guard.stall_s)
             if alarm and not self._over.is_set() and (stalled := alarm.see(view)):
                 self._fail(RunFailedError(stalled))
-            for child in self._children:
-                await anyio.to_thread.run_sync(child.trim_log)
+            await self._children.trim_logs()
             await anyio.sleep(_LOOK_S)
 
     async def _look(self) -> RunView | None:
@@ -297,10 +297,7 @@ class Supervisor:
                 if self._signals == 1:
                     self._interrupt()
                     continue
-                running = [child for child in self._children if not child.left.is_set()]
-                self._killed += [child.spec.name for child in running]
-                for child in running:
-                    child.kill()
+                self._children.kill()
 
     async def _wind_down(self) -> None:
         """End every process."""
@@ -315,30 +312,12 @@ class Supervisor:
         else:
             self._phase = "finishing"
             with anyio.move_on_after(_HOME_S):
-                await _all_left(child for child in self._children if child.spec.role != ENGINE)
+                await self._children.left(_ROLES)
         for wave in waves:
-            await self._retire([child for child in self._children if child.spec.role in wave])
+            await self._children.retire(wave)
         self._phase = "ended"
-
-    async def _retire(self, children: list[Child]) -> None:
-        """Ask some processes to stop, and kill those that do not within the grace time."""
-        for child in children:
-            child.terminate()
-        with anyio.move_on_after(self._settings.delivery.grace_s + _LEAVE_S):
-            await _all_left(children)
-        late = [child for child in children if not child.left.is_set()]
-        for child in late:
-            log.warning("role.killed", name=child.spec.name)
-            self._killed.append(child.spec.name)
-            child.kill()
-        await _all_left(late)
 
 
 def _nothing() -> RunView:
     """A run that was stopped before it had begun."""
     return RunView(now_ms=0.0, stages={}, open=0, outstanding=0, dead=0, counts={})
-
-
-async def _all_left(children: Iterable[Child]) -> None:
-    for child in children:
-        await child.left.wait()

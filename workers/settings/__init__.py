@@ -2,12 +2,13 @@
 
 ::
 
-    section   what a table is             pipeline    run, model, data, rollout, score, pacing, ...
-    engine    [engine]                    training    [train], [lora], [weights]
-    presets   published corrections       estimators  [estimator]: one class to a name, its options
-    file      TOML in, TOML out           losses      [loss]: the same
-    combinations   what cannot go         algorithm   [algorithm], [filter], [shaping], [correction], [critic], ...
-                   together               whole       Settings: all of them
+    section   what a table is             pipeline    [run], [model], [score], [archive], [delivery], [guard]
+    engine    [engine]                    data        [data], [environments], [[rewards]]
+    presets   published corrections       rollout     [rollout], [eval], [pacing]
+    file      TOML in, TOML out           training    [train], [lora], [weights]
+    whole     Settings: all of them       estimators  [estimator]: one class to a name, its options
+    combinations/   what cannot go        losses      [loss]: the same
+                    together              algorithm   [algorithm], [filter], [shaping], [correction], [critic], ...
 """
 
 from workers.settings.algorithm import (
@@ -20,23 +21,12 @@ from workers.settings.algorithm import (
     Shaping,
     TruncationPolicy,
 )
+from workers.settings.data import Data, Environment, RewardFunction
 from workers.settings.engine import Engine
 from workers.settings.estimators import Estimator
 from workers.settings.losses import Loss
-from workers.settings.pipeline import (
-    Archive,
-    Data,
-    Delivery,
-    Environment,
-    Eval,
-    Guard,
-    Model,
-    Pacing,
-    RewardFunction,
-    Rollout,
-    Run,
-    Score,
-)
+from workers.settings.pipeline import Archive, Delivery, Guard, Model, Run, Score
+from workers.settings.rollout import Eval, Pacing, Rollout
 from workers.settings.section import Section
 from workers.settings.training import Lora, Train, Weights
 from workers.settings.whole import Settings, keys, sections

@@ -15,7 +15,7 @@ import tomli_w
 from stream.errors import SettingsError
 from workers.settings.algorithm import Rejection
 from workers.settings.combinations import refuse_impossible
-from workers.settings.pipeline import DataSet, Environment, RewardFunction
+from workers.settings.data import DataSet, Environment, RewardFunction
 from workers.settings.section import Section
 from workers.settings.whole import Settings, sections
 

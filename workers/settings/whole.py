@@ -19,23 +19,12 @@ from workers.settings.algorithm import (
     Shaping,
     TruncationPolicy,
 )
+from workers.settings.data import Data, Environment, RewardFunction
 from workers.settings.engine import Engine
 from workers.settings.estimators import Estimator, Grpo
 from workers.settings.losses import Clipped, Loss
-from workers.settings.pipeline import (
-    Archive,
-    Data,
-    Delivery,
-    Environment,
-    Eval,
-    Guard,
-    Model,
-    Pacing,
-    RewardFunction,
-    Rollout,
-    Run,
-    Score,
-)
+from workers.settings.pipeline import Archive, Delivery, Guard, Model, Run, Score
+from workers.settings.rollout import Eval, Pacing, Rollout
 from workers.settings.section import Section
 from workers.settings.training import Lora, Train, Weights
 

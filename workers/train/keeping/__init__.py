@@ -6,6 +6,7 @@
 `journal.py`         `metrics.jsonl`, cut to what a checkpoint knows of
 `durable.py`         folders that are there whole, or not at all
 `export.py`          a trained policy as an ordinary model folder
-`replay.py`          a finished run done again from its books, and compared
+`replay.py`          a finished run done again from its books
+`agreement.py`       what comes out of that against a checkpoint, bit for bit
 ===================  ==================================================================
 """

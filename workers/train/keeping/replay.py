@@ -5,46 +5,23 @@ the step itself dropped, and before them those that were dropped on the way to i
 again. The learner is deterministic, so its weights and the optimizer's state must equal every checkpoint's bit for bit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-import torch
 from msgspec import Struct
-from safetensors.torch import load_file
-from torch import Tensor
 
 from stream.archive import ArchivedGroups
 from stream.errors import RunMismatchError
 from stream.ledger import Written, read_lines
 from stream.records import Group
 from workers.settings import Settings
-from workers.train.keeping.checkpoint import OPTIMIZER, Checkpoint, Checkpoints
+from workers.train.keeping.agreement import Agreement, Difference, Differs, compare
+from workers.train.keeping.checkpoint import Checkpoint, Checkpoints
 from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
 from workers.train.step.report import StepReport
 from workers.train.step.selection import assess
-
-
-class Agreement(Struct, frozen=True, kw_only=True):
-    """A checkpoint that was met."""
-
-    step: int
-    checkpoint: str
-    tensors: int
-    """Compared, and equal: weights, optimizer state, critic."""
-
-
-class Difference(Struct, frozen=True, kw_only=True):
-    """The first thing that came out otherwise."""
-
-    step: int
-    what: str
-    """In words."""
-    checkpoint: str = ""
-    tensor: str = ""
-    largest: float | None = None
-    """Largest difference of an element; None where it is no matter of numbers."""
 
 
 class ReplayReport(Struct, kw_only=True):
@@ -56,15 +33,10 @@ class ReplayReport(Struct, kw_only=True):
     groups: int
     """In their batches."""
     dropped: int
-    """ArchivedGroups dropped on the way to a step."""
+    """Groups dropped on the way to a step."""
     agreements: list[Agreement]
     difference: Difference | None
     notes: list[str]
-
-
-class _Differs(Exception):  # noqa: N818  (no error: it is what was asked)
-    def __init__(self, difference: Difference) -> None:
-        self.difference = difference
 
 
 def replay(settings: Settings, folder: Path, tell: Callable[[Agreement], None] = lambda _: None) -> ReplayReport:
@@ -98,7 +70,7 @@ def replay(settings: Settings, folder: Path, tell: Callable[[Agreement], None] =
         for step, found in groupby(lines, lambda written: written.line.step):
             replayed.step(step, [(w, archive.read(w.line.prompt, w.line.hash)) for w in found])
         replayed.end()
-    except _Differs as differs:
+    except Differs as differs:
         difference = differs.difference
     return ReplayReport(
         equal=difference is None,
@@ -155,7 +127,7 @@ class _Replay:
         """There are no more lines."""
         if self.learner.steps < self._last:
             what = f"the ledger has {self.learner.steps} steps, the checkpoint {self._last}"
-            raise _Differs(Difference(step=self._last, what=what))
+            raise Differs(Difference(step=self._last, what=what))
         if not self.agreements:
             raise RunMismatchError(
                 f"{self._checkpoints.folder}: every checkpoint was removed while the run was replayed; replay it when "
@@ -181,14 +153,14 @@ class _Replay:
             return
         try:
             checkpoint = self._checkpoints.at(step)
-            tensors = None if checkpoint is None else _compare(self.learner, checkpoint)
+            agreement = None if checkpoint is None else compare(self.learner, checkpoint)
         except FileNotFoundError:
-            tensors = checkpoint = None
-        if checkpoint is None or tensors is None:
+            agreement = None
+        if agreement is None:
             self.notes.append(f"the checkpoint of step {step} was removed meanwhile, or altered, and not compared")
             return
-        self.agreements.append(Agreement(step=step, checkpoint=checkpoint.folder.name, tensors=tensors))
-        self._tell(self.agreements[-1])
+        self.agreements.append(agreement)
+        self._tell(agreement)
 
 
 def _lines(folder: Path, last: Checkpoint) -> list[Written]:
@@ -225,44 +197,5 @@ def _end(report: StepReport, prompt: str) -> str:
     return "trained" if report.trained else f"dropped:{report.skipped}"
 
 
-def _compare(learner: Learner, checkpoint: Checkpoint) -> int:
-    """Number of tensors, all equal; else raises the first difference."""
-    tensors = 0
-    for kind, ours, theirs in _states(learner, checkpoint):
-        for name in sorted(ours.keys() | theirs.keys()):
-            tensors += 1
-            if name not in ours or name not in theirs:
-                has = "the replay" if name in ours else "the checkpoint"
-                raise _differs(checkpoint, name, f"{kind} {name} is in {has} alone", None)
-            largest = _largest(ours[name], theirs[name])
-            if largest is not None:
-                raise _differs(checkpoint, name, f"{kind} {name} differs by up to {largest:.3g}", largest)
-    return tensors
-
-
-def _states(learner: Learner, checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
-    """Weights as they are written, then all else that a checkpoint holds: ours, and the checkpoint's."""
-    weights = {
-        name: p.detach().cpu().to(learner.policy.written_dtype).float() for name, p in learner.parameters.items()
-    }
-    yield "weight", weights, learner.policy.read(checkpoint.model)
-    yield "state", learner.state(), load_file(checkpoint.folder / OPTIMIZER)
-
-
-def _largest(ours: Tensor, theirs: Tensor) -> float | None:
-    """The largest difference of an element; None where all bits are equal."""
-    if ours.shape == theirs.shape and ours.dtype == theirs.dtype:
-        bits = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (ours, theirs)]
-        if torch.equal(*bits):
-            return None
-        return float((ours.double() - theirs.double()).abs().max())
-    return float("inf")
-
-
-def _differs(checkpoint: Checkpoint, tensor: str, what: str, largest: float | None) -> _Differs:
-    step = checkpoint.progress.step
-    return _Differs(Difference(step=step, what=what, checkpoint=checkpoint.folder.name, tensor=tensor, largest=largest))
-
-
-def _otherwise(written: Written, step: int, what: str) -> _Differs:
-    return _Differs(Difference(step=step, what=f"ledger line {written.number} {what}"))
+def _otherwise(written: Written, step: int, what: str) -> Differs:
+    return Differs(Difference(step=step, what=f"ledger line {written.number} {what}"))

@@ -11,7 +11,8 @@
 `adapter.py`         LoRA: an adapter in it, which alone is trained
 `logprobs.py`        what the model says of chosen tokens, and of no others
 `head.py`            its end: from the last hidden states to logits
-`chunked.py`         log-probs out of both, a block of logits at a time
+`blocks.py`          logits out of both, a block at a time
+`chunked.py`         log-probs out of those, and gradients back through them
 `layout.py`          rows padded to one length, or packed one behind another
 `packing.py`         whether they may be packed, and with which attention
 `varlen.py`          attention over packed rows

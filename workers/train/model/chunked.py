@@ -7,31 +7,19 @@ backward pass computes each block again and adds its share to the gradients. Tha
 layer, and memory no longer depends on tokens times vocabulary.
 """
 
-from collections.abc import Iterator
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-BLOCK: Final = 2**24
-"""Logits of one block: 64 MiB in float32. Two or three such tensors live at a time."""
-BLOCK_TOKENS: Final = 4096
-"""Tokens of one block at most, so that its other side is long enough for an efficient product."""
+from workers.train.model.blocks import BLOCK, Block, Finish, How, Inputs, product
+
 NO_CHANCE: Final = -1e4
 """Log-prob of a word that cannot come, where it is multiplied by its probability, 0: minus infinity times 0 is NaN."""
 
 
 Entropy = Literal["", "value", "gradient"]
 """Whether entropies are computed, and whether they bear a gradient."""
-
-
-class Finish(NamedTuple):
-    """What is done to the product of hidden states and weight: ``cap(product * scale) / temperature``."""
-
-    scale: float = 1.0
-    softcap: float = 0.0
-    """c of ``c * tanh(z / c)``; 0: none."""
-    temperature: float = 1.0
 
 
 class Read(NamedTuple):
@@ -74,71 +62,9 @@ def read(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
     if hidden_NH.dtype == torch.float64:
         dtype = torch.float64
-    how = _How(finish, dtype, block)
+    how = How(finish, dtype, block)
     found = _Read.apply(hidden_NH, weight_VH, bias_V, targets_N, how, entropy, squares)  # type: ignore[no-untyped-call]
     return Read(*found)
-
-
-class _Block(NamedTuple):
-    """Tokens and words of one block."""
-
-    tokens: slice
-    words: slice
-    weight_vH: Tensor
-    """In the type that products are made of."""
-
-
-class _How(NamedTuple):
-    """The end of `_Inputs`."""
-
-    finish: Finish
-    dtype: torch.dtype
-    block: int
-
-
-class _Inputs(NamedTuple):
-    """What logits are made from, and how."""
-
-    hidden_NH: Tensor
-    """In the type that products are made of."""
-    weight_VH: Tensor
-    bias_V: Tensor | None
-    targets_N: Tensor
-    finish: Finish
-    dtype: torch.dtype
-    block: int
-
-    def blocks(self) -> Iterator[_Block]:
-        """All blocks; each stripe of the weight is cast once."""
-        count, words = len(self.hidden_NH), len(self.weight_VH)
-        height = max(min(count, BLOCK_TOKENS, self.block), 1)
-        width = max(self.block // height, 1)
-        for word in range(0, words, width):
-            stripe = slice(word, min(word + width, words))
-            weight_vH = self.weight_VH[stripe].to(self.dtype)
-            for token in range(0, count, height):
-                yield _Block(slice(token, token + height), stripe, weight_vH)
-
-    def logits(self, block: _Block) -> Tensor:
-        """After scale and cap, before the temperature."""
-        logits_nv = _product(self.hidden_NH[block.tokens], block.weight_vH.T)
-        if self.bias_V is not None:
-            logits_nv += self.bias_V[block.words].to(logits_nv.dtype)
-        if self.finish.scale != 1.0:
-            logits_nv *= self.finish.scale
-        if self.finish.softcap:
-            logits_nv.div_(self.finish.softcap).tanh_().mul_(self.finish.softcap)
-        return logits_nv
-
-    def cooled(self, logits_nv: Tensor) -> Tensor:
-        """After the temperature; in place."""
-        return logits_nv if self.finish.temperature == 1.0 else logits_nv.div_(self.finish.temperature)
-
-    def targets(self, block: _Block) -> tuple[Tensor, Tensor]:
-        """Whether each token's target is in the block (n, 1), and its column there (n, 1)."""
-        columns_n1 = (self.targets_N[block.tokens] - block.words.start).unsqueeze(1)
-        width = block.words.stop - block.words.start
-        return (columns_n1 >= 0) & (columns_n1 < width), columns_n1.clamp(0, width - 1)
 
 
 class _Read(torch.autograd.Function):
@@ -149,11 +75,11 @@ class _Read(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_N: Tensor,
-        how: _How,
+        how: How,
         entropy: Entropy,
         squares: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = _Inputs(hidden_NH.to(how.dtype), weight_VH, bias_V, targets_N, *how)
+        inputs = Inputs(hidden_NH.to(how.dtype), weight_VH, bias_V, targets_N, how)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             top_N, total_N, chosen_N, moment_N, squared_N = _sums(inputs, entropy=bool(entropy), squares=squares)
         log_total_N = total_N.log()
@@ -172,7 +98,7 @@ class _Read(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         by_logprob_N, by_entropy_N, _ = gradients
         hidden_NH, weight_VH, bias_V, targets_N, top_N, log_total_N, entropy_N = ctx.saved_tensors
-        inputs = _Inputs(hidden_NH, weight_VH, bias_V, targets_N, *ctx.how)
+        inputs = Inputs(hidden_NH, weight_VH, bias_V, targets_N, ctx.how)
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         if by_logprob_N is None:
             by_logprob_N = torch.zeros_like(top_N)
@@ -190,25 +116,25 @@ class _Read(torch.autograd.Function):
                 )
                 if bias_grad_V is not None:
                     bias_grad_V[block.words] += grad_nv.sum(dim=0)
-                grad_nv = grad_nv.to(inputs.dtype)
+                grad_nv = grad_nv.to(inputs.how.dtype)
                 if hidden_grad_NH is not None:
-                    hidden_grad_NH[rows] += _product(grad_nv, block.weight_vH)
+                    hidden_grad_NH[rows] += product(grad_nv, block.weight_vH)
                 if weight_grad_VH is not None:
-                    weight_grad_VH[block.words] += _product(grad_nv.T, hidden_NH[rows])
+                    weight_grad_VH[block.words] += product(grad_nv.T, hidden_NH[rows])
         found = (hidden_grad_NH, weight_grad_VH, bias_grad_V)
         dtypes = (ctx.hidden_dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype)
         made = (None if grad is None else grad.to(dtype) for grad, dtype in zip(found, dtypes, strict=True))
         return (*made, None, None, None, None)
 
 
-def _sums(inputs: _Inputs, *, entropy: bool, squares: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _sums(inputs: Inputs, *, entropy: bool, squares: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Over the vocabulary, of each token.
 
     Returns:
         The largest logit m, the sum of e^(z - m), the target's logit, and where asked for the sums of e^(z - m) (z - m)
         and of e^2(z - m).
     """
-    wide = torch.float64 if inputs.dtype == torch.float64 else torch.float32
+    wide = torch.float64 if inputs.how.dtype == torch.float64 else torch.float32
     zeros_N = torch.zeros(len(inputs.hidden_NH), dtype=wide, device=inputs.hidden_NH.device)
     # Not minus infinity: differences with it are no numbers.
     top_N = torch.full_like(zeros_N, torch.finfo(wide).min)
@@ -235,8 +161,8 @@ def _sums(inputs: _Inputs, *, entropy: bool, squares: bool) -> tuple[Tensor, Ten
 
 
 def _logits_grad(
-    inputs: _Inputs,
-    block: _Block,
+    inputs: Inputs,
+    block: Block,
     top_n: Tensor,
     log_total_n: Tensor,
     by_logprob_n: Tensor,
@@ -249,7 +175,7 @@ def _logits_grad(
     -p (l + H).
     """
     logits_nv = inputs.logits(block)
-    scale, softcap, temperature = inputs.finish
+    scale, softcap, temperature = inputs.how.finish
     # d tanh(x) = 1 - tanh(x)^2
     slope_nv = 1 - (logits_nv / softcap).square() if softcap else None
     logprobs_nv = inputs.cooled(logits_nv).sub_(top_n.unsqueeze(1)).sub_(log_total_n.unsqueeze(1))
@@ -264,12 +190,3 @@ def _logits_grad(
     if slope_nv is not None:
         grad_nv *= slope_nv
     return grad_nv if scale == temperature else grad_nv.mul_(scale / temperature)
-
-
-def _product(a_nk: Tensor, b_km: Tensor) -> Tensor:
-    """A product whose sums are made and kept in float32 at least."""
-    if a_nk.dtype not in {torch.bfloat16, torch.float16}:
-        return a_nk @ b_km
-    if a_nk.is_cuda:
-        return torch.mm(a_nk, b_km, out_dtype=torch.float32)
-    return a_nk.float() @ b_km.float()

@@ -17,7 +17,7 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from workers.train.model.chunked import Finish
+from workers.train.model.blocks import Finish
 from workers.train.model.shards import whole
 
 log = structlog.get_logger()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from workers.train.model.chunked import Finish
+from workers.train.model.blocks import Finish
 from workers.train.model.head import Head, find_head
 from workers.train.model.logprobs import Readable
 from workers.train.ranks.ranks import Ranks

@@ -1,0 +1,17 @@
+"""Options and arguments that several commands have."""
+
+from pathlib import Path
+from typing import Final
+
+import click
+
+FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
+PATH: Final = click.Path(exists=True, path_type=Path)
+"""A file or a folder."""
+
+run = click.argument("target", metavar="[RUN]", required=False)
+redis = click.option("--redis", default="", metavar="URL", help="The run's server, if the run itself does not say.")
+overrides = click.option(
+    "overrides", "--set", multiple=True, metavar="a.b=c", help="Override a setting; may be repeated."
+)
+json = click.option("as_json", "--json", is_flag=True, help="Print JSON for programs.")
