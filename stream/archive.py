@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from stream.codec import decode
-from stream.durable import append, sync_folder
+from stream.durable import append, sync_path
 from stream.errors import PenstockError, RecordError, RunFailedError
 from stream.fence import Fence, behind
 from stream.ledger import Line, content_hash
@@ -81,7 +81,7 @@ class Archive:
         try:
             if self._file is not None:
                 os.fsync(self._file.fileno())
-                sync_folder(self.folder)
+                sync_path(self.folder)
         except OSError as error:
             raise self._failed(error) from error
 

@@ -16,9 +16,9 @@ def append(file: io.FileIO, data: bytes) -> None:
         view = view[file.write(view) :]
 
 
-def sync_folder(folder: Path) -> None:
-    """Make a new file's name durable: `fsync` of the file alone does not."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Force a file, or a folder with the names in it, to the disk: `fsync` of a new file alone leaves out its name."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from stream.durable import append, sync_folder
+from stream.durable import append, sync_path
 from stream.errors import RunFailedError, RunMismatchError
 from stream.fence import Fence, behind
 from stream.records import Group
@@ -94,7 +94,7 @@ class Ledger:
             path.touch()
             os.truncate(path, length)
             self._file = path.open("ab", buffering=0)
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
     @staticmethod
     def read(path: Path, length: int | None = None) -> dict[str, str]:

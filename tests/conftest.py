@@ -5,7 +5,6 @@ import subprocess
 import tempfile
 import time
 import uuid
-from array import array
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,11 +19,12 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from stream.feeding import Feed
 from stream.keys import StageName
 from stream.link import Link, connect
-from stream.records import Completion, Group, Prompt, Row, Span
+from stream.records import Completion, Group, Prompt
 from stream.server import command_line, find_server
 from stream.stage import Stage, Terms
 from stream.validity import Measured
 from stream.view import look
+from tests.cases.rows import sampled_row
 
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", max_examples=200, deadline=None, derandomize=True, print_blob=True)
@@ -166,13 +166,7 @@ class Pipe:
     @staticmethod
     def group(prompt_id: str, tokens: tuple[int, ...] = (1, 2, 3)) -> Group:
         """A group of one completion."""
-        row = Row(
-            prompt_ids=array("i", [7]).tobytes(),
-            token_ids=array("i", tokens).tobytes(),
-            sampled=[(0, len(tokens))],
-            logprobs=array("f", [-0.5] * len(tokens)).tobytes(),
-            spans=[Span(0, 0, len(tokens))],
-        )
+        row = sampled_row(tokens, [-0.5] * len(tokens), prompt=[7])
         completion = Completion(index=0, rows=[row], reward=Measured(1.0))
         return Group(prompt=Prompt(id=prompt_id, messages=[]), completions=[completion])
 

@@ -5,7 +5,6 @@ there may be ranks, for each case, and writes what it ended with to FOLDER/RANK-
 """
 
 import sys
-from array import array
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from stream.records import Completion, Group, Prompt, Row, Span
+from stream.records import Completion, Group, Prompt
 from stream.validity import Measured, RewardReason, Unmeasured
+from tests.cases.rows import sampled_row
 from tests.forked import ended, fork, import_ahead
 from workers.settings.file import parse
 from workers.train.step.batch import collate
@@ -36,13 +36,7 @@ CASES = {
 
 
 def completion(index: int, tokens: list[int], reward: float | None) -> Completion:
-    row = Row(
-        prompt_ids=array("i", [1, 2]).tobytes(),
-        token_ids=array("i", tokens).tobytes(),
-        sampled=[(0, len(tokens))],
-        logprobs=array("f", [-3.0 - 0.1 * (i % 3) for i in range(len(tokens))]).tobytes(),
-        spans=[Span(3, 0, len(tokens))],
-    )
+    row = sampled_row(tokens, [-3.0 - 0.1 * (i % 3) for i in range(len(tokens))], version=3)
     known = Unmeasured(RewardReason.RAISED) if reward is None else Measured(reward)
     return Completion(index=index, rows=[row], reward=known)
 

@@ -16,6 +16,7 @@ from rich.text import Text
 from stream.engines import EngineWord, add_engine, engine_words, engines_now, remove_engine
 from stream.errors import PenstockError
 from stream.link import Link
+from workers.engine.wire import WeightInfo, policy_version
 from workers.fleet.addresses import engine_url, engines_at
 from workers.run import live
 from workers.run.live import Place, locate, visit
@@ -162,11 +163,11 @@ async def _ask(report: EngineReport) -> None:
     try:
         await anyio.to_thread.run_sync(partial(_get, f"{report.url}/health"))
         report.answers = True
-        told: Any = msgspec.json.decode(await anyio.to_thread.run_sync(partial(_get, f"{report.url}/weight_info")))
-        report.version = int(told["weight_version"])
+        told = await anyio.to_thread.run_sync(partial(_get, f"{report.url}/weight_info"))
+        report.version = policy_version(msgspec.json.decode(told, type=WeightInfo).weight_version)
     except (OSError, HTTPException) as error:
         report.why = "" if report.answers else str(error) or type(error).__name__
-    except (ValueError, KeyError, TypeError):  # it has no weights under a number
+    except msgspec.DecodeError:
         report.version = None
 
 

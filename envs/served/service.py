@@ -33,7 +33,7 @@ _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 _CONNECT_S = 10.0
 _TOO_BUSY = (408, 429)
-_TOLD = 500
+_TOLD = 800
 """Characters of a server's own words, at most."""
 
 
@@ -163,7 +163,12 @@ class Service:
             raise ServiceUnavailableError(f"{url}: {self.hide(describe(error))}") from error
 
     def _told(self, server: Server, status: int, payload: bytes) -> str:
-        return self.hide(f"{server.url} answers {status}: {error_text(payload)}")
+        return self.hide(in_words(server.url, status, payload))
+
+
+def in_words(url: str, status: int, payload: bytes) -> str:
+    """An answer that nobody asked for, as errors tell it."""
+    return f"{url} answers {status}: {error_text(payload)}"
 
 
 def error_text(payload: bytes) -> str:

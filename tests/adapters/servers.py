@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases.ports import free_port
+
 HERE = Path(__file__).parent
 OPENENV = "openenv-core==0.3.0"
 OPENENV_OLD = "openenv-core==0.2.0"
@@ -46,12 +48,6 @@ def virtual_environment(name: str, *requirements: str) -> Path:
             assert done.returncode == 0, done.stderr[-3000:]
             (home / "ready").touch()
     return home / "bin" / "python"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.records import Group, Prompt
 from stream.validity import Measured, RolloutReason
 from tests.adapters.episodes import completions, train
-from tests.adapters.servers import HERE, free_port, serving
+from tests.adapters.servers import HERE, serving
+from tests.cases.ports import free_port
 from tests.e2e.conftest import project, random_model  # noqa: F401  (fixtures)
 from tests.unit.test_episode import call
 from workers.rollout.slot_pool import SlotPool

@@ -14,7 +14,7 @@ from envs.snapshot import thaw
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.validity import Measured, RewardReason, RolloutReason
 from tests.adapters.episodes import completions
-from tests.adapters.servers import free_port
+from tests.cases.ports import free_port
 from tests.unit.test_episode import call
 from workers.engine.site import listen
 from workers.rollout.slot_pool import SlotPool

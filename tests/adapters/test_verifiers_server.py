@@ -10,7 +10,8 @@ from envs.rewards.merge import merge
 from stream.errors import EngineError
 from stream.validity import Measured, RolloutReason
 from tests.adapters.episodes import completions, train
-from tests.adapters.servers import HERE, free_port, openenv_server, serving, virtual_environment
+from tests.adapters.servers import HERE, openenv_server, serving, virtual_environment
+from tests.cases.ports import free_port
 from tests.e2e.conftest import project, random_model  # noqa: F401  (fixtures)
 from tests.unit.test_episode import END, TOKENIZER, Scripted, ids
 

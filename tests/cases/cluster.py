@@ -1,6 +1,5 @@
 """A cluster of real nodes on this machine, and ways to move a run's slot between them."""
 
-import socket
 import tempfile
 import time
 import uuid
@@ -11,18 +10,10 @@ from pathlib import Path
 from redis import Redis
 
 from stream.keys import prefix
+from tests.cases.ports import free_ports
 from tests.conftest import Server
 
 SLOTS = 16384
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, all different."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 class Cluster:

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,24 @@ def stop(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         process.terminate()
         process.communicate(timeout=60)
+
+
+@contextmanager
+def running(project: Project) -> Iterator[subprocess.Popen[str]]:
+    """A run that a test has started; over when the context is left."""
+    process = project.start("run", str(project.write()), "--json")
+    try:
+        yield process
+    finally:
+        stop(process)
+
+
+def assert_all_trained_once(project: Project, summary: dict[str, Any], prompts: int) -> None:
+    """Every prompt was fed, and is in the ledger once."""
+    assert balanced(summary)
+    assert summary["fed"] == summary["groups_trained"] == prompts
+    ends = [line["prompt"] for line in project.ledger()]
+    assert len(ends) == len(set(ends)) == prompts
 
 
 def balanced(summary: dict[str, Any]) -> bool:

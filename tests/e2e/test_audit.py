@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.e2e.harness import stop, summary_of, wait_for_trained
+from tests.e2e.harness import running, summary_of, wait_for_trained
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -25,14 +25,11 @@ def audited(project, code: int = 0) -> dict:
 def test_a_run_is_audited_live_killed_finished_and_without_its_server(project):
     project.prompts(PROMPTS, extra='{"number": 0}\n')  # the last row has no prompt: never fed, never missed
     project.table["filter"] = {"zero_variance": False}
-    process = project.start("run", str(project.write()), "--json")
-    try:
+    with running(project) as process:
         wait_for_trained(project, 12, process, 120)
         live = audited(project)
         process.kill()
         process.communicate(timeout=60)
-    finally:
-        stop(process)
     assert live["trained"] >= 12
     assert live["notes"] == []
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.e2e.harness import balanced, children, finish, stop, wait_for_trained
+from tests.e2e.harness import assert_all_trained_once, balanced, children, finish, running, wait_for_trained
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -16,18 +16,12 @@ def test_a_rollout_worker_the_scorer_and_the_trainer_are_killed_once_each(projec
     project.prompts(prompts)
     project.table["rollout"]["workers"] = 2
     project.table["filter"] = {"zero_variance": False}
-    process = project.start("run", str(project.write()), "--json")
-    try:
+    with running(project) as process:
         for trained, role in ((4, "rollout"), (16, "score"), (28, "train")):
             wait_for_trained(project, trained, process, 120)
             os.kill(children(process.pid)[role], signal.SIGKILL)
         summary = finish(process, project)
-    finally:
-        stop(process)
-    assert balanced(summary)
-    assert summary["fed"] == summary["groups_trained"] == prompts
-    ends = [line["prompt"] for line in project.ledger()]
-    assert len(ends) == len(set(ends)) == prompts
+    assert_all_trained_once(project, summary, prompts)
     assert summary["rows"]["valid"] == prompts * 4
 
 
@@ -36,13 +30,10 @@ def test_the_engine_is_killed_and_gets_its_weights_back(project):
     prompts = 60
     project.prompts(prompts)
     project.table["filter"] = {"zero_variance": False}
-    process = project.start("run", str(project.write()), "--json")
-    try:
+    with running(project) as process:
         wait_for_trained(project, 8, process, 120)
         os.kill(children(process.pid)["serve"], signal.SIGKILL)
         summary = finish(process, project)
-    finally:
-        stop(process)
     assert balanced(summary)
     assert summary["groups_trained"] == prompts
     # Nothing that the engine failed to answer was trained, or scored, as if it had been an answer.

@@ -11,7 +11,15 @@ from anyio.abc import Process
 
 from stream.link import Link, connect
 from stream.view import RunView, look
-from tests.e2e.harness import balanced, environment, stop, summary_of, trained, wait_for_trained
+from tests.e2e.harness import (
+    assert_all_trained_once,
+    balanced,
+    environment,
+    stop,
+    summary_of,
+    trained,
+    wait_for_trained,
+)
 from workers.testing.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.timeout(280)
@@ -111,10 +119,8 @@ def test_a_run_is_paused_resumed_stopped_and_started_again(project):
 
     slowly.unlink()
     resumed = summary_of(project.run("run", f"{folder}/run.toml", "--json"), project)
-    assert balanced(resumed)
-    assert (resumed["fed"], resumed["groups_trained"], resumed["outstanding"]) == (PROMPTS, PROMPTS, 0)
-    ends = [line["prompt"] for line in project.ledger()]
-    assert len(ends) == len(set(ends)) == PROMPTS
+    assert_all_trained_once(project, resumed, PROMPTS)
+    assert resumed["outstanding"] == 0
 
 
 async def test_roles_that_share_nothing_but_the_server_hear_of_a_stop_and_a_later_start_is_not_stopped(

@@ -13,7 +13,7 @@ from redis import Redis
 from stream.archive import read_places
 from stream.errors import RecordError
 from stream.ledger import Ledger, read_lines
-from tests.e2e.harness import balanced, children, finish, stop, wait_for_trained
+from tests.e2e.harness import balanced, children, finish, running, wait_for_trained
 from workers.run.live import read
 from workers.settings.file import load
 from workers.train.keeping.checkpoint import Checkpoints
@@ -89,8 +89,7 @@ class Killer:
 def kill_five_times(project, seed: int) -> dict:
     """Run to the end; the trainer is killed on the way, also between a checkpoint and its acknowledgement."""
     chance, kills, between = random.Random(seed), 0, 0
-    process = project.start("run", str(project.write()), "--json")
-    try:
+    with running(project) as process:
         wait_for_trained(project, 1, process, 120)
         killer = Killer(project, process)
         while kills < 5 or not between:
@@ -100,8 +99,6 @@ def kill_five_times(project, seed: int) -> dict:
                 killer.anywhere(chance.uniform(0.0, 0.3))
             kills += 1
         summary = finish(process, project)
-    finally:
-        stop(process)
     assert balanced(summary)
     log = (project.run_folder / "logs" / "train-0.log").read_text().splitlines()
     begun = [json.loads(line) for line in log if '"trainer.begun"' in line]

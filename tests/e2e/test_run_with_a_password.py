@@ -1,7 +1,6 @@
 """`penstock run` on a server of somebody's own, as a user with a password that nobody gets to see."""
 
 import json
-import socket
 import stat
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 from redis import Redis
 
 from stream.acl import rules, user
+from tests.cases.ports import free_port
 from tests.e2e.harness import children, environment, finish, stop
 
 HUSH = "opensesame"
@@ -19,8 +19,7 @@ HUSH = "opensesame"
 @pytest.mark.timeout(200)
 def test_a_run_as_the_user_of_its_rules_shows_its_password_to_nobody(project, make_server):
     assert HUSH not in str(environment())
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     server = make_server("--port", str(port)).start()
     with Redis.from_url(server.url) as admin:
         for role in ("run", "look", "operator"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.harness import balanced, children, finish, stop, wait_for_trained
+from tests.e2e.harness import assert_all_trained_once, balanced, children, finish, running, wait_for_trained
 from tests.ranks_on_a_ledger import Job, work
 from workers.process import FAILED_FOR_GOOD
 from workers.train.keeping.checkpoint import Checkpoints
@@ -51,12 +51,21 @@ def said(project, event: str) -> list[dict]:
     return [json.loads(line) for line in lines if f'"event": "{event}"' in line]
 
 
+def assert_whole(project, summary: dict, prompts: int, trainers: int) -> None:
+    """Nothing was lost or trained twice, though so many trainers came after one another."""
+    assert_all_trained_once(project, summary, prompts)
+    begun = said(project, "trainer.begun")
+    assert len(begun) == trainers
+    assert begun[1]["step"] > 0
+    audit = project.run("audit", str(project.run_folder), "--json")
+    assert audit.returncode == 0, audit.stdout
+
+
 @pytest.mark.full
 def test_a_rank_and_what_started_them_are_killed_and_nothing_is_lost_nor_trained_twice(shared):
     prompts = 48
     shared.prompts(prompts)
-    process = shared.start("run", str(shared.write()), "--json")
-    try:
+    with running(shared) as process:
         wait_for_trained(shared, 12, process, 120)
         ranks = ranks_of(children(process.pid)["train"])
         assert len(ranks) == 2
@@ -68,17 +77,7 @@ def test_a_rank_and_what_started_them_are_killed_and_nothing_is_lost_nor_trained
         os.kill(launcher, signal.SIGKILL)
         until_gone(ranks)
         summary = finish(process, shared)
-    finally:
-        stop(process)
-    assert balanced(summary)
-    assert summary["fed"] == summary["groups_trained"] == prompts
-    ends = [line["prompt"] for line in shared.ledger()]
-    assert len(ends) == len(set(ends)) == prompts
-    begun = said(shared, "trainer.begun")
-    assert len(begun) == 3
-    assert begun[1]["step"] > 0
-    audit = shared.run("audit", str(shared.run_folder), "--json")
-    assert audit.returncode == 0, audit.stdout
+    assert_whole(shared, summary, prompts, trainers=3)
 
     # One process comes to the same policy, on the ledger that the two have left.
     kept = Checkpoints(shared.run_folder / "checkpoints").latest()
@@ -95,24 +94,13 @@ def test_a_rank_that_hangs_ends_all_and_nothing_is_lost(shared, monkeypatch, whi
     patience_s, prompts = 45, 40
     monkeypatch.setenv("PENSTOCK_RANKS_PATIENCE_S", str(patience_s))
     shared.prompts(prompts)
-    process = shared.start("run", str(shared.write()), "--json")
-    try:
+    with running(shared) as process:
         wait_for_trained(shared, 12, process, 120)
         ranks = ranks_of(children(process.pid)["train"])
         os.kill(ranks[which], signal.SIGSTOP)
         until_gone(ranks, patience_s + WITHIN_S)
         summary = finish(process, shared)
-    finally:
-        stop(process)
-    assert balanced(summary)
-    assert summary["fed"] == summary["groups_trained"] == prompts
-    ends = [line["prompt"] for line in shared.ledger()]
-    assert len(ends) == len(set(ends)) == prompts
-    begun = said(shared, "trainer.begun")
-    assert len(begun) == 2
-    assert begun[1]["step"] > 0
-    audit = shared.run("audit", str(shared.run_folder), "--json")
-    assert audit.returncode == 0, audit.stdout
+    assert_whole(shared, summary, prompts, trainers=2)
 
 
 def test_nonsense_about_patience_is_told_once(shared, redis_url, monkeypatch):
@@ -126,15 +114,12 @@ def test_nonsense_about_patience_is_told_once(shared, redis_url, monkeypatch):
 @pytest.mark.full
 def test_a_request_to_stop_lets_all_ranks_leave_in_peace(shared):
     shared.prompts(400)
-    process = shared.start("run", str(shared.write()), "--json")
-    try:
+    with running(shared) as process:
         wait_for_trained(shared, 8, process, 120)
         launcher = children(process.pid)["train"]
         ranks = ranks_of(launcher)
         process.send_signal(signal.SIGTERM)
         summary = finish(process, shared)
-    finally:
-        stop(process)
     assert gone([launcher, *ranks])
     assert balanced(summary)
     assert [event["rank"] for event in said(shared, "rank.left")] == [1]

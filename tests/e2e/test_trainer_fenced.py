@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from array import array
 from pathlib import Path
 
 import anyio
@@ -12,9 +11,10 @@ import tomli_w
 
 from stream.feeding import Feed
 from stream.link import connect
-from stream.records import Completion, Group, Prompt, Row, Span
+from stream.records import Completion, Group, Prompt
 from stream.validity import Measured
 from stream.view import look
+from tests.cases.rows import sampled_row
 from tests.chaos import project as chaos
 from tests.chaos import witness
 from tests.e2e.by_hand import Cast, Role, cast, until
@@ -83,13 +83,7 @@ async def scored(pipe, rows: range) -> None:
 
 
 def _group(prompt_id: str) -> Group:
-    row = Row(
-        prompt_ids=array("i", [7]).tobytes(),
-        token_ids=array("i", [1, chaos.END]).tobytes(),
-        sampled=[(0, 2)],
-        logprobs=array("f", [-0.5] * 2).tobytes(),
-        spans=[Span(0, 0, 2)],
-    )
+    row = sampled_row([1, chaos.END], [-0.5] * 2, prompt=[7])
     both = [Completion(index=i, rows=[row], reward=Measured(float(i))) for i in range(2)]
     return Group(prompt=Prompt(id=prompt_id, messages=[], group_size=2), completions=both)
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import stat
 import subprocess
 from pathlib import Path
@@ -18,6 +17,7 @@ from stream.link import connect
 from stream.server import find_server
 from stream.view import look
 from tests.cases.authority import Authority
+from tests.cases.ports import free_port
 from workers.run.folder import keep_settings
 from workers.run.live import Live, announce, locate
 from workers.run.roles import commands
@@ -38,11 +38,6 @@ BINARIES = {"path": find_server, "wheel": _wheel}
 @pytest.fixture(params=["path", pytest.param("wheel", marks=pytest.mark.full)])
 def binary(request) -> Path:
     return BINARIES[request.param]()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """`penstock dead`: list, show, retry and drop what no worker could finish."""
 
-import array
 import json
 from collections.abc import Iterator
 
@@ -8,10 +7,11 @@ import anyio
 import pytest
 import structlog
 
-from stream import Completion, Feed, Group, Prompt, Row, Span, Stage, Terms, look
+from stream import Completion, Feed, Group, Prompt, Stage, Terms, look
 from stream.dead import letters
 from stream.errors import PenstockError
 from stream.validity import Measured
+from tests.cases.rows import sampled_row
 from workers.dead import drop_dead, hex_dump, list_dead, retry_dead, show_dead
 
 TERMS = Terms(data_attempts=1)
@@ -85,13 +85,7 @@ async def test_a_record_is_shown_as_what_it_says(link, run_command):
 
 async def test_token_buffers_are_shown_as_numbers(link, run_command):
     await bury_prompt(link)
-    row = Row(
-        prompt_ids=array.array("i", [5, 6]).tobytes(),
-        token_ids=array.array("i", [7]).tobytes(),
-        sampled=[(0, 1)],
-        logprobs=array.array("f", [-0.5]).tobytes(),
-        spans=[Span(3, 0, 1)],
-    )
+    row = sampled_row([7], [-0.5], version=3, prompt=[5, 6])
     completion = Completion(index=0, rows=[row], reward=Measured(value=1.0), snapshot=b"\x00\x01")
     prompts = Stage(link, "prompts", "rollout-1", TERMS)
     await Feed(link, 10).put([Prompt(id="b", messages=[])], "after a", "2")

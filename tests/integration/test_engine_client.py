@@ -1,6 +1,5 @@
 """The engine's client against a scripted engine with every fault that it knows."""
 
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -9,6 +8,7 @@ import pytest
 
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
 from stream.records import Span
+from tests.cases.ports import free_port
 from workers.rollout.engine.client import EngineClient
 from workers.rollout.engine.generate import Generate
 from workers.rollout.engine.sampling import Sampling
@@ -19,12 +19,6 @@ SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop_token_ids=(2,), seed=4)
 
 def reply(token_ids: list[int], _request) -> list[int]:
     return [token_ids[-1] + 1, token_ids[-1] + 2, 2]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @asynccontextmanager

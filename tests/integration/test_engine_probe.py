@@ -8,7 +8,8 @@ from structlog.testing import capture_logs
 
 from stream.errors import EngineError
 from stream.records import Span
-from tests.integration.test_engine_client import free_port, reply
+from tests.cases.ports import free_port
+from tests.integration.test_engine_client import reply
 from tests.integration.test_local_engine import models, serving  # noqa: F401  (a fixture)
 from workers.engine.site import listen
 from workers.rollout.engine.client import EngineClient

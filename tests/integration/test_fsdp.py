@@ -1,13 +1,6 @@
 """A model in shards trains as a whole one does, on the same ledger; and what several ranks keep, any number resumes."""
 
-import os
 import random
-import signal
-import socket
-import subprocess
-import sys
-from array import array
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +8,17 @@ import msgspec
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from stream.archive import Archive
 from stream.codec import encode
 from stream.ledger import Ledger, Line, content_hash
-from stream.records import Completion, Group, Prompt, Row, Span
+from stream.records import Completion, Group, Prompt
 from stream.validity import Measured
+from tests.cases.models import write_small_qwen3
+from tests.cases.ports import free_port
+from tests.cases.ranks import run_ranks
+from tests.cases.rows import sampled_row
 from tests.ranks_on_a_ledger import Crew, Job, steps, work
 from workers.settings.file import dump, parse
 from workers.train.keeping.checkpoint import Checkpoints
@@ -30,7 +27,9 @@ from workers.train.step.learner import Learner
 
 pytestmark = pytest.mark.timeout(240)
 
-VOCABULARY, STEPS, KEPT = 43, 10, 5
+STEPS, KEPT = 10, 5
+VOCABULARY = 43
+"""No number of ranks divides it."""
 RUNS = {
     "tied": {},
     "untied": {
@@ -59,32 +58,14 @@ def group(number: int, version: int) -> Group:
     completions = []
     for index in range(4):
         tokens = [chance.randrange(1, VOCABULARY) for _ in range(chance.randrange(2, 12))]
-        row = Row(
-            prompt_ids=array("i", [1, 2]).tobytes(),
-            token_ids=array("i", tokens).tobytes(),
-            sampled=[(0, len(tokens))],
-            logprobs=array("f", [chance.uniform(-4.5, -3) for _ in tokens]).tobytes(),
-            spans=[Span(version, 0, len(tokens))],
-        )
+        row = sampled_row(tokens, [chance.uniform(-4.5, -3) for _ in tokens], version=version)
         completions.append(Completion(index=index, rows=[row], reward=Measured(chance.random())))
     return Group(prompt=Prompt(id=f"prompts:0:{number}", messages=[]), completions=completions)
 
 
 def make_run(folder: Path, name: str) -> Path:
     """A model, and the books of a run of it: its settings' file, with ledger and archive beside it."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,  # no number of ranks divides it
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=32,
-        tie_word_embeddings=name == "tied",
-    )
-    with torch.random.fork_rng():
-        torch.default_generator.manual_seed(5)
-        Qwen3ForCausalLM(config).save_pretrained(folder / "base")
+    write_small_qwen3(folder / "base", VOCABULARY, layers=2, tied=name == "tied")
     table = {
         "run": {"folder": str(folder)},
         "data": {"path": "none"},
@@ -110,22 +91,11 @@ def make_run(folder: Path, name: str) -> Path:
 
 def let_work(folder: Path, crews: list[Crew]) -> None:
     (folder / "crews.json").write_bytes(msgspec.json.encode(crews))
-    script = Path(__file__).parents[1] / "ranks_on_a_ledger.py"
-    ranks = subprocess.Popen(
-        [sys.executable, str(script), str(folder / "crews.json")],
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    try:
-        assert ranks.wait(timeout=200) == 0
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(ranks.pid, signal.SIGKILL)
+    run_ranks("ranks_on_a_ledger.py", str(folder / "crews.json"))
 
 
 def crew(size: int, jobs: list[Job]) -> Crew:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return Crew(size=size, port=free.getsockname()[1], jobs=jobs)
+    return Crew(size=size, port=free_port(), jobs=jobs)
 
 
 def alone(settings, dtype):

@@ -1,6 +1,5 @@
 """Weights to engines: scripted ones that fail half-way."""
 
-import socket
 from pathlib import Path
 
 import anyio
@@ -8,6 +7,7 @@ import pytest
 from aiohttp import web
 
 from stream.errors import EngineRefusedError, EngineUnavailableError
+from tests.cases.ports import free_port
 from workers.engine.site import listen
 from workers.fleet.roster import Roster
 from workers.testing.scripted_engine import ScriptedEngine
@@ -27,9 +27,7 @@ def reply(_token_ids: list[int], _request) -> list[int]:
 
 
 def dead_url() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{found.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 async def test_a_push_goes_to_every_engine_in_order():
@@ -42,6 +40,17 @@ async def test_a_push_goes_to_every_engine_in_order():
             assert list(engine.orders) == WHOLE
             assert engine.pushes == [("/weights/v3", "3")]
             assert not engine.paused
+
+
+async def test_engines_that_do_not_answer_are_named_with_what_was_asked_of_them(monkeypatch):
+    monkeypatch.setattr("workers.train.publishing.control._INFO_TIMEOUT_S", 0.2)
+    gone = dead_url()
+    async with ScriptedEngine(reply) as hung:
+        hung.stopped = True
+        with pytest.raises(EngineUnavailableError) as failed:
+            await publisher_of([hung.url, gone], 0.1).push(Path("/w"), 1)
+    assert f"{hung.url}/weight_info: no answer within 0.2 s" in str(failed.value)
+    assert f"{gone}/weight_info: Cannot connect to host" in str(failed.value)
 
 
 async def test_a_relative_folder_is_sent_as_an_absolute_one():

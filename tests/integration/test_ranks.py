@@ -1,45 +1,20 @@
 """A step shared by several processes is the step of one: loss, gradient, metrics, weights (P13, over ranks)."""
 
-import os
-import signal
-import subprocess
-import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-WORKER = Path(__file__).parents[1] / "one_rank.py"
+from tests.cases.models import write_small_qwen3
+from tests.cases.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(240)
 
 
 def train(folder: Path, *sizes: int) -> dict[int, list[dict]]:
     """What every rank of runs with so many of them ended with. With three, one has nothing to do."""
-    config = Qwen3Config(
-        vocab_size=40,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=32,
-    )
-    with torch.random.fork_rng():
-        torch.default_generator.manual_seed(5)
-        Qwen3ForCausalLM(config).save_pretrained(folder / "base")
-    ranks = subprocess.Popen(
-        [sys.executable, str(WORKER), str(folder), *map(str, sizes)],
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    try:
-        assert ranks.wait(timeout=200) == 0
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(ranks.pid, signal.SIGKILL)
+    write_small_qwen3(folder / "base", 40, layers=1, tied=False)
+    run_ranks("one_rank.py", str(folder), *map(str, sizes))
     return {size: [torch.load(folder / f"{rank}-of-{size}.pt") for rank in range(size)] for size in sizes}
 
 

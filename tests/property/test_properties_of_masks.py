@@ -1,7 +1,6 @@
 """What may vote and what may train: the masks follow from the facts and the truncation policies, and nothing else."""
 
 import math
-from array import array
 from dataclasses import replace
 
 import pytest
@@ -9,10 +8,11 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from stream.records import Completion, Group, Prompt, Row, Span
+from stream.records import Completion, Group, Prompt
 from stream.validity import RewardReason, TruncationReason, Unmeasured, measure
 from tests.cases.completions import INVALID, JUNK, TRUNCATED, VERSION, Made, build, cases, interleaved
 from tests.cases.path import evaluate
+from tests.cases.rows import sampled_row
 from tests.cases.tables import SOME, TABLES, choosing, settings_of
 from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.masks import POLICIES, derive
@@ -142,14 +142,8 @@ def test_p17_why_a_reward_is_unknown_changes_counters_alone(table, rewards, reas
 
     def result(unknown):
         def completion(index, reward, **facts):
-            tokens = array("i", [1 + index, 2, 3])
-            row = Row(
-                prompt_ids=array("i", [4, 5]).tobytes(),
-                token_ids=tokens.tobytes(),
-                sampled=[(0, 3)],
-                logprobs=array("f", [-2.0, -1.0, -0.5 * index]).tobytes(),
-                spans=[Span(VERSION, 0, 3)],
-            )
+            logprobs = [-2.0, -1.0, -0.5 * index]
+            row = sampled_row([1 + index, 2, 3], logprobs, version=VERSION, prompt=[4, 5])
             return Completion(index=index, rows=[row], reward=reward, **facts)
 
         found = [completion(i, unknown if r is None else measure(r)) for i, r in enumerate(rewards)]

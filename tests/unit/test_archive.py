@@ -1,7 +1,6 @@
 """The archive of groups: what is written is found, whatever happened to the file, and it stays within its bound."""
 
 import resource
-from array import array
 
 import pytest
 
@@ -9,18 +8,13 @@ from stream.archive import Archive, ArchivedGroups, read_places
 from stream.codec import encode
 from stream.errors import PenstockError, RecordError, RunFailedError
 from stream.ledger import Line, content_hash
-from stream.records import Completion, Group, Prompt, Row, Span
+from stream.records import Completion, Group, Prompt
 from stream.validity import Measured
+from tests.cases.rows import sampled_row
 
 
 def group(name: str, token: int = 1, tokens: int = 10) -> Group:
-    row = Row(
-        prompt_ids=array("i", [7]).tobytes(),
-        token_ids=array("i", [token] * tokens).tobytes(),
-        sampled=[(0, tokens)],
-        logprobs=array("f", [-0.5] * tokens).tobytes(),
-        spans=[Span(0, 0, tokens)],
-    )
+    row = sampled_row([token] * tokens, [-0.5] * tokens, prompt=[7])
     return Group(
         prompt=Prompt(id=name, messages=[]), completions=[Completion(index=0, rows=[row], reward=Measured(1.0))]
     )

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from array import array
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from stream.errors import FencedError, RunFailedError, RunMismatchError
 from stream.fence import Fence
-from stream.records import Completion, Group, Prompt, Row, Span
+from stream.records import Completion, Group, Prompt
 from stream.validity import Measured
+from tests.cases.rows import sampled_row
 from workers import settings
 from workers.train.keeping.checkpoint import Checkpoints
 from workers.train.keeping.durable import new_folder
@@ -61,13 +61,7 @@ def make_learner(base, dtype="float32"):
 
 def batch():
     def completion(index, tokens, reward):
-        row = Row(
-            prompt_ids=array("i", [1]).tobytes(),
-            token_ids=array("i", tokens).tobytes(),
-            sampled=[(0, len(tokens))],
-            logprobs=array("f", [-2.0] * len(tokens)).tobytes(),
-            spans=[Span(0, 0, len(tokens))],
-        )
+        row = sampled_row(tokens, [-2.0] * len(tokens), prompt=[1])
         return Completion(index=index, rows=[row], reward=Measured(reward))
 
     members = [completion(0, [3, 4], 1.0), completion(1, [5, 6], 0.0)]

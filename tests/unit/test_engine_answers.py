@@ -6,8 +6,10 @@ import pytest
 from stream.errors import EngineError, EngineRefusedError
 from stream.records import Failure, Span
 from stream.validity import RolloutReason, TruncationReason
+from workers.engine.wire import WeightInfo, policy_version
 from workers.rollout.engine.completions import Completions
 from workers.rollout.engine.generate import Generate
+from workers.rollout.engine.route import Request
 from workers.rollout.engine.sampling import Sampling, ending_of
 
 URL = "http://engine"
@@ -140,6 +142,15 @@ def test_both_routes_words_for_a_context_that_is_too_long_are_known(words):
     assert ending_of(refused.value, 1) is TruncationReason.CONTEXT
 
 
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [("4", 4), ("0", 0), (None, None), ("none", None), ("default", None), ("v4", None), ("-1", None)],
+)
+def test_weights_that_no_trainer_named_are_of_no_version(name, version):
+    told = msgspec.json.decode(msgspec.json.encode({"weight_version": name}), type=WeightInfo)
+    assert policy_version(told.weight_version) == version
+
+
 def test_a_request_says_all_of_it_on_both_routes():
     sampling = Sampling(
         temperature=0.7,
@@ -153,8 +164,8 @@ def test_a_request_says_all_of_it_on_both_routes():
         stop_token_ids=(2,),
         seed=8,
     )
-    one = msgspec.json.decode(Generate().body([5], sampling, model="m"))
-    other = msgspec.json.decode(Completions().body([5], sampling, model="m", alternatives=3, name="probe-1"))
+    one = msgspec.json.decode(Generate().body(Request([5], sampling, model="m")))
+    other = msgspec.json.decode(Completions().body(Request([5], sampling, model="m", alternatives=3, name="probe-1")))
     assert one["token_ids"] == other["prompt"] == [5]
     assert one["model"] == other["model"] == "m"
     expected = {"temperature": 0.7, "max_tokens": 3, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 8}

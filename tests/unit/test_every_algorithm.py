@@ -4,10 +4,10 @@ from array import array
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from stream.records import Completion, Group, Part, Prompt, Row, Span
 from stream.validity import Measured, RewardReason, TruncationReason, Unmeasured
+from tests.cases.models import write_small_qwen3
 from workers.settings.file import parse
 from workers.settings.presets import PRESETS, Rule
 from workers.train.algorithms.advantages import ESTIMATORS
@@ -25,20 +25,7 @@ WIDE = {"lower": 1e-9, "upper": 1e9}
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=32,
-    )
-    with torch.random.fork_rng():
-        torch.default_generator.manual_seed(5)
-        Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
+    return write_small_qwen3(tmp_path_factory.mktemp("base"), VOCABULARY, layers=1, tied=False)
 
 
 def learner(base, *, train=None, **sections):

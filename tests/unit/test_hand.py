@@ -1,14 +1,13 @@
 """What the trainer does with each entry before a step."""
 
-from array import array
-
 import pytest
 
 from stream.codec import encode
 from stream.ledger import Ledger, Line
-from stream.records import Completion, Group, Part, Prompt, Row, Span
+from stream.records import Completion, Group, Part, Prompt
 from stream.stage import Lease
 from stream.validity import DropReason, Measured, RewardReason, Unmeasured
+from tests.cases.rows import sampled_row
 from workers.settings.file import parse
 from workers.train.groups.hand import Hand
 
@@ -18,14 +17,7 @@ SETTINGS = parse(
 
 
 def completion(i, reward, token=3):
-    row = Row(
-        prompt_ids=array("i", [1, 2]).tobytes(),
-        token_ids=array("i", [token, 4]).tobytes(),
-        sampled=[(0, 2)],
-        logprobs=array("f", [-0.5, -0.5]).tobytes(),
-        spans=[Span(0, 0, 2)],
-    )
-    return Completion(index=i, rows=[row], reward=reward)
+    return Completion(index=i, rows=[sampled_row([token, 4], [-0.5, -0.5])], reward=reward)
 
 
 def lease(prompt_id, *completions, entry="1-0"):

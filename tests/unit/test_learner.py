@@ -7,11 +7,12 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from stream.errors import RunMismatchError, SettingsError
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
+from tests.cases.models import write_small_qwen3
 from workers.engine.weights import load
 from workers.settings.file import parse
 from workers.train.algorithms.schedule import factor
@@ -26,20 +27,7 @@ VOCABULARY = 24
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A model folder with something that looks like a tokenizer's file."""
-    folder = tmp_path_factory.mktemp("base")
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=32,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng():
-        torch.default_generator.manual_seed(5)
-        Qwen3ForCausalLM(config).save_pretrained(folder)
+    folder = write_small_qwen3(tmp_path_factory.mktemp("base"), VOCABULARY, layers=2, tied=True)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "notes.txt").write_text("not of the model")
     return folder

@@ -7,8 +7,9 @@ import pytest
 
 from stream.errors import RunMismatchError
 from stream.ledger import Ledger, Line, content_hash, read_lines
-from stream.records import Completion, Failure, Group, Part, Prompt, Row, Span
+from stream.records import Completion, Failure, Group, Part, Prompt, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
+from tests.cases.rows import sampled_row
 
 
 def line(prompt: str, end: str = "trained") -> Line:
@@ -119,15 +120,7 @@ def make_group() -> Group:
         completions=[
             Completion(
                 index=i,
-                rows=[
-                    Row(
-                        prompt_ids=array("i", [1]).tobytes(),
-                        token_ids=array("i", [2, 3]).tobytes(),
-                        sampled=[(0, 2)],
-                        logprobs=array("f", [-0.5, -1.0]).tobytes(),
-                        spans=[Span(1, 0, 2)],
-                    )
-                ],
+                rows=[sampled_row([2, 3], [-0.5, -1.0], version=1, prompt=[1])],
                 parts=[Part(name="env", reward=Measured(1.0))],
                 reward=Measured(1.0),
             )

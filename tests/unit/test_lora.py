@@ -7,10 +7,11 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from stream.errors import RunMismatchError, SettingsError
 from stream.validity import Measured
+from tests.cases.models import write_small_qwen3
 from tests.unit.test_learner import VOCABULARY, completion, group, learner
 from workers.evaluation.command import policy_folder
 from workers.process import FAILED_FOR_GOOD, launch_engine
@@ -32,23 +33,8 @@ TIED = pytest.mark.parametrize("base", [True, False], indirect=True, ids=["tied"
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     """A model whose output layer is its embedding, and one whose is not."""
-    found = {}
-    for tied in (True, False):
-        config = Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            intermediate_size=32,
-            tie_word_embeddings=tied,
-        )
-        found[tied] = tmp_path_factory.mktemp("base")
-        with torch.random.fork_rng():
-            torch.default_generator.manual_seed(5)
-            Qwen3ForCausalLM(config).save_pretrained(found[tied])
-    return found
+    home = tmp_path_factory.mktemp("bases")
+    return {tied: write_small_qwen3(home / str(tied), VOCABULARY, layers=2, tied=tied) for tied in (True, False)}
 
 
 @pytest.fixture

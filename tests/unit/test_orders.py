@@ -1,6 +1,6 @@
 """What the first rank tells the others arrives as it was; and what they could not carry out ends all orders."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -54,6 +54,34 @@ def test_a_batch_arrives_as_it_was(groups):
     same(batch, heard.batch)
     same(batch, heard.filtered)
     assert (heard.version, heard.dropped) == (7, {DropReason.ZERO_VARIANCE: 3})
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([[0.1, -0.0, torch.inf], [3e38, 1e-45, -2.5]]),
+        torch.tensor([0.1, -3.0, 1e30], dtype=torch.bfloat16),
+        torch.tensor([-(2**63), 2**63 - 1]),
+        torch.tensor([[True], [False]]),
+        torch.tensor(0.25),
+        torch.tensor([[1, 2, 3], [4, 5, 6]]).T,
+        torch.empty(0),
+        torch.empty(2, 0, dtype=torch.bfloat16),
+    ],
+    ids=lambda tensor: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}",
+)
+def test_a_tensor_of_any_type_and_shape_arrives_to_the_bit(tensor):
+    batch = collate([group()])
+    heard = passed_on(Step(replace(batch, turn_rewards_RT=tensor), 7, None, {})).batch.turn_rewards_RT
+    assert (heard.dtype, heard.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(heard, tensor)
+    assert torch.equal(heard.signbit(), tensor.signbit())
+
+
+def test_what_cannot_be_sent_is_named():
+    batch = replace(collate([group()]), turn_rewards_RT=object())
+    with pytest.raises(TypeError, match=r"an order to the ranks holds a builtins\.object"):
+        passed_on(Step(batch, 7, None, {}))
 
 
 def test_settings_arrive_as_they_were():

@@ -4,21 +4,21 @@ import json
 import random
 import re
 import shutil
-from array import array
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from stream.archive import Archive, ArchivedGroups, read_places
 from stream.codec import encode
 from stream.errors import PenstockError, RecordError, RunMismatchError
 from stream.ledger import Ledger, Line, content_hash, read_lines
-from stream.records import Completion, Group, Prompt, Row, Span
+from stream.records import Completion, Group, Prompt
 from stream.validity import Measured
+from tests.cases.models import write_small_qwen3
+from tests.cases.rows import sampled_row
 from workers.replay import show_replay
 from workers.settings import Settings
 from workers.settings.file import dump, parse
@@ -35,21 +35,7 @@ STEPS, EACH = 6, 3
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=32,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng():
-        torch.default_generator.manual_seed(5)
-        Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
+    return write_small_qwen3(tmp_path_factory.mktemp("base"), VOCABULARY, layers=2, tied=True)
 
 
 def group(number: int, version: int) -> Group:
@@ -58,13 +44,7 @@ def group(number: int, version: int) -> Group:
     completions = []
     for index in range(4):
         tokens = [chance.randrange(1, VOCABULARY) for _ in range(chance.randrange(2, 9))]
-        row = Row(
-            prompt_ids=array("i", [1, 2]).tobytes(),
-            token_ids=array("i", tokens).tobytes(),
-            sampled=[(0, len(tokens))],
-            logprobs=array("f", [chance.uniform(-4, -1) for _ in tokens]).tobytes(),
-            spans=[Span(version, 0, len(tokens))],
-        )
+        row = sampled_row(tokens, [chance.uniform(-4, -1) for _ in tokens], version=version)
         reward = 1.0 if number % 5 == 4 else float(index % 2)
         completions.append(Completion(index=index, rows=[row], reward=Measured(reward)))
     return Group(prompt=Prompt(id=f"prompts:0:{number}", messages=[]), completions=completions)

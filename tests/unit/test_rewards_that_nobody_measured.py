@@ -36,7 +36,6 @@ math-verify's own traps; its name left out        (unit/test_math_verifier)
 import math
 import statistics
 import time
-from array import array
 
 import anyio
 import numpy as np
@@ -47,8 +46,9 @@ from envs.rewards import RewardFunction, environment_reward
 from envs.rewards.merge import merge
 from envs.shipped.vlm import bbox_giou
 from stream.errors import RunFailedError
-from stream.records import Completion, Failure, Group, Part, Prompt, Row, Span
+from stream.records import Completion, Failure, Group, Part, Prompt
 from stream.validity import DropReason, Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
+from tests.cases.rows import sampled_row
 from tests.twins.losses import OPTIONS
 from workers.score.worker import score_group
 from workers.settings.file import parse
@@ -65,13 +65,7 @@ MEAN = {"estimator": {"name": "grpo", "normalize_std": False}}
 
 def completion(index, reward=None, tokens=2, **facts):
     """One turn of so many sampled tokens, saying its own index."""
-    row = Row(
-        prompt_ids=array("i", [1]).tobytes(),
-        token_ids=array("i", [2] * tokens).tobytes(),
-        sampled=[(0, tokens)],
-        logprobs=array("f", [-1.0] * tokens).tobytes(),
-        spans=[Span(0, 0, tokens)],
-    )
+    row = sampled_row([2] * tokens, [-1.0] * tokens, prompt=[1])
     if isinstance(reward, int | float):
         reward = Measured(float(reward))
     said = [{"role": "assistant", "content": str(index)}]

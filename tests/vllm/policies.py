@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
-from workers.demo.model import make_tokenizer
+from workers.demo.model import write_qwen3
 
 LENGTH = 8192
 """Of a context: twenty seconds of sampling, so that no request is over before a test has come to what it is for."""
@@ -17,32 +16,10 @@ BENT = {"temperature": 0.4, "top_k": 5, "top_p": 0.7, "min_p": 0.1, "repetition_
 """vLLM takes these for whatever a request to `/v1/completions` leaves out."""
 
 
-def make_policy(folder: Path, seed: int, *, tied: bool, hidden: int = 64) -> Path:
+def make_policy(folder: Path, seed: int, *, tied: bool) -> Path:
     """Write a Qwen3 of a tenth of a million parameters. Those of two seeds differ by units in their log-probs."""
-    disable_progress_bar()
-    tokenizer = make_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen3ForCausalLM(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:  # the others are norms, and stay 1
-                weight.normal_(0.0, 0.2, generator=generator)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    sizes = {"max_position_embeddings": LENGTH, "tie_word_embeddings": tied}
+    write_qwen3(folder, Qwen3ForCausalLM, seed, spread=0.2, **sizes)
     return folder
 
 

@@ -7,6 +7,7 @@ tokenizer are noise.
 
 import itertools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from workers.demo.transcripts import transcripts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from transformers import PreTrainedModel, Qwen3Config
 
 END_OF_TURN = "<|im_end|>"
 PAD = "<|endoftext|>"
@@ -68,35 +70,50 @@ def make_model(folder: Path, seed: int) -> None:
 
     The weights depend on the seed, the tokenizer does not.
     """
+    from transformers import Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+    write_qwen3(folder, Qwen3ForCausalLM, seed, spread=0.02, tie_word_embeddings=True, **sizes)
+
+
+def write_qwen3(
+    folder: Path, kind: "Callable[[Qwen3Config], PreTrainedModel]", seed: int, *, spread: float, **sizes: Any
+) -> None:
+    """Write a Qwen3 with random weights and the demo's tokenizer to `folder`, in Hugging Face form.
+
+    Args:
+        folder: where to.
+        kind: what it is for: `Qwen3ForCausalLM`, `Qwen3ForSequenceClassification`.
+        seed: of its weights.
+        spread: their standard deviation; norms are 1.
+        sizes: what `Qwen3Config` is to say otherwise than of two layers of 64 with two heads.
+    """
     import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import GenerationConfig, Qwen3Config
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     tokenizer = make_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=MAX_LENGTH,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen3ForCausalLM(config)
+    small = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": MAX_LENGTH,
+    }
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model = kind(Qwen3Config(vocab_size=len(tokenizer), **(small | sizes), **ends))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:  # the others are norms, and stay 1
-                weight.normal_(0.0, config.initializer_range, generator=generator)
-    model.generation_config = GenerationConfig(
-        do_sample=True, temperature=1.0, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-    )
+                weight.normal_(0.0, spread, generator=generator)
+    if model.can_generate():
+        model.generation_config = GenerationConfig(
+            do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

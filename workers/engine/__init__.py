@@ -8,8 +8,9 @@
         ▲                                                            │     admission.py, model.py, cache.py, sampling.py
         └────── one call into the loop per step ◄── finished ────────┘
 
-`wire.py` holds what goes over HTTP, `site.py` and `facts.py` what all such servers share, `weights.py` brings new
-weights into the live model, `prefixes.py` remembers the keys and values of finished sequences for the next turn of the
-same episode. `pooling/` serves a sequence classifier, a reward model for one, and `vllm/` starts vLLM instead;
-`choice.py` tells which of them serves a model. Importing the package loads no torch.
+`wire.py` holds what goes over HTTP, `connection.py` how clients ask, `site.py`, `owner.py` and `facts.py` what all
+such servers share, `weights.py` brings new weights into the live model, `prefixes.py` remembers the keys and values of
+finished sequences for the next turn of the same episode. `pooling/` serves a sequence classifier, a reward model for
+one, and `vllm/` starts vLLM instead; `choice.py` tells which of them serves a model. Importing the package loads no
+torch.
 """

@@ -1,28 +1,17 @@
 """What every server of a model tells: whether it lives, how busy it is, what it serves and who it is."""
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import msgspec
 from aiohttp import web
 
+from workers.engine.owner import Owner
 from workers.engine.site import refused
 
 MAX_WAITING = 4096
 """Requests that wait for the thread that owns the model; more are answered with 429."""
 
 _encoder = msgspec.json.Encoder()
-
-
-class Owner(Protocol):
-    """The thread that owns the model."""
-
-    failure: Exception | None
-    """What ended its work for good."""
-
-    @property
-    def waiting(self) -> int:
-        """Requests that are not being worked on yet."""
 
 
 class Facts:

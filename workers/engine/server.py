@@ -7,28 +7,25 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import anyio
-import anyio.lowlevel
 import anyio.to_thread
 import msgspec
 import structlog
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from stream.errors import EngineError, EngineRefusedError
+from stream.errors import EngineRefusedError
 from workers.engine.facts import Facts, as_json
 from workers.engine.fetching import downloaded
-from workers.engine.generation import Generation, Mail, Order
+from workers.engine.generation import Generation, Order
 from workers.engine.model import SlotModel
+from workers.engine.owner import Doorstep, working
 from workers.engine.scheduler import Scheduler
 from workers.engine.site import MAX_BODY_BYTES, Handler, answer_errors, listen
 from workers.engine.stopping import load_tokenizer
-from workers.engine.wire import BACKEND, FinishUpdate, PauseMode, UpdateWeights, decode_request, response
+from workers.engine.wire import BACKEND, FinishUpdate, PauseMode, UpdateWeights, WeightInfo, decode_request, response
 
 log = structlog.get_logger()
 T = TypeVar("T")
-
-_LAST_WORDS_S = 1.0
-"""After generation has failed: time to tell those that wait."""
 
 
 async def serve(
@@ -59,36 +56,16 @@ async def serve(
     """
     load = partial(SlotModel.load, model_path, slots=2 * max_batch, max_length=max_length, dtype=dtype)
     model = await anyio.to_thread.run_sync(load)
-    loop: Any = anyio.lowlevel.current_token().native_token  # from_thread.run would block the thread until it ran
-    failed = anyio.Event()
-    scheduler = Scheduler(
-        model,
-        max_batch,
-        deliver=lambda mail: loop.call_soon_threadsafe(_hand_out, mail),
-        failed=lambda: loop.call_soon_threadsafe(failed.set),
-    )
+    doorstep = Doorstep()
+    scheduler = Scheduler(model, max_batch, deliver=doorstep.deliver, failed=doorstep.fail)
     release = await anyio.to_thread.run_sync(version, "penstock")
     tokenizer = await anyio.to_thread.run_sync(load_tokenizer, model_path)
     routes = Routes(scheduler, model, str(model_path), release, tokenizer)
-    async with listen(routes.application(), host, port) as url, anyio.create_task_group() as tasks:
-        run = partial(anyio.to_thread.run_sync, scheduler.run, threads, limiter=anyio.CapacityLimiter(1))
-        tasks.start_soon(run)
+    async with listen(routes.application(), host, port) as url, working(scheduler, threads):
         log.info("engine.listening", url=url, model=str(model_path), max_batch=max_batch, max_length=model.max_length)
-        try:
-            if ready is not None:
-                ready(url)
-            await failed.wait()
-            await anyio.sleep(_LAST_WORDS_S)
-            raise EngineError(
-                f"generation has failed: {scheduler.failure!r}; an engine that is started again may do better"
-            )
-        finally:
-            scheduler.stop()
-
-
-def _hand_out(mail: list[Mail]) -> None:
-    for one in mail:
-        one.done()
+        if ready is not None:
+            ready(url)
+        await doorstep.until_failed(scheduler, "generation")
 
 
 class Routes:
@@ -171,7 +148,7 @@ class Routes:
 
     async def weight_info(self, _: web.Request) -> web.Response:
         """The version of the weights; null before the first update."""
-        return as_json({"weight_version": self._scheduler.version})
+        return as_json(WeightInfo(self._scheduler.version))
 
     async def pause(self, http: web.Request) -> web.Response:
         """Freeze generation; requests wait from then on."""

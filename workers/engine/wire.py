@@ -39,6 +39,11 @@ def adapter_name(version: int) -> str:
     return f"{ADAPTER}{version}"
 
 
+def policy_version(name: str | None) -> int | None:
+    """Which policy version weights of this name are; None for those that no trainer gave."""
+    return int(name) if name is not None and name.isdecimal() else None
+
+
 class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How to sample. What is not listed here is refused, never ignored."""
 
@@ -125,6 +130,13 @@ class GenerateResponse(Struct, kw_only=True):
 
     request_id: str
     choices: list[Choice]
+
+
+class WeightInfo(Struct):
+    """Answer of `GET /weight_info`."""
+
+    weight_version: str | None = None
+    """What the weights are called; `policy_version` says which version of ours that is."""
 
 
 class SentFile(Struct):

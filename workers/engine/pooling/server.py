@@ -4,10 +4,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import anyio
-import anyio.lowlevel
 import anyio.to_thread
 import structlog
 from aiohttp import web
@@ -15,15 +13,13 @@ from torch import Tensor
 
 from stream.errors import EngineError, EngineRefusedError
 from workers.engine.facts import Facts, as_json
+from workers.engine.owner import Doorstep, working
 from workers.engine.pooling.classifier import Classifier
 from workers.engine.pooling.thread import Pooling, PoolingThread
 from workers.engine.pooling.wire import Classification, ClassifyRequest, ClassifyResponse, Usage, decode_classify
 from workers.engine.site import MAX_BODY_BYTES, answer_errors, listen, refused
 
 log = structlog.get_logger()
-
-_LAST_WORDS_S = 1.0
-"""After scoring has failed: time to tell those that wait."""
 
 
 async def serve_pooling(
@@ -52,35 +48,15 @@ async def serve_pooling(
     """
     load = partial(Classifier.load, model_path, max_length=max_length, dtype=dtype)
     model = await anyio.to_thread.run_sync(load)
-    loop: Any = anyio.lowlevel.current_token().native_token
-    failed = anyio.Event()
-    thread = PoolingThread(
-        model,
-        deliver=lambda requests: loop.call_soon_threadsafe(_hand_out, requests),
-        failed=lambda: loop.call_soon_threadsafe(failed.set),
-    )
+    doorstep = Doorstep()
+    thread = PoolingThread(model, deliver=doorstep.deliver, failed=doorstep.fail)
     release = await anyio.to_thread.run_sync(version, "penstock")
     routes = PoolingRoutes(thread, model, str(model_path), release)
-    async with anyio.create_task_group() as tasks:
-        run = partial(anyio.to_thread.run_sync, thread.run, threads, limiter=anyio.CapacityLimiter(1))
-        tasks.start_soon(run)
-        try:
-            async with listen(routes.application(), host, port) as url:
-                log.info("engine.listening", url=url, model=str(model_path), runner="pooling", classes=model.classes)
-                if ready is not None:
-                    ready(url)
-                await failed.wait()
-                await anyio.sleep(_LAST_WORDS_S)
-                raise EngineError(
-                    f"scoring has failed: {thread.failure!r}; a server that is started again may do better"
-                )
-        finally:
-            thread.stop()
-
-
-def _hand_out(requests: list[Pooling]) -> None:
-    for request in requests:
-        request.done()
+    async with working(thread, threads), listen(routes.application(), host, port) as url:
+        log.info("engine.listening", url=url, model=str(model_path), runner="pooling", classes=model.classes)
+        if ready is not None:
+            ready(url)
+        await doorstep.until_failed(thread, "scoring")
 
 
 class PoolingRoutes:

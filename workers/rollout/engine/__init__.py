@@ -12,6 +12,7 @@
 `route.py`           a way to ask for tokens: `generate.py`, else `completions.py`
 `sampling.py`        one turn asked for: how, by whom, and what a failure says of the episode
 `answer.py`          what is believed of an answer
-`connection.py`      requests over HTTP, and what a broken one means
 ===================  ================================================================
+
+Requests go over HTTP by `workers/engine/connection.py`, as the trainer's do.
 """

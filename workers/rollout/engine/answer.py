@@ -5,16 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
-import msgspec
-
-from envs.served.service import error_text
-from stream.errors import EngineError, EngineRefusedError
+from stream.errors import EngineError
 from stream.records import Span
-from workers.engine.wire import UNKNOWN, FinishReason
+from workers.engine.wire import UNKNOWN, FinishReason, policy_version
 
 NONE_YET: Final = -1
 """Version of an engine that has not been given weights under a number."""
-_RETRIED = (408, 429)
 _ROUNDING: Final = 0.01
 """How far above 0 a log-prob may lie that was computed with few bits."""
 
@@ -43,20 +39,15 @@ def cut_off(finish_reason: str) -> bool:
     return finish_reason == "length"
 
 
-def decoded(status: int, payload: bytes, url: str, decoder: "msgspec.json.Decoder[T]") -> T:
-    """The answer as a record.
+def only(choices: Sequence[T], url: str) -> T:
+    """The one completion that was asked for.
 
     Raises:
-        EngineRefusedError: a 4xx other than 408 and 429.
-        EngineError: any other status than 200, or junk.
+        EngineError: there is none, or more than one.
     """
-    if status != 200:
-        kind = EngineRefusedError if 400 <= status < 500 and status not in _RETRIED else EngineError
-        raise kind(f"{url} answers {status}: {error_text(payload)}")
-    try:
-        return decoder.decode(payload)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise EngineError(f"{url} answers junk: {error}") from error
+    if len(choices) != 1:
+        raise EngineError(f"{url} answers {len(choices)} choices, not one")
+    return choices[0]
 
 
 def believed(
@@ -87,6 +78,7 @@ def believed(
     return Sampled(token_ids, known, finish_reason, spans)
 
 
-def version_number(version: str | None) -> int:
-    """A policy version; -1 for what was never given by a trainer."""
-    return int(version) if version is not None and version.isdecimal() else NONE_YET
+def version_number(name: str | None) -> int:
+    """The policy version of weights of this name; `NONE_YET` for those that no trainer gave."""
+    version = policy_version(name)
+    return NONE_YET if version is None else version

@@ -8,13 +8,14 @@ import anyio
 from envs.served.service import error_text
 from stream.errors import EngineError
 from stream.records import Span
+from workers.engine.connection import Connection, SilentError
 from workers.engine.wire import adapter_name
 from workers.rollout.engine.answer import NONE_YET, Sampled, UnfitError
-from workers.rollout.engine.connection import Connection, SilentError
 from workers.rollout.engine.known_engine import KnownEngine
 from workers.rollout.engine.lookout import Lookout
 from workers.rollout.engine.places import outdated
 from workers.rollout.engine.probe import ABSENT, Facts
+from workers.rollout.engine.route import Request
 from workers.rollout.engine.sampling import Sampling
 
 
@@ -77,7 +78,7 @@ class Attempt:
         # Where engines keep what older weights have computed, no request finds it in the cache.
         salt = f"v{before}" if self._salted else ""
         model = adapter_name(before) if adapter else facts.model
-        body = route.body(prompt_ids, sampling, model=model, salt=salt)
+        body = route.body(Request(prompt_ids, sampling, model=model, salt=salt))
         status, payload = await self._connection.send("POST", engine.url + route.path, self._timeout_s, body)
         if status in ABSENT:
             told = error_text(payload)

@@ -22,10 +22,10 @@ import structlog
 
 from envs.served.service import back_off
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
+from workers.engine.connection import Connection, SilentError, SlowError
 from workers.fleet.roster import Roster
 from workers.rollout.engine.answer import NONE_YET, Sampled, UnfitError
 from workers.rollout.engine.attempt import Attempt, StaleError
-from workers.rollout.engine.connection import Connection, SilentError, SlowError
 from workers.rollout.engine.known_engine import KnownEngine
 from workers.rollout.engine.lookout import Lookout
 from workers.rollout.engine.places import Places, Wanted

@@ -4,7 +4,6 @@ Every parameter is written out: what is left out is taken from the model's `gene
 repetition penalty among it.
 """
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -12,9 +11,10 @@ from msgspec import Struct, field
 
 from stream.errors import EngineError
 from stream.records import Span
+from workers.engine.connection import decoded
 from workers.engine.wire import FinishReason
-from workers.rollout.engine.answer import Sampled, believed, decoded
-from workers.rollout.engine.sampling import Sampling
+from workers.rollout.engine.answer import Sampled, believed, only
+from workers.rollout.engine.route import Request
 
 _encoder = msgspec.json.Encoder()
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}
@@ -43,37 +43,26 @@ class Completions:
 
     path: ClassVar[str] = "/v1/completions"
 
-    def body(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        model: str,
-        alternatives: int = 0,
-        name: str = "",
-        salt: str = "",
-    ) -> bytes:
+    def body(self, request: Request) -> bytes:
         """Write a request; see `Route`."""
-        params: dict[str, Any] = msgspec.to_builtins(sampling.on_the_wire(alternatives), str_keys=True)
+        sampling = request.sampling.on_the_wire(request.alternatives)
+        params: dict[str, Any] = msgspec.to_builtins(sampling, str_keys=True)
         return _encoder.encode(
             {
-                "model": model,
-                "prompt": list(prompt_ids),
+                "model": request.model,
+                "prompt": list(request.prompt_ids),
                 "return_token_ids": True,
                 "return_tokens_as_token_ids": True,
                 **_NEUTRAL,
                 **params,
-                **({"request_id": name} if name else {}),
-                **({"cache_salt": salt} if salt else {}),
+                **({"request_id": request.name} if request.name else {}),
+                **({"cache_salt": request.salt} if request.salt else {}),
             }
         )
 
     def read(self, status: int, payload: bytes, url: str, *, version: int) -> Sampled:
         """Read the answer; see `Route`."""
-        answer = decoded(status, payload, url, _decoder)
-        if len(answer.choices) != 1:
-            raise EngineError(f"{url} answers {len(answer.choices)} choices, not one")
-        choice = answer.choices[0]
+        choice = only(decoded(status, payload, url, _decoder).choices, url)
         if choice.token_ids is None:
             raise EngineError(
                 f"{url}{self.path} answers without token ids; it takes a vLLM that knows return_token_ids"

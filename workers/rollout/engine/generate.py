@@ -1,15 +1,15 @@
 """`POST /inference/v1/generate`: tokens in, tokens out, and the policy version of every one of them."""
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
 
 from stream.errors import EngineError
 from stream.records import Span
+from workers.engine.connection import decoded
 from workers.engine.wire import NO_ID, GenerateRequest, GenerateResponse
-from workers.rollout.engine.answer import Sampled, believed, decoded, version_number
-from workers.rollout.engine.sampling import Sampling
+from workers.rollout.engine.answer import Sampled, believed, only, version_number
+from workers.rollout.engine.route import Request
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(GenerateResponse)
@@ -20,30 +20,21 @@ class Generate:
 
     path: ClassVar[str] = "/inference/v1/generate"
 
-    def body(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        model: str,
-        alternatives: int = 0,
-        name: str = "",
-        salt: str = "",
-    ) -> bytes:
+    def body(self, request: Request) -> bytes:
         """Write a request; see `Route`."""
-        params = sampling.on_the_wire(alternatives)
         return _encoder.encode(
             GenerateRequest(
-                model=model, token_ids=list(prompt_ids), sampling_params=params, request_id=name, cache_salt=salt
+                model=request.model,
+                token_ids=list(request.prompt_ids),
+                sampling_params=request.sampling.on_the_wire(request.alternatives),
+                request_id=request.name,
+                cache_salt=request.salt,
             )
         )
 
     def read(self, status: int, payload: bytes, url: str, *, version: int) -> Sampled:
         """Read the answer; see `Route`."""
-        answer = decoded(status, payload, url, _decoder)
-        if len(answer.choices) != 1:
-            raise EngineError(f"{url} answers {len(answer.choices)} choices, not one")
-        choice = answer.choices[0]
+        choice = only(decoded(status, payload, url, _decoder).choices, url)
         if choice.weight_versions is None:  # a vLLM from before it counted them
             spans = [Span(version, 0, len(choice.token_ids))]
         else:

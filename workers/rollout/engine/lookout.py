@@ -16,12 +16,12 @@ from typing import Final
 import anyio
 import structlog
 from anyio.abc import TaskGroup
-from msgspec import Struct
 
 from stream.errors import EngineError
+from workers.engine.connection import QUESTION_S, Connection, SilentError
+from workers.engine.wire import WeightInfo
 from workers.fleet.roster import Roster
 from workers.rollout.engine.answer import NONE_YET, UnfitError, version_number
-from workers.rollout.engine.connection import QUESTION_S, Connection, SilentError
 from workers.rollout.engine.known_engine import KnownEngine
 from workers.rollout.engine.places import Places
 from workers.rollout.engine.probe import Probe
@@ -41,10 +41,6 @@ _LOOKS_S: Final = (1.0, 2.0)
 """Between two looks at an engine's figures; at random, so that workers do not come together."""
 _ASK_AGAIN_S: Final = 0.5
 """Between two questions for an engine's version, however many requests wait for it."""
-
-
-class _WeightInfo(Struct):
-    weight_version: str | None = None
 
 
 class Lookout:
@@ -129,7 +125,7 @@ class Lookout:
 
     async def version(self, engine: KnownEngine) -> int:
         """Ask it which policy version it has."""
-        info = await self._connection.ask(f"{engine.url}/weight_info", _WeightInfo)
+        info = await self._connection.ask(f"{engine.url}/weight_info", WeightInfo)
         self.heard(engine, version_number(info.weight_version))
         return engine.version
 

@@ -14,14 +14,14 @@ from uuid import uuid4
 import structlog
 from msgspec import structs
 
-from envs.served.service import error_text
+from envs.served.service import in_words
 from stream.errors import EngineError, EngineRefusedError
+from workers.engine.connection import QUESTION_S, Connection
 from workers.engine.wire import PROBE
 from workers.rollout.engine.answer import NONE_YET, UnfitError
 from workers.rollout.engine.completions import Completions
-from workers.rollout.engine.connection import QUESTION_S, Connection
 from workers.rollout.engine.generate import Generate
-from workers.rollout.engine.route import Route
+from workers.rollout.engine.route import Request, Route
 from workers.rollout.engine.sampling import Sampling
 
 log = structlog.get_logger()
@@ -102,7 +102,7 @@ class Probe:
         """Whether there is such a route; what is there refuses an empty request."""
         status, payload = await self._connection.send(method, url, QUESTION_S, b"{}" if method == "POST" else None)
         if status not in (*_THERE, *ABSENT):
-            raise EngineError(f"{url} answers {status}: {error_text(payload)}")
+            raise EngineError(in_words(url, status, payload))
         return status in _THERE
 
     async def _measure(self, target: "_Target") -> None:
@@ -158,7 +158,7 @@ class Probe:
         """The answer to a request, once it was found to be a sample."""
         url, route, name = target.url, target.route, f"{PROBE}{uuid4().hex}"
         sampling = structs.replace(sampling, seed=0)  # as every request of a run has one
-        body = route.body(prompt, sampling, model=target.model, alternatives=alternatives, name=name)
+        body = route.body(Request(prompt, sampling, model=target.model, alternatives=alternatives, name=name))
         status, payload = await self._connection.send("POST", url + route.path, self._timeout_s, body)
         route.read(status, payload, url, version=NONE_YET)
         return payload

@@ -1,10 +1,29 @@
 """A way to ask an engine for tokens: how a request is written, and how its answer is read."""
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Protocol
 
 from workers.rollout.engine.answer import Sampled
 from workers.rollout.engine.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What an engine is asked for."""
+
+    prompt_ids: Sequence[int]
+    """The whole context."""
+    sampling: Sampling
+    _: KW_ONLY
+    model: str
+    """The name that the engine serves it under."""
+    alternatives: int = 0
+    """So many of the likeliest tokens are to come with their log-probs, besides the sampled one."""
+    name: str = ""
+    """Of the request; empty: the engine finds one."""
+    salt: str = ""
+    """Only requests with the same one share cached prefixes."""
 
 
 class Route(Protocol):
@@ -12,26 +31,8 @@ class Route(Protocol):
 
     path: ClassVar[str]
 
-    def body(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        model: str,
-        alternatives: int = 0,
-        name: str = "",
-        salt: str = "",
-    ) -> bytes:
-        """Write a request.
-
-        Args:
-            prompt_ids: the whole context.
-            sampling: how to sample.
-            model: the name that the engine serves it under.
-            alternatives: so many of the likeliest tokens are to come with their log-probs, besides the sampled one.
-            name: of the request; empty: the engine finds one.
-            salt: only requests with the same one share cached prefixes.
-        """
+    def body(self, request: Request) -> bytes:
+        """Write a request."""
 
     def read(self, status: int, payload: bytes, url: str, *, version: int) -> Sampled:
         """Read the answer, and believe nothing of it unseen.

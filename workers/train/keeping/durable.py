@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
+from stream.durable import sync_path
+
 
 @contextmanager
 def new_folder(target: Path, last: AbstractContextManager[object] | None = None) -> Iterator[Path]:
@@ -34,11 +36,11 @@ def new_folder(target: Path, last: AbstractContextManager[object] | None = None)
         yield temporary
         for folder, _, names in os.walk(temporary):
             for name in names:
-                _sync(Path(folder) / name)
-            _sync(Path(folder))
+                sync_path(Path(folder) / name)
+            sync_path(Path(folder))
         with last or nullcontext():
             temporary.rename(target)
-            _sync(target.parent)
+            sync_path(target.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -61,11 +63,3 @@ def remove_leftovers(parent: Path) -> int:
     for leftover in leftovers:
         shutil.rmtree(leftover, ignore_errors=True)
     return len(leftovers)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,12 +1,13 @@
 """One engine's control routes: what it is told, and what its answers mean."""
 
-from typing import Any
+from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 
+from envs.served.service import in_words
 from stream.errors import EngineError, EngineRefusedError
-from workers.engine.wire import NO_VERSION
+from workers.engine.connection import Connection, decoded
+from workers.engine.wire import NO_VERSION, WeightInfo, policy_version
 
 _INFO_TIMEOUT_S = 5.0
 _SHORT_S = 60.0
@@ -16,8 +17,8 @@ _UNNAMED = ("default", NO_VERSION, None)
 _REFUSES, _STAYS, _OPEN = "penstock-vllm refuses", "the old weights stay", "already active"
 """Words in the body of a 500: vLLM answers every exception of a worker so."""
 
-TROUBLE = (aiohttp.ClientError, TimeoutError, OSError, EngineError)
-"""What a call may raise."""
+_Facts = dict[str, Any]
+T = TypeVar("T")
 
 
 class HalfDoneError(EngineError):
@@ -27,7 +28,8 @@ class HalfDoneError(EngineError):
 class Control:
     """One engine, as a publisher knows it.
 
-    Every call is a connection of its own: after a 500 vLLM resets the one that was kept alive.
+    Every call is a connection of its own: after a 500 vLLM resets the one that was kept alive. Whatever goes wrong with
+    one is an `EngineError`.
 
     Args:
         url: its base URL, without a slash at its end.
@@ -85,11 +87,11 @@ class Control:
         except EngineRefusedError:
             self._left_open = True
             raise
-        except TROUBLE as error:
+        except EngineError as error:
             if _STAYS in str(error):
                 self._left_open = True
                 raise
-            raise HalfDoneError(f"{self.url}/finish_weight_update: {str(error) or type(error).__name__}") from error
+            raise HalfDoneError(str(error)) from error
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
         """Have it set up its side of a transfer."""
@@ -110,7 +112,7 @@ class Control:
 
     async def adapters(self) -> dict[str, str]:
         """The path of each adapter that it takes requests for, by name."""
-        models = (await self._ask("/v1/models")).get("data", [])
+        models = (await self._ask("/v1/models", _Facts)).get("data", [])
         return {str(model["id"]): str(model["root"]) for model in models if model.get("parent")}
 
     async def name_version(self, version: int) -> None:
@@ -123,7 +125,7 @@ class Control:
         Raises:
             EngineRefusedError: it does not say.
         """
-        told = await self._ask("/server_info?config_format=json", timeout_s=_SHORT_S)
+        told = await self._ask("/server_info?config_format=json", _Facts, timeout_s=_SHORT_S)
         try:
             return told["vllm_config"][name]
         except (KeyError, TypeError) as error:
@@ -133,24 +135,22 @@ class Control:
         """Of its weights; None where they have none.
 
         Raises:
-            EngineError: it does not say.
+            EngineError: it does not say, or they are somebody else's.
         """
-        name = (await self._ask("/weight_info")).get("weight_version")
-        if name in _UNNAMED:
-            return None
-        try:
-            return int(name)
-        except (TypeError, ValueError) as error:
-            raise EngineError(f"{self.url}/weight_info: {name!r} is no version of ours") from error
+        name = (await self._ask("/weight_info", WeightInfo)).weight_version
+        version = policy_version(name)
+        if version is None and name not in _UNNAMED:
+            raise EngineError(f"{self.url}/weight_info: {name!r} is no version of ours")
+        return version
 
     async def is_paused(self) -> bool:
         """Whether it is frozen."""
-        return bool((await self._ask("/is_paused")).get("is_paused"))
+        return bool((await self._ask("/is_paused", _Facts)).get("is_paused"))
 
     async def world_size(self) -> int:
         """Its workers; an engine that does not say has one."""
         try:
-            return int((await self._ask("/get_world_size")).get("world_size", 1))
+            return int((await self._ask("/get_world_size", _Facts)).get("world_size", 1))
         except (EngineRefusedError, TypeError, ValueError):
             return 1
 
@@ -161,7 +161,7 @@ class Control:
             EngineRefusedError: it has no control routes, or was started without one; says what is missing.
         """
         try:
-            await self._ask("/weight_info")
+            await self._ask("/weight_info", _Facts)
         except EngineRefusedError as error:
             raise EngineRefusedError(
                 f"{self.url} has no route that takes weights ({error}); start vLLM with VLLM_SERVER_DEV_MODE=1 in its "
@@ -176,34 +176,25 @@ class Control:
     async def answers(self) -> bool:
         """Whether there is an engine that answers."""
         try:
-            async with _session(_INFO_TIMEOUT_S) as session, session.get(f"{self.url}/health") as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError, OSError):
+            status, _ = await self._send("GET", "/health", _INFO_TIMEOUT_S)
+        except EngineError:
             return False
+        return status == 200
 
-    async def _ask(self, path: str, timeout_s: float = _INFO_TIMEOUT_S) -> dict[str, Any]:
-        async with _session(timeout_s) as session, session.get(self.url + path) as response:
-            body = await response.read()
-            if response.status != 200:
-                kind = EngineRefusedError if 400 <= response.status < 500 else EngineError
-                raise kind(f"{self.url}{path} answers {response.status}")
-        try:
-            return msgspec.json.decode(body, type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{self.url}{path} answers junk: {error}") from error
+    async def _ask(self, path: str, kind: type[T], timeout_s: float | None = None) -> T:
+        status, payload = await self._send("GET", path, timeout_s or _INFO_TIMEOUT_S)
+        return decoded(status, payload, self.url + path, msgspec.json.Decoder(kind))
 
     async def _post(self, path: str, body: dict[str, Any] | None = None, *, moves: bool = False) -> None:
         timeout_s = self.update_timeout_s if moves else min(_SHORT_S, self.update_timeout_s)
-        async with _session(timeout_s) as session, session.post(self.url + path, json=body) as response:
-            if response.status == 200:
-                return
-            text = (await response.text())[:800]
+        status, payload = await self._send("POST", path, timeout_s, msgspec.json.encode(body) if body else None)
+        if status == 200:
+            return
+        told = in_words(self.url + path, status, payload)
         # A 400 is a fact about what was sent only where something was.
-        refused = (moves and response.status == 400) or _REFUSES in text
-        raise (EngineRefusedError if refused else EngineError)(f"{self.url}{path} answers {response.status}: {text}")
+        refused = (moves and status == 400) or _REFUSES in told
+        raise (EngineRefusedError if refused else EngineError)(told)
 
-
-def _session(timeout_s: float) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(force_close=True), timeout=aiohttp.ClientTimeout(total=timeout_s)
-    )
+    async def _send(self, method: str, path: str, timeout_s: float, body: bytes | None = None) -> tuple[int, bytes]:
+        async with Connection(kept=False) as connection:
+            return await connection.send(method, self.url + path, timeout_s, body)

@@ -5,8 +5,8 @@ from typing import ClassVar, Protocol
 
 import structlog
 
-from stream.errors import EngineRefusedError
-from workers.train.publishing.control import TROUBLE, Control, HalfDoneError
+from stream.errors import EngineError, EngineRefusedError
+from workers.train.publishing.control import Control, HalfDoneError
 
 log = structlog.get_logger()
 
@@ -71,5 +71,5 @@ class InFlight:
             return
         try:
             await engine.resume()
-        except TROUBLE as trouble:
-            log.warning("engine.resume_failed", url=engine.url, why=str(trouble) or type(trouble).__name__)
+        except EngineError as trouble:
+            log.warning("engine.resume_failed", url=engine.url, why=str(trouble))

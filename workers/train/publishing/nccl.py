@@ -17,8 +17,8 @@ import torch
 from anyio.from_thread import BlockingPortal
 from safetensors import safe_open
 
-from stream.errors import SettingsError
-from workers.train.publishing.control import TROUBLE, Control, HalfDoneError
+from stream.errors import EngineError, SettingsError
+from workers.train.publishing.control import Control, HalfDoneError
 
 log = structlog.get_logger()
 
@@ -77,9 +77,9 @@ class Nccl:
                 await anyio.to_thread.run_sync(self._leave, engine.url)
             try:
                 await self._send(engine, path, version)
-            except TROUBLE as error:
+            except EngineError as error:
                 await anyio.to_thread.run_sync(self._leave, engine.url)
-                raise HalfDoneError(f"{engine.url}: nccl: {str(error) or type(error).__name__}") from error
+                raise HalfDoneError(f"{engine.url}: nccl: {error}") from error
             except Exception as error:  # NCCL's and vLLM's own, of any type
                 await anyio.to_thread.run_sync(self._leave, engine.url)
                 raise HalfDoneError(f"{engine.url}: nccl: {error!r}") from error

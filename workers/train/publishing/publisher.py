@@ -13,7 +13,7 @@ from anyio.abc import TaskStatus
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
 from workers.fleet.roster import Roster
 from workers.settings import Settings
-from workers.train.publishing.control import TROUBLE, Control
+from workers.train.publishing.control import Control
 from workers.train.publishing.way import Way, open_way
 
 log = structlog.get_logger()
@@ -121,8 +121,8 @@ class EnginePublisher:
                 return
             try:
                 found[engine.url] = await engine.version()
-            except TROUBLE as error:
-                log.info("engine.silent", url=engine.url, why=str(error) or type(error).__name__)
+            except EngineError as error:
+                log.info("engine.silent", url=engine.url, why=str(error))
                 self._silent.add(engine.url)
 
         async with anyio.create_task_group() as tasks:
@@ -142,8 +142,8 @@ class EnginePublisher:
                 if await engine.version() != version or await engine.is_paused():
                     found.append(engine)
                 self._silent.discard(engine.url)
-            except TROUBLE as error:
-                log.debug("engine.silent", url=engine.url, why=str(error) or type(error).__name__)
+            except EngineError as error:
+                log.debug("engine.silent", url=engine.url, why=str(error))
                 self._silent.add(engine.url)
 
         async with anyio.create_task_group() as tasks:
@@ -229,10 +229,10 @@ class EnginePublisher:
                     self._fit.add(engine.url)
                 asked = True
                 await self._way.give(engine, path, version)
-            except TROUBLE as error:
+            except EngineError as error:
                 tries += 1
                 self._fit.discard(engine.url)
-                why = str(error) or type(error).__name__
+                why = str(error)
                 if tries == 1:
                     log.warning("engine.awaited", url=engine.url, version=version, why=why)
                 refused = isinstance(error, EngineRefusedError)

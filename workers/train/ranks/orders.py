@@ -135,8 +135,9 @@ class Orders:
 def _encoded(value: Any) -> Any:
     if isinstance(value, Tensor):
         plain = value.detach().cpu().contiguous()
-        return str(plain.dtype).removeprefix("torch."), list(plain.shape), plain.numpy().tobytes()
-    raise NotImplementedError(f"{type(value)} is not sent between ranks")
+        content = plain.view(-1).view(torch.uint8)  # as bytes: NumPy does not know every dtype
+        return str(plain.dtype).removeprefix("torch."), list(plain.shape), content.numpy().tobytes()
+    raise TypeError(_no_part_of_an_order(type(value)))
 
 
 def _decoded(kind: type, value: Any) -> Any:
@@ -145,7 +146,14 @@ def _decoded(kind: type, value: Any) -> Any:
         dtype = getattr(torch, name)
         flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
         return flat.view(shape)
-    raise NotImplementedError(f"{kind} is not sent between ranks")
+    raise TypeError(_no_part_of_an_order(kind))
+
+
+def _no_part_of_an_order(kind: type) -> str:
+    return (
+        f"an order to the ranks holds a {kind.__module__}.{kind.__qualname__}: beside what msgspec encodes only "
+        "tensors are sent; have its field hold one of those, or teach `_encoded` and `_decoded` the type"
+    )
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encoded)

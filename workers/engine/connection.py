@@ -1,4 +1,4 @@
-"""Requests over HTTP to an engine, and what a broken one means."""
+"""Requests over HTTP to an engine: what a broken one means, and what an answer is that is none."""
 
 from types import TracebackType
 from typing import Final, Self, TypeVar
@@ -6,11 +6,12 @@ from typing import Final, Self, TypeVar
 import aiohttp
 import msgspec
 
-from envs.served.service import error_text
-from stream.errors import EngineError
+from envs.served.service import in_words
+from stream.errors import EngineError, EngineRefusedError
 
 QUESTION_S: Final = 10.0
 """For a request that samples nothing."""
+_RETRIED: Final = (408, 429)
 
 T = TypeVar("T")
 
@@ -24,11 +25,19 @@ class SlowError(EngineError):
 
 
 class Connection:
-    """Kept-alive connections to any number of servers; an async context manager."""
+    """Connections to any number of servers; an async context manager.
+
+    Args:
+        kept: alive, for the next request to the same server.
+    """
+
+    def __init__(self, *, kept: bool = True) -> None:
+        self._kept = kept
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), headers={"Content-Type": "application/json"}
+            connector=aiohttp.TCPConnector(limit=0, force_close=not self._kept),
+            headers={"Content-Type": "application/json"},
         )
         return self
 
@@ -44,12 +53,10 @@ class Connection:
             EngineError: no answer of 200, or none of this kind.
         """
         status, payload = await self.send("GET", url, QUESTION_S)
-        if status != 200:
-            raise EngineError(f"{url} answers {status}: {error_text(payload)}")
         try:
-            return msgspec.json.decode(payload, type=kind)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{url}: {error}") from error
+            return decoded(status, payload, url, msgspec.json.Decoder(kind))
+        except EngineRefusedError as error:  # a fact about the engine, and about nobody's tokens
+            raise EngineError(str(error)) from error
 
     async def send(self, method: str, url: str, timeout_s: float, body: bytes | None = None) -> tuple[int, bytes]:
         """One request; status and payload, whatever the status.
@@ -71,3 +78,19 @@ class Connection:
             raise SilentError(f"{url}: {error or type(error).__name__}") from error
         except (aiohttp.ClientError, ValueError) as error:
             raise EngineError(f"{url}: {type(error).__name__}: {error}") from error
+
+
+def decoded(status: int, payload: bytes, url: str, decoder: "msgspec.json.Decoder[T]") -> T:
+    """The answer as a record.
+
+    Raises:
+        EngineRefusedError: a 4xx other than 408 and 429.
+        EngineError: any other status than 200, or junk.
+    """
+    if status != 200:
+        kind = EngineRefusedError if 400 <= status < 500 and status not in _RETRIED else EngineError
+        raise kind(in_words(url, status, payload))
+    try:
+        return decoder.decode(payload)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise EngineError(f"{url} answers junk: {error}") from error

@@ -1,0 +1,19 @@
+"""Rows of completions that were sampled from end to end."""
+
+from array import array
+from collections.abc import Sequence
+
+from stream.records import Row, Span
+
+
+def sampled_row(
+    tokens: Sequence[int], logprobs: Sequence[float], *, version: int = 0, prompt: Sequence[int] = (1, 2)
+) -> Row:
+    """One in which every token was sampled, by one policy version."""
+    return Row(
+        prompt_ids=array("i", prompt).tobytes(),
+        token_ids=array("i", tokens).tobytes(),
+        sampled=[(0, len(tokens))],
+        logprobs=array("f", logprobs).tobytes(),
+        spans=[Span(version, 0, len(tokens))],
+    )
