@@ -15,7 +15,7 @@ import msgspec
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from stream.archive import Archive
 from stream.codec import encode
@@ -31,6 +31,8 @@ from workers.train.step.learner import Learner
 pytestmark = pytest.mark.timeout(240)
 
 VOCABULARY, STEPS, KEPT = 43, 10, 5
+ENDS = [41, 42]
+"""Tokens that end a turn, as the generation configuration alone tells."""
 RUNS = {
     "tied": {},
     "untied": {
@@ -85,6 +87,7 @@ def make_run(folder: Path, name: str) -> Path:
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(5)
         Qwen3ForCausalLM(config).save_pretrained(folder / "base")
+    GenerationConfig(eos_token_id=ENDS).save_pretrained(folder / "base")
     table = {
         "run": {"folder": str(folder)},
         "data": {"path": "none"},
@@ -198,6 +201,7 @@ def loaded(results: Results, name: str, dtype: str) -> Any:
     model, said = AutoModelForCausalLM.from_pretrained(checkpoint.model, dtype="auto", output_loading_info=True)
     assert not said["missing_keys"]
     assert not said["unexpected_keys"]
+    assert model.generation_config.eos_token_id == ENDS
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == (name == "tied")
     return model
 
