@@ -9,6 +9,7 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
+from stream.errors import EngineRefusedError, RunFailedError
 from stream.training import Tenure
 from workers.train.publishing.publisher import EnginePublisher
 
@@ -52,6 +53,9 @@ class Weights:
             known: a version number that was used.
             step: after which they are what they are.
             metrics: told with them.
+
+        Raises:
+            RunFailedError: every engine refuses them, and would refuse a trainer that was started again.
         """
         on_engines = [v for v in (await self._publisher.versions()).values() if v is not None]
         version = await self._tenure.reserve(max([known, *on_engines]))
@@ -59,7 +63,10 @@ class Weights:
         await anyio.to_thread.run_sync(_write, write, path)
         async with self._lock:
             await self._tenure.renew()  # writing took long; the engines know nothing of tokens
-            await self._tasks.start(self._publisher.push, path, version)
+            try:
+                await self._tasks.start(self._publisher.push, path, version)
+            except EngineRefusedError as error:
+                raise RunFailedError(str(error)) from error
             self.version = version
         await self._tenure.publish(version, path, step, metrics)
         log.info("policy.published", version=version, step=step)
