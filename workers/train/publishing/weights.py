@@ -1,6 +1,5 @@
 """The published weights: on disk under their version number, on the engines, then known to everybody."""
 
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from anyio.abc import TaskGroup
 
 from stream.errors import EngineRefusedError, RunFailedError
 from stream.training import Tenure
+from workers.train.keeping.durable import remove_folder, remove_leftovers
 from workers.train.publishing.publisher import EnginePublisher
 
 log = structlog.get_logger()
@@ -86,7 +86,8 @@ class Weights:
 
 
 def _write(write: Callable[[Path], None], path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)  # of a server that forgot which numbers it had given out
+    remove_folder(path)  # of a server that forgot which numbers it had given out
+    remove_leftovers(path.parent)  # and of a trainer that ended as it wrote; one that was succeeded may write nothing
     write(path)
 
 
@@ -94,4 +95,4 @@ def _prune(folder: Path, linger_s: float) -> None:
     versions = sorted(folder.glob("v*"))
     for old, newer in zip(versions, versions[_KEPT - 1 :], strict=False):
         if newer != versions[-1] and time.time() - newer.stat().st_mtime >= linger_s:
-            shutil.rmtree(old, ignore_errors=True)
+            remove_folder(old)
