@@ -170,7 +170,7 @@ def replay(target: str | None, as_json: bool) -> None:
     from workers.replay import show_replay
 
     _log_errors_alone("replay")
-    sys.exit(show_replay(target, as_json=as_json))
+    sys.exit(show_replay(target, as_json=as_json, command=_own_command()))
 
 
 @penstock.command()

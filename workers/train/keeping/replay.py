@@ -67,24 +67,27 @@ class _Differs(Exception):  # noqa: N818  (no error: it is what was asked)
         self.difference = difference
 
 
-def replay(settings: Settings, folder: Path, tell: Callable[[Agreement], None] = lambda _: None) -> ReplayReport:
+def replay(
+    settings: Settings,
+    folder: Path,
+    tell: Callable[[Agreement], None] = lambda _: None,
+    make_learner: Callable[[Settings], Learner] = Learner,
+) -> ReplayReport:
     """Do a run again, up to its newest checkpoint. Nothing of it is changed.
+
+    The sums of another number of ranks than the run had are not, to the bit, the same.
 
     Args:
         settings: of the run, as it had them.
         folder: the run's.
         tell: called with each checkpoint that was met.
+        make_learner: makes what is trained.
 
     Raises:
-        RunMismatchError: the run had several ranks; there is no checkpoint; the ledger is broken, or is not the
-            checkpoint's; the archive lacks a group.
+        RunMismatchError: there is no checkpoint; the ledger is broken, or is not the checkpoint's; the archive lacks a
+            group.
         RecordError: a group in the archive was altered.
     """
-    if settings.train.ranks > 1:
-        raise RunMismatchError(
-            f"{folder}: train.ranks is {settings.train.ranks}; the sums of several ranks are not, to the bit, those of "
-            "the one process that a replay is"
-        )
     checkpoints = Checkpoints(folder / "checkpoints")
     last = checkpoints.latest()
     if last is None:
@@ -92,7 +95,7 @@ def replay(settings: Settings, folder: Path, tell: Callable[[Agreement], None] =
     lines = _lines(folder, last)
     archive = ArchivedGroups(folder / "groups")
     _refuse_gaps(lines, archive, settings)
-    replayed = _Replay(settings, checkpoints, last, tell)
+    replayed = _Replay(settings, make_learner(settings), checkpoints, last, tell)
     difference = None
     try:
         for step, found in groupby(lines, lambda written: written.line.step):
@@ -115,12 +118,17 @@ class _Replay:
     """A learner on its way through the ledger."""
 
     def __init__(
-        self, settings: Settings, checkpoints: Checkpoints, last: Checkpoint, tell: Callable[[Agreement], None]
+        self,
+        settings: Settings,
+        learner: Learner,
+        checkpoints: Checkpoints,
+        last: Checkpoint,
+        tell: Callable[[Agreement], None],
     ) -> None:
         self.groups = self.dropped = 0
         self.agreements: list[Agreement] = []
         self.notes: list[str] = []
-        self.learner = Learner(settings)
+        self.learner = learner
         self._settings = settings
         self._checkpoints = checkpoints
         self._last = last.progress.step
@@ -242,10 +250,10 @@ def _compare(learner: Learner, checkpoint: Checkpoint) -> int:
 
 def _states(learner: Learner, checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
     """Weights as they are written, then all else that a checkpoint holds: ours, and the checkpoint's."""
-    weights = {
-        name: p.detach().cpu().to(learner.policy.written_dtype).float() for name, p in learner.parameters.items()
-    }
-    yield "weight", weights, learner.policy.read(checkpoint.model)
+    policy = learner.policy
+    whole = policy.parameters if policy.adapter else learner.weights()
+    weights = {name: whole[name].detach().cpu().to(policy.written_dtype).float() for name in policy.parameters}
+    yield "weight", weights, policy.read(checkpoint.model)
     yield "state", learner.state(), load_file(checkpoint.folder / OPTIMIZER)
 
 
