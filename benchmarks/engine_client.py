@@ -34,15 +34,15 @@ PROMPT = list(range(1000, 1490))
 
 async def measure(urls: Sequence[str], at_once: int, requests: int) -> dict[str, float]:
     left = requests // 3
-    known = {"group", "completion"} <= set(Sampling.__struct_fields__)  # what is measured may be older than this file
 
     async def play() -> None:
         nonlocal left
         while left > 0:
             left -= 1
-            of = {"group": f"d:0:{left // 8}", "completion": left % 8} if known else {}
+            group, completion = f"d:0:{left // 8}", left % 8
             for turn in range(3):
-                await client.sample(PROMPT, Sampling(temperature=1.0, max_tokens=64, seed=turn, **of))
+                sampling = Sampling(temperature=1.0, max_tokens=64, seed=turn, group=group, completion=completion)
+                await client.sample(PROMPT, sampling)
 
     async with EngineClient(urls, request_timeout_s=60, attempts=3, reconnect_s=10) as client:
         await client.probe()

@@ -22,6 +22,7 @@ import argparse
 import json
 import platform
 import random
+import re
 import resource
 import statistics
 import struct
@@ -64,6 +65,7 @@ HALF_BILLION = transformers.Qwen2Config(
 """494 million parameters."""
 PEAKS = {
     "B200": 2250e12,
+    "H200 NVL": 835e12,
     "H200": 989.4e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -74,7 +76,7 @@ PEAKS = {
     "A10": 125e12,
     "RTX 4090": 165.2e12,
 }
-"""Dense bfloat16 FLOPs a second, by a part of the card's name; the first that fits (NVIDIA's data sheets)."""
+"""Dense bfloat16 FLOPs a second, by words of the card's name; the first that fit (NVIDIA's data sheets)."""
 
 
 def make_row(rng: random.Random, vocabulary: int, scale: int) -> Row:
@@ -127,7 +129,8 @@ def step_flops(model, lengths: list[int], loss_tokens: float, updates: int) -> f
 
 
 def peak_flops(card: str) -> float | None:
-    return next((peak for name, peak in PEAKS.items() if name in card), None)
+    """Of a card of that name; None where it is not in the table. A10G, L40 and laptops' cards are others."""
+    return next((peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b(?! D\b| Laptop)", card)), None)
 
 
 def settled(device: torch.device) -> float:

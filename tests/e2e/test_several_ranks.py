@@ -112,6 +112,23 @@ def test_nonsense_about_patience_is_told_once(shared, redis_url, monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 4}}], ids=["whole", "adapter"])
+def test_as_many_ranks_do_a_run_again_bit_for_bit(shared, sections):
+    shared.prompts(16)
+    shared.table |= sections
+    with running(shared) as process:
+        finish(process, shared)
+    again = shared.run("replay", str(shared.run_folder))
+    assert again.returncode == 0, again.stderr
+    assert "equal bit for bit after 4 steps: 16 groups" in again.stdout
+    kept = shared.run_folder / "run.toml"
+    kept.write_text(kept.read_text().replace("learning_rate = 0.0001", "learning_rate = 0.0002"))
+    otherwise = shared.run("replay", str(shared.run_folder))
+    assert otherwise.returncode == 1, otherwise.stderr
+    assert "different: step 2: step-000002: " in otherwise.stdout
+
+
+@pytest.mark.full
 def test_a_request_to_stop_lets_all_ranks_leave_in_peace(shared):
     shared.prompts(400)
     with running(shared) as process:

@@ -8,7 +8,7 @@ import msgspec
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from stream.archive import Archive
 from stream.codec import encode
@@ -30,6 +30,8 @@ pytestmark = pytest.mark.timeout(240)
 STEPS, KEPT = 10, 5
 VOCABULARY = 43
 """No number of ranks divides it."""
+ENDS = [41, 42]
+"""Tokens that end a turn, as the generation configuration alone tells."""
 RUNS = {
     "tied": {},
     "untied": {
@@ -66,6 +68,7 @@ def group(number: int, version: int) -> Group:
 def make_run(folder: Path, name: str) -> Path:
     """A model, and the books of a run of it: its settings' file, with ledger and archive beside it."""
     write_small_qwen3(folder / "base", VOCABULARY, layers=2, tied=name == "tied")
+    GenerationConfig(eos_token_id=ENDS).save_pretrained(folder / "base")
     table = {
         "run": {"folder": str(folder)},
         "data": {"path": "none"},
@@ -168,6 +171,7 @@ def loaded(results: Results, name: str, dtype: str) -> Any:
     model, said = AutoModelForCausalLM.from_pretrained(checkpoint.model, dtype="auto", output_loading_info=True)
     assert not said["missing_keys"]
     assert not said["unexpected_keys"]
+    assert model.generation_config.eos_token_id == ENDS
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == (name == "tied")
     return model
 

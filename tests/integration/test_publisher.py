@@ -115,6 +115,16 @@ async def test_an_engine_that_was_started_without_a_backend_is_told_what_it_lack
         assert bare.version == "1"
 
 
+async def test_where_one_engine_refuses_and_another_is_not_there_it_may_come_back():
+    async with ScriptedEngine(reply) as bare:
+        bare.transfer_config = None
+        publisher = publisher_of([bare.url, gone := dead_url()], 0.3)
+        for _ in range(2):
+            with pytest.raises(EngineUnavailableError, match="without --weight-transfer-config"):
+                await publisher.push(Path("/w"), 1)
+            assert await publisher.versions() == {bare.url: None, gone: None}  # seen to be silent, and left out
+
+
 async def test_a_server_without_control_routes_is_told_how_to_open_them():
     app = web.Application()
     async with listen(app, "127.0.0.1", 0) as url:

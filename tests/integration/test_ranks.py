@@ -1,12 +1,15 @@
 """A step shared by several processes is the step of one: loss, gradient, metrics, weights (P13, over ranks)."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.cases.models import write_small_qwen3
-from tests.cases.ranks import run_ranks
+from tests.cases.ranks import TESTS, run_ranks
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -44,3 +47,43 @@ def test_three_ranks_of_which_one_has_nothing_to_do_end_with_it_too(tmp_path):
     results = train(tmp_path, 1, 3)
     as_one(results[1][0], results[3])
     assert sorted(found["clipped"]["parts"] for found in results[3]) == [0, 1, 1]
+
+
+UNLIKE = """
+import sys
+import torch, torch.distributed as dist
+from stream.errors import SettingsError
+from workers.settings.file import parse
+from workers.train.model.logprobs import Readable
+from workers.train.ranks.ranks import Ranks
+from workers.train.step import passes
+
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meet", rank=rank, world_size=2)
+settings = parse({"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}})
+passes.set_attention = lambda read, *_: read._replace(packed=rank == 0)  # as unlike devices would have it
+try:
+    passes.Passes(Readable(torch.nn.Linear(1, 1), None), None, None, settings, Ranks())
+except SettingsError as error:
+    print(error)
+"""
+
+
+def test_ranks_of_which_some_pack_rows_and_some_pad_them_all_say_so(tmp_path):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", UNLIKE, str(tmp_path), str(rank)],
+            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            cwd=TESTS.parent,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [process.communicate(timeout=100)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    for said in told:
+        assert "set train.packing to 'off', or train.attention to one that all devices have" in said

@@ -1,12 +1,13 @@
 """One step of the learner on a small Qwen3: what moves the weights, what may not, and what is written."""
 
 import math
+import shutil
 from array import array
 
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from stream.errors import RunMismatchError, SettingsError
@@ -312,3 +313,32 @@ def test_an_entropy_bonus_raises_entropy_and_a_divergence_holds_the_policy_back(
     assert after(entropy_coefficient=1.0)["entropy"] > after()["entropy"]
     held, free = after(kl_coefficient=10.0), after(kl_coefficient=1e-9)
     assert held["reference/kl"] < free["reference/kl"] / 2
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_model_with_a_file_that_was_cut_short_is_refused_by_that_files_name(base, tmp_path, files):
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path, max_shard_size="5GB" if files == 1 else "4kB")
+    *_, last = sorted(tmp_path.glob("*.safetensors"))
+    last.write_bytes(last.read_bytes()[:-8])
+    with pytest.raises(SettingsError, match=rf"{last}: .*; copy it anew"):
+        learner(tmp_path)
+
+
+def test_a_model_that_lacks_a_weight_is_refused_rather_than_begun_with_chance(base, tmp_path):
+    shutil.copytree(base, tmp_path, dirs_exist_ok=True)
+    weights = load_file(base / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SettingsError, match=rf"{tmp_path}: .*no model\.layers\.1\.mlp\.up_proj\.weight"):
+        learner(tmp_path)
+
+
+def test_a_folder_that_holds_no_such_model_is_refused_with_what_is_wrong(base, tmp_path):
+    with pytest.raises(SettingsError, match=r"no config\.json"):
+        learner(tmp_path)
+    shutil.copyfile(base / "config.json", tmp_path / "config.json")
+    with pytest.raises(SettingsError, match=rf"{tmp_path}: .*model\.safetensors.*; set model\.path"):
+        learner(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen99"}')
+    with pytest.raises(SettingsError, match=rf"{tmp_path}: .*qwen99.*; set model\.path"):
+        learner(tmp_path)

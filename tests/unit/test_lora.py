@@ -19,6 +19,7 @@ from workers.settings.file import dump, parse
 from workers.train.keeping.checkpoint import Checkpoints
 from workers.train.keeping.export import export
 from workers.train.keeping.progress import Progress
+from workers.train.model.adapter import merge
 from workers.train.model.head import find_head
 from workers.train.model.logprobs import Readable, token_logprobs
 from workers.train.step.batch import collate
@@ -285,6 +286,16 @@ def test_an_adapter_of_another_kind_of_run_is_refused_by_name(base, bases, tmp_p
         adapter.restore(lora(base, more={"alpha": 16.0}))
     with pytest.raises(RunMismatchError, match="beside other weights"):
         adapter.restore(lora(bases[False]))
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_file_of_an_adapter_that_was_cut_short_is_told_by_name(base, tmp_path, name):
+    learner = trained(base)
+    learner.write_weights(tmp_path)
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-8])
+    for use in (learner.policy.read, lambda folder: merge(folder, tmp_path)):
+        with pytest.raises(RunMismatchError, match=rf"{tmp_path / name}: .*; take another checkpoint"):
+            use(tmp_path)
 
 
 def test_a_base_model_that_was_changed_or_moved_is_not_merged_with(base, tmp_path):

@@ -1,4 +1,4 @@
-"""What all commands share: how they begin to log, how their errors are told, how they end."""
+"""What all commands share: their log, how their errors are told, what would start them again, how they end."""
 
 import os
 import sys
@@ -32,6 +32,11 @@ def log_errors_alone(command: str) -> None:
     from workers import logs
 
     logs.configure(command, level="error")
+
+
+def own_command() -> tuple[str, ...]:
+    """What started this process, for others of its kind; as the supervisor starts a role, whatever lies in `.`."""
+    return (sys.executable, "-P", "-m", "workers", *sys.argv[1:])
 
 
 def leave(code: int) -> None:

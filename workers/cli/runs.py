@@ -7,7 +7,7 @@ from typing import Final, Literal
 import click
 
 from workers.cli import options
-from workers.cli.group import log_errors_alone
+from workers.cli.group import log_errors_alone, own_command
 
 _ACL_ROLES: Final = ("feed", "rollout", "score", "train", "run", "operator", "look")
 
@@ -74,7 +74,7 @@ def replay(target: str | None, as_json: bool) -> None:
     from workers.replay import show_replay
 
     log_errors_alone("replay")
-    sys.exit(show_replay(target, as_json=as_json))
+    sys.exit(show_replay(target, as_json=as_json, command=own_command()))
 
 
 @click.command()

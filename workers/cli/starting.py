@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from workers.cli import options
-from workers.cli.group import leave
+from workers.cli.group import leave, own_command
 
 
 @click.command()
@@ -105,15 +105,10 @@ def _role(role: str, what: str) -> click.Command:
         from workers.process import launch, launch_trainer
 
         if role == "train":
-            leave(launch_trainer(file, overrides, redis, engines, _own_command()))
+            leave(launch_trainer(file, overrides, redis, engines, own_command()))
         leave(launch(role, file, overrides, redis, engines))
 
     return command
-
-
-def _own_command() -> tuple[str, ...]:
-    """What started this process, for others of its kind; as the supervisor starts a role, whatever lies in `.`."""
-    return (sys.executable, "-P", "-m", "workers", *sys.argv[1:])
 
 
 feed = _role("feed", "One role of a run: put prompts into the pipe.")

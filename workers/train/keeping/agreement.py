@@ -61,10 +61,10 @@ def compare(learner: Learner, checkpoint: Checkpoint) -> Agreement:
 
 def _states(learner: Learner, checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
     """Weights as they are written, then all else that a checkpoint holds: ours, and the checkpoint's."""
-    weights = {
-        name: p.detach().cpu().to(learner.policy.written_dtype).float() for name, p in learner.parameters.items()
-    }
-    yield "weight", weights, learner.policy.read(checkpoint.model)
+    policy = learner.policy
+    whole = policy.parameters if policy.adapter else learner.weights()
+    weights = {name: whole[name].detach().cpu().to(policy.written_dtype).float() for name in policy.parameters}
+    yield "weight", weights, policy.read(checkpoint.model)
     yield "state", learner.state(), load_file(checkpoint.folder / OPTIMIZER)
 
 

@@ -39,24 +39,27 @@ class ReplayReport(Struct, kw_only=True):
     notes: list[str]
 
 
-def replay(settings: Settings, folder: Path, tell: Callable[[Agreement], None] = lambda _: None) -> ReplayReport:
+def replay(
+    settings: Settings,
+    folder: Path,
+    tell: Callable[[Agreement], None] = lambda _: None,
+    make_learner: Callable[[Settings], Learner] = Learner,
+) -> ReplayReport:
     """Do a run again, up to its newest checkpoint. Nothing of it is changed.
+
+    The sums of another number of ranks than the run had are not, to the bit, the same.
 
     Args:
         settings: of the run, as it had them.
         folder: the run's.
         tell: called with each checkpoint that was met.
+        make_learner: makes what is trained.
 
     Raises:
-        RunMismatchError: the run had several ranks; there is no checkpoint; the ledger is broken, or is not the
-            checkpoint's; the archive lacks a group.
+        RunMismatchError: there is no checkpoint; the ledger is broken, or is not the checkpoint's; the archive lacks a
+            group.
         RecordError: a group in the archive was altered.
     """
-    if settings.train.ranks > 1:
-        raise RunMismatchError(
-            f"{folder}: train.ranks is {settings.train.ranks}; the sums of several ranks are not, to the bit, those of "
-            "the one process that a replay is"
-        )
     checkpoints = Checkpoints(folder / "checkpoints")
     last = checkpoints.latest()
     if last is None:
@@ -64,7 +67,7 @@ def replay(settings: Settings, folder: Path, tell: Callable[[Agreement], None] =
     lines = _lines(folder, last)
     archive = ArchivedGroups(folder / "groups")
     _refuse_gaps(lines, archive, settings)
-    replayed = _Replay(settings, checkpoints, last, tell)
+    replayed = _Replay(settings, make_learner(settings), checkpoints, last, tell)
     difference = None
     try:
         for step, found in groupby(lines, lambda written: written.line.step):
@@ -87,12 +90,17 @@ class _Replay:
     """A learner on its way through the ledger."""
 
     def __init__(
-        self, settings: Settings, checkpoints: Checkpoints, last: Checkpoint, tell: Callable[[Agreement], None]
+        self,
+        settings: Settings,
+        learner: Learner,
+        checkpoints: Checkpoints,
+        last: Checkpoint,
+        tell: Callable[[Agreement], None],
     ) -> None:
         self.groups = self.dropped = 0
         self.agreements: list[Agreement] = []
         self.notes: list[str] = []
-        self.learner = Learner(settings)
+        self.learner = learner
         self._settings = settings
         self._checkpoints = checkpoints
         self._last = last.progress.step

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -114,20 +114,21 @@ class Adapter:
         """What `write` wrote, by name.
 
         Raises:
-            RunMismatchError: there is no adapter, it is of another shape or scale, or was trained beside other weights.
+            RunMismatchError: there is no adapter, or a damaged one; it is of another shape or scale, or was trained
+                beside other weights.
         """
         if not (folder / WEIGHTS).is_file():
             raise RunMismatchError(
                 f"{folder}: there is no adapter, but lora.rank is set: it was written by a run that trained the whole "
                 "model; use another run name"
             )
-        alpha = msgspec.json.decode((folder / CONFIG).read_bytes())["lora_alpha"]
+        alpha = _config(folder)["lora_alpha"]
         if alpha != self._config.lora_alpha:
             raise RunMismatchError(
                 f"{folder}: the adapter was trained with lora.alpha = {alpha:g}, not {self._config.lora_alpha:g}, and "
                 "would be another policy with it; put it back, or use another run name"
             )
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
+        with _opened(folder / WEIGHTS) as file:
             if file.metadata().get("base") != self._digest:
                 raise RunMismatchError(
                     f"{folder}: the adapter was trained beside other weights than those in {self.base} (or in another "
@@ -156,10 +157,10 @@ def merge(folder: Path, out: Path) -> None:
 
     Raises:
         SettingsError: the base model is not where it was.
-        RunMismatchError: it is another one now.
+        RunMismatchError: it is another one now, or the adapter is damaged.
     """
-    config = msgspec.json.decode((folder / CONFIG).read_bytes())
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
+    config = _config(folder)
+    with _opened(folder / WEIGHTS) as file:
         dtype_name = file.metadata()["dtype"]
     base = Path(config["base_model_name_or_path"])
     if not (base / "config.json").is_file():
@@ -170,6 +171,24 @@ def merge(folder: Path, out: Path) -> None:
         for name, tensor in adapter.read(folder).items():
             adapter.parameters[name].copy_(tensor)
     write_policy(adapter.model, adapter.merged(), base, out, dtype_name)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """What peft's file says of the adapter in a folder."""
+    try:
+        return msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise RunMismatchError(f"{folder / CONFIG}: cannot be read: {error}; take another checkpoint") from error
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A file of safetensors."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (OSError, SafetensorError) as error:
+        raise RunMismatchError(f"{file}: cannot be read: {error}; take another checkpoint") from error
 
 
 def _inject(model: Any, base: Path, lora: Lora) -> Any:

@@ -64,7 +64,8 @@ class EnginePublisher:
                 are left behind, to be done when they are.
 
         Raises:
-            EngineRefusedError: no engine took them, since they are not the model's, or since none can take any.
+            EngineRefusedError: every engine of the run refused them, since they are not the model's, or since it was
+                not started to take any: another push would end the same way.
             EngineUnavailableError: no engine took them.
         """
         absolute = Path(await anyio.Path(path).absolute())
@@ -102,9 +103,9 @@ class EnginePublisher:
                 if len(failed) < len(engines):
                     task_status.started()
         if len(failed) == len(engines):
-            refused = any(isinstance(error, EngineRefusedError) for error in failed.values())
+            refused = all(isinstance(error, EngineRefusedError) for error in failed.values())
             whys = "; ".join(f"{url}: {why}".replace(f"{url}: {url}", url) for url, why in failed.items())
-            if refused:
+            if refused and failed.keys() >= {engine.url for engine in self._engines()}:  # none was left out
                 raise EngineRefusedError(f"no engine took version {version}: {whys}")
             raise EngineUnavailableError(f"no engine took version {version} within {self._patience_s:g} s: {whys}")
 

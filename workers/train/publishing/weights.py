@@ -1,6 +1,5 @@
 """The published weights: on disk under their version number, on the engines, then known to everybody."""
 
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,9 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
+from stream.errors import EngineRefusedError, RunFailedError
 from stream.training import Tenure
+from workers.train.keeping.durable import remove_folder, remove_leftovers
 from workers.train.publishing.publisher import EnginePublisher
 
 log = structlog.get_logger()
@@ -52,6 +53,9 @@ class Weights:
             known: a version number that was used.
             step: after which they are what they are.
             metrics: told with them.
+
+        Raises:
+            RunFailedError: every engine refuses them, and would refuse a trainer that was started again.
         """
         on_engines = [v for v in (await self._publisher.versions()).values() if v is not None]
         version = await self._tenure.reserve(max([known, *on_engines]))
@@ -59,7 +63,10 @@ class Weights:
         await anyio.to_thread.run_sync(_write, write, path)
         async with self._lock:
             await self._tenure.renew()  # writing took long; the engines know nothing of tokens
-            await self._tasks.start(self._publisher.push, path, version)
+            try:
+                await self._tasks.start(self._publisher.push, path, version)
+            except EngineRefusedError as error:
+                raise RunFailedError(str(error)) from error
             self.version = version
         await self._tenure.publish(version, path, step, metrics)
         log.info("policy.published", version=version, step=step)
@@ -79,7 +86,8 @@ class Weights:
 
 
 def _write(write: Callable[[Path], None], path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)  # of a server that forgot which numbers it had given out
+    remove_folder(path)  # of a server that forgot which numbers it had given out
+    remove_leftovers(path.parent)  # and of a trainer that ended as it wrote; one that was succeeded may write nothing
     write(path)
 
 
@@ -87,4 +95,4 @@ def _prune(folder: Path, linger_s: float) -> None:
     versions = sorted(folder.glob("v*"))
     for old, newer in zip(versions, versions[_KEPT - 1 :], strict=False):
         if newer != versions[-1] and time.time() - newer.stat().st_mtime >= linger_s:
-            shutil.rmtree(old, ignore_errors=True)
+            remove_folder(old)

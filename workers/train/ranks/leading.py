@@ -1,6 +1,7 @@
 """The first of several ranks: the trainer as it is alone, with a learner that takes the others along."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
 
 import anyio
 import structlog
@@ -18,6 +19,8 @@ from workers.train.step.report import StepReport
 from workers.train.worker import train
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 
 class LeadingLearner(Learner):
@@ -70,6 +73,18 @@ async def lead(role: Role) -> None:
     Raises:
         RankLostError: one of them ended. They all have to be started again, and go on from the checkpoint.
     """
+    await together(lambda orders: train(role, make_learner=lambda settings: LeadingLearner(settings, orders)))
+
+
+async def together(do: Callable[[Orders], Awaitable[T]]) -> T:
+    """Do something as the first rank, while the others follow; they leave when it is done.
+
+    Args:
+        do: is given the way to them.
+
+    Raises:
+        RankLostError: one of them ended.
+    """
     await anyio.to_thread.run_sync(meet)
     try:
         orders = Orders(Ranks())
@@ -77,8 +92,9 @@ async def lead(role: Role) -> None:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(orders.beat)
-                await train(role, make_learner=lambda settings: LeadingLearner(settings, orders))
+                done = await do(orders)
                 tasks.cancel_scope.cancel()
+            return done
         finally:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(orders.end)

@@ -134,6 +134,8 @@ def _empty_like(whole: Any, ranks: Ranks) -> tuple[Any, Finish | None]:
         )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(described["trained"][name])
+    if ranks.leads:  # which writes the model, and with it what ends a turn
+        model.generation_config = whole.generation_config
     finish = described["finish"]
     return model.eval(), None if finish is None else Finish(**finish)
 

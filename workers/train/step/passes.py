@@ -113,11 +113,11 @@ class Passes:
     def _with_attention(self, read: Readable) -> Readable:
         dtype = torch.bfloat16 if self.settings.model.dtype == "bfloat16" else next(read.model.parameters()).dtype
         chosen = set_attention(read, self.settings.train, dtype)
-        packs = b"packed" if chosen.packed else b"padded"
-        if self.ranks.tell(packs) != packs:
+        ways, _ = self.ranks.combine({"packed" if chosen.packed else "padded": 1.0}, {})
+        if len(ways) > 1:  # said by all of them, so that none waits for one that has left
             raise SettingsError(
-                f"rows are {packs.decode()} at rank {self.ranks.rank} and not at the first one; set train.packing to "
-                "'off', or train.attention to one that all devices have"
+                "rows are packed at some ranks and padded at others, whose devices have not the same; set "
+                "train.packing to 'off', or train.attention to one that all devices have"
             )
         return chosen
 

@@ -1,0 +1,25 @@
+"""Engines that cannot take the trainer's weights, as they were started: no restart would change that."""
+
+from functools import partial
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from workers.testing.scripted_engine import ScriptedEngine
+
+pytestmark = pytest.mark.timeout(120)
+
+
+async def test_where_no_engine_was_started_to_take_weights_the_run_ends_at_once_and_says_what_they_lack(project):
+    async with ScriptedEngine(lambda *_: [1]) as engine, ScriptedEngine(lambda *_: [1]) as other:
+        engine.transfer_config, other.transfer_config = None, {"backend": "nccl"}
+        project.table["engine"]["urls"] = [engine.url, other.url]
+        project.table["delivery"]["grace_s"] = 1.0
+        told = await anyio.to_thread.run_sync(partial(project.run, "run", str(project.write()), timeout=90))
+    assert told.returncode == 1, told.stderr
+    assert ", and that is for good: no engine took version" in " ".join(told.stderr.split())
+    for engine_said in ("without --weight-transfer-config; start it with", "with backend 'nccl'; start it with"):
+        assert engine_said in told.stderr
+    log = (project.run_folder / "logs" / "train-0.log").read_text()
+    assert log.count('"event": "trainer.begun"') == 1
