@@ -11,7 +11,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, Qwen3ForSequenceClassification
 
 from examples.reward_model.make_models import make_reward_model
-from stream.errors import EngineError
+from stream.errors import SettingsError
 from workers.demo.model import make_model, make_tokenizer
 from workers.engine.pooling.classifier import Classifier, is_classifier
 from workers.engine.pooling.plain_classifier import PlainClassifier
@@ -234,7 +234,7 @@ async def test_what_is_under_way_is_answered_when_the_server_is_told_to_stop(fol
 
 def test_a_policy_is_not_served_as_a_reward_model_with_a_head_made_up_on_the_spot(tmp_path):
     make_model(tmp_path, seed=0)
-    with pytest.raises(EngineError, match=r"no sequence classifier: score\.weight is not among its weights"):
+    with pytest.raises(SettingsError, match=r"no whole sequence classifier: score\.weight is not among its weights"):
         Classifier.load(tmp_path, max_length=0, dtype="float32")
 
 
@@ -242,7 +242,7 @@ def test_a_reward_model_whose_weights_did_not_come_whole_is_named(folder, tmp_pa
     broken = shutil.copytree(folder, tmp_path / "broken")
     file = broken / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(EngineError, match=f"{broken}: transformers cannot load it as .*: .*metadata"):
+    with pytest.raises(SettingsError, match=f"{file}: not a whole safetensors file: .*metadata"):
         Classifier.load(broken, max_length=0, dtype="float32")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import anyio
 import pytest
 from aiohttp import web
+from structlog.testing import capture_logs
 
 from stream.errors import EngineRefusedError, EngineUnavailableError
 from tests.cases.ports import free_port
@@ -146,6 +147,17 @@ async def test_engines_that_come_and_go_are_seen_at_the_next_push():
 async def test_a_run_without_engines_waits_for_one_and_then_says_how_to_add_it():
     with pytest.raises(EngineUnavailableError, match="penstock engines add"):
         await publisher_of([], 0.3).push(Path("/w"), 1)
+
+
+async def test_an_engine_with_weights_that_somebody_else_has_named_is_behind_and_that_is_told_once():
+    async with ScriptedEngine(reply, version="1") as one, ScriptedEngine(reply, version="theirs") as other:
+        publisher = publisher_of([one.url, other.url], 5)
+        with capture_logs() as lines:
+            assert [engine.url for engine in await publisher.behind(1)] == [other.url]
+            await publisher.refresh(await publisher.behind(1), Path("/w"), 1)
+        assert await publisher.versions() == {one.url: 1, other.url: 1}
+    told = [line for line in lines if line["event"] == "engine.foreign_weights"]
+    assert [(line["url"], line["version"]) for line in told] == [(other.url, "theirs")]
 
 
 async def test_an_engine_that_stayed_frozen_with_the_right_weights_is_behind_too():

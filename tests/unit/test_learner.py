@@ -329,7 +329,8 @@ def test_a_model_that_lacks_a_weight_is_refused_rather_than_begun_with_chance(ba
     weights = load_file(base / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(SettingsError, match=rf"{tmp_path}: .*no model\.layers\.1\.mlp\.up_proj\.weight"):
+    lacks = r"no whole causal model: model\.layers\.1\.mlp\.up_proj\.weight is not among"
+    with pytest.raises(SettingsError, match=rf"{tmp_path}: .*{lacks}"):
         learner(tmp_path)
 
 
@@ -337,8 +338,8 @@ def test_a_folder_that_holds_no_such_model_is_refused_with_what_is_wrong(base, t
     with pytest.raises(SettingsError, match=r"no config\.json"):
         learner(tmp_path)
     shutil.copyfile(base / "config.json", tmp_path / "config.json")
-    with pytest.raises(SettingsError, match=rf"{tmp_path}: .*model\.safetensors.*; set model\.path"):
+    with pytest.raises(SettingsError, match=rf"{tmp_path}: .*model\.safetensors.*; copy it anew, or set model\.path"):
         learner(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen99"}')
-    with pytest.raises(SettingsError, match=rf"{tmp_path}: .*qwen99.*; set model\.path"):
+    with pytest.raises(SettingsError, match=rf"{tmp_path}: .*qwen99.*; copy it anew, or set model\.path"):
         learner(tmp_path)

@@ -12,6 +12,8 @@ from stream.errors import EngineError, EngineRefusedError
 QUESTION_S: Final = 10.0
 """For a request that samples nothing."""
 _RETRIED: Final = (408, 429)
+_IDLE_S: Final = 4.0
+"""vLLM closes a connection that was idle for 5 s, perhaps just when the next request is on its way."""
 
 T = TypeVar("T")
 
@@ -36,7 +38,7 @@ class Connection:
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=not self._kept),
+            connector=_connector(kept=self._kept),
             headers={"Content-Type": "application/json"},
         )
         return self
@@ -78,6 +80,12 @@ class Connection:
             raise SilentError(f"{url}: {error or type(error).__name__}") from error
         except (aiohttp.ClientError, ValueError) as error:
             raise EngineError(f"{url}: {type(error).__name__}: {error}") from error
+
+
+def _connector(*, kept: bool) -> aiohttp.TCPConnector:
+    if kept:
+        return aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S)
+    return aiohttp.TCPConnector(limit=0, force_close=True)
 
 
 def decoded(status: int, payload: bytes, url: str, decoder: "msgspec.json.Decoder[T]") -> T:

@@ -6,13 +6,11 @@ from typing import Any
 
 import structlog
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from stream.errors import EngineError
 from workers.engine.cache import SlotCache
+from workers.engine.model_folder import load_model
 
 log = structlog.get_logger()
 
@@ -51,17 +49,10 @@ class SlotModel:
         """Read a model folder.
 
         Raises:
-            EngineError: the folder holds no model that this engine can run.
+            SettingsError: the folder holds no causal model, or not all of one.
+            EngineError: one that this engine cannot run.
         """
-        if not (path / "config.json").is_file():
-            raise EngineError(f"{path}: no config.json there; model.path must be a folder in Hugging Face form")
-        disable_progress_bar()
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
-            )
-        except (OSError, ValueError, ImportError, SafetensorError) as error:
-            raise EngineError(f"{path}: transformers cannot load it as a causal model: {error}") from error
+        model = load_model(path, "causal model", getattr(torch, dtype), attn_implementation="sdpa")
         return cls(model, slots=slots, max_length=max_length)
 
     def extend(self, first: int, suffixes: Sequence[Sequence[int]], known: Sequence[int]) -> Tensor:

@@ -25,7 +25,7 @@ def asking(model: torch.nn.Module) -> Iterator[Takes]:
         asked.append(True)
         return True
 
-    kept = [(parameter, _own_loader(parameter)) for parameter in model.parameters()]
+    kept = [(parameter, getattr(parameter, "weight_loader", _ABSENT)) for parameter in model.parameters()]
     for parameter, _ in kept:
         parameter.weight_loader = note  # type: ignore[attr-defined]
 
@@ -45,10 +45,3 @@ def asking(model: torch.nn.Module) -> Iterator[Takes]:
                 del parameter.weight_loader  # type: ignore[attr-defined]
             else:
                 parameter.weight_loader = loader  # type: ignore[attr-defined]
-
-
-def _own_loader(parameter: torch.nn.Parameter) -> Any:
-    try:
-        return getattr(parameter, "weight_loader", _ABSENT)
-    except AttributeError:
-        return _ABSENT

@@ -12,13 +12,12 @@ from typing import Any
 import msgspec
 import structlog
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.utils.logging import disable_progress_bar
 
 from stream.errors import EngineError, EngineRefusedError
+from workers.engine.model_folder import load_model
 
 log = structlog.get_logger()
 
@@ -59,7 +58,8 @@ class Classifier:
         """Read a model folder.
 
         Raises:
-            EngineError: the folder holds no sequence classifier, or no tokenizer.
+            SettingsError: the folder holds no sequence classifier.
+            EngineError: no tokenizer.
         """
         model, tokenizer = load_classifier(path, dtype)
         return cls(model, tokenizer, max_length)
@@ -150,24 +150,15 @@ def load_classifier(path: Path, dtype: str) -> tuple[Any, Any]:
     """A sequence classifier and its tokenizer, from a model folder.
 
     Raises:
-        EngineError: there is none; one whose head is not among its weights, so that it would score by chance, is none.
+        SettingsError: there is no classifier; one whose head is not among its weights is none: it would score by
+            chance.
+        EngineError: there is no tokenizer.
     """
-    if not (path / "config.json").is_file():
-        raise EngineError(f"{path}: no config.json there; a model is a folder in Hugging Face form")
-    disable_progress_bar()
+    model = load_model(path, "sequence classifier", getattr(torch, dtype), attn_implementation="sdpa")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        model, told = AutoModelForSequenceClassification.from_pretrained(
-            path,
-            dtype=getattr(torch, dtype),
-            attn_implementation="sdpa",
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise EngineError(f"{path}: transformers cannot load it as a sequence classifier: {error}") from error
-    if missing := sorted(told["missing_keys"]):
-        raise EngineError(f"{path}: it is no sequence classifier: {', '.join(missing)} is not among its weights")
+    except (OSError, ValueError, ImportError) as error:
+        raise EngineError(f"{path}: its tokenizer cannot be loaded: {error}") from error
     return model, tokenizer
 
 

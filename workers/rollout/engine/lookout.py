@@ -11,6 +11,7 @@ answers there, perhaps of another kind. It comes back when it was looked at like
 
 import random
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Final
 
 import anyio
@@ -141,14 +142,17 @@ class Lookout:
             self.eject(engine, EngineError(why))
 
     async def _await_weights(self, engine: KnownEngine) -> None:
-        before = engine.version
+        before, silences = engine.version, 0
         while engine.lacks_weights and engine.facts is not None:
             await anyio.sleep(_ASK_AGAIN_S)
             try:
                 if await self.version(engine) != before:
                     engine.lacks_weights = False
+                silences = 0
             except EngineError as error:
-                self.eject(engine, error)
+                silences += 1
+                if isinstance(error, SilentError) or silences >= _SILENCES:
+                    self.eject(engine, error)
         self._places.hand_out()
 
     async def _look_after(self, engine: KnownEngine) -> None:
@@ -203,7 +207,7 @@ class Lookout:
                     most=self._most,
                 )
                 self._places.hand_out()
-            elif path == "/metrics":
+            elif path == "/metrics" and status < HTTPStatus.INTERNAL_SERVER_ERROR:
                 path = "/health"
                 log.info("engine.unmetered", url=engine.url, limit=engine.concurrency.limit)
 

@@ -6,10 +6,9 @@ from typing import Any, Final
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stream.errors import SettingsError
+from workers.engine.model_folder import load_model
 
 COMPANIONS: Final = (
     "tokenizer*",
@@ -23,8 +22,6 @@ COMPANIONS: Final = (
 )
 """Files beside the weights that are copied from the base model's folder."""
 _LARGEST_FILE: Final = "5GB"
-_NAMED: Final = 3
-"""Weights that a message lists."""
 
 
 def load_policy(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -33,28 +30,7 @@ def load_policy(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     Raises:
         SettingsError: there is no model there, or not all of one.
     """
-    if not (folder / "config.json").is_file():
-        raise SettingsError(f"{folder}: no model in Hugging Face form there (no config.json); check model.path")
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model, said = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
-    except SafetensorError as error:
-        raise SettingsError(f"{_unreadable(folder)}: not a whole safetensors file: {error}; copy it anew") from error
-    except (OSError, ValueError, ImportError) as error:
-        why = " ".join(str(error).split())
-        raise SettingsError(
-            f"{folder}: transformers cannot load it as a causal model: {why}; set model.path to another"
-        ) from error
-    if missing := sorted(said["missing_keys"]):
-        raise SettingsError(
-            f"{folder}: its files have no {', '.join(missing[:_NAMED])}{' and more' * (len(missing) > _NAMED)}, which "
-            "would begin as chance has it; copy it anew, or set model.path to another"
-        )
-    return model.eval()
+    return load_model(folder, "causal model", dtype)
 
 
 def write_policy(model: Any, weights: dict[str, Tensor], base: Path, folder: Path, dtype_name: str) -> None:
@@ -77,14 +53,3 @@ def write_policy(model: Any, weights: dict[str, Tensor], base: Path, folder: Pat
         for path in base.glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, folder / path.name)
-
-
-def _unreadable(folder: Path) -> Path:
-    """The first file of weights that is damaged; the folder, if none is."""
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError:
-            return file
-    return folder

@@ -3,11 +3,14 @@
 from typing import Any, TypeVar
 
 import msgspec
+import structlog
 
 from envs.served.service import in_words
 from stream.errors import EngineError, EngineRefusedError
 from workers.engine.connection import Connection, decoded
 from workers.engine.wire import NO_VERSION, WeightInfo, policy_version
+
+log = structlog.get_logger()
 
 _INFO_TIMEOUT_S = 5.0
 _SHORT_S = 60.0
@@ -41,6 +44,8 @@ class Control:
         self.update_timeout_s = update_timeout_s
         self._left_open = False
         """An update of ours was refused in its last step, which leaves it open in one of the workers."""
+        self._foreign: str | None = None
+        """What somebody else has called its weights, so that it is told once."""
 
     async def pause(self, *, keep_kv: bool) -> None:
         """Freeze the requests under way.
@@ -132,15 +137,16 @@ class Control:
             raise EngineRefusedError(f"{self.url}/server_info says nothing of {name}") from error
 
     async def version(self) -> int | None:
-        """Of its weights; None where they have none.
+        """Of its weights; None where they have none, or one that is not ours.
 
         Raises:
-            EngineError: it does not say, or they are somebody else's.
+            EngineError: it does not say.
         """
         name = (await self._ask("/weight_info", WeightInfo)).weight_version
         version = policy_version(name)
-        if version is None and name not in _UNNAMED:
-            raise EngineError(f"{self.url}/weight_info: {name!r} is no version of ours")
+        if version is None and name not in (*_UNNAMED, self._foreign):
+            self._foreign = name
+            log.warning("engine.foreign_weights", url=self.url, version=name)
         return version
 
     async def is_paused(self) -> bool:

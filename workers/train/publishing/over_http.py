@@ -17,7 +17,7 @@ import structlog
 from aiohttp import web
 
 from stream.errors import EngineError, SettingsError
-from workers.engine.site import listen
+from workers.engine.site import listen, url_of
 from workers.engine.wire import BACKEND
 from workers.settings.training import LOOPBACK
 from workers.train.publishing.control import Control
@@ -96,14 +96,21 @@ async def serve_weights(host: str, port: int) -> AsyncIterator[Served]:
     """
     served = Served()
     try:
-        async with listen(served.application(), "127.0.0.1" if host in LOOPBACK else "0.0.0.0", port) as url:  # noqa: S104
-            served.base = f"http://{host}:{url.rpartition(':')[2]}"
+        async with listen(served.application(), _address(host), port) as url:
+            served.base = url_of(host, int(url.rpartition(":")[2]))
             log.info("weights.served", url=served.base)
             yield served
     except EngineError as error:
         if served.base:
             raise
         raise SettingsError(f"weights.port: {error}") from error
+
+
+def _address(host: str) -> str:
+    """Where to listen, for those who know this machine by that name."""
+    if host in LOOPBACK:
+        return "::1" if host == "::1" else "127.0.0.1"
+    return "::" if ":" in host else "0.0.0.0"  # noqa: S104
 
 
 def _listed(folder: Path) -> list[dict[str, Any]]:

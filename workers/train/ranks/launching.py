@@ -9,6 +9,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Final
 
@@ -66,7 +67,8 @@ def launch_ranks(size: int, command: Sequence[str]) -> int:
         first = [worker.id for worker in agent.get_worker_group().workers if worker.global_rank == 0]
         if not first or not isinstance(first[0], int):
             raise SystemExit(0)  # nothing had begun
-        os.kill(first[0], received)
+        with suppress(ProcessLookupError):  # it has just ended, which the agent is about to see
+            os.kill(first[0], received)
 
     for received in (signal.SIGTERM, signal.SIGINT):
         signal.signal(received, pass_on)
