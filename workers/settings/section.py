@@ -16,6 +16,11 @@ Least0 = Annotated[float, Meta(ge=0)]
 class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of the TOML file."""
 
+    def changed(self, *keys: str) -> list[str]:
+        """Those of these keys, or of all, that are not as they are unless set; of a table that need not be there."""
+        unless_set = type(self)()
+        return [key for key in keys or self.__struct_fields__ if getattr(self, key) != getattr(unless_set, key)]
+
 
 class Choice(Section, frozen=True, tag_field="name"):
     """A table whose key `name` picks a registered function; the other keys are that function's own options."""

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from workers.settings.engine import Engine
-from workers.settings.training import LOOPBACK, Weights
+from workers.settings.training import LOOPBACK
 from workers.settings.whole import Settings
 
 
@@ -24,11 +23,11 @@ def engines(s: Settings) -> Iterator[str]:
 def _own_engines(s: Settings) -> Iterator[str]:
     engine = s.engine
     named = "engine.urls" if engine.urls else "engine.dns" if engine.dns else ""
-    for key in ("count", "devices"):
-        if named and getattr(engine, key) != getattr(Engine(), key):
+    for key in engine.changed("count", "devices"):
+        if named:
             yield f"engine.{key} is set, but {named} names the engines, so that none is started; leave one of them out"
-    for key in ("python", "flags"):
-        if engine.server == "local" and getattr(engine, key) != getattr(Engine(), key):
+    for key in engine.changed("python", "flags"):
+        if engine.server == "local":
             yield f"engine.{key} is vLLM's, but engine.server is 'local'; set that to 'vllm', or leave the first out"
     if engine.devices and len(engine.devices) != engine.count:
         yield (
@@ -45,7 +44,7 @@ def weights(s: Settings) -> Iterator[str]:
             f"weights.port is of the server that weights.transport = 'http' starts, not {weights.transport!r}; set the "
             "second to it, or leave the first out"
         )
-    if weights.transport == "files" and weights.host != Weights().host:
+    if weights.transport == "files" and weights.changed("host"):
         yield "weights.host is set, but with weights.transport = 'files' nobody asks the trainer; leave it out"
     away = [url for url in (*s.engine.urls, s.engine.dns) if url and urlsplit(url).hostname not in LOOPBACK]
     if weights.transport != "files" and weights.host in LOOPBACK and away:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from workers.settings.algorithm import Critic, Normalization, Shaping
+from workers.settings.algorithm import Normalization
 from workers.settings.estimators import Gae, OptimalTokenBaseline, Passk, TirOptimalTokenBaseline
 from workers.settings.whole import Settings
 
@@ -46,16 +46,15 @@ def estimators(s: Settings) -> Iterator[str]:
             "never known; lower the first or raise the second"
         )
     if s.estimator.reads != "rewards":
-        for key in ("bias", "scale", "clip", "overlong_tokens"):
-            if getattr(s.shaping, key) != getattr(Shaping(), key):
-                yield _no_effect(f"shaping.{key}", name, s.estimator.reads)
-        if s.reward_normalization != Normalization():
+        for key in s.shaping.changed("bias", "scale", "clip", "overlong_tokens"):
+            yield _no_effect(f"shaping.{key}", name, s.estimator.reads)
+        if s.reward_normalization.changed():
             yield _no_effect("reward_normalization", name, s.estimator.reads)
         if "penalty" in s.algorithm.truncation.values():
             yield _no_effect("algorithm.truncation = 'penalty'", name, s.estimator.reads)
         if "zero_reward" in s.algorithm.truncation.values() and s.estimator.reads == "parts":
             yield _no_effect("algorithm.truncation = 'zero_reward'", name, s.estimator.reads)
-    if name == "remax" and s.reward_normalization != Normalization():
+    if name == "remax" and s.reward_normalization.changed():
         yield (
             "reward_normalization would put rewards into other units than the greedy rollout's that estimator.name = "
             "'remax' subtracts; leave the first out, or use another estimator"
@@ -72,7 +71,7 @@ def estimators(s: Settings) -> Iterator[str]:
             f"algorithm.truncation = 'baseline_only' has no effect with estimator.name = {name!r}, whose baseline is "
             "made of the log-probs of tokens that bear loss; use exclude or keep, or another estimator"
         )
-    if s.critic != Critic() and not isinstance(s.estimator, Gae):
+    if s.critic.changed() and not isinstance(s.estimator, Gae):
         yield (
             f"[critic] is set, but estimator.name = {name!r} has no use for values; leave [critic] out, or set "
             "estimator.name to 'gae'"
@@ -99,7 +98,7 @@ def shaping(s: Settings) -> Iterator[str]:
             f"shaping.overlong_tokens ({s.shaping.overlong_tokens}) is more than rollout.max_tokens "
             f"({s.rollout.max_tokens}); lower the first or raise the second"
         )
-    if s.shaping.overlong_penalty != Shaping().overlong_penalty and not s.shaping.overlong_tokens:
+    if s.shaping.changed("overlong_penalty") and not s.shaping.overlong_tokens:
         yield (
             "shaping.overlong_penalty is set, but shaping.overlong_tokens is 0, so nothing is too long; set the second "
             "or leave the first out"

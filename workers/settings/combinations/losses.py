@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from workers.settings.algorithm import Correction
 from workers.settings.losses import Clipped
 from workers.settings.presets import PRESETS
 from workers.settings.whole import Settings
@@ -41,8 +40,8 @@ def presets(s: Settings) -> Iterator[str]:
     if name not in PRESETS:
         yield f"correction.preset: there is no {name!r}; use one of {', '.join(PRESETS)}"
         return
-    for key in Correction.__struct_fields__:
-        if key != "preset" and getattr(s.correction, key) != getattr(Correction(), key):
+    for key in s.correction.changed():
+        if key != "preset":
             yield (
                 f"correction.{key} is set beside correction.preset = {name!r}, which sets it too; leave one of them out"
             )

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Final
 
-from workers.settings.rollout import Eval, Pacing, Rollout
 from workers.settings.whole import Settings
 
 RESTRICTING: Final = ("top_p", "top_k", "min_p", "min_tokens", "logit_bias")
@@ -28,7 +27,7 @@ def rollouts(s: Settings) -> Iterator[str]:
 
 def sampling(s: Settings) -> Iterator[str]:
     """`[rollout]`: what is sampled from, and whether the trainer's distribution is the same."""
-    changed = [key for key in RESTRICTING if getattr(s.rollout, key) != getattr(Rollout(), key)]
+    changed = s.rollout.changed(*RESTRICTING)
     if changed and not s.rollout.restricted:
         yield (
             f"rollout.{changed[0]} changes the distribution that is sampled from, and the trainer's stays that of the "
@@ -59,7 +58,7 @@ def sampling(s: Settings) -> Iterator[str]:
 
 def pacing(s: Settings) -> Iterator[str]:
     """`[pacing]`: who waits for whom."""
-    if s.pacing.straggler_timeout_s != Pacing().straggler_timeout_s and s.pacing.late != "wait":
+    if s.pacing.changed("straggler_timeout_s") and s.pacing.late != "wait":
         yield (
             f"pacing.straggler_timeout_s is set, but with pacing.late = {s.pacing.late!r} nobody waits for stragglers; "
             "set the second to 'wait' or leave the first out"
@@ -69,9 +68,8 @@ def pacing(s: Settings) -> Iterator[str]:
 def evaluation(s: Settings) -> Iterator[str]:
     """`[eval]`: that there is one, and that it can end."""
     if not s.eval.path:
-        for key in Eval.__struct_fields__:
-            if getattr(s.eval, key) != getattr(Eval(), key):
-                yield f"eval.{key} is set, but eval.path is empty, so nothing is evaluated; set it too, or leave it out"
+        for key in s.eval.changed():
+            yield f"eval.{key} is set, but eval.path is empty, so nothing is evaluated; set it too, or leave it out"
         return
     if s.eval.temperature == 0 and s.eval.group_size > 1:
         yield (

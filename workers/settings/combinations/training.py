@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from workers.settings.training import Lora, Weights
 from workers.settings.whole import Settings
 
 
@@ -18,18 +17,16 @@ def trainer(s: Settings) -> Iterator[str]:
 def lora(s: Settings) -> Iterator[str]:
     """`[lora]`: that there is an adapter, and how engines are given it."""
     if not s.lora.rank:
-        for key in Lora.__struct_fields__:
-            if getattr(s.lora, key) != getattr(Lora(), key):
-                yield f"lora.{key} is set, but lora.rank is 0, so there is no adapter; set it too, or leave it out"
+        for key in s.lora.changed():
+            yield f"lora.{key} is set, but lora.rank is 0, so there is no adapter; set it too, or leave it out"
         return
     if not s.lora.targets:
         yield "lora.targets is empty, so lora.rank has nothing to act on; leave it out for every linear layer"
     if "all-linear" in s.lora.targets and len(s.lora.targets) > 1:
         yield "lora.targets has names beside 'all-linear', which has them all; leave out one or the other"
     if s.lora.publish == "adapter":
-        for key in ("transport", "kv", "host", "port"):
-            if getattr(s.weights, key) != getattr(Weights(), key):
-                yield (
-                    f"weights.{key} is set, but with lora.publish = 'adapter' engines read adapters as files, and "
-                    "requests under way keep theirs; leave the first out, or set the second to 'merged'"
-                )
+        for key in s.weights.changed("transport", "kv", "host", "port"):
+            yield (
+                f"weights.{key} is set, but with lora.publish = 'adapter' engines read adapters as files, and "
+                "requests under way keep theirs; leave the first out, or set the second to 'merged'"
+            )
