@@ -52,7 +52,8 @@ async def serve(
         ready: called with the URL once it listens.
 
     Raises:
-        EngineError: the model cannot be loaded, the address cannot be listened on, or generation failed.
+        SettingsError: the folder holds no such model, or not all of one.
+        EngineError: this server cannot run it, the address cannot be listened on, or generation failed.
     """
     load = partial(SlotModel.load, model_path, slots=2 * max_batch, max_length=max_length, dtype=dtype)
     model = await anyio.to_thread.run_sync(load)

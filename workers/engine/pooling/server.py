@@ -44,7 +44,8 @@ async def serve_pooling(
         ready: called with the URL once it listens.
 
     Raises:
-        EngineError: the model cannot be loaded, the address cannot be listened on, or scoring failed.
+        SettingsError: the folder holds no such model, or not all of one.
+        EngineError: this server cannot run it, the address cannot be listened on, or scoring failed.
     """
     load = partial(Classifier.load, model_path, max_length=max_length, dtype=dtype)
     model = await anyio.to_thread.run_sync(load)
