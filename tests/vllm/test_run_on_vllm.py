@@ -33,7 +33,7 @@ from workers.engine.wire import GenerateRequest, GenerateResponse, SamplingParam
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
-PROMPTS, SIZE, TURN = 64, 4, 32
+PROMPTS, SIZE, TURN = 128, 4, 32  # so many that there is work left once the one that was killed is back
 KILLED_AFTER, WITHOUT = 8, 8
 """Groups: until one server of two is killed, and those that the other one then has to itself."""
 USED_S = 10
