@@ -6,11 +6,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
-def write_small_qwen3(folder: Path, vocabulary: int, *, layers: int, tied: bool) -> Path:
+def write_small_qwen3(folder: Path, vocabulary: int, *, layers: int, tied: bool, hidden: int = 16) -> Path:
     """Write one without a tokenizer, in Hugging Face form; the same arguments give the same weights."""
     config = Qwen3Config(
         vocab_size=vocabulary,
-        hidden_size=16,
+        hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,

@@ -11,12 +11,13 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from stream.errors import FencedError, RunFailedError, RunMismatchError
 from stream.fence import Fence
 from stream.records import Completion, Group, Prompt
 from stream.validity import Measured
+from tests.cases.models import write_small_qwen3
 from tests.cases.rows import sampled_row
 from workers import settings
 from workers.train.keeping.checkpoint import Checkpoints
@@ -28,17 +29,7 @@ from workers.train.step.learner import Learner
 
 
 def write_model(folder, hidden=16):
-    config = Qwen3Config(
-        vocab_size=16,
-        hidden_size=hidden,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=16,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    write_small_qwen3(folder, 16, layers=1, tied=True, hidden=hidden)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(16)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
     return folder

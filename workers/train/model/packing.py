@@ -90,7 +90,7 @@ def packs_wrongly(read: Readable, own: str, name: str, dtype: torch.dtype) -> st
             apart = _states(read._replace(packed=False), tokens_MT, widths, kind)
             _switched(model, name)
             packed, other = (_states(read._replace(packed=True), t, widths, kind) for t in (tokens_MT, other_MT))
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:  # kernels refuse a device or dtype by any of them
             return f"it fails: {error}"
         first = LENGTHS[0] - 1
         if not _far(packed, apart) <= SAME[kind]:
