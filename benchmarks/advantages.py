@@ -33,10 +33,10 @@ from torch import Tensor
 from workers import settings
 from workers.settings.losses import Clipped
 from workers.train.algorithms.advantages import ESTIMATORS
-from workers.train.algorithms.aggregation import AGGREGATIONS, Totals, factors
-from workers.train.algorithms.grouping import Grouping, code_ids
+from workers.train.algorithms.aggregation import AGGREGATIONS, BatchTotals, row_factors
+from workers.train.algorithms.grouping import Grouping, encode_ids
 from workers.train.algorithms.losses import policy_loss
-from workers.train.algorithms.masks import NONE, Facts, Masks, derive
+from workers.train.algorithms.masks import NONE, CompletionFacts, Masks, derive_masks
 from workers.train.algorithms.normalization import normalize, normalize_tokens, whiten
 from workers.train.step.batch import Batch
 from workers.train.step.estimation import estimate_advantages
@@ -55,13 +55,13 @@ PARTS: Final = 3
 CHOICES: Final = {kind().name: kind() for kind in get_args(settings.Estimator)}
 """Estimators of the settings by name, with the defaults of their options."""
 NORMALIZATION: Final = {"leave_one_out": False, "unbiased": True, "epsilon": 1e-5}
-TOKEN_SUM, TABLE, CODING = "floor: tokens summed", "floor: dict.fromkeys", "code_ids"
+TOKEN_SUM, TABLE, CODING = "floor: tokens summed", "floor: dict.fromkeys", "encode_ids"
 LOOPED: Final = ("grpo", "rloo")
 """Estimators that are written out as loops below, to compare."""
 
 
 @dataclass(frozen=True)
-class Line:
+class TimedWork:
     """What is timed: `work(prepare())`, of which `prepare` is not."""
 
     name: str
@@ -87,7 +87,7 @@ class Rows:
         self.rows, self.groups = rows, rows // size
         self._ids = [f"train:0:{place // size}".encode() for place in range(rows)]
         random.Random(rows + size).shuffle(self._ids)
-        self.codes_C, _ = code_ids(self.ids())
+        self.codes_C, _ = encode_ids(self.ids())
         self.valid_C = torch.rand(rows, generator=self.rng) >= 0.1
         self.rewards_C = torch.where(self.valid_C, self._scores(rows), torch.nan)
         lengths = torch.randint(1, 64, (rows,), generator=self.rng) * self.valid_C
@@ -115,12 +115,12 @@ class Rows:
         """By a registered estimator with its default options; the grouping is made for it alone."""
         return ESTIMATORS[name]({**self.inputs, "groups": self.grouping()}, CHOICES[name].options)
 
-    def coding(self) -> Line:
-        return Line(CODING, code_ids, CODING_LIMIT, prepare=self.ids)
+    def coding(self) -> TimedWork:
+        return TimedWork(CODING, encode_ids, CODING_LIMIT, prepare=self.ids)
 
-    def estimator(self, name: str) -> Line:
-        by_token, parts = ESTIMATORS[name].declared.level == "token", "parts_PC" in ESTIMATORS[name].needs
-        return Line(
+    def estimator(self, name: str) -> TimedWork:
+        by_token, parts = ESTIMATORS[name].traits.level == "token", "parts_PC" in ESTIMATORS[name].input_names
+        return TimedWork(
             name,
             lambda _: self.estimate(name),
             None if by_token else ESTIMATOR_LIMIT,
@@ -144,19 +144,19 @@ class Tokens(Rows):
         self.batch = Batch(
             tokens_RT=zeros.long(),
             sampled_RT=self.sampled_RT,
-            behaviour_logprobs_RT=self.old_RT,
+            rollout_logprobs_RT=self.old_RT,
             versions_RT=zeros.int(),
             lengths_R=full,
             completion_ids_R=self.rows_R,
-            facts=Facts(
+            facts=CompletionFacts(
                 group_ids_C=self.codes_C,
-                groups=self.groups,
+                num_groups=self.groups,
                 rewards_C=self.rewards_C,
                 measured_C=self.valid_C,
                 reward_reason_C=none,
-                failed_C=none,
-                truncated_C=none,
-                dropped_C=none,
+                rollout_reason_C=none,
+                truncation_reason_C=none,
+                drop_reason_C=none,
                 turns_C=torch.ones_like(none),
             ),
             prompt_ids=(),
@@ -169,7 +169,7 @@ class Tokens(Rows):
             turn_rewards_RT=zeros.double(),
         )
         self.masks = self.derive()
-        self.mask_RT, self.lengths_C = self.masks.tokens_RT, self.masks.tokens_RT.sum(dim=1)
+        self.mask_RT, self.lengths_C = self.masks.loss_tokens_RT, self.masks.loss_tokens_RT.sum(dim=1)
         self.inputs |= {
             "lengths_C": self.lengths_C,
             "loss_lengths_C": self.lengths_C,
@@ -183,10 +183,10 @@ class Tokens(Rows):
             "weights_CT": torch.ones(rows, tokens),
         }
         self.advantages_RT = self.estimate("rloo").unsqueeze(1).expand(rows, tokens)
-        self.totals = Totals(int(self.mask_RT.sum()), int(self.masks.loss_C.sum()))
+        self.totals = BatchTotals(int(self.mask_RT.sum()), int(self.masks.loss_C.sum()))
 
     def derive(self) -> Masks:
-        return derive(self.batch.facts, self.rows_R, self.sampled_RT, truncation={})
+        return derive_masks(self.batch.facts, self.rows_R, self.sampled_RT, truncation={})
 
     def advantages(self, name: str) -> Tensor:
         """As the trainer has them, on tokens."""
@@ -203,7 +203,7 @@ class Tokens(Rows):
             advantages_RT=self.advantages_RT,
             mask_RT=self.mask_RT,
             completion_ids_R=self.rows_R,
-            factors_R=factors("token-mean", self.lengths_C, self.totals),
+            factors_R=row_factors("token-mean", self.lengths_C, self.totals),
             options=Clipped().options,
         )
         return torch.autograd.grad(found.loss, logprobs)[0]
@@ -215,9 +215,9 @@ class Tokens(Rows):
         masks = self.mask_RT, self.codes_C
         return normalize_tokens(self.advantages_RT, *masks, mean=level, std=level, **NORMALIZATION)
 
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[TimedWork]:
         into = torch.empty_like(self.rewards_C)
-        by_level = sorted(ESTIMATORS, key=lambda name: ESTIMATORS[name].declared.level)
+        by_level = sorted(ESTIMATORS, key=lambda name: ESTIMATORS[name].traits.level)
         told: dict[str, Callable[[], object]] = {
             "normalize, group": partial(self.normalize, "group"),
             "normalize, batch": partial(self.normalize, "batch"),
@@ -226,16 +226,16 @@ class Tokens(Rows):
             "whiten, tokens": partial(whiten, self.advantages_RT, self.mask_RT),
             "masks.derive": self.derive,
             "estimate_advantages, grpo on tokens": partial(self.advantages, "grpo"),
-            **{f"factors, {name}": partial(factors, name, self.lengths_C, self.totals) for name in AGGREGATIONS},
+            **{f"factors, {name}": partial(row_factors, name, self.lengths_C, self.totals) for name in AGGREGATIONS},
             "clipped loss, forward and backward": self.loss,
         }
         return [
-            Line("floor: rewards copied", lambda _: into.copy_(self.rewards_C)),
-            Line(TOKEN_SUM, lambda _: self.logprobs_RT.sum()),
+            TimedWork("floor: rewards copied", lambda _: into.copy_(self.rewards_C)),
+            TimedWork(TOKEN_SUM, lambda _: self.logprobs_RT.sum()),
             self.coding(),
             *(self.estimator(name) for name in by_level),
-            *(Line(looped(name), partial(self.loop, name), seldom=True, prepare=self.ids) for name in LOOPED),
-            *(Line(name, alone(work), seldom=True) for name, work in told.items()),
+            *(TimedWork(looped(name), partial(self.loop, name), seldom=True, prepare=self.ids) for name in LOOPED),
+            *(TimedWork(name, alone(work), seldom=True) for name, work in told.items()),
         ]
 
     def loop(self, name: str, ids: Sequence[str]) -> Tensor:
@@ -270,7 +270,7 @@ def is_view(on_tokens: Tensor) -> bool:
     return on_tokens.stride(1) == 0 and stored == len(on_tokens)
 
 
-def measure(lines: Sequence[Line], rounds: int) -> dict[str, list[float]]:
+def measure(lines: Sequence[TimedWork], rounds: int) -> dict[str, list[float]]:
     """Processor milliseconds of each line, in order of size."""
     found: dict[str, list[float]] = {line.name: [] for line in lines}
     order, shuffled = list(lines), random.Random(rounds)
@@ -296,7 +296,7 @@ def case(rows: int, tokens: int, size: int, rounds: int) -> dict[str, Any]:
     batch = Tokens(rows, tokens, size)
     for name in LOOPED:
         torch.testing.assert_close(batch.loop(name, batch.ids()), batch.estimate(name))
-    by_row = [name for name in ESTIMATORS if ESTIMATORS[name].declared.level == "completion"]
+    by_row = [name for name in ESTIMATORS if ESTIMATORS[name].traits.level == "completion"]
     copied = [name for name in by_row if not is_view(batch.advantages(name))]
     lines = batch.lines()
     times = measure(lines, rounds)
@@ -337,7 +337,7 @@ def growth(rounds: int) -> list[dict[str, Any]]:
     lines = []
     for rows in ROWS:
         batch = Rows(rows, GROUP_SIZES[0])
-        some = [Line(TABLE, dict.fromkeys, prepare=batch.ids), batch.coding(), *map(batch.estimator, GROWING)]
+        some = [TimedWork(TABLE, dict.fromkeys, prepare=batch.ids), batch.coding(), *map(batch.estimator, GROWING)]
         lines += [replace(line, name=f"{line.name} {rows}") for line in some]
     times, told, ratios = measure(lines, rounds), [], {}
     for name in (TABLE, CODING, *GROWING):

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import anyio
 import structlog
 
-from workers.rollout.engine.client import EngineClient
-from workers.rollout.engine.sampling import Sampling
+from workers.rollout.engine_client.client import EngineClient
+from workers.rollout.engine_client.sampling import SamplingOptions
 
 ENGINE = """
 import anyio
@@ -41,11 +41,13 @@ async def measure(urls: Sequence[str], at_once: int, requests: int) -> dict[str,
             left -= 1
             group, completion = f"d:0:{left // 8}", left % 8
             for turn in range(3):
-                sampling = Sampling(temperature=1.0, max_tokens=64, seed=turn, group=group, completion=completion)
+                sampling = SamplingOptions(
+                    temperature=1.0, max_tokens=64, seed=turn, group=group, completion=completion
+                )
                 await client.sample(PROMPT, sampling)
 
-    async with EngineClient(urls, request_timeout_s=60, attempts=3, reconnect_s=10) as client:
-        await client.probe()
+    async with EngineClient(urls, request_timeout_s=60, max_attempts=3, unavailable_timeout_s=10) as client:
+        await client.wait_until_ready()
         cpu, wall = time.process_time(), time.perf_counter()
         async with anyio.create_task_group() as tasks:
             for _ in range(at_once):

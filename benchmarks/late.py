@@ -24,22 +24,22 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from benchmarks.late_engine import length
+from stream.connection.run_connection import connect
 from stream.errors import PenstockError
-from stream.link import connect
-from stream.view import RunView, look
+from stream.operator.run_status import RunStatus, read_status
 from tests.chaos import project
 from tests.chaos.ends import GROUP_SIZE, TRAINED, intended
-from workers import logs
-from workers.run.folder import held, keep_settings
-from workers.run.live import read
-from workers.run.progress import Silent
-from workers.run.roles import ENGINE, EngineCommand, RoleSpec
-from workers.run.supervisor import Outcome, Supervisor
+from workers.run.progress_display import SilentDisplay
+from workers.run.role_specs import ENGINE, MakeEngineSpec, RoleSpec
+from workers.run.run_folder import lock_folder, write_settings
+from workers.run.run_info import read_run_info
+from workers.run.supervisor import RunOutcome, Supervisor
+from workers.runtime import log_setup as logs
 from workers.settings import Settings
 
 Late = Literal["train", "wait", "cancel"]
 
-LOOK_S = 0.01
+POLL_S = 0.01
 MEDIAN = 64.0
 WORKERS = 2
 
@@ -78,7 +78,7 @@ def trained_numbers(count: int) -> list[int]:
     return [number for number in range(3 * count) if intended(number) == TRAINED][:count]
 
 
-def engine(*options: str) -> EngineCommand:
+def engine(*options: str) -> MakeEngineSpec:
     """The engine with lognormal lengths."""
 
     def command(_settings: Settings, _file: Path, port: int) -> RoleSpec:
@@ -89,52 +89,52 @@ def engine(*options: str) -> EngineCommand:
 
 
 @dataclass
-class Watched:
+class Observed:
     """A run, seen all the while."""
 
-    outcome: Outcome | None = None
+    outcome: RunOutcome | None = None
     looks: list[tuple[int, int]] = field(default_factory=list)
     """Groups dropped so far, and groups outstanding, each from one atomic look."""
-    last: RunView | None = None
+    last: RunStatus | None = None
     seconds: float = 0.0
 
 
-def run(settings: Settings, engine_of: EngineCommand, limit_s: float = 600.0) -> Watched:
+def run(settings: Settings, engine_of: MakeEngineSpec, limit_s: float = 600.0) -> Observed:
     """Supervise the run to its end, and look at it every 10 ms; without an outcome where it did not come to one."""
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    watched = Watched()
+    watched = Observed()
     (settings.folder / "logs").mkdir(parents=True)
 
     async def main() -> None:
         with anyio.move_on_after(limit_s):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_watch, settings, watched)
-                supervisor = Supervisor(settings, file, Silent(), project.roles, engine_of)
+                supervisor = Supervisor(settings, file, SilentDisplay(), project.roles, engine_of)
                 watched.outcome = await supervisor.run()
                 tasks.cancel_scope.cancel()
 
-    with held(settings.folder), logs.to_file("late", settings.folder / "logs" / "supervisor.log"):
-        file = keep_settings(settings)
+    with lock_folder(settings.folder), logs.log_to_file("late", settings.folder / "logs" / "supervisor.log"):
+        file = write_settings(settings)
         began = time.monotonic()
         anyio.run(main)
         watched.seconds = time.monotonic() - began
     return watched
 
 
-async def _watch(settings: Settings, watched: Watched) -> None:
+async def _watch(settings: Settings, watched: Observed) -> None:
     while True:
-        live = await anyio.to_thread.run_sync(read, settings.folder)
+        live = await anyio.to_thread.run_sync(read_run_info, settings.folder)
         if live is not None and live.engines:
             break
-        await anyio.sleep(LOOK_S)
-    async with connect(live.redis, live.run, create=False) as link:
+        await anyio.sleep(POLL_S)
+    async with connect(live.redis, live.run, create=False) as connection:
         while True:
             try:
-                view = watched.last = await look(link)
+                view = watched.last = await read_status(connection)
                 watched.looks.append((sum(view.dropped.values()), view.outstanding))
             except PenstockError:  # nobody has begun
                 pass
-            await anyio.sleep(LOOK_S)
+            await anyio.sleep(POLL_S)
 
 
 def steps(settings: Settings) -> list[dict[str, Any]]:
@@ -162,7 +162,7 @@ class Row(Struct, kw_only=True):
     seconds_trained: float
 
 
-def measure(policy: str, settings: Settings, watched: Watched, numbers: list[int], seed: int) -> Row:
+def measure(policy: str, settings: Settings, watched: Observed, numbers: list[int], seed: int) -> Row:
     """What came of it."""
     outcome = watched.outcome
     if outcome is None or outcome.failure or outcome.view is None:
@@ -180,7 +180,7 @@ def measure(policy: str, settings: Settings, watched: Watched, numbers: list[int
         seconds=round(watched.seconds, 1),
         trained=outcome.view.counts.get("trained", 0),
         cancelled=outcome.view.counts.get("cancelled", 0),
-        given_up=int(sum(step.get("stragglers/given_up", 0) for step in told)),
+        given_up=int(sum(step.get("stragglers/abandoned", 0) for step in told)),
         waited_s=round(sum(step.get("stragglers/seconds", 0.0) for step in told), 1),
         age_mean=round(mean("staleness/mean"), 2),
         age_max=int(max(step["staleness/max"] for step in told)),

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from workers.train.model.blocks import Finish
-from workers.train.model.chunked import read
+from workers.train.model.chunked import chunked_logprobs
+from workers.train.model.logit_blocks import LogitTransform
 
 WAYS = ("blockwise", "at once")
 NEAR = 1e-5
@@ -32,7 +32,7 @@ NEAR = 1e-5
 
 
 def blockwise(hidden, weight, targets):
-    return read(hidden, weight, None, targets, Finish()).logprobs_N
+    return chunked_logprobs(hidden, weight, None, targets, LogitTransform()).logprobs_N
 
 
 def at_once(hidden, weight, targets):

@@ -20,7 +20,7 @@ from pathlib import Path
 import anyio
 
 from envs.rewards import RewardBatch, RewardFunction
-from envs.rewards.calling import Calling
+from envs.rewards.loading import CallOptions
 from stream.validity import Measured, RewardReason
 
 LIMIT = 1.5
@@ -64,7 +64,7 @@ def bare(pipe: Connection) -> None:
         pipe.send((verdicts, time.process_time() - began))
 
 
-class Bare:
+class BareVerifier:
     """Two such processes."""
 
     def __init__(self) -> None:
@@ -100,9 +100,9 @@ def seconds_of(pids: list[int]) -> float:
     return sum(int(field[11]) + int(field[12]) for field in fields) / _TICKS
 
 
-async def ours(function: RewardFunction, rows: list[Pair], group: int) -> tuple[list[float], float, float]:
+async def measure_pool(function: RewardFunction, rows: list[Pair], group: int) -> tuple[list[float], float, float]:
     """Verdicts, wall seconds, processor seconds."""
-    pool = function._processes.pool
+    pool = function._process_pool.pool
     batches = []
     for start in range(0, len(rows), group):
         part = rows[start : start + group]
@@ -129,19 +129,19 @@ async def ours(function: RewardFunction, rows: list[Pair], group: int) -> tuple[
 async def compare(arguments: argparse.Namespace) -> dict[str, object]:
     """Alternate the two, and hold the medians of their ratios to the limit."""
     rows = pairs(arguments.rows)
-    side = Bare()
+    side = BareVerifier()
     rounds = []
-    function = RewardFunction.load("envs.shipped.math_verifier:Math")
-    async with function.opened():
-        await ours(function, rows[:64], 8)
+    function = RewardFunction.load("envs.builtin.math_verifier:Math")
+    async with function.open():
+        await measure_pool(function, rows[:64], 8)
         side.measure(rows[:64])
         for i in range(arguments.rounds):
             if i % 2:
-                mine = await ours(function, rows, arguments.group)
+                mine = await measure_pool(function, rows, arguments.group)
                 theirs = side.measure(rows)
             else:
                 theirs = side.measure(rows)
-                mine = await ours(function, rows, arguments.group)
+                mine = await measure_pool(function, rows, arguments.group)
             assert mine[0] == theirs[0], "the verdicts differ"
             rounds.append({"bare_s": theirs[1], "ours_s": mine[1], "bare_cpu_s": theirs[2], "ours_cpu_s": mine[2]})
     side.close()
@@ -171,10 +171,10 @@ def hang(completions: list[str]) -> list[float]:
 
 async def lateness() -> float:
     """Seconds beyond its deadline after which a hanging verifier is killed and answered for; the worst of several."""
-    function = RewardFunction.load(f"{__file__}:hang", calling=Calling(processes=2, each="row"))
+    function = RewardFunction.load(f"{__file__}:hang", call_options=CallOptions(processes=2, granularity="row"))
     batch = RewardBatch(["?"], ["x"], [[1]])
     found = []
-    async with function.opened():
+    async with function.open():
         for _ in range(HANGS):
             began = time.perf_counter()
             (entry,) = await function(batch, DEADLINE_S)

@@ -24,12 +24,12 @@ import anyio
 import structlog
 
 from stream.codec import decode, encode
-from stream.feeding import Feed
-from stream.link import Link, connect
+from stream.connection.run_connection import RunConnection, connect
+from stream.queue.feed import Feed
+from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt, Row, Span
-from stream.server import private_server
-from stream.stage import Stage, Terms
-from stream.training import End, Tenure
+from stream.server_process import private_server
+from stream.trainer.lease import GroupOutcome, TrainerLease
 from stream.validity import Measured
 
 AT_ONCE = 4
@@ -41,7 +41,7 @@ def make_group(prompt_id: str, completions: int = 16, tokens: int = 1000) -> Gro
     row = Row(
         prompt_ids=struct.pack("64i", *range(64)),
         token_ids=struct.pack(f"{tokens}i", *range(tokens)),
-        sampled=[(0, tokens)],
+        sampled_ranges=[(0, tokens)],
         logprobs=struct.pack(f"{tokens}f", *(-i / tokens for i in range(tokens))),
         spans=[Span(0, 0, tokens)],
     )
@@ -60,65 +60,65 @@ async def work(stage: Stage, total: list[int], do: Callable[[list], Awaitable[No
             await stage.wait(claim, 0.1)
 
 
-async def feed(link: Link, groups: int) -> None:
-    await Feed(link, groups).put([Prompt(id=f"p{i}", messages=[]) for i in range(groups)], "", "1")
+async def feed(connection: RunConnection, groups: int) -> None:
+    await Feed(connection, groups).put([Prompt(id=f"p{i}", messages=[]) for i in range(groups)], "", "1")
 
 
-async def roll_out(link: Link, groups: int) -> None:
+async def roll_out(connection: RunConnection, groups: int) -> None:
     made, left = make_group("p"), [groups]
 
     async def do(leases):
         for lease in leases:
-            await stage.settle(lease, "groups", made)
+            await stage.complete(lease, "groups", made)
 
-    stage = Stage(link, "prompts", "rollout", Terms())
+    stage = Stage(connection, "prompts", "rollout", RetryPolicy())
     async with anyio.create_task_group() as tasks:
         for _ in range(AT_ONCE):
             tasks.start_soon(work, stage, left, do)
 
 
-async def score(link: Link, groups: int) -> None:
+async def score(connection: RunConnection, groups: int) -> None:
     left = [groups]
 
     async def do(leases):
         for lease in leases:
-            await stage.settle(lease, "scored", decode(lease.payload, Group))
+            await stage.complete(lease, "scored", decode(lease.payload, Group))
 
-    stage = Stage(link, "groups", "score", Terms())
+    stage = Stage(connection, "groups", "score", RetryPolicy())
     async with anyio.create_task_group() as tasks:
         for _ in range(AT_ONCE):
             tasks.start_soon(work, stage, left, do)
 
 
-async def train(link: Link, groups: int) -> None:
-    tenure, marked = await Tenure.begin(link, 60.0), []
+async def train(connection: RunConnection, groups: int) -> None:
+    tenure, marked = await TrainerLease.acquire(connection, 60.0), []
 
     async def do(leases):
         for lease in leases:
             decode(lease.payload, Group)
-        await tenure.commit(stage, [End(lease, "trained") for lease in leases], frees_at=1)
+        await tenure.commit(stage, [GroupOutcome(lease, "trained") for lease in leases], release_version=1)
         marked.extend(lease.id for lease in leases)
         if len(marked) >= 64:
             await tenure.acknowledge(marked)
             marked.clear()
 
-    stage = Stage(link, "scored", "train", Terms())
+    stage = Stage(connection, "scored", "train", RetryPolicy())
     await work(stage, [groups], do)
     await tenure.acknowledge(marked)
 
 
-async def one_stage(link: Link, groups: int) -> float:
+async def one_stage(connection: RunConnection, groups: int) -> float:
     """Claim and settle, 127 KiB in and out."""
-    await feed(link, groups)
-    await roll_out(link, groups)
+    await feed(connection, groups)
+    await roll_out(connection, groups)
     began = time.perf_counter()
-    await score(link, groups)
+    await score(connection, groups)
     return groups / (time.perf_counter() - began)
 
 
-async def one_stage_floor(link: Link, groups: int) -> float:
+async def one_stage_floor(connection: RunConnection, groups: int) -> float:
     """The same bytes through the same client: read a group, decode and encode it, add it, acknowledge, delete."""
-    redis, source, sink, payload, left = link.redis, "floor:in", "floor:out", encode(make_group("p")), groups
+    redis, source, sink, payload, left = connection.redis, "floor:in", "floor:out", encode(make_group("p")), groups
     await redis.xgroup_create(source, GROUP, id="0", mkstream=True)
     for _ in range(groups):
         await redis.xadd(source, {"prompt": "p", "payload": payload})
@@ -143,43 +143,45 @@ async def one_stage_floor(link: Link, groups: int) -> float:
     return groups / elapsed
 
 
-async def end_to_end(link: Link, groups: int) -> float:
-    await feed(link, groups)
+async def end_to_end(connection: RunConnection, groups: int) -> float:
+    await feed(connection, groups)
     began = time.perf_counter()
     async with anyio.create_task_group() as tasks:
         for role in (roll_out, score, train):
-            tasks.start_soon(role, link, groups)
+            tasks.start_soon(role, connection, groups)
     return groups / (time.perf_counter() - began)
 
 
-async def claims(link: Link, pending: int, count: int) -> tuple[float, float]:
+async def claims(connection: RunConnection, pending: int, count: int) -> tuple[float, float]:
     """Microseconds of a claim of one entry with many pending: at the client, and in the server."""
-    await feed(link, pending + count)
-    stage = Stage(link, "prompts", "w", Terms(lease_s=600.0))
+    await feed(connection, pending + count)
+    stage = Stage(connection, "prompts", "w", RetryPolicy(lease_s=600.0))
     for _ in range(0, pending, 1000):
         await stage.claim(min(1000, pending))
-    return await timed(link, "evalsha", lambda: stage.claim(1), count)
+    return await timed(connection, "evalsha", lambda: stage.claim(1), count)
 
 
-async def claims_floor(link: Link, pending: int, count: int) -> tuple[float, float]:
-    redis, source = link.redis, "floor:pending"
+async def claims_floor(connection: RunConnection, pending: int, count: int) -> tuple[float, float]:
+    redis, source = connection.redis, "floor:pending"
     await redis.xgroup_create(source, GROUP, id="0", mkstream=True)
     payload = encode(Prompt(id="p", messages=[]))
     for _ in range(pending + count):
         await redis.xadd(source, {"prompt": "p", "payload": payload})
     await redis.xreadgroup(GROUP, "w", {source: ">"}, count=pending)
-    found = await timed(link, "xreadgroup", lambda: redis.xreadgroup(GROUP, "w", {source: ">"}, count=1), count)
+    found = await timed(connection, "xreadgroup", lambda: redis.xreadgroup(GROUP, "w", {source: ">"}, count=1), count)
     await redis.delete(source)
     return found
 
 
-async def timed(link: Link, command: str, call: Callable[[], Awaitable[object]], count: int) -> tuple[float, float]:
-    await link.redis.config_resetstat()
+async def timed(
+    connection: RunConnection, command: str, call: Callable[[], Awaitable[object]], count: int
+) -> tuple[float, float]:
+    await connection.redis.config_resetstat()
     began = time.perf_counter()
     for _ in range(count):
         await call()
     elapsed = time.perf_counter() - began
-    stats = await link.redis.info("commandstats")
+    stats = await connection.redis.info("commandstats")
     return 1e6 * elapsed / count, stats[f"cmdstat_{command}"]["usec_per_call"]
 
 
@@ -195,9 +197,9 @@ async def bench(arguments: argparse.Namespace) -> dict[str, float]:
                     ("claim_us", claims, (arguments.pending, 1000)),
                     ("claim_floor_us", claims_floor, (arguments.pending, 1000)),
                 ):
-                    async with connect(url, f"{name}-{turn}") as link:
-                        found = await measure(link, *scale)
-                        await link.redis.flushall()
+                    async with connect(url, f"{name}-{turn}") as connection:
+                        found = await measure(connection, *scale)
+                        await connection.redis.flushall()
                     for suffix, value in zip(
                         ("", "_in_server"), found if isinstance(found, tuple) else (found,), strict=False
                     ):

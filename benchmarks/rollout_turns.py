@@ -19,15 +19,15 @@ from pathlib import Path
 import anyio
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from stream.records import Prompt, Span
-from workers.rollout.chat.chat import Chat
-from workers.rollout.chat.history import examine
-from workers.rollout.engine.answer import Sampled
-from workers.rollout.engine.sampling import Sampling
-from workers.rollout.group import roll_out
-from workers.rollout.slot_pool import SlotPool
-from workers.rollout.tool_formats.choice import TOOL_FORMATS
+from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.chat.history_check import check_history
+from workers.rollout.engine_client.sampled_turn import SampledTurn
+from workers.rollout.engine_client.sampling import SamplingOptions
+from workers.rollout.environment_pool import EnvironmentPool
+from workers.rollout.group import run_group
+from workers.rollout.tool_formats.detection import TOOL_FORMATS
 from workers.settings import Rollout
 
 GROUP, AT_ONCE, TURNS, TURN_TOKENS, PROMPT_TOKENS = 8, 8, 3, 64, 490
@@ -70,7 +70,7 @@ class Adder:
         return float(self.calls)
 
 
-class Instant:
+class InstantEngine:
     """Answers with the same turns for every conversation."""
 
     def __init__(self, turns: list[list[int]], prompt_tokens: int) -> None:
@@ -78,12 +78,18 @@ class Instant:
         self._prompt_tokens = prompt_tokens
         self.asked = 0
 
-    async def sample(self, prompt_ids: Sequence[int], sampling: Sampling, *, at_least: int = 0) -> Sampled:  # noqa: ARG002
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingOptions,  # noqa: ARG002
+        *,
+        min_policy_version: int = 0,  # noqa: ARG002
+    ) -> SampledTurn:
         await anyio.lowlevel.checkpoint()
         self.asked += 1
         turn = (len(prompt_ids) - self._prompt_tokens) // TURN_TOKENS  # continuations are shorter than a turn
         ids = self._turns[min(turn, TURNS - 1)]
-        return Sampled(list(ids), [-0.5] * len(ids), "stop", [Span(1, 0, len(ids))])
+        return SampledTurn(list(ids), [-0.5] * len(ids), "stop", [Span(1, 0, len(ids))])
 
 
 def make_folder(folder: Path) -> Tokenizer:
@@ -110,7 +116,7 @@ def padded(tokenizer: Tokenizer, text: str) -> list[int]:
     return [*filler[: TURN_TOKENS - 1 - len(call)], *call, tokenizer.token_to_id("<|im_end|>")]
 
 
-def prompts(tokenizer: Tokenizer, chat: Chat, groups: int) -> list[Prompt]:
+def prompts(tokenizer: Tokenizer, chat: ChatTokenizer, groups: int) -> list[Prompt]:
     """Prompts that differ, each about as long as it should be."""
     empty = len(chat.prompt_ids([{"role": "user", "content": ""}]))
     text = Path(__file__).read_text(encoding="utf-8")
@@ -128,22 +134,22 @@ def prompts(tokenizer: Tokenizer, chat: Chat, groups: int) -> list[Prompt]:
 
 async def measure(groups: int) -> dict[str, float]:
     """Roll out that many groups."""
-    factory = Factory.load(f"{Path(__file__)}:Adder")
+    factory = EnvironmentFactory.load(f"{Path(__file__)}:Adder")
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_folder(Path(folder))
-        chat = Chat.load(Path(folder), {}, [tool.schema for tool in factory.tools])
-        assert not examine(chat.conversation).forks
+        chat = ChatTokenizer.load(Path(folder), {}, [tool.schema for tool in factory.tools])
+        assert not check_history(chat.renderer).rewrites_history
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
     turns = [padded(tokenizer, call)] * (TURNS - 1) + [padded(tokenizer, "Answer: 3")]
     todo = prompts(tokenizer, chat, groups + AT_ONCE)
     length = len(chat.prompt_ids(todo[0].messages))
-    sampler = Instant(turns, length)
+    sampler = InstantEngine(turns, length)
 
-    async with SlotPool({"adder": factory}, size=AT_ONCE * GROUP) as pool:
+    async with EnvironmentPool({"adder": factory}, size=AT_ONCE * GROUP) as pool:
 
         async def work() -> None:
             while todo:
-                group = await roll_out(
+                group = await run_group(
                     todo.pop(),
                     chat=chat,
                     sampler=sampler,

@@ -21,14 +21,14 @@ from pathlib import Path
 import anyio
 
 from benchmarks.rollout_turns import GROUP, TURNS, Adder, make_folder, padded, prompts
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from stream.records import Span
-from workers.rollout.chat.chat import Chat
-from workers.rollout.engine.answer import Sampled
-from workers.rollout.engine.sampling import Sampling
-from workers.rollout.group import roll_out
-from workers.rollout.slot_pool import SlotPool
-from workers.rollout.tool_formats.choice import TOOL_FORMATS
+from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.engine_client.sampled_turn import SampledTurn
+from workers.rollout.engine_client.sampling import SamplingOptions
+from workers.rollout.environment_pool import EnvironmentPool
+from workers.rollout.group import run_group
+from workers.rollout.tool_formats.detection import TOOL_FORMATS
 from workers.settings import Rollout
 
 SLOTS, RESET_S, ENGINE_S, LIMIT = 64, 0.1, 0.03, 0.8
@@ -43,7 +43,7 @@ class SlowReset(Adder):
         super().reset(**row)
 
 
-class Engine:
+class DelayedEngine:
     """Takes its time, and says the same turns in every conversation."""
 
     def __init__(self, turns: list[list[int]], prompt_tokens: int) -> None:
@@ -52,33 +52,39 @@ class Engine:
         self.count = 0
         self.seconds = 0.0
 
-    async def sample(self, prompt_ids: Sequence[int], sampling: Sampling, *, at_least: int = 0) -> Sampled:  # noqa: ARG002
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingOptions,  # noqa: ARG002
+        *,
+        min_policy_version: int = 0,  # noqa: ARG002
+    ) -> SampledTurn:
         began = time.perf_counter()
         await anyio.sleep(ENGINE_S)
         self.count += 1
         self.seconds += time.perf_counter() - began
         turn = (len(prompt_ids) - self._prompt_tokens) // len(self._turns[0])  # continuations are shorter than a turn
         ids = self._turns[min(turn, TURNS - 1)]
-        return Sampled(list(ids), [-0.5] * len(ids), "stop", [Span(1, 0, len(ids))])
+        return SampledTurn(list(ids), [-0.5] * len(ids), "stop", [Span(1, 0, len(ids))])
 
 
 async def measure(groups: int, threads: int) -> dict[str, float]:
     """Roll out that many groups."""
-    factory = Factory.load("benchmarks.slots:SlowReset")
+    factory = EnvironmentFactory.load("benchmarks.slots:SlowReset")
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_folder(Path(folder))
-        chat = Chat.load(Path(folder), {}, [tool.schema for tool in factory.tools])
+        chat = ChatTokenizer.load(Path(folder), {}, [tool.schema for tool in factory.tools])
     turns = [padded(tokenizer, CALL)] * (TURNS - 1) + [padded(tokenizer, "Answer: 3")]
     todo = prompts(tokenizer, chat, groups)
     for prompt in todo:
         prompt.environment = "slow"
-    engine = Engine(turns, len(chat.prompt_ids(todo[0].messages)))
+    engine = DelayedEngine(turns, len(chat.prompt_ids(todo[0].messages)))
     limiter = anyio.CapacityLimiter(threads)
-    async with SlotPool({"slow": factory}, size=SLOTS, limiter=limiter) as pool:
+    async with EnvironmentPool({"slow": factory}, size=SLOTS, limiter=limiter) as pool:
 
         async def work() -> None:
             while todo:
-                group = await roll_out(
+                group = await run_group(
                     todo.pop(),
                     chat=chat,
                     sampler=engine,

@@ -92,7 +92,7 @@ def make_row(rng: random.Random, vocabulary: int, scale: int) -> Row:
     return Row(
         prompt_ids=struct.pack(f"{prompt}i", *(rng.randrange(vocabulary) for _ in range(prompt))),
         token_ids=struct.pack(f"{length}i", *(rng.randrange(vocabulary) for _ in range(length))),
-        sampled=sampled,
+        sampled_ranges=sampled,
         logprobs=struct.pack(f"{len(logprobs)}f", *logprobs),
         spans=[Span(7, start, end) for start, end in sampled],
     )
@@ -201,7 +201,7 @@ def main() -> int:
         "device": card,
         "dtype": dtype,
         "attention": learner.model.config._attn_implementation,
-        "packing": learner.passes.policy.packed,
+        "packing": learner.runner.policy.packed,
         "checkpointing": given.checkpointing,
         "parameters": sum(p.numel() for p in learner.model.parameters()),
         "rows": rows,

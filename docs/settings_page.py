@@ -15,7 +15,7 @@ LITERALS = {"Aggregation": algorithm.Aggregation, "Level": algorithm.Level, "Rul
 CHOICES = {
     "estimator": "How rewards become advantages: `name` (default `grpo`) and the options of that one. `penstock "
     "estimators` shows each with its formula and source.",
-    "loss": "The policy loss: `name` (default `clipped`) and the options of that one. `penstock estimators` shows each "
+    "loss": "The policy loss: `name` (default `clipped`) and the options of that one. `penstock algorithms` shows each "
     "with its formula and source.",
 }
 HEAD = """# Settings

@@ -43,22 +43,22 @@ import pkgutil
 __path__ = pkgutil.extend_path(__path__, __name__)  # a project's own folder `envs/` is part of this package, behind it
 
 from envs.contract import Environment, EnvironmentFailure
-from envs.factory import Factory
-from envs.rewards import RewardBatch, RewardFunction, batch_of, environment_reward, merge
+from envs.factory import EnvironmentFactory
+from envs.rewards import RewardBatch, RewardFunction, batch_from_group, environment_reward, merge_parts
 from envs.snapshot import freeze, thaw
 from envs.tools import ToolArgumentError, ToolSpec
 
 __all__ = (
     "Environment",
+    "EnvironmentFactory",
     "EnvironmentFailure",
-    "Factory",
     "RewardBatch",
     "RewardFunction",
     "ToolArgumentError",
     "ToolSpec",
-    "batch_of",
+    "batch_from_group",
     "environment_reward",
     "freeze",
-    "merge",
+    "merge_parts",
     "thaw",
 )

@@ -20,35 +20,35 @@ from anyio import CancelScope, CapacityLimiter, to_thread
 log = structlog.get_logger()
 
 _MAX_TEXT = 2000
-_TOLD_TO_STOP = 1000
+_MAX_CANCELLATIONS = 1000
 """Times in a row that a coroutine is told that it is cancelled before it is closed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class Ok:
     """It returned."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
-class Raised:
+class Failed:
     """It raised."""
 
     error: BaseException
 
 
 @dataclass(frozen=True, slots=True)
-class Overran:
+class TimedOut:
     """It was still running when its time was over. A thread cannot be stopped: it may be running even now."""
 
-    seconds: float
+    timeout_s: float
 
 
-Outcome = Returned | Raised | Overran
+Outcome = Ok | Failed | TimedOut
 
 
-class LostThreads:
+class AbandonedThreads:
     """The threads of this process that nobody waits for any more, while user code keeps them.
 
     Each was replaced by another one, so that nothing waits behind it; but it holds memory, and the process cannot end
@@ -61,7 +61,7 @@ class LostThreads:
         self._lock = Lock()
         self._changed: anyio.Event | None = None
 
-    async def reach(self, count: int) -> None:
+    async def wait_for_count(self, count: int) -> None:
         """Wait until so many are lost."""
         while self.count < count:
             self._changed = anyio.Event()
@@ -80,11 +80,11 @@ class LostThreads:
             self.count -= 1
 
 
-lost_threads = LostThreads()
+abandoned_threads = AbandonedThreads()
 """Of this process."""
 
 
-class Caller:
+class CallRunner:
     """Calls functions with deadlines; at most so many of the synchronous ones at once.
 
     Args:
@@ -93,37 +93,39 @@ class Caller:
 
     def __init__(self, limiter: CapacityLimiter) -> None:
         self._limiter = limiter
-        self._passed = CapacityLimiter(math.inf)  # for anyio, which would else count each call a second time
+        self._unlimited = CapacityLimiter(math.inf)  # for anyio, which would else count each call a second time
 
     async def call(self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float) -> Outcome:
         """Call a function, or await a coroutine function."""
         if is_async(function):
-            return await self._within(timeout_s, lambda scope: _wait_for(partial(function, **arguments), scope))
+            return await self._with_deadline(
+                timeout_s, lambda scope: _await_outcome(partial(function, **arguments), scope)
+            )
         async with self._limiter:
-            return await self._within(timeout_s, lambda scope: self._in_thread(function, arguments, scope))
+            return await self._with_deadline(timeout_s, lambda scope: self._in_thread(function, arguments, scope))
 
-    async def _within(self, timeout_s: float, start: Callable[[CancelScope], Awaitable[Outcome]]) -> Outcome:
+    async def _with_deadline(self, timeout_s: float, start: Callable[[CancelScope], Awaitable[Outcome]]) -> Outcome:
         with anyio.move_on_after(timeout_s) as scope:
             outcome = await start(scope)
             if not scope.cancel_called:  # code that turns being cancelled into an error of its own has overrun too
                 return outcome
-        return Overran(timeout_s)
+        return TimedOut(timeout_s)
 
     async def _in_thread(
         self, function: Callable[..., Any], arguments: Mapping[str, Any], scope: CancelScope
     ) -> Outcome:
-        thread = _Thread(function, arguments)
+        thread = _ThreadCall(function, arguments)
         try:
-            outcome = await to_thread.run_sync(thread.run, abandon_on_cancel=True, limiter=self._passed)
+            outcome = await to_thread.run_sync(thread.run, abandon_on_cancel=True, limiter=self._unlimited)
         except anyio.get_cancelled_exc_class():
             thread.abandon()
             raise
-        if isinstance(outcome, Returned) and inspect.isawaitable(outcome.value):
-            return await _wait_for(lambda: outcome.value, scope)
+        if isinstance(outcome, Ok) and inspect.isawaitable(outcome.value):
+            return await _await_outcome(lambda: outcome.value, scope)
         return outcome
 
 
-class Pace:
+class RateLimiter:
     """Lets so many calls begin in a second, evenly spaced.
 
     Args:
@@ -131,14 +133,14 @@ class Pace:
     """
 
     def __init__(self, per_second: float) -> None:
-        self._gap = 1 / per_second if per_second else 0.0
-        self._next = -math.inf
+        self._interval_s = 1 / per_second if per_second else 0.0
+        self._next_start = -math.inf
 
-    async def wait(self) -> None:
+    async def acquire(self) -> None:
         """Wait for the next turn."""
-        if self._gap:
-            turn = max(anyio.current_time(), self._next)
-            self._next = turn + self._gap
+        if self._interval_s:
+            turn = max(anyio.current_time(), self._next_start)
+            self._next_start = turn + self._interval_s
             await anyio.sleep_until(turn)
 
 
@@ -147,40 +149,40 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def arguments_for(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+def filter_kwargs(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
     """Of what is offered, the keyword arguments that the function takes: all with `**kwargs`, else those it names."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # written in C, without a signature
-        return dict(offered)
+        return dict(available)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return dict(offered)
+        return dict(available)
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return {name: value for name, value in offered.items() if name in named}
+    return {name: value for name, value in available.items() if name in named}
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An exception as one text: its type and what it says, never longer than a page."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001  (its __str__ is not ours either)
         text = "(its message cannot be read)"
     name = type(error).__name__
-    return clean(f"{name}: {text}" if text else name)[:_MAX_TEXT]
+    return replace_surrogates(f"{name}: {text}" if text else name)[:_MAX_TEXT]
 
 
-def why(outcome: Outcome) -> str:
+def describe_failure(outcome: Outcome) -> str:
     """Why a call came to nothing, in words."""
     match outcome:
-        case Raised(error):
-            return describe(error)
-        case Overran(seconds):
+        case Failed(error):
+            return describe_error(error)
+        case TimedOut(seconds):
             return f"it did not return within {seconds:g} s"
-        case Returned():
+        case Ok():
             return "it returned"
 
 
-def clean(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """The text without halves of surrogate pairs, which neither a tokenizer nor a record can hold."""
     try:
         text.encode()
@@ -189,18 +191,18 @@ def clean(text: str) -> str:
     return text
 
 
-async def _wait_for(start: Callable[[], Awaitable[Any]], scope: CancelScope) -> Outcome:
+async def _await_outcome(start: Callable[[], Awaitable[Any]], scope: CancelScope) -> Outcome:
     try:
-        return Returned(await _Bounded(start()))
+        return Ok(await _ForceClosable(start()))
     except anyio.get_cancelled_exc_class() as error:
         if scope.cancel_called or anyio.get_current_task().has_pending_cancellation():
             raise
-        return Raised(error)  # it was cancelled by its own doing, not by ours
+        return Failed(error)  # it was cancelled by its own doing, not by ours
     except BaseException as error:  # noqa: BLE001  (user code: whatever it raises is an outcome)
-        return Raised(error)
+        return Failed(error)
 
 
-class _Bounded:
+class _ForceClosable:
     """An awaitable of user code that may clean up when it is cancelled, but not go on for ever.
 
     Who is cancelled is told so again at each await, by anyio. What has been told so often, without one await that came
@@ -213,7 +215,7 @@ class _Bounded:
     def __await__(self) -> Generator[Any, Any, Any]:
         steps = self._awaitable.__await__()
         advance: Callable[[], Any] = partial(next, steps)
-        told = 0
+        cancellations = 0
         while True:
             try:
                 waits_for = advance()
@@ -225,16 +227,16 @@ class _Bounded:
                 _close(steps)
                 raise
             except anyio.get_cancelled_exc_class() as error:
-                told += 1
-                if told > _TOLD_TO_STOP:
-                    log.warning("call.ignored_cancellation", told=told, where=_where(self._awaitable))
+                cancellations += 1
+                if cancellations > _MAX_CANCELLATIONS:
+                    log.warning("call.cancellation_ignored", told=cancellations, where=_code_location(self._awaitable))
                     _close(steps)
                     raise
                 advance = partial(_throw, steps, error)
             except BaseException as error:  # noqa: BLE001  (it is for the awaitable, whatever it is)
                 advance = partial(_throw, steps, error)
             else:
-                told = 0
+                cancellations = 0
                 advance = partial(_send, steps, value)
 
 
@@ -255,7 +257,7 @@ def _close(steps: Any) -> None:
         getattr(steps, "close", lambda: None)()
 
 
-def _where(awaitable: Any) -> str:
+def _code_location(awaitable: Any) -> str:
     """The innermost of the coroutines that wait for one another, as file:line and name."""
     while inspect.iscoroutine(getattr(awaitable, "cr_await", None)):
         awaitable = awaitable.cr_await
@@ -265,37 +267,37 @@ def _where(awaitable: Any) -> str:
     return f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
 
 
-def call_here(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Outcome:
+def call_inline(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Outcome:
     """Call it in this thread, for as long as it takes."""
     try:
-        return Returned(function(**arguments))
+        return Ok(function(**arguments))
     except BaseException as error:  # noqa: BLE001  (user code: whatever it raises is an outcome)
-        return Raised(error)
+        return Failed(error)
 
 
-class _Thread:
+class _ThreadCall:
     """One call in a thread, which may be given up while it runs."""
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         self._function = function
         self._arguments = arguments
         self._lock = Lock()
-        self._is_over = False
-        self._lost_to: LostThreads | None = None
+        self._finished = False
+        self._abandoned_in: AbandonedThreads | None = None
 
     def run(self) -> Outcome:
         """Call the function; in the thread."""
         try:
-            return call_here(self._function, self._arguments)
+            return call_inline(self._function, self._arguments)
         finally:
             with self._lock:
-                self._is_over = True
-                if self._lost_to is not None:
-                    self._lost_to.remove()
+                self._finished = True
+                if self._abandoned_in is not None:
+                    self._abandoned_in.remove()
 
     def abandon(self) -> None:
         """Nobody waits for it any more; on the event loop."""
         with self._lock:
-            if not self._is_over:
-                self._lost_to = lost_threads
-                self._lost_to.add()
+            if not self._finished:
+                self._abandoned_in = abandoned_threads
+                self._abandoned_in.add()

@@ -7,17 +7,17 @@ from typing import Any, Protocol, runtime_checkable
 from stream.errors import EnvironmentFailure
 
 __all__ = (
-    "NOT_TOOLS",
+    "RESERVED_METHODS",
+    "AgentEnvironment",
     "Environment",
     "EnvironmentFailure",
-    "Harness",
     "Observation",
     "declares_tools",
+    "is_content_parts",
     "is_observation",
-    "is_parts",
 )
 
-NOT_TOOLS = frozenset({"reset", "get_reward", "close"})
+RESERVED_METHODS = frozenset({"reset", "get_reward", "close"})
 """Public methods that the pipeline calls itself; every other one is a tool."""
 
 Observation = str | list[dict[str, Any]] | None
@@ -57,7 +57,7 @@ def is_observation(value: object) -> bool:
 _PART_TYPES = ("text", "image", "image_url")
 
 
-def is_parts(value: object) -> bool:
+def is_content_parts(value: object) -> bool:
     """Whether a tool's result is a list of content parts, and no other list of mappings."""
     return (
         isinstance(value, list)
@@ -78,7 +78,7 @@ def declares_tools(env: object) -> bool:
     return callable(getattr(cls, "tool_schemas", None)) and callable(getattr(cls, "call_tool", None))
 
 
-class Harness(ABC):
+class AgentEnvironment(ABC):
     """An environment that leads the episode itself: it asks an OpenAI-compatible endpoint for every turn of the model.
 
     The rollout worker serves that endpoint, for this episode alone, from its own engine client: it records the tokens
@@ -87,7 +87,7 @@ class Harness(ABC):
     """
 
     @abstractmethod
-    async def drive(self, endpoint: str, sampling: dict[str, Any]) -> None:
+    async def run_episode(self, endpoint: str, sampling: dict[str, Any]) -> None:
         """Play one episode, to its end.
 
         Args:

@@ -10,7 +10,7 @@ class MissingExtraError(PenstockError, ImportError):
     """A library is not installed; the message names the extra that brings it."""
 
 
-def need(module: str, extra: str) -> ModuleType:
+def import_extra(module: str, extra: str) -> ModuleType:
     """Import a library of an optional extra.
 
     Args:
@@ -25,9 +25,9 @@ def need(module: str, extra: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
-        raise missing(module, extra) from error
+        raise missing_extra(module, extra) from error
 
 
-def missing(module: str, extra: str) -> MissingExtraError:
+def missing_extra(module: str, extra: str) -> MissingExtraError:
     """To be raised where that library is not there."""
     return MissingExtraError(f'{module} is not installed; pip install "penstock[{extra}]"')

@@ -15,22 +15,22 @@ import anyio
 import msgspec
 import structlog
 
-from envs.call import arguments_for, describe
-from envs.contract import Harness, declares_tools
+from envs.call import describe_error, filter_kwargs
+from envs.contract import AgentEnvironment, declares_tools
 from envs.references import Reference, check_arguments, class_key, resolve
 from envs.tools import ToolSpec, declared_specs, tool_specs
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 
 log = structlog.get_logger()
 
-GROUP = "penstock.environments"
+ENTRY_POINT_GROUP = "penstock.environments"
 """Entry points of environments."""
 
 _CLOSE_TIMEOUT_S = 10.0
 _SCHEMAS_TIMEOUT_S = 60.0
 
 
-class Factory:
+class EnvironmentFactory:
     """A callable that makes environments: a class, or a function. It takes no argument but those of the settings.
 
     Example:
@@ -46,9 +46,9 @@ class Factory:
         self.reference = reference
         self.environment_class: type = type(sample)
         """The class of what is made; snapshots of this factory thaw to it, whatever their bytes may say."""
-        self.drives_itself: bool = isinstance(sample, Harness)
+        self.runs_own_loop: bool = isinstance(sample, AgentEnvironment)
         """It leads its episodes itself, and asks an endpoint for each turn; it has no tools of its own."""
-        self.declares_tools: bool = declares_tools(sample) and not self.drives_itself
+        self.declares_tools: bool = declares_tools(sample) and not self.runs_own_loop
         """Its tools are called by `call_tool(name, arguments)`."""
         self.tools: list[ToolSpec] = self._tools_of(sample) if with_tools else []
         self.has_reward: bool = callable(getattr(sample, "get_reward", None))
@@ -58,7 +58,9 @@ class Factory:
         self._call = call
 
     @classmethod
-    def load(cls, ref: str, args: Mapping[str, Any] = MappingProxyType({}), *, with_tools: bool = True) -> "Factory":
+    def load(
+        cls, ref: str, args: Mapping[str, Any] = MappingProxyType({}), *, with_tools: bool = True
+    ) -> "EnvironmentFactory":
         """Resolve a reference, and make one environment to see what it is; that one is closed again.
 
         Imports and constructs, and so may block: on an event loop, call it in a thread.
@@ -72,10 +74,12 @@ class Factory:
             ReferenceNotFoundError: the reference leads nowhere, or to something that makes no environment, or takes
                 other arguments.
         """
-        return cls._from(resolve(ref, GROUP), args, with_tools=with_tools)
+        return cls._from_reference(resolve(ref, ENTRY_POINT_GROUP), args, with_tools=with_tools)
 
     @classmethod
-    def of(cls, target: Callable[..., object], args: Mapping[str, Any] = MappingProxyType({})) -> "Factory":
+    def from_callable(
+        cls, target: Callable[..., object], args: Mapping[str, Any] = MappingProxyType({})
+    ) -> "EnvironmentFactory":
         """A factory of what is at hand, a class or a function: for tests, where no settings name it.
 
         Raises:
@@ -83,10 +87,12 @@ class Factory:
         """
         home = sys.modules[getattr(target, "__module__", None) or type(target).__module__]
         name = getattr(target, "__qualname__", type(target).__qualname__)
-        return cls._from(Reference(f"{home.__name__}:{name}", "module", target, home), args, with_tools=True)
+        return cls._from_reference(Reference(f"{home.__name__}:{name}", "module", target, home), args, with_tools=True)
 
     @classmethod
-    def _from(cls, reference: Reference, args: Mapping[str, Any], *, with_tools: bool) -> "Factory":
+    def _from_reference(
+        cls, reference: Reference, args: Mapping[str, Any], *, with_tools: bool
+    ) -> "EnvironmentFactory":
         ref = reference.ref
         if not callable(reference.target):
             raise ReferenceNotFoundError(
@@ -100,26 +106,28 @@ class Factory:
             raise
         except BaseException as error:  # SystemExit too: it is user code
             raise ReferenceNotFoundError(
-                f"{ref!r} was found, but making an environment, {_name(call)}(), raised {describe(error)}"
-                f"{_mistaken(call)}"
+                f"{ref!r} was found, but making an environment, {_callable_name(call)}(), raised {describe_error(error)}"
+                f"{_reward_function_hint(call)}"
             ) from error
-        _check(ref, call, sample)
+        _check_environment(ref, call, sample)
         try:
             return cls(reference, call, sample, with_tools=with_tools)
         finally:
             _close(sample, ref)
 
     def _tools_of(self, sample: Any) -> list[ToolSpec]:
-        if self.drives_itself:
+        if self.runs_own_loop:
             return []
         if not self.declares_tools:
             return tool_specs(sample)
         try:
-            return declared_specs(_on_a_loop_of_its_own(sample.tool_schemas, _SCHEMAS_TIMEOUT_S, self.ref))
+            return declared_specs(_run_in_thread(sample.tool_schemas, _SCHEMAS_TIMEOUT_S, self.ref))
         except ReferenceNotFoundError:
             raise
         except Exception as error:
-            raise ReferenceNotFoundError(f"{self.ref!r} was found, but not its tools: {describe(error)}") from error
+            raise ReferenceNotFoundError(
+                f"{self.ref!r} was found, but not its tools: {describe_error(error)}"
+            ) from error
 
     def make(self) -> object:
         """Make an environment.
@@ -130,7 +138,7 @@ class Factory:
         try:
             return self._call()
         except Exception as error:
-            raise EnvironmentFailure(f"making an environment of {self.ref!r} raised {describe(error)}") from error
+            raise EnvironmentFailure(f"making an environment of {self.ref!r} raised {describe_error(error)}") from error
 
     def reset_arguments(self, env: object, fields: dict[str, Any], seed: int, completion_index: int) -> dict[str, Any]:
         """Keyword arguments for `reset`; the function of this name."""
@@ -150,10 +158,10 @@ def reset_arguments(env: object, fields: dict[str, Any], seed: int, completion_i
         completion_index: its position within the group, from 0.
     """
     reset: Callable[..., Any] = env.reset  # type: ignore[attr-defined]
-    return arguments_for(reset, {"seed": seed, "completion_index": completion_index} | fields)
+    return filter_kwargs(reset, {"seed": seed, "completion_index": completion_index} | fields)
 
 
-def _check(ref: str, call: Callable[..., object], sample: object) -> None:
+def _check_environment(ref: str, call: Callable[..., object], sample: object) -> None:
     if inspect.isawaitable(sample):
         if inspect.iscoroutine(sample):
             sample.close()
@@ -162,7 +170,7 @@ def _check(ref: str, call: Callable[..., object], sample: object) -> None:
         )
     if not callable(getattr(sample, "reset", None)):
         raise ReferenceNotFoundError(
-            f"{ref!r} was found, but what {_name(call)}() makes, of type {type(sample).__name__}, has no reset method, "
+            f"{ref!r} was found, but what {_callable_name(call)}() makes, of type {type(sample).__name__}, has no reset method, "
             "so it is no environment"
         )
 
@@ -174,7 +182,7 @@ def _known_classes(reference: Reference, environment: type) -> dict[str, type]:
     for name in homes:
         for value in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
             if isinstance(value, type) and (value.__module__ in homes or _is_record(value)):
-                known.update((class_key(cls), cls) for cls in _with_nested(value))
+                known.update((class_key(cls), cls) for cls in _nested_classes(value))
     return known
 
 
@@ -183,11 +191,11 @@ def _is_record(cls: type) -> bool:
     return issubclass(cls, Enum | msgspec.Struct) or is_dataclass(cls)
 
 
-def _with_nested(cls: type) -> Iterator[type]:
+def _nested_classes(cls: type) -> Iterator[type]:
     yield cls
     for value in vars(cls).values():
         if isinstance(value, type) and value.__qualname__.startswith(f"{cls.__qualname__}."):
-            yield from _with_nested(value)
+            yield from _nested_classes(value)
 
 
 def _close(sample: Any, ref: str) -> None:
@@ -196,12 +204,12 @@ def _close(sample: Any, ref: str) -> None:
     if not callable(close):
         return
     try:
-        _on_a_loop_of_its_own(close, _CLOSE_TIMEOUT_S, ref)
+        _run_in_thread(close, _CLOSE_TIMEOUT_S, ref)
     except Exception as error:  # noqa: BLE001  (user code; the sample is thrown away whatever happens)
-        log.warning("environment.close_failed", environment=ref, why=describe(error))
+        log.warning("environment.close_failed", environment=ref, why=describe_error(error))
 
 
-def _on_a_loop_of_its_own(function: Callable[[], Any], timeout_s: float, ref: str) -> Any:
+def _run_in_thread(function: Callable[[], Any], timeout_s: float, ref: str) -> Any:
     """Call a function in a thread of its own; what it returns is awaited there.
 
     Raises:
@@ -227,13 +235,13 @@ def _on_a_loop_of_its_own(function: Callable[[], Any], timeout_s: float, ref: st
     thread.join(timeout_s)
     if raised:
         error = raised[0]
-        raise error if isinstance(error, Exception) else EnvironmentFailure(describe(error))
+        raise error if isinstance(error, Exception) else EnvironmentFailure(describe_error(error))
     if not returned:
         raise TimeoutError(f"it did not return within {timeout_s:g} s")
     return returned[0]
 
 
-def _mistaken(call: Callable[..., object]) -> str:
+def _reward_function_hint(call: Callable[..., object]) -> str:
     """A word on a reward function that stands where an environment should."""
     try:
         parameters = inspect.signature(call).parameters
@@ -244,6 +252,6 @@ def _mistaken(call: Callable[..., object]) -> str:
     )
 
 
-def _name(call: object) -> str:
+def _callable_name(call: object) -> str:
     function = call.func if isinstance(call, partial) else call
     return getattr(function, "__qualname__", None) or repr(call)

@@ -14,12 +14,12 @@ def content_text(content: Any) -> str:
     return str(content or "")
 
 
-def text_of(messages: Sequence[Message]) -> str:
+def messages_text(messages: Sequence[Message]) -> str:
     """The text of messages, a line for each; of content parts, those that are text."""
     return "\n".join(filter(None, (content_text(message.get("content")) for message in messages)))
 
 
-def last_said(completion: Any) -> str:
+def last_assistant_text(completion: Any) -> str:
     """What the model said last: of a conversation its last message, of a plain text all of it.
 
     Raises:
@@ -29,10 +29,10 @@ def last_said(completion: Any) -> str:
         return completion
     if not isinstance(completion, list | tuple):
         raise TypeError(f"a completion is a string or a list of messages, not {type(completion).__name__}")
-    return text_of([message for message in completion if message.get("role") == "assistant"][-1:])
+    return messages_text([message for message in completion if message.get("role") == "assistant"][-1:])
 
 
-def conversation(prompt: Any, completion: Any) -> list[Message]:
+def build_conversation(prompt: Any, completion: Any) -> list[Message]:
     """The whole conversation: what the model was shown, and what followed.
 
     Args:
@@ -43,25 +43,25 @@ def conversation(prompt: Any, completion: Any) -> list[Message]:
         >>> conversation("2 + 2?", "4")
         [{'role': 'user', 'content': '2 + 2?'}, {'role': 'assistant', 'content': '4'}]
     """
-    return [*_messages(prompt, "user"), *_messages(completion, "assistant")]
+    return [*_as_messages(prompt, "user"), *_as_messages(completion, "assistant")]
 
 
-def transcript(messages: Any) -> str:
+def format_transcript(messages: Any) -> str:
     """Messages as text for a reader; a string as it is."""
     if isinstance(messages, str):
         return messages
     if len(messages) == 1 and isinstance(messages[0].get("content"), str) and not messages[0].get("tool_calls"):
         return str(messages[0]["content"])
-    return "\n\n".join(f"[{message.get('role')}]\n{_said(message)}" for message in messages)
+    return "\n\n".join(f"[{message.get('role')}]\n{_message_text(message)}" for message in messages)
 
 
-def _messages(said: Any, role: str) -> list[Message]:
-    if isinstance(said, str):
-        return [{"role": role, "content": said}]
-    return [_message(message) for message in said]
+def _as_messages(value: Any, role: str) -> list[Message]:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return [_normalize_message(message) for message in value]
 
 
-def _message(message: Mapping[str, Any]) -> Message:
+def _normalize_message(message: Mapping[str, Any]) -> Message:
     """Arguments of tool calls as the text that OpenAI's form wants; templates take either."""
     calls = message.get("tool_calls")
     if not calls:
@@ -69,11 +69,11 @@ def _message(message: Mapping[str, Any]) -> Message:
     return {
         **message,
         "content": message.get("content") or "",
-        "tool_calls": [_call(call, i) for i, call in enumerate(calls)],
+        "tool_calls": [_normalize_tool_call(call, i) for i, call in enumerate(calls)],
     }
 
 
-def _call(call: Mapping[str, Any], position: int) -> dict[str, Any]:
+def _normalize_tool_call(call: Mapping[str, Any], position: int) -> dict[str, Any]:
     function = dict(call.get("function") or call)
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
@@ -81,6 +81,6 @@ def _call(call: Mapping[str, Any], position: int) -> dict[str, Any]:
     return {"id": str(call.get("id") or f"call_{position}"), "type": "function", "function": function}
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def _message_text(message: Mapping[str, Any]) -> str:
     calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls") or ()]
     return "\n".join(filter(None, [content_text(message.get("content")), *calls]))

@@ -28,10 +28,10 @@ from threading import RLock
 from types import ModuleType
 from typing import Literal, NoReturn
 
-from envs.call import describe
+from envs.call import describe_error
 from stream.errors import ReferenceNotFoundError
 
-Spelling = Literal["entry point", "module", "file", "address"]
+ReferenceKind = Literal["entry point", "module", "file", "address"]
 
 ADAPTERS = {
     "openenv": "envs.adapters.openenv:openenv",
@@ -40,13 +40,13 @@ ADAPTERS = {
 }
 """What speaks to a server, by the word before its address; its first argument is the address."""
 
-_PLACES = {
+_GROUP_DESCRIPTIONS = {
     "penstock.environments": "an environment, which belongs into [environments]",
     "penstock.rewards": "a reward function, which belongs into [[rewards]]",
 }
 """What the entry points of a group are."""
 
-_PLUGIN = "penstock_plugin_"
+_FILE_MODULE_PREFIX = "penstock_plugin_"
 _loading = RLock()
 
 
@@ -55,7 +55,7 @@ class Reference:
     """Where a reference led."""
 
     ref: str
-    spelling: Spelling
+    kind: ReferenceKind
     target: object
     module: ModuleType
     """The module that the target was found in."""
@@ -112,8 +112,8 @@ def check_arguments(reference: Reference, arguments: Mapping[str, object]) -> No
 def class_key(cls: type) -> str:
     """`module:qualname`, the same on every machine, also for a class from a file, whose module name is made up."""
     module = cls.__module__
-    if module.startswith(_PLUGIN):
-        module = module.removeprefix(_PLUGIN).rpartition("_")[0] + ".py"
+    if module.startswith(_FILE_MODULE_PREFIX):
+        module = module.removeprefix(_FILE_MODULE_PREFIX).rpartition("_")[0] + ".py"
     return f"{module}:{cls.__qualname__}"
 
 
@@ -126,15 +126,17 @@ def _from_entry_point(ref: str, group: str | None) -> Reference:
     if not found:
         names = ", ".join(sorted({entry.name for entry in available})) or "none at all"
         hint = f"; for a module write {ref.rpartition('.')[0]}:{ref.rpartition('.')[2]}" if "." in ref else ""
-        for other, place in _PLACES.items():
+        for other, place in _GROUP_DESCRIPTIONS.items():
             if other != group and entry_points(group=other, name=ref):
                 hint = f"; it is the name of {place}"
         raise ReferenceNotFoundError(f"{tried}, which has no such name; installed are: {names}{hint}")
     if len(found) > 1:
-        owners = ", ".join(f"{_owner(entry)} ({value})" for value, entry in sorted(found.items()))
+        owners = ", ".join(f"{_distribution(entry)} ({value})" for value, entry in sorted(found.items()))
         raise ReferenceNotFoundError(f"{tried}, which several distributions claim: {owners}; uninstall all but one")
     (entry,) = found.values()
-    module = _import(lambda: importlib.import_module(entry.module), f"{tried} ({entry.value}, of {_owner(entry)})")
+    module = _import(
+        lambda: importlib.import_module(entry.module), f"{tried} ({entry.value}, of {_distribution(entry)})"
+    )
     return Reference(ref, "entry point", _attribute(module, entry.attr, tried), module)
 
 
@@ -173,7 +175,7 @@ def _from_address(ref: str, adapter: str, address: str) -> Reference:
 
 def _load(path: Path) -> ModuleType:
     """Load a file once, under a name of its own; a second reference to it finds the same classes."""
-    name = f"{_PLUGIN}{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    name = f"{_FILE_MODULE_PREFIX}{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -218,7 +220,7 @@ def _raise_import_error(tried: str, error: BaseException) -> NoReturn:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     lines = [f for f in frames if f.filename != __file__]
     where = f" ({lines[-1].filename}, line {lines[-1].lineno})" if lines else ""
-    raise ReferenceNotFoundError(f"{tried}; importing it raised {describe(error)}{where}") from error
+    raise ReferenceNotFoundError(f"{tried}; importing it raised {describe_error(error)}{where}") from error
 
 
 def _attribute(module: ModuleType, dotted: str, tried: str) -> object:
@@ -230,24 +232,24 @@ def _attribute(module: ModuleType, dotted: str, tried: str) -> object:
         except AttributeError as error:
             file = getattr(module, "__file__", None) or "no file"
             where = f"it ({file})" if target is module else repr(target)
-            raise ReferenceNotFoundError(f"{tried}; {where} has no {name!r}; {_alternatives(target, name)}") from error
+            raise ReferenceNotFoundError(f"{tried}; {where} has no {name!r}; {_suggestions(target, name)}") from error
     return target
 
 
-def _alternatives(target: object, name: str) -> str:
-    own = [n for n, v in vars(target).items() if _is_offered(n, v, target)] if hasattr(target, "__dict__") else []
+def _suggestions(target: object, name: str) -> str:
+    own = [n for n, v in vars(target).items() if _is_suggestible(n, v, target)] if hasattr(target, "__dict__") else []
     close = difflib.get_close_matches(name, own, n=3)
     if close:
         return f"did you mean {' or '.join(close)}?"
     return f"it defines: {', '.join(sorted(own)[:20]) or 'nothing that could be meant'}"
 
 
-def _is_offered(name: str, value: object, target: object) -> bool:
+def _is_suggestible(name: str, value: object, target: object) -> bool:
     """Whether a name is worth suggesting: public, callable, and defined there rather than imported."""
     home = getattr(value, "__module__", None)
     imported = inspect.ismodule(target) and home != target.__name__
     return not name.startswith("_") and callable(value) and not imported
 
 
-def _owner(entry: EntryPoint) -> str:
+def _distribution(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist is not None else "an unknown distribution"

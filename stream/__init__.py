@@ -14,50 +14,50 @@ To feed prompts: `Feed`. To work on a stage: `Stage`. To train: `consume`, and t
 `Archive`. To look: `look`, `letters`, `ArchivedGroups`.
 """
 
-from stream.archive import Archive, ArchivedGroups
 from stream.codec import decode, encode
-from stream.consumer import Consumer, Taken, consume
-from stream.dead import Letter, letters
+from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
-from stream.feeding import Feed
-from stream.ledger import Ledger
-from stream.link import Link, connect
+from stream.operator.dead_letters import DeadLetter, list_dead_letters
+from stream.operator.run_status import RunStatus, read_status
+from stream.queue.feed import Feed
+from stream.queue.stage import Lease, RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt, Row, Span
-from stream.server import private_server
-from stream.stage import Lease, Stage, Terms
-from stream.training import End, Tenure
+from stream.server_process import private_server
+from stream.trainer.archive import Archive, ArchivedGroups
+from stream.trainer.consumer import Consumer, LeasedGroup, consume
+from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.ledger import Ledger
 from stream.validity import Measured, Unmeasured, measure
-from stream.view import RunView, look
 
 __all__ = [
     "Archive",
     "ArchivedGroups",
     "Completion",
     "Consumer",
-    "End",
+    "DeadLetter",
     "Feed",
     "Group",
+    "GroupOutcome",
     "Lease",
+    "LeasedGroup",
     "Ledger",
-    "Letter",
-    "Link",
     "Measured",
     "PenstockError",
     "Prompt",
+    "RetryPolicy",
     "Row",
-    "RunView",
+    "RunConnection",
+    "RunStatus",
     "Span",
     "Stage",
-    "Taken",
-    "Tenure",
-    "Terms",
+    "TrainerLease",
     "Unmeasured",
     "connect",
     "consume",
     "decode",
     "encode",
-    "letters",
-    "look",
+    "list_dead_letters",
     "measure",
     "private_server",
+    "read_status",
 ]

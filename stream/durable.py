@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 
-def append(file: io.FileIO, data: bytes) -> None:
+def write_all(file: io.FileIO, data: bytes) -> None:
     """Write all of `data` to an unbuffered file: the system may take it in parts.
 
     Raises:
@@ -16,7 +16,7 @@ def append(file: io.FileIO, data: bytes) -> None:
         view = view[file.write(view) :]
 
 
-def sync_path(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Force a file, or a folder with the names in it, to the disk: `fsync` of a new file alone leaves out its name."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

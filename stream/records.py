@@ -42,7 +42,7 @@ class Prompt(Struct, kw_only=True):
     """Deterministic: data set, epoch and row. The group of this prompt bears it in every attempt."""
     messages: list[Message]
     """The conversation before the environment's observation is appended to its last message."""
-    text: bool = False
+    is_plain_text: bool = False
     """The prompt column held plain text: reward functions then see prompts and completions as strings."""
     fields: dict[str, Any] = field(default_factory=dict)
     """The row's other columns: keyword arguments of `reset` and of reward functions."""
@@ -83,7 +83,7 @@ class Row(Struct, kw_only=True):
     """int32, the tokens before the first sampled one."""
     token_ids: bytes
     """int32, all tokens after the prompt, sampled or not."""
-    sampled: list[tuple[int, int]] = field(default_factory=list)
+    sampled_ranges: list[tuple[int, int]] = field(default_factory=list)
     """Half-open ranges of `token_ids` that the policy sampled, ascending. They and only they bear loss."""
     logprobs: bytes = b""
     """float32, the engine's log-prob of each sampled token at the time it was sampled; packed in the ranges' order."""
@@ -96,7 +96,7 @@ class Row(Struct, kw_only=True):
             raise ValueError("a row's buffers do not fit together: ids are int32, one float32 log-prob a sampled token")
         length = len(self.token_ids) // 4
         last = 0
-        for start, end in self.sampled:
+        for start, end in self.sampled_ranges:
             if not last <= start < end <= length:
                 raise ValueError(f"sampled ranges do not ascend within the row's {length} tokens")
             last = end
@@ -121,10 +121,10 @@ class Row(Struct, kw_only=True):
     @property
     def sampled_count(self) -> int:
         """Number of sampled tokens."""
-        return sum(end - start for start, end in self.sampled)
+        return sum(end - start for start, end in self.sampled_ranges)
 
 
-class Part(Struct, kw_only=True):
+class RewardPart(Struct, kw_only=True):
     """One measured, or unmeasured, part of a completion's reward."""
 
     name: str
@@ -157,7 +157,7 @@ class Completion(Struct, kw_only=True):
     """What followed, for people and reward functions: assistant turns and tool results."""
     failure: Failure | None = None
     truncated: TruncationReason | None = None
-    parts: list[Part] = field(default_factory=list)
+    parts: list[RewardPart] = field(default_factory=list)
     reward: Reward | None = None
     """The parts merged; None until the scoring stage has spoken."""
     snapshot: bytes | None = None
@@ -176,9 +176,9 @@ class Group(Struct, kw_only=True):
     completions: list[Completion]
     attempt: int = 0
     """0 at the first try; counts deliveries of the prompt."""
-    cancelled_s: list[float] = field(default_factory=list)
+    cancelled_attempts_s: list[float] = field(default_factory=list)
     """Seconds that each attempt before this one had run when it was cancelled for its age."""
-    evaluates: Count | None = None
+    evaluated_version: Count | None = None
     """Of an evaluation: the policy version that it is of; None for what is to be trained."""
     worker: str = ""
     claimed_at: float = 0.0

@@ -20,7 +20,7 @@ class RewardReason(StrEnum):
     NOT_FINITE = "not_finite"  # NaN or an infinity
     NOT_NUMERIC = "not_numeric"  # a string, a list, anything that is no number
     SHAPE = "shape"  # the wrong number of results for the batch it was called with
-    BAD_REFERENCE = "bad_reference"  # the gold answer itself does not parse
+    BAD_REFERENCE = "invalid_gold"  # the gold answer itself does not parse
     COMPONENT = "component"  # one of several required parts is unmeasured
     UNAVAILABLE = "unavailable"  # the reward model, or judge, could not be reached
 

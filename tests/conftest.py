@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, settings
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from stream.feeding import Feed
-from stream.keys import StageName
-from stream.link import Link, connect
+from stream.connection.keys import StageName
+from stream.connection.run_connection import RunConnection, connect
+from stream.operator.run_status import read_status
+from stream.queue.feed import Feed
+from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt
-from stream.server import command_line, find_server
-from stream.stage import Stage, Terms
+from stream.server_process import command_line, find_server
 from stream.validity import Measured
-from stream.view import look
 from tests.cases.rows import sampled_row
 
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -135,16 +135,18 @@ class Pipe:
     Leases last 30 s and back-offs 10 ms unless a test says otherwise.
     """
 
-    def __init__(self, link: Link) -> None:
-        self.link = link
+    def __init__(self, connection: RunConnection) -> None:
+        self.connection = connection
 
     def stage(self, name: StageName, consumer: str = "w", capacity: int | None = None, **terms: float) -> Stage:
         """One worker's view of a stage."""
-        return Stage(self.link, name, consumer, Terms(**{"lease_s": 30.0, "backoff_s": 0.01, **terms}), capacity)
+        return Stage(
+            self.connection, name, consumer, RetryPolicy(**{"lease_s": 30.0, "backoff_s": 0.01, **terms}), capacity
+        )
 
     async def feed(self, *prompt_ids: str) -> None:
         """Feed prompts behind what was fed before."""
-        feed = Feed(self.link, backlog=100_000)
+        feed = Feed(self.connection, max_queued_prompts=100_000)
         before = await feed.cursor()
         await feed.put([Prompt(id=each, messages=[]) for each in prompt_ids], before, f"{before}{len(prompt_ids)};")
 
@@ -161,7 +163,7 @@ class Pipe:
     async def _pass_on(self, stage: StageName, into: StageName, count: int) -> None:
         worker = self.stage(stage, f"passing-{stage}")
         for lease in (await worker.claim(count)).leases:
-            await worker.settle(lease, into, self.group(lease.prompt_id))
+            await worker.complete(lease, into, self.group(lease.prompt_id))
 
     @staticmethod
     def group(prompt_id: str, tokens: tuple[int, ...] = (1, 2, 3)) -> Group:
@@ -172,7 +174,7 @@ class Pipe:
 
     async def balance(self) -> dict[str, int]:
         """The run's account, which must balance: fed = trained + dropped + dead + outstanding."""
-        balance = (await look(self.link)).balance
+        balance = (await read_status(self.connection)).balance
         assert balance["fed"] == sum(n for name, n in balance.items() if name != "fed"), balance
         return balance
 
@@ -184,16 +186,16 @@ def run_name() -> str:
 
 
 @pytest.fixture
-async def link(redis_url: str, run_name: str) -> AsyncIterator[Link]:
+async def connection(redis_url: str, run_name: str) -> AsyncIterator[RunConnection]:
     """A connection to the test's own run."""
     async with connect(redis_url, run_name, reconnect_s=5.0) as found:
         yield found
 
 
 @pytest.fixture
-def pipe(link: Link) -> Pipe:
+def pipe(connection: RunConnection) -> Pipe:
     """Helpers on the test's own run."""
-    return Pipe(link)
+    return Pipe(connection)
 
 
 @pytest.fixture

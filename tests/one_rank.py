@@ -18,7 +18,7 @@ from stream.records import Completion, Group, Prompt
 from stream.validity import Measured, RewardReason, Unmeasured
 from tests.cases.rows import sampled_row
 from tests.forked import ended, fork, import_ahead
-from workers.settings.file import parse
+from workers.settings.toml_file import parse_settings
 from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
 
@@ -53,14 +53,14 @@ def train(base: Path, case: str) -> dict[str, object]:
     sections = dict(CASES[case])
     train = {"micro_batch_tokens": 1, "learning_rate": 1e-2, "max_grad_norm": 1e9} | sections.pop("train", {})
     least = {"model": {"path": str(base)}, "data": {"path": "none"}, "environments": {"a": "calculator"}}
-    learner = Learner(parse(least | {"train": train} | sections))
+    learner = Learner(parse_settings(least | {"train": train} | sections))
     reports = [learner.step(collate(groups(empty=empty)), 3) for empty in (False, False, True)]
     named = dict(learner.model.named_parameters()) | learner.critic_parameters
     return {
         "weights": {name: whole(parameter.detach()) for name, parameter in named.items()},
         "metrics": [{k: v for k, v in report.metrics.items() if k != "seconds"} for report in reports],
         "skipped": [report.skipped for report in reports],
-        "parts": sum(part is not None for part in learner.ranks.mine([torch.zeros(1)] * 2)),
+        "parts": sum(part is not None for part in learner.ranks.local_batches([torch.zeros(1)] * 2)),
     }
 
 

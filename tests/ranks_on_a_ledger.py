@@ -13,18 +13,18 @@ from msgspec import Struct
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from stream.archive import ArchivedGroups
-from stream.ledger import read_lines
 from stream.records import Group
+from stream.trainer.archive import ArchivedGroups
+from stream.trainer.ledger import read_ledger
 from tests.forked import ended, fork, import_ahead
 from workers.settings import Settings
-from workers.settings.file import load
-from workers.train.keeping.checkpoint import Checkpoints
-from workers.train.keeping.progress import Progress
-from workers.train.ranks.following import follow
-from workers.train.ranks.leading import LeadingLearner
-from workers.train.ranks.orders import Orders
-from workers.train.ranks.ranks import Ranks, meet, part
+from workers.settings.toml_file import load_settings
+from workers.train.checkpointing.checkpoint import CheckpointStore
+from workers.train.distributed.ranks import Ranks, destroy_process_group, init_process_group
+from workers.train.progress import Progress
+from workers.train.rank_control.commands import RankCommands
+from workers.train.rank_control.follower import run_follower
+from workers.train.rank_control.rank0 import Rank0Learner
 from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
 
@@ -46,21 +46,21 @@ class Job(Struct, frozen=True, kw_only=True):
 
 def steps(folder: Path) -> Iterator[tuple[int, int, list[Group]]]:
     """Step, version and groups, as the ledger has them."""
-    lines, broken = read_lines(folder / "ledger.jsonl")
+    lines, broken = read_ledger(folder / "ledger.jsonl")
     assert not broken
     archive = ArchivedGroups(folder / "groups")
-    for step, found in groupby(lines, lambda written: written.line.step):
-        batch = [written.line for written in found if written.line.end == "trained"]
+    for step, found in groupby(lines, lambda written: written.record.step):
+        batch = [written.record for written in found if written.record.outcome == "trained"]
         yield step, batch[0].version, [archive.read(line.prompt, line.hash) for line in batch]
 
 
 def work(job: Job, make_learner: Callable[[Settings, torch.dtype], Learner]) -> dict[str, torch.Tensor]:
     """Do a job; returns the learner's whole state."""
-    settings = load(Path(job.settings))
+    settings = load_settings(Path(job.settings))
     learner = make_learner(settings, getattr(torch, job.dtype))
     done = 0
     if job.resume:
-        found = Checkpoints(Path(job.resume)).latest()
+        found = CheckpointStore(Path(job.resume)).latest()
         assert found is not None
         found.restore(learner)
         done = found.progress.step
@@ -70,7 +70,7 @@ def work(job: Job, make_learner: Callable[[Settings, torch.dtype], Learner]) -> 
         report = learner.step(collate(groups), version)
         assert report.trained
         if step == job.keep_at:
-            Checkpoints(Path(job.keep)).save(step, learner, Progress(step=step))
+            CheckpointStore(Path(job.keep)).save(step, learner, Progress(step=step))
     ended = learner.state() | {f"weight.{name}": weight for name, weight in learner.weights().items()}
     if job.result:
         torch.save(ended, job.result)
@@ -95,13 +95,13 @@ def be(rank: int, crew: Crew) -> int:
         "MASTER_PORT": str(crew.port),
     }
     if rank:
-        return follow()
-    meet()
-    orders = Orders(Ranks())
+        return run_follower()
+    init_process_group()
+    orders = RankCommands(Ranks())
     for job in crew.jobs:
-        work(job, lambda settings, dtype: LeadingLearner(settings, orders, dtype))
-    orders.end()
-    part()
+        work(job, lambda settings, dtype: Rank0Learner(settings, orders, dtype))
+    orders.shut_down()
+    destroy_process_group()
     return 0
 
 

@@ -187,7 +187,7 @@ def pad(lists):
 
 
 def main():
-    from workers.demo.task import held_out, training_rows
+    from workers.demo.task import held_out_rows, training_rows
 
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -197,7 +197,7 @@ def main():
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    rows, unseen = training_rows(options.steps * 16, options.seed), held_out(200)
+    rows, unseen = training_rows(options.steps * 16, options.seed), held_out_rows(200)
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
     before = evaluate(AutoModelForCausalLM.from_pretrained(options.folder), tokenizer, unseen)
     began, began_cpu = time.perf_counter(), time.process_time()

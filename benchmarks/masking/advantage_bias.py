@@ -66,7 +66,7 @@ class Stored:
     def siblings_right(self) -> Tensor:
         """How many of its group were right, for each answer."""
         groups = Grouping(self.group_ids, torch.ones_like(self.right), self.groups)
-        return groups.spread(groups.sum(self.rewards)).long()
+        return groups.broadcast(groups.sum(self.rewards)).long()
 
 
 def load(file: Path) -> Stored:
@@ -98,7 +98,7 @@ def advantages(stored: Stored, label: str, failed: Tensor, handling: str) -> Ten
         "lengths_C": torch.where(valid, stored.lengths, 0).flatten(),
         "loss_lengths_C": torch.where(valid, stored.lengths, 0).flatten(),
     }
-    return estimate(name, inputs, options, singleton="zero").view(draws, -1)
+    return estimate(name, inputs, options, single_sample_policy="zero").view(draws, -1)
 
 
 def compare(stored: Stored, label: str, failed: Tensor, handling: str) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from envs.shipped.calculator import Calculator, exact_answer
+from envs.builtin.calculator import Calculator, exact_answer
 from stream.validity import Reward
 
 SHARE = 0.2

@@ -21,20 +21,20 @@ import msgspec
 
 from benchmarks.masking.curve_figure import draw, wanted
 from stream.errors import RunFailedError
-from workers import logs
-from workers.demo.demo import HELD_OUT
-from workers.demo.evaluate import evaluate
-from workers.demo.prepare import prepare, settings_for
-from workers.demo.task import held_out
-from workers.feed.mapping import to_prompt
-from workers.fleet.roster import Roster
-from workers.process import run_loop
-from workers.run.child import Child
-from workers.run.command import judge, supervise
+from workers.demo.demo import HELD_OUT_PROBLEMS
+from workers.demo.prepare import demo_settings, prepare_run
+from workers.demo.scoring import score_policy
+from workers.demo.task import held_out_rows
+from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.feed.row_mapping import row_to_prompt
+from workers.run.child_process import ChildProcess
 from workers.run.plot import read_metrics
-from workers.run.roles import engine_command
-from workers.settings import RewardFunction, Settings
-from workers.train.keeping.checkpoint import Checkpoints
+from workers.run.role_process import run_async
+from workers.run.role_specs import engine_spec
+from workers.run.run_command import raise_for_failure, supervise
+from workers.runtime import log_setup as logs
+from workers.settings import RewardSettings, Settings
+from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.publishing.publisher import open_publisher
 
 HERE = Path(__file__).parent
@@ -48,10 +48,10 @@ Run = dict[str, Any]
 def train(seed: int, arm: str, folder: Path) -> Run:
     """Run one demo to its end."""
     start = folder / f"seed-{seed}"
-    prepare(start, seed)
+    prepare_run(start, seed)
     settings = settings_of(seed, arm, start)
     ended = supervise(settings, quiet=True)
-    judge(ended, settings)
+    raise_for_failure(ended, settings)
     if ended.outcome.interrupted or ended.summary is None:
         raise SystemExit("stopped; the same command goes on")
     summary = ended.summary
@@ -71,7 +71,7 @@ def steps_of(settings: Settings) -> list[dict[str, float]]:
     """Of each step, how many prompts had met their end, and the mean reward that the run itself saw."""
     ledger = (settings.folder / "ledger.jsonl").read_bytes()
     rewards = {row["step"]: row.get("sampled/reward_mean") for row in read_metrics(settings.folder / "metrics.jsonl")}
-    progress = [checkpoint.progress for checkpoint in Checkpoints(settings.folder / "checkpoints").all()]
+    progress = [checkpoint.progress for checkpoint in CheckpointStore(settings.folder / "checkpoints").list_all()]
     return [
         {"step": p.step, "ended": ledger[: p.ledger_bytes].count(b"\n"), "reward": rewards[p.step]} for p in progress
     ]
@@ -79,7 +79,7 @@ def steps_of(settings: Settings) -> list[dict[str, float]]:
 
 def settings_of(seed: int, arm: str, start: Path) -> Settings:
     """The demo's settings with the arm's reward, and every checkpoint kept."""
-    demo = settings_for(start.with_name(f"seed-{seed}-{arm.replace(' ', '-')}"), seed)
+    demo = demo_settings(start.with_name(f"seed-{seed}-{arm.replace(' ', '-')}"), seed)
     replace = msgspec.structs.replace
     settings = replace(
         demo,
@@ -95,7 +95,7 @@ def settings_of(seed: int, arm: str, start: Path) -> Settings:
     return replace(
         settings,
         environments={"calculator": f"{failing}:NumberedCalculator"},
-        rewards=(RewardFunction(ref=f"{failing}:{ARMS[arm]}"),),
+        rewards=(RewardSettings(ref=f"{failing}:{ARMS[arm]}"),),
     )
 
 
@@ -105,39 +105,41 @@ def _number(source: Path, settings: Settings) -> None:
     target.parent.mkdir(exist_ok=True)
     rows = [msgspec.json.decode(line) for line in source.read_bytes().splitlines()]
     for number, row in enumerate(rows):
-        row |= {"run_seed": settings.run.seed, "prompt_id": to_prompt(row, number, 0, settings=settings).id}
+        row |= {"run_seed": settings.run.seed, "prompt_id": row_to_prompt(row, number, 0, settings=settings).id}
     target.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def measure(known: Run, folder: Path) -> None:
     """Add the scores that the curves need and the run lacks."""
     start = folder / f"seed-{known['seed']}"
-    checkpoints = Checkpoints(settings_of(known["seed"], known["arm"], start).folder / "checkpoints")
-    models = {0: start / "model"} | {checkpoint.progress.step: checkpoint.model for checkpoint in checkpoints.all()}
+    checkpoints = CheckpointStore(settings_of(known["seed"], known["arm"], start).folder / "checkpoints")
+    models = {0: start / "model"} | {
+        checkpoint.progress.step: checkpoint.model for checkpoint in checkpoints.list_all()
+    }
     missing = [step for step in wanted(known) if str(step) not in known["scores"]]
     if missing:
-        known["scores"] |= run_loop(lambda: play(settings_for(start, known["seed"]), {s: models[s] for s in missing}))
+        known["scores"] |= run_async(lambda: play(demo_settings(start, known["seed"]), {s: models[s] for s in missing}))
 
 
 async def play(scoring: Settings, models: dict[int, Path]) -> dict[str, list[float]]:
     """By step, the true score of each policy, sampled and greedy, on an engine of their own."""
     scores: dict[str, list[float]] = {}
-    rows = held_out(HELD_OUT)
+    rows = held_out_rows(HELD_OUT_PROBLEMS)
     (scoring.folder / "logs").mkdir(exist_ok=True)
     async with anyio.create_task_group() as tasks:
-        child = Child(engine_command(scoring, scoring.folder / "run.toml", 0), scoring.folder / "logs")
+        child = ChildProcess(engine_spec(scoring, scoring.folder / "run.toml", 0), scoring.folder / "logs")
 
         async def play_all(url: str) -> None:
             for step, model in models.items():
-                async with open_publisher(scoring, Roster((url,))) as publisher:
+                async with open_publisher(scoring, EngineDiscovery((url,))) as publisher:
                     await publisher.push(model, step)
-                score = await evaluate(scoring, url, model, rows)
+                score = await score_policy(scoring, url, model, rows)
                 scores[str(step)] = [round(score.sampled, 5), round(score.greedy, 5)]
             child.terminate()
 
         code = await child.run(functools.partial(tasks.start_soon, play_all))
     if len(scores) < len(models):
-        raise RunFailedError(f"the engine ended with code {code}: {child.last_words()} (its log is {child.log})")
+        raise RunFailedError(f"the engine ended with code {code}: {child.last_error()} (its log is {child.log_file})")
     return scores
 
 
@@ -153,7 +155,7 @@ def main() -> None:
     folder = arguments.folder.resolve()
     for seed, arm in [] if arguments.replot else itertools.product(arguments.seeds, arguments.arms):
         folder.mkdir(parents=True, exist_ok=True)
-        with logs.to_file("masking", folder / "masking.log"):
+        with logs.log_to_file("masking", folder / "masking.log"):
             found = next((known for known in runs if (known["seed"], known["arm"]) == (seed, arm)), None)
             if found is None:
                 found = train(seed, arm, folder)

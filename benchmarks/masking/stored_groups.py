@@ -16,15 +16,15 @@ import msgspec
 
 from benchmarks.masking.held_out_curve import HERE
 from stream.errors import RunFailedError
-from workers.demo.evaluate import _play  # the public `evaluate` keeps means alone
-from workers.demo.prepare import GROUP_SIZE, settings_for
+from workers.demo.prepare import GROUP_SIZE, demo_settings
+from workers.demo.scoring import _play  # the public `evaluate` keeps means alone
 from workers.demo.task import training_rows
-from workers.fleet.roster import Roster
-from workers.process import run_loop
-from workers.run.child import Child
-from workers.run.roles import engine_command
+from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.run.child_process import ChildProcess
+from workers.run.role_process import run_async
+from workers.run.role_specs import engine_spec
 from workers.settings import Settings
-from workers.train.keeping.checkpoint import Checkpoints
+from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.publishing.publisher import open_publisher
 
 STEPS = (2, 4, 8)
@@ -37,11 +37,11 @@ async def collect(scoring: Settings, models: dict[int, Path]) -> list[dict[str, 
     found: list[dict[str, Any]] = []
     rows = training_rows(PROBLEMS * len(models), SEED)
     async with anyio.create_task_group() as tasks:
-        child = Child(engine_command(scoring, scoring.folder / "run.toml", 0), scoring.folder / "logs")
+        child = ChildProcess(engine_spec(scoring, scoring.folder / "run.toml", 0), scoring.folder / "logs")
 
         async def play(url: str) -> None:
             for number, (step, model) in enumerate(models.items()):
-                async with open_publisher(scoring, Roster((url,))) as publisher:
+                async with open_publisher(scoring, EngineDiscovery((url,))) as publisher:
                     await publisher.push(model, step)
                 own = rows[number * PROBLEMS : (number + 1) * PROBLEMS]
                 for group in await _play(scoring, url, model, own, GROUP_SIZE, scoring.rollout.temperature):
@@ -52,7 +52,7 @@ async def collect(scoring: Settings, models: dict[int, Path]) -> list[dict[str, 
 
         code = await child.run(functools.partial(tasks.start_soon, play))
     if len(found) < len(rows):
-        raise RunFailedError(f"the engine ended with code {code}: {child.last_words()} (its log is {child.log})")
+        raise RunFailedError(f"the engine ended with code {code}: {child.last_error()} (its log is {child.log_file})")
     return found
 
 
@@ -60,9 +60,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/masking"), help="where held_out_curve left its runs")
     start = parser.parse_args().folder.resolve() / f"seed-{SEED}"
-    checkpoints = Checkpoints(start.with_name(f"seed-{SEED}-no-failures") / "checkpoints")
-    models = {0: start / "model"} | {step: found.model for step in STEPS if (found := checkpoints.at(step))}
-    groups = run_loop(lambda: collect(settings_for(start, SEED), models))
+    checkpoints = CheckpointStore(start.with_name(f"seed-{SEED}-no-failures") / "checkpoints")
+    models = {0: start / "model"} | {step: found.model for step in STEPS if (found := checkpoints.at_step(step))}
+    groups = run_async(lambda: collect(demo_settings(start, SEED), models))
     lines = ",\n".join(msgspec.json.encode(group).decode() for group in groups)
     (HERE / "groups.json").write_text(f"[\n{lines}\n]\n")
 

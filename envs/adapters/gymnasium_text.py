@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-from envs.call import arguments_for, describe
-from envs.extras import need
+from envs.call import describe_error, filter_kwargs
+from envs.extras import import_extra
 from envs.references import resolve
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 
@@ -62,9 +62,9 @@ class GymnasiumText:
         self.terminated = self.truncated = False
         self._how = how
         self._reward_of = reward
-        self._parse = _function(parse_action)
-        self._render = _function(render) if render is not None else _text_of_render
-        self._env: Any = need("gymnasium", "gymnasium").make(id, **make)
+        self._parse = _load_function(parse_action)
+        self._render = _load_function(render) if render is not None else _render_ansi
+        self._env: Any = import_extra("gymnasium", "gymnasium").make(id, **make)
 
     def __copy__(self) -> "GymnasiumText":
         """The facts, without the environment: a copy of a wrapper would share what it wraps."""
@@ -84,7 +84,7 @@ class GymnasiumText:
         """Begin an episode: with the completion's seed, unless the row has a column `seed` (all siblings alike)."""
         self.actions, self.rewards, self.terminated, self.truncated = [], [], False, False
         self.observation, info = self._env.reset(seed=seed, options=options)
-        return self._shown(None, info)
+        return self._render_text(None, info)
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
         """Act.
@@ -105,10 +105,10 @@ class GymnasiumText:
         try:
             self.observation, reward, terminated, truncated, info = self._env.step(action)
         except Exception as error:
-            raise EnvironmentFailure(f"{self.id}: step({action!r}) raised {describe(error)}") from error
+            raise EnvironmentFailure(f"{self.id}: step({action!r}) raised {describe_error(error)}") from error
         self.rewards.append(float(reward))
         self.terminated, self.truncated = bool(terminated), bool(truncated)
-        return self._shown(float(reward), info)
+        return self._render_text(float(reward), info)
 
     def get_reward(self) -> float | None:
         """What the steps were worth."""
@@ -120,7 +120,7 @@ class GymnasiumText:
         """Close the environment."""
         self._env.close()
 
-    def _shown(self, reward: float | None, info: dict[str, Any]) -> str:
+    def _render_text(self, reward: float | None, info: dict[str, Any]) -> str:
         offered = {
             "observation": self.observation,
             "reward": reward,
@@ -130,12 +130,12 @@ class GymnasiumText:
             "env": self._env,
         }
         try:
-            return str(self._render(**arguments_for(self._render, offered)))
+            return str(self._render(**filter_kwargs(self._render, offered)))
         except Exception as error:
-            raise EnvironmentFailure(f"{self.id}: rendering raised {describe(error)}") from error
+            raise EnvironmentFailure(f"{self.id}: rendering raised {describe_error(error)}") from error
 
 
-def _function(function: str | Codec) -> Codec:
+def _load_function(function: str | Codec) -> Codec:
     """A part of the codec, by itself or by reference.
 
     Raises:
@@ -147,7 +147,7 @@ def _function(function: str | Codec) -> Codec:
     return target
 
 
-def _text_of_render(env: Any) -> str:
+def _render_ansi(env: Any) -> str:
     shown = env.render()
     if not isinstance(shown, str):
         raise TypeError(

@@ -18,12 +18,12 @@ import anyio
 from anyio.abc import TaskStatus
 from anyio.from_thread import BlockingPortal
 
-from envs.call import describe
-from envs.extras import need
+from envs.call import describe_error
+from envs.extras import import_extra
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 
 _OPEN_S = 30.0
-_REFUSED = frozenset({-32602, -32601})
+_MODEL_ERROR_CODES = frozenset({-32602, -32601})
 """JSON-RPC's codes for invalid parameters and unknown methods: what the model wrote does not fit."""
 
 
@@ -64,7 +64,7 @@ class McpTools:
     ) -> None:
         if bool(url) == bool(command):
             raise ReferenceNotFoundError("an MCP server has a url, or a command that starts it: give one of them")
-        self.place = url or " ".join([command, *args])
+        self.address = url or " ".join([command, *args])
         self.calls: list[dict[str, Any]] = []
         self._server = url or {"command": command, "args": list(args), "env": dict(env or {}) or None, "cwd": cwd}
         self._fresh = fresh
@@ -75,7 +75,7 @@ class McpTools:
     def __copy__(self) -> "McpTools":
         """The facts, without the session."""
         facts = object.__new__(type(self))
-        facts.__dict__.update({"place": self.place, "calls": self.calls, "_broken": self._broken})
+        facts.__dict__.update({"place": self.address, "calls": self.calls, "_broken": self._broken})
         return facts
 
     def tool_schemas(self) -> list[dict[str, Any]]:
@@ -84,7 +84,7 @@ class McpTools:
         Raises:
             ReferenceNotFoundError: nothing answers there.
         """
-        need("mcp", "mcp")
+        import_extra("mcp", "mcp")
         try:
             session = _Session(self._server, self._timeout_s)
             try:
@@ -93,7 +93,7 @@ class McpTools:
                 session.close()
         except EnvironmentFailure as failure:
             raise ReferenceNotFoundError(
-                f"no MCP server answers at {self.place!r}: {failure}. Its tools stand in the prompt, so it has to be "
+                f"no MCP server answers at {self.address!r}: {failure}. Its tools stand in the prompt, so it has to be "
                 "there from the start"
             ) from failure
 
@@ -104,7 +104,7 @@ class McpTools:
             EnvironmentFailure: no session can be opened.
         """
         self.calls, self._broken = [], ""
-        if self._fresh or (self._session is not None and self._session.lost):
+        if self._fresh or (self._session is not None and self._session.is_lost):
             self.close()
         if self._session is None:
             self._session = _Session(self._server, self._timeout_s)
@@ -123,7 +123,7 @@ class McpTools:
         try:
             text, is_error = self._session.call(name, arguments)
         except EnvironmentFailure as failure:
-            self._broken = f"the session with {self.place!r} was lost in this episode: {failure}"
+            self._broken = f"the session with {self.address!r} was lost in this episode: {failure}"
             raise
         call.update(text=text, is_error=is_error)
         if is_error:
@@ -141,11 +141,11 @@ class _Session:
     """One session, in a task of its own. Its methods block: they are for threads other than the loop's."""
 
     def __init__(self, server: str | dict[str, Any], timeout_s: float) -> None:
-        self.lost = False
+        self.is_lost = False
         self._timeout_s = timeout_s
         try:
             self._portal = _portal()
-            self._task, (self._client, self._leave) = self._portal.start_task(partial(_hold, server, timeout_s))
+            self._task, (self._client, self._leave) = self._portal.start_task(partial(_session_task, server, timeout_s))
         except Exception as error:
             raise EnvironmentFailure(f"no session: {_describe(error)}") from error
 
@@ -154,7 +154,7 @@ class _Session:
         found: list[dict[str, Any]] = []
         cursor: str | None = None
         while True:
-            page = self._ask(partial(self._client.list_tools, cursor=cursor))
+            page = self._request(partial(self._client.list_tools, cursor=cursor))
             for tool in page.tools:
                 shape = {key: value for key, value in tool.input_schema.items() if key not in ("title", "$schema")}
                 function = {"name": tool.name, "description": tool.description or "", "parameters": shape}
@@ -168,13 +168,13 @@ class _Session:
         from mcp import MCPError
 
         try:
-            answer = self._ask(partial(self._client.call_tool, name, arguments))
+            answer = self._request(partial(self._client.call_tool, name, arguments))
         except MCPError as error:
             return error.error.message, True
         texts = [getattr(part, "text", None) or f"({part.type})" for part in answer.content]
         return "\n".join(texts), bool(answer.is_error)
 
-    def _ask(self, question: Any) -> Any:
+    def _request(self, question: Any) -> Any:
         from mcp import MCPError
 
         async def ask() -> Any:
@@ -184,23 +184,23 @@ class _Session:
         try:
             return self._portal.call(ask)
         except MCPError as error:
-            if error.error.code in _REFUSED:
+            if error.error.code in _MODEL_ERROR_CODES:
                 raise
-            self.lost = True
+            self.is_lost = True
             raise EnvironmentFailure(_describe(error)) from error
         except Exception as error:
-            self.lost = True
+            self.is_lost = True
             raise EnvironmentFailure(_describe(error)) from error
 
     def close(self) -> None:
         """Have the task leave what it entered."""
-        self.lost = True
+        self.is_lost = True
         with suppress(Exception):
             self._portal.call(self._leave.set)
             self._task.result(self._timeout_s)
 
 
-async def _hold(server: str | dict[str, Any], timeout_s: float, *, task_status: TaskStatus[Any]) -> None:
+async def _session_task(server: str | dict[str, Any], timeout_s: float, *, task_status: TaskStatus[Any]) -> None:
     """Enter a session, hand it out, and leave it when told to, all in one task."""
     from mcp import Client, StdioServerParameters
 
@@ -218,10 +218,10 @@ def _describe(error: BaseException) -> str:
     """An error's text; of a group's, that of its first."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return describe(error)
+    return describe_error(error)
 
 
-_starting = threading.Lock()
+_portal_lock = threading.Lock()
 _portals: list[BlockingPortal] = []
 
 
@@ -234,7 +234,7 @@ def _portal() -> BlockingPortal:
             ready.set()
             await portal.sleep_until_stopped()
 
-    with _starting:
+    with _portal_lock:
         if not _portals:
             ready = threading.Event()
             threading.Thread(target=partial(anyio.run, serve, ready), name="MCP sessions", daemon=True).start()

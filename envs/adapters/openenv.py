@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from envs.adapters.openenv_socket import EnvironmentSocket, websocket_url
-from envs.call import describe
+from envs.call import describe_error
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.validity import RewardReason, Unmeasured
 
@@ -27,10 +27,10 @@ _STEP = "step"
 """The tool of a server without an MCP list. OpenEnv reserves the name, so that no tool of such a list bears it."""
 _MAX_SEED = 2**31
 """Larger ones are refused by some of the random generators behind such servers."""
-_THE_MODELS = frozenset({"execution_error", "invalid_args", "tool_not_found", "timeout"})
+_MODEL_ERROR_TYPES = frozenset({"execution_error", "invalid_args", "tool_not_found", "timeout"})
 """Errors of a tool that are the model's business; `transport_error` is nobody's."""
 
-RewardOf = Literal["sum", "last", "max", "none"]
+RewardAggregation = Literal["sum", "last", "max", "none"]
 
 
 class ToolError(Exception):
@@ -73,11 +73,11 @@ class OpenEnv:
             ReferenceNotFoundError: nothing answers there; says how such a server is started.
         """
         try:
-            async with EnvironmentSocket.connected(self.url, self._max_message_bytes) as socket:
+            async with EnvironmentSocket.open(self.url, self._max_message_bytes) as socket:
                 question = {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1}
-                answer = await socket.exchange({"type": "mcp", "data": question})
+                answer = await socket.request({"type": "mcp", "data": question})
                 listed = answer.get("result")
-                return _of_list(listed["tools"]) if listed else [_of_action(await socket.action_schema())]
+                return _mcp_tools(listed["tools"]) if listed else [_step_tool(await socket.action_schema())]
         except EnvironmentFailure as failure:
             raise ReferenceNotFoundError(
                 f"no OpenEnv server answers at {self.url}: {failure}. Its tools stand in the prompt, so it has to be "
@@ -91,9 +91,9 @@ class OpenEnv:
             EnvironmentFailure: it cannot be reached, or its reset failed.
         """
         self.observation, self.calls, self.rewards, self.done, self._broken = None, [], [], False, ""
-        if self._socket is None or self._socket.closed:
+        if self._socket is None or self._socket.is_closed:
             self._socket = await EnvironmentSocket.connect(self.url, self._max_message_bytes)
-        answer = await self._exchange({"type": "reset", "data": _fields(row)})
+        answer = await self._exchange({"type": "reset", "data": _json_fields(row)})
         self.done = bool(answer.get("done"))
         self.observation = answer.get("observation") or None
         return _text(self.observation) if self.observation else None
@@ -116,13 +116,13 @@ class OpenEnv:
         self.rewards.append(answer.get("reward"))
         self.done = bool(answer.get("done"))
         call["observation"] = observation = answer.get("observation")
-        return _text(observation) if name == _STEP else _result(observation)
+        return _text(observation) if name == _STEP else _tool_result(observation)
 
     async def close(self) -> None:
         """Close the socket; the server ends its session."""
         socket, self._socket = self._socket, None
         if socket is not None:
-            await socket.leave()
+            await socket.close()
 
     async def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
         if self._broken:
@@ -130,9 +130,9 @@ class OpenEnv:
         if self._socket is None:
             raise EnvironmentFailure("it was never reset")
         try:
-            return await self._socket.exchange(message)
+            return await self._socket.request(message)
         except BaseException as error:  # cancelled by a deadline, too
-            self._broken = f"the connection to {self.url} was given up in this episode: {describe(error)}"
+            self._broken = f"the connection to {self.url} was given up in this episode: {describe_error(error)}"
             raise
 
 
@@ -145,9 +145,9 @@ class RewardedOpenEnv(OpenEnv):
         max_message_bytes: the longest answer.
     """
 
-    def __init__(self, url: str, reward: RewardOf = "sum", max_message_bytes: int = 64 * 1024 * 1024) -> None:
+    def __init__(self, url: str, reward: RewardAggregation = "sum", max_message_bytes: int = 64 * 1024 * 1024) -> None:
         super().__init__(url, max_message_bytes)
-        self.reward_of = reward
+        self.aggregation = reward
 
     def get_reward(self) -> float | Unmeasured:
         """What the steps were worth, or that nobody knows.
@@ -160,17 +160,17 @@ class RewardedOpenEnv(OpenEnv):
         """
         if self._broken:
             raise EnvironmentFailure(self._broken)
-        seen = self.rewards[-1:] if self.reward_of == "last" else self.rewards
+        seen = self.rewards[-1:] if self.aggregation == "last" else self.rewards
         numbers = [reward for reward in seen if reward is not None]
         if not seen:
             return Unmeasured(RewardReason.MISSING, "no step bore a reward: none was taken")
         if len(numbers) < len(seen):
             told = f"{len(seen) - len(numbers)} of {len(seen)} steps came with null for their reward"
             return Unmeasured(RewardReason.MISSING, f"{told}, as NaN and inf do, too")
-        return max(numbers) if self.reward_of == "max" else float(sum(numbers))
+        return max(numbers) if self.aggregation == "max" else float(sum(numbers))
 
 
-def openenv(url: str, reward: RewardOf = "sum", max_message_bytes: int = 64 * 1024 * 1024) -> OpenEnv:
+def openenv(url: str, reward: RewardAggregation = "sum", max_message_bytes: int = 64 * 1024 * 1024) -> OpenEnv:
     """An environment of an OpenEnv server: what `openenv:ws://host:port` stands for.
 
     Args:
@@ -186,7 +186,7 @@ def openenv(url: str, reward: RewardOf = "sum", max_message_bytes: int = 64 * 10
     return RewardedOpenEnv(url, reward, max_message_bytes)
 
 
-def _of_list(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _mcp_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Tools of MCP's `tools/list`, whichever way the server's version spells the schema's key."""
     return [
         _function(tool["name"], tool.get("description"), tool.get("inputSchema") or tool.get("input_schema"))
@@ -194,7 +194,7 @@ def _of_list(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _of_action(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _step_tool(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The one tool of a server without a list; metadata is between programs."""
     properties = {name: shape for name, shape in schema.get("properties", {}).items() if name != "metadata"}
     return _function(_STEP, schema.get("description") or "Take an action.", {**schema, "properties": properties})
@@ -208,7 +208,7 @@ def _function(name: str, description: str | None, parameters: Mapping[str, Any] 
     }
 
 
-def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
+def _json_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """Of a row what JSON can say; the prompt is the model's."""
     fields: dict[str, Any] = {}
     for name, value in row.items():
@@ -223,7 +223,7 @@ def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _result(observation: Any) -> str:
+def _tool_result(observation: Any) -> str:
     """What an MCP tool answered.
 
     Raises:
@@ -232,7 +232,7 @@ def _result(observation: Any) -> str:
     """
     error = observation.get("error") if isinstance(observation, dict) else None
     if isinstance(error, dict):
-        if error.get("error_type") in _THE_MODELS:
+        if error.get("error_type") in _MODEL_ERROR_TYPES:
             raise ToolError(str(error.get("message")))
         raise EnvironmentFailure(f"the server could not call it: {_text(error)}")
     result = observation.get("result") if isinstance(observation, dict) else observation

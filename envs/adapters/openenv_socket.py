@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from envs.call import describe
-from envs.extras import need
+from envs.call import describe_error
+from envs.extras import import_extra
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ class EnvironmentSocket:
         self._session = session
         self._stream = stream
         self._url = url
-        self._turn = anyio.Lock()
-        self.closed = False
+        self._lock = anyio.Lock()
+        self.is_closed = False
 
     @classmethod
     async def connect(cls, url: str, max_message_bytes: int) -> "EnvironmentSocket":
@@ -38,7 +38,7 @@ class EnvironmentSocket:
         Raises:
             EnvironmentFailure: nothing answers there.
         """
-        aiohttp = need("aiohttp", "openenv")
+        aiohttp = import_extra("aiohttp", "openenv")
         session = aiohttp.ClientSession()
         try:
             with anyio.fail_after(_CONNECT_S):
@@ -47,36 +47,36 @@ class EnvironmentSocket:
             with anyio.CancelScope(shield=True):
                 await session.close()
             if isinstance(error, aiohttp.ClientError | OSError | TimeoutError):
-                raise EnvironmentFailure(f"cannot connect to {url}/ws: {describe(error)}") from error
+                raise EnvironmentFailure(f"cannot connect to {url}/ws: {describe_error(error)}") from error
             raise
         return cls(session, stream, url)
 
     @classmethod
     @asynccontextmanager
-    async def connected(cls, url: str, max_message_bytes: int) -> "AsyncIterator[EnvironmentSocket]":
+    async def open(cls, url: str, max_message_bytes: int) -> "AsyncIterator[EnvironmentSocket]":
         """A session for as long as the context is open."""
         socket = await cls.connect(url, max_message_bytes)
         try:
             yield socket
         finally:
-            await socket.leave()
+            await socket.close()
 
-    async def exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+    async def request(self, message: dict[str, Any]) -> dict[str, Any]:
         """Send a message and take its answer's `data`; whatever keeps that from ending aborts the socket.
 
         Raises:
             EnvironmentFailure: the connection broke, or the server says that something of its own did.
         """
-        async with self._turn:
-            if self.closed:
+        async with self._lock:
+            if self.is_closed:
                 raise EnvironmentFailure(f"the connection to {self._url} was given up")
             try:
                 await self._stream.send_str(json.dumps(message))
-                return _data(await self._stream.receive(), self._url)
+                return _response_data(await self._stream.receive(), self._url)
             except BaseException as error:
                 await self.abort()
                 if isinstance(error, Exception) and not isinstance(error, EnvironmentFailure):
-                    raise EnvironmentFailure(f"the connection to {self._url} broke: {describe(error)}") from error
+                    raise EnvironmentFailure(f"the connection to {self._url} broke: {describe_error(error)}") from error
                 raise
 
     async def action_schema(self) -> dict[str, Any]:
@@ -87,24 +87,26 @@ class EnvironmentSocket:
                     schema: dict[str, Any] = (await response.json())["action"]
                     return schema
         except (OSError, ValueError, KeyError, TypeError) as error:  # aiohttp's own errors are OSErrors or ValueErrors
-            raise EnvironmentFailure(f"it has no MCP tools, and no schema of its actions: {describe(error)}") from error
+            raise EnvironmentFailure(
+                f"it has no MCP tools, and no schema of its actions: {describe_error(error)}"
+            ) from error
 
-    async def leave(self) -> None:
+    async def close(self) -> None:
         """Say that the session is over, and close."""
         with anyio.move_on_after(_LEAVE_S), suppress(Exception):
-            if not self.closed:
+            if not self.is_closed:
                 await self._stream.send_str('{"type": "close"}')
                 await self._stream.close()
         await self.abort()
 
     async def abort(self) -> None:
         """Give the connection up at once, without a closing handshake that somebody would have to wait for."""
-        self.closed = True
+        self.is_closed = True
         with anyio.CancelScope(shield=True):
             await self._session.close()
 
 
-def _data(message: Any, url: str) -> dict[str, Any]:
+def _response_data(message: Any, url: str) -> dict[str, Any]:
     """What an answer holds."""
     if not isinstance(message.data, str):
         raise EnvironmentFailure(f"the server at {url} closed the connection ({message.type.name} {message.data})")

@@ -15,9 +15,9 @@ from typing import Any
 
 import anyio
 
-from envs.adapters.verifiers_wire import connected
-from envs.contract import Harness
-from envs.extras import need
+from envs.adapters.verifiers_wire import open_connection
+from envs.contract import AgentEnvironment
+from envs.extras import import_extra
 from stream.errors import EnvironmentFailure
 from stream.validity import Reward, RewardReason, Unmeasured, measure
 
@@ -27,7 +27,7 @@ _NO_KEY = "PENSTOCK_HAS_NO_KEY"
 _NOT_TASK = ("seed", "completion_index", "environment")
 
 
-class VerifiersServer(Harness):
+class VerifiersServer(AgentEnvironment):
     """One episode at a time of a verifiers environment server.
 
     Args:
@@ -54,7 +54,7 @@ class VerifiersServer(Harness):
         column: str = "task",
         health_s: float = 10.0,
     ) -> None:
-        need("zmq", "verifiers")
+        import_extra("zmq", "verifiers")
         self.address = address
         self.task: dict[str, Any] = {}
         self.trace: dict[str, Any] = {}
@@ -63,7 +63,7 @@ class VerifiersServer(Harness):
         self._prompt = prompt
         self._column = column
         self._health_s = health_s
-        self._verdict: dict[str, Reward] = {}
+        self._measured_rewards: dict[str, Reward] = {}
 
     async def reset(self, **row: Any) -> None:
         """Take the row's task, and see that the server is there.
@@ -77,14 +77,14 @@ class VerifiersServer(Harness):
             fields["prompt"] = None
         self.task = self._constant | (dict(whole) if isinstance(whole, Mapping) else fields)
         self.trace, self.rewards = {}, {}
-        self._verdict = {"verifiers": Unmeasured(RewardReason.MISSING, "the episode did not come to its end")}
+        self._measured_rewards = {"verifiers": Unmeasured(RewardReason.MISSING, "the episode did not come to its end")}
         with anyio.move_on_after(self._health_s):
-            async with connected(self.address) as socket:
-                await socket.ask(b"health", {})
+            async with open_connection(self.address) as socket:
+                await socket.request(b"health", {})
                 return
         raise EnvironmentFailure(f"no environment server answers at {self.address} within {self._health_s:g} s")
 
-    async def drive(self, endpoint: str, sampling: dict[str, Any]) -> None:
+    async def run_episode(self, endpoint: str, sampling: dict[str, Any]) -> None:
         """Have the server play the episode.
 
         Raises:
@@ -96,21 +96,23 @@ class VerifiersServer(Harness):
             "model": "policy",
             "sampling": sampling,
         }
-        async with connected(self.address) as socket:
-            reply, traces = await socket.run(request)
+        async with open_connection(self.address) as socket:
+            reply, traces = await socket.run_episode(request)
         if not reply.get("success"):
             raise EnvironmentFailure(f"the environment server at {self.address} says: {reply.get('error')}")
-        self.trace = _facts(reply, traces)
-        self._verdict = verdict(reply, traces)
+        self.trace = _trace_summary(reply, traces)
+        self._measured_rewards = read_rewards(reply, traces)
         for trace in traces:
-            self.rewards.update({name: _value(reward) for name, reward in (trace.get("rewards") or {}).items()})
+            self.rewards.update(
+                {name: _weighted_score(reward) for name, reward in (trace.get("rewards") or {}).items()}
+            )
 
     def get_reward(self) -> dict[str, Reward]:
         """What the server measured, by name."""
-        return self._verdict
+        return self._measured_rewards
 
 
-def verdict(reply: Mapping[str, Any], traces: list[dict[str, Any]]) -> dict[str, Reward]:
+def read_rewards(reply: Mapping[str, Any], traces: list[dict[str, Any]]) -> dict[str, Reward]:
     """What an episode was worth, by the name of each reward, and whether that was measured.
 
     It was, only if the episode and its one trace are whole, ok and not timed out, the model had a turn, and no reward
@@ -121,7 +123,7 @@ def verdict(reply: Mapping[str, Any], traces: list[dict[str, Any]]) -> dict[str,
         traces: as they were streamed, whole.
     """
     head: Mapping[str, Any] = reply.get("head") or {}
-    wrong = _what_is_wrong(reply, head, traces)
+    wrong = _find_problem(reply, head, traces)
     if wrong:
         return {"verifiers": Unmeasured(RewardReason.RAISED, wrong)}
     (trace,) = traces
@@ -130,10 +132,10 @@ def verdict(reply: Mapping[str, Any], traces: list[dict[str, Any]]) -> dict[str,
     rewards = trace.get("rewards") or {}
     if not rewards:
         return {"verifiers": Unmeasured(RewardReason.MISSING, "the episode has no reward")}
-    return {name: measure(_value(reward)) for name, reward in rewards.items()}
+    return {name: measure(_weighted_score(reward)) for name, reward in rewards.items()}
 
 
-def _what_is_wrong(reply: Mapping[str, Any], head: Mapping[str, Any], traces: list[dict[str, Any]]) -> str:
+def _find_problem(reply: Mapping[str, Any], head: Mapping[str, Any], traces: list[dict[str, Any]]) -> str:
     if len(traces) != 1:
         return f"the episode has {len(traces)} traces; an episode of one agent is expected"
     (trace,) = traces
@@ -149,7 +151,7 @@ def _what_is_wrong(reply: Mapping[str, Any], head: Mapping[str, Any], traces: li
     return ""
 
 
-def _value(reward: Any) -> float | None:
+def _weighted_score(reward: Any) -> float | None:
     """A reward's score times its weight; None where scoring did not run."""
     if not isinstance(reward, Mapping):
         return None
@@ -157,7 +159,7 @@ def _value(reward: Any) -> float | None:
     return None if score is None or weight is None else float(score) * float(weight)
 
 
-def _facts(reply: Mapping[str, Any], traces: list[dict[str, Any]]) -> dict[str, Any]:
+def _trace_summary(reply: Mapping[str, Any], traces: list[dict[str, Any]]) -> dict[str, Any]:
     """What people and reward functions may want to know of the episode."""
     head = reply.get("head") or {}
     trace = traces[0] if traces else {}

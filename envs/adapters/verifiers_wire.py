@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from envs.extras import need
+from envs.extras import import_extra
 from stream.errors import EnvironmentFailure
 
 _LINGER_MS = 1000
@@ -31,7 +31,7 @@ class Connection:
     def __init__(self, socket: Any) -> None:
         self._socket = socket
 
-    async def ask(self, method: bytes, payload: object) -> dict[str, Any]:
+    async def request(self, method: bytes, payload: object) -> dict[str, Any]:
         """Ask a question that is answered at once."""
         request_id = await self._send(method, payload)
         while True:
@@ -39,7 +39,7 @@ class Connection:
             if kind == b"reply":
                 return data
 
-    async def run(self, request: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    async def run_episode(self, request: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Have an episode played: the reply, and the traces it speaks of, in its order.
 
         Cancelled, it tells the server to stop.
@@ -52,7 +52,7 @@ class Connection:
                 if kind == b"reply":
                     listed = [traces.get(summary["id"]) for summary in data.get("traces") or ()]
                     return data, [trace for trace in listed if trace is not None]
-                _apply(data, traces)
+                _apply_delta(data, traces)
         except BaseException:
             with anyio.move_on_after(_CANCEL_S, shield=True):
                 await self._send(b"cancel", {"request_id": request_id.decode()})
@@ -85,10 +85,10 @@ class Connection:
 
 
 @asynccontextmanager
-async def connected(address: str) -> AsyncIterator[Connection]:
+async def open_connection(address: str) -> AsyncIterator[Connection]:
     """A connection to the server at an address, which need not be there yet: ZMQ does not say."""
-    zmq = need("zmq.asyncio", "verifiers")
-    socket = zmq.Context.instance().socket(need("zmq", "verifiers").DEALER)
+    zmq = import_extra("zmq.asyncio", "verifiers")
+    socket = zmq.Context.instance().socket(import_extra("zmq", "verifiers").DEALER)
     try:
         socket.connect(address)
         yield Connection(socket)
@@ -96,7 +96,7 @@ async def connected(address: str) -> AsyncIterator[Connection]:
         socket.close(linger=_LINGER_MS)
 
 
-def _apply(delta: Mapping[str, Any], traces: dict[str, dict[str, Any]]) -> None:
+def _apply_delta(delta: Mapping[str, Any], traces: dict[str, dict[str, Any]]) -> None:
     """Bring a trace up to date. Nodes and calls are only ever added, the rest is sent whole where it changed."""
     name = str(delta.get("trace"))
     if delta.get("discard"):

@@ -23,12 +23,12 @@ _LIMITS = {
 }
 
 
-def limit(kind: int, soft: int, hard: int) -> None:
+def set_limit(resource_id: int, soft: int, hard: int) -> None:
     """Set a limit of this process; where a stricter one stands, that one is kept."""
-    _, most = resource.getrlimit(kind)
+    _, most = resource.getrlimit(resource_id)
     if most != resource.RLIM_INFINITY:
         soft, hard = min(soft, most), min(hard, most)
-    resource.setrlimit(kind, (soft, hard))
+    resource.setrlimit(resource_id, (soft, hard))
 
 
 def main(limits: dict[str, int], program: list[str]) -> None:
@@ -46,7 +46,7 @@ def main(limits: dict[str, int], program: list[str]) -> None:
         for name, value in limits.items():
             kind = _LIMITS[name]
             if kind is not None:
-                limit(kind, value, value + (name == "cpu_s"))  # first a signal that has a name
+                set_limit(kind, value, value + (name == "cpu_s"))  # first a signal that has a name
         if sys.platform == "linux":
             kernel = ctypes.CDLL(None, use_errno=True)
             kernel.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

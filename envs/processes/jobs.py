@@ -17,12 +17,12 @@ class JobError(Exception):
 
 
 @dataclass(eq=False)
-class Call:
+class JobBatch:
     """The jobs that one caller waits for."""
 
-    left: int
+    remaining: int
     done: anyio.Event = field(default_factory=anyio.Event)
-    abandoned: bool = False
+    is_cancelled: bool = False
 
 
 @dataclass(eq=False)
@@ -31,8 +31,8 @@ class Job:
 
     payload: bytes
     timeout_s: float
-    call: Call
-    tries: int = 0
+    batch: JobBatch
+    attempts: int = 0
     """Children that ended under it."""
     outcome: Outcome | None = None
 
@@ -40,6 +40,6 @@ class Job:
         """This came of it; the first that is said counts."""
         if self.outcome is None:
             self.outcome = outcome
-            self.call.left -= 1
-            if self.call.left == 0:
-                self.call.done.set()
+            self.batch.remaining -= 1
+            if self.batch.remaining == 0:
+                self.batch.done.set()

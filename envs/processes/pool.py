@@ -20,18 +20,18 @@ from typing import Any
 import anyio
 import structlog
 
-from envs.call import Outcome, Raised
-from envs.processes.child import Spec
-from envs.processes.handle import ChildProcess
-from envs.processes.jobs import Call, Job, ProcessPoolError
+from envs.call import Failed, Outcome
+from envs.processes.child_main import ChildConfig
+from envs.processes.child_process import ChildProcess
+from envs.processes.jobs import Job, JobBatch, ProcessPoolError
 
 log = structlog.get_logger()
 
-_AT_A_TIME = 32
-_JOBS_PER_CHILD = 10_000
-_RETIRE_BYTES = 1 << 30
-_LIMIT_BYTES = 4 << 30
-_BARREN_CHILDREN = 3
+_MAX_JOBS_PER_REQUEST = 32
+_MAX_JOBS_PER_CHILD = 10_000
+_RECYCLE_BYTES = 1 << 30
+_MAX_BYTES = 4 << 30
+_MAX_USELESS_CHILDREN = 3
 
 
 class ProcessPool:
@@ -42,9 +42,9 @@ class ProcessPool:
             bytes.
         args: what it is called with; survives JSON.
         size: children.
-        jobs_per_child: a child is replaced after so many.
-        retire_bytes: resident memory beyond which a child is replaced after its job.
-        limit_bytes: data memory beyond which a job gets a MemoryError.
+        max_jobs_per_child: a child is replaced after so many.
+        recycle_bytes: resident memory beyond which a child is replaced after its job.
+        max_bytes: data memory beyond which a job gets a MemoryError.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class ProcessPool:
         args: Mapping[str, Any],
         size: int,
         *,
-        jobs_per_child: int = _JOBS_PER_CHILD,
-        retire_bytes: int = _RETIRE_BYTES,
-        limit_bytes: int = _LIMIT_BYTES,
+        max_jobs_per_child: int = _MAX_JOBS_PER_CHILD,
+        recycle_bytes: int = _RECYCLE_BYTES,
+        max_bytes: int = _MAX_BYTES,
     ) -> None:
         self.size = size
-        self.started = 0
+        self.started_count = 0
         """Children started until now, replacements included."""
-        self._jobs_per_child = jobs_per_child
-        self._spec = Spec(
-            parent=os.getpid(), handler=handler, args=dict(args), retire_bytes=retire_bytes, limit_bytes=limit_bytes
+        self._max_jobs_per_child = max_jobs_per_child
+        self._config = ChildConfig(
+            parent_pid=os.getpid(), handler=handler, args=dict(args), recycle_bytes=recycle_bytes, max_bytes=max_bytes
         )
         self._waiting: deque[Job] = deque()
-        self._arrived = anyio.Event()
+        self._job_added = anyio.Event()
         self._children: set[ChildProcess] = set()
 
     @classmethod
@@ -82,11 +82,11 @@ class ProcessPool:
         """
         pool = cls(handler, args, size, **bounds)
         try:
-            first = await pool._start()
+            first = await pool._start_child()
             async with anyio.create_task_group() as serving:
-                serving.start_soon(pool._serve, first)
+                serving.start_soon(pool._run_child, first)
                 for _ in range(size - 1):
-                    serving.start_soon(pool._serve, None)
+                    serving.start_soon(pool._run_child, None)
                 yield pool
                 serving.cancel_scope.cancel()
         finally:
@@ -94,12 +94,12 @@ class ProcessPool:
                 child.kill()
             with anyio.CancelScope(shield=True):
                 for child in tuple(pool._children):
-                    await pool._discard(child)
+                    await pool._discard_child(child)
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the children that live."""
-        return [child.pid for child in self._children if child.usable(self._jobs_per_child)]
+        return [child.pid for child in self._children if child.is_usable(self._max_jobs_per_child)]
 
     async def map(self, jobs: Sequence[bytes], timeout_s: float) -> list[Outcome]:
         """Run jobs, spread over the children.
@@ -114,70 +114,70 @@ class ProcessPool:
         """
         if not jobs:
             return []
-        call = Call(len(jobs))
+        call = JobBatch(len(jobs))
         made = [Job(payload, timeout_s, call) for payload in jobs]
         self._waiting.extend(made)
         self._wake()
         try:
             await call.done.wait()
         finally:
-            call.abandoned = True  # cancelled: those that wait are not begun any more
+            call.is_cancelled = True  # cancelled: those that wait are not begun any more
         return [job.outcome for job in made if job.outcome is not None]
 
     def _wake(self) -> None:
-        self._arrived.set()
-        self._arrived = anyio.Event()
+        self._job_added.set()
+        self._job_added = anyio.Event()
 
-    async def _take(self) -> deque[Job]:
+    async def _next_jobs(self) -> deque[Job]:
         """Some of the jobs that wait; they are spread over the children, then sent several at a time."""
         while True:
-            while self._waiting and self._waiting[0].call.abandoned:
+            while self._waiting and self._waiting[0].batch.is_cancelled:
                 self._waiting.popleft()
             if self._waiting:
-                share = min(_AT_A_TIME, math.ceil(len(self._waiting) / self.size))
+                share = min(_MAX_JOBS_PER_REQUEST, math.ceil(len(self._waiting) / self.size))
                 return deque(self._waiting.popleft() for _ in range(share))
-            await self._arrived.wait()
+            await self._job_added.wait()
 
-    async def _serve(self, child: ChildProcess | None) -> None:
+    async def _run_child(self, child: ChildProcess | None) -> None:
         """Keep one child at work; another one in its place as soon as it is gone."""
-        barren = 0  # children in a row that ended before they could begin a job
+        useless = 0  # children in a row that ended before they could begin a job
         while True:
-            child = await self._renewed(child)
-            jobs = await self._take()
-            child = await self._renewed(child)  # it may have ended while there was nothing to do
-            went_on = await child.work(jobs) if child is not None else False
-            barren = 0 if went_on else barren + 1
-            if barren >= _BARREN_CHILDREN:
+            child = await self._usable_child(child)
+            jobs = await self._next_jobs()
+            child = await self._usable_child(child)  # it may have ended while there was nothing to do
+            went_on = await child.run_jobs(jobs) if child is not None else False
+            useless = 0 if went_on else useless + 1
+            if useless >= _MAX_USELESS_CHILDREN:
                 while jobs:
-                    jobs.popleft().finish(Raised(ProcessPoolError(f"{barren} children in a row began nothing")))
-                barren = 0
+                    jobs.popleft().finish(Failed(ProcessPoolError(f"{useless} children in a row began nothing")))
+                useless = 0
             if jobs:
                 self._waiting.extendleft(reversed(jobs))
                 self._wake()
 
-    async def _renewed(self, child: ChildProcess | None) -> ChildProcess | None:
+    async def _usable_child(self, child: ChildProcess | None) -> ChildProcess | None:
         """The same child while it can work, else a new one; None where none can be started."""
         if child is not None:
-            if child.usable(self._jobs_per_child):
+            if child.is_usable(self._max_jobs_per_child):
                 return child
-            await self._discard(child)
+            await self._discard_child(child)
         try:
-            return await self._start()
+            return await self._start_child()
         except ProcessPoolError as error:
-            log.warning("processes.not_started", handler=self._spec.handler, why=str(error))
+            log.warning("process_pool.child_not_started", handler=self._config.handler, why=str(error))
             return None
 
-    async def _start(self) -> ChildProcess:
-        self.started += 1
-        child = await ChildProcess.start(self._spec)
+    async def _start_child(self) -> ChildProcess:
+        self.started_count += 1
+        child = await ChildProcess.start(self._config)
         self._children.add(child)
         try:
-            await child.hello()
+            await child.wait_ready()
         except ProcessPoolError:
-            await self._discard(child)
+            await self._discard_child(child)
             raise
         return child
 
-    async def _discard(self, child: ChildProcess) -> None:
+    async def _discard_child(self, child: ChildProcess) -> None:
         await child.close()
         self._children.discard(child)

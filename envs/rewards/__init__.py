@@ -11,10 +11,10 @@
 ==================  =========================================================================
 """
 
-from envs.rewards.batch import RewardBatch, batch_of
-from envs.rewards.calling import Calling
-from envs.rewards.environment import environment_reward
-from envs.rewards.function import RewardFunction
-from envs.rewards.merge import merge
+from envs.rewards.env_reward import environment_reward
+from envs.rewards.loading import CallOptions
+from envs.rewards.merge import merge_parts
+from envs.rewards.reward_batch import RewardBatch, batch_from_group
+from envs.rewards.reward_function import RewardFunction
 
-__all__ = ("Calling", "RewardBatch", "RewardFunction", "batch_of", "environment_reward", "merge")
+__all__ = ("CallOptions", "RewardBatch", "RewardFunction", "batch_from_group", "environment_reward", "merge_parts")

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 
-from stream.records import Part
+from stream.records import RewardPart
 from stream.validity import Measured, Reward, RewardReason, Unmeasured
 
 
-def merge(parts: Sequence[Part]) -> Reward:
+def merge_parts(parts: Sequence[RewardPart]) -> Reward:
     """The weighted sum of the parts; unmeasured as soon as one of them is.
 
     A part of weight 0 is required like any other: what is asked for must be known.
@@ -22,14 +22,14 @@ def merge(parts: Sequence[Part]) -> Reward:
     if unmeasured:
         if len(parts) == 1:
             return parts[0].reward
-        return Unmeasured(RewardReason.COMPONENT, "; ".join(_told(part) for part in unmeasured))
+        return Unmeasured(RewardReason.COMPONENT, "; ".join(_describe_part(part) for part in unmeasured))
     total = sum(part.weight * part.reward.value for part in parts if isinstance(part.reward, Measured))
     if not math.isfinite(total):
         return Unmeasured(RewardReason.NOT_FINITE, "the weighted sum of the parts is beyond the range of a float")
     return Measured(float(total))
 
 
-def _told(part: Part) -> str:
+def _describe_part(part: RewardPart) -> str:
     if not isinstance(part.reward, Unmeasured):
         return part.name
     turn = "" if part.turn is None else f" (turn {part.turn})"

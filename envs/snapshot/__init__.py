@@ -22,6 +22,6 @@ name in front, which is only ever looked up in the factory's closed table of cla
 """
 
 from envs.snapshot.freezing import freeze
-from envs.snapshot.thawing import Namespace, left_out, thaw
+from envs.snapshot.thawing import Namespace, omitted_attributes, thaw
 
-__all__ = ("Namespace", "freeze", "left_out", "thaw")
+__all__ = ("Namespace", "freeze", "omitted_attributes", "thaw")

@@ -7,10 +7,18 @@ from typing import Any
 
 from msgspec import Raw
 
-from envs.call import describe
+from envs.call import describe_error
 from envs.references import class_key
-from envs.snapshot.frozen import CONTENT_OF, CONTENTS, VERSION, Frozen, builtin_base, hidden_state, members
-from envs.snapshot.values import Packer, Tag, UnfreezableError, encode
+from envs.snapshot.object_state import (
+    BUILTIN_READERS,
+    CONTENTS,
+    VERSION,
+    FrozenObject,
+    builtin_base,
+    has_hidden_state,
+    instance_attributes,
+)
+from envs.snapshot.value_codec import Packer, Tag, UnfreezableError, encode
 from stream.errors import EnvironmentFailure
 
 _MAX_REASON = 200
@@ -27,28 +35,28 @@ def freeze(env: object, max_bytes: int) -> bytes:
         EnvironmentFailure: the class's own `__copy__` raised, so that nobody knows the state.
     """
     source = _copy(env)
-    freezing = _Freezing(env, source, max_bytes)
+    freezer = _Freezer(env, source, max_bytes)
     attributes: dict[str, bytes] = {}
-    left_out: dict[str, str] = {}
-    for name, value in members(source):
+    omitted: dict[str, str] = {}
+    for name, value in instance_attributes(source):
         try:
-            attributes[name] = freezing.value(value)
+            attributes[name] = freezer.freeze_value(value)
         except UnfreezableError as error:
-            left_out[name] = str(error)[:_MAX_REASON]
+            omitted[name] = str(error)[:_MAX_REASON]
     contents: tuple[Raw, ...] = ()
     base = builtin_base(type(source))
     if base is not None:
         try:
-            contents = (Raw(freezing.value(CONTENT_OF[base](source))),)
+            contents = (Raw(freezer.freeze_value(BUILTIN_READERS[base](source))),)
         except UnfreezableError as error:
-            left_out[CONTENTS] = str(error)[:_MAX_REASON]
+            omitted[CONTENTS] = str(error)[:_MAX_REASON]
     while True:
-        data = encode(Frozen(VERSION, {k: Raw(v) for k, v in attributes.items()}, left_out, contents))
+        data = encode(FrozenObject(VERSION, {k: Raw(v) for k, v in attributes.items()}, omitted, contents))
         if len(data) <= max_bytes or not attributes:
             return data
         largest = max(attributes, key=lambda name: len(attributes[name]))
         size = len(attributes.pop(largest))
-        left_out[largest] = f"its {size} bytes did not fit into the {max_bytes} that a snapshot may have"
+        omitted[largest] = f"its {size} bytes did not fit into the {max_bytes} that a snapshot may have"
 
 
 def _copy(env: object) -> object:
@@ -56,11 +64,11 @@ def _copy(env: object) -> object:
         return copy.copy(env)
     except Exception as error:
         if hasattr(type(env), "__copy__"):
-            raise EnvironmentFailure(f"{type(env).__name__}.__copy__ raised {describe(error)}") from error
+            raise EnvironmentFailure(f"{type(env).__name__}.__copy__ raised {describe_error(error)}") from error
         return env  # a class that cannot be copied: its attributes are read where they are
 
 
-class _Freezing:
+class _Freezer:
     """One environment on its way to bytes.
 
     Args:
@@ -71,10 +79,10 @@ class _Freezing:
 
     def __init__(self, env: object, source: object, limit: int) -> None:
         self._roots = (env,) if source is env else (env, source)
-        self._homes = {c.__module__.partition(".")[0] for c in type(env).__mro__} - sys.stdlib_module_names
+        self._user_packages = {c.__module__.partition(".")[0] for c in type(env).__mro__} - sys.stdlib_module_names
         self._limit = limit
 
-    def value(self, value: object) -> bytes:
+    def freeze_value(self, value: object) -> bytes:
         """One attribute's value as bytes."""
         packer = Packer(self._limit, self._pack_object)
         for root in self._roots:
@@ -90,35 +98,35 @@ class _Freezing:
         base = builtin_base(cls)
         packer.enter(value)
         try:
-            why = _refusal(cls, base, self._homes)
+            why = _omission_reason(cls, base, self._user_packages)
             if why:
                 raise UnfreezableError(why)
-            frozen = Frozen(class_key(cls), {})
+            frozen = FrozenObject(class_key(cls), {})
             if base is not None:
-                frozen.contents = (Raw(encode(packer.pack(CONTENT_OF[base](value)))),)
-            for name, member in members(value):
-                packer.spend(len(name))
+                frozen.contents = (Raw(encode(packer.pack(BUILTIN_READERS[base](value)))),)
+            for name, member in instance_attributes(value):
+                packer.reserve(len(name))
                 try:
                     frozen.attributes[name] = Raw(encode(packer.pack(member)))
                 except UnfreezableError as error:
-                    frozen.left_out[name] = str(error)[:_MAX_REASON]
+                    frozen.omitted[name] = str(error)[:_MAX_REASON]
         finally:
             packer.leave(value)
-        return packer.tag(Tag.OBJECT, frozen)
+        return packer.extension(Tag.OBJECT, frozen)
 
 
-def _refusal(cls: type, base: type | None, homes: set[str]) -> str:
+def _omission_reason(cls: type, base: type | None, homes: set[str]) -> str:
     """Why objects of a class are not walked into: empty for data, and for classes of the user's own."""
     name = f"{cls.__module__}.{cls.__qualname__}"
-    if hidden_state(cls, base or object):
+    if has_hidden_state(cls, base or object):
         return f"a {name} is not made of Python attributes"
     marks = ("__dataclass_fields__", "__struct_fields__", "__attrs_attrs__", "__pydantic_fields__")
-    if base is not None or any(hasattr(cls, mark) for mark in marks) or _is_own(cls, homes):
+    if base is not None or any(hasattr(cls, mark) for mark in marks) or _is_user_class(cls, homes):
         return ""
     return f"{name} is a library's object, not data"
 
 
-def _is_own(cls: type, homes: set[str]) -> bool:
+def _is_user_class(cls: type, homes: set[str]) -> bool:
     """Of the environment's package, or of a file that was not installed; other objects are handles, or hold them."""
     top = cls.__module__.partition(".")[0]
     if top in homes:

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from envs.references import class_key
-from envs.snapshot.frozen import CONTENTS, VERSION, Frozen, builtin_base, hidden_state
-from envs.snapshot.values import UnfreezableError, Unpacker
+from envs.snapshot.object_state import CONTENTS, VERSION, FrozenObject, builtin_base, has_hidden_state
+from envs.snapshot.value_codec import UnfreezableError, Unpacker
 from stream.errors import RecordError
 
 
@@ -30,7 +30,7 @@ class Namespace:
         return f"{type(self).__name__}({inside})"
 
 
-def thaw(data: bytes, factory: Factory | None) -> object:
+def thaw(data: bytes, factory: EnvironmentFactory | None) -> object:
     """The environment that was frozen, as an object to read.
 
     Args:
@@ -44,55 +44,59 @@ def thaw(data: bytes, factory: Factory | None) -> object:
     Raises:
         RecordError: the bytes are no snapshot, or none that this class can hold.
     """
-    thawing = _Thawing(factory.known_classes if factory is not None else {})
+    thawer = _Thawer(factory.known_classes if factory is not None else {})
     try:
-        frozen = msgspec.msgpack.decode(data, type=Frozen)
+        frozen = msgspec.msgpack.decode(data, type=FrozenObject)
         if frozen.head != VERSION:
             raise RecordError(f"a snapshot of version {frozen.head!r}; this version reads {VERSION}")
-        return thawing.make(factory.environment_class if factory is not None else Namespace, frozen)
+        return thawer.make_object(factory.environment_class if factory is not None else Namespace, frozen)
     except (msgspec.MsgspecError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
         raise RecordError(f"not a snapshot of this environment: {type(error).__name__}: {error}") from error
     except (RecursionError, MemoryError, UnfreezableError) as error:
         raise RecordError(f"a snapshot that cannot be read here: {type(error).__name__}: {error}") from error
 
 
-def left_out(snapshot: object) -> dict[str, str]:
+def omitted_attributes(snapshot: object) -> dict[str, str]:
     """What a thawed object lacks, and why, by the attribute's name."""
-    return dict(vars(type(snapshot)).get("__left_out__", {}))
+    return dict(vars(type(snapshot)).get("__omitted__", {}))
 
 
-class _Thawing:
+class _Thawer:
     """Objects out of bytes, with one closed table of classes."""
 
     def __init__(self, known: dict[str, type]) -> None:
         self._known = known
-        self._unpacker = Unpacker(known, self._make_inner)
+        self._unpacker = Unpacker(known, self._make_nested)
 
-    def _make_inner(self, data: memoryview) -> object:
-        frozen = msgspec.msgpack.decode(data, type=Frozen)
+    def _make_nested(self, data: memoryview) -> object:
+        frozen = msgspec.msgpack.decode(data, type=FrozenObject)
         if not isinstance(frozen.head, str):
             raise TypeError("an object within a snapshot bears the name of its class")
         cls = self._known.get(frozen.head)
         base = builtin_base(cls) if cls is not None else None
-        if cls is not None and not hidden_state(cls, base or object):
-            return self.make(cls, frozen)
+        if cls is not None and not has_hidden_state(cls, base or object):
+            return self.make_object(cls, frozen)
         if frozen.contents:
             return self._unpacker.unpack(frozen.contents[0])  # the plain value
-        return self.make(_named(frozen.head), frozen)
+        return self.make_object(_named_namespace(frozen.head), frozen)
 
-    def make(self, cls: type, frozen: Frozen) -> object:
+    def make_object(self, cls: type, frozen: FrozenObject) -> object:
         """An instance of a class with these attributes, made without running the class's code."""
         attributes: dict[str, Any] = {}
-        left_out = dict(frozen.left_out)
+        omitted = dict(frozen.omitted)
         for name, raw in frozen.attributes.items():
             try:
                 attributes[name] = self._unpacker.unpack(raw)
             except UnfreezableError as error:
-                left_out[name] = str(error)
+                omitted[name] = str(error)
         contents = self._unpacker.unpack(frozen.contents[0]) if frozen.contents else None
         if issubclass(cls, Struct):
-            return _struct(cls, attributes) if not left_out else self.make(_named(class_key(cls)), frozen)
-        instance = _blank(_lacking(cls, left_out) if left_out else cls, contents)
+            return (
+                _make_struct(cls, attributes)
+                if not omitted
+                else self.make_object(_named_namespace(class_key(cls)), frozen)
+            )
+        instance = _new_uninitialized(_with_omissions(cls, omitted) if omitted else cls, contents)
         slots = {n: m for c in cls.__mro__ for n, m in vars(c).items() if isinstance(m, types.MemberDescriptorType)}
         for name, value in attributes.items():
             if name in slots:
@@ -102,7 +106,7 @@ class _Thawing:
         return instance
 
 
-def _blank(cls: type, contents: Any) -> Any:
+def _new_uninitialized(cls: type, contents: Any) -> Any:
     """An instance without its `__new__` and `__init__`, with the contents of its built-in base."""
     base = builtin_base(cls)
     if base is None:
@@ -117,19 +121,19 @@ def _blank(cls: type, contents: Any) -> Any:
     return base.__new__(cls, *([] if contents is None else [contents]))
 
 
-def _struct(cls: type[Struct], attributes: dict[str, Any]) -> Struct:
+def _make_struct(cls: type[Struct], attributes: dict[str, Any]) -> Struct:
     """Make a struct, by its constructor: msgspec allows no other way."""
     names = cls.__struct_fields__
     return cls(**{name: value for name, value in attributes.items() if name in names})
 
 
-def _named(key: str) -> type:
+def _named_namespace(key: str) -> type:
     """A namespace whose representation shows the class that the object had."""
     name = key.rpartition(":")[2].rpartition(".")[2]
     return type(name if name.isidentifier() else "Namespace", (Namespace,), {})
 
 
-class _Quiet:
+class _NoInitSubclass:
     """Keeps `__init_subclass__` of a user's class from running when a class is made on the fly."""
 
     __slots__ = ()
@@ -138,7 +142,7 @@ class _Quiet:
         """Do nothing, and do not pass it on."""
 
 
-class _LeftOut:
+class _OmittedAttribute:
     """Stands on the class for an attribute that was left out. Setting the attribute removes it."""
 
     def __init__(self, name: str, text: str) -> None:
@@ -153,13 +157,13 @@ class _LeftOut:
         setattr(instance, self.name, value)
 
 
-def _lacking(cls: type, left_out: dict[str, str]) -> type:
+def _with_omissions(cls: type, omitted: dict[str, str]) -> type:
     """A subclass, for one instance, on which reading what was left out raises an error that says so.
 
     On the class, since a class's default (`session = None`) would answer for an attribute that is merely absent; and
     in `__getattr__` too, which Python asks after an AttributeError.
     """
-    texts = {n: f"{cls.__name__}.{n} was left out of the snapshot: {why}" for n, why in left_out.items()}
+    texts = {n: f"{cls.__name__}.{n} was left out of the snapshot: {why}" for n, why in omitted.items()}
 
     def __getattr__(self: object, name: str) -> Any:  # noqa: N807
         fallback = getattr(cls, "__getattr__", None)
@@ -167,9 +171,9 @@ def _lacking(cls: type, left_out: dict[str, str]) -> type:
             raise AttributeError(texts.get(name, f"{cls.__name__!r} object has no attribute {name!r}"))
         return fallback(self, name)
 
-    members: dict[str, Any] = {name: _LeftOut(name, text) for name, text in texts.items() if name != CONTENTS}
-    members |= {"__left_out__": left_out, "__getattr__": __getattr__, "__qualname__": cls.__qualname__}
+    members: dict[str, Any] = {name: _OmittedAttribute(name, text) for name, text in texts.items() if name != CONTENTS}
+    members |= {"__omitted__": omitted, "__getattr__": __getattr__, "__qualname__": cls.__qualname__}
     members |= {"__module__": cls.__module__, "__doc__": cls.__doc__}
     if cls is not Namespace and not issubclass(cls, Namespace):
         members["__slots__"] = ()
-    return type(cls)(cls.__name__, (_Quiet, cls), members)
+    return type(cls)(cls.__name__, (_NoInitSubclass, cls), members)

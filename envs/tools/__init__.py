@@ -11,6 +11,6 @@
 =================  =========================================================================================
 """
 
-from envs.tools.specs import ToolArgumentError, ToolSpec, bind, declared_specs, tool_specs
+from envs.tools.specs import ToolArgumentError, ToolSpec, bind_arguments, declared_specs, tool_specs
 
-__all__ = ("ToolArgumentError", "ToolSpec", "bind", "declared_specs", "tool_specs")
+__all__ = ("ToolArgumentError", "ToolSpec", "bind_arguments", "declared_specs", "tool_specs")

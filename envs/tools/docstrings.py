@@ -6,7 +6,7 @@ from typing import Any
 from docstring_parser import Docstring, DocstringStyle, ParseError, parse, parse_from_object
 
 
-def description_of(hint: Any) -> str:
+def annotated_description(hint: Any) -> str:
     """What `Annotated` says in words: a string, or the description of a `Meta`, a `Doc` or a pydantic `Field`."""
     for note in getattr(hint, "__metadata__", ()):
         told = (
@@ -19,7 +19,7 @@ def description_of(hint: Any) -> str:
     return ""
 
 
-def google(text: str) -> Docstring:
+def parse_google_docstring(text: str) -> Docstring:
     """A docstring in Google's style; one of another style is all description."""
     try:
         return parse(inspect.cleandoc(text), style=DocstringStyle.GOOGLE)
@@ -29,7 +29,7 @@ def google(text: str) -> Docstring:
         return doc
 
 
-def one_line(text: str | None) -> str:
+def join_lines(text: str | None) -> str:
     """A description without the line breaks of its docstring."""
     return " ".join((text or "").split())
 
@@ -39,7 +39,7 @@ def class_docstring(cls: Any) -> Docstring:
     try:
         found = parse_from_object(cls, style=DocstringStyle.GOOGLE)
     except (ParseError, OSError, TypeError, SyntaxError, IndentationError):
-        found = google(vars(cls).get("__doc__") or "")
+        found = parse_google_docstring(vars(cls).get("__doc__") or "")
     own = vars(cls).get("__doc__") or ""
     if not own or own.startswith(f"{cls.__name__}("):
         found.short_description = None

@@ -17,11 +17,11 @@ import msgspec
 from docstring_parser import Docstring
 from msgspec import Struct
 
-from envs.contract import NOT_TOOLS
-from envs.tools.containers import Field
-from envs.tools.docstrings import description_of, google, one_line
-from envs.tools.hints import NoFormError, shape_of
-from envs.tools.shapes import ANYTHING, Book, MisfitError
+from envs.contract import RESERVED_METHODS
+from envs.tools.argument_types import ANY_TYPE, ArgumentValidationError, SchemaBuilder
+from envs.tools.container_types import Field
+from envs.tools.docstrings import annotated_description, join_lines, parse_google_docstring
+from envs.tools.type_hints import UnsupportedTypeError, argument_type_of
 from stream.errors import PenstockError, ReferenceNotFoundError
 
 _CHOICES = re.compile(r"\s*\(choices:\s*(\[.*?\])\s*\)\s*$", re.IGNORECASE)
@@ -94,14 +94,14 @@ def declared_specs(schemas: Iterable[Any]) -> list[ToolSpec]:
     return list(specs.values())
 
 
-def bind(env_method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+def bind_arguments(method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Check a model's arguments against a tool's type hints, and convert them.
 
     JSON becomes what the hints say: dataclasses, enums, sets, dates and so on, at any depth. Nothing is guessed: the
     string "3" is no integer. Parameters left out keep their defaults.
 
     Args:
-        env_method: the environment's bound method.
+        method: the environment's bound method.
         arguments: what the model wrote, decoded from JSON.
 
     Returns:
@@ -110,10 +110,10 @@ def bind(env_method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str,
     Raises:
         ToolArgumentError: all that is wrong, in words for the model.
     """
-    name = getattr(env_method, "__name__", "the tool")
+    name = getattr(method, "__name__", "the tool")
     if not isinstance(arguments, dict):
         raise ToolArgumentError(f"{name}: the arguments must be an object, not {type(arguments).__name__}")
-    signature = _signature_of(env_method)
+    signature = _signature_of(method)
     bound: dict[str, Any] = {}
     wrong = [f"{p.name} is missing" for p in signature.parameters.values() if p.required and p.name not in arguments]
     for key, value in arguments.items():
@@ -123,8 +123,8 @@ def bind(env_method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str,
             wrong.append(f"{key} is not a parameter (there are: {known})")
             continue
         try:
-            bound[key] = parameter.shape.fit(value, "")
-        except MisfitError as error:
+            bound[key] = parameter.argument_type.validate(value, "")
+        except ArgumentValidationError as error:
             wrong.append(f"{key}: {error}")
         except RecursionError:
             wrong.append(f"{key}: it is nested too deeply")
@@ -144,20 +144,20 @@ def _methods(env: object) -> list[tuple[str, Callable[..., Any]]]:
     defined = [name for name in names if isinstance(inspect.getattr_static(cls, name), kinds)]
     bound = [name for name, value in getattr(env, "__dict__", {}).items() if isinstance(value, types.MethodType)]
     found = dict.fromkeys([*defined, *bound])
-    return [(name, getattr(env, name)) for name in found if not name.startswith("_") and name not in NOT_TOOLS]
+    return [(name, getattr(env, name)) for name in found if not name.startswith("_") and name not in RESERVED_METHODS]
 
 
 def _spec(name: str, method: Callable[..., Any]) -> ToolSpec:
-    doc = google(inspect.getdoc(method) or "")
+    doc = parse_google_docstring(inspect.getdoc(method) or "")
     description = "\n\n".join(filter(None, [doc.short_description, doc.long_description]))
-    signature, book = _signature_of(method), Book()
+    signature, book = _signature_of(method), SchemaBuilder()
     shape: dict[str, Any] = {"type": "object"}
     shape["properties"] = {p.name: p.schema(book) for p in signature.parameters.values()}
     shape["required"] = [p.name for p in signature.parameters.values() if p.required]
     if signature.extra is not None:
-        shape["additionalProperties"] = signature.extra.shape.schema(book) or True
+        shape["additionalProperties"] = signature.extra.argument_type.schema(book) or True
     function = {"name": name, "description": description, "parameters": shape}
-    returned = _returned(method, doc, book)
+    returned = _return_schema(method, doc, book)
     if returned:
         function["return"] = returned
     if book.definitions:
@@ -167,15 +167,15 @@ def _spec(name: str, method: Callable[..., Any]) -> ToolSpec:
     return ToolSpec(name=name, description=description, schema=schema, problems=(*problems, *signature.problems))
 
 
-def _returned(method: Callable[..., Any], doc: Docstring, book: Book) -> dict[str, Any]:
+def _return_schema(method: Callable[..., Any], doc: Docstring, builder: SchemaBuilder) -> dict[str, Any]:
     """What it returns, as far as type hint and docstring tell; chat templates may show it or not."""
     hint = inspect.signature(method).return_annotation
     schema: dict[str, Any] = {}
     if hint not in (inspect.Signature.empty, None, "None"):
-        with suppress(NoFormError, NameError, AttributeError, TypeError, SyntaxError):
-            schema = dict(shape_of(_read(method, "return", hint)).schema(book))
+        with suppress(UnsupportedTypeError, NameError, AttributeError, TypeError, SyntaxError):
+            schema = dict(argument_type_of(_resolve_annotation(method, "return", hint)).schema(builder))
     if doc.returns and doc.returns.description:
-        schema["description"] = one_line(doc.returns.description)
+        schema["description"] = join_lines(doc.returns.description)
     return schema
 
 
@@ -189,7 +189,10 @@ def _signature_of(method: Callable[..., Any]) -> _Signature:
 def _signature(function: Callable[..., Any], *, is_bound: bool) -> _Signature:
     parameters: dict[str, Field] = {}
     extra, problems = None, []
-    told = {param.arg_name.lstrip("*"): one_line(param.description) for param in google(function.__doc__ or "").params}
+    told = {
+        param.arg_name.lstrip("*"): join_lines(param.description)
+        for param in parse_google_docstring(function.__doc__ or "").params
+    }
     for parameter in list(inspect.signature(function).parameters.values())[is_bound:]:
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ReferenceNotFoundError(
@@ -208,39 +211,39 @@ def _signature(function: Callable[..., Any], *, is_bound: bool) -> _Signature:
     return _Signature(parameters, extra, tuple(problems))
 
 
-def _field(function: Callable[..., Any], parameter: inspect.Parameter, told: str) -> tuple[Field, str]:
+def _field(function: Callable[..., Any], parameter: inspect.Parameter, documented: str) -> tuple[Field, str]:
     """A parameter, and what is wrong with its type: one that says nothing lets anything through."""
-    told, choices = _choices(told)
-    hint, shape, problem = None, ANYTHING, ""
+    documented, choices = _split_choices(documented)
+    hint, shape, problem = None, ANY_TYPE, ""
     if parameter.annotation is parameter.empty:
         problem = (
             "" if parameter.kind is parameter.VAR_KEYWORD else "it has no type hint, so that anything is let through"
         )
     else:
         try:
-            hint = _read(function, parameter.name, parameter.annotation)
+            hint = _resolve_annotation(function, parameter.name, parameter.annotation)
             if choices and hint in (str, int, float):
                 hint = Literal[tuple(choices)]
-            shape = shape_of(hint)
-            if parameter.default is None and not shape.takes(None):
-                shape = shape_of(hint | None)
-        except NoFormError as error:
+            shape = argument_type_of(hint)
+            if parameter.default is None and not shape.accepts(None):
+                shape = argument_type_of(hint | None)
+        except UnsupportedTypeError as error:
             problem = f"{error}: anything is let through"
         except (NameError, AttributeError, TypeError, SyntaxError) as error:
             problem = f"its type hint cannot be read ({error}), so that anything is let through"
-    description = told or description_of(hint)
+    description = documented or annotated_description(hint)
     required = parameter.default is parameter.empty
     return Field(parameter.name, shape, required, parameter.default, description), problem
 
 
-def _read(function: Callable[..., Any], name: str, annotation: Any) -> Any:
+def _resolve_annotation(function: Callable[..., Any], name: str, annotation: Any) -> Any:
     """An annotation as a type, whatever is written as text in it."""
     holder = types.SimpleNamespace(__annotations__={name: annotation})
     scope = getattr(inspect.unwrap(function), "__globals__", {})
     return get_type_hints(holder, globalns=scope, include_extras=True)[name]
 
 
-def _choices(description: str) -> tuple[str, list[Any]]:
+def _split_choices(description: str) -> tuple[str, list[Any]]:
     """Split off `(choices: ["celsius", "fahrenheit"])`, as transformers reads it at the end of a description."""
     found = _CHOICES.search(description)
     if found:

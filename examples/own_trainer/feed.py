@@ -8,8 +8,8 @@ from stream import Feed, Prompt, connect
 
 
 async def main(redis, run, total):
-    async with connect(redis, run) as link:
-        feed = Feed(link, backlog=64)
+    async with connect(redis, run) as connection:
+        feed = Feed(connection, max_queued_prompts=64)
         cursor = await feed.cursor()  # where a feeder before us stopped; the text is ours to choose
         for number in range(int(cursor.removeprefix("row ") or 0), total):
             message = {"role": "user", "content": str(number)}

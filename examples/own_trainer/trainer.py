@@ -39,18 +39,18 @@ async def main(folder, redis, run, engine, model):
     path, state = folder / "table.json", {"table": {}, "step": 0, "ledger_bytes": 0, "version": -1}
     state |= json.loads(path.read_text()) if path.exists() else {}
     begin = (folder / "ledger.jsonl", state["ledger_bytes"], state["version"])
-    async with connect(redis, run) as link, consume(link, *begin, lease_s=5.0) as groups:
+    async with connect(redis, run) as connection, consume(connection, *begin, lease_s=5.0) as groups:
         while True:
             await groups.publish(model, state["step"], partial(push, engine, model))
-            if not (taken := await groups.take(8)):
+            if not (taken := await groups.claim(8)):
                 break
             for each in taken:
                 train(state["table"], each.group)
             state["step"] += 1
-            await groups.mark(taken, state["step"])
+            await groups.commit(taken, state["step"])
             if state["step"] % 3 == 0:
-                await groups.keep(partial(save, path, state))
-        await groups.keep(partial(save, path, state))
+                await groups.checkpoint(partial(save, path, state))
+        await groups.checkpoint(partial(save, path, state))
         await groups.finish(f"trained {state['step']} steps")
 
 

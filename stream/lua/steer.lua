@@ -5,7 +5,7 @@
 --          {-2} no such run.
 -- A pause outlives every process. It ends with `resume`, or with the run.
 -- A request to stop is a number that grows, and it is for those who were connected when it was made: each remembers the
--- number that it found when it came (`Link.arrive`). So nobody has to take it back, and no later start is stopped by it.
+-- number that it found when it came (`RunConnection.ignore_earlier_stops`). So nobody has to take it back, and no later start is stopped by it.
 local meta, word, now = key('meta'), ARGV[1], now_ms()
 if redis.call('EXISTS', key('prompts')) == 0 then return {-2} end
 local finished = redis.call('HGET', meta, 'finished')

@@ -9,31 +9,31 @@ from typing import Any, NamedTuple
 import anyio
 from tokenizers import Tokenizer
 
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from stream.records import Completion, Prompt
 from tests.e2e.harness import Project, summary_of
 from tests.unit.test_episode import Scripted, make_chat
-from workers.rollout.group import roll_out
-from workers.rollout.led.endpoint import serving
-from workers.rollout.slot_pool import SlotPool
-from workers.rollout.tool_formats.choice import TOOL_FORMATS
+from workers.rollout.agent_endpoint.endpoint import serve_endpoint
+from workers.rollout.environment_pool import EnvironmentPool
+from workers.rollout.group import run_group
+from workers.rollout.tool_formats.detection import TOOL_FORMATS
 from workers.settings import Rollout
 from workers.testing.scripted_engine import ScriptedEngine
 
 
 async def completions(
-    factory: Factory, script, *, n: int = 1, pool: SlotPool | None = None, fields=None, **limits
+    factory: EnvironmentFactory, script, *, n: int = 1, pool: EnvironmentPool | None = None, fields=None, **limits
 ) -> list[Completion]:
     """Roll a prompt out through the code of a rollout worker. Without a pool each call has slots of its own."""
     if pool is None:
-        async with SlotPool({"it": factory}, size=n) as own:
+        async with EnvironmentPool({"it": factory}, size=n) as own:
             return await completions(factory, script, n=n, pool=own, fields=fields, **limits)
     chat = make_chat()
     prompt = Prompt(
         id="p", messages=[{"role": "user", "content": "Go."}], fields=fields or {}, environment="it", group_size=n
     )
-    async with serving("127.0.0.1") as endpoint:
-        group = await roll_out(
+    async with serve_endpoint("127.0.0.1") as endpoint:
+        group = await run_group(
             prompt,
             chat=chat.with_tools([tool.schema for tool in factory.tools] or None),
             sampler=script if hasattr(script, "sample") else Scripted(script),

@@ -8,8 +8,8 @@ import anyio
 import pytest
 
 from envs.adapters.gymnasium_text import GymnasiumText
-from envs.factory import Factory
-from envs.rewards.merge import merge
+from envs.factory import EnvironmentFactory
+from envs.rewards.merge import merge_parts
 from envs.snapshot import thaw
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.validity import Measured, RolloutReason
@@ -34,7 +34,7 @@ def act(direction):
 
 
 async def load(**args):
-    return await anyio.to_thread.run_sync(Factory.load, "gymnasium", ARGS | args)
+    return await anyio.to_thread.run_sync(EnvironmentFactory.load, "gymnasium", ARGS | args)
 
 
 async def play(*directions, **args):
@@ -49,14 +49,14 @@ async def test_a_way_to_the_goal_is_worth_1():
     completion, kept = await play(*TO_THE_GOAL)
     assert completion.prompt_messages[-1]["content"] == "Go.You are in row 0, column 0."
     assert completion.messages[1]["content"] == "You are in row 1, column 0."
-    assert merge(completion.parts) == Measured(1.0)
+    assert merge_parts(completion.parts) == Measured(1.0)
     assert (kept.terminated, kept.truncated, kept.rewards) == (True, False, [0.0] * 5 + [1.0])
 
 
 async def test_a_hole_ends_it_and_is_worth_0_and_nothing_moves_after_the_end():
     completion, kept = await play("right", "down", "left")
     assert "the episode is over" in completion.messages[5]["content"]
-    assert merge(completion.parts) == Measured(0.0)
+    assert merge_parts(completion.parts) == Measured(0.0)
     assert (kept.terminated, kept.actions) == (True, [2, 1])
 
 
@@ -79,7 +79,7 @@ async def test_an_action_outside_of_the_space_goes_to_the_model():
 
 async def test_a_policy_that_never_moves_is_scored_not_excused():
     completion, _ = await play()
-    assert merge(completion.parts) == Measured(0.0)
+    assert merge_parts(completion.parts) == Measured(0.0)
 
 
 @pytest.mark.full
@@ -161,7 +161,7 @@ def test_a_snapshot_shares_nothing_with_the_environment_that_goes_on():
 )
 def test_what_cannot_be_made_is_told_at_start(args, told):
     with pytest.raises(ReferenceNotFoundError, match=told):
-        Factory.load("gymnasium", ARGS | args)
+        EnvironmentFactory.load("gymnasium", ARGS | args)
 
 
 def test_text_is_asked_of_a_renderer():

@@ -7,8 +7,8 @@ from functools import partial
 import anyio
 import pytest
 
-from envs.factory import Factory
-from envs.rewards import RewardFunction, batch_of
+from envs.factory import EnvironmentFactory
+from envs.rewards import RewardFunction, batch_from_group
 from envs.snapshot import thaw
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.records import Group, Prompt
@@ -18,7 +18,7 @@ from tests.adapters.servers import HERE, serving
 from tests.cases.ports import free_port
 from tests.e2e.conftest import project, random_model  # noqa: F401  (fixtures)
 from tests.unit.test_episode import call
-from workers.rollout.slot_pool import SlotPool
+from workers.rollout.environment_pool import EnvironmentPool
 
 SERVER = HERE / "mcp" / "notes_server.py"
 STDIO = {"command": sys.executable, "args": [str(SERVER)]}
@@ -27,7 +27,7 @@ STDIO = {"command": sys.executable, "args": [str(SERVER)]}
 @pytest.fixture(scope="module")
 def stdio():
     """A factory whose environments start the server themselves."""
-    return Factory.load("mcp", STDIO)
+    return EnvironmentFactory.load("mcp", STDIO)
 
 
 def write(text, **more):
@@ -68,12 +68,12 @@ async def test_a_reward_function_measures_from_what_was_called(stdio):
         return [float(env.calls[-1]["text"].split()[0]) for env in environments]
 
     group = Group(prompt=Prompt(id="p", messages=[]), completions=[completion])
-    assert await RewardFunction(notes, "notes")(batch_of(group, [kept]), 10) == [Measured(2.0)]
+    assert await RewardFunction(notes, "notes")(batch_from_group(group, [kept]), 10) == [Measured(2.0)]
 
 
 @pytest.mark.full
 async def test_a_dead_server_makes_the_completion_invalid_and_the_next_episode_has_a_new_session(stdio):
-    async with SlotPool({"it": stdio}, size=1) as pool:
+    async with EnvironmentPool({"it": stdio}, size=1) as pool:
         (failed,) = await completions(stdio, [write("a"), call("crash"), "Done."], pool=pool)
         (whole,) = await completions(stdio, [write("b"), "Done."], pool=pool)
     assert failed.failure.reason is RolloutReason.ENV_STEP
@@ -96,7 +96,7 @@ def test_the_same_instance_opens_a_new_session_after_a_failure(stdio):
 
 @pytest.mark.full
 def test_a_fresh_session_for_each_episode_forgets_the_one_before():
-    kept, fresh = (Factory.load("mcp", STDIO | {"fresh": fresh}).make() for fresh in (False, True))
+    kept, fresh = (EnvironmentFactory.load("mcp", STDIO | {"fresh": fresh}).make() for fresh in (False, True))
     counts = []
     for env in (kept, fresh):
         for _ in range(2):
@@ -129,7 +129,7 @@ async def test_a_stdio_server_is_trained_against_through_the_whole_pipeline(proj
 async def test_over_streamable_http(tmp_path):
     port = free_port()
     with serving([sys.executable, SERVER, str(port)], port, tmp_path) as server:
-        factory = await anyio.to_thread.run_sync(partial(Factory.load, f"mcp:http://127.0.0.1:{port}/mcp"))
+        factory = await anyio.to_thread.run_sync(partial(EnvironmentFactory.load, f"mcp:http://127.0.0.1:{port}/mcp"))
         found = await completions(factory, [write("a"), "Done."], n=3)
         assert sorted(each.messages[1]["content"] for each in found) == ["1 notes", "2 notes", "3 notes"]
         server.kill()
@@ -148,4 +148,4 @@ async def test_over_streamable_http(tmp_path):
 )
 def test_what_is_not_there_is_told_at_start(ref, args, told):
     with pytest.raises(ReferenceNotFoundError, match=told):
-        Factory.load(ref, args)
+        EnvironmentFactory.load(ref, args)

@@ -3,7 +3,7 @@
 import anyio
 import pytest
 
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from envs.snapshot import thaw
 from stream.validity import RewardReason
 from tests.adapters.episodes import completions, train
@@ -25,7 +25,7 @@ def url(tmp_path_factory):
 @pytest.fixture(scope="module")
 def factory(url):
     """A factory of environments whose server measures nothing."""
-    return Factory.load(f"openenv:{url}", {"reward": "none"})
+    return EnvironmentFactory.load(f"openenv:{url}", {"reward": "none"})
 
 
 async def test_it_has_its_tools_and_answers(factory):
@@ -38,7 +38,7 @@ async def test_it_has_its_tools_and_answers(factory):
 
 
 async def test_it_measures_no_reward_and_none_is_made_up(url):
-    rewarded = await anyio.to_thread.run_sync(Factory.load, f"openenv:{url}")
+    rewarded = await anyio.to_thread.run_sync(EnvironmentFactory.load, f"openenv:{url}")
     (completion,) = await completions(rewarded, [call("echo_message", '{"message": "hi"}'), "Done."])
     assert completion.parts[0].reward.reason is RewardReason.MISSING
 

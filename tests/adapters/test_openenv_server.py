@@ -6,8 +6,8 @@ import anyio
 import pytest
 
 from envs.adapters.openenv import openenv
-from envs.factory import Factory
-from envs.rewards.merge import merge
+from envs.factory import EnvironmentFactory
+from envs.rewards.merge import merge_parts
 from envs.snapshot import thaw
 from stream.errors import EnvironmentFailure
 from stream.validity import Measured, RewardReason, RolloutReason
@@ -41,7 +41,7 @@ def wordle(tmp_path_factory):
 
 
 async def load(url, **args):
-    return await anyio.to_thread.run_sync(Factory.load, f"openenv:{url}", args)
+    return await anyio.to_thread.run_sync(EnvironmentFactory.load, f"openenv:{url}", args)
 
 
 def guess(word):
@@ -70,7 +70,7 @@ async def test_the_template_environment_measures_a_tenth_for_each_character(echo
     values = {}
     for how in ("sum", "last", "max"):
         (completion,) = await completions(await load(echo, reward=how), says)
-        values[how] = merge(completion.parts)
+        values[how] = merge_parts(completion.parts)
     assert values == {
         "sum": Measured(pytest.approx(1.1)),
         "last": Measured(pytest.approx(0.7)),
@@ -89,7 +89,7 @@ async def test_the_templates_own_app_takes_one_session_and_refuses_the_second(te
     (failed,) = [each.failure for each in found if each.failure]
     assert failed.reason is RolloutReason.ENV_RESET
     assert "CAPACITY_REACHED" in failed.detail
-    assert [merge(each.parts) for each in found if not each.failure] == [Measured(pytest.approx(0.4))]
+    assert [merge_parts(each.parts) for each in found if not each.failure] == [Measured(pytest.approx(0.4))]
 
 
 async def test_the_template_environment_is_trained_against_over_its_websocket(echo, project):  # noqa: F811
@@ -132,7 +132,7 @@ async def test_an_environment_that_raises_makes_the_completion_invalid_and_the_n
     assert failed.failure.reason is RolloutReason.ENV_STEP
     assert "the word list is gone" in failed.failure.detail
     found = await completions(factory, [guess("slate"), guess("crane"), guess("crane"), "Done."], n=4)
-    assert [merge(each.parts) for each in found] == [Measured(1.2)] * 4
+    assert [merge_parts(each.parts) for each in found] == [Measured(1.2)] * 4
     assert "the episode is over" in found[0].messages[5]["content"]
 
 
@@ -140,4 +140,4 @@ async def test_arguments_that_the_action_does_not_take_are_the_models_business(w
     says = [call("step", '{"word": "crane"}'), guess("crane"), "Done."]
     (completion,) = await completions(await load(wordle, reward="last"), says)
     assert "do not fit" in completion.messages[1]["content"]
-    assert merge(completion.parts) == Measured(1.0)
+    assert merge_parts(completion.parts) == Measured(1.0)

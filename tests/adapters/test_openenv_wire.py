@@ -8,16 +8,16 @@ import pytest
 from aiohttp import web
 
 from envs.adapters.openenv import OpenEnv, RewardedOpenEnv, openenv
-from envs.factory import Factory
-from envs.rewards.merge import merge
+from envs.factory import EnvironmentFactory
+from envs.rewards.merge import merge_parts
 from envs.snapshot import thaw
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.validity import Measured, RewardReason, RolloutReason
 from tests.adapters.episodes import completions
 from tests.cases.ports import free_port
 from tests.unit.test_episode import call
-from workers.engine.site import listen
-from workers.rollout.slot_pool import SlotPool
+from workers.rollout.environment_pool import EnvironmentPool
+from workers.runtime.http_server import listen
 
 TOOLS = [{"name": "say", "description": "Say it.", "inputSchema": {"type": "object", "properties": {"reward": {}}}}]
 ACTION = {"properties": {"metadata": {}, "move": {"type": "integer"}}, "required": ["move"], "title": "Move"}
@@ -93,7 +93,7 @@ async def server():
 
 
 async def load(server, **args):
-    return await anyio.to_thread.run_sync(Factory.load, f"openenv:{server.url}", args)
+    return await anyio.to_thread.run_sync(EnvironmentFactory.load, f"openenv:{server.url}", args)
 
 
 def say(**arguments):
@@ -126,7 +126,7 @@ async def test_without_an_mcp_list_the_actions_schema_is_the_one_tool(server):
 @pytest.mark.parametrize(("reward", "total"), [("sum", 1.25), ("last", 0.25), ("max", 1.0)])
 async def test_rewards_of_steps_are_summed_or_the_last_or_the_largest(server, reward, total):
     completion = await play(server, say(reward=1.0), say(reward=0.25), reward=reward)
-    assert merge(completion.parts) == Measured(total)
+    assert merge_parts(completion.parts) == Measured(total)
     assert completion.messages[1]["content"] == "said 1.0"
 
 
@@ -153,12 +153,12 @@ async def test_a_reward_that_nobody_asks_for_is_not_required(server):
 async def test_after_a_call_that_overran_the_next_episode_reads_its_own_reward(server):
     """Upstream issue 1143: a client that goes on with the socket is off by one for ever."""
     factory = await load(server)
-    async with SlotPool({"it": factory}, size=1) as pool:
+    async with EnvironmentPool({"it": factory}, size=1) as pool:
         late = await completions(factory, [say(fault="late", reward=0.111), "Done."], pool=pool, tool_timeout_s=0.05)
         server.released.set()
         next_one = await completions(factory, [say(reward=0.999), "Done."], pool=pool)
-    assert not isinstance(merge(late[0].parts), Measured)
-    assert merge(next_one[0].parts) == Measured(0.999)
+    assert not isinstance(merge_parts(late[0].parts), Measured)
+    assert merge_parts(next_one[0].parts) == Measured(0.999)
 
 
 async def test_one_instance_connects_anew_at_the_reset_after_a_cancelled_call(server):
@@ -182,11 +182,11 @@ async def test_one_instance_connects_anew_at_the_reset_after_a_cancelled_call(se
 async def test_a_server_that_fails_makes_the_completion_invalid_and_the_next_one_connects_anew(server, fault):
     factory = await load(server)
     before = server.connections
-    async with SlotPool({"it": factory}, size=1) as pool:
+    async with EnvironmentPool({"it": factory}, size=1) as pool:
         (failed,) = await completions(factory, [say(reward=1), say(fault=fault), "Done."], pool=pool)
         (whole,) = await completions(factory, [say(reward=0.5), "Done."], pool=pool)
     assert failed.failure.reason is RolloutReason.ENV_STEP
-    assert merge(whole.parts) == Measured(0.5)
+    assert merge_parts(whole.parts) == Measured(0.5)
     assert server.connections == before + 2
 
 
@@ -196,13 +196,13 @@ async def test_what_a_tool_refuses_is_the_models_to_read(server, fault, told):
     assert completion.failure is None
     assert told in completion.messages[1]["content"]
     assert completion.tool_errors == 1
-    assert merge(completion.parts) == Measured(1.0)
+    assert merge_parts(completion.parts) == Measured(1.0)
 
 
 async def test_after_the_end_the_server_is_not_asked_again(server):
     completion = await play(server, say(reward=1, done=True), say(reward=5))
     assert "the episode is over" in completion.messages[3]["content"]
-    assert merge(completion.parts) == Measured(1.0)
+    assert merge_parts(completion.parts) == Measured(1.0)
 
 
 async def test_the_servers_reset_gets_what_json_can_say_and_a_seed_that_fits(server):
@@ -225,7 +225,7 @@ async def test_a_copy_has_the_facts_and_no_socket(server):
 async def test_nobody_there_is_told_with_the_address_and_how_to_start_one():
     port = free_port()
     with pytest.raises(ReferenceNotFoundError, match=rf"ws://127\.0\.0\.1:{port}.*uvicorn"):
-        await anyio.to_thread.run_sync(Factory.load, f"openenv:ws://127.0.0.1:{port}")
+        await anyio.to_thread.run_sync(EnvironmentFactory.load, f"openenv:ws://127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize(
@@ -238,4 +238,4 @@ async def test_nobody_there_is_told_with_the_address_and_how_to_start_one():
 )
 def test_what_cannot_be_meant_is_refused(ref, args, told):
     with pytest.raises(ReferenceNotFoundError, match=told):
-        Factory.load(ref, args)
+        EnvironmentFactory.load(ref, args)

@@ -13,9 +13,9 @@ from itertools import count
 import anyio
 import pytest
 
-from envs.factory import Factory
-from envs.rewards import RewardFunction, batch_of
-from envs.rewards.merge import merge
+from envs.factory import EnvironmentFactory
+from envs.rewards import RewardFunction, batch_from_group
+from envs.rewards.merge import merge_parts
 from envs.snapshot import thaw
 from stream.records import Group, Prompt
 from stream.validity import Measured, RewardReason
@@ -24,7 +24,7 @@ from tests.adapters.servers import HERE, OPENENV_OLD, checkout, openenv_init, op
 from tests.adapters.sources import source_of, written
 from tests.e2e.conftest import project, random_model  # noqa: F401  (fixtures)
 from tests.unit.test_episode import call
-from workers.rollout.slot_pool import SlotPool
+from workers.rollout.environment_pool import EnvironmentPool
 
 pytestmark = [
     pytest.mark.full,
@@ -34,7 +34,7 @@ pytestmark = [
 
 
 async def load(file, name):
-    return await anyio.to_thread.run_sync(Factory.load, f"{file}:{name}")
+    return await anyio.to_thread.run_sync(EnvironmentFactory.load, f"{file}:{name}")
 
 
 async def rewards(file, factory, found, name="reward_func"):
@@ -42,7 +42,7 @@ async def rewards(file, factory, found, name="reward_func"):
     function = await anyio.to_thread.run_sync(partial(RewardFunction.load, f"{file}:{name}"))
     assert [completion.failure for completion in found] == [None] * len(found)
     kept = [thaw(completion.snapshot, factory) for completion in found]
-    return await function(batch_of(Group(prompt=Prompt(id="p", messages=[]), completions=found), kept), 10)
+    return await function(batch_from_group(Group(prompt=Prompt(id="p", messages=[]), completions=found), kept), 10)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,9 @@ async def test_the_echo_example_runs_and_its_reward_function_gets_what_each_comp
         ("echo", "Echo the message back from the environment.")
     ]
     found = []
-    async with SlotPool({"it": factory}, size=1) as pool:  # the slot's instance serves one episode after the other
+    async with EnvironmentPool(
+        {"it": factory}, size=1
+    ) as pool:  # the slot's instance serves one episode after the other
         for text in ("four", "seven77"):
             found += await completions(factory, [call("echo", json.dumps({"message": text})), "Done."], pool=pool)
     assert [completion.messages[1]["content"] for completion in found] == ["four", "seven77"]
@@ -165,7 +167,7 @@ async def test_the_documented_environment_chooses_its_task_and_scores_itself(trl
     for completion in found:
         asked = int(re.search(r"Increment the counter by (\d)\.", completion.prompt_messages[-1]["content"])[1])
         assert [message["content"] for message in completion.messages if message["role"] == "tool"] == ["1", "2", "3"]
-        assert merge(completion.parts) == Measured(float(asked == 3))
+        assert merge_parts(completion.parts) == Measured(float(asked == 3))
 
 
 async def test_the_documented_environment_is_trained_against_through_the_whole_pipeline(
@@ -193,10 +195,10 @@ async def test_the_documented_environment_takes_its_task_from_a_data_set(trl, tm
     file = written(tmp_path / "increment.py", source_of(page, "IncrementEnv", nth=1))
     factory = await load(file, "IncrementEnv")
     values = []
-    async with SlotPool({"it": factory}, size=1) as pool:  # the counter begins anew with each episode
+    async with EnvironmentPool({"it": factory}, size=1) as pool:  # the counter begins anew with each episode
         for target in (2, 3):
             (completion,) = await completions(factory, [increment(2), "Done."], pool=pool, fields={"target": target})
-            values.append(merge(completion.parts))
+            values.append(merge_parts(completion.parts))
     assert values == [Measured(1.0), Measured(0.0)]
 
 
@@ -228,4 +230,4 @@ async def test_the_environments_of_trls_own_tests_run(trl, tmp_path):
     assert (echoed.prompt_messages[-1]["content"], echoed.messages[1]["content"]) == ("Go.Echo.", "HI")
     says = [increment(2), call("decrement", '{"step": 2}'), "Done."]
     (owned,) = await completions(await load(file, "DummyEnvironment"), says)
-    assert (merge(owned.parts), owned.tool_errors) == (Measured(2.0), 1)
+    assert (merge_parts(owned.parts), owned.tool_errors) == (Measured(2.0), 1)

@@ -5,8 +5,8 @@ import os
 import anyio
 import pytest
 
-from envs.factory import Factory
-from envs.rewards.merge import merge
+from envs.factory import EnvironmentFactory
+from envs.rewards.merge import merge_parts
 from stream.errors import EngineError
 from stream.validity import Measured, RolloutReason
 from tests.adapters.episodes import completions, train
@@ -30,7 +30,7 @@ def factory(tmp_path_factory):
         with serving(command, port, folder, {"PATH": path}):
             task = {"name": "wordle", "base_url": url, "use_docker": False, "provider_kwargs": {}, "reset": {}}
             args = {"task": task, "nulls": ["env"], "prompt": False, "health_s": 60.0}
-            found = Factory.load(f"verifiers:tcp://127.0.0.1:{port}", args)
+            found = EnvironmentFactory.load(f"verifiers:tcp://127.0.0.1:{port}", args)
             found.args = args  # for the test that writes them into a settings file
             yield found
 
@@ -39,11 +39,11 @@ async def test_an_episode_is_scored_by_the_server_and_its_tokens_are_those_that_
     (completion,) = await completions(factory, ["[slate]", "[crane]"])
     assert completion.failure is None, completion.failure
     assert completion.turns == 2
-    assert merge(completion.parts) == Measured(0.2 + 1.0)  # two of slate's letters stand where crane has them
+    assert merge_parts(completion.parts) == Measured(0.2 + 1.0)  # two of slate's letters stand where crane has them
     (row,) = completion.rows
-    said = [TOKENIZER.decode(row.tokens[a:b].tolist(), skip_special_tokens=False) for a, b in row.sampled]
+    said = [TOKENIZER.decode(row.tokens[a:b].tolist(), skip_special_tokens=False) for a, b in row.sampled_ranges]
     assert said == [f"[slate]{END}", f"[crane]{END}"]
-    assert [row.tokens[a:b].tolist() for a, b in row.sampled] == [ids(f"[slate]{END}"), ids(f"[crane]{END}")]
+    assert [row.tokens[a:b].tolist() for a, b in row.sampled_ranges] == [ids(f"[slate]{END}"), ids(f"[crane]{END}")]
 
 
 async def test_an_engine_that_fails_makes_invalid_what_the_server_scores_0(factory):
@@ -59,7 +59,7 @@ async def test_a_policy_that_says_nothing_useful_is_scored_not_excused(factory):
     (completion,) = await completions(factory, ["apple"] * 8, max_turns=2)
     assert completion.failure is None, completion.failure
     assert completion.turns == 2
-    assert merge(completion.parts) == Measured(0.0)
+    assert merge_parts(completion.parts) == Measured(0.0)
 
 
 async def test_an_episode_that_is_cut_off_is_cancelled_at_the_server_and_the_next_one_is_its_own(factory):
@@ -68,9 +68,9 @@ async def test_an_episode_that_is_cut_off_is_cancelled_at_the_server_and_the_nex
 
     (late,) = await completions(factory, Scripted(lambda _turn, _text: slow()), wall_clock_s=8.0)
     assert late.parts, late.failure
-    assert not isinstance(merge(late.parts), Measured)
+    assert not isinstance(merge_parts(late.parts), Measured)
     (completion,) = await completions(factory, ["[crane]"])
-    assert merge(completion.parts) == Measured(1.0)
+    assert merge_parts(completion.parts) == Measured(1.0)
 
 
 async def test_it_is_trained_against_through_the_whole_pipeline(factory, project):  # noqa: F811

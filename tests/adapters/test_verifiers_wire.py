@@ -9,20 +9,20 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from envs.adapters.verifiers_server import verdict
-from envs.factory import Factory
-from envs.rewards.merge import merge
+from envs.adapters.verifiers_server import read_rewards
+from envs.factory import EnvironmentFactory
+from envs.rewards.merge import merge_parts
 from envs.snapshot import thaw
 from stream.errors import DataError, EngineError, EngineRefusedError
 from stream.records import Completion, Prompt
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason
 from tests.adapters.episodes import completions
 from tests.unit.test_episode import END, Scripted, ids, make_chat, text_of
-from workers.rollout.group import roll_out
-from workers.rollout.led.endpoint import serving
-from workers.rollout.led.recorder import Chats, Recorder
-from workers.rollout.slot_pool import SlotPool
-from workers.rollout.tool_formats.choice import TOOL_FORMATS
+from workers.rollout.agent_endpoint.endpoint import serve_endpoint
+from workers.rollout.agent_endpoint.recorder import ChatsByTools, Recorder
+from workers.rollout.environment_pool import EnvironmentPool
+from workers.rollout.group import run_group
+from workers.rollout.tool_formats.detection import TOOL_FORMATS
 from workers.settings import Rollout
 
 NODE = {"message": {"role": "assistant", "content": "x"}}
@@ -93,7 +93,7 @@ async def played(play, script, **limits):
     server = Server(play)
     async with anyio.create_task_group() as tasks:
         address = await tasks.start(server.serve)
-        factory = await anyio.to_thread.run_sync(Factory.load, f"verifiers:{address}")
+        factory = await anyio.to_thread.run_sync(EnvironmentFactory.load, f"verifiers:{address}")
         found = await completions(factory, script, fields={"answer": "4"}, **limits)
         if limits.get("wall_clock_s"):
             with anyio.fail_after(5):
@@ -118,11 +118,11 @@ async def two_turns(endpoint, task):
 async def test_rewards_are_the_servers_and_tokens_are_the_workers_own():
     (completion,), server, factory = await played(two_turns, ["one", "two"])
     assert completion.failure is None, completion.failure
-    assert merge(completion.parts) == Measured(1.0)
+    assert merge_parts(completion.parts) == Measured(1.0)
     assert completion.parts[0].name == "env.right"
     (row,) = completion.rows  # the second turn goes on where the first one ended
-    assert [row.tokens[a:b].tolist() for a, b in row.sampled] == [ids(f"one{END}"), ids(f"two{END}")]
-    assert [(span.version, span.start, span.end) for span in row.spans] == [(7, *edge) for edge in row.sampled]
+    assert [row.tokens[a:b].tolist() for a, b in row.sampled_ranges] == [ids(f"one{END}"), ids(f"two{END}")]
+    assert [(span.version, span.start, span.end) for span in row.spans] == [(7, *edge) for edge in row.sampled_ranges]
     assert [m["content"] for m in completion.messages] == ["one", "Warmer.", "two"]
     assert completion.prompt_messages == [user("Guess.")]
     _, request = server.requests[0]
@@ -187,7 +187,7 @@ async def test_an_episode_that_overruns_is_cancelled_at_the_server():
     (completion,), server, _ = await played(play, ["one"], wall_clock_s=0.5)
     assert server.cancelled == [server.requests[0][0]]
     assert completion.truncated is TruncationReason.WALL_CLOCK
-    assert merge(completion.parts).reason is RewardReason.MISSING
+    assert merge_parts(completion.parts).reason is RewardReason.MISSING
 
 
 async def test_a_limit_on_turns_gives_empty_answers_so_that_the_program_can_end():
@@ -205,7 +205,7 @@ async def test_a_limit_on_turns_gives_empty_answers_so_that_the_program_can_end(
     (completion,), _, _ = await played(play, ["x"] * 8, max_turns=2)
     assert said == ["x", "x", "", "", "", 400, 400, 400]
     assert (completion.turns, completion.truncated) == (2, TruncationReason.MAX_TURNS)
-    assert merge(completion.parts) == Measured(1.0)
+    assert merge_parts(completion.parts) == Measured(1.0)
 
 
 async def test_tool_calls_reach_the_program_and_its_answers_go_on_in_the_same_row():
@@ -252,8 +252,8 @@ async def test_an_answer_that_was_lost_is_given_again_and_not_sampled_twice():
 
 async def test_the_address_of_an_episode_is_a_secret_and_forgotten_with_it():
     completion = Completion(index=0, seconds={"engine": 0.0})
-    recorder = Recorder(completion, Chats(make_chat()), Scripted(["one"]), Rollout(), TOOL_FORMATS["hermes"], 0)
-    async with serving("127.0.0.1") as endpoint:
+    recorder = Recorder(completion, ChatsByTools(make_chat()), Scripted(["one"]), Rollout(), TOOL_FORMATS["hermes"], 0)
+    async with serve_endpoint("127.0.0.1") as endpoint:
         with endpoint.episode(recorder) as url:
             assert (await ask(url.replace("/v1", "x/v1"), user("a")))[0] == 404
             assert (await ask(url, user("a")))[1]["content"] == "one"
@@ -262,19 +262,21 @@ async def test_the_address_of_an_episode_is_a_secret_and_forgotten_with_it():
 
 
 async def test_what_is_no_conversation_is_refused():
-    recorder = Recorder(Completion(index=0), Chats(make_chat()), Scripted([]), Rollout(), TOOL_FORMATS["hermes"], 0)
-    async with serving("127.0.0.1") as endpoint:
+    recorder = Recorder(
+        Completion(index=0), ChatsByTools(make_chat()), Scripted([]), Rollout(), TOOL_FORMATS["hermes"], 0
+    )
+    async with serve_endpoint("127.0.0.1") as endpoint:
         with endpoint.episode(recorder) as url:
             assert (await ask(url))[0] == 400
             assert (await ask(url, {"role": "assistant", "tool_calls": [{"id": "1"}]}))[0] == 400
 
 
 async def test_without_an_endpoint_it_is_refused_and_not_played_as_something_else():
-    factory = await anyio.to_thread.run_sync(Factory.load, "verifiers:tcp://127.0.0.1:9")
+    factory = await anyio.to_thread.run_sync(EnvironmentFactory.load, "verifiers:tcp://127.0.0.1:9")
     prompt = Prompt(id="p", messages=[user("Go.")], environment="it")
-    async with SlotPool({"it": factory}, size=1) as pool:
+    async with EnvironmentPool({"it": factory}, size=1) as pool:
         with pytest.raises(DataError, match="nothing serves an endpoint here"):
-            await roll_out(
+            await run_group(
                 prompt,
                 chat=make_chat(),
                 sampler=Scripted([]),
@@ -285,7 +287,7 @@ async def test_without_an_endpoint_it_is_refused_and_not_played_as_something_els
 
 
 async def test_nobody_there_is_a_failed_reset():
-    factory = await anyio.to_thread.run_sync(Factory.load, "verifiers:tcp://127.0.0.1:9", {"health_s": 0.2})
+    factory = await anyio.to_thread.run_sync(EnvironmentFactory.load, "verifiers:tcp://127.0.0.1:9", {"health_s": 0.2})
     (completion,) = await completions(factory, [])
     assert completion.failure.reason is RolloutReason.ENV_RESET
     assert "tcp://127.0.0.1:9" in completion.failure.detail
@@ -314,12 +316,12 @@ async def test_nobody_there_is_a_failed_reset():
     ],
 )  # fmt: skip
 def test_a_reward_counts_only_if_everything_around_it_says_so(last, traces, reason):
-    (reward,) = verdict(last, traces).values()
+    (reward,) = read_rewards(last, traces).values()
     assert reward.reason is reason
 
 
 def test_rewards_are_weighted_and_one_that_is_unknown_makes_the_whole_unknown():
     rewards = {"right": {"score": 1.0, "weight": 2.0}, "short": {"score": 0.5, "weight": 0.0}, "lost": None}
-    found = verdict(reply(), [trace(rewards=rewards)])
+    found = read_rewards(reply(), [trace(rewards=rewards)])
     assert (found["right"], found["short"]) == (Measured(2.0), Measured(0.0))
     assert found["lost"].reason is RewardReason.MISSING

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from redis import Redis
 
-from stream.keys import prefix
+from stream.connection.keys import key_prefix
 from tests.cases.ports import free_ports
 from tests.conftest import Server
 
@@ -60,7 +60,7 @@ class Cluster:
         return self.admins[node].execute_command("CLUSTER MYID").decode()
 
     def slot(self, run: str) -> int:
-        return int(self.admins[0].execute_command("CLUSTER KEYSLOT", prefix(run)))
+        return int(self.admins[0].execute_command("CLUSTER KEYSLOT", key_prefix(run)))
 
     def home(self, run: str) -> int:
         """The node that begins with a run's slot."""

@@ -19,7 +19,7 @@ from workers.train.algorithms.masks import (
     REWARD_REASONS,
     ROLLOUT_REASONS,
     TRUNCATION_REASONS,
-    Facts,
+    CompletionFacts,
 )
 from workers.train.step.batch import Batch
 
@@ -137,15 +137,17 @@ def build(
     groups = max((codes[made.group] for made in case), default=-1) + 1
     wide = max((len(row.tokens) for row in rows), default=0) + width
     known = [made.state != "unmeasured" for made in case]
-    facts = Facts(
+    facts = CompletionFacts(
         group_ids_C=torch.tensor([codes[made.group] for made in case], dtype=torch.int64),
-        groups=groups,
+        num_groups=groups,
         rewards_C=_floats([made.reward if known[c] else 0.0 for c, made in enumerate(case)]),
         measured_C=torch.tensor(known, dtype=torch.bool),
         reward_reason_C=_codes(case, "unmeasured", REWARD_REASONS.index(RewardReason.RAISED)),
-        failed_C=_codes(case, "failed", ROLLOUT_REASONS.index(RolloutReason.ENGINE)),
-        truncated_C=torch.tensor([TRUNCATION_REASONS.index(m.truncated) if m.truncated else NONE for m in case]).long(),
-        dropped_C=_codes(case, "dropped", DROP_REASONS.index(DropReason.PADDING)),
+        rollout_reason_C=_codes(case, "failed", ROLLOUT_REASONS.index(RolloutReason.ENGINE)),
+        truncation_reason_C=torch.tensor(
+            [TRUNCATION_REASONS.index(m.truncated) if m.truncated else NONE for m in case]
+        ).long(),
+        drop_reason_C=_codes(case, "dropped", DROP_REASONS.index(DropReason.PADDING)),
         turns_C=torch.tensor([len(made.turns) for made in case], dtype=torch.int64),
     )
     parts = [[drawn(made.key, "part", name) for made in case] for name in range(2)]
@@ -155,7 +157,7 @@ def build(
     return Batch(
         tokens_RT=_sheet(wide, [row.tokens for row in rows]).long(),
         sampled_RT=_placed(wide, rows, lambda _made, _n: 1.0) == 1,
-        behaviour_logprobs_RT=_placed(wide, rows, lambda made, n: -3 * drawn(made.key, "log-prob", n), case),
+        rollout_logprobs_RT=_placed(wide, rows, lambda made, n: -3 * drawn(made.key, "log-prob", n), case),
         versions_RT=_placed(wide, rows, lambda made, n: 1 + (0 if n in made.stale else 1 + made.key % 3), case).int()
         - 1,
         lengths_R=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64),

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from workers.rollout.chat.chat import Chat
-from workers.rollout.chat.template import Template
+from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.chat.template import ChatTemplate
 
 FOLDER = Path(__file__).parent / "templates"
 _SPECIAL = re.compile(
@@ -44,11 +44,11 @@ FAMILIES = {
 }
 
 
-def template_of(name: str, **args: object) -> Template:
+def template_of(name: str, **args: object) -> ChatTemplate:
     """The family's template."""
     family = FAMILIES[name]
     source = (FOLDER / f"{family.file}.jinja").read_text(encoding="utf-8")
-    return Template(source, {"bos_token": family.bos, "eos_token": family.eos, **family.args, **args}, Path(name))
+    return ChatTemplate(source, {"bos_token": family.bos, "eos_token": family.eos, **family.args, **args}, Path(name))
 
 
 def tokenizer_of(name: str) -> Tokenizer:
@@ -64,10 +64,10 @@ def tokenizer_of(name: str) -> Tokenizer:
     return tokenizer
 
 
-def chat_of(name: str, tools: list[dict] | None, **args: object) -> Chat:
+def chat_of(name: str, tools: list[dict] | None, **args: object) -> ChatTokenizer:
     """The family's chat, as loaded from its folder."""
     tokenizer = tokenizer_of(name)
-    return Chat(tokenizer, template_of(name, **args), tools, {tokenizer.token_to_id(FAMILIES[name].eos)})
+    return ChatTokenizer(tokenizer, template_of(name, **args), tools, {tokenizer.token_to_id(FAMILIES[name].eos)})
 
 
 def spelled(tokenizer: Tokenizer, text: str) -> list[int]:

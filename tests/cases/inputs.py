@@ -120,7 +120,7 @@ def inputs_of(case: Sequence[Made], junk: float = 0.0, *, width: int = 0, sign: 
         "group_ids_R": ids_C,
         # shapings
         "baseline_C": valid_C,
-        "cut_short_C": torch.tensor([made.state == "tool_errors" for made in case], dtype=torch.bool),
+        "penalised_C": torch.tensor([made.state == "tool_errors" for made in case], dtype=torch.bool),
         # filters
         "advantages_C": known(rewards(case) - 0.5, valid_C),
     }

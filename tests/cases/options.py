@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from workers.train.algorithms.registry import Registered, Registry
+from workers.train.algorithms.registry import Registry, RegistryEntry
 
 VALUES: dict[str, tuple[Any, ...]] = {
     # estimators
@@ -70,27 +70,27 @@ def values_of(option: str) -> tuple[Any, ...]:
     return VALUES[option]
 
 
-def defaults(registered: Registered[Any]) -> dict[str, Any]:
+def defaults(registered: RegistryEntry[Any]) -> dict[str, Any]:
     """The first value of each of its options."""
-    return {option: values_of(option)[0] for option in registered.options}
+    return {option: values_of(option)[0] for option in registered.option_names}
 
 
-def drawn(registered: Registered[Any]) -> st.SearchStrategy[dict[str, Any]]:
+def drawn(registered: RegistryEntry[Any]) -> st.SearchStrategy[dict[str, Any]]:
     """Any values of all of its options."""
-    return st.fixed_dictionaries({option: st.sampled_from(values_of(option)) for option in registered.options})
+    return st.fixed_dictionaries({option: st.sampled_from(values_of(option)) for option in registered.option_names})
 
 
 def options_of(registry: Registry[Any]) -> list[tuple[str, str]]:
     """Every option of everything registered, for a parametrised test."""
-    return [(name, option) for name, registered in registry.items() for option in registered.options]
+    return [(name, option) for name, registered in registry.items() for option in registered.option_names]
 
 
-def needed(inputs: Mapping[str, Any], registered: Registered[Any]) -> Mapping[str, Any]:
+def needed(inputs: Mapping[str, Any], registered: RegistryEntry[Any]) -> Mapping[str, Any]:
     """The inputs, which must hold what is needed.
 
     Raises:
         AssertionError: they do not.
     """
-    lacking = [need for need in registered.needs if need not in inputs]
+    lacking = [need for need in registered.input_names if need not in inputs]
     assert not lacking, f"{registered.name} needs {lacking}: add them to tests/cases/inputs.py"
     return inputs

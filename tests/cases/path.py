@@ -18,16 +18,16 @@ from tests.cases.completions import VERSION, VOCABULARY, Made
 from workers.settings import Settings
 from workers.train.algorithms.masks import NONE, Masks
 from workers.train.algorithms.rejection import Rejection
-from workers.train.model.logprobs import Readable
-from workers.train.ranks.ranks import Ranks
+from workers.train.distributed.ranks import Ranks
+from workers.train.model.logprobs import LogprobModel
 from workers.train.step.batch import Batch
 from workers.train.step.estimation import Advantages, estimate_advantages
-from workers.train.step.forming import Formed, form
+from workers.train.step.forward_statistics import ForwardStatistics
 from workers.train.step.metrics import Metrics, step_metrics
-from workers.train.step.objective import Objective, Settled, correction_report, settle
-from workers.train.step.passes import Passes
-from workers.train.step.selection import derive_masks, verdicts, without
-from workers.train.step.survey import Survey
+from workers.train.step.model_runner import ModelRunner
+from workers.train.step.objective import Objective, PolicyComparison, compare_policies, correction_step_metrics
+from workers.train.step.prepared_batch import PreparedBatch, prepare
+from workers.train.step.selection import drop_groups, filter_reasons, mask_batch
 
 torch.set_num_threads(1)
 
@@ -116,17 +116,19 @@ def evaluate(
     network, after = Network(0), Network(2)
     reference = Network(1) if settings.algorithm.kl_coefficient else None
     critic = network.value if settings.estimator.name == "gae" else None
-    passes = Passes(Readable.of(network), reference and Readable.of(reference), critic, settings, Ranks())
-    masks = derive_masks(batch, settings, VERSION)
-    batch = without(batch, masks, verdicts(batch, masks, settings))
+    passes = ModelRunner(
+        LogprobModel.from_whole(network), reference and LogprobModel.from_whole(reference), critic, settings, Ranks()
+    )
+    masks = mask_batch(batch, settings, VERSION)
+    batch = drop_groups(batch, masks, filter_reasons(batch, masks, settings))
     if junk is None:
-        formed = form(batch, settings, VERSION, survey=passes.survey, seed=SEED)
+        formed = prepare(batch, settings, VERSION, compute_statistics=passes.forward_statistics, seed=SEED)
     else:
         formed = _formed_in_junk(batch, settings, passes, junk)
     masks, objective, advantages = formed.masks, formed.objective, formed.advantages
     metrics = dict(step_metrics(formed.batch, masks, advantages.values_C, settings=settings, version=VERSION))
     losses, gradients = [], []
-    rows_R = masks.loss_R.nonzero().squeeze(1)
+    rows_R = masks.loss_rows_R.nonzero().squeeze(1)
     parts = [part for part in (split(rows_R) if split else [rows_R]) if len(part)]
     for update in range(2):
         network.zero_grad(set_to_none=False)
@@ -144,7 +146,7 @@ def evaluate(
         metrics |= {f"{name} {update}": value for name, value in maxima.items()}
         if update == 0:
             if parts:
-                metrics |= correction_report(objective, formed.rejection)
+                metrics |= correction_step_metrics(objective, formed.rejection)
             with torch.no_grad():
                 for parameter, other in zip(network.parameters(), after.parameters(), strict=True):
                     parameter.add_(other, alpha=0.2)
@@ -162,36 +164,36 @@ def evaluate(
     )
 
 
-def _formed_in_junk(batch: Batch, settings: Settings, passes: Passes, junk: float) -> Formed:
+def _formed_in_junk(batch: Batch, settings: Settings, passes: ModelRunner, junk: float) -> PreparedBatch:
     """Formed of a batch and a survey full of junk; then formed again, with junk in what the first time has let go."""
-    seen: list[Survey] = []
+    seen: list[ForwardStatistics] = []
 
-    def survey(batch: Batch, mask_RT: Tensor) -> Survey:
-        seen.append(_littered_survey(passes.survey(batch, mask_RT), batch, mask_RT, junk))
+    def survey(batch: Batch, mask_RT: Tensor) -> ForwardStatistics:
+        seen.append(_littered_survey(passes.forward_statistics(batch, mask_RT), batch, mask_RT, junk))
         return seen[0]
 
-    batch = _littered(batch, derive_masks(batch, settings, VERSION), junk)
-    formed = form(batch, settings, VERSION, survey=survey, seed=SEED)
+    batch = _littered(batch, mask_batch(batch, settings, VERSION), junk)
+    formed = prepare(batch, settings, VERSION, compute_statistics=survey, seed=SEED)
     batch, masks, settled, weights_RT = formed.batch, formed.masks, None, None
-    mask_RT = masks.tokens_RT
+    mask_RT = masks.loss_tokens_RT
     # What the rules judged is measured as such, and kept for that.
     judged_RT = mask_RT if formed.rejection is None else formed.rejection.mask_RT
     batch = _littered(batch, masks, junk, known_RT=judged_RT)
     again = _littered_survey(seen[0], batch, mask_RT, junk) if seen else None
     if again is not None:
-        settled = settle(batch, mask_RT, again.logprobs_RT, VERSION, settings)
+        settled = compare_policies(batch, mask_RT, again.old_logprobs_RT, VERSION, settings)
         weights_RT = torch.where(mask_RT, settled.weights_RT, junk)
-    advantages = estimate_advantages(batch, masks, settings, survey=again, weights_RT=weights_RT)
+    advantages = estimate_advantages(batch, masks, settings, statistics=again, weights_RT=weights_RT)
     given = replace(
         advantages,
         tokens_RT=torch.where(mask_RT, advantages.tokens_RT, junk),
         returns_RT=None if advantages.returns_RT is None else torch.where(mask_RT, advantages.returns_RT, junk),
     )
     if settled is not None:
-        trainer_RT = torch.where(judged_RT, seen[0].logprobs_RT, junk)
-        settled = Settled(trainer_RT, *(torch.where(mask_RT, x, junk) for x in settled[1:]))
+        old_logprobs_RT = torch.where(judged_RT, seen[0].old_logprobs_RT, junk)
+        settled = PolicyComparison(old_logprobs_RT, *(torch.where(mask_RT, x, junk) for x in settled[1:]))
     objective = Objective(
-        batch, masks, given, VERSION, settings, settled=settled, survey=seen[0] if seen else None, seed=SEED
+        batch, masks, given, VERSION, settings, comparison=settled, statistics=seen[0] if seen else None, seed=SEED
     )
     return replace(formed, batch=batch, advantages=advantages, objective=objective)
 
@@ -236,29 +238,29 @@ def assert_same(left: Result, right: Result, *, exactly: bool = False) -> None:
 
 def _littered(batch: Batch, masks: Masks, junk: float, known_RT: Tensor | None = None) -> Batch:
     """With junk in every number that belongs to what is outside of B, or of the tokens that bear loss."""
-    known_RT = masks.tokens_RT if known_RT is None else known_RT
+    known_RT = masks.loss_tokens_RT if known_RT is None else known_RT
     facts = batch.facts
     # A version may be what a completion is rejected for.
-    lost_R = (~masks.baseline_C & (masks.rejected_C == NONE))[batch.completion_ids_R]
-    turn_rewards_RT = torch.where(masks.tokens_RT, batch.turn_rewards_RT, junk)
+    lost_R = (~masks.baseline_C & (masks.rejected_by_C == NONE))[batch.completion_ids_R]
+    turn_rewards_RT = torch.where(masks.loss_tokens_RT, batch.turn_rewards_RT, junk)
     return replace(
         batch,
         facts=replace(facts, rewards_C=torch.where(masks.baseline_C, facts.rewards_C, junk)),
-        behaviour_logprobs_RT=torch.where(known_RT, batch.behaviour_logprobs_RT, junk),
+        rollout_logprobs_RT=torch.where(known_RT, batch.rollout_logprobs_RT, junk),
         versions_RT=torch.where(lost_R.unsqueeze(1), 2**31 - 1, batch.versions_RT),
         parts_PC=torch.where(masks.baseline_C, batch.parts_PC, junk),
         turn_rewards_RT=turn_rewards_RT,
     )
 
 
-def _littered_survey(survey: Survey, batch: Batch, mask_RT: Tensor, junk: float) -> Survey:
+def _littered_survey(survey: ForwardStatistics, batch: Batch, mask_RT: Tensor, junk: float) -> ForwardStatistics:
     """With junk outside of the mask; the end of a completion counts where any of its tokens does."""
     bears_C = torch.zeros_like(batch.facts.measured_C)
     bears_C[batch.completion_ids_R[mask_RT.any(dim=1)]] = True
     loss_R = bears_C[batch.completion_ids_R]
-    return Survey(
-        logprobs_RT=torch.where(mask_RT, survey.logprobs_RT, junk),
-        squares_RT=torch.where(mask_RT, survey.squares_RT, junk),
+    return ForwardStatistics(
+        old_logprobs_RT=torch.where(mask_RT, survey.old_logprobs_RT, junk),
+        sum_pi_squared_RT=torch.where(mask_RT, survey.sum_pi_squared_RT, junk),
         values_RT=torch.where(mask_RT, survey.values_RT, junk),
         end_values_R=torch.where(loss_R, survey.end_values_R, junk),
     )
@@ -272,4 +274,4 @@ def _by_key(values_C: Tensor, keys: Sequence[int], valid_C: Tensor) -> Tensor:
 def _tokens_by_key(values_RT: Tensor, keys: Sequence[int], batch: Batch, masks: Masks) -> Tensor:
     owners = batch.completion_ids_R.tolist()
     order = sorted(range(len(owners)), key=lambda row: (keys[owners[row]], row))
-    return values_RT[order][masks.tokens_RT[order]]
+    return values_RT[order][masks.loss_tokens_RT[order]]

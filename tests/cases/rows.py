@@ -13,7 +13,7 @@ def sampled_row(
     return Row(
         prompt_ids=array("i", prompt).tobytes(),
         token_ids=array("i", tokens).tobytes(),
-        sampled=[(0, len(tokens))],
+        sampled_ranges=[(0, len(tokens))],
         logprobs=array("f", logprobs).tobytes(),
         spans=[Span(version, 0, len(tokens))],
     )

@@ -40,7 +40,7 @@ class Sheet:
 
     def number(self, frequency: float, outside: float = 0.0) -> Tensor:
         """float64 (R, T), between -1 and 1, another one for another frequency; `outside` where nothing bears loss."""
-        return torch.where(self.mask_RT, (frequency * self.batch.behaviour_logprobs_RT).sin(), outside)
+        return torch.where(self.mask_RT, (frequency * self.batch.rollout_logprobs_RT).sin(), outside)
 
     def logprobs(self, network: Network) -> Tensor:
         """Of every token, with gradient; 0 for the first of each row."""

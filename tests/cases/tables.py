@@ -9,15 +9,15 @@ from typing import Any
 from stream.errors import SettingsError
 from tests.cases.completions import MAX_AGE
 from workers.settings import Settings
-from workers.settings.file import parse
+from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.aggregation import AGGREGATIONS
 from workers.train.algorithms.divergence import DIVERGENCES
-from workers.train.algorithms.importance import IMPORTANCE
+from workers.train.algorithms.importance import IMPORTANCE_LEVELS
 from workers.train.algorithms.losses import LOSSES
 from workers.train.algorithms.normalization import NORMALIZERS
 from workers.train.algorithms.rejection import REJECTIONS
-from workers.train.algorithms.shaping import SHAPINGS
+from workers.train.algorithms.shaping import REWARD_SHAPINGS
 from workers.train.algorithms.token_selection import SELECTORS
 
 Table = dict[str, Any]
@@ -72,7 +72,7 @@ BOUNDS: dict[str, Table] = {
 
 def missing() -> list[str]:
     """What is registered and no table can name, each with what to add."""
-    lacking = [f"SHAPED[{name!r}]" for name in set(SHAPINGS) - set(SHAPED)]
+    lacking = [f"SHAPED[{name!r}]" for name in set(REWARD_SHAPINGS) - set(SHAPED)]
     lacking += [f"NORMALISED[{name!r}]" for name in set(NORMALIZERS) - set(NORMALISED)]
     lacking += [f"BOUNDS[{name!r}]" for name in REJECTIONS if name not in BOUNDS]
     lacking += [f"SOME[{name!r}] and ALL[{name!r}]" for name in SELECTORS if name not in SOME or name not in ALL]
@@ -86,12 +86,12 @@ def _slots() -> dict[str, dict[str, Table]]:
         "proximal": {f"proximal:{n}": {"algorithm": {"proximal": n}} for n in ("recompute", "engine", "interpolate")},
         "weights": {
             "": {},
-            **{f"{name}": {"correction": {"weights": name, "upper": 1.7}} for name in IMPORTANCE},
+            **{f"{name}": {"correction": {"weights": name, "upper": 1.7}} for name in IMPORTANCE_LEVELS},
             **{
                 f"{name} normalised": {
                     "correction": {"weights": name, "lower": 0.4, "upper": 3.0, "outside": "zero", "normalize": True}
                 }
-                for name in IMPORTANCE
+                for name in IMPORTANCE_LEVELS
             },
         },
         "rejection": {
@@ -126,12 +126,12 @@ def merged(left: Table, right: Table) -> Table:
 
 def settings_of(table: Table, extra: Table | None = None) -> Settings:
     """The settings of a table."""
-    return parse(merged(merged(LEAST, table), extra or {}))
+    return parse_settings(merged(merged(LEAST, table), extra or {}))
 
 
 def choosing(table: Table, number: dict[str, Table]) -> Table:
     """The table, with its loss's selector choosing so many; the table as it is if there is none."""
-    options = number.get(LOSSES[table["loss"]["name"]].declared.selector, {})
+    options = number.get(LOSSES[table["loss"]["name"]].traits.selector, {})
     return merged(table, {"loss": options})
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from stream.dead import Letter, letters
-from stream.ledger import Line
-from stream.link import Link
-from stream.view import RunView, look
+from stream.connection.run_connection import RunConnection
+from stream.operator.dead_letters import DeadLetter, list_dead_letters
+from stream.operator.run_status import RunStatus, read_status
+from stream.trainer.ledger import LedgerRecord
 from tests.chaos.ends import intended
 from tests.chaos.witness import row_of, testimony
-from workers.run.live import locate, visit
-from workers.train.keeping.checkpoint import Checkpoints
+from workers.run.run_info import find_run, with_run
+from workers.train.checkpointing.checkpoint import CheckpointStore
 
 
 class Verdict(Struct, kw_only=True):
@@ -40,16 +40,16 @@ class Verdict(Struct, kw_only=True):
 
 def audit(folder: Path, groups: int) -> Verdict:
     """Judge the run in a folder, whose server is at rest."""
-    view, dead = visit(locate(str(folder)), _ask)
-    checkpoint = Checkpoints(folder / "checkpoints").latest()
+    view, dead = with_run(find_run(str(folder)), _ask)
+    checkpoint = CheckpointStore(folder / "checkpoints").latest()
     weights = testimony(checkpoint.model).tolist() if checkpoint else [0.0] * groups
     noted: list[list[str]] = [[] for _ in range(groups)]
     for text in (folder / "ledger.jsonl").read_bytes().splitlines():
-        line = msgspec.json.decode(text, type=Line)
-        noted[row_of(line.prompt)].append(line.end)
+        line = msgspec.json.decode(text, type=LedgerRecord)
+        noted[row_of(line.prompt)].append(line.outcome)
     buried: list[list[str]] = [[] for _ in range(groups)]
     for letter in dead:
-        if not letter.fed:  # somebody's junk, no prompt's end
+        if not letter.ends_prompt:  # somebody's junk, no prompt's end
             continue
         buried[row_of(letter.prompt_id)].append(f"dead:{letter.stage}")
     ends: list[list[str]] = [[] for _ in range(groups)]
@@ -83,11 +83,11 @@ def acquitted(verdict: Verdict, groups: int) -> bool:
     return verdict.fed == groups == ended and not any(amiss)
 
 
-async def _ask(link: Link) -> tuple[RunView, list[Letter]]:
-    return await look(link), await letters(link, count=1_000_000)
+async def _ask(connection: RunConnection) -> tuple[RunStatus, list[DeadLetter]]:
+    return await read_status(connection), await list_dead_letters(connection, count=1_000_000)
 
 
-def _unsettled(view: RunView, trained: int, dropped: dict[str, int], dead: int) -> int:
+def _unsettled(view: RunStatus, trained: int, dropped: dict[str, int], dead: int) -> int:
     left = sum(stage.depth for stage in view.stages.values()) + view.open + view.outstanding
     books = {"trained": trained, "dead": dead, **{f"dropped:{reason}": n for reason, n in dropped.items()}}
     return left + sum(abs(view.counts.get(name, 0) - n) for name, n in books.items())

@@ -14,14 +14,14 @@ import msgspec
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
-from stream.ledger import Ledger
-from stream.link import Link, connect
-from stream.steering import pause, resume
-from stream.view import RunView, look
+from stream.operator.run_control import pause, resume
+from stream.operator.run_status import RunStatus, read_status
+from stream.trainer.ledger import Ledger
 from tests.chaos.schedule import SERVER, Blow
-from workers.run.live import Live, read
-from workers.train.keeping.checkpoint import MANIFEST, Manifest
+from workers.run.run_info import RunInfo, read_run_info
+from workers.train.checkpointing.checkpoint import MANIFEST, Manifest
 
 _ABSENT_S = 3.0
 """A role that is not back by then has nothing left to do; somebody else is killed in its place."""
@@ -60,28 +60,28 @@ class Executioner:
     async def run(self) -> None:
         """Strike every blow."""
         live = await self._live()
-        async with connect(live.redis, live.run, create=False) as link, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._hold_back, link)
+        async with connect(live.redis, live.run, create=False) as connection, anyio.create_task_group() as tasks:
+            tasks.start_soon(self._hold_back, connection)
             for place, blow in enumerate(self.blows):
                 later = (after.fraction for after in self.blows[place + 1 :] if after.when != "soon")
                 self.limit = next(later, 1.0) + _AHEAD
-                await self._reached(blow.fraction, link)
-                await self._deal(blow, live, link)
+                await self._reached(blow.fraction, connection)
+                await self._deal(blow, live, connection)
             # Whoever held it back may have to let it go twice: a server forgets.
-            await self._reached(1.0, link)
+            await self._reached(1.0, connection)
             tasks.cancel_scope.cancel()
 
-    async def _hold_back(self, link: Link) -> None:
+    async def _hold_back(self, connection: RunConnection) -> None:
         """Pause the run where it is ahead of its kills, or it would come to its end before them."""
         while True:
-            view = await self._look(link)
+            view = await self._look(connection)
             ahead = view is not None and _ended(view) >= self.limit * self.groups
             if view is not None and ahead != bool(view.paused):
                 with suppress(PenstockError):  # it has finished
-                    await (pause if ahead else resume)(link, "chaos")
-            await link.wait("$", 0.2)
+                    await (pause if ahead else resume)(connection, "chaos")
+            await connection.wait_for_change("$", 0.2)
 
-    async def _deal(self, blow: Blow, live: Live, link: Link) -> None:
+    async def _deal(self, blow: Blow, live: RunInfo, connection: RunConnection) -> None:
         await anyio.sleep(blow.delay_s)
         if blow.when == "checkpoint":
             self.limit = math.inf  # in a run that stands still none would ever come
@@ -94,22 +94,22 @@ class Executioner:
         else:
             await self._strike(blow.roles)
         if blow.when == "checkpoint":
-            self.between += await self._was_between(link)
+            self.between += await self._was_between(connection)
 
-    async def _live(self) -> Live:
+    async def _live(self) -> RunInfo:
         """Wait until the engine is there, and with it everybody."""
-        while (live := read(self.folder)) is None or not live.engines:
+        while (live := read_run_info(self.folder)) is None or not live.engines:
             await anyio.sleep(0.02)
         return live
 
-    async def _reached(self, fraction: float, link: Link) -> None:
-        while (view := await self._look(link)) is None or _ended(view) < fraction * self.groups:
-            await link.wait("$", 0.5)
+    async def _reached(self, fraction: float, connection: RunConnection) -> None:
+        while (view := await self._look(connection)) is None or _ended(view) < fraction * self.groups:
+            await connection.wait_for_change("$", 0.5)
 
     @staticmethod
-    async def _look(link: Link) -> RunView | None:
+    async def _look(connection: RunConnection) -> RunStatus | None:
         try:
-            return await look(link)
+            return await read_status(connection)
         except PenstockError:  # nobody has begun
             return None
 
@@ -140,16 +140,16 @@ class Executioner:
             others = [role for role, pids in processes().items() for _ in pids - chosen.keys() if role != SERVER]
             await self._strike(tuple(others[:missing]) or ("train",))
 
-    async def _was_between(self, link: Link) -> bool:
+    async def _was_between(self, connection: RunConnection) -> bool:
         """Whether groups that the newest checkpoint holds are still marked on the server."""
         newest = max((self.folder / "checkpoints").glob("step-*"), key=lambda path: path.stat().st_mtime_ns)
         manifest = msgspec.json.decode((newest / MANIFEST).read_bytes(), type=Manifest)
-        ends = Ledger.read(self.folder / "ledger.jsonl", manifest.progress.ledger_bytes)
-        marked = await link.read_hash("scored:ended")
+        ends = Ledger.read_outcomes(self.folder / "ledger.jsonl", manifest.progress.ledger_bytes)
+        marked = await connection.read_hash("scored:ended")
         return any(prompt in ends for prompt in marked.values())
 
 
-def _ended(view: RunView) -> int:
+def _ended(view: RunStatus) -> int:
     return sum(n for name, n in view.balance.items() if name in {"trained", "dropped", "dead"})
 
 

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 from tests.chaos.ends import GROUP_SIZE, REFUSED, intended
-from workers.run.roles import ENGINE, RoleSpec, commands
+from workers.run.role_specs import ENGINE, RoleSpec, role_specs
 from workers.settings import Settings
-from workers.settings.file import parse
+from workers.settings.toml_file import parse_settings
 
 HERE = Path(__file__).parent
 END = 10
@@ -32,7 +32,7 @@ def write_project(folder: Path, groups: int, seed: int, fsync: str = "everysec")
         for row in range(groups):
             role = "nobody" if intended(row) == REFUSED else "user"
             file.write(json.dumps({"prompt": [{"role": role, "content": str(row)}], "number": row}) + "\n")
-    return parse(
+    return parse_settings(
         {
             "run": {"name": "chaos", "folder": str(folder / "run"), "seed": seed},
             "model": {"path": str(folder / "model")},
@@ -54,7 +54,7 @@ def roles(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) 
     """The command lines of `penstock run`, but for the trainer's, whose learner is the witness."""
     addresses = ("--redis", redis, *(part for url in engines for part in ("--engine", url)))
     train = RoleSpec(role="train", command=(sys.executable, str(HERE / "trainer.py"), str(file), *addresses))
-    return [train if spec.role == "train" else spec for spec in commands(settings, file, redis, engines)]
+    return [train if spec.role == "train" else spec for spec in role_specs(settings, file, redis, engines)]
 
 
 def engine(settings: Settings, _file: Path, port: int) -> RoleSpec:

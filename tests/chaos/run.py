@@ -30,10 +30,10 @@ from tests.chaos import project
 from tests.chaos.audit import acquitted, audit
 from tests.chaos.kills import Executioner
 from tests.chaos.schedule import schedule
-from workers import logs
-from workers.run.folder import held, keep_settings
-from workers.run.progress import display_for
-from workers.run.supervisor import Outcome, Supervisor
+from workers.run.progress_display import choose_display
+from workers.run.run_folder import lock_folder, write_settings
+from workers.run.supervisor import RunOutcome, Supervisor
+from workers.runtime import log_setup as logs
 from workers.settings import Settings
 
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     executioner = Executioner(folder=settings.folder, groups=options.groups, fsync=options.fsync, blows=blows)
     (settings.folder / "logs").mkdir(parents=True)
     began = time.monotonic()
-    with logs.to_file("chaos", settings.folder / "logs" / "supervisor.log"):
+    with logs.log_to_file("chaos", settings.folder / "logs" / "supervisor.log"):
         outcome = _run(settings, executioner, options.limit, quiet=options.json)
         seconds = round(time.monotonic() - began, 1)
         verdict = audit(settings.folder, options.groups)
@@ -75,28 +75,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if well else 1
 
 
-def _run(settings: Settings, executioner: Executioner, limit_s: float, *, quiet: bool) -> Outcome | None:
+def _run(settings: Settings, executioner: Executioner, limit_s: float, *, quiet: bool) -> RunOutcome | None:
     """Supervise the run to its end, with kills; None where it did not come to one in time."""
-    outcomes: list[Outcome] = []
+    outcomes: list[RunOutcome] = []
 
     async def main() -> None:
         with anyio.move_on_after(limit_s):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(executioner.run)
-                with display_for(quiet) as display:
+                with choose_display(quiet) as display:
                     supervisor = Supervisor(settings, file, display, project.roles, project.engine)
                     outcomes.append(await supervisor.run())
                 tasks.cancel_scope.cancel()
 
-    with held(settings.folder):
-        file = keep_settings(settings)
+    with lock_folder(settings.folder):
+        file = write_settings(settings)
         anyio.run(main)
     return outcomes[0] if outcomes else None
 
 
 def _again(folder: Path) -> dict[str, int]:
     """Groups done again: trained, since no checkpoint had them; sampled, since their worker, or server, died."""
-    begun = [line for line in (folder / "logs" / "train-0.log").read_text().splitlines() if '"trainer.begun"' in line]
+    begun = [line for line in (folder / "logs" / "train-0.log").read_text().splitlines() if '"trainer.started"' in line]
     asked = Counter((folder / project.ASKED).read_text().split())
     return {
         "trained": sum(json.loads(line)["groups_again"] for line in begun),
@@ -104,7 +104,7 @@ def _again(folder: Path) -> dict[str, int]:
     }
 
 
-def _complain(outcome: Outcome | None, executioner: Executioner) -> bool:
+def _complain(outcome: RunOutcome | None, executioner: Executioner) -> bool:
     """Say what kept the run from its end; True where nothing did."""
     why = ""
     if outcome is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.chaos.ends import VOCABULARY
 from workers.feed.source import open_source
 from workers.settings import Settings
-from workers.train.keeping.durable import new_folder
+from workers.train.checkpointing.durable import create_folder_atomically
 from workers.train.step.batch import Batch
 from workers.train.step.report import StepReport
 
@@ -55,7 +55,7 @@ class Witness:
 
     def save_weights(self, folder: Path) -> None:
         """Write the weights to a new folder."""
-        with new_folder(folder) as temporary:
+        with create_folder_atomically(folder) as temporary:
             self.write_weights(temporary)
 
     def write_weights(self, folder: Path) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tests.conformance.cases import Case, NotMappedError, named
-from workers.train.algorithms.diagnostics import correction_metrics
-from workers.train.algorithms.importance import IMPORTANCE, ImportanceWeights, importance_weights
-from workers.train.algorithms.rejection import REJECTIONS, Rule, reject
+from workers.train.algorithms.correction_metrics import correction_metrics
+from workers.train.algorithms.importance import IMPORTANCE_LEVELS, ImportanceWeights, importance_weights
+from workers.train.algorithms.rejection import REJECTIONS, RejectionRule, reject
 
 PEER_NOISE: Final = 1e-4
 """The file's standard deviations are sqrt(E[x^2] - E[x]^2) with 1e-8 added to the number of tokens: that of equal
@@ -26,7 +26,7 @@ class Corrected:
     metrics: Mapping[str, Any]
 
 
-def rules_of(config: Mapping[str, Any]) -> list[Rule]:
+def rules_of(config: Mapping[str, Any]) -> list[RejectionRule]:
     """verl's `rollout_rs` and its thresholds as our rules: one number for each, or one for all."""
     if not config.get("rollout_rs"):
         return []
@@ -38,13 +38,13 @@ def rules_of(config: Mapping[str, Any]) -> list[Rule]:
     return [_rule(name, bound) for name, bound in zip(names, bounds, strict=True)]
 
 
-def _rule(name: str, bound: str) -> Rule:
+def _rule(name: str, bound: str) -> RejectionRule:
     named(REJECTIONS, name, "rejection rule")
     lower, _, upper = bound.rpartition("_")
     if name.endswith("k1"):
         # One number stands for itself and its inverse.
-        return Rule(name, float(lower) if lower else 1 / float(upper), float(upper))
-    return Rule(name, 0.0, float(upper))
+        return RejectionRule(name, float(lower) if lower else 1 / float(upper), float(upper))
+    return RejectionRule(name, 0.0, float(upper))
 
 
 def bounds_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,34 +63,42 @@ def weights_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     level = config.get("rollout_is")
     if level is None or config.get("rollout_is_threshold", 2.0) is None:
         return None
-    named(IMPORTANCE, level, "level of importance weights")
+    named(IMPORTANCE_LEVELS, level, "level of importance weights")
     return {"level": level, **bounds_of(config)}
 
 
-def correct(train_RT: Tensor, rollout_RT: Tensor, mask_RT: Tensor, config: Mapping[str, Any]) -> Corrected:
+def correct(
+    old_logprobs_RT: Tensor, rollout_logprobs_RT: Tensor, mask_RT: Tensor, config: Mapping[str, Any]
+) -> Corrected:
     """Reject, weigh what survived, measure; every row is a completion.
 
     The file's metrics are over what was there before rejection, those of the weights too.
     """
     ids_R = torch.arange(len(mask_RT))
     options = weights_of(config)
-    rejection = reject(rules_of(config), train_RT, rollout_RT, mask_RT, ids_R)
-    surviving = _weights(train_RT, rollout_RT, rejection.kept_RT, ids_R, options)
+    rejection = reject(rules_of(config), old_logprobs_RT, rollout_logprobs_RT, mask_RT, ids_R)
+    surviving = _weights(old_logprobs_RT, rollout_logprobs_RT, rejection.kept_RT, ids_R, options)
     metrics = correction_metrics(
-        train_RT,
-        rollout_RT,
+        old_logprobs_RT,
+        rollout_logprobs_RT,
         mask_RT,
         ids_R,
         rejection=rejection if rejection.rules else None,
-        weights=_weights(train_RT, rollout_RT, mask_RT, ids_R, options),
+        weights=_weights(old_logprobs_RT, rollout_logprobs_RT, mask_RT, ids_R, options),
     )
     return Corrected(rejection.kept_RT, surviving, metrics)
 
 
 def _weights(
-    train_RT: Tensor, rollout_RT: Tensor, mask_RT: Tensor, ids_R: Tensor, options: Mapping[str, Any] | None
+    old_logprobs_RT: Tensor,
+    rollout_logprobs_RT: Tensor,
+    mask_RT: Tensor,
+    ids_R: Tensor,
+    options: Mapping[str, Any] | None,
 ) -> ImportanceWeights | None:
-    return None if options is None else importance_weights(train_RT, rollout_RT, mask_RT, ids_R, **options)
+    return (
+        None if options is None else importance_weights(old_logprobs_RT, rollout_logprobs_RT, mask_RT, ids_R, **options)
+    )
 
 
 def expect_metrics(case: Case, metrics: Mapping[str, Tensor], prefix: str = "") -> None:

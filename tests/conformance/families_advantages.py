@@ -73,7 +73,7 @@ def advantages_C(case: Case, estimator: str, params: Mapping[str, Any], **extra:
     if "rewards" in case.words:
         inputs["rewards_C"] = case.floats("rewards")
         inputs["correct_C"] = inputs["rewards_C"] >= params.get("correct_at", 1.0)
-    return estimate(name, inputs, options, singleton="zero")
+    return estimate(name, inputs, options, single_sample_policy="zero")
 
 
 @family("token_advantages")

@@ -12,9 +12,9 @@ from workers.train.algorithms.grouping import Grouping
 from workers.train.algorithms.importance import importance_weights
 from workers.train.algorithms.losses import token_loss
 from workers.train.algorithms.normalization import normalize, normalize_tokens
-from workers.train.algorithms.proximal import interpolated
-from workers.train.algorithms.rejection import Rule, reject
-from workers.train.algorithms.shaping import overlong
+from workers.train.algorithms.proximal import interpolate_logprobs
+from workers.train.algorithms.rejection import RejectionRule, reject
+from workers.train.algorithms.shaping import shape_overlong
 
 LOSS_NAMES: Final = {"ppo": "clipped", "grpo": "clipped", "gspo": "clipped", "sapo": "sapo", "cispo": "cispo"}
 STAT_NAMES: Final = {"clip_mask": "clip_fraction", "dual_clip_mask": "clip_fraction_lower"}
@@ -59,7 +59,7 @@ def areal_losses(case: Case) -> None:
     case.expect("expected_loss", output.loss)
     case.expect("expected_grad", logprobs_RT.grad)
     ids_R = torch.arange(len(kept_RT))
-    marks = token_loss(name, logprobs_RT.detach(), completion_ids_R=ids_R, **inputs).marks
+    marks = token_loss(name, logprobs_RT.detach(), completion_ids_R=ids_R, **inputs).token_metrics
     none_RT = torch.zeros_like(kept_RT)
 
     def stat(name: str) -> Tensor:
@@ -84,10 +84,10 @@ def _behaviour_correction(case: Case) -> tuple[Tensor, Tensor | None]:
     kept_RT = mask_RT
     if options["action"] == "mask":
         # The rule is written in the inverse ratio.
-        rule = Rule("token_k1", 1 / upper, 1 / lower if lower else float("inf"))
+        rule = RejectionRule("token_k1", 1 / upper, 1 / lower if lower else float("inf"))
         kept_RT, lower, upper = reject([rule], *pair, mask_RT, ids_R).kept_RT, 0.0, float("inf")
     weights = importance_weights(
-        *pair, kept_RT, ids_R, level="token", lower=lower, upper=upper, outside="truncate", normalize=False
+        *pair, kept_RT, ids_R, level="token", lower=lower, upper=upper, out_of_range="truncate", normalize=False
     )
     return kept_RT, weights.weights_RT
 
@@ -124,7 +124,7 @@ def _group_ids(case: Case, rows: int) -> Tensor:
 def areal_m2po(case: Case) -> None:
     """Which tokens the bound on the second moment keeps, over the inputs of the losses."""
     case = case.with_shared("areal_loss_inputs")
-    mask_RT, rule = case.mask("mask"), Rule("m2po", 0.0, float(case["m2_threshold"]))
+    mask_RT, rule = case.mask("mask"), RejectionRule("m2po", 0.0, float(case["m2_threshold"]))
     pair = (case.floats("prox_logp"), case.floats("behave_logp"))
     case.expect_mask("expected_mask", reject([rule], *pair, mask_RT, torch.arange(len(mask_RT))).kept_RT)
 
@@ -134,7 +134,7 @@ def areal_prox_approx(case: Case) -> None:
     """Proximal log-probs between the engine's and the trainer's, by each method that the case has a result of."""
     versions_RT = torch.tensor(case["versions"])
     for method in sorted(set(case.words) - {"id", "versions", "current_version", "old_logp", "logp", "dtype"}):
-        found = interpolated(
+        found = interpolate_logprobs(
             case.floats("old_logp"),
             case.floats("logp"),
             versions_RT,
@@ -166,7 +166,7 @@ def areal_gae(case: Case) -> None:
 @family("areal_overlong")
 def areal_overlong(case: Case) -> None:
     """A reward less the penalty for length; AReaL has no other for one that was cut short."""
-    found = overlong(
+    found = shape_overlong(
         case.tensor([case["reward"]]),
         torch.tensor([True]),
         torch.tensor([case["response_len"]]),

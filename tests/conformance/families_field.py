@@ -17,13 +17,13 @@ from tests.conformance.cases import Case, cases_of, family, named, read
 from tests.conformance.families_advantages import estimator_of
 from tests.conformance.families_correction import check_correction
 from tests.conformance.families_losses import check_policy_loss
-from workers.rollout.engine import answer
+from workers.rollout.engine_client import sampled_turn as answer
 from workers.train.algorithms.advantages import ESTIMATORS, estimate
+from workers.train.algorithms.completion_layout import CompletionLayout
 from workers.train.algorithms.grouping import Grouping
-from workers.train.algorithms.masks import DROP_REASONS, NONE, TRUNCATION_REASONS, Facts, Masks, derive
+from workers.train.algorithms.masks import DROP_REASONS, NONE, TRUNCATION_REASONS, CompletionFacts, Masks, derive_masks
 from workers.train.algorithms.normalization import normalize, normalize_tokens
-from workers.train.algorithms.shaping import clipped
-from workers.train.algorithms.trajectories import Trajectories
+from workers.train.algorithms.shaping import clip_rewards
 
 VENDORED: Final = Path(__file__).with_name("advantages.json")
 
@@ -53,8 +53,8 @@ def trailing_tool_token(case: Case) -> None:
     """The reward lands on the last token that counts, whichever stands behind it."""
     mask_RT = case.mask("mask")
     ids_R = torch.arange(len(mask_RT))
-    sheets = Trajectories(ids_R, len(mask_RT), mask_RT, mask_RT)
-    rewards_CT = sheets.place(case.floats("row_rewards"))
+    sheets = CompletionLayout(ids_R, len(mask_RT), mask_RT, mask_RT)
+    rewards_CT = sheets.on_last_token(case.floats("row_rewards"))
     inputs = {
         "token_rewards_CT": rewards_CT,
         "mask_CT": sheets.mask_CT,
@@ -63,7 +63,7 @@ def trailing_tool_token(case: Case) -> None:
     }
     options = {"discount": case["gamma"], "gae_lambda": case["lam"], "whiten": False}
     for name in ("gae", "reinforce_plus_plus"):
-        case.expect("expected_returns", sheets.rows(ESTIMATORS[name](inputs, options).returns_CT))
+        case.expect("expected_returns", sheets.to_rows(ESTIMATORS[name](inputs, options).returns_CT))
 
 
 @check("token_rejected_but_row_valid")
@@ -71,14 +71,14 @@ def token_rejected_but_row_valid(case: Case) -> None:
     """A token is rejected, and the row keeps its reward and its other tokens."""
     kept_RT = case.mask("mask")
     facts = _facts(case["row_rewards"], case.codes("group_ids"))
-    masks = derive(
+    masks = derive_masks(
         facts,
         torch.arange(len(kept_RT)),
         torch.ones_like(kept_RT),
         truncation={},
-        rejected={"the case's": ~kept_RT},
+        rejected_by_rule={"the case's": ~kept_RT},
     )
-    case.expect("expected", torch.where(masks.tokens_RT, _advantages_C(case, facts, masks).unsqueeze(1), 0.0))
+    case.expect("expected", torch.where(masks.loss_tokens_RT, _advantages_C(case, facts, masks).unsqueeze(1), 0.0))
 
 
 @check("all_outputs_of_trajectory_rejected")
@@ -89,9 +89,11 @@ def session_final_output_rejected(case: Case) -> None:
     ids_R = torch.tensor(case["row_to_trajectory"])
     facts = _facts(case["trajectory_rewards"], torch.zeros(len(case["trajectory_rewards"]), dtype=torch.int64))
     sampled_RT = torch.ones(len(ids_R), 1, dtype=torch.bool)
-    masks = derive(facts, ids_R, sampled_RT, truncation={}, rejected={"the case's": rejected_R.unsqueeze(1)})
+    masks = derive_masks(
+        facts, ids_R, sampled_RT, truncation={}, rejected_by_rule={"the case's": rejected_R.unsqueeze(1)}
+    )
     found_C = _advantages_C(case, facts, masks)
-    case.expect("expected_row_advantage", torch.where(masks.loss_R, found_C[ids_R], 0.0))
+    case.expect("expected_row_advantage", torch.where(masks.loss_rows_R, found_C[ids_R], 0.0))
 
 
 @check("denominator_counts_rejected_tokens")
@@ -132,10 +134,10 @@ def adv_norm_truncated_row(case: Case) -> None:
     rewards = case.get("rewards", [1.0] * len(mask_RT))
     truncated = [None if valid else TruncationReason.LENGTH for valid in case["valid"]]
     facts = _facts(rewards, torch.zeros(len(rewards), dtype=torch.int64), truncated=truncated)
-    masks = derive(facts, torch.arange(len(rewards)), mask_RT, truncation={TruncationReason.LENGTH: "exclude"})
+    masks = derive_masks(facts, torch.arange(len(rewards)), mask_RT, truncation={TruncationReason.LENGTH: "exclude"})
     found = normalize_tokens(
         masks.rewards_C.unsqueeze(1).expand(mask_RT.shape),
-        masks.tokens_RT,
+        masks.loss_tokens_RT,
         facts.group_ids_C,
         mean="batch",
         std="none",
@@ -151,11 +153,11 @@ def inf_reward_before_clip(case: Case) -> None:
     """A reward that is no number is invalid before anything bounds it."""
     facts = _facts(case["rewards"], torch.arange(len(case["rewards"])))
     ids_R = torch.arange(len(case["rewards"]))
-    masks = derive(facts, ids_R, torch.ones(len(ids_R), 1, dtype=torch.bool), truncation={})
+    masks = derive_masks(facts, ids_R, torch.ones(len(ids_R), 1, dtype=torch.bool), truncation={})
     case.expect("valid", masks.baseline_C)
     found = normalize(
-        clipped(masks.rewards_C, masks.baseline_C, limit=float(case.get("clip", 20.0))),
-        Grouping(facts.group_ids_C, masks.baseline_C, facts.groups),
+        clip_rewards(masks.rewards_C, masks.baseline_C, limit=float(case.get("clip", 20.0))),
+        Grouping(facts.group_ids_C, masks.baseline_C, facts.num_groups),
         mean="batch",
         std="none",
         leave_one_out=False,
@@ -172,10 +174,10 @@ def gpg_padding_rows(case: Case) -> None:
     dropped = [DropReason.PADDING if row >= len(rewards) - 4 else None for row in range(len(rewards))]
     facts = _facts(rewards, torch.zeros(len(rewards), dtype=torch.int64), dropped=dropped)
     ids_R = torch.arange(len(rewards))
-    masks = derive(facts, ids_R, torch.ones(len(ids_R), 1, dtype=torch.bool), truncation={})
-    groups = Grouping(facts.group_ids_C, masks.baseline_C, facts.groups)
+    masks = derive_masks(facts, ids_R, torch.ones(len(ids_R), 1, dtype=torch.bool), truncation={})
+    groups = Grouping(facts.group_ids_C, masks.baseline_C, facts.num_groups)
     inputs = {"rewards_C": masks.rewards_C, "groups": groups, "loss_lengths_C": masks.loss_C.long()}
-    found = estimate("gpg", inputs, {"f_norm": 1.0}, singleton="zero")
+    found = estimate("gpg", inputs, {"f_norm": 1.0}, single_sample_policy="zero")
     case.expect("expected_first4", found[:-4])
 
 
@@ -183,7 +185,7 @@ def gpg_padding_rows(case: Case) -> None:
 def eos_by_finish_reason(case: Case) -> None:
     """What the engine says of the end decides, whatever the lengths."""
     for number, words in enumerate(case["cases"]):
-        found = [answer.cut_off(reason) for reason in words["finish_reasons"]]
+        found = [answer.is_truncated(reason) for reason in words["finish_reasons"]]
         case.expect(f"cases[{number}].expected_truncated", found, words["expected_truncated"])
 
 
@@ -193,19 +195,19 @@ def _facts(
     *,
     truncated: list[TruncationReason | None] | None = None,
     dropped: list[DropReason | None] | None = None,
-) -> Facts:
+) -> CompletionFacts:
     """What producers would say of completions with these rewards."""
     found = [measure(float(reward)) for reward in rewards]
     none_C = torch.full_like(group_ids_C, NONE)
-    return Facts(
+    return CompletionFacts(
         group_ids_C=group_ids_C,
-        groups=int(group_ids_C.max()) + 1,
+        num_groups=int(group_ids_C.max()) + 1,
         rewards_C=torch.tensor([float(reward) for reward in rewards], dtype=torch.float64),
         measured_C=torch.tensor([isinstance(reward, Measured) for reward in found]),
         reward_reason_C=none_C,
-        failed_C=none_C,
-        truncated_C=_codes(truncated, TRUNCATION_REASONS) if truncated else none_C,
-        dropped_C=_codes(dropped, DROP_REASONS) if dropped else none_C,
+        rollout_reason_C=none_C,
+        truncation_reason_C=_codes(truncated, TRUNCATION_REASONS) if truncated else none_C,
+        drop_reason_C=_codes(dropped, DROP_REASONS) if dropped else none_C,
         turns_C=torch.ones_like(group_ids_C),
     )
 
@@ -214,12 +216,12 @@ def _codes(reasons: list[Any], known: tuple[Any, ...]) -> Tensor:
     return torch.tensor([NONE if reason is None else known.index(reason) for reason in reasons])
 
 
-def _advantages_C(case: Case, facts: Facts, masks: Masks) -> Tensor:
+def _advantages_C(case: Case, facts: CompletionFacts, masks: Masks) -> Tensor:
     """By the case's estimator, of what the masks let vote."""
     name, options = estimator_of(case["estimator"], case.get("params", {}))
-    groups = Grouping(facts.group_ids_C, masks.baseline_C, facts.groups)
+    groups = Grouping(facts.group_ids_C, masks.baseline_C, facts.num_groups)
     inputs = {"rewards_C": masks.rewards_C, "groups": groups, "loss_lengths_C": masks.loss_C.long()}
-    return estimate(name, inputs, options, singleton="zero")
+    return estimate(name, inputs, options, single_sample_policy="zero")
 
 
 def _policy_cases(case: Case) -> list[Case]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.conformance.cases import Case, family, named
 from tests.conformance.corrections import Corrected, correct, expect_metrics
-from tests.conformance.policies import LOSS_NAMES, loss_of, loss_options, row_factors
+from tests.conformance.policies import LOSS_NAMES, case_row_factors, loss_of, loss_options
 from workers.train.algorithms.divergence import DIVERGENCES
 from workers.train.algorithms.losses import LossOutput
 from workers.train.algorithms.value import value_loss
@@ -120,7 +120,7 @@ def value_losses(case: Case) -> None:
         case.floats("values"),
         case.floats("returns"),
         mask_RT,
-        row_factors(case["agg"], mask_RT, case.get("info")),
+        case_row_factors(case["agg"], mask_RT, case.get("info")),
         clip=float(case["cliprange_value"]),
     )
     case.expect("expected", output.loss)

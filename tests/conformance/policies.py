@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.conformance.cases import named
-from workers.train.algorithms.aggregation import AGGREGATIONS, Totals, factors
+from workers.train.algorithms.aggregation import AGGREGATIONS, BatchTotals, row_factors
 from workers.train.algorithms.losses import LOSSES, LossOutput, policy_loss
-from workers.train.algorithms.token_selection import SELECTORS, select
+from workers.train.algorithms.token_selection import SELECTORS, select_tokens
 
 LOSS_NAMES: Final = {"vanilla": "clipped"}
 """Names of the file that are ours under another; the others are ours as they are."""
@@ -38,17 +38,17 @@ def loss_options(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def row_factors(aggregation: str, mask_RT: Tensor, info: Mapping[str, Any] | None = None) -> Tensor:
+def case_row_factors(aggregation: str, mask_RT: Tensor, info: Mapping[str, Any] | None = None) -> Tensor:
     """Every row's factor; `info` says of how large a batch these rows are a part."""
     named(AGGREGATIONS, aggregation, "aggregation")
     said = {name: value for name, value in (info or {}).items() if value is not None}
     length_R = mask_RT.sum(dim=1)
-    totals = Totals(
+    totals = BatchTotals(
         tokens=said.get("batch_num_tokens", int(length_R.sum())),
         completions=said.get("global_batch_size", int((length_R > 0).sum())),
         ranks=said.get("dp_size", 1),
     )
-    return factors(aggregation, length_R, totals, constant=said.get("loss_scale_factor", mask_RT.shape[1]))
+    return row_factors(aggregation, length_R, totals, constant=said.get("loss_scale_factor", mask_RT.shape[1]))
 
 
 def loss_of(
@@ -79,11 +79,11 @@ def loss_of(
         forced: the aggregation that a loss insists on counts, as it does in the trainer.
     """
     declared = named(LOSSES, name, "loss").declared
-    chosen_RT = None
+    selected_RT = None
     if declared.selector:
         named(SELECTORS, declared.selector, "selector")
         drawing = torch.Generator().manual_seed(SEED)
-        chosen_RT = select(
+        selected_RT = select_tokens(
             declared.selector, logprobs_RT.detach(), proximal_RT, advantages_RT, mask_RT, drawing, options
         )
     return policy_loss(
@@ -95,6 +95,6 @@ def loss_of(
         completion_ids_R=torch.arange(len(mask_RT)),
         factors_R=row_factors((forced and declared.aggregation) or aggregation, mask_RT, info),
         weights_RT=weights_RT,
-        chosen_RT=chosen_RT,
+        selected_RT=selected_RT,
         options=options,
     )

@@ -10,9 +10,9 @@ import anyio
 from anyio.abc import Process
 
 from stream.codec import decode
-from stream.feeding import Feed
-from stream.keys import StageName
-from stream.link import Link
+from stream.connection.keys import StageName
+from stream.connection.run_connection import RunConnection
+from stream.queue.feed import Feed
 from stream.records import Group, Prompt
 from tests.e2e.harness import environment
 
@@ -89,31 +89,33 @@ async def cast(folder: Path) -> AsyncIterator[Cast]:
                 await role.process.aclose()
 
 
-async def feed(link: Link, *prompt_ids: str, group_size: int = 2) -> None:
+async def feed(connection: RunConnection, *prompt_ids: str, group_size: int = 2) -> None:
     """Feed prompts of one message, behind what was fed before."""
-    way = Feed(link, backlog=1000)
+    way = Feed(connection, max_queued_prompts=1000)
     before = await way.cursor()
     prompts = [
-        Prompt(id=each, messages=[{"role": "user", "content": f"Say {each}."}], text=True, group_size=group_size)
+        Prompt(
+            id=each, messages=[{"role": "user", "content": f"Say {each}."}], is_plain_text=True, group_size=group_size
+        )
         for each in prompt_ids
     ]
     await way.put(prompts, before, f"{before}{len(prompt_ids)};")
 
 
-async def until(link: Link, condition: Callable[[], Awaitable[bool]], within_s: float = 40) -> None:
+async def until(connection: RunConnection, condition: Callable[[], Awaitable[bool]], within_s: float = 40) -> None:
     """Wait until something is so; looked at whenever anything happens in the run, and five times a second."""
     with anyio.fail_after(within_s):
         while not await condition():
-            await link.wait("$", 0.2)
+            await connection.wait_for_change("$", 0.2)
 
 
-async def groups_in(link: Link, stage: StageName) -> list[Group]:
+async def groups_in(connection: RunConnection, stage: StageName) -> list[Group]:
     """What lies in a stage's stream, oldest first."""
-    entries = await link.redis.xrange(link.key(stage))
+    entries = await connection.redis.xrange(connection.key(stage))
     return [decode(fields[b"payload"], Group) for _, fields in entries]
 
 
-async def waiting(link: Link) -> int:
+async def waiting(connection: RunConnection) -> int:
     """Workers that have nothing to do: blocked on the run's wake stream."""
-    clients = await link.redis.client_list()
+    clients = await connection.redis.client_list()
     return sum(client["cmd"] == "xread" and "b" in client["flags"] for client in clients)

@@ -18,10 +18,10 @@ if __name__ == "__main__":
     sys.path[0:1] = [str(EXAMPLE), str(Path(__file__).resolve().parents[2])]
     import trainer
 
-    from stream.consumer import Consumer
-    from stream.training import Tenure
+    from stream.trainer.consumer import Consumer
+    from stream.trainer.lease import TrainerLease
 
-    owners = {"save": trainer, "push": trainer, "mark": Consumer, "acknowledge": Tenure}
+    owners = {"save": trainer, "push": trainer, "mark": Consumer, "acknowledge": TrainerLease}
     when, _, name = sys.argv[1].partition("_")
     calls = iter(range(1, int(sys.argv[2])))
     real = getattr(owners[name], name)

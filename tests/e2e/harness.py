@@ -13,9 +13,9 @@ from typing import Any
 import anyio
 import tomli_w
 
+from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
-from stream.link import Link, connect
-from stream.view import look
+from stream.operator.run_status import read_status
 
 
 class Project:
@@ -144,9 +144,9 @@ def children(pid: int) -> dict[str, int]:
     return found
 
 
-async def trained(link: Link) -> int:
+async def trained(connection: RunConnection) -> int:
     try:
-        return (await look(link)).counts.get("trained", 0)
+        return (await read_status(connection)).counts.get("trained", 0)
     except PenstockError:  # the roles have not begun
         return 0
 
@@ -154,9 +154,9 @@ async def trained(link: Link) -> int:
 def wait_for_trained(project, n: int, process: subprocess.Popen[str], within_s: float) -> None:
     async def wait() -> None:
         live = json.loads((project.run_folder / "live.json").read_text())
-        async with connect(live["redis"], "test", create=False) as link:
+        async with connect(live["redis"], "test", create=False) as connection:
             with anyio.fail_after(within_s):
-                while await trained(link) < n:
+                while await trained(connection) < n:
                     assert process.poll() is None, f"{process.stderr.read()}\n{project.logs()}"
                     await anyio.sleep(0.1)
 

@@ -13,7 +13,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from tests.chaos.witness import Witness
-from workers.process import launch
+from workers.run.role_process import run_role
 from workers.settings import Settings
 from workers.train.step.batch import Batch
 from workers.train.step.report import StepReport
@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--engine", required=True)
     options = parser.parse_args()
     stopping = partial(Stopping, point=options.point, fifo=options.fifo)
-    return launch("train", options.file, (), options.redis, (options.engine,), partial(train, make_learner=stopping))
+    return run_role("train", options.file, (), options.redis, (options.engine,), partial(train, make_learner=stopping))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from tests.chaos.engine import reply
 from tests.e2e.harness import environment
 from tests.e2e.test_idle import cpu_seconds
 from tests.faults.proxy import Proxy, address_of
-from workers.process import FAILED_FOR_GOOD
-from workers.run.folder import keep_settings
+from workers.run.role_process import PERMANENT_FAILURE
+from workers.run.run_folder import write_settings
 from workers.settings import Settings
 from workers.testing.scripted_engine import ScriptedEngine
 
@@ -47,7 +47,7 @@ class Watched:
 
     def events(self) -> list[str]:
         """All but what tells of a crowded machine."""
-        return [line["event"] for line in self.lines() if line["event"] != "loop.held"]
+        return [line["event"] for line in self.lines() if line["event"] != "event_loop.blocked"]
 
     async def said(self, event: str, **details) -> None:
         """Wait until it has said that."""
@@ -112,7 +112,7 @@ async def test_roles_before_their_server_and_workers_before_their_engine_wait_qu
     server = make_server()
     settings = with_one_of_each(settings, server.url, reconnect_s=4 * wait_s + 60)
     settings.folder.mkdir()
-    file = await anyio.to_thread.run_sync(keep_settings, settings)
+    file = await anyio.to_thread.run_sync(write_settings, settings)
     async with Proxy() as way_to_the_engine, ScriptedEngine(reply) as engine:
         # The trainer reaches the engine; rollout workers do not yet, so nobody takes the prompts.
         specs = project.roles(settings, file, server.url, (engine.url,))
@@ -123,35 +123,35 @@ async def test_roles_before_their_server_and_workers_before_their_engine_wait_qu
             await role.start()
         async with ended(everybody):
             for role in everybody:
-                await role.said("redis.awaited")
+                await role.said("redis.waiting")
             assert await are_quiet(everybody, wait_s)
-            assert [role.events() for role in everybody] == [["redis.awaited"]] * len(everybody)
+            assert [role.events() for role in everybody] == [["redis.waiting"]] * len(everybody)
 
             server.start()
             for role in everybody:
                 await role.said("role.started")
-            await rollout.said("engine.awaited", what="answer")
+            await rollout.said("engine.waiting", what="answer")
             await train.said("policy.published", version=0)
             second = Watched(msgspec.structs.replace(train.spec, index=1), tmp_path)
             await second.start()
             async with ended([second]):
                 with anyio.fail_after(60):
-                    assert await second.process.wait() == FAILED_FOR_GOOD
+                    assert await second.process.wait() == PERMANENT_FAILURE
             assert "trains run 'chaos' already; stop it first" in second.log.read_text()
-            await score.said("work.awaited", stage="groups")
-            await train.said("work.awaited", stage="scored")
+            await score.said("work.waiting", stage="groups")
+            await train.said("work.waiting", stage="scored")
             assert await are_quiet(everybody, wait_s)
-            came = ["redis.awaited", "redis.returned", "role.started"]
+            came = ["redis.waiting", "redis.recovered", "role.started"]
             assert feed.events() == came
-            assert rollout.events() == [*came, "engine.awaited"]
-            assert score.events() == [*came, "work.awaited"]
-            assert train.events() == [*came, "trainer.begun", "policy.published", "work.awaited"]
+            assert rollout.events() == [*came, "engine.waiting"]
+            assert score.events() == [*came, "work.waiting"]
+            assert train.events() == [*came, "trainer.started", "policy.published", "work.waiting"]
 
             way_to_the_engine.upstream = address_of(engine.url)
             with anyio.fail_after(60):
                 for role in everybody:
                     assert await role.process.wait() == 0, role.log.read_text()
-            assert "engine.returned" in rollout.events()
-            assert "work.came" in score.events()
+            assert "engine.recovered" in rollout.events()
+            assert "work.available" in score.events()
             verdict = await anyio.to_thread.run_sync(audit, settings.folder, GROUPS)
     assert acquitted(verdict, GROUPS), verdict

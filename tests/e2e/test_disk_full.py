@@ -6,14 +6,14 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from stream.ledger import Ledger
+from stream.trainer.ledger import Ledger
 from tests.chaos import project
 from tests.chaos.audit import acquitted
 from tests.faults import heavy_trainer
 from tests.faults.journey import again, begin, travel
-from workers.run.live import locate, visit
-from workers.run.roles import RoleSpec
-from workers.train.keeping.checkpoint import Checkpoints
+from workers.run.role_specs import RoleSpec
+from workers.run.run_info import find_run, with_run
+from workers.train.checkpointing.checkpoint import CheckpointStore
 
 GROUPS = 60
 
@@ -36,13 +36,13 @@ def test_a_disk_without_room_for_a_checkpoint_stops_the_run_and_acknowledges_not
     journey = travel(settings, roles=roles, limit_s=100)
     assert "checkpoint step-000006 could not be written" in str(journey.outcome.failure), journey.logs
     assert "step-000003 stands. Make room on that disk and run again" in str(journey.outcome.failure)
-    checkpoint = Checkpoints(settings.folder / "checkpoints").latest()
+    checkpoint = CheckpointStore(settings.folder / "checkpoints").latest()
     assert checkpoint.progress.step == 3
     ledger = (settings.folder / "ledger.jsonl").read_bytes()
     behind = {json.loads(line)["prompt"] for line in ledger[checkpoint.progress.ledger_bytes :].splitlines()}
     assert behind, "nothing was done after the checkpoint"
-    assert not behind & Ledger.read(settings.folder / "ledger.jsonl", checkpoint.progress.ledger_bytes).keys()
-    marked = visit(locate(str(settings.folder)), lambda link: link.read_hash("scored:ended"))
+    assert not behind & Ledger.read_outcomes(settings.folder / "ledger.jsonl", checkpoint.progress.ledger_bytes).keys()
+    marked = with_run(find_run(str(settings.folder)), lambda connection: connection.read_hash("scored:ended"))
     assert behind <= set(marked.values())
 
     (settings.folder / heavy_trainer.FULL_AFTER).unlink()

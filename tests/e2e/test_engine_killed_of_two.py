@@ -99,4 +99,4 @@ def test_one_of_two_is_killed_and_started_again_and_a_third_is_added_and_no_grou
     assert len(ends) == len(set(ends)) == summary["groups_trained"]
     events = [json.loads(line) for line in (project.run_folder / "logs" / "rollout-0.log").read_text().splitlines()]
     of_the_dead = [e["event"] for e in events if e.get("url") == dies.url.rstrip("/") and e.get("what") != "weights"]
-    assert of_the_dead.count("engine.ejected") == of_the_dead.count("engine.returned") == 1
+    assert of_the_dead.count("engine.ejected") == of_the_dead.count("engine.recovered") == 1

@@ -13,16 +13,16 @@ import anyio
 import msgspec
 import pytest
 
-from stream.dead import letters
+from stream.operator.dead_letters import list_dead_letters
 from tests.chaos.kills import processes
 from tests.e2e.harness import summary_of
 from tests.evaluation.engine import scripted
 from tests.evaluation.project import describe, ended, ledger, run
-from workers.audit import audit_run
-from workers.evaluation.command import evaluate
-from workers.run.live import locate
+from workers.commands.audit import audit_run
+from workers.commands.evaluate.evaluate import evaluate
+from workers.run.run_info import find_run
 from workers.testing.scripted_engine import ScriptedEngine
-from workers.train.evaluation.figures import read_evaluations
+from workers.train.evaluation.results import read_evaluations
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -43,7 +43,7 @@ def undisturbed(settings):
 
 
 def clean(settings):
-    report = audit_run(locate(str(settings.folder), begun=False))
+    report = audit_run(find_run(str(settings.folder), must_have_begun=False))
     assert report.clean, (report.lost, report.twice)
     assert report.junk == 0
     return report
@@ -136,7 +136,7 @@ def test_publication_waits_until_the_evaluation_is_sampled(tmp_path):
     assert len(lines) > 5
     assert [line.overall.mixed for line in lines] == [0] * len(lines)
     for view in watched.looks:  # a version is evaluated while it is the one that there is
-        if view.evaluation and view.evaluation.under_way and view.evaluation.stages["eval:prompts"].depth:
+        if view.evaluation and view.evaluation.is_running and view.evaluation.stages["eval:prompts"].depth:
             assert view.version == view.evaluation.version
 
 
@@ -194,9 +194,9 @@ def test_a_held_out_prompt_that_dies_is_counted_as_wrong_and_is_no_end_of_the_ru
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     found = []
 
-    async def meddle(view, link):
+    async def meddle(view, connection):
         if view.dead and not found:
-            found.extend(await letters(link))
+            found.extend(await list_dead_letters(connection))
 
     view = ended(settings, run(settings, meddle=meddle))
     line = read_evaluations(settings.folder)[0]

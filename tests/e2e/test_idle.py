@@ -6,7 +6,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from stream.link import connect
+from stream.connection.run_connection import connect
 from tests.e2e.harness import environment
 from workers.testing.scripted_engine import ScriptedEngine
 
@@ -31,8 +31,8 @@ async def test_idle_workers_use_under_one_percent_of_a_core(project, redis_url, 
         processes = [await anyio.open_process(c, env=environment(), stdout=None, stderr=None) for c in commands]
         try:
             with anyio.fail_after(40):
-                async with connect(redis_url, run_name) as link:
-                    while await waiting(link) < len(processes):
+                async with connect(redis_url, run_name) as connection:
+                    while await waiting(connection) < len(processes):
                         await anyio.sleep(0.2)
             await anyio.sleep(1.0)
             began, before = time.monotonic(), [cpu_seconds(p.pid) for p in processes]
@@ -48,7 +48,7 @@ async def test_idle_workers_use_under_one_percent_of_a_core(project, redis_url, 
                 await process.aclose()
 
 
-async def waiting(link) -> int:
+async def waiting(connection) -> int:
     """Workers blocked on this run's wake stream."""
-    clients = await link.redis.client_list()
+    clients = await connection.redis.client_list()
     return sum(client["cmd"] == "xread" and "b" in client["flags"] for client in clients)

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.late import describe, engine, run, steps, trained_numbers
 from tests.chaos import project, witness
 from tests.chaos.ends import NO_SIGNAL, TRAINED, intended
-from workers.train.keeping.checkpoint import Checkpoints
+from workers.train.checkpointing.checkpoint import CheckpointStore
 
 
 def ended_well(settings, watched, numbers):
@@ -19,7 +19,7 @@ def ended_well(settings, watched, numbers):
     assert view.counts["trained"] == meant[TRAINED]
     assert view.dropped == ({"zero_variance": meant[NO_SIGNAL]} if meant[NO_SIGNAL] else {})
     assert (view.open, view.outstanding, view.dead) == (0, 0, 0)
-    weights = witness.testimony(Checkpoints(settings.folder / "checkpoints").latest().model).tolist()
+    weights = witness.testimony(CheckpointStore(settings.folder / "checkpoints").latest().model).tolist()
     assert weights == [float(intended(number) == TRAINED) for number in numbers]
     return view
 
@@ -40,7 +40,7 @@ def stays_in_its_bound(settings, numbers, engine_of):
 
 def waits_and_keeps_the_bound(settings):
     told = steps(settings)
-    assert sum(step["stragglers/given_up"] for step in told) == 0
+    assert sum(step["stragglers/abandoned"] for step in told) == 0
     assert max(step["staleness/max"] for step in told) <= settings.pacing.max_staleness
     return sum(step["stragglers/seconds"] for step in told)
 

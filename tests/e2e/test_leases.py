@@ -4,7 +4,7 @@ import aiohttp
 import anyio
 import pytest
 
-from stream.link import connect
+from stream.connection.run_connection import connect
 from tests.e2e.by_hand import cast, feed, groups_in, until, waiting
 from workers.testing.scripted_engine import ScriptedEngine
 
@@ -25,7 +25,7 @@ async def file(project, run_name):
 
 
 @pytest.fixture
-async def link(redis_url, run_name):
+async def connection(redis_url, run_name):
     """Patient enough for tests in which processes load what they need."""
     async with connect(redis_url, run_name, reconnect_s=30.0) as found:
         yield found
@@ -42,31 +42,33 @@ async def tell(engine: ScriptedEngine, order: str) -> None:
         assert response.status == 200
 
 
-async def in_groups(link, n: int) -> None:
-    await until(link, lambda: _has(link, "groups", n))
+async def in_groups(connection, n: int) -> None:
+    await until(connection, lambda: _has(connection, "groups", n))
 
 
-async def _has(link, stage, n: int) -> bool:
-    return await link.redis.xlen(link.key(stage)) >= n
+async def _has(connection, stage, n: int) -> bool:
+    return await connection.redis.xlen(connection.key(stage)) >= n
 
 
 async def busy(engine: ScriptedEngine, n: int) -> None:
     """The engine has been asked so often."""
     with anyio.fail_after(40):
-        while engine.count < n:
+        while engine.request_count < n:
             await anyio.sleep(0.02)
 
 
 @pytest.mark.full
-async def test_an_episode_twenty_times_as_long_as_the_lease_ends_where_it_began(project, file, link, redis_url, roles):
+async def test_an_episode_twenty_times_as_long_as_the_lease_ends_where_it_began(
+    project, file, connection, redis_url, roles
+):
     async with ScriptedEngine(reply, version="0", delay_s=20 * LEASE_S) as engine:
         command = project.command("rollout", file, "--redis", redis_url, "--engine", engine.url)
         workers = [await roles.start(command) for _ in range(2)]
-        await until(link, lambda: _idle(link, 2))
-        await feed(link, "long")
-        await in_groups(link, 1)
-        (group,) = await groups_in(link, "groups")
-        assert engine.count == len(group.completions) == 2
+        await until(connection, lambda: _idle(connection, 2))
+        await feed(connection, "long")
+        await in_groups(connection, 1)
+        (group,) = await groups_in(connection, "groups")
+        assert engine.request_count == len(group.completions) == 2
         assert group.attempt == 0
         for worker in workers:
             assert worker.process.returncode is None
@@ -74,31 +76,33 @@ async def test_an_episode_twenty_times_as_long_as_the_lease_ends_where_it_began(
         assert sum(name in group.worker for name in (str(w.process.pid) for w in workers)) == 1
 
 
-async def _idle(link, n: int) -> bool:
-    return await waiting(link) >= n
+async def _idle(connection, n: int) -> bool:
+    return await waiting(connection) >= n
 
 
-async def test_a_rollout_worker_that_was_suspended_settles_nothing_and_goes_on(project, file, link, redis_url, roles):
+async def test_a_rollout_worker_that_was_suspended_settles_nothing_and_goes_on(
+    project, file, connection, redis_url, roles
+):
     async with ScriptedEngine(reply, version="0") as engine:
         command = project.command("rollout", file, "--redis", redis_url, "--engine", engine.url)
         await tell(engine, "pause?mode=keep")
-        await feed(link, "a")
+        await feed(connection, "a")
         suspended = await roles.start(command)
         await busy(engine, 2)
         suspended.suspend()
         other = await roles.start(command)
         await busy(engine, 4)  # the lease has run out
         await tell(engine, "resume")  # and the suspended one is sent its answers too
-        await in_groups(link, 1)
+        await in_groups(connection, 1)
         await other.drain()
         suspended.go_on()
         await suspended.says("lease.lost", "result.discarded")
-        await feed(link, "b", "c")
-        await in_groups(link, 3)
-        done = {group.prompt.id: group for group in await groups_in(link, "groups")}
+        await feed(connection, "b", "c")
+        await in_groups(connection, 3)
+        done = {group.prompt.id: group for group in await groups_in(connection, "groups")}
         assert sorted(done) == ["a", "b", "c"]
-        assert await link.redis.xlen(link.key("groups")) == 3, "each of them once"
-        assert engine.count == 2 + 2 * 3, "the group was rolled out once more, and once only"
+        assert await connection.redis.xlen(connection.key("groups")) == 3, "each of them once"
+        assert engine.request_count == 2 + 2 * 3, "the group was rolled out once more, and once only"
         by = {name: f"-{role.process.pid}-" for name, role in (("suspended", suspended), ("other", other))}
         assert by["other"] in done["a"].worker
         assert done["a"].attempt == 1
@@ -121,11 +125,11 @@ def slow(completions, **columns):
 """
 
 
-async def test_a_scorer_that_was_suspended_settles_nothing_and_goes_on(project, link, redis_url, roles, pipe_on):
+async def test_a_scorer_that_was_suspended_settles_nothing_and_goes_on(project, connection, redis_url, roles, pipe_on):
     def write() -> str:
         (project.folder / "rewards.py").write_text(SLOW)
         project.table["rewards"] = [{"ref": f"{project.folder / 'rewards.py'}:slow"}]
-        project.table["run"]["name"] = link.run
+        project.table["run"]["name"] = connection.run
         project.table["delivery"]["lease_s"] = LEASE_S
         return str(project.write())
 
@@ -139,7 +143,7 @@ async def test_a_scorer_that_was_suspended_settles_nothing_and_goes_on(project, 
                 await anyio.sleep(0.02)
 
     command = project.command("score", await anyio.to_thread.run_sync(write), "--redis", redis_url)
-    pipe = pipe_on(link)
+    pipe = pipe_on(connection)
     await pipe.rolled_out("a")
     suspended = await roles.start(command)
     await called(1)
@@ -147,13 +151,13 @@ async def test_a_scorer_that_was_suspended_settles_nothing_and_goes_on(project, 
     other = await roles.start(command)
     await called(2)
     await anyio.to_thread.run_sync((project.folder / "go").touch)
-    await until(link, lambda: _has(link, "scored", 1))
+    await until(connection, lambda: _has(connection, "scored", 1))
     await other.drain()
     suspended.go_on()
     await suspended.says("lease.lost", "result.discarded")
     await pipe.rolled_out("b", "c")
-    await until(link, lambda: _has(link, "scored", 3))
-    assert [group.prompt.id for group in await groups_in(link, "scored")] == ["a", "b", "c"]
+    await until(connection, lambda: _has(connection, "scored", 3))
+    assert [group.prompt.id for group in await groups_in(connection, "scored")] == ["a", "b", "c"]
     assert await anyio.to_thread.run_sync(calls) == 4
-    assert await link.redis.xlen(link.key("groups")) == 0
+    assert await connection.redis.xlen(connection.key("groups")) == 0
     await pipe.balance()

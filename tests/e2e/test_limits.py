@@ -10,9 +10,9 @@ import anyio
 import pytest
 from tokenizers import Tokenizer
 
-from stream.archive import read_places
 from stream.codec import decode
 from stream.records import Group
+from stream.trainer.archive import scan_archive
 from tests.e2e.harness import summary_of
 from workers.testing.scripted_engine import ScriptedEngine
 
@@ -63,7 +63,7 @@ DROPS = "text(message.content).split('</think>')[-1] -}}"
 
 
 def archived(folder):
-    return [decode(place.payload(), Group) for _, place in read_places(folder)]
+    return [decode(place.read_payload(), Group) for _, place in scan_archive(folder)]
 
 
 async def test_each_limit_ends_a_completion_with_its_own_reason_in_the_queue_view_and_the_metrics(project):
@@ -119,4 +119,4 @@ async def test_each_limit_ends_a_completion_with_its_own_reason_in_the_queue_vie
     assert [len(completion.rows) for completion in forked] == [3, 3]
     assert {completion.index for completion in forked} == {MODES.index("forks")}
     assert step["tokens/sampled"] == sum(r.sampled_count for g in groups for c in g.completions for r in c.rows)
-    assert engine.too_long == 2  # one for each such completion: nobody asked again
+    assert engine.too_long_count == 2  # one for each such completion: nobody asked again

@@ -7,16 +7,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from stream.archive import read_places
 from stream.codec import decode
 from stream.records import Group
+from stream.trainer.archive import scan_archive
 from tests.e2e.harness import balanced, summary_of
 from tests.integration.test_exactness import TOLERANCE, forward, versions
-from workers.settings.file import load
-from workers.train.keeping.checkpoint import Checkpoints
-from workers.train.keeping.export import export
-from workers.train.keeping.replay import replay
-from workers.train.model.adapter import merge
+from workers.settings.toml_file import load_settings
+from workers.train.checkpointing.checkpoint import CheckpointStore
+from workers.train.checkpointing.export import export
+from workers.train.checkpointing.replay import replay
+from workers.train.model.adapter import merge_adapter
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -31,22 +31,22 @@ def test_what_was_sampled_is_what_the_merged_weights_say_and_the_run_is_replayed
     assert summary["steps"] >= 3
 
     policies = {0: random_model}
-    for checkpoint in Checkpoints(project.run_folder / "checkpoints").all():
+    for checkpoint in CheckpointStore(project.run_folder / "checkpoints").list_all():
         policies[checkpoint.progress.version] = folder = project.folder / checkpoint.folder.name
         folder.mkdir()
-        merge(checkpoint.model, folder)
+        merge_adapter(checkpoint.model, folder)
     models = {v: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for v, path in policies.items()}
     seen = set()
-    for _, place in read_places(project.run_folder / "groups"):
-        for row in (row for c in decode(place.payload(), Group).completions for row in c.rows):
+    for _, place in scan_archive(project.run_folder / "groups"):
+        for row in (row for c in decode(place.read_payload(), Group).completions for row in c.rows):
             right = {v: forward(model, row) for v, model in models.items()}
             for i, (stored, version) in enumerate(zip(row.sampled_logprobs, versions(row), strict=True)):
                 assert math.isclose(stored, right[version][i], abs_tol=TOLERANCE)
                 seen.add(version)
     assert len(seen) >= 2, f"all tokens are of versions {seen}"
 
-    report = replay(load(project.run_folder / "run.toml"), project.run_folder)
-    assert report.equal, report.difference
+    report = replay(load_settings(project.run_folder / "run.toml"), project.run_folder)
+    assert report.is_identical, report.mismatch
     assert report.steps == summary["steps"]
 
     out = project.folder / "exported"
@@ -54,5 +54,7 @@ def test_what_was_sampled_is_what_the_merged_weights_say_and_the_run_is_replayed
     begun, ended = (load_file(folder / "model.safetensors") for folder in (random_model, out))
     moved = {name.rpartition(".weight")[0].rpartition(".")[2] for name in ended if not begun[name].equal(ended[name])}
     assert moved == {"q_proj", "v_proj", "down_proj"}
-    size = sum(path.stat().st_size for path in Checkpoints(project.run_folder / "checkpoints").latest().model.iterdir())
+    size = sum(
+        path.stat().st_size for path in CheckpointStore(project.run_folder / "checkpoints").latest().model.iterdir()
+    )
     assert size < (random_model / "model.safetensors").stat().st_size / 4

@@ -11,15 +11,15 @@ from pathlib import Path
 import anyio
 import pytest
 
-from stream.ledger import Ledger
-from stream.link import connect
-from stream.view import look
+from stream.connection.run_connection import connect
+from stream.operator.run_status import read_status
+from stream.trainer.ledger import Ledger
 from tests.chaos import ends, project
 from tests.chaos.engine import reply
 from tests.e2e.dying_trainer import EXAMPLE, MOMENTS
 from tests.e2e.harness import environment
-from workers.run.folder import keep_settings
-from workers.run.roles import commands
+from workers.run.role_specs import role_specs
+from workers.run.run_folder import write_settings
 from workers.testing.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.timeout(150)
@@ -71,7 +71,7 @@ class Foreign:
     def kept(self) -> set[str]:
         """Prompts whose end the checkpoint holds."""
         length = json.loads((self.folder / "table.json").read_text())["ledger_bytes"]
-        return set(Ledger.read(self.folder / "ledger.jsonl", length))
+        return set(Ledger.read_outcomes(self.folder / "ledger.jsonl", length))
 
     def audited(self) -> dict:
         """What `penstock audit` says."""
@@ -84,7 +84,7 @@ class Foreign:
 def prepare(folder: Path, groups: int):
     settings = project.write_project(folder, groups, seed=1)
     (settings.folder / "logs").mkdir(parents=True)
-    return settings, keep_settings(settings)
+    return settings, write_settings(settings)
 
 
 @asynccontextmanager
@@ -94,7 +94,7 @@ async def foreign(folder, server, groups, *roles):
     settings, file = await anyio.to_thread.run_sync(prepare, folder, groups)
     async with ScriptedEngine(reply, delay_s=0.005) as engine, anyio.create_task_group() as tasks:
         run = Foreign(settings, file, server.url, engine.url)
-        for spec in commands(settings, file, server.url, (engine.url,)):
+        for spec in role_specs(settings, file, server.url, (engine.url,)):
             if spec.role in roles:
                 tasks.start_soon(run.run, list(spec.command))
         yield run
@@ -106,14 +106,14 @@ async def test_a_foreign_trainer_killed_at_every_moment_has_trained_each_prompt_
     groups = 120
     assert {moment for moment, _ in LIVES} == set(MOMENTS)
     async with foreign(tmp_path, make_server(), groups, "feed", "rollout", "score") as run:
-        async with connect(run.url, run.settings.run.name) as link:
+        async with connect(run.url, run.settings.run.name) as connection:
             for moment, call in LIVES:
                 assert await run.run(run.trainer(DYING, moment, call)) == -signal.SIGKILL, moment
                 if moment == "after_save":
                     kept = await anyio.to_thread.run_sync(run.kept)
-                    assert kept & set((await link.read_hash("scored:ended")).values()), "it was not in between"
+                    assert kept & set((await connection.read_hash("scored:ended")).values()), "it was not in between"
             assert await run.run(run.trainer(TRAINER)) == 0, (run.logs / "all.log").read_text()[-3000:]
-            balance = (await look(link)).balance
+            balance = (await read_status(connection)).balance
         meant = [row for row in range(groups) if ends.intended(row) != ends.REFUSED]
         assert run.table() == {f"prompts:0:{row}": 1 for row in meant}
         dead = groups - len(meant)
@@ -127,11 +127,11 @@ async def test_a_foreign_feeder_killed_on_its_way_feeds_each_prompt_once(tmp_pat
     groups = 60
     async with foreign(tmp_path, make_server(), 0, "rollout", "score") as run:
         feeder = [sys.executable, str(FEEDER), run.url, run.settings.run.name, str(groups)]
-        async with run.process(run.trainer(TRAINER)) as trainer, connect(run.url, run.settings.run.name) as link:
+        async with run.process(run.trainer(TRAINER)) as trainer, connect(run.url, run.settings.run.name) as connection:
             async with run.process(feeder):
                 with anyio.fail_after(60):
-                    while not (await link.read_hash("counts")).get("fed"):
-                        await link.wait("$", 1.0)
+                    while not (await connection.read_hash("counts")).get("fed"):
+                        await connection.wait_for_change("$", 1.0)
             assert await run.run(feeder) == 0
             with anyio.fail_after(100):
                 assert await trainer.wait() == 0, (run.logs / "all.log").read_text()[-3000:]

@@ -3,8 +3,8 @@
 import anyio
 import pytest
 
-from stream.feeding import Feed
-from stream.link import connect
+from stream.connection.run_connection import connect
+from stream.queue.feed import Feed
 from tests.e2e.by_hand import cast, feed, groups_in, until
 from workers.testing.scripted_engine import ScriptedEngine
 
@@ -22,43 +22,43 @@ async def test_the_next_worker_samples_only_what_was_missing(project, redis_url,
     project.table["delivery"]["lease_s"] = 1.0
     file = str(await anyio.to_thread.run_sync(project.write))
     async with (
-        connect(redis_url, run_name, reconnect_s=30.0) as link,
+        connect(redis_url, run_name, reconnect_s=30.0) as connection,
         ScriptedEngine(lambda ids, _: ids[:3], version="0") as engine,
         cast(tmp_path) as roles,
     ):
         engine.faults = lambda number, _request: "hang" if number == MISSING else None
         addresses = ("--redis", redis_url, "--engine", engine.url)
-        await feed(link, "a", group_size=SIZE)
+        await feed(connection, "a", group_size=SIZE)
         killed = await roles.start(project.command("rollout", file, *addresses))
-        ((entry, _),) = await link.redis.xrange(link.key("prompts"))
-        kept = link.key(f"prompts:kept:{entry.decode()}")
+        ((entry, _),) = await connection.redis.xrange(connection.key("prompts"))
+        kept = connection.key(f"prompts:kept:{entry.decode()}")
 
         async def all_but_one() -> bool:
-            return await link.redis.hlen(kept) == SIZE - 1
+            return await connection.redis.hlen(kept) == SIZE - 1
 
         async def settled() -> bool:
-            return bool(await link.redis.xlen(link.key("groups")))
+            return bool(await connection.redis.xlen(connection.key("groups")))
 
-        await until(link, all_but_one)
+        await until(connection, all_but_one)
         killed.kill()
         await killed.ended()
-        assert engine.count == SIZE
+        assert engine.request_count == SIZE
         # The policy has moved on: what is played now has to be at least so new, what was finished has not.
         engine.version = "3"
-        await link.redis.hset(link.key("policy"), "version", 3)
+        await connection.redis.hset(connection.key("policy"), "version", 3)
 
         heir = await roles.start(project.command("rollout", file, *addresses))
-        await until(link, settled)
-        assert engine.count == SIZE + 1, "it sampled what was missing, and nothing else"
-        (group,) = await groups_in(link, "groups")
+        await until(connection, settled)
+        assert engine.request_count == SIZE + 1, "it sampled what was missing, and nothing else"
+        (group,) = await groups_in(connection, "groups")
         assert f"-{heir.process.pid}-" in group.worker
         assert group.attempt == 1
         assert [c.index for c in group.completions] == list(range(SIZE))
         versions = [span.version for c in group.completions for row in c.rows for span in row.spans]
         assert sorted(versions) == [0] * (SIZE - 1) + [3]
-        assert not await link.redis.exists(kept), "the server's memory is free"
+        assert not await connection.redis.exists(kept), "the server's memory is free"
 
-        await Feed(link, 1000).finish()
+        await Feed(connection, 1000).finish()
         await roles.start(project.command("score", file, "--redis", redis_url))
         trainer = await roles.start(project.command("train", file, *addresses))
         assert await trainer.ended() == 0, trainer.said()

@@ -9,8 +9,8 @@ import anyio
 import pytest
 from anyio.abc import Process
 
-from stream.link import Link, connect
-from stream.view import RunView, look
+from stream.connection.run_connection import RunConnection, connect
+from stream.operator.run_status import RunStatus, read_status
 from tests.e2e.harness import (
     assert_all_trained_once,
     balanced,
@@ -37,22 +37,22 @@ def by_chance(completions, **columns):
 """
 
 
-def see(project) -> RunView:
-    async def main() -> RunView:
+def see(project) -> RunStatus:
+    async def main() -> RunStatus:
         live = json.loads((project.run_folder / "live.json").read_text())
-        async with connect(live["redis"], "test", create=False) as link:
-            return await look(link)
+        async with connect(live["redis"], "test", create=False) as connection:
+            return await read_status(connection)
 
     return anyio.run(main)
 
 
-def in_hand(view: RunView) -> int:
+def in_hand(view: RunStatus) -> int:
     """Groups that somebody works on, or will without a new claim of a prompt."""
     prompts, groups, scored = (view.stages[name] for name in ("prompts", "groups", "scored"))
     return prompts.claimed + groups.depth + scored.depth - scored.trained
 
 
-def until_at_rest(project) -> RunView:
+def until_at_rest(project) -> RunStatus:
     """What is in hand has been finished: all but the groups of a step that is not full."""
     deadline = time.monotonic() + 60
     while True:
@@ -85,7 +85,7 @@ def test_a_run_is_paused_resumed_stopped_and_started_again(project):
         after = see(project)
         told = json.loads(project.run("queues", folder, "--json").stdout)
         assert after.paused is not None
-        assert (told["paused_by"], told["paused_at"]) == (after.paused.by, after.paused.at)
+        assert (told["paused_by"], told["paused_at"]) == (after.paused.paused_by, after.paused.paused_at)
         for view in (before, after):
             assert view.balance["fed"] < PROMPTS, "the feeder was to be caught in the middle"
             assert view.stages["prompts"].depth > 0, "there was nothing left to claim"
@@ -131,7 +131,7 @@ async def test_roles_that_share_nothing_but_the_server_hear_of_a_stop_and_a_late
     project.table["filter"] = {"zero_variance": False}
     project.table["data"] |= {"backlog": 8, "epochs": 1000}
     file = str(await anyio.to_thread.run_sync(project.write))
-    async with ScriptedEngine(lambda ids, request: ids[:1]) as engine, connect(redis_url, run_name) as link:
+    async with ScriptedEngine(lambda ids, request: ids[:1]) as engine, connect(redis_url, run_name) as connection:
         for _start in range(2):
             async with AsyncExitStack() as stack:
                 roles: dict[str, Process] = {}
@@ -141,12 +141,12 @@ async def test_roles_that_share_nothing_but_the_server_hear_of_a_stop_and_a_late
                         await anyio.open_process(command, env=environment(), stdout=None, stderr=subprocess.STDOUT)
                     )
                 stack.callback(kill_all, roles)  # where the test fails
-                await until_trained(link, await trained(link) + 2 * AT_A_STEP)
+                await until_trained(connection, await trained(connection) + 2 * AT_A_STEP)
                 told = await anyio.to_thread.run_sync(project.run, "stop", run_name, "--redis", redis_url)
                 assert told.stdout.startswith(f"run '{run_name}' was asked to stop: "), told.stderr
                 with anyio.fail_after(30):
                     assert {role: await process.wait() for role, process in roles.items()} == dict.fromkeys(roles, 0)
-            view = await look(link)
+            view = await read_status(connection)
             assert "finished" not in view.meta
             assert view.balance["outstanding"] > 0
             assert view.stages["scored"].trained == 0, "the trainer kept a checkpoint, and acknowledged what is in it"
@@ -159,7 +159,7 @@ def kill_all(roles: dict[str, Process]) -> None:
             process.kill()
 
 
-async def until_trained(link: Link, n: int) -> None:
+async def until_trained(connection: RunConnection, n: int) -> None:
     with anyio.fail_after(60):
-        while await trained(link) < n:
+        while await trained(connection) < n:
             await anyio.sleep(0.1)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from workers.demo.model import make_model
-from workers.demo.warmstart import warm_start
+from workers.demo.warm_start import warm_start
 
 CONTROL = Path(__file__).parents[1] / "sync_grpo.py"
 

@@ -42,6 +42,6 @@ def test_redis_gone_for_a_while_is_waited_for(tmp_path, make_server, how, second
     assert away == [how]
     assert journey.outcome.failure is None, journey.logs
     assert journey.told("role.restarted") == 0
-    assert journey.told("redis.awaited") <= MOST_LINES
+    assert journey.told("redis.waiting") <= MOST_LINES
     verdict = journey.verdict
     assert acquitted(verdict, GROUPS), f"{verdict}\n{journey.logs}"

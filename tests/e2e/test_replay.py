@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from stream.archive import read_places
 from stream.errors import RecordError
-from stream.ledger import Ledger, read_lines
+from stream.trainer.archive import scan_archive
+from stream.trainer.ledger import Ledger, read_ledger
 from tests.e2e.harness import balanced, children, finish, running, wait_for_trained
-from workers.run.live import read
-from workers.settings.file import load
-from workers.train.keeping.checkpoint import Checkpoints
-from workers.train.keeping.replay import replay
+from workers.run.run_info import read_run_info
+from workers.settings.toml_file import load_settings
+from workers.train.checkpointing.checkpoint import CheckpointStore
+from workers.train.checkpointing.replay import replay
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -41,7 +41,7 @@ class Killer:
         self.checkpoints = project.run_folder / "checkpoints"
         self.process = process
         self.project = project
-        self.server = Redis.from_url(read(project.run_folder).redis)
+        self.server = Redis.from_url(read_run_info(project.run_folder).redis)
         self.server_pid = self.server.info("server")["process_id"]
 
     def trainer(self) -> int:
@@ -68,9 +68,9 @@ class Killer:
         while not self.stopped_in_time():
             os.kill(self.server_pid, signal.SIGCONT)
         os.kill(self.trainer(), signal.SIGKILL)
-        newest = Checkpoints(self.checkpoints).latest()
+        newest = CheckpointStore(self.checkpoints).latest()
         os.kill(self.server_pid, signal.SIGCONT)
-        ends = Ledger.read(self.project.run_folder / "ledger.jsonl", newest.progress.ledger_bytes)
+        ends = Ledger.read_outcomes(self.project.run_folder / "ledger.jsonl", newest.progress.ledger_bytes)
         return any(prompt.decode() in ends for prompt in self.server.hvals("{test}:scored:ended"))
 
     def stopped_in_time(self) -> bool:
@@ -101,7 +101,7 @@ def kill_five_times(project, seed: int) -> dict:
         summary = finish(process, project)
     assert balanced(summary)
     log = (project.run_folder / "logs" / "train-0.log").read_text().splitlines()
-    begun = [json.loads(line) for line in log if '"trainer.begun"' in line]
+    begun = [json.loads(line) for line in log if '"trainer.started"' in line]
     assert len(begun) == kills + 1
     assert sum(line["groups_again"] for line in begun) > 0
     return summary
@@ -135,14 +135,14 @@ def test_a_run_whose_trainer_was_killed_five_times_is_replayed_bit_for_bit(proje
     assert report["groups"] == summary["groups_trained"]
     assert report["dropped"] == sum(summary["groups_dropped"].values())
 
-    line = read_lines(project.run_folder / "ledger.jsonl")[0][-1].line
-    places = {(found.prompt, found.hash): place for found, place in read_places(project.run_folder / "groups")}
+    line = read_ledger(project.run_folder / "ledger.jsonl")[0][-1].record
+    places = {(found.prompt, found.hash): place for found, place in scan_archive(project.run_folder / "groups")}
     place = places[line.prompt, line.hash]
     content = bytearray(place.file.read_bytes())
     content[place.offset + place.size // 2] ^= 1
     place.file.write_bytes(content)
     with pytest.raises(RecordError, match=f"the group of prompt {line.prompt}: altered"):
-        replay(load(project.run_folder / "run.toml"), project.run_folder)
+        replay(load_settings(project.run_folder / "run.toml"), project.run_folder)
 
 
 LONG = {

@@ -13,13 +13,13 @@ import pytest
 import tomli_w
 
 from examples.reward_model.make_models import make_reward_model
-from stream.archive import read_places
 from stream.codec import decode
 from stream.records import Group
+from stream.trainer.archive import scan_archive
 from stream.validity import Measured
 from tests.e2e.harness import balanced, environment
 from tests.reward_server import reward_server
-from workers.engine.pooling.plain_classifier import PlainClassifier
+from workers.local_engine.pooling.reference_classifier import ReferenceClassifier
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "reward_model"
@@ -52,7 +52,7 @@ def reward_folder(tmp_path_factory):
 
 
 def archived(folder: Path) -> list[Group]:
-    return [decode(place.payload(), Group) for _, place in read_places(folder / "groups")]
+    return [decode(place.read_payload(), Group) for _, place in scan_archive(folder / "groups")]
 
 
 @pytest.mark.full
@@ -103,7 +103,7 @@ def test_the_example_runs_as_it_stands_there(tmp_path, random_model, reward_fold
     assert {tuple(sorted(group.prompt.fields)) for group in groups} == {
         ("expected_answer", "generated_solution", "problem_source")
     }
-    plain = PlainClassifier(reward_folder)
+    plain = ReferenceClassifier(reward_folder)
     for group in groups[:4]:
         for completion in group.completions:
             expected = plain.score([*group.prompt.messages, *completion.messages])
@@ -133,7 +133,7 @@ async def test_a_scorer_that_is_sent_away_finishes_what_it_asked_for(tmp_path, r
                 assert process.returncode is None
                 await anyio.sleep(0.02)
             process.send_signal(signal.SIGTERM)
-            while b"drain.begun" not in (await process.stderr.receive()):
+            while b"drain.started" not in (await process.stderr.receive()):
                 pass
             server.release.set()
             assert await process.wait() == 0
@@ -147,7 +147,7 @@ async def test_a_scorer_refuses_to_begin_on_a_server_that_squashes_and_says_what
     async with reward_server() as server:
         server.squashes = True
         table = {
-            "run": {"name": pipe.link.run, "folder": str(tmp_path)},
+            "run": {"name": pipe.connection.run, "folder": str(tmp_path)},
             "model": {"path": "none"},
             "data": {"path": "none"},
             "rewards": [{"ref": "reward_model", "args": {"urls": [server.url]}}],

@@ -11,9 +11,9 @@ import torch
 
 from tests.e2e.harness import assert_all_trained_once, balanced, children, finish, running, wait_for_trained
 from tests.ranks_on_a_ledger import Job, work
-from workers.process import FAILED_FOR_GOOD
-from workers.train.keeping.checkpoint import Checkpoints
-from workers.train.model.policy import load_policy
+from workers.run.role_process import PERMANENT_FAILURE
+from workers.train.checkpointing.checkpoint import CheckpointStore
+from workers.train.model.policy_folder import load_policy
 from workers.train.step.learner import Learner
 
 pytestmark = pytest.mark.timeout(280)
@@ -54,7 +54,7 @@ def said(project, event: str) -> list[dict]:
 def assert_whole(project, summary: dict, prompts: int, trainers: int) -> None:
     """Nothing was lost or trained twice, though so many trainers came after one another."""
     assert_all_trained_once(project, summary, prompts)
-    begun = said(project, "trainer.begun")
+    begun = said(project, "trainer.started")
     assert len(begun) == trainers
     assert begun[1]["step"] > 0
     audit = project.run("audit", str(project.run_folder), "--json")
@@ -80,7 +80,7 @@ def test_a_rank_and_what_started_them_are_killed_and_nothing_is_lost_nor_trained
     assert_whole(shared, summary, prompts, trainers=3)
 
     # One process comes to the same policy, on the ledger that the two have left.
-    kept = Checkpoints(shared.run_folder / "checkpoints").latest()
+    kept = CheckpointStore(shared.run_folder / "checkpoints").latest()
     job = Job(settings=str(shared.run_folder / "run.toml"), dtype="float32")
     ended = work(job, lambda settings, dtype: Learner(settings, dtype=dtype))
     for name, parameter in load_policy(kept.model).named_parameters():
@@ -92,7 +92,7 @@ def test_a_rank_and_what_started_them_are_killed_and_nothing_is_lost_nor_trained
 @pytest.mark.parametrize("which", [1, 0], ids=["one that follows", "the first"])
 def test_a_rank_that_hangs_ends_all_and_nothing_is_lost(shared, monkeypatch, which):
     patience_s, prompts = 45, 40
-    monkeypatch.setenv("PENSTOCK_RANKS_PATIENCE_S", str(patience_s))
+    monkeypatch.setenv("PENSTOCK_RANKS_TIMEOUT_S", str(patience_s))
     shared.prompts(prompts)
     with running(shared) as process:
         wait_for_trained(shared, 12, process, 120)
@@ -104,11 +104,11 @@ def test_a_rank_that_hangs_ends_all_and_nothing_is_lost(shared, monkeypatch, whi
 
 
 def test_nonsense_about_patience_is_told_once(shared, redis_url, monkeypatch):
-    monkeypatch.setenv("PENSTOCK_RANKS_PATIENCE_S", "soon")
+    monkeypatch.setenv("PENSTOCK_RANKS_TIMEOUT_S", "soon")
     shared.table["run"]["redis"] = redis_url
     result = shared.run("train", str(shared.write()), timeout=100)
-    assert result.returncode == FAILED_FOR_GOOD
-    assert "PENSTOCK_RANKS_PATIENCE_S is 'soon'" in result.stderr
+    assert result.returncode == PERMANENT_FAILURE
+    assert "PENSTOCK_RANKS_TIMEOUT_S is 'soon'" in result.stderr
 
 
 @pytest.mark.full

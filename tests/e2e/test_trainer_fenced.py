@@ -9,17 +9,17 @@ import anyio
 import pytest
 import tomli_w
 
-from stream.feeding import Feed
-from stream.link import connect
+from stream.connection.run_connection import connect
+from stream.operator.run_status import read_status
+from stream.queue.feed import Feed
 from stream.records import Completion, Group, Prompt
 from stream.validity import Measured
-from stream.view import look
 from tests.cases.rows import sampled_row
 from tests.chaos import project as chaos
 from tests.chaos import witness
 from tests.e2e.by_hand import Cast, Role, cast, until
 from workers.testing.scripted_engine import ScriptedEngine
-from workers.train.keeping.checkpoint import Checkpoints
+from workers.train.checkpointing.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -67,13 +67,13 @@ async def run(tmp_path, run_name, redis_url):
 
 
 @pytest.fixture
-async def link(redis_url, run_name):
+async def connection(redis_url, run_name):
     async with connect(redis_url, run_name, reconnect_s=30.0) as found:
         yield found
 
 
 async def scored(pipe, rows: range) -> None:
-    feed = Feed(pipe.link, 1000)
+    feed = Feed(pipe.connection, 1000)
     prompts = [Prompt(id=f"prompts:0:{row}", messages=[], group_size=2) for row in rows]
     await feed.put(prompts, await feed.cursor(), str(rows.stop))
     for stage, into in (("prompts", "groups"), ("groups", "scored")):
@@ -98,9 +98,9 @@ async def suspend_at(run: Run, point: str, engine: ScriptedEngine, roles: Cast) 
     return trainer, descriptor
 
 
-async def all_published(link) -> bool:
+async def all_published(connection) -> bool:
     """Everything that was fed is trained, and the engines have it."""
-    view = await look(link)
+    view = await read_status(connection)
     return view.counts.get("trained", 0) == ROWS and view.outstanding == 0
 
 
@@ -108,8 +108,10 @@ async def all_published(link) -> bool:
     "point",
     [pytest.param("step:4", marks=pytest.mark.full), pytest.param("weights:4", marks=pytest.mark.full), "model:6"],
 )
-async def test_a_trainer_that_wakes_after_its_successor_began_changes_nothing(run, link, pipe_on, tmp_path, point):
-    pipe = pipe_on(link)
+async def test_a_trainer_that_wakes_after_its_successor_began_changes_nothing(
+    run, connection, pipe_on, tmp_path, point
+):
+    pipe = pipe_on(connection)
     await scored(pipe, range(ROWS))
     async with ScriptedEngine(lambda ids, _: ids, version=None) as engine, cast(tmp_path) as roles:
         zombie, descriptor = await suspend_at(run, point, engine, roles)
@@ -117,8 +119,8 @@ async def test_a_trainer_that_wakes_after_its_successor_began_changes_nothing(ru
         heir = await roles.start(
             run.command(engine, str(HERE.parent / "chaos" / "trainer.py"), str(await three_a_step(run)))
         )
-        await heir.says("trainer.begun")
-        await until(link, lambda: all_published(link))
+        await heir.says("trainer.started")
+        await until(connection, lambda: all_published(connection))
         before, pushes = await anyio.to_thread.run_sync(run.state), list(engine.pushes)
         os.close(descriptor)
         zombie.go_on()
@@ -130,11 +132,11 @@ async def test_a_trainer_that_wakes_after_its_successor_began_changes_nothing(ru
         assert versions == sorted(set(versions))
 
         await scored(pipe, range(ROWS, ROWS + MORE))
-        await Feed(link, 1000).finish()
+        await Feed(connection, 1000).finish()
         assert await heir.ended() == 0, heir.said()
     ends = [line["prompt"] for line in await anyio.to_thread.run_sync(run.ledger)]
     assert len(ends) == len(set(ends)) == ROWS + MORE
-    checkpoint = await anyio.to_thread.run_sync(Checkpoints(run.folder / "run" / "checkpoints").latest)
+    checkpoint = await anyio.to_thread.run_sync(CheckpointStore(run.folder / "run" / "checkpoints").latest)
     weights = await anyio.to_thread.run_sync(witness.testimony, checkpoint.model)
     assert weights.tolist() == [1.0] * (ROWS + MORE)
 

@@ -17,11 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stream.codec import decode
-from stream.feeding import Feed
-from stream.link import Link, connect
+from stream.connection.run_connection import RunConnection, connect
+from stream.operator.run_status import read_status
+from stream.queue.feed import Feed
 from stream.records import Group, Row
-from stream.training import current_policy
-from stream.view import look
+from stream.trainer.lease import read_published_policy
 from tests.e2e.by_hand import Cast, Role, cast, feed, until
 from tests.e2e.harness import Project
 
@@ -83,17 +83,17 @@ async def story(tmp_path_factory, random_model, redis_url):
     folder = tmp_path_factory.mktemp("versions")
     told = Story(project=await anyio.to_thread.run_sync(_project, folder, random_model))
     async with (
-        connect(redis_url, RUN, reconnect_s=30.0) as link,
+        connect(redis_url, RUN, reconnect_s=30.0) as connection,
         cast(folder) as roles,
         anyio.create_task_group() as tasks,
     ):
-        tasks.start_soon(_read_scored, link, told)
-        await _tell(link, roles, tasks, told, redis_url)
+        tasks.start_soon(_read_scored, connection, told)
+        await _tell(connection, roles, tasks, told, redis_url)
         tasks.cancel_scope.cancel()
     return told
 
 
-async def _tell(link: Link, roles: Cast, tasks, story: Story, redis_url: str) -> None:
+async def _tell(connection: RunConnection, roles: Cast, tasks, story: Story, redis_url: str) -> None:
     project = story.project
     file = str(await anyio.to_thread.run_sync(project.write))
     engine = await roles.start(project.command("serve", file, "--port", "0"))
@@ -105,8 +105,8 @@ async def _tell(link: Link, roles: Cast, tasks, story: Story, redis_url: str) ->
     trainer = await roles.start(project.command("train", file, *addresses))
 
     # Step n publishes version n. All is trained; nothing moves when the trainer is killed.
-    await feed(link, *(f"p{i}" for i in range(KILLED_AT)))
-    await until(link, lambda: _at_rest(link, KILLED_AT), 120)
+    await feed(connection, *(f"p{i}" for i in range(KILLED_AT)))
+    await until(connection, lambda: _at_rest(connection, KILLED_AT), 120)
     trainer.kill()
     await trainer.ended()
     await rollout.drain()
@@ -116,7 +116,7 @@ async def _tell(link: Link, roles: Cast, tasks, story: Story, redis_url: str) ->
     # Long completions, which the engine has sampled in part when it is frozen.
     before = await _sampled(url)
     longer = ("--set", "rollout.max_tokens=500", "--set", "rollout.max_tokens_per_turn=500")
-    await feed(link, *(f"late{i}" for i in range(LATE)))
+    await feed(connection, *(f"late{i}" for i in range(LATE)))
     rollout = await roles.start(project.command("rollout", file, *addresses, *longer))
     with anyio.fail_after(60):
         while await _sampled(url) < before + 30:
@@ -127,14 +127,14 @@ async def _tell(link: Link, roles: Cast, tasks, story: Story, redis_url: str) ->
     again = KILLED_AT - KEPT_AT
     one_step = ("--set", f"train.groups_per_step={again + LATE}")
     trainer = await roles.start(project.command("train", file, *addresses, *one_step))
-    await until(link, lambda: _published(link, KILLED_AT + 1))
-    policy = await current_policy(link)
+    await until(connection, lambda: _published(connection, KILLED_AT + 1))
+    policy = await read_published_policy(connection)
     story.taken_up.append((policy.step, policy.version))
     await anyio.to_thread.run_sync(story.keep_model, policy.version)
-    await until(link, lambda: _at_rest(link, KILLED_AT + LATE), 120)
+    await until(connection, lambda: _at_rest(connection, KILLED_AT + LATE), 120)
 
     # Another engine at the same address, with the weights that the run began with and no version.
-    newest = (await current_policy(link)).version
+    newest = (await read_published_policy(connection)).version
     await anyio.to_thread.run_sync(story.keep_model, newest)
     with anyio.fail_after(60):
         while story.told[-1] != newest:
@@ -142,8 +142,8 @@ async def _tell(link: Link, roles: Cast, tasks, story: Story, redis_url: str) ->
     engine.kill()
     await engine.ended()
     await roles.start(project.command("serve", file, "--port", url.rpartition(":")[2]))
-    await feed(link, *(f"after{i}" for i in range(AFTER)))
-    await Feed(link, 1000).finish()
+    await feed(connection, *(f"after{i}" for i in range(AFTER)))
+    await Feed(connection, 1000).finish()
     assert await trainer.ended(120) == 0, trainer.said()
     assert await rollout.ended() == 0, rollout.said()
 
@@ -154,13 +154,13 @@ async def _address(engine: Role) -> str:
     return said.partition("listening on ")[2].split()[0]
 
 
-async def _at_rest(link: Link, trained: int) -> bool:
-    view = await look(link)
+async def _at_rest(connection: RunConnection, trained: int) -> bool:
+    view = await read_status(connection)
     return view.counts.get("trained", 0) == trained and view.outstanding == 0
 
 
-async def _published(link: Link, version: int) -> bool:
-    return (await current_policy(link)).version >= version
+async def _published(connection: RunConnection, version: int) -> bool:
+    return (await read_published_policy(connection)).version >= version
 
 
 async def _sampled(url: str) -> int:
@@ -175,11 +175,11 @@ async def _post(url: str) -> None:
         assert response.status == 200
 
 
-async def _read_scored(link: Link, story: Story) -> None:
+async def _read_scored(connection: RunConnection, story: Story) -> None:
     """Read along, before a checkpoint lets the server forget; no consumer of the group, so nobody notices."""
     last = "0"
     while True:
-        found = await link.redis.xread({link.key("scored"): last}, block=1000)
+        found = await connection.redis.xread({connection.key("scored"): last}, block=1000)
         for entry, fields in found[0][1] if found else ():
             last = entry
             group = decode(fields[b"payload"], Group)
@@ -204,7 +204,7 @@ async def _ask_version(url: str, story: Story) -> None:
 def versions(row: Row) -> list[int]:
     """The policy version of each sampled token."""
     of = {i: span.version for span in row.spans for i in range(span.start, span.end)}
-    return [of[i] for start, end in row.sampled for i in range(start, end)]
+    return [of[i] for start, end in row.sampled_ranges for i in range(start, end)]
 
 
 def forward(model, row: Row) -> list[float]:
@@ -212,7 +212,7 @@ def forward(model, row: Row) -> list[float]:
     ids = torch.tensor([[*row.prompt, *row.tokens]])
     with torch.no_grad():
         logprobs = torch.log_softmax(model(ids).logits[0].double(), dim=-1)
-    places = [len(row.prompt) + i for start, end in row.sampled for i in range(start, end)]
+    places = [len(row.prompt) + i for start, end in row.sampled_ranges for i in range(start, end)]
     return [logprobs[place - 1, ids[0, place]].item() for place in places]
 
 

@@ -22,4 +22,4 @@ async def test_where_no_engine_was_started_to_take_weights_the_run_ends_at_once_
     for engine_said in ("without --weight-transfer-config; start it with", "with backend 'nccl'; start it with"):
         assert engine_said in told.stderr
     log = (project.run_folder / "logs" / "train-0.log").read_text()
-    assert log.count('"event": "trainer.begun"') == 1
+    assert log.count('"event": "trainer.started"') == 1

@@ -99,7 +99,7 @@ def test_hung_threads_wear_the_worker_out_and_the_run_goes_to_its_end(world):
     assert summary["rows"]["valid"] == 32
     assert summary["dead"] == summary["outstanding"] == 0
     assert balanced(summary)
-    worn = log_lines(project, "rollout-0", "role.worn_out")
+    worn = log_lines(project, "rollout-0", "worker.recycle_requested")
     assert len(worn) in (1, 2)
     assert all("4 threads hang" in line["why"] for line in worn)
     assert len(log_lines(project, "rollout-0", "role.started")) == 1 + len(worn)
@@ -115,7 +115,7 @@ def test_an_event_loop_held_for_longer_than_a_lease_loses_nothing_and_is_told_of
     assert summary["rows"]["valid"] >= 39  # a completion that held the loop beyond its deadline has overrun
     assert sum(summary["rows"].values()) == 40
     assert balanced(summary)
-    held = [line for n in (0, 1) for line in log_lines(project, f"rollout-{n}", "loop.held")]
+    held = [line for n in (0, 1) for line in log_lines(project, f"rollout-{n}", "event_loop.blocked")]
     assert [line["by"].rpartition(" ")[2] for line in held] == ["Blocks.reset"]
     found = audited(project)
     assert (found["lost"], found["twice"]) == ([], [])
@@ -126,7 +126,7 @@ def test_coroutines_that_swallow_their_cancellation_cost_their_completions_alone
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert summary["rows"] == {"failed:env_reset": 8, "valid": 32}
     assert summary["dead"] == summary["outstanding"] == 0
-    assert log_lines(project, "rollout-0", "call.ignored_cancellation")
+    assert log_lines(project, "rollout-0", "call.cancellation_ignored")
     found = audited(project)
     assert (found["lost"], found["twice"]) == ([], [])
 

@@ -17,11 +17,11 @@ from tokenizers import Tokenizer
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from workers.engine.wire import GenerateRequest
-from workers.testing.scripted_engine import Reply, ScriptedEngine
+from workers.engine_api.wire import GenerateRequest
+from workers.testing.scripted_engine import ReplyFunction, ScriptedEngine
 
 
-def scripted(model: Path) -> Reply:
+def scripted(model: Path) -> ReplyFunction:
     """What is said: `add(A, B)`, or a digit."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     called = tokenizer.token_to_id("<tool_call>")

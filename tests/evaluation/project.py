@@ -12,18 +12,18 @@ from typing import Any
 
 import anyio
 
+from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
-from stream.link import Link, connect
-from stream.view import RunView, look
-from workers import logs
+from stream.operator.run_status import RunStatus, read_status
 from workers.demo.model import make_tokenizer
-from workers.run.folder import held, keep_settings
-from workers.run.live import read
-from workers.run.progress import Silent
-from workers.run.roles import ENGINE, RoleSpec, commands
-from workers.run.supervisor import Outcome, Supervisor
+from workers.run.progress_display import SilentDisplay
+from workers.run.role_specs import ENGINE, RoleSpec, role_specs
+from workers.run.run_folder import lock_folder, write_settings
+from workers.run.run_info import read_run_info
+from workers.run.supervisor import RunOutcome, Supervisor
+from workers.runtime import log_setup as logs
 from workers.settings import Settings
-from workers.settings.file import parse
+from workers.settings.toml_file import parse_settings
 
 HERE = Path(__file__).parent
 REWARDS = """\
@@ -69,14 +69,14 @@ def describe(
         table["eval"] = {"path": str(folder / "held_out.jsonl"), "every": 2, "group_size": 4, "hold_s": 40.0}
     for name, section in sections.items():
         table[name] = table.get(name, {}) | section
-    return parse(table)
+    return parse_settings(table)
 
 
 def roles(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
     """The command lines of `penstock run`, but for the trainer's, whose learner is a witness."""
     addresses = ("--redis", redis, *(part for url in engines for part in ("--engine", url)))
     train = RoleSpec(role="train", command=(sys.executable, str(HERE / "trainer.py"), str(file), *addresses))
-    return [train if spec.role == "train" else spec for spec in commands(settings, file, redis, engines)]
+    return [train if spec.role == "train" else spec for spec in role_specs(settings, file, redis, engines)]
 
 
 def engine_of(*options: str) -> Any:
@@ -93,8 +93,8 @@ def engine_of(*options: str) -> Any:
 class Watched:
     """A run, seen all the while."""
 
-    outcome: Outcome | None = None
-    looks: list[RunView] = field(default_factory=list)
+    outcome: RunOutcome | None = None
+    looks: list[RunStatus] = field(default_factory=list)
 
 
 def run(settings: Settings, *options: str, meddle: Any = None, limit_s: float = 100.0) -> Watched:
@@ -114,36 +114,36 @@ def run(settings: Settings, *options: str, meddle: Any = None, limit_s: float = 
         with anyio.move_on_after(limit_s):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_watch, settings, watched, meddle)
-                watched.outcome = await Supervisor(settings, file, Silent(), roles, engine_of(*options)).run()
+                watched.outcome = await Supervisor(settings, file, SilentDisplay(), roles, engine_of(*options)).run()
                 tasks.cancel_scope.cancel()
 
-    with held(settings.folder), logs.to_file("eval", settings.folder / "logs" / "supervisor.log"):
-        file = keep_settings(settings)
+    with lock_folder(settings.folder), logs.log_to_file("eval", settings.folder / "logs" / "supervisor.log"):
+        file = write_settings(settings)
         anyio.run(main)
     return watched
 
 
 async def _watch(settings: Settings, watched: Watched, meddle: Any) -> None:
-    while (live := await anyio.to_thread.run_sync(read, settings.folder)) is None or not live.engines:
+    while (live := await anyio.to_thread.run_sync(read_run_info, settings.folder)) is None or not live.engines:
         await anyio.sleep(0.02)
-    async with connect(live.redis, live.run, create=False) as link:
+    async with connect(live.redis, live.run, create=False) as connection:
         after = "0-0"
         while True:
-            after = await link.wait(after, 0.2)
-            await _look(link, watched, meddle)
+            after = await connection.wait_for_change(after, 0.2)
+            await _look(connection, watched, meddle)
 
 
-async def _look(link: Link, watched: Watched, meddle: Any) -> None:
+async def _look(connection: RunConnection, watched: Watched, meddle: Any) -> None:
     try:
-        view = await look(link)
+        view = await read_status(connection)
     except PenstockError:  # nobody has begun
         return
     watched.looks.append(view)
     if meddle is not None:
-        await meddle(view, link)
+        await meddle(view, connection)
 
 
-def ended(settings: Settings, watched: Watched) -> RunView:
+def ended(settings: Settings, watched: Watched) -> RunStatus:
     """It came to its end, with nothing left over. Returns the last look."""
     told = "\n".join(
         f"== {path.name}\n{path.read_text()[-1500:]}" for path in sorted(settings.folder.glob("logs/*.log"))

@@ -9,7 +9,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from tests.chaos import witness
-from workers.process import launch
+from workers.run.role_process import run_role
 from workers.train.worker import train
 
 
@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--engine", action="append", required=True)
     options = parser.parse_args()
     with_witness = partial(train, make_learner=Witness)
-    return launch("train", options.file, (), options.redis, tuple(options.engine), with_witness)
+    return run_role("train", options.file, (), options.redis, tuple(options.engine), with_witness)
 
 
 if __name__ == "__main__":

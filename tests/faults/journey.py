@@ -8,20 +8,20 @@ from pathlib import Path
 import anyio
 import msgspec
 
+from stream.connection.run_connection import connect
 from stream.errors import PenstockError
-from stream.link import connect
-from stream.view import look
+from stream.operator.run_status import read_status
 from tests.chaos import project
 from tests.chaos.audit import Verdict, audit
 from tests.faults.proxy import Plan, Proxy, address_of
-from workers import logs
-from workers.run import live
-from workers.run.folder import held, keep_settings
-from workers.run.progress import Silent
-from workers.run.roles import Commands, RoleSpec
-from workers.run.supervisor import Outcome, Supervisor
+from workers.run import run_info as live
+from workers.run.progress_display import SilentDisplay
+from workers.run.role_specs import MakeRoleSpecs, RoleSpec
+from workers.run.run_folder import lock_folder, write_settings
+from workers.run.supervisor import RunOutcome, Supervisor
+from workers.runtime import log_setup as logs
 from workers.settings import Settings
-from workers.settings.file import load
+from workers.settings.toml_file import load_settings
 
 _REQUEST_TIMEOUT_S = 2.0
 _PLENTY = 1000
@@ -34,7 +34,7 @@ class Journey:
     settings: Settings
     engine: Proxy
     redis: Proxy
-    outcome: Outcome | None = None
+    outcome: RunOutcome | None = None
 
     @property
     def folder(self) -> Path:
@@ -57,18 +57,18 @@ class Journey:
 
     async def ended(self, prompts: int) -> None:
         """Wait until so many prompts have met their end."""
-        while (here := await anyio.to_thread.run_sync(live.read, self.folder)) is None or not here.engines:
+        while (here := await anyio.to_thread.run_sync(live.read_run_info, self.folder)) is None or not here.engines:
             await anyio.sleep(0.05)
-        async with connect(here.redis, here.run, create=False) as link:
+        async with connect(here.redis, here.run, create=False) as connection:
             while True:
                 try:
-                    balance = (await look(link)).balance
+                    balance = (await read_status(connection)).balance
                 except PenstockError:  # nobody has begun
                     await anyio.sleep(0.05)
                     continue
                 if balance["trained"] + balance["dropped"] + balance["dead"] >= prompts:
                     return
-                await link.wait("$", 1.0)
+                await connection.wait_for_change("$", 1.0)
 
 
 def begin(folder: Path, groups: int, *, redis: str = "", reconnect_s: float = 60.0) -> Settings:
@@ -86,7 +86,7 @@ def begin(folder: Path, groups: int, *, redis: str = "", reconnect_s: float = 60
 
 def again(folder: Path) -> Settings:
     """The run that was begun there."""
-    return load(folder / "run" / "run.toml")
+    return load_settings(folder / "run" / "run.toml")
 
 
 def travel(
@@ -95,7 +95,7 @@ def travel(
     on_engine: Plan | None = None,
     on_redis: Plan | None = None,
     during: Callable[[Journey], Awaitable[None]] | None = None,
-    roles: Commands = project.roles,
+    roles: MakeRoleSpecs = project.roles,
     limit_s: float,
 ) -> Journey:
     """Run it to its end, with these plans for the connections.
@@ -126,12 +126,12 @@ def travel(
                 async with anyio.create_task_group() as tasks:
                     if during is not None:
                         tasks.start_soon(during, journey)
-                    supervisor = Supervisor(settings, file, Silent(), behind_proxies, project.engine)
+                    supervisor = Supervisor(settings, file, SilentDisplay(), behind_proxies, project.engine)
                     journey.outcome = await supervisor.run()
                     tasks.cancel_scope.cancel()
 
-    with logs.to_file("faults", settings.folder / "logs" / "supervisor.log"), held(settings.folder):
-        file = keep_settings(settings)
+    with logs.log_to_file("faults", settings.folder / "logs" / "supervisor.log"), lock_folder(settings.folder):
+        file = write_settings(settings)
         anyio.run(main)
     return journeys[0]
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from envs.snapshot.values import Tag
+from envs.snapshot.value_codec import Tag
 from stream.records import SCHEMA
 
 HEADER = 7

@@ -7,14 +7,14 @@ from random import Random
 
 import anyio
 
+from stream.connection.keys import STAGES, StageName
+from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError, RecordError
-from stream.keys import STAGES, StageName
-from stream.link import Link, connect
-from stream.stage import Lease
-from stream.steering import pause, resume
-from stream.view import look
+from stream.operator.run_control import pause, resume
+from stream.operator.run_status import read_status
+from stream.queue.stage import Lease
 from tests.fuzz.junk import BYTES, HEADER, TREES, seal, spoil_tree
-from workers.run.live import Live, read
+from workers.run.run_info import RunInfo, read_run_info
 
 _FIRST, _LAST = 0.05, 0.7
 """Fractions of the prompts that have met their end when the first and the last entries are strewn. The run is paused
@@ -41,43 +41,45 @@ class Litterer:
     async def run(self) -> None:
         """Strew them all."""
         live = await self._live()
-        async with connect(live.redis, live.run, create=False) as link:
+        async with connect(live.redis, live.run, create=False) as connection:
             while (done := self.strewn.total()) < self.entries:
-                await self._reached(_FIRST + (_LAST - _FIRST) * done / self.entries, link)
-                await pause(link, "litterer")
-                await self._look_around(link)
+                await self._reached(_FIRST + (_LAST - _FIRST) * done / self.entries, connection)
+                await pause(connection, "litterer")
+                await self._look_around(connection)
                 for _ in range(min(_AT_ONCE, self.entries - done)):
-                    await self._strew(link)
-                assert (await look(link)).stages["prompts"].depth, "no good one is left to come behind these"
-                await resume(link, "litterer")
+                    await self._strew(connection)
+                assert (await read_status(connection)).stages["prompts"].depth, (
+                    "no good one is left to come behind these"
+                )
+                await resume(connection, "litterer")
 
-    async def _live(self) -> Live:
-        while (live := read(self.folder)) is None or not live.engines:
+    async def _live(self) -> RunInfo:
+        while (live := read_run_info(self.folder)) is None or not live.engines:
             await anyio.sleep(0.02)
         return live
 
-    async def _reached(self, fraction: float, link: Link) -> None:
+    async def _reached(self, fraction: float, connection: RunConnection) -> None:
         while True:
             try:
-                balance = (await look(link)).balance
+                balance = (await read_status(connection)).balance
             except PenstockError:  # nobody has begun
                 await anyio.sleep(0.05)
                 continue
             if balance["trained"] + balance["dropped"] + balance["dead"] >= fraction * self.groups:
                 return
-            await link.wait("$", 1.0)
+            await connection.wait_for_change("$", 1.0)
 
-    async def _look_around(self, link: Link) -> None:
+    async def _look_around(self, connection: RunConnection) -> None:
         """Remember some of the run's own records, under the names of prompts that have no end yet."""
-        carried = list((await link.read_hash("open")).items())
+        carried = list((await connection.read_hash("open")).items())
         for name, where in self._chance.sample(carried, min(_AT_ONCE, len(carried))):
             stage, entry_id = where.split(":")
-            for _, entry in await link.redis.xrange(link.key(stage), entry_id, entry_id):
+            for _, entry in await connection.redis.xrange(connection.key(stage), entry_id, entry_id):
                 self._good[name] = entry[b"payload"]
         for old in list(self._good)[: -2 * _AT_ONCE]:
             del self._good[old]
 
-    async def _strew(self, link: Link) -> None:
+    async def _strew(self, connection: RunConnection) -> None:
         chance = self._chance
         stage = chance.choice(STAGES)
         (whose, payload), (another, other) = chance.sample(list(self._good.items()), 2)
@@ -95,7 +97,7 @@ class Litterer:
                 return  # it says something that is in order; there is nothing wrong with it
         entry: dict[str | bytes, str | bytes] = {"payload": spoilt} | ({} if name is None else {"prompt": name})
         self.strewn[stage, spoilt] += 1
-        await link.redis.xadd(link.key(stage), entry)
+        await connection.redis.xadd(connection.key(stage), entry)
 
 
 def _is_refused(stage: StageName, name: str | bytes | None, payload: bytes) -> bool:

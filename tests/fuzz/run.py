@@ -31,7 +31,7 @@ from stream.records import SCHEMA, Group, Prompt
 from tests.fuzz.junk import BYTES, HEADER, TREES, seal, spoil_tree
 from tests.fuzz.samples import Samples
 from tests.fuzz.workers import Workers, workers
-from workers import logs
+from workers.runtime import log_setup as logs
 
 _POOL = 200
 """Records of each kind that are spoilt before others are made."""
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args(arguments)
-    logs.configure("fuzz", level="critical")
+    logs.configure_logging("fuzz", level="critical")
     told = fuzz(options.records, options.seed)
     print(json.dumps(told) if options.json else json.dumps(told, indent=4), flush=True)
     return 1 if told["wrong"] else 0

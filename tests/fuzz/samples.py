@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from envs.snapshot import freeze
-from stream.records import Completion, Failure, Group, Message, Part, Prompt, Row, Span
+from stream.records import Completion, Failure, Group, Message, Prompt, RewardPart, Row, Span
 from stream.validity import Measured, Reward, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.fuzz.diary import Diary, Entry, Mood
 
@@ -42,7 +42,7 @@ class Samples:
         return Prompt(
             id=f"{chance.choice(('train', 'größer', '🙂'))}:0:{self._made}",
             messages=[self._message() for _ in range(chance.randint(1, 4))],
-            text=chance.random() < 0.2,
+            is_plain_text=chance.random() < 0.2,
             fields={self._text() or "empty": self.value() for _ in range(chance.randint(0, 4))},
             environment="diary",
             group_size=chance.randint(1, 8),
@@ -86,10 +86,10 @@ class Samples:
     def _completion(self, index: int) -> Completion:
         chance = self._chance
         rows = [self._row() for _ in range(chance.choice((0, 1, 1, 1, 1, 2, 3)))]
-        parts = [Part(name=name, reward=self._reward()) for name in ("exact", "style")[: chance.randint(0, 2)]]
-        turns = sum(len(row.sampled) for row in rows)
+        parts = [RewardPart(name=name, reward=self._reward()) for name in ("exact", "style")[: chance.randint(0, 2)]]
+        turns = sum(len(row.sampled_ranges) for row in rows)
         if chance.random() < 0.3:
-            parts += [Part(name="env", reward=self._reward(), turn=turn) for turn in range(turns)]
+            parts += [RewardPart(name="env", reward=self._reward(), turn=turn) for turn in range(turns)]
         return Completion(
             index=index,
             rows=rows,
@@ -125,7 +125,7 @@ class Samples:
         return Row(
             prompt_ids=self._ids(chance.randint(1, 6)),
             token_ids=self._ids(at),
-            sampled=sampled,
+            sampled_ranges=sampled,
             logprobs=array("f", [-chance.random() for _ in range(count)]).tobytes(),
             spans=[Span(chance.randint(0, 9), start, end) for start, end in sampled],
         )

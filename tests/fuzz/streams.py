@@ -25,16 +25,16 @@ import msgspec
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from stream.dead import Letter, letters
-from stream.link import Link
+from stream.connection.run_connection import RunConnection
+from stream.operator.dead_letters import DeadLetter, list_dead_letters
 from tests.chaos import project
 from tests.chaos.audit import acquitted, audit
 from tests.fuzz.litter import Litterer
-from workers import logs
-from workers.run.folder import held, keep_settings
-from workers.run.live import locate, visit
-from workers.run.progress import display_for
-from workers.run.supervisor import Outcome, Supervisor
+from workers.run.progress_display import choose_display
+from workers.run.run_folder import lock_folder, write_settings
+from workers.run.run_info import find_run, with_run
+from workers.run.supervisor import RunOutcome, Supervisor
+from workers.runtime import log_setup as logs
 from workers.settings import Settings
 
 
@@ -54,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (settings.folder / "logs").mkdir(parents=True)
     log = settings.folder / "logs" / "supervisor.log"
     began = time.monotonic()
-    with logs.to_file("litter", log):
+    with logs.log_to_file("litter", log):
         outcome = _run(settings, litterer, options.limit, quiet=options.json)
         seconds = round(time.monotonic() - began, 1)
         verdict = audit(settings.folder, options.groups)
-        junk = [letter for letter in visit(locate(str(settings.folder)), _letters) if not letter.fed]
+        junk = [letter for letter in with_run(find_run(str(settings.folder)), _letters) if not letter.ends_prompt]
     buried = Counter((letter.stage, letter.payload) for letter in junk)
     restarts = sum('"role.restarted"' in line for line in log.read_text().splitlines())
     told: dict[str, Any] = msgspec.to_builtins(verdict)
@@ -75,27 +75,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if well else 1
 
 
-def _run(settings: Settings, litterer: Litterer, limit_s: float, *, quiet: bool) -> Outcome | None:
+def _run(settings: Settings, litterer: Litterer, limit_s: float, *, quiet: bool) -> RunOutcome | None:
     """Supervise the run to its end; None where it did not come to one in time."""
-    outcomes: list[Outcome] = []
+    outcomes: list[RunOutcome] = []
 
     async def main() -> None:
         with anyio.move_on_after(limit_s):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(litterer.run)
-                with display_for(quiet) as display:
+                with choose_display(quiet) as display:
                     supervisor = Supervisor(settings, file, display, project.roles, project.engine)
                     outcomes.append(await supervisor.run())
                 tasks.cancel_scope.cancel()
 
-    with held(settings.folder):
-        file = keep_settings(settings)
+    with lock_folder(settings.folder):
+        file = write_settings(settings)
         anyio.run(main)
     return outcomes[0] if outcomes else None
 
 
-async def _letters(link: Link) -> list[Letter]:
-    return await letters(link, count=1_000_000)
+async def _letters(connection: RunConnection) -> list[DeadLetter]:
+    return await list_dead_letters(connection, count=1_000_000)
 
 
 if __name__ == "__main__":

@@ -13,24 +13,24 @@ import torch
 
 from stream.codec import encode
 from stream.errors import DataError, NewerSchemaError, RecordError
-from stream.ledger import Ledger
+from stream.queue.stage import Lease
 from stream.records import Group, Span
-from stream.stage import Lease
+from stream.trainer.ledger import Ledger
 from tests.chaos.project import END, write_project
 from tests.fuzz.samples import VOCABULARY
-from workers.parts import load_factories, load_rewards
-from workers.rollout.chat.chat import Chat
-from workers.rollout.engine.answer import Sampled
-from workers.rollout.engine.sampling import Sampling
-from workers.rollout.group import roll_out
-from workers.rollout.slot_pool import SlotPool
-from workers.rollout.tool_formats.choice import TOOL_FORMATS
+from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.engine_client.sampled_turn import SampledTurn
+from workers.rollout.engine_client.sampling import SamplingOptions
+from workers.rollout.environment_pool import EnvironmentPool
+from workers.rollout.group import run_group
+from workers.rollout.tool_formats.detection import TOOL_FORMATS
+from workers.runtime.reward_functions import load_factories, load_reward_functions
 from workers.score.worker import score_group
-from workers.settings.file import parse
-from workers.train.groups.hand import Hand
+from workers.settings.toml_file import parse_settings
+from workers.train.groups.group_buffer import GroupBuffer
 from workers.train.step.batch import collate
 from workers.train.step.estimation import estimate_advantages
-from workers.train.step.selection import derive_masks
+from workers.train.step.selection import mask_batch
 
 _DIARY = Path(__file__).parent / "diary.py"
 _VERSION = 7
@@ -43,7 +43,7 @@ class Workers:
     def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
         model = write_project(folder, groups=0, seed=0).model.path
-        self._settings = parse(
+        self._settings = parse_settings(
             {
                 "model": {"path": model},
                 "data": {"path": str(folder / "prompts.jsonl")},
@@ -53,10 +53,10 @@ class Workers:
             }
         )
         self._factories = load_factories(self._settings)
-        self._functions = load_rewards(self._settings, "score")
-        self._chat = Chat.load(Path(model), {}, None)
+        self._functions = load_reward_functions(self._settings, "score")
+        self._chat = ChatTokenizer.load(Path(model), {}, None)
         self._ledger = Ledger(folder / "ledger.jsonl")
-        self._pool = SlotPool(self._factories, size=2)
+        self._pool = EnvironmentPool(self._factories, size=2)
 
     @asynccontextmanager
     async def at_work(self) -> AsyncIterator[None]:
@@ -80,7 +80,7 @@ class Workers:
         try:
             prompt = lease.prompt()
             one = msgspec.structs.replace(prompt, group_size=1)  # whatever one completion meets, all do
-            group = await roll_out(
+            group = await run_group(
                 one,
                 chat=self._chat,
                 sampler=_Sampler(),
@@ -110,8 +110,8 @@ class Workers:
         return "scored"
 
     def _train(self, lease: Lease) -> str:
-        hand = Hand(self._settings, self._ledger, VOCABULARY)
-        judgement = hand.consider(lease, _VERSION)
+        hand = GroupBuffer(self._settings, self._ledger, VOCABULARY)
+        judgement = hand.offer(lease, _VERSION)
         if judgement.unreadable:
             return "unreadable"
         if judgement.unknown_schema:
@@ -125,23 +125,25 @@ class Workers:
     def _check(self, group: Group) -> None:
         """Whether the learner would be handed what it expects, and only numbers to learn from."""
         batch = collate([group])
-        masks = derive_masks(batch, self._settings, _VERSION)
+        masks = mask_batch(batch, self._settings, _VERSION)
         advantages = estimate_advantages(batch, masks, self._settings)
         shape = batch.tokens_RT.shape
-        tables = (batch.sampled_RT, batch.behaviour_logprobs_RT, batch.versions_RT, batch.turn_rewards_RT)
-        assert all(table.shape == shape for table in (*tables, masks.tokens_RT, advantages.tokens_RT))
+        tables = (batch.sampled_RT, batch.rollout_logprobs_RT, batch.versions_RT, batch.turn_rewards_RT)
+        assert all(table.shape == shape for table in (*tables, masks.loss_tokens_RT, advantages.tokens_RT))
         assert bool(((batch.tokens_RT >= 0) & (batch.tokens_RT < VOCABULARY)).all())
         assert bool(((batch.versions_RT >= 0) == batch.sampled_RT).all())
-        assert bool(torch.isfinite(batch.behaviour_logprobs_RT[masks.tokens_RT]).all())
-        assert bool(torch.isfinite(advantages.tokens_RT[masks.tokens_RT]).all())
+        assert bool(torch.isfinite(batch.rollout_logprobs_RT[masks.loss_tokens_RT]).all())
+        assert bool(torch.isfinite(advantages.tokens_RT[masks.loss_tokens_RT]).all())
         assert bool(torch.isfinite(masks.rewards_C).all())
 
 
 class _Sampler:
     """An engine that has one thing to say."""
 
-    async def sample(self, _prompt_ids: object, _sampling: Sampling, *, at_least: int = 0) -> Sampled:
-        return Sampled([7, END], [-0.5, -0.5], "stop", [Span(at_least, 0, 2)])
+    async def sample(
+        self, _prompt_ids: object, _sampling: SamplingOptions, *, min_policy_version: int = 0
+    ) -> SampledTurn:
+        return SampledTurn([7, END], [-0.5, -0.5], "stop", [Span(min_policy_version, 0, 2)])
 
 
 @asynccontextmanager

@@ -8,13 +8,13 @@ from torch.nn.functional import cosine_similarity
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import Measured
 from workers.settings import Train
-from workers.settings.file import parse
-from workers.train.model.blocks import Finish
-from workers.train.model.chunked import read
-from workers.train.model.head import find_head
-from workers.train.model.logprobs import Readable, token_logprobs
+from workers.settings.toml_file import parse_settings
+from workers.train.model.activation_checkpointing import checkpoint_layers
+from workers.train.model.chunked import chunked_logprobs
+from workers.train.model.lm_head import find_lm_head
+from workers.train.model.logit_blocks import LogitTransform
+from workers.train.model.logprobs import LogprobModel, token_logprobs
 from workers.train.model.packing import set_attention
-from workers.train.model.recomputing import recompute_layers
 from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
 
@@ -61,7 +61,7 @@ def batch():
             row = Row(
                 prompt_ids=ids(generator, 30).numpy().tobytes(),
                 token_ids=ids(generator, count).numpy().tobytes(),
-                sampled=[(0, count // 2), (count // 2 + 5, count)],
+                sampled_ranges=[(0, count // 2), (count // 2 + 5, count)],
                 logprobs=torch.full((count - 5,), -6.9).numpy().tobytes(),
                 spans=[Span(3, 0, count // 2), Span(3, count // 2 + 5, count)],
             )
@@ -77,7 +77,7 @@ def learner(base, device, dtype, **train):
         "environments": {"a": "calculator"},
     }
     train = {"learning_rate": 1e-4, "max_grad_norm": 1e9, "micro_batch_tokens": 600} | train
-    return Learner(parse(least | {"train": train}), device=device)
+    return Learner(parse_settings(least | {"train": train}), device=device)
 
 
 WAYS = {
@@ -91,7 +91,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_in_bfloat16_is_near_the_step_in_float32_on_the_cpu(base, batch, way):
     exact, found = learner(base, "cpu", "float32"), learner(base, "cuda", "bfloat16", **WAYS[way])
-    assert found.passes.policy.packed == (not way.startswith("padded"))
+    assert found.runner.policy.packed == (not way.startswith("padded"))
     one, other = exact.step(batch, 3), found.step(batch, 3)
     assert other.trained
     for name, near in (("grad_norm", 0.05), ("entropy", 0.01)):
@@ -109,7 +109,7 @@ def gradients(model, device, packing, attention, dtype):
     chosen[:, 0] = False
     parts = [part.to(device) for part in (tokens, chosen)]
     train = Train(packing=packing, attention=attention)
-    chosen_way = set_attention(Readable(model, find_head(model)), train, dtype)
+    chosen_way = set_attention(LogprobModel(model, find_lm_head(model)), train, dtype)
     with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
         found = token_logprobs(chosen_way, *parts, temperature=0.7, lengths_M=lengths.to(device))
     model.zero_grad()
@@ -131,15 +131,15 @@ def test_log_probs_on_the_device_are_those_on_the_cpu():
     generator = torch.Generator().manual_seed(4)
     hidden, weight = torch.randn(300, 64, generator=generator), torch.randn(5000, 64, generator=generator) / 8
     targets = torch.randint(5000, (300,), generator=generator)
-    expected = read(hidden.double(), weight.double(), None, targets, Finish(), entropy="value")
+    expected = chunked_logprobs(hidden.double(), weight.double(), None, targets, LogitTransform(), entropy="value")
     moved = [tensor.cuda() for tensor in (hidden, weight)]
-    found = read(*moved, None, targets.cuda(), Finish(), entropy="value", block=2**16)
+    found = chunked_logprobs(*moved, None, targets.cuda(), LogitTransform(), entropy="value", block=2**16)
     assert torch.allclose(found.logprobs_N.cpu().double(), expected.logprobs_N, atol=1e-4)
     assert torch.allclose(found.entropy_N.cpu().double(), expected.entropy_N, atol=1e-4)
     rounded = [tensor.bfloat16().double() for tensor in (hidden, weight)]
-    expected = read(*rounded, None, targets, Finish())
+    expected = chunked_logprobs(*rounded, None, targets, LogitTransform())
     with torch.autocast("cuda", torch.bfloat16):
-        found = read(*moved, None, targets.cuda(), Finish(), block=2**16)
+        found = chunked_logprobs(*moved, None, targets.cuda(), LogitTransform(), block=2**16)
     assert found.logprobs_N.dtype == torch.float32
     assert torch.allclose(found.logprobs_N.cpu().double(), expected.logprobs_N, atol=1e-4)
 
@@ -166,7 +166,7 @@ def test_memory_of_the_loss_is_below_a_quarter_of_the_usual_one():
         torch.nn.functional.cross_entropy(hidden @ weight.T, targets).backward()
 
     def blockwise():
-        read(hidden, weight, None, targets, Finish()).logprobs_N.mean().backward()
+        chunked_logprobs(hidden, weight, None, targets, LogitTransform()).logprobs_N.mean().backward()
 
     for work in (usual, blockwise):  # what libraries set up once
         work()
@@ -177,9 +177,9 @@ def test_layers_that_are_computed_again_take_less_memory(base):
     def peak(again):
         model = transformers.AutoModelForCausalLM.from_pretrained(base).cuda().eval()
         if again:
-            recompute_layers(model)
+            checkpoint_layers(model)
         tokens = torch.randint(1, VOCABULARY, (16, 512), device="cuda")
-        way = Readable(model, find_head(model))
+        way = LogprobModel(model, find_lm_head(model))
 
         def work():
             with torch.autocast("cuda", torch.bfloat16):

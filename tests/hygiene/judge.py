@@ -42,7 +42,7 @@ BOUNDS = {
         96, 0, "sixteen groups in flight are five tasks each and more; one that never ends is one for each group"
     ),
 }
-LEDGER = Bound(12 * MB, 300, "Ledger.ends: id and end of each prompt stay in the trainer's memory, by design")
+LEDGER = Bound(12 * MB, 300, "Ledger.outcomes: id and end of each prompt stay in the trainer's memory, by design")
 AT_MOST = {
     "server.aof": (160 * MB, "rewritten at 64 MB when it has doubled, and more is written meanwhile"),
 }

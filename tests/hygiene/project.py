@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 from tests.chaos.project import _write_model
-from workers.run.roles import ENGINE, RoleSpec, commands
+from workers.run.role_specs import ENGINE, RoleSpec, role_specs
 from workers.settings import Settings
-from workers.settings.file import parse
+from workers.settings.toml_file import parse_settings
 
 HERE = Path(__file__).parent
 ARCHIVE_MB = 8
@@ -20,7 +20,7 @@ def write_project(folder: Path, groups: int) -> Settings:
     with (folder / "prompts.jsonl").open("w") as file:
         for row in range(groups):
             file.write(json.dumps({"prompt": [{"role": "user", "content": str(row)}], "number": row}) + "\n")
-    return parse(
+    return parse_settings(
         {
             "run": {"name": "hygiene", "folder": str(folder / "run")},
             "model": {"path": str(folder / "model")},
@@ -44,7 +44,7 @@ def roles(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) 
             index=spec.index,
             command=(sys.executable, str(HERE / "role.py"), spec.role, str(file), *addresses),
         )
-        for spec in commands(settings, file, redis, engines)
+        for spec in role_specs(settings, file, redis, engines)
     ]
 
 

@@ -18,17 +18,17 @@ import anyio
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from workers.process import launch
-from workers.role import Main, Role
-from workers.run.folder import write_whole
+from workers.run.role_process import run_role
+from workers.run.run_folder import write_atomically
+from workers.runtime.context import RoleMain, WorkerContext
 
 EVERY_S = 2.0
 
 
-def watched(main: Main) -> Main:
+def watched(main: RoleMain) -> RoleMain:
     """The role, with somebody who counts beside it."""
 
-    async def both(role: Role) -> None:
+    async def both(role: WorkerContext) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_count, role.settings.folder / "inside")
             await main(role)
@@ -48,19 +48,19 @@ async def _count(folder: Path) -> None:
 def _tell(folder: Path, told: dict[str, int]) -> None:
     folder.mkdir(exist_ok=True)
     target = folder / f"{os.getpid()}.json"
-    write_whole(target, json.dumps(told).encode())
+    write_atomically(target, json.dumps(told).encode())
 
 
-def main_of(role: str) -> Main:
+def main_of(role: str) -> RoleMain:
     """The project's own role; the trainer's with a witness in the learner's place."""
     if role == "train":
         from tests.chaos.witness import Witness
         from workers.train.worker import train
 
         return partial(train, make_learner=Witness)
-    from workers.process import _main_of
+    from workers.run.role_process import _role_main
 
-    return _main_of(role)
+    return _role_main(role)
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--engine", action="append", required=True)
     options = parser.parse_args()
     found = watched(main_of(options.role))
-    return launch(options.role, options.file, (), options.redis, tuple(options.engine), found)
+    return run_role(options.role, options.file, (), options.redis, tuple(options.engine), found)
 
 
 if __name__ == "__main__":

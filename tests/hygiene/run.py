@@ -26,16 +26,16 @@ from redis.exceptions import RedisError
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from stream.connection.run_connection import connect
 from stream.errors import PenstockError
-from stream.link import connect
 from tests.hygiene import project
 from tests.hygiene.judge import judge
 from tests.hygiene.samples import Sample, sample_folder, sample_processes, sample_server
-from workers import logs
-from workers.run.folder import held, keep_settings
-from workers.run.live import Live, read
-from workers.run.progress import display_for
-from workers.run.supervisor import Outcome, Supervisor
+from workers.run.progress_display import choose_display
+from workers.run.run_folder import lock_folder, write_settings
+from workers.run.run_info import RunInfo, read_run_info
+from workers.run.supervisor import RunOutcome, Supervisor
+from workers.runtime import log_setup as logs
 from workers.settings import Settings
 
 SAMPLES = 300
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (settings.folder / "logs").mkdir(parents=True)
     samples: list[tuple[int, Sample]] = []
     began = time.monotonic()
-    with logs.to_file("hygiene", settings.folder / "logs" / "supervisor.log"):
+    with logs.log_to_file("hygiene", settings.folder / "logs" / "supervisor.log"):
         outcome = _run(settings, samples, options, quiet=options.json)
     seconds = time.monotonic() - began
     at_most = {"folder.archive": project.ARCHIVE_MB * 1e6}
@@ -77,21 +77,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(
     settings: Settings, samples: list[tuple[int, Sample]], options: argparse.Namespace, *, quiet: bool
-) -> Outcome | None:
+) -> RunOutcome | None:
     """Supervise the run to its end, and sample it; None where it did not come to one in time."""
-    outcomes: list[Outcome] = []
+    outcomes: list[RunOutcome] = []
 
     async def supervised() -> None:
         with anyio.move_on_after(options.limit):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_watch, settings.folder, options.groups, samples)
-                with display_for(quiet) as display:
+                with choose_display(quiet) as display:
                     supervisor = Supervisor(settings, file, display, project.roles, project.engine)
                     outcomes.append(await supervisor.run())
                 tasks.cancel_scope.cancel()
 
-    with held(settings.folder):
-        file = keep_settings(settings)
+    with lock_folder(settings.folder):
+        file = write_settings(settings)
         anyio.run(supervised)
     return outcomes[0] if outcomes else None
 
@@ -100,11 +100,11 @@ async def _watch(folder: Path, groups: int, samples: list[tuple[int, Sample]]) -
     """Take a sample whenever so many groups have ended, but not more often than four times a second."""
     live = await _live(folder)
     last = -1
-    async with connect(live.redis, live.run, create=False) as link:
+    async with connect(live.redis, live.run, create=False) as connection:
         while True:
             await anyio.sleep(0.25)
             try:
-                ended, found = await sample_server(link)
+                ended, found = await sample_server(connection)
             except (PenstockError, RedisError):  # nobody has begun, or the server has been stopped
                 continue
             if ended == last or ended < last + groups / SAMPLES / 2:
@@ -121,13 +121,13 @@ def _note(path: Path, sample: tuple[int, Sample]) -> None:
         file.write(json.dumps(sample) + "\n")
 
 
-async def _live(folder: Path) -> Live:
-    while (live := read(folder)) is None or not live.engines:
+async def _live(folder: Path) -> RunInfo:
+    while (live := read_run_info(folder)) is None or not live.engines:
         await anyio.sleep(0.05)
     return live
 
 
-def _ended(outcome: Outcome | None) -> int:
+def _ended(outcome: RunOutcome | None) -> int:
     """Prompts that met their end."""
     if outcome is None or outcome.failure is not None or outcome.view is None:
         return 0

@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stream.link import Link
-from stream.view import look
+from stream.connection.run_connection import RunConnection
+from stream.operator.run_status import read_status
 
 Sample = dict[str, float]
 """By `WHAT.KIND`: `server.memory`, `rollout-0.rss`, ..."""
@@ -15,10 +15,10 @@ Sample = dict[str, float]
 _SIZES = {"stream": "xlen", "hash": "hlen", "set": "scard", "zset": "zcard"}
 
 
-async def sample_server(link: Link) -> tuple[int, Sample]:
+async def sample_server(connection: RunConnection) -> tuple[int, Sample]:
     """Prompts that have met their end, and what the server holds."""
-    balance = (await look(link)).balance
-    redis: Any = link.redis
+    balance = (await read_status(connection)).balance
+    redis: Any = connection.redis
     info = await redis.info()
     names = [name async for name in redis.scan_iter(count=1000)]
     elements = 0

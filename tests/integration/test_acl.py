@@ -9,21 +9,27 @@ from click.testing import CliRunner
 from redis import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
-from stream.acl import ACL_ROLES, rules, user
-from stream.census import take_census
-from stream.dead import drop, letters, retry
-from stream.engines import add_engine, engine_words, remove_engine
+from stream.connection.keys import STAGES
+from stream.connection.run_connection import connect
 from stream.errors import ServerError
-from stream.evaluation import environments, gauge, hold_out, make_streams, outcomes
-from stream.feeding import Feed
-from stream.keys import STAGES
-from stream.ledger import Ledger, Line
-from stream.link import connect
+from stream.operator.acl import ACL_ROLES, acl_rules, acl_user
+from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
+from stream.operator.engine_overrides import add_engine, read_engine_overrides, remove_engine
+from stream.operator.run_control import pause, resume, stop
+from stream.operator.run_scan import scan_run
+from stream.operator.run_status import read_status
+from stream.queue.evaluation import (
+    create_evaluation_streams,
+    read_evaluation_environments,
+    read_evaluation_progress,
+    read_prompt_evaluations,
+    replace_evaluation_prompts,
+)
+from stream.queue.feed import Feed
 from stream.records import Prompt
-from stream.server import find_server
-from stream.steering import pause, resume, stop
-from stream.training import End, Tenure, current_policy
-from stream.view import look
+from stream.server_process import find_server
+from stream.trainer.lease import GroupOutcome, TrainerLease, read_published_policy
+from stream.trainer.ledger import Ledger, LedgerRecord
 from workers.cli import penstock
 
 PASSWORD = "a b?c/d#e@f"
@@ -46,12 +52,14 @@ def admin(server, run_name):
     """The server's own user, who has made those of the run, and then locks itself out of `default`."""
     with Redis.from_url(server.url) as redis:
         for role in ACL_ROLES:
-            redis.execute_command("ACL", "SETUSER", user(role, run_name), f">{PASSWORD}", *rules(role, run_name))
+            redis.execute_command(
+                "ACL", "SETUSER", acl_user(role, run_name), f">{PASSWORD}", *acl_rules(role, run_name)
+            )
         yield redis
 
 
 def url_of(server, role: str, run: str) -> str:
-    return server.url.replace("unix://", f"unix://{user(role, run)}:{ESCAPED}@")
+    return server.url.replace("unix://", f"unix://{acl_user(role, run)}:{ESCAPED}@")
 
 
 @pytest.fixture
@@ -76,14 +84,14 @@ def denied(admin) -> list[str]:
 async def test_an_evaluation_passes_with_a_user_to_each_role(links, admin, pipe_on):
     admin.acl_log_reset()
     for role in ("feed", "rollout", "score", "train"):
-        await make_streams(links[role])
+        await create_evaluation_streams(links[role])
     prompts = [Prompt(id=f"h:0:{number}", messages=[]) for number in range(4)]
-    await hold_out(links["feed"], prompts, of="one", data="file")
-    await hold_out(links["feed"], prompts, of="two", data="file")
-    tenure = await Tenure.begin(links["train"], 30.0)
+    await replace_evaluation_prompts(links["feed"], prompts, settings_digest="one", data_fingerprint="file")
+    await replace_evaluation_prompts(links["feed"], prompts, settings_digest="two", data_fingerprint="file")
+    tenure = await TrainerLease.acquire(links["train"], 30.0)
     for _ in range(2):
-        assert not await tenure.examine(0, 0, "two")
-    of = {role: pipe_on(link) for role, link in links.items()}
+        assert not await tenure.begin_evaluation(0, 0, "two")
+    of = {role: pipe_on(connection) for role, connection in links.items()}
     sampling, scoring = of["rollout"].stage("eval:prompts"), of["score"].stage("eval:groups", data_attempts=1)
     one, other, dying, back = (await sampling.claim(9)).leases
     for lease in (one, other):
@@ -93,25 +101,25 @@ async def test_an_evaluation_passes_with_a_user_to_each_role(links, admin, pipe_
     scored, failed = (await scoring.claim(9)).leases
     await scoring.tally(scored, b"{}")
     await scoring.release(failed, "data", "no such reward")
-    assert list(await outcomes(links["train"])) == [scored.prompt_id]
-    assert len(await environments(links["train"])) == 4
-    assert (await gauge(links["train"])).open == 1
-    assert (await look(links["look"])).evaluation.outcomes == 1
-    await drop(links["operator"], [letter.id for letter in await letters(links["operator"])])
-    await tenure.conclude(b"{}")
+    assert list(await read_prompt_evaluations(links["train"])) == [scored.prompt_id]
+    assert len(await read_evaluation_environments(links["train"])) == 4
+    assert (await read_evaluation_progress(links["train"])).unfinished == 1
+    assert (await read_status(links["look"])).evaluation.outcomes == 1
+    await drop_dead_letters(links["operator"], [letter.id for letter in await list_dead_letters(links["operator"])])
+    await tenure.end_evaluation(b"{}")
     assert not denied(admin)
 
 
 async def test_groups_pass_through_all_stages_with_a_user_to_each_role(links, admin, pipe_on, tmp_path):
     admin.acl_log_reset()
-    of = {role: pipe_on(link) for role, link in links.items()}
-    feeder = Feed(links["feed"], backlog=100)
+    of = {role: pipe_on(connection) for role, connection in links.items()}
+    feeder = Feed(links["feed"], max_queued_prompts=100)
     await links["feed"].write_hash("meta", {"capacity": "8"})
     await links["feed"].write_hash("feed", {"total": "6"})
     await of["feed"].feed("a", "b", "c", "d", "e", "f")
     await feeder.finish()
     assert await feeder.cursor() == "6;"
-    assert await feeder.finished() == ""
+    assert await feeder.finish_reason() == ""
 
     rollout = of["rollout"].stage("prompts", "r", capacity=8)
     first = (await rollout.claim(6)).leases
@@ -133,39 +141,44 @@ async def test_groups_pass_through_all_stages_with_a_user_to_each_role(links, ad
     assert await score.release(leases[4], "data", "no such image") is True
 
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
-    tenure = await Tenure.begin(links["train"], 30.0)
+    tenure = await TrainerLease.acquire(links["train"], 30.0)
     await tenure.recover(ledger)
-    assert (await current_policy(links["train"])).version == -1
+    assert (await read_published_policy(links["train"])).version == -1
     train = of["train"].stage("scored", "t", lease_s=0.05)
     await train.claim(1)
     await anyio.sleep(0.06)
     leases = (await of["train"].stage("scored", "t2").claim(10)).leases
     train = of["train"].stage("scored", "t2")
     endings = ("trained", "trained", "dropped:stale", "twin:1-1")
-    assert await tenure.commit(train, [End(*each) for each in zip(leases, endings, strict=True)], frees_at=1) == []
-    await tenure.publish(await tenure.reserve(0), tmp_path, 1, {"reward": 1.0})
+    assert (
+        await tenure.commit(
+            train, [GroupOutcome(*each) for each in zip(leases, endings, strict=True)], release_version=1
+        )
+        == []
+    )
+    await tenure.publish(await tenure.reserve_version(0), tmp_path, 1, {"reward": 1.0})
     assert await links["train"].script("stay", tenure.token, 30_000) == [1, 0, 1]
     await tenure.acknowledge([leases[0].id])
-    await anyio.to_thread.run_sync(ledger.append, [Line("a", "trained", 1, 0, "")])
+    await anyio.to_thread.run_sync(ledger.append, [LedgerRecord("a", "trained", 1, 0, "")])
     assert await tenure.recover(ledger) == 3
 
-    assert (await look(links["look"])).counts["fed"] == 6
-    assert len((await take_census(links["look"])).dead) == 2
+    assert (await read_status(links["look"])).counts["fed"] == 6
+    assert len((await scan_run(links["look"])).dead) == 2
     operator = links["operator"]
     assert await add_engine(operator, "http://e:8000", "me")
     assert await remove_engine(operator, "http://e:8000", "me")
-    assert [word.word for word in await engine_words(links["rollout"])] == ["remove"]
+    assert [word.action for word in await read_engine_overrides(links["rollout"])] == ["remove"]
     await pause(operator, "me")
     assert (await rollout.claim(1)).paused
     await resume(operator, "me")
-    (unreadable, image) = await letters(operator)
-    await retry(operator, [image.id])
-    await drop(operator, [unreadable.id])
+    (unreadable, image) = await list_dead_letters(operator)
+    await retry_dead_letters(operator, [image.id])
+    await drop_dead_letters(operator, [unreadable.id])
     await stop(operator, "me")
     await links["feed"].listen()
     assert links["feed"].stopping.is_set()
-    await tenure.finish("enough")
-    await tenure.end()
+    await tenure.finish_run("enough")
+    await tenure.release()
     ledger.close()
     assert denied(admin) == []
 
@@ -181,7 +194,7 @@ async def test_leases_start_anew_after_a_restart_whoever_of_the_roles_finds_out(
     held = [(await pipe.stage(stage, "somebody").claim(1)).leases for stage in STAGES]
     assert all(held)
     for role, stage in (("rollout", "prompts"), ("score", "groups"), ("train", "scored")):
-        await Tenure.begin(links["train"], 0.01)
+        await TrainerLease.acquire(links["train"], 0.01)
         worker = pipe_on(links[role]).stage(stage, role, lease_s=0.05)
         (lease,) = (await worker.claim(1)).leases
         admin.hset(f"{{{run_name}}}:server", "id", "another process")
@@ -194,16 +207,16 @@ async def test_leases_start_anew_after_a_restart_whoever_of_the_roles_finds_out(
 
 async def test_the_supervisors_user_can_do_the_work_of_all_roles(links, admin, pipe_on, tmp_path):
     admin.acl_log_reset()
-    pipe, link = pipe_on(links["run"]), links["run"]
+    pipe, connection = pipe_on(links["run"]), links["run"]
     await pipe.scored("a", "b")
-    tenure = await Tenure.begin(link, 30.0)
+    tenure = await TrainerLease.acquire(connection, 30.0)
     trainer = pipe.stage("scored", "t")
     leases = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [End(lease, "trained") for lease in leases], frees_at=1)
-    await tenure.publish(await tenure.reserve(0), tmp_path, 1, {})
+    await tenure.commit(trainer, [GroupOutcome(lease, "trained") for lease in leases], release_version=1)
+    await tenure.publish(await tenure.reserve_version(0), tmp_path, 1, {})
     await tenure.acknowledge([lease.id for lease in leases])
-    await tenure.finish("enough")
-    await link.patiently(lambda: link.redis.hdel(link.key("meta"), "finished"))
+    await tenure.finish_run("enough")
+    await connection.patiently(lambda: connection.redis.hdel(connection.key("meta"), "finished"))
     assert denied(admin) == []
 
 
@@ -283,8 +296,8 @@ async def test_work_that_the_rules_do_not_allow_is_an_error_at_once_that_names_t
 
 
 async def test_an_unknown_user_and_a_user_without_a_password_are_refused(server, admin, run_name):
-    admin.execute_command("ACL", "SETUSER", user("feed", run_name), "resetpass")
-    for name in (user("feed", run_name), "nobody"):
+    admin.execute_command("ACL", "SETUSER", acl_user("feed", run_name), "resetpass")
+    for name in (acl_user("feed", run_name), "nobody"):
         with anyio.fail_after(5), pytest.raises(ServerError, match="wrong user or password"):
             async with connect(server.url.replace("unix://", f"unix://{name}:{ESCAPED}@"), run_name):
                 pass
@@ -292,13 +305,13 @@ async def test_an_unknown_user_and_a_user_without_a_password_are_refused(server,
 
 def test_the_command_prints_an_aclfile_that_the_server_loads(make_server, tmp_path, run_name):
     printed = CliRunner().invoke(penstock, ["acl", run_name]).stdout
-    assert [line.split()[1] for line in printed.splitlines()] == [user(role, run_name) for role in ACL_ROLES]
+    assert [line.split()[1] for line in printed.splitlines()] == [acl_user(role, run_name) for role in ACL_ROLES]
     only = CliRunner().invoke(penstock, ["acl", run_name, "--role", "look", "--role", "feed"]).stdout
-    assert [line.split()[1] for line in only.splitlines()] == [user(role, run_name) for role in ("look", "feed")]
+    assert [line.split()[1] for line in only.splitlines()] == [acl_user(role, run_name) for role in ("look", "feed")]
     with_passwords = "\n".join(f"{line} >secret" for line in printed.splitlines())
     (tmp_path / "users.acl").write_text(f"user default on nopass ~* &* +@all\n{with_passwords}\n")
     server = make_server("--aclfile", str(tmp_path / "users.acl")).start()
-    with Redis.from_url(server.url.replace("unix://", f"unix://{user('look', run_name)}:secret@")) as redis:
+    with Redis.from_url(server.url.replace("unix://", f"unix://{acl_user('look', run_name)}:secret@")) as redis:
         assert redis.xlen(f"{{{run_name}}}:prompts") == 0
         with pytest.raises(NoPermissionError):
             redis.flushall()

@@ -10,19 +10,19 @@ from aiohttp import web
 
 from stream.errors import EngineRefusedError, EngineUnavailableError
 from stream.records import Span
-from workers.engine.site import listen
-from workers.engine.vllm.starting import command, environment
-from workers.engine.wire import adapter_name
-from workers.fleet.roster import Roster
-from workers.rollout.engine.client import EngineClient
-from workers.rollout.engine.sampling import Sampling
-from workers.settings.file import parse
+from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.engine_api.wire import adapter_name
+from workers.rollout.engine_client.client import EngineClient
+from workers.rollout.engine_client.sampling import SamplingOptions
+from workers.runtime.http_server import listen
+from workers.settings.toml_file import parse_settings
 from workers.testing.scripted_engine import ScriptedEngine
-from workers.train.publishing.adapters import Adapters
-from workers.train.publishing.publisher import EnginePublisher
-from workers.train.publishing.weights import _prune
+from workers.train.publishing.adapter_update import AdapterUpdate
+from workers.train.publishing.policy_versions import _prune
+from workers.train.publishing.publisher import WeightPublisher
+from workers.vllm.launch_command import build_command, build_environment
 
-SAMPLING = Sampling(temperature=1.0, max_tokens=3, seed=4)
+SAMPLING = SamplingOptions(temperature=1.0, max_tokens=3, seed=4)
 
 
 class LoraEngine:
@@ -142,18 +142,20 @@ async def engine():
 
 
 def publisher_of(*urls, rank=4, patience_s=5.0):
-    return EnginePublisher(Roster(urls), Adapters(rank), patience_s=patience_s, update_timeout_s=5)
+    return WeightPublisher(EngineDiscovery(urls), AdapterUpdate(rank), retry_timeout_s=patience_s, update_timeout_s=5)
 
 
 def client_of(engine, reconnect_s=5.0):
-    return EngineClient([engine.url], request_timeout_s=5, attempts=3, reconnect_s=reconnect_s, adapters=True)
+    return EngineClient(
+        [engine.url], request_timeout_s=5, max_attempts=3, unavailable_timeout_s=reconnect_s, uses_adapters=True
+    )
 
 
 async def test_a_version_is_loaded_then_announced_and_all_but_the_one_before_are_unloaded(engine):
     publisher = publisher_of(engine.url)
     for version in (3, 4, 7):
         await publisher.push(Path(f"/w/v{version}"), version)
-        assert await publisher.versions() == {engine.url: version}
+        assert await publisher.engine_versions() == {engine.url: version}
     assert engine.orders == [
         *("load policy-v3", "version 3", "load policy-v4", "version 4"),
         *("load policy-v7", "version 7", "unload policy-v3"),
@@ -208,12 +210,12 @@ async def test_a_request_names_the_newest_adapter_and_is_of_its_version_to_the_e
     publisher, sampled = publisher_of(engine.url), []
     await publisher.push(Path("/w/v3"), 3)
     async with client_of(engine) as client:
-        first = await client.sample([1], SAMPLING, at_least=3)
+        first = await client.sample([1], SAMPLING, min_policy_version=3)
         assert first.spans == [Span(3, 0, 2)]
         engine.held = anyio.Event()
 
         async def one():
-            sampled.append(await client.sample([1], SAMPLING, at_least=3))
+            sampled.append(await client.sample([1], SAMPLING, min_policy_version=3))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(one)
@@ -223,7 +225,9 @@ async def test_a_request_names_the_newest_adapter_and_is_of_its_version_to_the_e
             await publisher.push(Path("/w/v4"), 4)
             engine.held.set()
         assert sampled[0].spans == [Span(3, 0, 2)], "it was sampled by the adapter that it named"
-        assert (await client.sample([1], SAMPLING, at_least=3)).spans == [Span(4, 0, 2)], "the answer had told of it"
+        assert (await client.sample([1], SAMPLING, min_policy_version=3)).spans == [Span(4, 0, 2)], (
+            "the answer had told of it"
+        )
     assert engine.asked[-3:] == [adapter_name(3), adapter_name(3), adapter_name(4)]
 
 
@@ -231,13 +235,13 @@ async def test_an_answer_from_before_a_newer_adapter_does_not_look_like_a_restar
     publisher = publisher_of(engine.url)
     await publisher.push(Path("/w/v3"), 3)
     async with client_of(engine) as client:
-        await client.sample([1], SAMPLING, at_least=3)
+        await client.sample([1], SAMPLING, min_policy_version=3)
         probed = engine.asked.count("base")
         engine.ends_as = "3"
         await publisher.push(Path("/w/v4"), 4)
         await anyio.sleep(1.1)  # what it last said is asked for again
-        assert (await client.sample([1], SAMPLING, at_least=3)).spans == [Span(4, 0, 2)]
-        assert (await client.sample([1], SAMPLING, at_least=3)).spans == [Span(4, 0, 2)]
+        assert (await client.sample([1], SAMPLING, min_policy_version=3)).spans == [Span(4, 0, 2)]
+        assert (await client.sample([1], SAMPLING, min_policy_version=3)).spans == [Span(4, 0, 2)]
         assert engine.asked.count("base") == probed, "it was looked at anew"
 
 
@@ -245,7 +249,7 @@ async def test_an_adapter_that_is_gone_is_no_refusal_of_the_request(engine):
     publisher = publisher_of(engine.url)
     await publisher.push(Path("/w/v3"), 3)
     async with client_of(engine) as client:
-        await client.sample([1], SAMPLING, at_least=3)
+        await client.sample([1], SAMPLING, min_policy_version=3)
         engine.adapters.clear()  # it was started anew
         engine.version = "default"
 
@@ -255,7 +259,7 @@ async def test_an_adapter_that_is_gone_is_no_refusal_of_the_request(engine):
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(again)
-            assert (await client.sample([1], SAMPLING, at_least=3)).spans == [Span(3, 0, 2)]
+            assert (await client.sample([1], SAMPLING, min_policy_version=3)).spans == [Span(3, 0, 2)]
 
 
 @pytest.mark.parametrize("reconnect_s", [0.4, 1.2])
@@ -263,7 +267,7 @@ async def test_an_adapter_that_never_comes_is_waited_for_within_bounds(engine, r
     engine.version = "3"  # says so, but has none
     async with client_of(engine, reconnect_s=reconnect_s) as client:
         with anyio.fail_after(10), pytest.raises(EngineUnavailableError, match=r"policy-v3 any more|older than 3"):
-            await client.sample([1], SAMPLING, at_least=3)
+            await client.sample([1], SAMPLING, min_policy_version=3)
 
 
 def test_a_version_that_requests_under_way_may_need_stays_on_the_disk(tmp_path):
@@ -280,13 +284,19 @@ def test_a_version_that_requests_under_way_may_need_stays_on_the_disk(tmp_path):
 def test_a_vllm_of_our_own_is_started_for_adapters_where_these_are_published():
     least = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}}
     own = least | {"engine": {"server": "vllm"}}
-    adapters = command(
-        parse(own | {"lora": {"rank": 12, "publish": "adapter"}}), Path("python"), "127.0.0.1", 1, cpu=True
+    adapters = build_command(
+        parse_settings(own | {"lora": {"rank": 12, "publish": "adapter"}}),
+        Path("python"),
+        "127.0.0.1",
+        1,
+        is_cpu_build=True,
     )
     place = adapters.index("--enable-lora")
     assert adapters[place : place + 3] == ["--enable-lora", "--max-lora-rank", "16"]
     assert "--weight-transfer-config" not in adapters
-    merged = command(parse(own | {"lora": {"rank": 12}}), Path("python"), "127.0.0.1", 1, cpu=True)
+    merged = build_command(
+        parse_settings(own | {"lora": {"rank": 12}}), Path("python"), "127.0.0.1", 1, is_cpu_build=True
+    )
     assert "--weight-transfer-config" in merged
     assert "--enable-lora" not in merged
-    assert environment({}, threads=1, cpu=True)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert build_environment({}, threads=1, is_cpu_build=True)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"

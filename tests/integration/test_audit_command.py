@@ -10,18 +10,18 @@ import pytest
 import structlog
 from redis import Redis
 
-from stream import Feed, Ledger, Stage, Tenure, Terms, connect
-from stream.dead import drop, letters
+from stream import Feed, Ledger, RetryPolicy, Stage, TrainerLease, connect
+from stream.connection.run_connection import RunConnection
 from stream.errors import DataError, PenstockError
-from stream.ledger import Line
-from stream.link import Link
-from stream.server import private_server
-from stream.training import End
-from workers.audit import show_audit
-from workers.feed.mixture import open_mixture
-from workers.settings.file import dump, parse
+from stream.operator.dead_letters import drop_dead_letters, list_dead_letters
+from stream.server_process import private_server
+from stream.trainer.lease import GroupOutcome
+from stream.trainer.ledger import LedgerRecord
+from workers.commands.audit import show_audit
+from workers.feed.dataset_mix import open_dataset_mix
+from workers.settings.toml_file import dump_settings, parse_settings
 
-TERMS = Terms(data_attempts=1)
+TERMS = RetryPolicy(data_attempts=1)
 KEYS = {
     "run", "fed", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean", "unsaved", "junk", "notes",
 }  # fmt: skip
@@ -44,36 +44,36 @@ class Small:
         self.file = folder / "prompts.jsonl"
         self.file.write_text("".join(json.dumps({"prompt": f"Say {i}."}) + "\n" for i in range(rows)) + extra)
         table = {"run": {"name": name, "folder": str(self.folder), "redis": redis}, "model": {"path": "m"}}
-        self.settings = parse(table | {"data": {"path": str(self.file)}, "rewards": [{"ref": "a:b"}]})
-        (self.folder / "run.toml").write_text(dump(self.settings))
-        self.mixture = open_mixture(self.settings)
+        self.settings = parse_settings(table | {"data": {"path": str(self.file)}, "rewards": [{"ref": "a:b"}]})
+        (self.folder / "run.toml").write_text(dump_settings(self.settings))
+        self.mixture = open_dataset_mix(self.settings)
         self.fingerprint = self.mixture.fingerprint()
         self.ledger = Ledger(self.folder / "ledger.jsonl")
         self.marked: list[str] = []
 
-    async def begin(self, link, pipe_type) -> None:
-        self.link, self.pipe = link, pipe_type(link)
-        self.tenure = await Tenure.begin(link, 30.0)
+    async def begin(self, connection, pipe_type) -> None:
+        self.connection, self.pipe = connection, pipe_type(connection)
+        self.tenure = await TrainerLease.acquire(connection, 30.0)
         await self.tenure.recover(self.ledger)
-        self.stages = {name: Stage(link, name, f"w-{name}", TERMS) for name in ("prompts", "groups", "scored")}
-        await link.write_hash("meta", {"data": self.fingerprint})
+        self.stages = {name: Stage(connection, name, f"w-{name}", TERMS) for name in ("prompts", "groups", "scored")}
+        await connection.write_hash("meta", {"data": self.fingerprint})
 
     async def feed(self, start: int, stop: int) -> None:
-        prompts, _ = await anyio.to_thread.run_sync(self.mixture.read, start, stop)
-        await Feed(self.link, 1000).put(prompts, str(start or ""), str(stop))
+        prompts, _ = await anyio.to_thread.run_sync(self.mixture.read_prompts, start, stop)
+        await Feed(self.connection, 1000).put(prompts, str(start or ""), str(stop))
 
     async def claim(self, stage: str, count: int):
         return (await self.stages[stage].claim(count)).leases
 
     async def pass_on(self, stage: str, into: str, count: int) -> None:
         for lease in await self.claim(stage, count):
-            await self.stages[stage].settle(lease, into, self.pipe.group(lease.prompt_id))
+            await self.stages[stage].complete(lease, into, self.pipe.group(lease.prompt_id))
 
     async def train(self, count: int, end: str = "trained") -> None:
         leases = await self.claim("scored", count)
-        lines = [Line(lease.prompt_id, end, 1, 0, "abc") for lease in leases]
+        lines = [LedgerRecord(lease.prompt_id, end, 1, 0, "abc") for lease in leases]
         await anyio.to_thread.run_sync(self.ledger.append, lines)
-        await self.tenure.commit(self.stages["scored"], [End(lease, end) for lease in leases], 1)
+        await self.tenure.commit(self.stages["scored"], [GroupOutcome(lease, end) for lease in leases], 1)
         self.marked += [lease.id for lease in leases]
 
     async def keep(self) -> None:
@@ -94,10 +94,10 @@ async def made(*arguments) -> Small:
 
 
 @pytest.fixture
-async def small(tmp_path, link, redis_url, pipe_on):
+async def small(tmp_path, connection, redis_url, pipe_on):
     """Eight prompts: two trained and one dropped, in a checkpoint, one trained since, one to be scored, one dead."""
-    found = await made(tmp_path, link.run, redis_url)
-    await found.begin(link, pipe_on)
+    found = await made(tmp_path, connection.run, redis_url)
+    await found.begin(connection, pipe_on)
     await found.feed(0, 8)
     await found.pass_on("prompts", "groups", 5)
     await found.pass_on("groups", "scored", 4)
@@ -130,8 +130,8 @@ def whose(findings: list[dict]) -> list[str]:
     return [each["prompt"] for each in findings]
 
 
-async def ids_in(link, stage: str) -> list[tuple[bytes, str]]:
-    return [(id_, fields[b"prompt"].decode()) for id_, fields in await link.redis.xrange(link.key(stage))]
+async def ids_in(connection, stage: str) -> list[tuple[bytes, str]]:
+    return [(id_, fields[b"prompt"].decode()) for id_, fields in await connection.redis.xrange(connection.key(stage))]
 
 
 def rewrite(small: Small, change) -> None:
@@ -159,16 +159,16 @@ async def test_looking_creates_no_key_and_changes_none(small, audited, redis_url
 
 @pytest.mark.parametrize("stage", ["prompts", "groups", "scored"])
 async def test_a_stream_entry_that_was_deleted_is_a_prompt_lost(small, audited, stage):
-    id_, prompt = (await ids_in(small.link, stage))[-1]
-    await small.link.redis.xdel(small.link.key(stage), id_)
+    id_, prompt = (await ids_in(small.connection, stage))[-1]
+    await small.connection.redis.xdel(small.connection.key(stage), id_)
     told = await audited(small)
     assert (whose(told["lost"]), told["twice"]) == ([prompt], [])
 
 
 async def test_a_prompt_that_the_server_forgot_altogether_is_lost(small, audited):
-    ((id_, prompt),) = await ids_in(small.link, "groups")
-    await small.link.redis.xdel(small.link.key("groups"), id_)
-    await small.link.redis.hdel(small.link.key("open"), prompt)
+    ((id_, prompt),) = await ids_in(small.connection, "groups")
+    await small.connection.redis.xdel(small.connection.key("groups"), id_)
+    await small.connection.redis.hdel(small.connection.key("open"), prompt)
     assert whose((await audited(small))["lost"]) == [prompt]
 
 
@@ -195,8 +195,8 @@ async def test_a_ledger_line_that_cannot_be_read_is_told_and_its_prompt_is_lost(
 
 
 async def test_a_line_of_a_prompt_that_died_counts_it_twice(small, audited):
-    (letter,) = await letters(small.link)
-    await anyio.to_thread.run_sync(small.ledger.append, [Line(letter.prompt_id, "trained", 2, 1, "abc")])
+    (letter,) = await list_dead_letters(small.connection)
+    await anyio.to_thread.run_sync(small.ledger.append, [LedgerRecord(letter.prompt_id, "trained", 2, 1, "abc")])
     told = await audited(small)
     assert whose(told["twice"]) == [letter.prompt_id]
     assert any("its image does not decode" in fact for fact in told["twice"][0]["known"])
@@ -211,22 +211,22 @@ async def test_a_checkpoint_that_is_gone_leaves_what_only_it_held(small, audited
 
 
 async def test_what_the_operator_dropped_is_dropped_by_the_operator(small, audited):
-    (letter,) = await letters(small.link)
-    await drop(small.link, [letter.id])
+    (letter,) = await list_dead_letters(small.connection)
+    await drop_dead_letters(small.connection, [letter.id])
     told = await audited(small)
     assert (told["dead"], told["dropped"], told["clean"]) == (0, {"stale": 1, "operator": 1}, True)
 
 
 async def test_junk_is_no_prompt(small, audited):
-    await small.link.redis.xadd(small.link.key("groups"), {"payload": b"\xff\x00"})
-    await small.link.redis.xadd(small.link.key("scored"), {"prompt": b"\xff", "payload": b""})
+    await small.connection.redis.xadd(small.connection.key("groups"), {"payload": b"\xff\x00"})
+    await small.connection.redis.xadd(small.connection.key("scored"), {"prompt": b"\xff", "payload": b""})
     told = await audited(small)
     assert (told["fed"], told["junk"], told["clean"]) == (8, 2, True)
 
 
-async def test_rows_that_could_not_be_fed_are_not_missed(tmp_path, link, redis_url, pipe_on, audited):
-    small = await made(tmp_path, link.run, redis_url, 8, '{"prompt": \n[1]\n{"prompt": 7}\n')
-    await small.begin(link, pipe_on)
+async def test_rows_that_could_not_be_fed_are_not_missed(tmp_path, connection, redis_url, pipe_on, audited):
+    small = await made(tmp_path, connection.run, redis_url, 8, '{"prompt": \n[1]\n{"prompt": 7}\n')
+    await small.begin(connection, pipe_on)
     await small.feed(0, 11)
     told = await audited(small)
     assert (told["fed"], told["outstanding"], told["clean"]) == (8, {"prompts": 8}, True)
@@ -235,8 +235,8 @@ async def test_rows_that_could_not_be_fed_are_not_missed(tmp_path, link, redis_u
 
 async def test_a_prompt_file_that_changed_is_told_where_it_matters(small, audited):
     small.file.write_text(small.file.read_text() + '{"prompt": "One more."}\n')
-    id_, _ = (await ids_in(small.link, "groups"))[0]
-    await small.link.redis.xdel(small.link.key("groups"), id_)
+    id_, _ = (await ids_in(small.connection, "groups"))[0]
+    await small.connection.redis.xdel(small.connection.key("groups"), id_)
     assert "has changed since it was fed" in (await audited(small))["notes"][-1]
 
 
@@ -246,23 +246,23 @@ async def test_a_prompt_file_that_is_gone_is_a_clear_error(small, audited):
         await audited(small)
 
 
-async def test_another_feeders_prompts_are_audited_by_their_traces(tmp_path, link, redis_url, pipe_on, audited):
-    small = await made(tmp_path, link.run, redis_url)
-    await small.begin(link, pipe_on)
+async def test_another_feeders_prompts_are_audited_by_their_traces(tmp_path, connection, redis_url, pipe_on, audited):
+    small = await made(tmp_path, connection.run, redis_url)
+    await small.begin(connection, pipe_on)
     await small.pipe.scored("x", "y", "z")
     await small.train(1)
     told = await audited(small)
     assert (told["fed"], told["trained"], told["outstanding"]) == (3, 1, {"scored": 2})
     assert "another feeder" in told["notes"][-1]
-    id_, prompt = (await ids_in(link, "scored"))[-1]
-    await link.redis.xdel(link.key("scored"), id_)
+    id_, prompt = (await ids_in(connection, "scored"))[-1]
+    await connection.redis.xdel(connection.key("scored"), id_)
     assert whose((await audited(small))["lost"]) == [prompt]
     small.ledger.close()
 
 
 async def test_an_emptied_server_leaves_ledger_checkpoint_and_prompt_file(small, audited):
-    for key in await small.link.redis.keys(f"{{{small.link.run}}}:*"):
-        await small.link.redis.delete(key)
+    for key in await small.connection.redis.keys(f"{{{small.connection.run}}}:*"):
+        await small.connection.redis.delete(key)
     told = await audited(small)
     assert (told["fed"], told["trained"], told["dropped"]) == (4, 2, {"stale": 1})
     assert told["outstanding"] == {"again": 1}
@@ -275,9 +275,9 @@ async def test_a_line_that_is_there_twice_shows_without_a_server_too(small, audi
     rewrite(small, lambda lines: lines.append(lines[0]))
     settings = msgspec.structs.replace(small.settings.run, redis="redis://127.0.0.1:1")
     refused = msgspec.structs.replace(small.settings, run=settings)
-    (small.folder / "run.toml").write_text(dump(refused))
+    (small.folder / "run.toml").write_text(dump_settings(refused))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workers.run.live._RECONNECT_S", 0.2)
+        patch.setattr("workers.run.run_info._RECONNECT_S", 0.2)
         told = await audited(small)
     assert "127.0.0.1:1 did not answer" in told["notes"][0]
     assert len(told["twice"]) == 1
@@ -285,8 +285,8 @@ async def test_a_line_that_is_there_twice_shows_without_a_server_too(small, audi
 
 async def test_a_run_at_rest_is_woken_and_without_its_data_audited_from_files(tmp_path, pipe_on, audited):
     small = await made(tmp_path, "rests", "")
-    async with private_server(small.folder / "redis") as url, connect(url, "rests") as link:
-        await small.begin(link, pipe_on)
+    async with private_server(small.folder / "redis") as url, connect(url, "rests") as connection:
+        await small.begin(connection, pipe_on)
         await small.feed(0, 8)
         await small.pass_on("prompts", "groups", 3)
         await small.pass_on("groups", "scored", 3)
@@ -317,17 +317,17 @@ def test_a_name_on_a_server_is_not_enough(redis_url):
 async def test_people_read_a_table_what_is_known_and_a_verdict(small, capsys):
     await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), ""))
     told = capsys.readouterr().out
-    assert told.splitlines()[0] == f"{small.link.run}   8 prompts fed"
+    assert told.splitlines()[0] == f"{small.connection.run}   8 prompts fed"
     assert "dropped: stale" in told
     assert told.splitlines()[-1] == "clean: nothing is lost, nothing is counted twice"
-    ids = [id_ for stage in ("prompts", "groups") for id_, _ in await ids_in(small.link, stage)]
+    ids = [id_ for stage in ("prompts", "groups") for id_, _ in await ids_in(small.connection, stage)]
     for stage in ("prompts", "groups"):
-        await small.link.redis.xdel(small.link.key(stage), *ids)
+        await small.connection.redis.xdel(small.connection.key(stage), *ids)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workers.audit._FINDINGS", 1)
+        patch.setattr("workers.commands.audit._MAX_FINDINGS_SHOWN", 1)
         assert await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), "")) == 1
         told = capsys.readouterr().out
-        await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), "", every=True))
+        await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), "", show_all=True))
         every = capsys.readouterr().out
     assert told.count("open on the server, which has no entry of it") == 1
     assert "and 2 more lost; --all tells all" in told
@@ -335,19 +335,21 @@ async def test_people_read_a_table_what_is_known_and_a_verdict(small, capsys):
     assert told.splitlines()[-1] == "not clean: 3 lost, 0 counted twice"
 
 
-async def test_a_run_that_goes_on_is_never_called_unclean(tmp_path, link, redis_url, pipe_on, audited, monkeypatch):
+async def test_a_run_that_goes_on_is_never_called_unclean(
+    tmp_path, connection, redis_url, pipe_on, audited, monkeypatch
+):
     """Prompts move through every stage, and die, while they are looked at; a look takes longer than they do."""
-    script = Link.script
+    script = RunConnection.run_script
 
     async def dawdling(self, name, *arguments):
         if name == "census":
             await anyio.sleep(0.01)
         return await script(self, name, *arguments)
 
-    monkeypatch.setattr(Link, "script", dawdling)
-    monkeypatch.setattr("workers.audit._LOOKS", 1)
-    small = await made(tmp_path, link.run, redis_url, 30_000)
-    await small.begin(link, pipe_on)
+    monkeypatch.setattr(RunConnection, "script", dawdling)
+    monkeypatch.setattr("workers.commands.audit._MAX_AUDITS", 1)
+    small = await made(tmp_path, connection.run, redis_url, 30_000)
+    await small.begin(connection, pipe_on)
     moved, enough = 0, anyio.Event()
 
     async def move() -> None:

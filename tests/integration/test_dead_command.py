@@ -7,14 +7,14 @@ import anyio
 import pytest
 import structlog
 
-from stream import Completion, Feed, Group, Prompt, Stage, Terms, look
-from stream.dead import letters
+from stream import Completion, Feed, Group, Prompt, RetryPolicy, Stage, read_status
 from stream.errors import PenstockError
+from stream.operator.dead_letters import list_dead_letters
 from stream.validity import Measured
 from tests.cases.rows import sampled_row
-from workers.dead import drop_dead, hex_dump, list_dead, retry_dead, show_dead
+from workers.commands.dead_letters import drop_dead, hex_dump, list_dead, retry_dead, show_dead
 
-TERMS = Terms(data_attempts=1)
+TERMS = RetryPolicy(data_attempts=1)
 
 
 @pytest.fixture(autouse=True)
@@ -25,22 +25,22 @@ def quiet() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-async def bury_prompt(link, name: str = "a", error: str = "its image does not decode") -> str:
-    feed = Feed(link, 10)
+async def bury_prompt(connection, name: str = "a", error: str = "its image does not decode") -> str:
+    feed = Feed(connection, 10)
     cursor = await feed.cursor()
     await feed.put([Prompt(id=name, messages=[{"role": "user", "content": "?"}])], cursor, f"after {name}")
-    stage = Stage(link, "prompts", "rollout-1", TERMS)
+    stage = Stage(connection, "prompts", "rollout-1", TERMS)
     (lease,) = (await stage.claim(1)).leases
     assert await stage.release(lease, "data", error)
-    return (await letters(link))[-1].id
+    return (await list_dead_letters(connection))[-1].id
 
 
-async def bury_junk(link) -> str:
-    await link.redis.xadd(link.key("groups"), {"payload": b"\x00junk\xff" * 3})
-    stage = Stage(link, "groups", "score-1", TERMS)
+async def bury_junk(connection) -> str:
+    await connection.redis.xadd(connection.key("groups"), {"payload": b"\x00junk\xff" * 3})
+    stage = Stage(connection, "groups", "score-1", TERMS)
     (lease,) = (await stage.claim(1)).leases
-    await stage.bury(lease, "unreadable", "no record")
-    return (await letters(link))[-1].id
+    await stage.dead_letter(lease, "unreadable", "no record")
+    return (await list_dead_letters(connection))[-1].id
 
 
 @pytest.fixture
@@ -53,9 +53,9 @@ def run_command(redis_url, run_name, capsys):
     return run
 
 
-async def test_the_list_says_what_died_where_and_why(link, run_command):
-    letter = await bury_prompt(link)
-    junk = await bury_junk(link)
+async def test_the_list_says_what_died_where_and_why(connection, run_command):
+    letter = await bury_prompt(connection)
+    junk = await bury_junk(connection)
     told = await run_command(list_dead)
     first, why, second, _ = told.splitlines()
     assert first.startswith(letter)
@@ -69,32 +69,32 @@ async def test_the_list_says_what_died_where_and_why(link, run_command):
     assert "payload" not in first
 
 
-async def test_a_run_without_dead_letters_says_so(link, run_command):
-    await Feed(link, 10).put([Prompt(id="a", messages=[])], "", "1")
+async def test_a_run_without_dead_letters_says_so(connection, run_command):
+    await Feed(connection, 10).put([Prompt(id="a", messages=[])], "", "1")
     for command in (list_dead, show_dead):
         assert await run_command(command) == "no dead letters\n"
         assert json.loads(await run_command(command, as_json=True)) == []
 
 
-async def test_a_record_is_shown_as_what_it_says(link, run_command):
-    await bury_prompt(link)
+async def test_a_record_is_shown_as_what_it_says(connection, run_command):
+    await bury_prompt(connection)
     (told,) = json.loads(await run_command(show_dead, as_json=True))
     assert told["record"]["messages"] == [{"role": "user", "content": "?"}]
     assert json.loads(await run_command(show_dead))["record"] == told["record"]
 
 
-async def test_token_buffers_are_shown_as_numbers(link, run_command):
-    await bury_prompt(link)
+async def test_token_buffers_are_shown_as_numbers(connection, run_command):
+    await bury_prompt(connection)
     row = sampled_row([7], [-0.5], version=3, prompt=[5, 6])
     completion = Completion(index=0, rows=[row], reward=Measured(value=1.0), snapshot=b"\x00\x01")
-    prompts = Stage(link, "prompts", "rollout-1", TERMS)
-    await Feed(link, 10).put([Prompt(id="b", messages=[])], "after a", "2")
+    prompts = Stage(connection, "prompts", "rollout-1", TERMS)
+    await Feed(connection, 10).put([Prompt(id="b", messages=[])], "after a", "2")
     (lease,) = (await prompts.claim(1)).leases
-    await prompts.settle(lease, "groups", Group(prompt=Prompt(id="b", messages=[]), completions=[completion]))
-    groups = Stage(link, "groups", "score-1", TERMS)
+    await prompts.complete(lease, "groups", Group(prompt=Prompt(id="b", messages=[]), completions=[completion]))
+    groups = Stage(connection, "groups", "score-1", TERMS)
     (lease,) = (await groups.claim(1)).leases
-    await groups.bury(lease, "data", "for the test")
-    last = (await letters(link))[-1].id
+    await groups.dead_letter(lease, "data", "for the test")
+    last = (await list_dead_letters(connection))[-1].id
     (told,) = json.loads(await run_command(show_dead, [last], as_json=True))
     shown = told["record"]["completions"][0]
     assert shown["rows"][0]["prompt_ids"] == [5, 6]
@@ -103,8 +103,8 @@ async def test_token_buffers_are_shown_as_numbers(link, run_command):
     assert shown["reward"]["value"] == 1.0
 
 
-async def test_what_cannot_be_read_is_shown_as_bytes_with_the_reason(link, run_command):
-    await bury_junk(link)
+async def test_what_cannot_be_read_is_shown_as_bytes_with_the_reason(connection, run_command):
+    await bury_junk(connection)
     (told,) = json.loads(await run_command(show_dead, as_json=True))
     assert "record" not in told
     assert told["unreadable"].startswith("not a record")
@@ -112,26 +112,26 @@ async def test_what_cannot_be_read_is_shown_as_bytes_with_the_reason(link, run_c
     assert "00 6a 75 6e 6b ff" in await run_command(show_dead)
 
 
-async def test_a_retried_letter_is_back_in_its_stage(link, run_command):
-    letter = await bury_prompt(link)
+async def test_a_retried_letter_is_back_in_its_stage(connection, run_command):
+    letter = await bury_prompt(connection)
     assert json.loads(await run_command(retry_dead, [letter], as_json=True)) == {"retried": [letter]}
-    view = await look(link)
+    view = await read_status(connection)
     assert (view.dead, view.balance["dead"], view.balance["outstanding"], view.stages["prompts"].lag) == (0, 0, 1, 1)
 
 
-async def test_a_dropped_letter_counts_as_dropped(link, run_command):
-    await bury_prompt(link)
-    await bury_junk(link)
+async def test_a_dropped_letter_counts_as_dropped(connection, run_command):
+    await bury_prompt(connection)
+    await bury_junk(connection)
     assert await run_command(drop_dead, []) == "dropped 2 dead letters\n"
-    view = await look(link)
+    view = await read_status(connection)
     assert (view.dead, view.dropped) == (0, {"operator": 1})
 
 
-async def test_a_letter_that_is_not_there_changes_nothing(link, run_command):
-    letter = await bury_prompt(link)
+async def test_a_letter_that_is_not_there_changes_nothing(connection, run_command):
+    letter = await bury_prompt(connection)
     with pytest.raises(PenstockError, match="has no dead letter 1-1"):
         await run_command(drop_dead, [letter, "1-1"])
-    assert (await look(link)).dead == 1
+    assert (await read_status(connection)).dead == 1
 
 
 def test_a_hex_dump_reads_like_one():

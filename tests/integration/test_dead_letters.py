@@ -2,9 +2,9 @@
 
 import pytest
 
-from stream.dead import drop, letters, retry
 from stream.errors import PenstockError
-from stream.view import look
+from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
+from stream.operator.run_status import read_status
 
 
 async def bury(pipe, stage="prompts", reason="data") -> None:
@@ -20,11 +20,11 @@ async def test_letters_are_listed_oldest_first(pipe):
     await pipe.feed("a", "b")
     await bury(pipe)
     await bury(pipe, reason="unreadable")
-    first, second = await letters(pipe.link)
+    first, second = await list_dead_letters(pipe.connection)
     assert (first.prompt_id, first.reason, first.data_failures) == ("a", "data", 1)
     assert (second.prompt_id, second.reason, second.error) == ("b", "unreadable", "altered")
-    assert await letters(pipe.link, only=second.id) == [second]
-    assert await letters(pipe.link, count=1) == [first]
+    assert await list_dead_letters(pipe.connection, letter_id=second.id) == [second]
+    assert await list_dead_letters(pipe.connection, count=1) == [first]
     assert await pipe.balance() == {"fed": 2, "trained": 0, "dropped": 0, "dead": 2, "outstanding": 0}
 
 
@@ -32,9 +32,9 @@ async def test_letters_are_listed_oldest_first(pipe):
 async def test_a_letter_goes_back_where_it_came_from_with_fresh_budgets(pipe, stage):
     await {"prompts": pipe.feed, "groups": pipe.rolled_out, "scored": pipe.scored}[stage]("a")
     await bury(pipe, stage)
-    (letter,) = await letters(pipe.link)
-    await retry(pipe.link, [letter.id])
-    assert await letters(pipe.link) == []
+    (letter,) = await list_dead_letters(pipe.connection)
+    await retry_dead_letters(pipe.connection, [letter.id])
+    assert await list_dead_letters(pipe.connection) == []
     (lease,) = (await pipe.stage(stage).claim(10)).leases
     assert (lease.prompt_id, lease.payload) == ("a", letter.payload)
     assert (lease.infra_failures, lease.data_failures) == (0, 0)
@@ -44,19 +44,19 @@ async def test_a_letter_goes_back_where_it_came_from_with_fresh_budgets(pipe, st
 async def test_a_dropped_letter_is_an_end(pipe):
     await pipe.feed("a", "b")
     await bury(pipe)
-    await drop(pipe.link, [letter.id for letter in await letters(pipe.link)])
-    assert await letters(pipe.link) == []
-    assert (await look(pipe.link)).dropped == {"operator": 1}
+    await drop_dead_letters(pipe.connection, [letter.id for letter in await list_dead_letters(pipe.connection)])
+    assert await list_dead_letters(pipe.connection) == []
+    assert (await read_status(pipe.connection)).dropped == {"operator": 1}
     assert await pipe.balance() == {"fed": 2, "trained": 0, "dropped": 1, "dead": 0, "outstanding": 1}
 
 
-@pytest.mark.parametrize("verb", [retry, drop])
+@pytest.mark.parametrize("verb", [retry_dead_letters, drop_dead_letters])
 async def test_junk_stays_out_of_the_account(pipe, verb):
-    await pipe.link.redis.xadd(pipe.link.key("prompts"), {"prompt": "foreign", "payload": "junk"})
+    await pipe.connection.redis.xadd(pipe.connection.key("prompts"), {"prompt": "foreign", "payload": "junk"})
     await bury(pipe, reason="unreadable")
-    assert (await look(pipe.link)).counts == {"junk": 1}
-    (letter,) = await letters(pipe.link)
-    await verb(pipe.link, [letter.id])
+    assert (await read_status(pipe.connection)).counts == {"junk": 1}
+    (letter,) = await list_dead_letters(pipe.connection)
+    await verb(pipe.connection, [letter.id])
     assert await pipe.balance() == {"fed": 0, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 0}
 
 
@@ -67,25 +67,25 @@ async def test_junk_under_an_open_prompts_name_is_not_its_end(pipe, stage, junk_
     await {"prompts": pipe.feed, "groups": pipe.rolled_out, "scored": pipe.scored}[stage]("a")
     own = pipe.stage(stage, "own")
     (lease,) = (await own.claim(1)).leases
-    await pipe.link.redis.xadd(pipe.link.key(junk_in), {"prompt": "a", "payload": "junk"})
+    await pipe.connection.redis.xadd(pipe.connection.key(junk_in), {"prompt": "a", "payload": "junk"})
     await bury(pipe, junk_in, reason="unreadable")
     assert await pipe.balance() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 1}
-    assert (await look(pipe.link)).counts == {"fed": 1, "junk": 1}
+    assert (await read_status(pipe.connection)).counts == {"fed": 1, "junk": 1}
     await own.bury(lease, "unreadable", "altered")
     assert await pipe.balance() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 1, "outstanding": 0}
-    assert [letter.fed for letter in await letters(pipe.link)] == [False, True]
+    assert [letter.ends_prompt for letter in await list_dead_letters(pipe.connection)] == [False, True]
 
 
 @pytest.mark.parametrize("letter_id", ["1-1", "nonsense", "", "1", "-", "+"])
 async def test_an_unknown_letter_is_an_error_that_names_it(pipe, letter_id):
-    for verb in (retry, drop):
+    for verb in (retry_dead_letters, drop_dead_letters):
         with pytest.raises(PenstockError, match="has no dead letter"):
-            await verb(pipe.link, [letter_id])
+            await verb(pipe.connection, [letter_id])
 
 
 async def test_a_letter_that_holds_nothing_can_only_be_dropped(pipe):
-    letter_id = (await pipe.link.redis.xadd(pipe.link.key("dead"), {"stage": "prompts"})).decode()
+    letter_id = (await pipe.connection.redis.xadd(pipe.connection.key("dead"), {"stage": "prompts"})).decode()
     with pytest.raises(PenstockError, match="drop it"):
-        await retry(pipe.link, [letter_id])
-    await drop(pipe.link, [letter_id])
-    assert await letters(pipe.link) == []
+        await retry_dead_letters(pipe.connection, [letter_id])
+    await drop_dead_letters(pipe.connection, [letter_id])
+    assert await list_dead_letters(pipe.connection) == []

@@ -9,12 +9,12 @@ import pytest
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
 from stream.records import Span
 from tests.cases.ports import free_port
-from workers.rollout.engine.client import EngineClient
-from workers.rollout.engine.generate import Generate
-from workers.rollout.engine.sampling import Sampling
+from workers.rollout.engine_client.client import EngineClient
+from workers.rollout.engine_client.generate_api import GenerateApi
+from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.testing.scripted_engine import ScriptedEngine, scripted_logprob
 
-SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop_token_ids=(2,), seed=4)
+SAMPLING = SamplingOptions(temperature=1.0, max_tokens=8, stop_token_ids=(2,), seed=4)
 
 
 def reply(token_ids: list[int], _request) -> list[int]:
@@ -25,14 +25,16 @@ def reply(token_ids: list[int], _request) -> list[int]:
 async def client_of(
     *urls: str, attempts: int = 3, timeout_s: float = 5, reconnect_s: float = 5
 ) -> AsyncIterator[EngineClient]:
-    async with EngineClient(urls, request_timeout_s=timeout_s, attempts=attempts, reconnect_s=reconnect_s) as client:
+    async with EngineClient(
+        urls, request_timeout_s=timeout_s, max_attempts=attempts, unavailable_timeout_s=reconnect_s
+    ) as client:
         yield client
 
 
 async def test_a_sample_comes_with_logprobs_reason_and_versions():
     async with ScriptedEngine(reply, version="3") as engine, client_of(engine.url) as client:
-        await client.probe()
-        sampled = await client.sample([5, 6], SAMPLING, at_least=3)
+        await client.wait_until_ready()
+        sampled = await client.sample([5, 6], SAMPLING, min_policy_version=3)
     assert sampled.token_ids == [7, 8, 2]
     assert sampled.logprobs == [scripted_logprob(2 + i, token) for i, token in enumerate([7, 8, 2])]
     assert sampled.finish_reason == "stop"
@@ -49,7 +51,7 @@ async def test_one_fault_is_retried_and_the_sample_comes(fault: str):
         engine.faults = lambda number, _: fault if number == 0 else None
         sampled = await client.sample([5], SAMPLING)
     assert sampled.token_ids == [6, 7, 2]
-    assert engine.count == 2
+    assert engine.request_count == 2
 
 
 @pytest.mark.parametrize("fault", ["500", "reset", "garbage", "count_mismatch", "nan_logprob", "abort", "empty"])
@@ -68,7 +70,7 @@ async def test_a_request_that_fails_every_time_fails_alone(fault: str):
             for prompt in (65, 66, 67):
                 tasks.start_soon(ask, prompt)
     assert outcomes == {65: [66, 67, 2], 66: EngineError, 67: [68, 69, 2]}
-    assert engine.count == 2 + 3
+    assert engine.request_count == 2 + 3
 
 
 async def test_a_refusal_is_never_retried_and_keeps_the_engines_words():
@@ -78,14 +80,14 @@ async def test_a_refusal_is_never_retried_and_keeps_the_engines_words():
         engine.faults = lambda *_: "400"
         with pytest.raises(EngineRefusedError, match="scripted 400"):
             await client.sample([1], SAMPLING)
-    assert engine.count == 1
+    assert engine.request_count == 1
 
 
 async def test_where_nothing_answers_the_url_is_named():
     url = f"http://127.0.0.1:{free_port()}"
     async with client_of(url, reconnect_s=0.3) as client:
         with pytest.raises(EngineUnavailableError, match=url):
-            await client.probe()
+            await client.wait_until_ready()
         with pytest.raises(EngineUnavailableError, match=url):
             await client.sample([1], SAMPLING)
 
@@ -96,7 +98,7 @@ async def test_many_requests_wait_together_for_an_engine_that_is_gone():
 
         async def ask() -> None:
             with pytest.raises(EngineUnavailableError):
-                await client.sample([1], SAMPLING, at_least=-1)
+                await client.sample([1], SAMPLING, min_policy_version=-1)
             unavailable.append(1)
 
         with anyio.fail_after(5):
@@ -112,7 +114,7 @@ async def test_an_engine_that_comes_back_with_old_weights_samples_nothing_until_
     async with client_of(f"http://127.0.0.1:{port}", reconnect_s=10) as client, anyio.create_task_group() as tasks:
 
         async def ask() -> None:
-            said.append(await client.sample([1], SAMPLING, at_least=4))
+            said.append(await client.sample([1], SAMPLING, min_policy_version=4))
 
         async with ScriptedEngine(reply, version="4", port=port):
             await ask()
@@ -133,14 +135,14 @@ async def test_an_engine_that_comes_back_with_old_weights_samples_nothing_until_
 async def test_weights_that_never_come_make_the_engine_unavailable():
     async with ScriptedEngine(reply, version="2") as engine, client_of(engine.url, reconnect_s=0.3) as client:
         with pytest.raises(EngineUnavailableError, match="policy version 2, older than 3"):
-            await client.sample([1], SAMPLING, at_least=3)
-        assert (await client.sample([1], SAMPLING, at_least=2)).spans == [Span(2, 0, 3)]
+            await client.sample([1], SAMPLING, min_policy_version=3)
+        assert (await client.sample([1], SAMPLING, min_policy_version=2)).spans == [Span(2, 0, 3)]
 
 
 async def test_an_engine_that_was_started_anew_while_nobody_asked_is_given_no_work_before_its_weights(monkeypatch):
-    monkeypatch.setattr("workers.rollout.engine.known_engine._TRUSTED_S", 0.0)
+    monkeypatch.setattr("workers.rollout.engine_client.engine_state._TRUSTED_S", 0.0)
     async with ScriptedEngine(reply, version="3") as engine, client_of(engine.url) as client:
-        await client.sample([1], SAMPLING, at_least=3)
+        await client.sample([1], SAMPLING, min_policy_version=3)
         engine.version = None
 
         async def trainer() -> None:
@@ -149,15 +151,15 @@ async def test_an_engine_that_was_started_anew_while_nobody_asked_is_given_no_wo
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(trainer)
-            assert (await client.sample([1], SAMPLING, at_least=3)).spans == [Span(4, 0, 3)]
-        assert engine.count == 2
+            assert (await client.sample([1], SAMPLING, min_policy_version=3)).spans == [Span(4, 0, 3)]
+        assert engine.request_count == 2
 
 
 async def test_an_engine_without_a_number_is_taken_only_where_any_is():
     async with ScriptedEngine(reply) as engine, client_of(engine.url, reconnect_s=0.2) as client:
         with pytest.raises(EngineUnavailableError):
             await client.sample([1], SAMPLING)
-        assert (await client.sample([1], SAMPLING, at_least=-1)).spans == [Span(-1, 0, 3)]
+        assert (await client.sample([1], SAMPLING, min_policy_version=-1)).spans == [Span(-1, 0, 3)]
 
 
 async def test_cancelling_the_caller_ends_the_request_at_the_engine():
@@ -167,7 +169,7 @@ async def test_cancelling_the_caller_ends_the_request_at_the_engine():
         with anyio.fail_after(5):
             while engine.running:
                 await anyio.sleep(0.01)
-    assert (engine.count, engine.aborted) == (1, 1)
+    assert (engine.request_count, engine.aborted_count) == (1, 1)
 
 
 async def test_the_other_engine_is_asked_where_one_fails():
@@ -179,7 +181,7 @@ async def test_the_other_engine_is_asked_where_one_fails():
         bad.faults = lambda *_: "500"
         for _ in range(5):
             assert (await client.sample([1], SAMPLING)).token_ids == [2, 3, 2]
-    assert good.count == 5
+    assert good.request_count == 5
 
 
 async def test_requests_spread_over_engines():
@@ -188,15 +190,15 @@ async def test_requests_spread_over_engines():
         ScriptedEngine(reply, version="0", delay_s=0.1) as other,
         client_of(one.url, other.url) as client,
     ):
-        await client.probe()
+        await client.wait_until_ready()
         async with anyio.create_task_group() as tasks:
             for _ in range(20):
                 tasks.start_soon(client.sample, [1], SAMPLING)
-    assert (one.count, other.count) == (10, 10)
+    assert (one.request_count, other.request_count) == (10, 10)
 
 
 def test_an_answer_without_logprobs_is_no_sample():
     choice = b'{"index": 0, "token_ids": [1], "finish_reason": "stop"}'
     payload = b'{"request_id": "", "choices": [' + choice + b'], "weight_versions": []}'
     with pytest.raises(EngineError, match="1 tokens with 0 log-probs"):
-        Generate().read(200, payload, "http://x", version=0)
+        GenerateApi().decode(200, payload, "http://x", version=0)

@@ -8,26 +8,26 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from envs.references import Reference
 from stream.codec import decode, encode
 from stream.records import Group, Prompt
 from stream.validity import Measured, RolloutReason
 from tests.chaos.project import END, write_project
-from workers.rollout.chat.chat import Chat
-from workers.rollout.engine.choice import ranking
-from workers.rollout.engine.client import EngineClient
-from workers.rollout.engine.sampling import Sampling
-from workers.rollout.group import roll_out
-from workers.rollout.slot_pool import SlotPool
-from workers.rollout.tool_formats.choice import TOOL_FORMATS
+from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.engine_client.affinity import rank_engines
+from workers.rollout.engine_client.client import EngineClient
+from workers.rollout.engine_client.sampling import SamplingOptions
+from workers.rollout.environment_pool import EnvironmentPool
+from workers.rollout.group import run_group
+from workers.rollout.tool_formats.detection import TOOL_FORMATS
 from workers.settings import Rollout
 from workers.testing.scripted_engine import Fault, ScriptedEngine
 
 FAULTS = get_args(Fault)
 RETRIED = [fault for fault in FAULTS if fault != "400"]
 ATTEMPTS = 3
-SAMPLING = Sampling(temperature=1.0, max_tokens=8)
+SAMPLING = SamplingOptions(temperature=1.0, max_tokens=8)
 
 
 def reply(token_ids: list[int], _request) -> list[int]:
@@ -47,20 +47,22 @@ class Numbered:
 @asynccontextmanager
 async def client_of(*engines: ScriptedEngine, timeout_s: float = 0.3, reconnect_s: float = 5.0):
     urls = [engine.url for engine in engines]
-    async with EngineClient(urls, request_timeout_s=timeout_s, attempts=ATTEMPTS, reconnect_s=reconnect_s) as client:
+    async with EngineClient(
+        urls, request_timeout_s=timeout_s, max_attempts=ATTEMPTS, unavailable_timeout_s=reconnect_s
+    ) as client:
         yield client
 
 
 async def group_of(client: EngineClient, folder, size: int, name: str = "d:0:0") -> Group:
     """A group whose completions' prompts are 5 and their index."""
     await anyio.to_thread.run_sync(write_project, folder, 1, 1)
-    chat = await anyio.to_thread.run_sync(Chat.load, folder / "model", {}, None)
-    factory = Factory(Reference("test", "module", Numbered, sys.modules[__name__]), Numbered, Numbered())
+    chat = await anyio.to_thread.run_sync(ChatTokenizer.load, folder / "model", {}, None)
+    factory = EnvironmentFactory(Reference("test", "module", Numbered, sys.modules[__name__]), Numbered, Numbered())
     prompt = Prompt(
         id=name, messages=[{"role": "user", "content": "5"}], environment="numbered", group_size=size, seed=1
     )
-    async with SlotPool({"numbered": factory}, size=size) as pool:
-        group = await roll_out(
+    async with EnvironmentPool({"numbered": factory}, size=size) as pool:
+        group = await run_group(
             prompt,
             chat=chat,
             sampler=client,
@@ -98,14 +100,14 @@ async def test_what_one_engine_keeps_failing_another_one_answers(tmp_path, fault
         client_of(bad, good) as client,
     ):
         bad.faults = lambda *_: fault
-        await client.probe()
-        named = next(name for name in map(str, range(99)) if ranking(name, (bad.url, good.url))[0] == bad.url)
+        await client.wait_until_ready()
+        named = next(name for name in map(str, range(99)) if rank_engines(name, (bad.url, good.url))[0] == bad.url)
         group = await group_of(client, tmp_path, size=4, name=named)
     assert [completion.failure for completion in group.completions] == [None] * 4
-    assert bad.count
-    assert good.count == 4
+    assert bad.request_count
+    assert good.request_count == 4
     # Each went to the other engine after one failure.
-    assert len({tuple(request.token_ids) for request in bad.requests}) == bad.count
+    assert len({tuple(request.token_ids) for request in bad.requests}) == bad.request_count
 
 
 async def test_a_400_of_one_engine_is_not_asked_of_another():
@@ -117,7 +119,7 @@ async def test_a_400_of_one_engine_is_not_asked_of_another():
         one.faults = other.faults = lambda *_: "400"
         with pytest.raises(Exception, match="scripted 400"):
             await client.sample([1], SAMPLING)
-    assert one.count + other.count == 1
+    assert one.request_count + other.request_count == 1
 
 
 async def test_a_group_whose_completions_all_fail_is_a_group_all_the_same(tmp_path):
@@ -138,12 +140,12 @@ async def test_many_requests_that_wait_for_weights_ask_seldom_and_say_so_once():
                     tasks.start_soon(client.sample, [1], SAMPLING)
                 began = anyio.current_time()
                 await anyio.sleep(2.0)
-                asked, took = engine.questions["/weight_info"], anyio.current_time() - began
+                asked, took = engine.query_counts["/weight_info"], anyio.current_time() - began
                 engine.version = "0"
     lines = [line for line in lines if line["event"] != "engine.found"]
     assert [(line["event"], line["what"]) for line in lines] == [
-        ("engine.awaited", "weights"),
-        ("engine.returned", "weights"),
+        ("engine.waiting", "weights"),
+        ("engine.recovered", "weights"),
     ]
     assert "no policy version yet" in lines[0]["why"]
     # Each request asks once for itself; after that all make do with a question every half second.
@@ -156,12 +158,15 @@ async def test_many_requests_that_wait_for_an_engine_say_so_once():
     async with client_of(engine, timeout_s=5) as client:
         with capture_logs() as lines, anyio.fail_after(20):
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(client.probe)
+                tasks.start_soon(client.wait_until_ready)
                 for _ in range(60):
                     tasks.start_soon(client.sample, [1], SAMPLING)
                 await anyio.sleep(1.0)
                 async with ScriptedEngine(reply, version="0", port=port) as engine:
-                    while engine.count < 60:
+                    while engine.request_count < 60:
                         await anyio.sleep(0.02)
                     await anyio.sleep(0.1)
-    assert [line["event"] for line in lines if line["event"] != "engine.found"] == ["engine.awaited", "engine.returned"]
+    assert [line["event"] for line in lines if line["event"] != "engine.found"] == [
+        "engine.waiting",
+        "engine.recovered",
+    ]

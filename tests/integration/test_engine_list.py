@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner
 from structlog.testing import capture_logs
 
-from stream.engines import add_engine, engine_words, remove_engine
 from stream.errors import PenstockError
+from stream.operator.engine_overrides import add_engine, read_engine_overrides, remove_engine
 from workers.cli import penstock
-from workers.fleet.roster import Roster
+from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.settings.engine import Engine
 from workers.testing.scripted_engine import ScriptedEngine
 
@@ -21,70 +21,70 @@ ANN = "ann@box"
 
 
 @asynccontextmanager
-async def watched(link, **engine):
-    roster = await Roster.of(Engine(**engine), link)
+async def watched(connection, **engine):
+    roster = await EngineDiscovery.from_settings(Engine(**engine), connection)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(roster.watch)
         yield roster
         tasks.cancel_scope.cancel()
 
 
-async def becomes(roster: Roster, *urls: str) -> None:
+async def becomes(roster: EngineDiscovery, *urls: str) -> None:
     with anyio.fail_after(2):
         while roster.urls != urls:
             await roster.changed.wait()
 
 
-async def test_a_worker_hears_at_once_of_an_engine_that_is_added_removed_and_added_again(link):
-    async with watched(link, urls=("http://a:1",)) as roster:
-        assert await add_engine(link, "http://b:1", ANN)
+async def test_a_worker_hears_at_once_of_an_engine_that_is_added_removed_and_added_again(connection):
+    async with watched(connection, urls=("http://a:1",)) as roster:
+        assert await add_engine(connection, "http://b:1", ANN)
         await becomes(roster, "http://a:1", "http://b:1")
-        assert await remove_engine(link, "http://b:1", ANN)
+        assert await remove_engine(connection, "http://b:1", ANN)
         await becomes(roster, "http://a:1")
-        assert await add_engine(link, "http://b:1", ANN)
+        assert await add_engine(connection, "http://b:1", ANN)
         await becomes(roster, "http://a:1", "http://b:1")
 
 
-async def test_an_engine_that_the_settings_name_stays_removed_also_for_a_worker_that_starts_later(link):
+async def test_an_engine_that_the_settings_name_stays_removed_also_for_a_worker_that_starts_later(connection):
     urls = ("http://a:1", "http://b:1")
-    async with watched(link, urls=urls) as roster:
-        await remove_engine(link, "http://a:1", ANN)
+    async with watched(connection, urls=urls) as roster:
+        await remove_engine(connection, "http://a:1", ANN)
         await becomes(roster, "http://b:1")
-    assert (await Roster.of(Engine(urls=urls), link)).urls == ("http://b:1",)
-    await add_engine(link, "http://a:1", ANN)
-    assert (await Roster.of(Engine(urls=urls), link)).urls == urls
+    assert (await EngineDiscovery.from_settings(Engine(urls=urls), connection)).urls == ("http://b:1",)
+    await add_engine(connection, "http://a:1", ANN)
+    assert (await EngineDiscovery.from_settings(Engine(urls=urls), connection)).urls == urls
 
 
-async def test_saying_it_twice_changes_nothing(link):
-    assert await add_engine(link, "http://b:1", ANN)
-    assert not await add_engine(link, "http://b:1", "bob@box")
-    assert [(word.url, word.by) for word in await engine_words(link)] == [("http://b:1", ANN)]
+async def test_saying_it_twice_changes_nothing(connection):
+    assert await add_engine(connection, "http://b:1", ANN)
+    assert not await add_engine(connection, "http://b:1", "bob@box")
+    assert [(word.url, word.set_by) for word in await read_engine_overrides(connection)] == [("http://b:1", ANN)]
 
 
-async def test_a_full_list_forgets_the_oldest_removals_and_never_an_engine_that_was_added(link, monkeypatch):
-    monkeypatch.setattr("stream.engines.MOST", 4)
+async def test_a_full_list_forgets_the_oldest_removals_and_never_an_engine_that_was_added(connection, monkeypatch):
+    monkeypatch.setattr("stream.operator.engine_overrides.MOST", 4)
     for name in ("a", "b", "c", "d"):
-        await (remove_engine if name in "ac" else add_engine)(link, name, ANN)
-    await add_engine(link, "e", ANN)
-    assert [word.url for word in await engine_words(link)] == ["b", "c", "d", "e"]
-    await add_engine(link, "f", ANN)
+        await (remove_engine if name in "ac" else add_engine)(connection, name, ANN)
+    await add_engine(connection, "e", ANN)
+    assert [word.url for word in await read_engine_overrides(connection)] == ["b", "c", "d", "e"]
+    await add_engine(connection, "f", ANN)
     with pytest.raises(PenstockError, match="4 engines on its list"):
-        await add_engine(link, "g", ANN)
-    assert await remove_engine(link, "b", ANN)
-    assert [word.url for word in await engine_words(link)] == ["d", "e", "f", "b"]
+        await add_engine(connection, "g", ANN)
+    assert await remove_engine(connection, "b", ANN)
+    assert [word.url for word in await read_engine_overrides(connection)] == ["d", "e", "f", "b"]
 
 
 async def test_a_run_that_nobody_knows_has_no_list(redis_url):
-    from stream.link import connect
+    from stream.connection.run_connection import connect
 
-    async with connect(redis_url, "no-such-run", create=False) as link:
+    async with connect(redis_url, "no-such-run", create=False) as connection:
         with pytest.raises(PenstockError, match="knows no run called 'no-such-run'"):
-            await add_engine(link, "http://a:1", ANN)
-        assert await engine_words(link) == []
+            await add_engine(connection, "http://a:1", ANN)
+        assert await read_engine_overrides(connection) == []
 
 
-async def test_a_name_that_does_not_resolve_for_a_while_keeps_what_was_known_and_says_so_once(link, monkeypatch):
-    monkeypatch.setattr("workers.fleet.roster._ASK_AGAIN_S", 0.02)
+async def test_a_name_that_does_not_resolve_for_a_while_keeps_what_was_known_and_says_so_once(connection, monkeypatch):
+    monkeypatch.setattr("workers.engine_api.discovery.discovery._ASK_AGAIN_S", 0.02)
     answers = {"now": ["10.0.0.1", "10.0.0.2"]}
 
     async def getaddrinfo(host, port, **_):
@@ -94,7 +94,7 @@ async def test_a_name_that_does_not_resolve_for_a_while_keeps_what_was_known_and
 
     monkeypatch.setattr("anyio.getaddrinfo", getaddrinfo)
     with capture_logs() as lines:
-        async with watched(link, dns="http://engines:8000") as roster:
+        async with watched(connection, dns="http://engines:8000") as roster:
             assert roster.urls == ("http://10.0.0.1:8000", "http://10.0.0.2:8000")
             answers["now"] = None
             await anyio.sleep(0.3)
@@ -102,7 +102,7 @@ async def test_a_name_that_does_not_resolve_for_a_while_keeps_what_was_known_and
             answers["now"] = ["10.0.0.2", "10.0.0.3"]
             await becomes(roster, "http://10.0.0.2:8000", "http://10.0.0.3:8000")
     events = [line["event"] for line in lines]
-    assert events.count("engines.unresolved") == events.count("engines.resolved") == 1
+    assert events.count("engines.dns_failed") == events.count("engines.dns_recovered") == 1
 
 
 # The command
@@ -122,7 +122,7 @@ def file(tmp_path, redis_url, run_name):
     return str(tmp_path / "run.toml")
 
 
-async def test_the_command_lists_who_names_each_engine_whether_it_answers_and_with_which_weights(link, file):
+async def test_the_command_lists_who_names_each_engine_whether_it_answers_and_with_which_weights(connection, file):
     async with ScriptedEngine(lambda *_: [1], version="7") as engine:
         added = await anyio.to_thread.run_sync(lambda: invoke("add", f"{engine.url}/", file))
         assert (added["url"], added["changed"], added["answers"]) == (engine.url, True, True)
@@ -134,7 +134,9 @@ async def test_the_command_lists_who_names_each_engine_whether_it_answers_and_wi
     assert (listed["url"], listed["source"], listed["answers"], listed["version"]) == (engine.url, "list", True, 7)
 
 
-async def test_engines_are_asked_without_the_proxy_of_the_environment_as_workers_ask_them(link, file, monkeypatch):
+async def test_engines_are_asked_without_the_proxy_of_the_environment_as_workers_ask_them(
+    connection, file, monkeypatch
+):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr("urllib.request._opener", None)  # what an earlier call found in the environment
     async with ScriptedEngine(lambda *_: [1], version="7") as engine:
@@ -142,7 +144,7 @@ async def test_engines_are_asked_without_the_proxy_of_the_environment_as_workers
     assert added["answers"], added
 
 
-async def test_a_name_that_does_not_resolve_here_is_listed_as_that_beside_all_other_engines(link, file):
+async def test_a_name_that_does_not_resolve_here_is_listed_as_that_beside_all_other_engines(connection, file):
     settings = anyio.Path(file)
     await settings.write_text(await settings.read_text() + 'engine.dns = "http://no.such.host.invalid:8000"\n')
     await anyio.to_thread.run_sync(lambda: invoke("add", "http://127.0.0.1:8", file))
@@ -159,17 +161,20 @@ async def test_a_name_that_does_not_resolve_here_is_listed_as_that_beside_all_ot
     assert removed["none_left"] is False, "nobody here knows what the name stands for"
 
 
-async def test_an_engine_that_does_not_answer_may_be_added_and_that_is_said(link, file):
+async def test_an_engine_that_does_not_answer_may_be_added_and_that_is_said(connection, file):
     added = await anyio.to_thread.run_sync(lambda: invoke("add", "http://127.0.0.1:9/x", file))
     assert (added["changed"], added["answers"]) == (True, False)
     plain = await anyio.to_thread.run_sync(
         lambda: CliRunner().invoke(penstock, ["engines", "add", "http://127.0.0.1:8/", file])
     )
     assert "although it does not answer from here" in plain.stdout
-    assert [word.url for word in await engine_words(link)] == ["http://127.0.0.1:9/x", "http://127.0.0.1:8"]
+    assert [word.url for word in await read_engine_overrides(connection)] == [
+        "http://127.0.0.1:9/x",
+        "http://127.0.0.1:8",
+    ]
 
 
-async def test_an_engine_of_the_settings_that_was_removed_is_listed_as_that(link, file):
+async def test_an_engine_of_the_settings_that_was_removed_is_listed_as_that(connection, file):
     await anyio.to_thread.run_sync(lambda: invoke("add", "http://127.0.0.1:8", file))
     for port, none_left in ((9, False), (8, True)):
         url = f"http://127.0.0.1:{port}"
@@ -193,12 +198,12 @@ def test_what_is_no_url_is_refused_before_anything_is_asked():
     assert "'engine-3' is no URL of an engine; write it as http://HOST:PORT" in result.output
 
 
-async def test_a_roster_without_engines_says_where_they_could_have_been_named(link):
-    assert "engine.urls names none, engine.dns names none" in Roster(()).why_empty
-    roster = await Roster.of(Engine(dns="http://no.such.host.invalid:8000"), link)
-    assert "http://no.such.host.invalid:8000 (engine.dns) resolves to no address" in roster.why_empty
-    await remove_engine(link, "http://a:1", ANN)
-    roster = await Roster.of(Engine(urls=("http://a:1",)), link)
+async def test_a_roster_without_engines_says_where_they_could_have_been_named(connection):
+    assert "engine.urls names none, engine.dns names none" in EngineDiscovery(()).empty_reason
+    roster = await EngineDiscovery.from_settings(Engine(dns="http://no.such.host.invalid:8000"), connection)
+    assert "http://no.such.host.invalid:8000 (engine.dns) resolves to no address" in roster.empty_reason
+    await remove_engine(connection, "http://a:1", ANN)
+    roster = await EngineDiscovery.from_settings(Engine(urls=("http://a:1",)), connection)
     assert roster.urls == ()
-    assert "those of engine.urls were removed" in roster.why_empty
-    assert "penstock engines add" in roster.why_empty
+    assert "those of engine.urls were removed" in roster.empty_reason
+    assert "penstock engines add" in roster.empty_reason

@@ -11,115 +11,119 @@ from stream.records import Span
 from tests.cases.ports import free_port
 from tests.integration.test_engine_client import reply
 from tests.integration.test_local_engine import models, serving  # noqa: F401  (a fixture)
-from workers.engine.site import listen
-from workers.rollout.engine.client import EngineClient
-from workers.rollout.engine.completions import Completions
-from workers.rollout.engine.generate import Generate
-from workers.rollout.engine.sampling import Sampling
+from workers.rollout.engine_client.client import EngineClient
+from workers.rollout.engine_client.completions_api import CompletionsApi
+from workers.rollout.engine_client.generate_api import GenerateApi
+from workers.rollout.engine_client.sampling import SamplingOptions
+from workers.runtime.http_server import listen
 from workers.settings import Eval, Rollout
-from workers.settings.file import parse
+from workers.settings.toml_file import parse_settings
 from workers.testing.scripted_engine import Fault, ScriptedEngine
 
-WARM = Sampling(temperature=0.7, max_tokens=8)
-PLAIN = Sampling(temperature=1.0, max_tokens=8)
+WARM = SamplingOptions(temperature=0.7, max_tokens=8)
+PLAIN = SamplingOptions(temperature=1.0, max_tokens=8)
 
 
 def client_of(
     *urls: str, samplings=(), attempts: int = 1, timeout_s: float = 5, reconnect_s: float = 0.5
 ) -> EngineClient:
     return EngineClient(
-        urls, request_timeout_s=timeout_s, attempts=attempts, reconnect_s=reconnect_s, samplings=samplings
+        urls,
+        request_timeout_s=timeout_s,
+        max_attempts=attempts,
+        unavailable_timeout_s=reconnect_s,
+        sampling_options=samplings,
     )
 
 
-@pytest.mark.parametrize(("closed", "route"), [(set(), Generate), ({Generate.path}, Completions)])
+@pytest.mark.parametrize(("closed", "route"), [(set(), GenerateApi), ({GenerateApi.path}, CompletionsApi)])
 async def test_generate_is_taken_where_it_is_open_and_completions_elsewhere(closed, route):
     async with ScriptedEngine(reply, version="3") as engine, client_of(engine.url) as client:
-        engine.without = closed
+        engine.missing_routes = closed
         with capture_logs() as lines:
-            await client.probe()
-            sampled = await client.sample([5, 6], PLAIN, at_least=3)
+            await client.wait_until_ready()
+            sampled = await client.sample([5, 6], PLAIN, min_policy_version=3)
     (found,) = [line for line in lines if line["event"] == "engine.found"]
     assert (found["route"], found["version"], found["max_length"]) == (route.path, "scripted", 4096)
     assert (sampled.token_ids, sampled.spans) == ([7, 8, 2], [Span(3, 0, 3)])
-    assert engine.count == 1, "a probe's own requests are none of the run's"
+    assert engine.request_count == 1, "a probe's own requests are none of the run's"
 
 
-@pytest.mark.parametrize("closed", [set(), {Generate.path}], ids=["generate", "completions"])
+@pytest.mark.parametrize("closed", [set(), {GenerateApi.path}], ids=["generate", "completions"])
 @pytest.mark.parametrize(
     ("sampling", "fit"),
     [
         (PLAIN, True),
-        (Sampling(temperature=0.0, max_tokens=8), True),
-        (Sampling(temperature=0.0, max_tokens=8, top_k=4), True),
+        (SamplingOptions(temperature=0.0, max_tokens=8), True),
+        (SamplingOptions(temperature=0.0, max_tokens=8, top_k=4), True),
         (WARM, False),
-        (Sampling(temperature=1.0, max_tokens=8, top_p=0.9), False),
-        (Sampling(temperature=1.0, max_tokens=8, min_p=0.1), False),
-        (Sampling(temperature=1.0, max_tokens=8, top_k=2), False),
-        (Sampling(temperature=1.0, max_tokens=8, min_tokens=1), False),
-        (Sampling(temperature=0.0, max_tokens=8, logit_bias={4: 1.0}), False),
+        (SamplingOptions(temperature=1.0, max_tokens=8, top_p=0.9), False),
+        (SamplingOptions(temperature=1.0, max_tokens=8, min_p=0.1), False),
+        (SamplingOptions(temperature=1.0, max_tokens=8, top_k=2), False),
+        (SamplingOptions(temperature=1.0, max_tokens=8, min_tokens=1), False),
+        (SamplingOptions(temperature=0.0, max_tokens=8, logit_bias={4: 1.0}), False),
     ],
-    ids=lambda case: case.in_words if isinstance(case, Sampling) else "",
+    ids=lambda case: case.description if isinstance(case, SamplingOptions) else "",
 )
 async def test_raw_logprobs_will_do_only_where_they_are_those_of_what_is_sampled(sampling, fit, closed):
     async with ScriptedEngine(reply, version="0") as engine:
-        engine.without, engine.raw = closed, True
+        engine.missing_routes, engine.reports_raw_logprobs = closed, True
         async with client_of(engine.url, samplings=[PLAIN, sampling]) as client:
             if fit:
-                await client.probe()
+                await client.wait_until_ready()
             else:
                 with pytest.raises(EngineError, match=rf"{engine.url}.*--logprobs-mode processed_logprobs"):
-                    await client.probe()
-        engine.raw = False
+                    await client.wait_until_ready()
+        engine.reports_raw_logprobs = False
         async with client_of(engine.url, samplings=[PLAIN, sampling]) as client:
-            await client.probe()
+            await client.wait_until_ready()
             assert (await client.sample([5], sampling)).token_ids == [6, 7, 2]
 
 
-@pytest.mark.parametrize("closed", [set(), {Generate.path}], ids=["generate", "completions"])
+@pytest.mark.parametrize("closed", [set(), {GenerateApi.path}], ids=["generate", "completions"])
 @pytest.mark.parametrize("sampling", [PLAIN, WARM], ids=lambda sampling: sampling.in_words)
 async def test_logits_are_no_logprobs_although_they_lie_as_far_apart(sampling, closed):
     async with ScriptedEngine(reply, version="0") as engine:
-        engine.without, engine.logits = closed, True
+        engine.missing_routes, engine.reports_logits = closed, True
         with anyio.fail_after(5):
             async with client_of(engine.url, samplings=[sampling], reconnect_s=60) as client:
                 with pytest.raises(EngineError, match=rf"{engine.url}.*above 0.*--logprobs-mode processed_logprobs"):
-                    await client.probe()
+                    await client.wait_until_ready()
 
 
 async def test_an_engine_that_is_too_short_for_the_runs_completions_is_told_of():
-    longest = Sampling(temperature=1.0, max_tokens=5000)
+    longest = SamplingOptions(temperature=1.0, max_tokens=5000)
     async with ScriptedEngine(reply, version="0") as engine:
         for samplings, told in (([PLAIN], 0), ([PLAIN, longest], 1)):
             with capture_logs() as lines:
                 async with client_of(engine.url, samplings=samplings) as client:
-                    await client.probe()
-            assert [line["event"] for line in lines].count("engine.short") == told
+                    await client.wait_until_ready()
+            assert [line["event"] for line in lines].count("engine.context_too_short") == told
 
 
 def test_a_run_asks_for_what_it_and_its_evaluations_need():
     table = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}]}
-    alone = parse(table | {"eval": {}})
-    evaluated = parse(table | {"eval": {"path": "e", "temperature": 0.6}})
-    told = [EngineClient.of(settings, ["http://x"]).samplings for settings in (alone, evaluated)]
+    alone = parse_settings(table | {"eval": {}})
+    evaluated = parse_settings(table | {"eval": {"path": "e", "temperature": 0.6}})
+    told = [EngineClient.from_settings(settings, ["http://x"]).sampling_options for settings in (alone, evaluated)]
     assert [[sampling.temperature for sampling in each] for each in told] == [[1.0], [1.0, 0.6]]
     assert Rollout().temperature == Eval().temperature == 1
 
 
 async def test_the_local_engine_passes_the_same_probe(models):  # noqa: F811
     async with serving(models["llama-untied", "A"]) as engine:
-        samplings = [WARM, Sampling(temperature=0.7, max_tokens=8, top_k=3, logit_bias={5: 2.0}, min_tokens=2)]
+        samplings = [WARM, SamplingOptions(temperature=0.7, max_tokens=8, top_k=3, logit_bias={5: 2.0}, min_tokens=2)]
         async with client_of(engine.url, samplings=samplings) as client:
-            await client.probe()
-            assert len((await client.sample([5, 6], samplings[1], at_least=-1)).token_ids) >= 2
+            await client.wait_until_ready()
+            assert len((await client.sample([5, 6], samplings[1], min_policy_version=-1)).token_ids) >= 2
 
 
 async def test_a_server_that_knows_no_versions_is_refused_with_what_helps():
     async with ScriptedEngine(reply, version="0") as engine, client_of(engine.url) as client:
-        engine.without = {"/weight_info"}
+        engine.missing_routes = {"/weight_info"}
         with pytest.raises(EngineError, match=rf"{engine.url}.*VLLM_SERVER_DEV_MODE=1"):
-            await client.sample([5], PLAIN, at_least=0)
-        assert (await client.sample([5], PLAIN, at_least=-1)).token_ids == [6, 7, 2]
+            await client.sample([5], PLAIN, min_policy_version=0)
+        assert (await client.sample([5], PLAIN, min_policy_version=-1)).token_ids == [6, 7, 2]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +146,7 @@ async def test_what_is_no_vllm_is_told_so(answers, said):
     app.router.add_route("*", "/{path:.*}", answer)
     async with listen(app, "127.0.0.1", 0) as url, client_of(url) as client:
         with pytest.raises(EngineError, match=said) as refused:
-            await client.probe()
+            await client.wait_until_ready()
     assert url in str(refused.value)
 
 
@@ -152,10 +156,10 @@ async def test_another_server_at_the_same_place_is_looked_at_anew():
         async with ScriptedEngine(reply, version="1", port=port):
             await client.sample([5], WARM)
         async with ScriptedEngine(reply, version="1", port=port) as engine:
-            engine.without = {Generate.path}
+            engine.missing_routes = {GenerateApi.path}
             assert (await client.sample([5], WARM)).spans == [Span(1, 0, 3)]
         async with ScriptedEngine(reply, version=None, port=port) as engine, anyio.create_task_group() as tasks:
-            engine.raw = True
+            engine.reports_raw_logprobs = True
 
             async def trainer() -> None:
                 await anyio.sleep(0.5)
@@ -163,8 +167,8 @@ async def test_another_server_at_the_same_place_is_looked_at_anew():
 
             tasks.start_soon(trainer)
             with pytest.raises(EngineError, match="raw logits"):
-                await client.sample([5], WARM, at_least=1)
-        assert engine.count == 0
+                await client.sample([5], WARM, min_policy_version=1)
+        assert engine.request_count == 0
 
 
 async def test_many_that_meet_an_engine_at_once_look_once():
@@ -172,7 +176,7 @@ async def test_many_that_meet_an_engine_at_once_look_once():
         async with anyio.create_task_group() as tasks:
             for _ in range(50):
                 tasks.start_soon(client.sample, [5], PLAIN)
-        assert engine.questions["/version"] == 1
+        assert engine.query_counts["/version"] == 1
 
 
 # Over completions
@@ -184,10 +188,10 @@ async def test_many_that_meet_an_engine_at_once_look_once():
 )
 async def test_a_fault_over_completions_is_never_a_sample(fault: Fault):
     async with ScriptedEngine(reply, version="0") as engine, client_of(engine.url, attempts=3, timeout_s=0.5) as client:
-        engine.without = {Generate.path}
+        engine.missing_routes = {GenerateApi.path}
         engine.faults = lambda number, _: fault if number == 0 else None
         assert (await client.sample([5], PLAIN)).token_ids == [6, 7, 2]
-        assert engine.count == 2
+        assert engine.request_count == 2
         engine.faults = lambda *_: fault
         with pytest.raises(EngineError):
             await client.sample([5], PLAIN)
@@ -195,8 +199,8 @@ async def test_a_fault_over_completions_is_never_a_sample(fault: Fault):
 
 async def test_weights_that_come_meanwhile_leave_the_older_version_on_all_of_it():
     async with ScriptedEngine(reply, version="4", delay_s=0.4) as engine, client_of(engine.url) as client:
-        engine.without = {Generate.path}
-        await client.probe()
+        engine.missing_routes = {GenerateApi.path}
+        await client.wait_until_ready()
 
         async def trainer() -> None:
             await anyio.sleep(0.2)
@@ -204,8 +208,8 @@ async def test_weights_that_come_meanwhile_leave_the_older_version_on_all_of_it(
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(trainer)
-            assert (await client.sample([5], PLAIN, at_least=4)).spans == [Span(4, 0, 3)]
-        assert (await client.sample([5], PLAIN, at_least=4)).spans == [Span(5, 0, 3)]
+            assert (await client.sample([5], PLAIN, min_policy_version=4)).spans == [Span(4, 0, 3)]
+        assert (await client.sample([5], PLAIN, min_policy_version=4)).spans == [Span(5, 0, 3)]
 
 
 async def test_an_engine_that_lost_its_weights_meanwhile_has_sampled_nothing():
@@ -213,8 +217,8 @@ async def test_an_engine_that_lost_its_weights_meanwhile_has_sampled_nothing():
         ScriptedEngine(reply, version="4", delay_s=0.4) as engine,
         client_of(engine.url, reconnect_s=10) as client,
     ):
-        engine.without = {Generate.path}
-        await client.probe()
+        engine.missing_routes = {GenerateApi.path}
+        await client.wait_until_ready()
 
         async def restarted() -> None:
             await anyio.sleep(0.2)
@@ -224,17 +228,17 @@ async def test_an_engine_that_lost_its_weights_meanwhile_has_sampled_nothing():
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(restarted)
-            assert (await client.sample([5], PLAIN, at_least=4)).spans == [Span(6, 0, 3)]
-        assert engine.count == 2
+            assert (await client.sample([5], PLAIN, min_policy_version=4)).spans == [Span(6, 0, 3)]
+        assert engine.request_count == 2
 
 
 async def test_what_is_left_out_is_not_left_to_the_models_own_defaults():
     seen: list[dict] = []
 
     async def answer(http: web.Request) -> web.Response:
-        if http.path == Completions.path:
+        if http.path == CompletionsApi.path:
             seen.append(await http.json())
-        if http.path == Generate.path:
+        if http.path == GenerateApi.path:
             return web.Response(status=403)
         async with session.request(http.method, engine.url + http.path, data=await http.read()) as response:
             return web.Response(status=response.status, body=await response.read())

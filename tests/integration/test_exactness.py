@@ -9,25 +9,25 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from stream.records import Prompt
 from stream.validity import Measured
 from workers.demo.model import make_model
 from workers.demo.task import training_rows
-from workers.demo.warmstart import warm_start
-from workers.engine.server import serve
-from workers.fleet.roster import Roster
-from workers.rollout.chat.chat import Chat
-from workers.rollout.engine.client import EngineClient
-from workers.rollout.group import roll_out
-from workers.rollout.slot_pool import SlotPool
-from workers.rollout.tool_formats.choice import TOOL_FORMATS
-from workers.settings import Algorithm, Data, Model, RewardFunction, Rollout, Settings
-from workers.train.publishing.files import Files
-from workers.train.publishing.in_flight import InFlight
-from workers.train.publishing.publisher import EnginePublisher
+from workers.demo.warm_start import warm_start
+from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.local_engine.server import serve_local_engine
+from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.engine_client.client import EngineClient
+from workers.rollout.environment_pool import EnvironmentPool
+from workers.rollout.group import run_group
+from workers.rollout.tool_formats.detection import TOOL_FORMATS
+from workers.settings import Algorithm, Data, Model, RewardSettings, Rollout, Settings
+from workers.train.publishing.paused_update import PausedUpdate
+from workers.train.publishing.publisher import WeightPublisher
+from workers.train.publishing.shared_folder import SharedFolderTransfer
 from workers.train.step.batch import collate
-from workers.train.step.selection import derive_masks
+from workers.train.step.selection import mask_batch
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -86,25 +86,29 @@ async def roll_out_all(policies, prompts, push_after=None):
         urls.append(url)
         ready.set()
 
-    factories = {"calculator": await anyio.to_thread.run_sync(Factory.load, "calculator")}
-    chat = await anyio.to_thread.run_sync(Chat.load, policies[0], {}, None)
+    factories = {"calculator": await anyio.to_thread.run_sync(EnvironmentFactory.load, "calculator")}
+    chat = await anyio.to_thread.run_sync(ChatTokenizer.load, policies[0], {}, None)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(
-            lambda: serve(policies[0], port=0, max_batch=16, max_length=400, threads=1, dtype="float32", ready=announce)
+            lambda: serve_local_engine(
+                policies[0], port=0, max_batch=16, max_length=400, threads=1, dtype="float32", ready=announce
+            )
         )
         with anyio.fail_after(60):
             await ready.wait()
-            publisher = EnginePublisher(Roster(urls), InFlight(Files()), patience_s=20, update_timeout_s=20)
+            publisher = WeightPublisher(
+                EngineDiscovery(urls), PausedUpdate(SharedFolderTransfer()), retry_timeout_s=20, update_timeout_s=20
+            )
             await publisher.push(policies[0], 0)
             async with (
-                EngineClient(urls, request_timeout_s=60, attempts=3, reconnect_s=20) as engine,
-                SlotPool(factories, size=4 * len(prompts)) as pool,
+                EngineClient(urls, request_timeout_s=60, max_attempts=3, unavailable_timeout_s=20) as engine,
+                EnvironmentPool(factories, size=4 * len(prompts)) as pool,
             ):
                 sampler = Watched(engine, push_after or 0)
 
                 async def play(prompt):
                     groups.append(
-                        await roll_out(
+                        await run_group(
                             prompt,
                             chat=chat,
                             sampler=sampler,
@@ -121,7 +125,7 @@ async def roll_out_all(policies, prompts, push_after=None):
                     if push_after is not None:
                         await sampler.reached.wait()
                         await publisher.push(policies[1], 1)
-                        assert await publisher.versions() == {urls[0]: 1}
+                        assert await publisher.engine_versions() == {urls[0]: 1}
         tasks.cancel_scope.cancel()
     return groups
 
@@ -159,7 +163,7 @@ async def test_a_three_turn_completion_is_stored_to_the_token(policies):
     assert check_rows(groups, {0: policies[0]}) == {0}
     long = [c for g in groups for c in g.completions if c.turns >= 3 and c.truncated is None]
     assert long, "no episode came to three turns"
-    chat = await anyio.to_thread.run_sync(Chat.load, policies[0], {}, None)
+    chat = await anyio.to_thread.run_sync(ChatTokenizer.load, policies[0], {}, None)
     for completion in long:
         (row,) = completion.rows
         assert len(row.sampled) == completion.turns
@@ -178,12 +182,12 @@ async def test_sampled_tokens_and_only_they_bear_loss(policies):
             completion.reward = Measured(float(i))
     batch = collate(groups)
     settings = Settings(
-        model=Model(path="m"), data=Data(path="d"), rewards=(RewardFunction(ref="x"),), algorithm=Algorithm()
+        model=Model(path="m"), data=Data(path="d"), rewards=(RewardSettings(ref="x"),), algorithm=Algorithm()
     )
-    masks = derive_masks(batch, settings, version=0)
+    masks = mask_batch(batch, settings, version=0)
     rows = [row for group in groups for completion in group.completions for row in completion.rows]
     for r, row in enumerate(rows):
-        bearing = {i - len(row.prompt) for i in torch.nonzero(masks.tokens_RT[r]).flatten().tolist()}
+        bearing = {i - len(row.prompt) for i in torch.nonzero(masks.loss_tokens_RT[r]).flatten().tolist()}
         assert bearing == {i for start, end in row.sampled for i in range(start, end)}
 
 

@@ -10,19 +10,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from stream.archive import Archive
 from stream.codec import encode
-from stream.ledger import Ledger, Line, content_hash
 from stream.records import Completion, Group, Prompt
+from stream.trainer.archive import Archive
+from stream.trainer.ledger import Ledger, LedgerRecord, content_hash
 from stream.validity import Measured
 from tests.cases.models import write_small_qwen3
 from tests.cases.ports import free_port
 from tests.cases.ranks import run_ranks
 from tests.cases.rows import sampled_row
 from tests.ranks_on_a_ledger import Crew, Job, steps, work
-from workers.settings.file import dump, parse
-from workers.train.keeping.checkpoint import Checkpoints
-from workers.train.model.logprobs import Readable, token_logprobs
+from workers.settings.toml_file import dump_settings, parse_settings
+from workers.train.checkpointing.checkpoint import CheckpointStore
+from workers.train.model.logprobs import LogprobModel, token_logprobs
 from workers.train.step.learner import Learner
 
 pytestmark = pytest.mark.timeout(240)
@@ -80,11 +80,11 @@ def make_run(folder: Path, name: str) -> Path:
     train = {"learning_rate": 1e-2, "groups_per_step": 3, "micro_batch_tokens": 56, "weight_decay": 0.01}
     table["train"] = train | table.get("train", {})
     table["model"] = {"path": str(folder / "base"), **table.get("model", {})}
-    (folder / "run.toml").write_text(dump(parse(table)))
+    (folder / "run.toml").write_text(dump_settings(parse_settings(table)))
     ledger, archive = Ledger(folder / "ledger.jsonl"), Archive(folder / "groups")
     for step in range(1, STEPS + 1):
         made = [group(number, step) for number in range(3 * step, 3 * step + 3)]
-        lines = [Line(each.prompt.id, "trained", step, step, content_hash(each)) for each in made]
+        lines = [LedgerRecord(each.prompt.id, "trained", step, step, content_hash(each)) for each in made]
         archive.write((line, encode(each)) for line, each in zip(lines, made, strict=True))
         ledger.append(lines)
     ledger.close()
@@ -148,7 +148,7 @@ class Results:
         ended = self.found[name, dtype, ranks]
         for own, parameter in model.named_parameters():
             parameter.data.copy_(ended.get(f"master.{own}", ended[f"weight.{own}"]))
-        read, told = Readable(model, None), []
+        read, told = LogprobModel(model, None), []
         with torch.no_grad():
             for _, _, groups in steps(self.folder / name):
                 for row in (row for each in groups for completion in each.completions for row in completion.rows):
@@ -165,7 +165,7 @@ def largest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> flo
 
 def loaded(results: Results, name: str, dtype: str) -> Any:
     """What two ranks kept, loaded by Transformers."""
-    checkpoint = Checkpoints(results.kept(name, dtype)).latest()
+    checkpoint = CheckpointStore(results.kept(name, dtype)).latest()
     assert checkpoint is not None
     assert checkpoint.progress.step == KEPT
     model, said = AutoModelForCausalLM.from_pretrained(checkpoint.model, dtype="auto", output_loading_info=True)
@@ -232,7 +232,7 @@ def test_in_bfloat16_they_are_as_near_as_its_rounding(more_results, name):
 
 @pytest.mark.full
 def test_what_two_ranks_keep_of_an_adapter_is_one_that_peft_loads(more_results):
-    checkpoint = Checkpoints(more_results.kept("adapter", "float32")).latest()
+    checkpoint = CheckpointStore(more_results.kept("adapter", "float32")).latest()
     base = AutoModelForCausalLM.from_pretrained(more_results.folder / "adapter" / "base", dtype=torch.float32)
     with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):  # peft asks for it under its old name
         model = peft.PeftModel.from_pretrained(base, checkpoint.model)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import anyio
 import pytest
 
+from stream.connection.run_connection import connect
 from stream.errors import LeaseLostError, ServerError
-from stream.link import connect
-from stream.view import look
+from stream.operator.run_status import read_status
 
 Garble = Callable[[bytes], bytes | None]
 """What becomes of a piece of a reply; None: the connection ends."""
@@ -73,7 +73,7 @@ async def proxy(redis_url, tmp_path):
 
 
 @pytest.fixture
-async def link(proxy, run_name):
+async def connection(proxy, run_name):
     async with connect(proxy.url, run_name, reconnect_s=5.0) as found:
         yield found
 
@@ -94,17 +94,17 @@ WAYS: dict[str, Garble] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_garbled_reply_is_asked_for_again(link, proxy, way):
-    await link.write_hash("feed", {"cursor": "12"})
+async def test_a_garbled_reply_is_asked_for_again(connection, proxy, way):
+    await connection.write_hash("feed", {"cursor": "12"})
     proxy.next_reply(WAYS[way])
     with anyio.fail_after(10):
-        assert await link.read_hash("feed") == {"cursor": "12"}
-        assert await link.read_hash("feed") == {"cursor": "12"}
+        assert await connection.read_hash("feed") == {"cursor": "12"}
+        assert await connection.read_hash("feed") == {"cursor": "12"}
 
 
 @pytest.mark.parametrize("way", ["another first byte", "a length that is none", "an error that is cut"])
-async def test_a_script_whose_reply_was_garbled_is_run_again_and_changes_nothing_twice(link, proxy, pipe_on, way):
-    pipe = pipe_on(link)
+async def test_a_script_whose_reply_was_garbled_is_run_again_and_changes_nothing_twice(connection, proxy, pipe_on, way):
+    pipe = pipe_on(connection)
     await pipe.rolled_out("z")  # so that the server knows the scripts, and the reply that is garbled is theirs
     await pipe.feed("a", "b")
     worker = pipe.stage("prompts")
@@ -116,20 +116,20 @@ async def test_a_script_whose_reply_was_garbled_is_run_again_and_changes_nothing
     assert proxy.connections > before
     proxy.next_reply(WAYS[way])
     await pipe.feed("c")
-    view = await look(link)
+    view = await read_status(connection)
     assert (view.counts, view.stages["groups"].depth) == ({"fed": 4}, 2)
     await pipe.balance()
 
 
-async def test_replies_garbled_for_ever_are_an_error_in_the_end_that_says_what_came(link, proxy):
+async def test_replies_garbled_for_ever_are_an_error_in_the_end_that_says_what_came(connection, proxy):
     proxy.garble = WAYS["another first byte"]
-    link.reconnect_s = 0.5
+    connection.reconnect_s = 0.5
     with anyio.fail_after(10), pytest.raises(ServerError, match=r"did not answer for 0\.5 s.*Protocol error, got"):
-        await link.read_hash("meta")
+        await connection.read_hash("meta")
 
 
 @pytest.mark.full
-async def test_under_random_garbling_calls_end_well_or_say_that_the_server_does_not_answer(link, proxy):
+async def test_under_random_garbling_calls_end_well_or_say_that_the_server_does_not_answer(connection, proxy):
     """Bytes inside a value are nobody's to check here: payloads bear checksums. What frames them is."""
     rng = random.Random(7)
 
@@ -138,15 +138,15 @@ async def test_under_random_garbling_calls_end_well_or_say_that_the_server_does_
         altered[rng.randrange(min(len(altered), 4))] = rng.randrange(256)
         return bytes(altered) if rng.random() < 0.5 else reply
 
-    await link.write_hash("feed", {"cursor": "12"})
-    link.reconnect_s = 0.5
-    pool = link.redis.connection_pool
+    await connection.write_hash("feed", {"cursor": "12"})
+    connection.reconnect_s = 0.5
+    pool = connection.redis.connection_pool
     pool.connection_kwargs["socket_timeout"] = 0.05  # a length that grew is waited for
     for connection in pool._available_connections:
         connection.socket_timeout = 0.05
     for _ in range(60):
         proxy.garble = one_byte
         with contextlib.suppress(ServerError):
-            await link.read_hash("feed")
+            await connection.read_hash("feed")
         proxy.garble = straight
-        assert await link.read_hash("feed") == {"cursor": "12"}
+        assert await connection.read_hash("feed") == {"cursor": "12"}

@@ -4,23 +4,23 @@ import anyio
 from structlog.testing import capture_logs
 
 from stream.codec import decode
+from stream.operator.run_status import read_status
 from stream.records import Group, Prompt
-from stream.view import look
-from workers import lull
-from workers.pump import pump
+from workers.runtime import idle_log as lull
+from workers.runtime.work_loop import work_loop
 
 WORKERS, PROMPTS = 8, 4
 
 
-async def calls(link) -> int:
+async def calls(connection) -> int:
     """Scripts run and waits begun on this server so far."""
-    stats = await link.redis.info("commandstats")
+    stats = await connection.redis.info("commandstats")
     return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "xread"))
 
 
 async def test_twice_as_many_workers_as_work_wait_quietly_and_take_what_comes(pipe, monkeypatch):
     """Each holds one prompt at most; half of them get none, until more is fed."""
-    monkeypatch.setattr(lull, "LONGEST_WAIT_S", 0.3)
+    monkeypatch.setattr(lull, "MAX_BLOCK_S", 0.3)
     release, stopping = anyio.Event(), anyio.Event()
     await pipe.feed(*(f"p{i}" for i in range(PROMPTS)))
 
@@ -31,28 +31,28 @@ async def test_twice_as_many_workers_as_work_wait_quietly_and_take_what_comes(pi
             await release.wait()
             await stage.settle(lease, "groups", Group(prompt=decode(lease.payload, Prompt), completions=[]))
 
-        await pump(stage, work, at_once=1, stopping=stopping)
+        await work_loop(stage, work, concurrency=1, stopping=stopping)
 
     with capture_logs() as lines, anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
             for i in range(WORKERS):
                 tasks.start_soon(worker, f"w{i}")
-            while (await look(pipe.link)).stages["prompts"].claimed < PROMPTS:
+            while (await read_status(pipe.connection)).stages["prompts"].claimed < PROMPTS:
                 await anyio.sleep(0.01)
             await anyio.sleep(0.2)
-            before, began = await calls(pipe.link), anyio.current_time()
+            before, began = await calls(pipe.connection), anyio.current_time()
             await anyio.sleep(6.0)
             took = anyio.current_time() - began
-            made = await calls(pipe.link) - before
+            made = await calls(pipe.connection) - before
             # In each longest wait of 5 s one claim and one wait; renewals come every ten seconds.
             assert made <= (WORKERS - PROMPTS) * 2 * (took / 5 + 1) + PROMPTS * (took / 10 + 1)
             await pipe.feed(*(f"q{i}" for i in range(WORKERS)))
             release.set()
-            while (await look(pipe.link)).stages["groups"].depth < PROMPTS + WORKERS:
+            while (await read_status(pipe.connection)).stages["groups"].depth < PROMPTS + WORKERS:
                 await anyio.sleep(0.01)
             stopping.set()
-    awaited = [line for line in lines if line["event"] == "work.awaited"]
+    awaited = [line for line in lines if line["event"] == "work.waiting"]
     assert len(awaited) == WORKERS - PROMPTS
     assert all((line["stage"], line["open_prompts"], line["paused"]) == ("prompts", PROMPTS, False) for line in awaited)
-    assert [line["event"] for line in lines].count("work.came") <= len(awaited)
-    assert {line["event"] for line in lines} <= {"work.awaited", "work.came"}
+    assert [line["event"] for line in lines].count("work.available") <= len(awaited)
+    assert {line["event"] for line in lines} <= {"work.waiting", "work.available"}

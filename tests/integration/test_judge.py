@@ -9,11 +9,11 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
+from envs.remote.judge import Judge
 from envs.rewards import RewardBatch, RewardFunction
-from envs.served.judge import Judge
 from stream.errors import ReferenceNotFoundError, RunFailedError
 from stream.validity import Measured, RewardReason
-from workers.engine.site import listen
+from workers.runtime.http_server import listen
 
 KEY = "sk-very-secret"
 

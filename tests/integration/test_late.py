@@ -9,24 +9,24 @@ import pytest
 from msgspec.structs import replace
 
 from stream.codec import decode
-from stream.dead import letters, retry
-from stream.feeding import Feed
-from stream.ledger import Ledger
-from stream.pacing import begun, publications
+from stream.operator.dead_letters import list_dead_letters, retry_dead_letters
+from stream.operator.run_status import read_status
+from stream.queue.feed import Feed
+from stream.queue.versions import inflight_versions, watch_versions
 from stream.records import Group, Prompt
-from stream.training import End, Tenure
-from stream.view import look
+from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.ledger import Ledger
 from tests.chaos.project import END, write_project
-from workers.queues import report
-from workers.role import Role
-from workers.rollout.overtaking import Overtaking, overtaken
+from workers.commands.queues import queue_report
+from workers.rollout.stale_canceller import StaleCanceller, should_cancel
 from workers.rollout.worker import rollout
+from workers.runtime.context import WorkerContext
 from workers.testing.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture
 async def tenure(pipe):
-    return await Tenure.begin(pipe.link, 30.0)
+    return await TrainerLease.acquire(pipe.connection, 30.0)
 
 
 async def publish(tenure, version):
@@ -42,7 +42,7 @@ async def test_a_prompt_is_begun_at_the_version_of_its_claim(pipe, tenure):
     (first,) = (await rollout.claim(1)).leases
     await publish(tenure, 7)
     (second,) = (await rollout.claim(1)).leases
-    assert await begun(pipe.link) == {"a": 0, "b": 7}  # nothing is sampled before the first version
+    assert await inflight_versions(pipe.connection) == {"a": 0, "b": 7}  # nothing is sampled before the first version
     assert (first.begun, second.begun) == (0, 7)
 
 
@@ -50,10 +50,10 @@ async def test_it_stays_so_through_the_stages_until_it_ends(pipe, tenure, tmp_pa
     await pipe.scored("a", "b")
     trainer = pipe.stage("scored", "trainer")
     a, b = (await trainer.claim(2)).leases
-    assert await begun(pipe.link) == {"a": 0, "b": 0}
-    await tenure.commit(trainer, [End(a, "trained")], frees_at=1)
+    assert await inflight_versions(pipe.connection) == {"a": 0, "b": 0}
+    await tenure.commit(trainer, [GroupOutcome(a, "trained")], frees_at=1)
     await trainer.release(b, "none", "")
-    assert await begun(pipe.link) == {"b": 0}
+    assert await inflight_versions(pipe.connection) == {"b": 0}
 
 
 @pytest.mark.parametrize("kind", ["infra", "data", "none", "late"])
@@ -62,12 +62,12 @@ async def test_given_back_it_is_no_longer_begun_and_taken_again_it_is_begun_anew
     rollout = pipe.stage("prompts", backoff_s=0.001)
     (lease,) = (await rollout.claim(1)).leases
     await rollout.release(lease, kind, "")
-    assert await begun(pipe.link) == {}
+    assert await inflight_versions(pipe.connection) == {}
     await publish(tenure, 3)
     with anyio.fail_after(5):
         while not (claim := await rollout.claim(1)).leases:
             await rollout.wait(claim)
-    assert await begun(pipe.link) == {"a": 3}
+    assert await inflight_versions(pipe.connection) == {"a": 3}
 
 
 async def test_taken_over_from_a_dead_worker_it_is_begun_anew_and_whoever_awaits_it_is_woken(pipe, tenure):
@@ -78,7 +78,7 @@ async def test_taken_over_from_a_dead_worker_it_is_begun_anew_and_whoever_awaits
     waiting = await pipe.stage("scored", "trainer").claim(1)
     assert (await pipe.stage("prompts", "next").claim(1)).leases
     assert (await pipe.stage("scored", "trainer").claim(1)).wake != waiting.wake
-    assert await begun(pipe.link) == {"a": 3}
+    assert await inflight_versions(pipe.connection) == {"a": 3}
 
 
 async def test_a_dead_letter_is_no_longer_begun_and_revived_it_is_again_when_it_is_claimed(pipe):
@@ -86,32 +86,32 @@ async def test_a_dead_letter_is_no_longer_begun_and_revived_it_is_again_when_it_
     rollout = pipe.stage("prompts")
     (lease,) = (await rollout.claim(1)).leases
     await rollout.bury(lease, "unreadable", "altered")
-    assert await begun(pipe.link) == {}
-    await retry(pipe.link, [letter.id for letter in await letters(pipe.link)])
-    assert await begun(pipe.link) == {}
+    assert await inflight_versions(pipe.connection) == {}
+    await retry_dead_letters(pipe.connection, [letter.id for letter in await list_dead_letters(pipe.connection)])
+    assert await inflight_versions(pipe.connection) == {}
     await rollout.claim(1)
-    assert await begun(pipe.link) == {"a": 0}
+    assert await inflight_versions(pipe.connection) == {"a": 0}
 
 
 async def test_the_twin_of_a_group_in_hand_ends_nothing(pipe, tenure):
     await pipe.scored("a")
     trainer = pipe.stage("scored", "trainer")
-    ((_, fields),) = await pipe.link.redis.xrange(pipe.link.key("scored"))
-    await pipe.link.redis.xadd(pipe.link.key("scored"), fields)
+    ((_, fields),) = await pipe.connection.redis.xrange(pipe.connection.key("scored"))
+    await pipe.connection.redis.xadd(pipe.connection.key("scored"), fields)
     first, twin = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [End(twin, f"twin:{first.id}")], frees_at=1)
-    assert await begun(pipe.link) == {"a": 0}
+    await tenure.commit(trainer, [GroupOutcome(twin, f"twin:{first.id}")], frees_at=1)
+    assert await inflight_versions(pipe.connection) == {"a": 0}
 
 
 async def test_what_a_resumed_trainer_lacks_comes_again_without_a_beginning(pipe, tenure, tmp_path):
     await pipe.scored("a", "b")
     trainer = pipe.stage("scored", "trainer")
     a, _ = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [End(a, "trained")], frees_at=1)
+    await tenure.commit(trainer, [GroupOutcome(a, "trained")], frees_at=1)
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger")
     await tenure.recover(ledger)
     ledger.close()
-    assert await begun(pipe.link) == {"b": 0}
+    assert await inflight_versions(pipe.connection) == {"b": 0}
     assert len((await trainer.claim(2)).leases) == 2
 
 
@@ -121,7 +121,7 @@ async def test_what_a_step_drops_keeps_its_place_until_the_version_that_the_step
     await pipe.feed("b", "c")
     trainer, rollout = pipe.stage("scored", "trainer"), pipe.stage("prompts", capacity=1)
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [End(lease, "dropped:advantage", in_step)], frees_at=1)
+    await tenure.commit(trainer, [GroupOutcome(lease, "dropped:advantage", in_step)], frees_at=1)
     assert (await pipe.balance())["dropped"] == 1
     taken = (await rollout.claim(2)).leases
     assert len(taken) == free
@@ -133,11 +133,11 @@ async def test_what_a_step_drops_keeps_its_place_until_the_version_that_the_step
 
 
 def test_an_attempt_is_overtaken_past_the_bound_and_twice_at_most():
-    assert not overtaken(begun=3, version=4, max_staleness=1, times=0)
-    assert overtaken(begun=3, version=5, max_staleness=1, times=0)
-    assert overtaken(begun=3, version=5, max_staleness=1, times=1)
-    assert not overtaken(begun=3, version=5, max_staleness=1, times=2)
-    assert not overtaken(begun=0, version=-1, max_staleness=0, times=0)
+    assert not should_cancel(start_version=3, version=4, max_staleness=1, cancellations=0)
+    assert should_cancel(start_version=3, version=5, max_staleness=1, cancellations=0)
+    assert should_cancel(start_version=3, version=5, max_staleness=1, cancellations=1)
+    assert not should_cancel(start_version=3, version=5, max_staleness=1, cancellations=2)
+    assert not should_cancel(start_version=0, version=-1, max_staleness=0, cancellations=0)
 
 
 async def test_what_was_cancelled_is_handed_out_before_what_is_fresh_and_says_how_often_it_was(pipe):
@@ -149,8 +149,8 @@ async def test_what_was_cancelled_is_handed_out_before_what_is_fresh_and_says_ho
         assert (lease.infra_failures, lease.data_failures) == (0, 0)
         assert all(0 <= seconds < 60 for seconds in lease.cancelled_s)
         await rollout.release(lease, "late", "")
-    view = await look(pipe.link)
-    assert view.counts["cancelled"] == report("r", view).cancelled == 3
+    view = await read_status(pipe.connection)
+    assert view.counts["cancelled"] == queue_report("r", view).cancelled == 3
     assert view.balance["outstanding"] == 3  # it is no end
 
 
@@ -158,7 +158,7 @@ async def test_who_listens_hears_of_each_version_at_once_and_first_of_the_one_th
     await publish(tenure, 4)
     heard = []
     with anyio.fail_after(5):
-        async for version in publications(pipe.link):
+        async for version in watch_versions(pipe.connection):
             heard.append(version)
             if version == 7:
                 break
@@ -167,18 +167,18 @@ async def test_who_listens_hears_of_each_version_at_once_and_first_of_the_one_th
 
 
 @asynccontextmanager
-async def working(link, tmp_path, late, delays):
+async def working(connection, tmp_path, late, delays):
     """A rollout worker in this process, on an engine whose n-th request takes `delays[n]` seconds."""
     settings = await anyio.to_thread.run_sync(write_project, tmp_path, 1, 1)
     taking = iter(delays)
-    await Feed(link, 10).put([Prompt(id="p", messages=[{"role": "user", "content": "5"}], group_size=2)], "", "1")
+    await Feed(connection, 10).put([Prompt(id="p", messages=[{"role": "user", "content": "5"}], group_size=2)], "", "1")
     async with ScriptedEngine(lambda prompt, _: [*prompt, END], version="0", delay_s=lambda _: next(taking)) as engine:
         settings = replace(
             settings,
             engine=replace(settings.engine, urls=(engine.url,)),
             pacing=replace(settings.pacing, late=late, max_staleness=0),
         )
-        role = Role(settings=settings, link=link, consumer="rollout-1", stopping=anyio.Event())
+        role = WorkerContext(settings=settings, connection=connection, consumer="rollout-1", stopping=anyio.Event())
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(rollout, role)
             yield engine
@@ -195,28 +195,28 @@ def begins(engine, count):
     return engine.count == count
 
 
-async def the_group(link):
+async def the_group(connection):
     """What the worker settled, when it has."""
     with anyio.fail_after(20):
-        while not (found := await link.redis.xrange(link.key("groups"))):
+        while not (found := await connection.redis.xrange(connection.key("groups"))):
             await anyio.sleep(0.005)
     ((_, fields),) = found
     return decode(fields[b"payload"], Group)
 
 
-async def test_what_is_overtaken_is_aborted_at_the_engine_twice_and_then_finished(link, tenure, tmp_path):
+async def test_what_is_overtaken_is_aborted_at_the_engine_twice_and_then_finished(connection, tenure, tmp_path):
     await publish(tenure, 0)
-    async with working(link, tmp_path, "cancel", [60.0] * 4 + [0.5] * 2) as engine:
+    async with working(connection, tmp_path, "cancel", [60.0] * 4 + [0.5] * 2) as engine:
         for version in (1, 2, 3):
             await until(lambda: engine.running == 2)
             engine.version = str(version)
             await publish(tenure, version)
             await until(partial(begins, engine, 2 * min(version + 1, 3)))
-        group = await the_group(link)
-    assert engine.aborted == 4
-    assert (group.attempt, len(group.cancelled_s)) == (2, 2)
+        group = await the_group(connection)
+    assert engine.aborted_count == 4
+    assert (group.attempt, len(group.cancelled_attempts_s)) == (2, 2)
     assert [span.version for c in group.completions for row in c.rows for span in row.spans] == [3, 3]
-    view = await look(link)
+    view = await read_status(connection)
     assert view.counts["cancelled"] == 2
     assert view.outstanding == 1
 
@@ -225,14 +225,14 @@ async def test_what_was_overtaken_between_its_claim_and_its_start_is_cancelled_a
     await pipe.feed("a")
     stage = pipe.stage("prompts")
     (lease,) = (await stage.claim(1)).leases
-    late = Overtaking(stage, max_staleness=0)
+    late = StaleCanceller(stage, max_staleness=0)
     with anyio.CancelScope() as lease.scope:
-        late.check(lease)
+        late.cancel_if_stale(lease)
         await anyio.lowlevel.checkpoint()
     assert not lease.overtaken
     late.version = 1
     with anyio.CancelScope() as lease.scope:
-        late.check(lease)
+        late.cancel_if_stale(lease)
         await anyio.lowlevel.checkpoint()
     assert lease.overtaken
     assert lease.scope.cancelled_caught
@@ -247,16 +247,16 @@ async def test_what_is_being_settled_is_not_cancelled(pipe):
         stage.overtake(lease)
         await stage.settle(lease, "groups", pipe.group("a"))
     assert not lease.overtaken
-    assert (await look(pipe.link)).stages["groups"].depth == 1
+    assert (await read_status(pipe.connection)).stages["groups"].depth == 1
 
 
 @pytest.mark.parametrize("late", ["train", "wait"])
-async def test_otherwise_nothing_is_cancelled(link, tenure, tmp_path, late):
+async def test_otherwise_nothing_is_cancelled(connection, tenure, tmp_path, late):
     await publish(tenure, 0)
-    async with working(link, tmp_path, late, [0.5] * 2) as engine:
+    async with working(connection, tmp_path, late, [0.5] * 2) as engine:
         await until(lambda: engine.running == 2)
         for version in range(1, 6):
             await publish(tenure, version)
-        group = await the_group(link)
-    assert (engine.count, engine.aborted) == (2, 0)
-    assert group.cancelled_s == []
+        group = await the_group(connection)
+    assert (engine.request_count, engine.aborted_count) == (2, 0)
+    assert group.cancelled_attempts_s == []

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from stream.errors import EngineError, SettingsError
 from workers.demo.model import make_model
-from workers.engine.model import SlotModel
-from workers.engine.scheduler import Scheduler
-from workers.engine.server import Routes, serve
-from workers.engine.site import listen
-from workers.engine.stopping import load_tokenizer
-from workers.train.model.policy import load_policy
+from workers.local_engine.scheduler import Scheduler
+from workers.local_engine.server import EngineRoutes, serve_local_engine
+from workers.local_engine.slot_model import SlotModel
+from workers.local_engine.stop_strings import load_tokenizer
+from workers.runtime.http_server import listen
+from workers.train.model.policy_folder import load_policy
 
 VOCABULARY, END = 97, 2
 SHAPE = {
@@ -122,7 +122,9 @@ async def serving(path: Path, *, max_batch: int = 24, max_length: int = 400) -> 
         listening.set()
 
     async def run() -> None:
-        await serve(path, port=0, max_batch=max_batch, max_length=max_length, threads=1, dtype="float32", ready=ready)
+        await serve_local_engine(
+            path, port=0, max_batch=max_batch, max_length=max_length, threads=1, dtype="float32", ready=ready
+        )
 
     async with anyio.create_task_group() as tasks, aiohttp.ClientSession() as session:
         tasks.start_soon(run)
@@ -545,7 +547,7 @@ async def test_when_generation_dies_every_request_is_answered_and_health_says_wh
     loop = anyio.lowlevel.current_token().native_token
     scheduler = Scheduler(slots, 2, lambda mail: loop.call_soon_threadsafe(lambda: [one.done() for one in mail]))
     async with (
-        listen(Routes(scheduler, slots, "broken", "0").application(), "127.0.0.1", 0) as url,
+        listen(EngineRoutes(scheduler, slots, "broken", "0").application(), "127.0.0.1", 0) as url,
         aiohttp.ClientSession() as session,
         anyio.create_task_group() as tasks,
     ):

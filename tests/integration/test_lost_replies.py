@@ -5,12 +5,12 @@ from contextlib import asynccontextmanager, suppress
 import anyio
 import pytest
 
-from stream.dead import drop, letters, retry
+from stream.connection.run_connection import connect
 from stream.errors import LeaseLostError, PenstockError
-from stream.link import connect
-from stream.steering import pause, resume
-from stream.training import End, Tenure
-from stream.view import look
+from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
+from stream.operator.run_control import pause, resume
+from stream.operator.run_status import read_status
+from stream.trainer.lease import GroupOutcome, TrainerLease
 from tests.faults.proxy import Fault, Proxy, address_of
 
 
@@ -48,26 +48,31 @@ async def bury(pipe, lose, folder):
 
 async def commit(pipe, lose, folder):
     await pipe.scored("a", "b")
-    tenure, trainer = await Tenure.begin(pipe.link, 30.0), pipe.stage("scored", "trainer")
+    tenure, trainer = await TrainerLease.acquire(pipe.connection, 30.0), pipe.stage("scored", "trainer")
     a, b = (await trainer.claim(2)).leases
     lose()
-    assert await tenure.commit(trainer, [End(a, "trained"), End(b, "dropped:zero_variance")], frees_at=1) == []
+    assert (
+        await tenure.commit(
+            trainer, [GroupOutcome(a, "trained"), GroupOutcome(b, "dropped:zero_variance")], release_version=1
+        )
+        == []
+    )
 
 
 async def publish(pipe, lose, folder):
     await pipe.scored("a")
-    tenure, trainer = await Tenure.begin(pipe.link, 30.0), pipe.stage("scored", "trainer")
+    tenure, trainer = await TrainerLease.acquire(pipe.connection, 30.0), pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [End(lease, "trained")], frees_at=1)
+    await tenure.commit(trainer, [GroupOutcome(lease, "trained")], release_version=1)
     lose()
     await tenure.publish(1, folder, 1, {})
 
 
 async def acknowledge(pipe, lose, folder):
     await pipe.scored("a")
-    tenure, trainer = await Tenure.begin(pipe.link, 30.0), pipe.stage("scored", "trainer")
+    tenure, trainer = await TrainerLease.acquire(pipe.connection, 30.0), pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [End(lease, "trained")], frees_at=1)
+    await tenure.commit(trainer, [GroupOutcome(lease, "trained")], release_version=1)
     lose()
     await tenure.acknowledge([lease.id])
 
@@ -76,27 +81,27 @@ async def pausing(pipe, lose, folder):
     await pipe.feed("a")
     lose()
     with suppress(PenstockError):  # it is paused already, by ourselves
-        await pause(pipe.link, "ann")
+        await pause(pipe.connection, "ann")
     with suppress(PenstockError):
-        await resume(pipe.link, "ann")
+        await resume(pipe.connection, "ann")
 
 
 @asynccontextmanager
 async def lossy(redis_url, run, pipe_on, nth):
     """A run whose connection loses the nth reply after `lose()`; its helpers, and that."""
-    async with Proxy(address_of(redis_url)) as proxy, connect(proxy.url("redis"), run, reconnect_s=5.0) as link:
+    async with Proxy(address_of(redis_url)) as proxy, connect(proxy.url("redis"), run, reconnect_s=5.0) as connection:
         place = [-1]
 
         def lose() -> None:
             place[0] = proxy.answers + nth
 
         proxy.plan = lambda number, _: Fault("rst") if number == place[0] else None
-        yield pipe_on(link), lose, proxy
+        yield pipe_on(connection), lose, proxy
 
 
 async def state(pipe) -> object:
     """What anybody can see of a run, but for when it was."""
-    view = await look(pipe.link)
+    view = await read_status(pipe.connection)
     stages = {name: (s.depth, s.claimed, s.delayed) for name, s in view.stages.items()}
     return (
         await pipe.balance(),
@@ -105,7 +110,7 @@ async def state(pipe) -> object:
         view.outstanding,
         view.dead,
         view.counts,
-        len(await letters(pipe.link)),
+        len(await list_dead_letters(pipe.connection)),
     )
 
 
@@ -114,7 +119,7 @@ async def state(pipe) -> object:
 async def test_a_deed_whose_reply_was_lost_is_done_once(pipe, redis_url, pipe_on, tmp_path, deed, nth):
     """The nth, since a script that the server does not know yet takes three questions."""
     await deed(pipe, lambda: None, tmp_path)
-    async with lossy(redis_url, f"{pipe.link.run}-lossy", pipe_on, nth) as (unlucky, lose, proxy):
+    async with lossy(redis_url, f"{pipe.connection.run}-lossy", pipe_on, nth) as (unlucky, lose, proxy):
         await deed(unlucky, lose, tmp_path)
         assert nth or proxy.struck == {"rst": 1}
         assert await state(unlucky) == await state(pipe)
@@ -122,7 +127,7 @@ async def test_a_deed_whose_reply_was_lost_is_done_once(pipe, redis_url, pipe_on
 
 async def test_what_was_claimed_by_a_reply_that_was_lost_comes_again_after_its_lease(pipe, redis_url, pipe_on):
     await pipe.feed("a", "b")
-    async with lossy(redis_url, pipe.link.run, pipe_on, 0) as (unlucky, lose, proxy):
+    async with lossy(redis_url, pipe.connection.run, pipe_on, 0) as (unlucky, lose, proxy):
         worker = unlucky.stage("prompts", "unlucky", lease_s=0.3)
         assert (await worker.claim(0)).leases == []
         lose()
@@ -133,30 +138,30 @@ async def test_what_was_claimed_by_a_reply_that_was_lost_comes_again_after_its_l
 
 
 async def test_a_version_number_whose_reply_was_lost_is_skipped_and_never_given_twice(pipe, redis_url, pipe_on):
-    async with lossy(redis_url, pipe.link.run, pipe_on, 0) as (unlucky, lose, proxy):
-        tenure = await Tenure.begin(unlucky.link, 30.0)
-        given = [await tenure.reserve(0)]
+    async with lossy(redis_url, pipe.connection.run, pipe_on, 0) as (unlucky, lose, proxy):
+        tenure = await TrainerLease.acquire(unlucky.connection, 30.0)
+        given = [await tenure.reserve_version(0)]
         for _ in range(5):
             lose()
-            given.append(await tenure.reserve(0))
+            given.append(await tenure.reserve_version(0))
         assert proxy.struck["rst"] == 5
     assert given == sorted(set(given))
 
 
-@pytest.mark.parametrize("verb", [retry, drop])
+@pytest.mark.parametrize("verb", [retry_dead_letters, drop_dead_letters])
 async def test_a_dead_letter_whose_reply_was_lost_is_gone_once(pipe, redis_url, pipe_on, verb):
     await pipe.feed("a")
     worker = pipe.stage("prompts")
     (lease,) = (await worker.claim(1)).leases
     await worker.bury(lease, "data", "no such image")
-    (letter,) = await letters(pipe.link)
-    async with lossy(redis_url, pipe.link.run, pipe_on, 2) as (unlucky, lose, _):
+    (letter,) = await list_dead_letters(pipe.connection)
+    async with lossy(redis_url, pipe.connection.run, pipe_on, 2) as (unlucky, lose, _):
         lose()
         with suppress(PenstockError):  # it may say that there is no such letter: it has been there already
-            await verb(unlucky.link, [letter.id])
+            await verb(unlucky.connection, [letter.id])
     with anyio.fail_after(5):
         balance = await pipe.balance()
-    assert await letters(pipe.link) == []
+    assert await list_dead_letters(pipe.connection) == []
     assert balance == {"fed": 1, "trained": 0, "dead": 0} | (
-        {"dropped": 0, "outstanding": 1} if verb is retry else {"dropped": 1, "outstanding": 0}
+        {"dropped": 0, "outstanding": 1} if verb is retry_dead_letters else {"dropped": 1, "outstanding": 0}
     )

@@ -6,15 +6,15 @@ from collections import Counter
 
 import anyio
 
-from stream.view import look
+from stream.operator.run_status import read_status
 from tests.chaos.project import END, write_project
 from tests.e2e.harness import environment
-from tests.integration.test_wear import worker
+from tests.integration.test_recycling import worker
 from workers.feed import worker as feeding
-from workers.feed.mixture import open_mixture
+from workers.feed.dataset_mix import open_dataset_mix
 from workers.feed.worker import feed
-from workers.role import Role
-from workers.settings.file import dump, parse
+from workers.runtime.context import WorkerContext
+from workers.settings.toml_file import dump_settings, parse_settings
 from workers.testing.scripted_engine import ScriptedEngine
 
 WORLDS = """
@@ -54,7 +54,7 @@ async def test_a_mix_fed_in_two_lives_reaches_each_rows_own_environment_once(
         {"path": str(tmp_path / "even.jsonl"), "environment": "green", "weight": 2},
         {"path": str(tmp_path / "odd.jsonl"), "columns": {"value": "worth"}, "weight": 2},
     ]
-    settings = parse(
+    settings = parse_settings(
         {
             "run": {"name": run_name, "folder": str(tmp_path / "run"), "redis": redis_url},
             "model": {"path": str(tmp_path / "model")},
@@ -65,8 +65,10 @@ async def test_a_mix_fed_in_two_lives_reaches_each_rows_own_environment_once(
         }
     )
     file = tmp_path / "run.toml"
-    file.write_text(dump(settings))
-    role = Role(settings=settings, link=pipe.link, consumer="feed", stopping=pipe.link.stopping)
+    file.write_text(dump_settings(settings))
+    role = WorkerContext(
+        settings=settings, connection=pipe.connection, consumer="feed", stopping=pipe.connection.stopping
+    )
     total = 12  # six of each: the three odd rows are passed twice
 
     async def until(condition, within_s=30) -> None:
@@ -75,11 +77,11 @@ async def test_a_mix_fed_in_two_lives_reaches_each_rows_own_environment_once(
                 await anyio.sleep(0.02)
 
     async def is_full() -> bool:
-        known = await pipe.link.read_hash("meta")
-        return bool(known) and (await look(pipe.link)).counts.get("fed", 0) == 5
+        known = await pipe.connection.read_hash("meta")
+        return bool(known) and (await read_status(pipe.connection)).counts.get("fed", 0) == 5
 
     async def is_rolled_out() -> bool:
-        return (await look(pipe.link)).stages["groups"].lag == total
+        return (await read_status(pipe.connection)).stages["groups"].lag == total
 
     async with anyio.create_task_group() as first_life:
         first_life.start_soon(feed, role)
@@ -102,7 +104,7 @@ async def test_a_mix_fed_in_two_lives_reaches_each_rows_own_environment_once(
         await process.wait()
 
     groups = [lease.group() for lease in (await pipe.stage("groups").claim(100)).leases]
-    expected, _ = await anyio.to_thread.run_sync(lambda: open_mixture(settings).read(0, 100))
+    expected, _ = await anyio.to_thread.run_sync(lambda: open_dataset_mix(settings).read_prompts(0, 100))
     assert sorted(group.prompt.id for group in groups) == sorted(prompt.id for prompt in expected)
     assert Counter(group.prompt.id.split(":")[0] for group in groups) == {"even": 6, "odd": 6}
     kinds = {"red": 1.0, "green": 2.0, "blue": 3.0}

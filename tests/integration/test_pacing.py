@@ -3,13 +3,13 @@
 import anyio
 import pytest
 
-from stream.ledger import Ledger, Line
-from stream.training import End, Tenure
-from stream.view import look
+from stream.operator.run_status import read_status
+from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.ledger import Ledger, LedgerRecord
 
 
 async def outstanding(pipe) -> int:
-    return (await look(pipe.link)).outstanding
+    return (await read_status(pipe.connection)).outstanding
 
 
 async def test_groups_claimed_waiting_to_be_scored_and_to_be_trained_hold_places(pipe):
@@ -72,7 +72,7 @@ async def test_concurrent_claimers_never_exceed_the_capacity(pipe):
 
 @pytest.fixture
 async def tenure(pipe):
-    return await Tenure.begin(pipe.link, 30.0)
+    return await TrainerLease.acquire(pipe.connection, 30.0)
 
 
 async def test_a_trained_group_gives_its_place_back_when_its_version_is_published(pipe, tenure, tmp_path):
@@ -80,7 +80,7 @@ async def test_a_trained_group_gives_its_place_back_when_its_version_is_publishe
     await pipe.feed("b")
     rollout, trainer = pipe.stage("prompts", capacity=1), pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [End(lease, "trained")], frees_at=1)
+    await tenure.commit(trainer, [GroupOutcome(lease, "trained")], frees_at=1)
     await tenure.publish(0, tmp_path, 0, {})
     assert (await rollout.claim(1)).leases == []
     waiting = await rollout.claim(1)
@@ -95,9 +95,9 @@ async def test_a_checkpoint_between_two_versions_gives_no_place_back(pipe, tenur
     await pipe.feed("b")
     rollout, trainer = pipe.stage("prompts", capacity=1), pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [End(lease, "trained")], frees_at=1)
+    await tenure.commit(trainer, [GroupOutcome(lease, "trained")], frees_at=1)
     await tenure.acknowledge([lease.id])
-    assert (await look(pipe.link)).stages["scored"].depth == 0
+    assert (await read_status(pipe.connection)).stages["scored"].depth == 0
     assert (await rollout.claim(1)).leases == []
     await tenure.publish(1, tmp_path, 1, {})
     assert len((await rollout.claim(1)).leases) == 1
@@ -109,7 +109,7 @@ async def test_a_group_that_is_not_trained_gives_its_place_back_at_once(pipe, te
     await pipe.feed("b")
     trainer = pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [End(lease, ending)], frees_at=1)
+    await tenure.commit(trainer, [GroupOutcome(lease, ending)], frees_at=1)
     assert len((await pipe.stage("prompts", capacity=1).claim(1)).leases) == 1
 
 
@@ -120,7 +120,9 @@ async def test_p22_after_so_many_groups_are_discarded_there_is_room_for_as_many(
     rollout, trainer = pipe.stage("prompts", capacity=4), pipe.stage("scored", "trainer")
     leases = (await trainer.claim(4)).leases
     assert (await rollout.claim(9)).leases == []
-    await tenure.commit(trainer, [End(lease, "dropped:zero_variance") for lease in leases[:discarded]], frees_at=1)
+    await tenure.commit(
+        trainer, [GroupOutcome(lease, "dropped:zero_variance") for lease in leases[:discarded]], frees_at=1
+    )
     assert len((await rollout.claim(9)).leases) == discarded
     assert (await rollout.claim(9)).leases == []
     await pipe.balance()
@@ -139,11 +141,11 @@ async def test_a_group_that_comes_again_takes_its_place_again(pipe, tenure, tmp_
     await pipe.scored("a", "b")
     trainer = pipe.stage("scored", "trainer")
     leases = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [End(lease, "trained") for lease in leases], frees_at=1)
+    await tenure.commit(trainer, [GroupOutcome(lease, "trained") for lease in leases], frees_at=1)
     await tenure.publish(1, tmp_path, 1, {})
     assert await outstanding(pipe) == 0
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger")
-    await anyio.to_thread.run_sync(ledger.append, [Line("a", "trained", 1, 0, "")])
+    await anyio.to_thread.run_sync(ledger.append, [LedgerRecord("a", "trained", 1, 0, "")])
     await tenure.recover(ledger)
     ledger.close()
     assert await outstanding(pipe) == 1

@@ -13,9 +13,9 @@ from transformers import BertConfig, BertForSequenceClassification, Qwen3ForSequ
 from examples.reward_model.make_models import make_reward_model
 from stream.errors import SettingsError
 from workers.demo.model import make_model, make_tokenizer
-from workers.engine.pooling.classifier import Classifier, is_classifier
-from workers.engine.pooling.plain_classifier import PlainClassifier
-from workers.engine.pooling.server import serve_pooling
+from workers.local_engine.pooling.classifier import Classifier, is_classifier
+from workers.local_engine.pooling.reference_classifier import ReferenceClassifier
+from workers.local_engine.pooling.server import serve_pooling
 
 CLOSE = 1e-4
 
@@ -33,8 +33,8 @@ def classifier(folder) -> Classifier:
 
 
 @pytest.fixture(scope="module")
-def plain(folder) -> PlainClassifier:
-    return PlainClassifier(folder)
+def plain(folder) -> ReferenceClassifier:
+    return ReferenceClassifier(folder)
 
 
 def conversations(n: int, seed: int = 0) -> list[list[dict[str, str]]]:
@@ -126,7 +126,7 @@ def test_a_conversation_that_ends_with_the_padding_token_is_scored_at_that_token
 def test_passes_are_cut_by_tokens_and_every_score_finds_its_way_home(classifier, monkeypatch):
     ids = [classifier.render(chat) for chat in conversations(30, seed=3)]
     whole = classifier.score(ids)
-    monkeypatch.setattr("workers.engine.pooling.classifier.PASS_TOKENS", 300)
+    monkeypatch.setattr("workers.local_engine.pooling.classifier.PASS_TOKENS", 300)
     assert torch.allclose(classifier.score(ids), whole, atol=CLOSE)
 
 

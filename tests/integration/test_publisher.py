@@ -9,18 +9,23 @@ from structlog.testing import capture_logs
 
 from stream.errors import EngineRefusedError, EngineUnavailableError
 from tests.cases.ports import free_port
-from workers.engine.site import listen
-from workers.fleet.roster import Roster
+from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.runtime.http_server import listen
 from workers.testing.scripted_engine import ScriptedEngine
-from workers.train.publishing.files import Files
-from workers.train.publishing.in_flight import InFlight
-from workers.train.publishing.publisher import EnginePublisher
+from workers.train.publishing.paused_update import PausedUpdate
+from workers.train.publishing.publisher import WeightPublisher
+from workers.train.publishing.shared_folder import SharedFolderTransfer
 
 WHOLE = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 
 
-def publisher_of(urls, patience_s, way=None) -> EnginePublisher:
-    return EnginePublisher(Roster(urls), way or InFlight(Files()), patience_s=patience_s, update_timeout_s=20)
+def publisher_of(urls, patience_s, way=None) -> WeightPublisher:
+    return WeightPublisher(
+        EngineDiscovery(urls),
+        way or PausedUpdate(SharedFolderTransfer()),
+        retry_timeout_s=patience_s,
+        update_timeout_s=20,
+    )
 
 
 def reply(_token_ids: list[int], _request) -> list[int]:
@@ -34,20 +39,20 @@ def dead_url() -> str:
 async def test_a_push_goes_to_every_engine_in_order():
     async with ScriptedEngine(reply) as one, ScriptedEngine(reply, version="2") as other:
         publisher = publisher_of([one.url, other.url + "/"], 5)
-        assert await publisher.versions() == {one.url: None, other.url: 2}
+        assert await publisher.engine_versions() == {one.url: None, other.url: 2}
         await publisher.push(Path("/weights/v3"), 3)
-        assert await publisher.versions() == {one.url: 3, other.url: 3}
+        assert await publisher.engine_versions() == {one.url: 3, other.url: 3}
         for engine in (one, other):
-            assert list(engine.orders) == WHOLE
+            assert list(engine.control_calls) == WHOLE
             assert engine.pushes == [("/weights/v3", "3")]
-            assert not engine.paused
+            assert not engine.is_paused
 
 
 async def test_engines_that_do_not_answer_are_named_with_what_was_asked_of_them(monkeypatch):
-    monkeypatch.setattr("workers.train.publishing.control._INFO_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("workers.train.publishing.engine_control._INFO_TIMEOUT_S", 0.2)
     gone = dead_url()
     async with ScriptedEngine(reply) as hung:
-        hung.stopped = True
+        hung.is_frozen = True
         with pytest.raises(EngineUnavailableError) as failed:
             await publisher_of([hung.url, gone], 0.1).push(Path("/w"), 1)
     assert f"{hung.url}/weight_info: no answer within 0.2 s" in str(failed.value)
@@ -63,20 +68,20 @@ async def test_a_relative_folder_is_sent_as_an_absolute_one():
 @pytest.mark.parametrize("route", WHOLE)
 async def test_a_route_that_fails_once_is_begun_anew_without_a_resume_between(route: str):
     async with ScriptedEngine(reply) as engine:
-        engine.order_faults[route] = 1
+        engine.control_faults[route] = 1
         await publisher_of([engine.url], 5).push(Path("/w"), 1)
-        assert list(engine.orders) == WHOLE[: WHOLE.index(route) + 1] + WHOLE
-        assert (engine.version, engine.paused) == ("1", False)
+        assert list(engine.control_calls) == WHOLE[: WHOLE.index(route) + 1] + WHOLE
+        assert (engine.version, engine.is_paused) == ("1", False)
 
 
 async def test_an_engine_that_keeps_failing_is_left_resumed_and_the_other_one_has_the_weights():
     async with ScriptedEngine(reply, version="0") as sick, ScriptedEngine(reply) as well:
-        sick.order_faults["/update_weights"] = 1000
+        sick.control_faults["/update_weights"] = 1000
         publisher = publisher_of([sick.url, well.url, dead_url()], 30)
         await publisher.push(Path("/w"), 1)
-        assert (sick.version, sick.paused, well.version) == ("0", False, "1")
-        sick.order_faults.clear()
-        await publisher.refresh(await publisher.behind(1), Path("/w"), 1)
+        assert (sick.version, sick.is_paused, well.version) == ("0", False, "1")
+        sick.control_faults.clear()
+        await publisher.refresh(await publisher.outdated_engines(1), Path("/w"), 1)
         assert sick.pushes == [("/w", "1")]
         assert len(well.pushes) == 1  # it had them already
 
@@ -90,11 +95,11 @@ async def test_where_no_engine_takes_the_weights_all_are_named():
 
 async def test_weights_that_every_engine_refuses_are_not_sent_again():
     async with ScriptedEngine(reply, version="0") as engine:
-        engine.refused_paths.add("/other")
+        engine.rejected_paths.add("/other")
         with pytest.raises(EngineRefusedError, match="not this model's weights"):
             await publisher_of([engine.url], 30).push(Path("/other"), 1)
-        assert list(engine.orders) == [*WHOLE[:3], "/resume"]
-        assert (engine.version, engine.paused) == ("0", False)
+        assert list(engine.control_calls) == [*WHOLE[:3], "/resume"]
+        assert (engine.version, engine.is_paused) == ("0", False)
 
 
 async def test_an_engine_that_was_started_without_a_backend_is_told_what_it_lacks():
@@ -109,10 +114,10 @@ async def test_an_engine_that_was_started_without_a_backend_is_told_what_it_lack
             await publisher_of([other.url], 30).push(Path("/w"), 1)
         publisher = publisher_of([bare.url, other.url, well.url], 30)
         await publisher.push(Path("/w"), 1)
-        assert (list(bare.orders), list(other.orders), well.version) == ([], [], "1")
+        assert (list(bare.control_calls), list(other.control_calls), well.version) == ([], [], "1")
         bare.transfer_config = {"backend": "penstock"}  # started anew
-        assert {engine.url for engine in await publisher.behind(1)} == {bare.url, other.url}
-        await publisher.refresh(await publisher.behind(1), Path("/w"), 1)
+        assert {engine.url for engine in await publisher.outdated_engines(1)} == {bare.url, other.url}
+        await publisher.refresh(await publisher.outdated_engines(1), Path("/w"), 1)
         assert bare.version == "1"
 
 
@@ -123,7 +128,7 @@ async def test_where_one_engine_refuses_and_another_is_not_there_it_may_come_bac
         for _ in range(2):
             with pytest.raises(EngineUnavailableError, match="without --weight-transfer-config"):
                 await publisher.push(Path("/w"), 1)
-            assert await publisher.versions() == {bare.url: None, gone: None}  # seen to be silent, and left out
+            assert await publisher.engine_versions() == {bare.url: None, gone: None}  # seen to be silent, and left out
 
 
 async def test_a_server_without_control_routes_is_told_how_to_open_them():
@@ -135,11 +140,13 @@ async def test_a_server_without_control_routes_is_told_how_to_open_them():
 
 async def test_engines_that_come_and_go_are_seen_at_the_next_push():
     async with ScriptedEngine(reply) as one, ScriptedEngine(reply) as other:
-        roster = Roster([one.url])
-        publisher = EnginePublisher(roster, InFlight(Files()), patience_s=5, update_timeout_s=20)
+        roster = EngineDiscovery([one.url])
+        publisher = WeightPublisher(
+            roster, PausedUpdate(SharedFolderTransfer()), retry_timeout_s=5, update_timeout_s=20
+        )
         await publisher.push(Path("/w"), 1)
         roster.urls = (other.url,)
-        assert [engine.url for engine in await publisher.behind(1)] == [other.url]
+        assert [engine.url for engine in await publisher.outdated_engines(1)] == [other.url]
         await publisher.push(Path("/w"), 2)
         assert (one.version, other.version) == ("1", "2")
 
@@ -153,9 +160,9 @@ async def test_an_engine_with_weights_that_somebody_else_has_named_is_behind_and
     async with ScriptedEngine(reply, version="1") as one, ScriptedEngine(reply, version="theirs") as other:
         publisher = publisher_of([one.url, other.url], 5)
         with capture_logs() as lines:
-            assert [engine.url for engine in await publisher.behind(1)] == [other.url]
-            await publisher.refresh(await publisher.behind(1), Path("/w"), 1)
-        assert await publisher.versions() == {one.url: 1, other.url: 1}
+            assert [engine.url for engine in await publisher.outdated_engines(1)] == [other.url]
+            await publisher.refresh(await publisher.outdated_engines(1), Path("/w"), 1)
+        assert await publisher.engine_versions() == {one.url: 1, other.url: 1}
     told = [line for line in lines if line["event"] == "engine.foreign_weights"]
     assert [(line["url"], line["version"]) for line in told] == [(other.url, "theirs")]
 
@@ -163,23 +170,23 @@ async def test_an_engine_with_weights_that_somebody_else_has_named_is_behind_and
 async def test_an_engine_that_stayed_frozen_with_the_right_weights_is_behind_too():
     async with ScriptedEngine(reply) as engine:
         publisher = publisher_of([engine.url], 5)
-        engine.order_faults["/resume"] = 1000
+        engine.control_faults["/resume"] = 1000
         await publisher_push_fails(publisher)
-        assert (engine.version, engine.paused) == ("1", True)
-        engine.order_faults.clear()
-        await publisher.refresh(await publisher.behind(1), Path("/w"), 1)
-        assert (engine.paused, await publisher.behind(1)) == (False, [])
+        assert (engine.version, engine.is_paused) == ("1", True)
+        engine.control_faults.clear()
+        await publisher.refresh(await publisher.outdated_engines(1), Path("/w"), 1)
+        assert (engine.is_paused, await publisher.outdated_engines(1)) == (False, [])
 
 
 async def test_an_engine_that_nobody_knows_the_weights_of_is_not_let_go():
     async with ScriptedEngine(reply, version="0") as engine:
-        engine.order_faults["/finish_weight_update"] = 1000
+        engine.control_faults["/finish_weight_update"] = 1000
         await publisher_push_fails(publisher_of([engine.url], 0.5))
-        assert engine.paused
-        assert "/resume" not in engine.orders
+        assert engine.is_paused
+        assert "/resume" not in engine.control_calls
 
 
-async def publisher_push_fails(publisher: EnginePublisher) -> None:
+async def publisher_push_fails(publisher: WeightPublisher) -> None:
     with pytest.raises(EngineUnavailableError):
         await publisher.push(Path("/w"), 1)
 
@@ -226,62 +233,62 @@ async def test_where_that_would_mix_up_the_answers_of_several_workers_the_remedy
 async def test_an_engine_that_hangs_does_not_hold_a_version_and_is_given_the_newest_one_later(monkeypatch):
     monkeypatch.setattr("workers.train.publishing.publisher._GRACE_S", 0.3)
     async with ScriptedEngine(reply, version="0") as hung, ScriptedEngine(reply, version="0") as well:
-        hung.stopped = True
+        hung.is_frozen = True
         publisher = publisher_of([hung.url, well.url], 30)
         async with anyio.create_task_group() as tasks:
             with anyio.fail_after(10):
                 await tasks.start(publisher.push, Path("/w/1"), 1)
                 await tasks.start(publisher.push, Path("/w/2"), 2)  # not even a try at it: it is busy with 1
             assert (hung.version, well.version) == ("0", "2")
-            assert await publisher.versions() == {hung.url: None, well.url: 2}
-            assert await publisher.behind(2) == []
-            hung.stopped = False
+            assert await publisher.engine_versions() == {hung.url: None, well.url: 2}
+            assert await publisher.outdated_engines(2) == []
+            hung.is_frozen = False
         assert hung.version == "1"  # begun before, and done when it could be
-        behind = await publisher.behind(2)
+        behind = await publisher.outdated_engines(2)
         assert [engine.url for engine in behind] == [hung.url]
         await publisher.refresh(behind, Path("/w/2"), 2)
-        assert (hung.version, hung.paused) == ("2", False)
+        assert (hung.version, hung.is_paused) == ("2", False)
         assert [version for _, version in well.pushes] == ["1", "2"]
 
 
 async def test_an_engine_that_did_not_answer_when_looked_at_is_left_out_until_it_does(monkeypatch):
-    monkeypatch.setattr("workers.train.publishing.control._INFO_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("workers.train.publishing.engine_control._INFO_TIMEOUT_S", 0.3)
     async with ScriptedEngine(reply, version="0") as hung, ScriptedEngine(reply, version="0") as well:
         publisher = publisher_of([hung.url, well.url], 30)
-        hung.stopped = True
-        assert [engine.url for engine in await publisher.behind(1)] == [well.url]
+        hung.is_frozen = True
+        assert [engine.url for engine in await publisher.outdated_engines(1)] == [well.url]
         await publisher.push(Path("/w/1"), 1)  # returns, though nobody is left behind in a task
-        hung.stopped = False
-        assert [engine.url for engine in await publisher.behind(1)] == [hung.url]
+        hung.is_frozen = False
+        assert [engine.url for engine in await publisher.outdated_engines(1)] == [hung.url]
         await publisher.push(Path("/w/2"), 2)
         assert (hung.version, well.version) == ("2", "2")
-        assert "/pause" in hung.orders
+        assert "/pause" in hung.control_calls
         assert len(hung.pushes) == 1
 
 
 async def test_the_only_engine_is_waited_for_though_it_is_silent(monkeypatch):
-    monkeypatch.setattr("workers.train.publishing.control._INFO_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("workers.train.publishing.engine_control._INFO_TIMEOUT_S", 0.3)
     async with ScriptedEngine(reply, version="0") as engine:
         publisher = publisher_of([engine.url], 30)
-        engine.stopped = True
-        assert await publisher.versions() == {engine.url: None}
+        engine.is_frozen = True
+        assert await publisher.engine_versions() == {engine.url: None}
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(publisher.push, Path("/w"), 1)
             await anyio.sleep(0.2)
-            engine.stopped = False
+            engine.is_frozen = False
         assert engine.version == "1"
 
 
 async def test_an_older_version_is_not_tried_again_once_there_is_a_newer_one(monkeypatch):
     monkeypatch.setattr("workers.train.publishing.publisher._GRACE_S", 0.2)
     async with ScriptedEngine(reply, version="0") as hung, ScriptedEngine(reply, version="0") as well:
-        hung.stopped = True
+        hung.is_frozen = True
         publisher = publisher_of([hung.url, well.url], 30)
         async with anyio.create_task_group() as tasks:
             with anyio.fail_after(10):
                 for version in (1, 2):
                     await tasks.start(publisher.push, Path("/w"), version)
-            hung.order_faults["/pause"] = 1
-            hung.stopped = False
-        assert list(hung.orders) == ["/pause", "/resume"]
+            hung.control_faults["/pause"] = 1
+            hung.is_frozen = False
+        assert list(hung.control_calls) == ["/pause", "/resume"]
         assert hung.version == "0"

@@ -9,13 +9,13 @@ import pytest
 import structlog
 from redis import Redis
 
-from stream import Feed, Group, Prompt, Stage, Terms, connect, private_server
+from stream import Feed, Group, Prompt, RetryPolicy, Stage, connect, private_server
 from stream.errors import PenstockError, SettingsError
-from workers.queues import show_queues
-from workers.run.live import Live, announce, locate
-from workers.settings.file import dump, parse
+from workers.commands.queues import show_queues
+from workers.run.run_info import RunInfo, find_run, write_run_info
+from workers.settings.toml_file import dump_settings, parse_settings
 
-TERMS = Terms()
+TERMS = RetryPolicy()
 STAGE_KEYS = {"depth", "claimed", "delayed", "lag", "oldest_age_s", "rate", "consumers"}
 KEYS = {
     "run", "at", "stages", "fed", "trained", "dropped", "dropped_by_reason", "dead", "outstanding",
@@ -35,18 +35,18 @@ def quiet() -> Iterator[None]:
 def make_folder(folder: Path, name: str, redis: str = "") -> Path:
     folder.mkdir(parents=True)
     table = {"run": {"name": name, "folder": str(folder), "redis": redis}, "model": {"path": "m"}}
-    settings = parse(table | {"data": {"path": "d"}, "rewards": [{"ref": "a:b"}]})
-    (folder / "run.toml").write_text(dump(settings))
+    settings = parse_settings(table | {"data": {"path": "d"}, "rewards": [{"ref": "a:b"}]})
+    (folder / "run.toml").write_text(dump_settings(settings))
     return folder
 
 
-async def some_work(link) -> None:
+async def some_work(connection) -> None:
     """Four prompts: one rolled out, one held, one given back, one waiting."""
-    await link.write_hash("meta", {"capacity": "8"})
-    await Feed(link, 10).put([Prompt(id=name, messages=[]) for name in "abcd"], "", "4")
-    stage = Stage(link, "prompts", "rollout-1", TERMS)
+    await connection.write_hash("meta", {"capacity": "8"})
+    await Feed(connection, 10).put([Prompt(id=name, messages=[]) for name in "abcd"], "", "4")
+    stage = Stage(connection, "prompts", "rollout-1", TERMS)
     done, _held, back = (await stage.claim(3)).leases
-    await stage.settle(done, "groups", Group(prompt=Prompt(id="a", messages=[]), completions=[]))
+    await stage.complete(done, "groups", Group(prompt=Prompt(id="a", messages=[]), completions=[]))
     await stage.release(back, "infra", "the engine said no")
 
 
@@ -55,8 +55,8 @@ async def in_thread(*arguments, **named) -> None:
     await anyio.to_thread.run_sync(lambda: show_queues(*arguments, **named))
 
 
-async def test_json_has_stable_keys_and_says_where_everything_is(link, redis_url, run_name, capsys):
-    await some_work(link)
+async def test_json_has_stable_keys_and_says_where_everything_is(connection, redis_url, run_name, capsys):
+    await some_work(connection)
     await in_thread(run_name, redis_url, as_json=True)
     (line,) = capsys.readouterr().out.splitlines()
     told = json.loads(line)
@@ -73,8 +73,8 @@ async def test_json_has_stable_keys_and_says_where_everything_is(link, redis_url
     assert (told["version"], told["finished"]) == (-1, "")
 
 
-async def test_the_table_says_the_same_to_people(link, redis_url, run_name, capsys):
-    await some_work(link)
+async def test_the_table_says_the_same_to_people(connection, redis_url, run_name, capsys):
+    await some_work(connection)
     await in_thread(run_name, redis_url)
     told = capsys.readouterr().out
     assert "prompts held by  rollout-1  1" in told
@@ -82,13 +82,13 @@ async def test_the_table_says_the_same_to_people(link, redis_url, run_name, caps
     assert "groups outstanding 2 of 8" in told
 
 
-async def test_how_the_last_steps_completions_ended_is_told_by_reason(link, redis_url, run_name, capsys):
-    await some_work(link)
+async def test_how_the_last_steps_completions_ended_is_told_by_reason(connection, redis_url, run_name, capsys):
+    await some_work(connection)
     metrics = {
         "rows/valid": 12, "rows/failed:prompt_too_long": 1, "truncated/length": 3, "truncated/max_turns": 1,
         "truncated/reward_mean": 0.5, "truncated/length_mean": 7.0, "reward/mean": 1.0,
     }  # fmt: skip
-    await link.write_hash("latest", {"metrics": json.dumps(metrics)})
+    await connection.write_hash("latest", {"metrics": json.dumps(metrics)})
     await in_thread(run_name, redis_url, as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert told["rows"] == {"valid": 12, "failed:prompt_too_long": 1}
@@ -99,8 +99,8 @@ async def test_how_the_last_steps_completions_ended_is_told_by_reason(link, redi
     assert "of them cut short: length 3, max_turns 1" in shown
 
 
-async def test_looking_creates_no_key_and_changes_none(link, redis_url, run_name):
-    await some_work(link)
+async def test_looking_creates_no_key_and_changes_none(connection, redis_url, run_name):
+    await some_work(connection)
     with Redis.from_url(redis_url) as redis:
         before = {key: redis.dump(key) for key in redis.keys("*")}
         await in_thread(run_name, redis_url, as_json=True)
@@ -110,8 +110,8 @@ async def test_looking_creates_no_key_and_changes_none(link, redis_url, run_name
         assert set(redis.keys("*")) == set(before)
 
 
-async def test_watching_ends_when_the_run_has_finished(link, redis_url, run_name, capsys):
-    await link.write_hash("meta", {"finished": "trained 3 steps"})
+async def test_watching_ends_when_the_run_has_finished(connection, redis_url, run_name, capsys):
+    await connection.write_hash("meta", {"finished": "trained 3 steps"})
     await in_thread(run_name, redis_url, watch=True, as_json=True)
     await in_thread(run_name, redis_url, watch=True)
     first, *rest = capsys.readouterr().out.splitlines()
@@ -121,13 +121,13 @@ async def test_watching_ends_when_the_run_has_finished(link, redis_url, run_name
 
 def announce_mine(run_name: str, redis_url: str) -> None:
     make_folder(Path("runs/other"), "other")
-    announce(make_folder(Path("runs/mine"), run_name), Live(run=run_name, redis=redis_url, pid=1))
+    write_run_info(make_folder(Path("runs/mine"), run_name), RunInfo(run=run_name, redis=redis_url, pid=1))
 
 
 async def test_a_run_that_goes_on_is_found_by_folder_name_file_or_alone(
-    link, redis_url, run_name, tmp_path, monkeypatch, capsys
+    connection, redis_url, run_name, tmp_path, monkeypatch, capsys
 ):
-    await some_work(link)
+    await some_work(connection)
     monkeypatch.chdir(tmp_path)
     await anyio.to_thread.run_sync(announce_mine, run_name, redis_url)
     for target in ("runs/mine", "mine", "runs/mine/run.toml", None):
@@ -137,35 +137,35 @@ async def test_a_run_that_goes_on_is_found_by_folder_name_file_or_alone(
 
 async def test_a_run_whose_server_is_at_rest_is_woken_for_the_look(tmp_path, capsys):
     folder = make_folder(tmp_path / "rests", "rests")
-    async with private_server(folder / "redis") as url, connect(url, "rests") as link:
-        await some_work(link)
+    async with private_server(folder / "redis") as url, connect(url, "rests") as connection:
+        await some_work(connection)
     await in_thread(str(folder), "", as_json=True)
     assert json.loads(capsys.readouterr().out)["fed"] == 4
 
 
 def test_settings_may_say_where_the_server_is(tmp_path, redis_url):
     folder = make_folder(tmp_path / "far", "far", redis_url)
-    assert locate(str(folder)).url == redis_url
-    assert locate(str(folder), "redis://elsewhere").url == "redis://elsewhere"
+    assert find_run(str(folder)).url == redis_url
+    assert find_run(str(folder), "redis://elsewhere").url == "redis://elsewhere"
 
 
 def test_a_run_that_cannot_be_found_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PenstockError, match="no run goes on"):
-        locate(None)
+        find_run(None)
     with pytest.raises(PenstockError, match="mine is no run's folder"):
-        locate("mine")
+        find_run("mine")
     folder = make_folder(Path("runs/mine"), "mine")
     with pytest.raises(PenstockError, match="has not begun"):
-        locate("mine")
+        find_run("mine")
     (folder / "run.toml").write_text("[run]\n")
     with pytest.raises(SettingsError):
-        locate("mine")
+        find_run("mine")
 
 
 def test_two_runs_that_go_on_have_to_be_told_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("one", "two"):
-        announce(make_folder(Path("runs") / name, name), Live(run=name, redis="unix://x", pid=1))
+        write_run_info(make_folder(Path("runs") / name, name), RunInfo(run=name, redis="unix://x", pid=1))
     with pytest.raises(PenstockError, match="2 runs go on: runs/one, runs/two"):
-        locate(None)
+        find_run(None)

@@ -53,10 +53,10 @@ UNLIKE = """
 import sys
 import torch, torch.distributed as dist
 from stream.errors import SettingsError
-from workers.settings.file import parse
+from workers.settings.toml_file import parse
 from workers.train.model.logprobs import Readable
-from workers.train.ranks.ranks import Ranks
-from workers.train.step import passes
+from workers.train.distributed.ranks import Ranks
+from workers.train.step import model_runner as passes
 
 rank = int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meet", rank=rank, world_size=2)

@@ -6,15 +6,15 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from envs.snapshot import freeze
-from stream.archive import Archive
 from stream.codec import encode
-from stream.ledger import Ledger, Line, content_hash
-from stream.records import Completion, Failure, Group, Part, Prompt
+from stream.records import Completion, Failure, Group, Prompt, RewardPart
+from stream.trainer.archive import Archive
+from stream.trainer.ledger import Ledger, LedgerRecord, content_hash
 from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
 from workers.cli import penstock
-from workers.rescore.summary import Comparison, correlation, same_order, summarize
+from workers.commands.rescore.rescore_summary import RewardComparison, correlation, order_agreement, summarize
 
 WORLD = '''
 class Till:
@@ -58,7 +58,7 @@ class Run:
             f'[run]\nname = "r"\nfolder = "{self.folder}"\n[model]\npath = "none"\n[data]\npath = "none"\n'
             f'[environments]\ntill = "{self.world}:Till"\n[[rewards]]\nref = "{self.world}:total"\n'
         )
-        self.factory = Factory.load(f"{self.world}:Till")
+        self.factory = EnvironmentFactory.load(f"{self.world}:Till")
         self.ledger = Ledger(self.folder / "ledger.jsonl")
         self.archive = Archive(self.folder / "groups")
 
@@ -72,7 +72,7 @@ class Run:
             index=index,
             messages=[{"role": "assistant", "content": str(receipts)}],
             snapshot=freeze(env, 1_000_000),
-            parts=[Part(name="env", reward=Measured(10.0)), Part(name="total", reward=reward)],
+            parts=[RewardPart(name="env", reward=Measured(10.0)), RewardPart(name="total", reward=reward)],
             reward=reward,
         )
 
@@ -81,7 +81,7 @@ class Run:
             prompt=Prompt(id=name, messages=[{"role": "user", "content": "u"}], environment="till"),
             completions=list(completions),
         )
-        line = Line(name, end, 1, 0, content_hash(group))
+        line = LedgerRecord(name, end, 1, 0, content_hash(group))
         self.ledger.append([line])
         if archived:
             self.archive.write([(line, encode(group))])
@@ -134,7 +134,7 @@ def test_every_archived_completion_is_scored_again_on_its_snapshot_and_nothing_o
     (till,) = told["environments"]
     assert (till["environment"], till["completions"], till["both_measured"]) == ("till", 5, 4)
     assert (till["old_mean"], till["new_mean"]) == (1.5, pytest.approx(10 + (3 + 5 + 7 + 100) / 4))
-    assert till["same_order"] == 1.0
+    assert till["order_agreement"] == 1.0
 
 
 def test_functions_come_from_a_toml_with_weights_and_args_and_what_they_do_not_know_has_its_reason(run, tmp_path):
@@ -201,10 +201,10 @@ def test_a_run_without_an_archive_says_so(tmp_path):
 
 def test_order_is_compared_within_groups_alone():
     kept = [("a", 0.0, 5.0), ("a", 1.0, 6.0), ("b", 0.0, 100.0), ("b", 1.0, 101.0)]
-    assert same_order(kept) == 1.0
-    assert same_order([("a", 0.0, 6.0), ("a", 1.0, 5.0)]) == 0.0
-    assert same_order([("a", 0.0, 5.0), ("a", 1.0, 5.0)]) == 0.5
-    assert same_order([("a", 1.0, 5.0), ("a", 1.0, 6.0), ("b", 0.0, 1.0)]) is None
+    assert order_agreement(kept) == 1.0
+    assert order_agreement([("a", 0.0, 6.0), ("a", 1.0, 5.0)]) == 0.0
+    assert order_agreement([("a", 0.0, 5.0), ("a", 1.0, 5.0)]) == 0.5
+    assert order_agreement([("a", 1.0, 5.0), ("a", 1.0, 6.0), ("b", 0.0, 1.0)]) is None
 
 
 def test_correlation_is_pearsons_and_unknown_where_nothing_varies():
@@ -217,9 +217,9 @@ def test_correlation_is_pearsons_and_unknown_where_nothing_varies():
 
 def test_several_environments_are_summarized_apart_and_together():
     comparisons = [
-        Comparison("a", "x", Measured(1.0), Measured(3.0)),
-        Comparison("b", "y", Measured(2.0), Unmeasured(RewardReason.RAISED)),
-        Comparison("b", "y", None, Measured(5.0)),
+        RewardComparison("a", "x", Measured(1.0), Measured(3.0)),
+        RewardComparison("b", "y", Measured(2.0), Unmeasured(RewardReason.RAISED)),
+        RewardComparison("b", "y", None, Measured(5.0)),
     ]
     summary = summarize(comparisons, groups=2, missing=0)
     assert [(e.environment, e.completions, e.both_measured) for e in summary.environments] == [

@@ -6,10 +6,10 @@ from collections import Counter
 import anyio
 import pytest
 
+from stream.connection.run_connection import connect
 from stream.errors import FencedError, LeaseLostError
-from stream.link import connect
-from stream.training import Tenure
-from stream.view import look
+from stream.operator.run_status import read_status
+from stream.trainer.lease import TrainerLease
 
 
 async def test_kills_of_a_server_that_syncs_always_lose_nothing_and_double_nothing(make_server, run_name, pipe_on):
@@ -18,10 +18,10 @@ async def test_kills_of_a_server_that_syncs_always_lose_nothing_and_double_nothi
     chance = random.Random(7)
 
     async def work(worker: str) -> None:
-        async with connect(server.url, run_name, reconnect_s=20) as link:
-            pipe = pipe_on(link)
+        async with connect(server.url, run_name, reconnect_s=20) as connection:
+            pipe = pipe_on(connection)
             stage = pipe.stage("prompts", worker, lease_s=0.5, infra_attempts=100)
-            while (await look(link)).stages["groups"].depth < len(names):
+            while (await read_status(connection)).stages["groups"].depth < len(names):
                 claim = await stage.claim(4)
                 for lease in claim.leases:
                     await anyio.sleep(0.01)
@@ -35,8 +35,8 @@ async def test_kills_of_a_server_that_syncs_always_lose_nothing_and_double_nothi
                 if not claim.leases:
                     await stage.wait(claim, 0.2)
 
-    async with connect(server.url, run_name, reconnect_s=20) as link:
-        await pipe_on(link).feed(*names)
+    async with connect(server.url, run_name, reconnect_s=20) as connection:
+        await pipe_on(connection).feed(*names)
         async with anyio.create_task_group() as tasks:
             for i in range(3):
                 tasks.start_soon(work, f"w{i}")
@@ -45,16 +45,16 @@ async def test_kills_of_a_server_that_syncs_always_lose_nothing_and_double_nothi
                 server.kill()
                 await anyio.sleep(0.05)
                 server.start()
-        entries = await link.redis.xrange(link.key("groups"))
+        entries = await connection.redis.xrange(connection.key("groups"))
         assert Counter(fields[b"prompt"].decode() for _, fields in entries) == Counter(names)
-        assert (await look(link)).stages["prompts"].depth == 0
-        assert (await pipe_on(link).balance())["outstanding"] == len(names)
+        assert (await read_status(connection)).stages["prompts"].depth == 0
+        assert (await pipe_on(connection).balance())["outstanding"] == len(names)
 
 
 async def test_leases_start_anew_when_the_server_comes_back(make_server, run_name, pipe_on):
     server = make_server(fsync="always").start()
-    async with connect(server.url, run_name, reconnect_s=10) as link:
-        pipe = pipe_on(link)
+    async with connect(server.url, run_name, reconnect_s=10) as connection:
+        pipe = pipe_on(connection)
         await pipe.feed("a", "b")
         first = pipe.stage("prompts", "first", lease_s=0.6)
         renewed, forgotten = (await first.claim(2)).leases
@@ -76,30 +76,30 @@ async def test_leases_start_anew_when_the_server_comes_back(make_server, run_nam
 
 async def test_a_trainers_hold_starts_anew_when_the_server_comes_back(make_server, run_name, pipe_on):
     server = make_server(fsync="always").start()
-    async with connect(server.url, run_name, reconnect_s=10) as link:
-        pipe = pipe_on(link)
+    async with connect(server.url, run_name, reconnect_s=10) as connection:
+        pipe = pipe_on(connection)
         await pipe.feed("a")
         await pipe.stage("prompts").claim(1)
-        first = await Tenure.begin(link, 0.5)
+        first = await TrainerLease.acquire(connection, 0.5)
         server.kill()
         await anyio.sleep(0.6)
         server.start()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(first.keep)
+            tasks.start_soon(first.renew_forever)
             with pytest.raises(FencedError):
-                await Tenure.begin(link, 0.5)
+                await TrainerLease.acquire(connection, 0.5)
             tasks.cancel_scope.cancel()
 
 
 async def test_a_server_that_lost_its_last_second_is_caught_up_with(make_server, run_name, pipe_on):
     """What it forgot is fed, claimed and settled again; whoever settles on a lease that it forgot finds out."""
     server = make_server(fsync="no").start()
-    async with connect(server.url, run_name, reconnect_s=10) as link:
-        pipe = pipe_on(link)
+    async with connect(server.url, run_name, reconnect_s=10) as connection:
+        pipe = pipe_on(connection)
         await pipe.feed("a")
         worker = pipe.stage("prompts")
-        await link.redis.bgrewriteaof()
-        while (await link.redis.info("persistence"))["aof_rewrite_in_progress"]:
+        await connection.redis.bgrewriteaof()
+        while (await connection.redis.info("persistence"))["aof_rewrite_in_progress"]:
             await anyio.sleep(0.02)
         kept = {path: path.read_bytes() for path in server.socket.parent.rglob("*.aof")}
         (lease,) = (await worker.claim(1)).leases

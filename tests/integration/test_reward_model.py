@@ -8,8 +8,8 @@ import anyio.lowlevel
 import pytest
 from structlog.testing import capture_logs
 
+from envs.remote.reward_model import RewardModel
 from envs.rewards import RewardBatch, RewardFunction
-from envs.served.reward_model import RewardModel
 from stream.errors import RunFailedError, ServiceUnavailableError
 from stream.validity import Measured, RewardReason, Unmeasured
 from tests.reward_server import RewardServer, answer, by_length, reward_server
@@ -32,7 +32,7 @@ async def test_it_is_found_by_its_name_and_scores_texts_and_messages_as_whole_co
     async with reward_server() as server:
         load = partial(RewardFunction.load, "reward_model", args={"urls": [server.url]})
         function = await anyio.to_thread.run_sync(load)
-        async with function.opened():
+        async with function.open():
             texts = RewardBatch(["2 + 2?"] * 3, ["4", "four", "I do not know"], [[1]] * 3, columns={"answer": [4] * 3})
             assert await function(texts, 10) == [value("4"), value("four"), value("I do not know")]
             call = {"function": {"name": "add", "arguments": {"a": 1}}}
@@ -224,7 +224,7 @@ async def test_a_server_that_is_not_there_is_waited_for_so_long_and_the_wait_sai
     with capture_logs() as events, pytest.raises(ServiceUnavailableError, match=f"{free_tcp_port}; tried for 0.3 s"):
         async with RewardModel([f"http://127.0.0.1:{free_tcp_port}"], start_s=0.3):
             raise AssertionError
-    assert [event["event"] for event in events] == ["service.awaited"]
+    assert [event["event"] for event in events] == ["service.waiting"]
 
 
 async def test_a_server_that_comes_while_it_is_waited_for_is_used(free_tcp_port):

@@ -16,9 +16,9 @@ from stream.validity import Measured
 from tests.integration.test_pooling_engine import serving
 from tests.reward_server import reward_server
 from workers.cli import penstock
-from workers.engine.pooling.plain_classifier import PlainClassifier
-from workers.rewardbench.command import read_pairs
-from workers.rewardbench.summary import SECTIONS, Pair, summarize
+from workers.commands.rewardbench.accuracy import SECTIONS, PreferencePair, summarize
+from workers.commands.rewardbench.rewardbench import read_pairs
+from workers.local_engine.pooling.reference_classifier import ReferenceClassifier
 
 SUBSETS = [subset for subsets in SECTIONS.values() for subset in subsets]
 
@@ -62,7 +62,7 @@ def test_every_subset_beside_the_reference_pair_by_pair(tmp_path):
         shown = CliRunner().invoke(penstock, [*arguments, "--url", ask.url])
     assert told.exit_code == shown.exit_code == 0, told.output
     report = json.loads(told.stdout)
-    plain = PlainClassifier(tmp_path / "model")
+    plain = ReferenceClassifier(tmp_path / "model")
     won = {}
     for row, pair in zip(table, report["pairs"], strict=True):
         user = {"role": "user", "content": row["prompt"]}
@@ -113,9 +113,9 @@ def test_what_could_not_be_scored_is_neither_won_nor_lost_and_a_tie_is_not_won(t
 
 
 def test_a_section_weighs_its_subsets_as_rewardbench_does():
-    def pairs(subset: str, *won: bool) -> list[Pair]:
+    def pairs(subset: str, *won: bool) -> list[PreferencePair]:
         return [
-            Pair(id=str(i), subset=subset, chosen=Measured(float(w)), rejected=Measured(0.5), won=w)
+            PreferencePair(id=str(i), subset=subset, chosen=Measured(float(w)), rejected=Measured(0.5), is_correct=w)
             for i, w in enumerate(won)
         ]
 

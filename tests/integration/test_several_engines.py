@@ -9,13 +9,13 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from stream.engines import add_engine, remove_engine
 from stream.errors import EngineUnavailableError
+from stream.operator.engine_overrides import add_engine, remove_engine
 from stream.records import Span
-from workers.fleet.roster import Roster
-from workers.rollout.engine.choice import ranking
-from workers.rollout.engine.client import EngineClient
-from workers.rollout.engine.sampling import Sampling
+from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.rollout.engine_client.affinity import rank_engines
+from workers.rollout.engine_client.client import EngineClient
+from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.settings.engine import Engine
 from workers.testing.scripted_engine import ScriptedEngine
 
@@ -24,8 +24,8 @@ def reply(token_ids: list[int], _request) -> list[int]:
     return [token_ids[-1] + 1, 2]
 
 
-def sampling(group: str = "", completion: int = 0) -> Sampling:
-    return Sampling(temperature=1.0, max_tokens=8, seed=4, group=group, completion=completion)
+def sampling(group: str = "", completion: int = 0) -> SamplingOptions:
+    return SamplingOptions(temperature=1.0, max_tokens=8, seed=4, group=group, completion=completion)
 
 
 def port_of(engine: ScriptedEngine) -> int:
@@ -36,10 +36,14 @@ def port_of(engine: ScriptedEngine) -> int:
 async def client_of(
     *engines, attempts: int = 3, timeout_s: float = 30, reconnect_s: float = 20, **more
 ) -> AsyncIterator:
-    urls = engines[0] if isinstance(engines[0], Roster) else [getattr(engine, "url", engine) for engine in engines]
+    urls = (
+        engines[0]
+        if isinstance(engines[0], EngineDiscovery)
+        else [getattr(engine, "url", engine) for engine in engines]
+    )
     options = {"request_timeout_s": timeout_s, "attempts": attempts, "reconnect_s": reconnect_s, **more}
     async with EngineClient(urls, **options) as client:
-        await client.probe()
+        await client.wait_until_ready()
         yield client
 
 
@@ -87,7 +91,7 @@ async def test_all_turns_of_all_completions_of_a_group_are_sampled_by_one_engine
             await play(client, group)
     assert len(asked(one)) + len(asked(other)) == 40
     assert min(len(asked(one)), len(asked(other))) > 8
-    assert one.count + other.count == 40 * 4 * 3
+    assert one.request_count + other.request_count == 40 * 4 * 3
 
 
 async def test_many_groups_at_once_burden_both_engines_alike_and_most_completions_stay_where_they_began():
@@ -99,7 +103,7 @@ async def test_many_groups_at_once_burden_both_engines_alike_and_most_completion
     ):
         for group in range(24):
             tasks.start_soon(play, client, group, 8)
-    assert abs(one.count - other.count) < 0.25 * (one.count + other.count)
+    assert abs(one.request_count - other.request_count) < 0.25 * (one.request_count + other.request_count)
     at = Counter((tuple(r.token_ids[:2]), e.url) for e in (one, other) for r in e.requests)
     assert sum(count == 3 for count in at.values()) > 0.8 * 24 * 8
 
@@ -110,12 +114,12 @@ async def test_a_group_whose_engine_is_ejected_goes_on_at_another_one():
         ScriptedEngine(reply, version="0") as other,
         client_of(one, other) as client,
     ):
-        group = next(n for n in range(99) if ranking(f"g{n}", (one.url, other.url))[0] == one.url)
+        group = next(n for n in range(99) if rank_engines(f"g{n}", (one.url, other.url))[0] == one.url)
         await play(client, group)
-        assert other.count == 0
+        assert other.request_count == 0
         await one.__aexit__(None, None, None)
         await play(client, group)
-        assert other.count == 12
+        assert other.request_count == 12
 
 
 # Ejection and return
@@ -138,10 +142,10 @@ async def test_an_engine_that_is_killed_costs_no_request_and_its_ejection_and_re
                 assert len(await ask_all(client, 10)) == 10
                 async with ScriptedEngine(reply, version="0", port=port_of(dies)) as back:
                     with anyio.fail_after(10):
-                        while not back.count:
+                        while not back.request_count:
                             await ask_all(client, 4)
-    told = events(lines, "engine.ejected", "engine.returned")
-    assert told == [("engine.ejected", dies.url), ("engine.returned", dies.url)]
+    told = events(lines, "engine.ejected", "engine.recovered")
+    assert told == [("engine.ejected", dies.url), ("engine.recovered", dies.url)]
 
 
 async def test_an_engine_that_comes_back_is_looked_at_like_a_new_one_and_waits_for_its_weights():
@@ -155,13 +159,13 @@ async def test_an_engine_that_comes_back_is_looked_at_like_a_new_one_and_waits_f
         await ask_all(client, 8, at_least=4)
         async with ScriptedEngine(reply, version=None, port=port_of(first)) as back:
             with anyio.fail_after(10):
-                while not back.questions["/weight_info"] > 1:
+                while not back.query_counts["/weight_info"] > 1:
                     await ask_all(client, 8, at_least=4)
-            assert back.questions["/version"] == 1
-            assert back.count == 0
+            assert back.query_counts["/version"] == 1
+            assert back.request_count == 0
             back.version = "5"
             with anyio.fail_after(10):
-                while not back.count:
+                while not back.request_count:
                     assert all(said.spans[0].version >= 4 for said in await ask_all(client, 8, at_least=4))
 
 
@@ -173,7 +177,7 @@ async def test_an_engine_that_fails_every_request_is_ejected_although_it_says_th
                 for _ in range(10):
                     assert len(await ask_all(client, 4)) == 4
                     await anyio.sleep(0.01)
-                assert bad.count <= 8
+                assert bad.request_count <= 8
         assert ("engine.ejected", bad.url) in events(lines, "engine.ejected")
 
 
@@ -182,9 +186,9 @@ async def test_an_engine_that_never_answers_a_request_holds_up_its_share_once():
         mute.faults = lambda *_: "hang"
         async with client_of(good, mute, timeout_s=0.5) as client:
             assert len(await ask_all(client, 30)) == 30
-            before = mute.count
+            before = mute.request_count
             assert len(await ask_all(client, 30)) == 30
-            assert mute.count == before <= 15
+            assert mute.request_count == before <= 15
 
 
 @asynccontextmanager
@@ -217,8 +221,8 @@ async def mute_proxy(engine: ScriptedEngine):
 
 
 async def test_an_engine_that_takes_connections_and_says_nothing_loses_its_requests_to_the_others(monkeypatch):
-    monkeypatch.setattr("workers.rollout.engine.lookout.QUESTION_S", 0.3)
-    monkeypatch.setattr("workers.rollout.engine.lookout._LOOKS_S", (0.05, 0.1))
+    monkeypatch.setattr("workers.rollout.engine_client.health.QUESTION_S", 0.3)
+    monkeypatch.setattr("workers.rollout.engine_client.health._LOOKS_S", (0.05, 0.1))
     async with (
         ScriptedEngine(reply, version="0") as good,
         ScriptedEngine(reply, version="0", delay_s=1.0) as slow,
@@ -240,16 +244,16 @@ async def test_an_engine_that_takes_connections_and_says_nothing_loses_its_reque
 
 
 async def test_a_pause_for_new_weights_is_no_failure_however_long_it_lasts(monkeypatch):
-    monkeypatch.setattr("workers.rollout.engine.lookout._LOOKS_S", (0.05, 0.1))
+    monkeypatch.setattr("workers.rollout.engine_client.health._LOOKS_S", (0.05, 0.1))
     async with ScriptedEngine(reply, version="0") as one, ScriptedEngine(reply, version="0") as other:
         for engine in (one, other):
-            engine.paused = True
+            engine.is_paused = True
         with capture_logs() as lines:
             async with client_of(one, other, timeout_s=0.4, attempts=10) as client, anyio.create_task_group() as tasks:
                 tasks.start_soon(ask_all, client, 8)
                 await anyio.sleep(1.5)
                 for engine in (one, other):
-                    engine.paused = False
+                    engine.is_paused = False
                     engine._resumed.set()
         assert events(lines, "engine.ejected") == []
 
@@ -257,11 +261,13 @@ async def test_a_pause_for_new_weights_is_no_failure_however_long_it_lasts(monke
 # The roster
 
 
-async def test_an_engine_that_is_added_gets_work_once_it_has_weights_and_one_that_is_removed_finishes_its_own(link):
+async def test_an_engine_that_is_added_gets_work_once_it_has_weights_and_one_that_is_removed_finishes_its_own(
+    connection,
+):
     async with (
         ScriptedEngine(reply, version="3", delay_s=0.5) as old,
         ScriptedEngine(reply, version=None) as new,
-        client_of(await Roster.of(Engine(urls=(old.url,)), link)) as client,
+        client_of(await EngineDiscovery.from_settings(Engine(urls=(old.url,)), connection)) as client,
         anyio.create_task_group() as tasks,
     ):
         said = []
@@ -270,47 +276,47 @@ async def test_an_engine_that_is_added_gets_work_once_it_has_weights_and_one_tha
             said.append(await client.sample([1], sampling(), at_least=3))
 
         await ask()
-        await add_engine(link, new.url, "me")
+        await add_engine(connection, new.url, "me")
         with anyio.fail_after(5):
-            while not new.questions["/version"]:
+            while not new.query_counts["/version"]:
                 await anyio.sleep(0.02)
         for _ in range(6):
             tasks.start_soon(ask)
         await anyio.sleep(0.2)
-        assert (old.running, new.count) == (6, 0)
-        await remove_engine(link, old.url, "me")
+        assert (old.running, new.request_count) == (6, 0)
+        await remove_engine(connection, old.url, "me")
         new.version = "4"
         with anyio.fail_after(5):
             while len(said) < 7:
                 await anyio.sleep(0.02)
-        before = old.count
+        before = old.request_count
         for _ in range(6):
             await ask()
-        assert (old.count, new.count) == (before, 6)
+        assert (old.request_count, new.request_count) == (before, 6)
     assert {span for one in said[1:7] for span in one.spans} == {Span(3, 0, 2)}
     assert {span for one in said[7:] for span in one.spans} == {Span(4, 0, 2)}
 
 
-async def test_requests_that_wait_for_an_engine_are_answered_by_one_that_is_added(link):
+async def test_requests_that_wait_for_an_engine_are_answered_by_one_that_is_added(connection):
     async with ScriptedEngine(reply, version="0") as gone:
         pass
-    roster = await Roster.of(Engine(urls=(gone.url,)), link)
+    roster = await EngineDiscovery.from_settings(Engine(urls=(gone.url,)), connection)
     async with (
         ScriptedEngine(reply, version="0") as new,
-        EngineClient(roster, request_timeout_s=5, attempts=3, reconnect_s=20) as client,
+        EngineClient(roster, request_timeout_s=5, max_attempts=3, unavailable_timeout_s=20) as client,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(ask_all, client, 12)
         await anyio.sleep(0.2)
-        await add_engine(link, new.url, "me")
-    assert new.count == 12
+        await add_engine(connection, new.url, "me")
+    assert new.request_count == 12
 
 
-async def test_without_any_engine_left_the_remedy_is_named(link):
+async def test_without_any_engine_left_the_remedy_is_named(connection):
     async with ScriptedEngine(reply, version="0") as engine:
-        roster = await Roster.of(Engine(urls=(engine.url,)), link)
+        roster = await EngineDiscovery.from_settings(Engine(urls=(engine.url,)), connection)
         async with client_of(roster, reconnect_s=0.5) as client:
-            await remove_engine(link, engine.url, "me")
+            await remove_engine(connection, engine.url, "me")
             await anyio.sleep(0.2)
             with pytest.raises(EngineUnavailableError, match="penstock engines add"):
                 await client.sample([1], sampling())
@@ -355,10 +361,10 @@ async def test_who_is_cancelled_while_waiting_takes_no_place_with_him():
 
 
 async def test_an_engine_in_which_requests_wait_is_given_fewer(monkeypatch):
-    monkeypatch.setattr("workers.rollout.engine.lookout._LOOKS_S", (0.02, 0.03))
+    monkeypatch.setattr("workers.rollout.engine_client.health._LOOKS_S", (0.02, 0.03))
     waited = []
     async with (
-        ScriptedEngine(reply, version="0", delay_s=0.02, room=10) as engine,
+        ScriptedEngine(reply, version="0", delay_s=0.02, max_concurrency=10) as engine,
         client_of(engine, concurrency=(2, 100)) as client,
         anyio.create_task_group() as tasks,
     ):
@@ -379,7 +385,7 @@ async def test_an_engine_in_which_requests_wait_is_given_fewer(monkeypatch):
 
 
 async def test_an_engine_without_figures_is_given_a_fixed_number_which_is_said_once(monkeypatch):
-    monkeypatch.setattr("workers.rollout.engine.lookout._LOOKS_S", (0.01, 0.02))
+    monkeypatch.setattr("workers.rollout.engine_client.health._LOOKS_S", (0.01, 0.02))
 
     async def nothing(self, _):
         return web.Response(status=404)
@@ -389,11 +395,13 @@ async def test_an_engine_without_figures_is_given_a_fixed_number_which_is_said_o
         with capture_logs() as lines:
             async with client_of(engine, concurrency=(2, 6)) as client:
                 await ask_all(client, 18)
-    assert [(line["url"], line["limit"]) for line in lines if line["event"] == "engine.unmetered"] == [(engine.url, 6)]
+    assert [(line["url"], line["limit"]) for line in lines if line["event"] == "engine.metrics_missing"] == [
+        (engine.url, 6)
+    ]
 
 
 async def test_one_that_does_not_tell_its_figures_just_now_is_asked_again(monkeypatch):
-    monkeypatch.setattr("workers.rollout.engine.lookout._LOOKS_S", (0.01, 0.02))
+    monkeypatch.setattr("workers.rollout.engine_client.health._LOOKS_S", (0.01, 0.02))
     told, figures = [], ScriptedEngine._metrics
 
     async def sometimes(self, http):
@@ -406,7 +414,7 @@ async def test_one_that_does_not_tell_its_figures_just_now_is_asked_again(monkey
             async with client_of(engine, concurrency=(2, 6)) as client:
                 await ask_all(client, 18)
     assert sum(told) > 2
-    assert not [line for line in lines if line["event"] == "engine.unmetered"]
+    assert not [line for line in lines if line["event"] == "engine.metrics_missing"]
 
 
 async def test_while_all_places_are_taken_a_place_goes_to_a_request_whose_prefix_is_there():
@@ -417,7 +425,7 @@ async def test_while_all_places_are_taken_a_place_goes_to_a_request_whose_prefix
         anyio.create_task_group() as tasks,
     ):
         urls = (one.url, other.url)  # which of them a group is near to hangs on their ports: as many groups to each
-        near = {url: [group for group in range(500) if ranking(f"g{group}", urls)[0] == url][:15] for url in urls}
+        near = {url: [group for group in range(500) if rank_engines(f"g{group}", urls)[0] == url][:15] for url in urls}
         groups = sorted(near[one.url] + near[other.url])
         for group in groups:
             tasks.start_soon(play, client, group, 4, 2)

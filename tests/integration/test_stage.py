@@ -5,10 +5,10 @@ import time
 import anyio
 import pytest
 
-from stream.dead import letters
 from stream.errors import LeaseLostError, PenstockError, ServerError
-from stream.stage import Terms
-from stream.view import look
+from stream.operator.dead_letters import list_dead_letters
+from stream.operator.run_status import read_status
+from stream.queue.stage import RetryPolicy
 
 
 async def test_a_settled_entry_is_in_the_next_stage_alone(pipe):
@@ -17,9 +17,11 @@ async def test_a_settled_entry_is_in_the_next_stage_alone(pipe):
     (lease,) = (await worker.claim(10)).leases
     assert (lease.prompt_id, lease.infra_failures, lease.data_failures) == ("a", 0, 0)
     await worker.settle(lease, "groups", pipe.group("a"))
-    stages = (await look(pipe.link)).stages
+    stages = (await read_status(pipe.connection)).stages
     assert (stages["prompts"].depth, stages["groups"].depth, worker.held) == (0, 1, {})
-    assert not await pipe.link.redis.exists(pipe.link.key("prompts:leases"), pipe.link.key("prompts:attempts"))
+    assert not await pipe.connection.redis.exists(
+        pipe.connection.key("prompts:leases"), pipe.connection.key("prompts:attempts")
+    )
 
 
 async def test_the_output_bears_the_prompt_of_the_entry_that_it_came_from(pipe):
@@ -39,7 +41,7 @@ async def test_settling_twice_says_that_the_lease_is_gone(pipe):
     with pytest.raises(LeaseLostError, match="a in prompts"):
         await worker.settle(lease, "groups", pipe.group("a"))
     assert lease.lost
-    assert (await look(pipe.link)).stages["groups"].depth == 1
+    assert (await read_status(pipe.connection)).stages["groups"].depth == 1
 
 
 @pytest.mark.parametrize("verb", ["settle", "release", "bury"])
@@ -58,7 +60,7 @@ async def test_whoever_lost_an_entry_cannot_end_it(pipe, verb):
     with pytest.raises(LeaseLostError):
         await too_late[verb]()
     await quick.settle(new, "groups", pipe.group("a"))
-    stages = (await look(pipe.link)).stages
+    stages = (await read_status(pipe.connection)).stages
     assert (stages["prompts"].depth, stages["groups"].depth) == (0, 1)
 
 
@@ -105,7 +107,9 @@ async def test_renewal_leaves_the_work_alone_that_is_being_settled(pipe):
     worker = pipe.stage("prompts", lease_s=0.06)
     (lease,) = (await worker.claim(1)).leases
     lease.scope, lease.ending = anyio.CancelScope(), True
-    await pipe.link.script("settle", "prompts", "w", lease.id, "groups", "a", b"")  # done, the reply still under way
+    await pipe.connection.script(
+        "settle", "prompts", "w", lease.id, "groups", "a", b""
+    )  # done, the reply still under way
     with anyio.move_on_after(0.1):
         await worker.keep()
     assert not lease.scope.cancel_called
@@ -140,9 +144,9 @@ async def test_a_back_off_is_honoured(pipe):
 
 
 def test_back_offs_double_up_to_a_limit():
-    terms = Terms(backoff_s=1.0)
-    assert all(0.5 * 2**n <= terms.backoff(n) <= 2**n for n in range(6))
-    assert 30 <= terms.backoff(100_000) <= 60
+    terms = RetryPolicy(backoff_s=1.0)
+    assert all(0.5 * 2**n <= terms.delay_s(n) <= 2**n for n in range(6))
+    assert 30 <= terms.delay_s(100_000) <= 60
 
 
 @pytest.mark.parametrize("kind", ["infra", "data"])
@@ -153,10 +157,10 @@ async def test_an_exhausted_budget_makes_a_dead_letter(pipe, kind):
         await anyio.sleep(0.05)
         (lease,) = (await worker.claim(1)).leases
         assert await worker.release(lease, kind, f"failure {failures}") == (failures == 3)
-    (letter,) = await letters(pipe.link)
+    (letter,) = await list_dead_letters(pipe.connection)
     assert (letter.stage, letter.prompt_id, letter.reason, letter.error) == ("prompts", "a", kind, "failure 3")
     assert (letter.infra_failures, letter.data_failures) == ((3, 0) if kind == "infra" else (0, 3))
-    assert (letter.payload, letter.fed) == (lease.payload, True)
+    assert (letter.payload, letter.ends_prompt) == (lease.payload, True)
     assert (await pipe.balance())["dead"] == 1
 
 
@@ -167,7 +171,7 @@ async def test_the_budgets_are_apart(pipe):
         await anyio.sleep(0.02)
         (lease,) = (await worker.claim(1)).leases
         assert not await worker.release(lease, kind, "once")
-    assert await letters(pipe.link) == []
+    assert await list_dead_letters(pipe.connection) == []
 
 
 async def test_what_is_nobodys_fault_is_counted_against_nobody(pipe):
@@ -187,22 +191,22 @@ async def test_an_entry_that_outlives_too_many_workers_is_a_dead_letter(pipe):
         await anyio.sleep(0.05)
     claim = await pipe.stage("prompts", "next", infra_attempts=2).claim(1)
     assert [lease.prompt_id for lease in claim.leases] == ["b"]
-    (letter,) = await letters(pipe.link)
+    (letter,) = await list_dead_letters(pipe.connection)
     assert (letter.prompt_id, letter.reason, letter.infra_failures) == ("a", "infra", 2)
 
 
 @pytest.mark.parametrize("fields", [1, 6000])
 async def test_foreign_junk_is_one_dead_letter_and_the_stream_goes_on(pipe, fields):
-    await pipe.link.redis.xadd(pipe.link.key("prompts"), {f"field{i}": "?" for i in range(fields)})
+    await pipe.connection.redis.xadd(pipe.connection.key("prompts"), {f"field{i}": "?" for i in range(fields)})
     await pipe.feed("a")
     worker = pipe.stage("prompts")
     junk, good = (await worker.claim(10)).leases
     assert (junk.payload, junk.prompt_id) == (b"", "")
     await worker.bury(junk, "unreadable", "0 bytes are no record")
     await worker.settle(good, "groups", pipe.group("a"))
-    (letter,) = await letters(pipe.link)
-    assert (letter.reason, letter.fed, letter.payload) == ("unreadable", False, b"")
-    assert (await look(pipe.link)).counts == {"fed": 1, "junk": 1}
+    (letter,) = await list_dead_letters(pipe.connection)
+    assert (letter.reason, letter.ends_prompt, letter.payload) == ("unreadable", False, b"")
+    assert (await read_status(pipe.connection)).counts == {"fed": 1, "junk": 1}
     assert (await pipe.balance())["outstanding"] == 1
 
 
@@ -211,11 +215,11 @@ async def test_entries_deleted_under_us_are_passed_by(pipe):
     worker = pipe.stage("prompts", lease_s=0.05)
     first, second = (await worker.claim(2)).leases
     await worker.release(second, "none", "")
-    await pipe.link.redis.xdel(pipe.link.key("prompts"), first.id, second.id)
+    await pipe.connection.redis.xdel(pipe.connection.key("prompts"), first.id, second.id)
     await anyio.sleep(0.06)
     claims = [await worker.claim(1) for _ in range(3)]
     assert [lease.prompt_id for claim in claims for lease in claim.leases] == ["c"]
-    assert await pipe.link.redis.zcard(pipe.link.key("prompts:retries")) == 0
+    assert await pipe.connection.redis.zcard(pipe.connection.key("prompts:retries")) == 0
 
 
 async def test_a_thousand_entries_in_one_call(pipe):
@@ -223,7 +227,7 @@ async def test_a_thousand_entries_in_one_call(pipe):
     worker = pipe.stage("prompts", lease_s=0.2)
     leases = (await worker.claim(1000)).leases
     assert len(leases) == 1000
-    await pipe.link.script("renew", "prompts", "w", 100, *worker.held)
+    await pipe.connection.script("renew", "prompts", "w", 100, *worker.held)
     await anyio.sleep(0.12)
     again = (await pipe.stage("prompts", "other").claim(1000)).leases
     assert {lease.id for lease in again} == {lease.id for lease in leases}
@@ -278,7 +282,7 @@ async def test_an_idle_waiter_makes_hardly_a_call(pipe, situation):
 
 async def calls(pipe) -> int:
     """Scripts run and waits begun on this server so far."""
-    stats = await pipe.link.redis.info("commandstats")
+    stats = await pipe.connection.redis.info("commandstats")
     return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "xread"))
 
 
@@ -302,7 +306,7 @@ async def test_an_emptied_server_is_recognised(pipe):
     await pipe.feed("a")
     worker = pipe.stage("prompts")
     (lease,) = (await worker.claim(1)).leases
-    await pipe.link.redis.delete(*await pipe.link.redis.keys(f"{{{pipe.link.run}}}*"))
+    await pipe.connection.redis.delete(*await pipe.connection.redis.keys(f"{{{pipe.connection.run}}}*"))
     for call in (worker.claim(1), worker.settle(lease, "groups", pipe.group("a"))):
         with pytest.raises(ServerError, match="no longer knows run"):
             await call

@@ -13,20 +13,20 @@ import anyio
 import msgspec
 import pytest
 
+from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError, RunMismatchError
-from stream.feeding import Feed
-from stream.link import Link
+from stream.operator.run_control import pause, stop
+from stream.queue.feed import Feed
 from stream.records import Prompt
-from stream.steering import pause, stop
-from workers.run.command import judge, supervise
-from workers.run.folder import held, keep_settings
-from workers.run.live import Live
-from workers.run.live import read as read_live
-from workers.run.progress import Silent, Status
-from workers.run.roles import RoleSpec
-from workers.run.supervisor import Outcome, Supervisor
+from workers.run.progress_display import SilentDisplay, SupervisorState
+from workers.run.role_specs import RoleSpec
+from workers.run.run_command import raise_for_failure, supervise
+from workers.run.run_folder import lock_folder, write_settings
+from workers.run.run_info import RunInfo
+from workers.run.run_info import read_run_info as read_live
+from workers.run.supervisor import RunOutcome, Supervisor
 from workers.settings import Settings
-from workers.settings.file import parse
+from workers.settings.toml_file import parse_settings
 
 STAY = "stay()"
 FINISH = "finish(); "
@@ -64,9 +64,9 @@ class Pipeline:
         self.scripts = {"feed": STAY, "rollout": STAY, "score": STAY, "train": STAY} | scripts
         engine = {"count": int(delivery.pop("engines", 1))} if "engine" in scripts else {"urls": ["http://127.0.0.1:1"]}
         self.settings = settings_in(folder / "run", run, redis, engine, delivery)
-        self.statuses: list[Status] = []
+        self.statuses: list[SupervisorState] = []
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
         self.settings.folder.mkdir(exist_ok=True)
         seen = Seen(self.statuses)
         return await Supervisor(self.settings, Path("run.toml"), seen, self.roles, self.engine).run()
@@ -108,17 +108,17 @@ class Pipeline:
             assert not alive(int(line.split()[1])), line
 
 
-class Seen(Silent):
-    def __init__(self, statuses: list[Status]) -> None:
+class Seen(SilentDisplay):
+    def __init__(self, statuses: list[SupervisorState]) -> None:
         self.statuses = statuses
 
-    def show(self, view, status: Status) -> None:
+    def show(self, view, status: SupervisorState) -> None:
         self.statuses.append(status)
 
 
 def settings_in(folder: Path, run: str, redis: str, engine: dict, delivery: dict) -> Settings:
     guard = {"stall_s": delivery.pop("stall_s", 60.0)}
-    return parse(
+    return parse_settings(
         {
             "run": {"name": run, "folder": str(folder), "redis": redis},
             "model": {"path": "model"},
@@ -349,8 +349,8 @@ async def test_an_engine_sees_the_gpus_that_are_its_own(make_pipeline):
     assert sorted((pipeline.home / "gpus").read_text().split()) == ["1", "2,3"]
 
 
-async def test_a_run_that_stands_still_fails_and_says_where_the_work_is(make_pipeline, link):
-    await Feed(link, 10).put([Prompt(id="a", messages=[])], "", "1")
+async def test_a_run_that_stands_still_fails_and_says_where_the_work_is(make_pipeline, connection):
+    await Feed(connection, 10).put([Prompt(id="a", messages=[])], "", "1")
     pipeline = make_pipeline({}, stall_s=1.5)
     outcome = await pipeline.run()
     assert "nothing was trained or dropped for 1.5 s" in str(outcome.failure)
@@ -358,20 +358,20 @@ async def test_a_run_that_stands_still_fails_and_says_where_the_work_is(make_pip
     await pipeline.assert_nobody_is_left()
 
 
-async def test_a_paused_run_may_stand_still(make_pipeline, link):
-    await Feed(link, 10).put([Prompt(id="a", messages=[])], "", "1")
-    await pause(link, "ann@box")
+async def test_a_paused_run_may_stand_still(make_pipeline, connection):
+    await Feed(connection, 10).put([Prompt(id="a", messages=[])], "", "1")
+    await pause(connection, "ann@box")
     pipeline = make_pipeline({"train": "time.sleep(2.5);" + FINISH}, stall_s=1.0)
     outcome = await pipeline.run()
     assert outcome.failure is None
     assert not outcome.interrupted
 
 
-async def test_penstock_stop_drains_like_ctrl_c(make_pipeline, link):
+async def test_penstock_stop_drains_like_ctrl_c(make_pipeline, connection):
     slow = "signal.signal(signal.SIGTERM, lambda *_: time.sleep(1.5) or leave()); stay()"
     pipeline = make_pipeline({"train": slow})
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_ask_to_stop, pipeline, link)
+        tasks.start_soon(_ask_to_stop, pipeline, connection)
         outcome = await pipeline.run()
     assert outcome.interrupted
     assert outcome.failure is None
@@ -382,28 +382,28 @@ async def test_penstock_stop_drains_like_ctrl_c(make_pipeline, link):
     await pipeline.assert_nobody_is_left()
 
 
-async def _ask_to_stop(pipeline: Pipeline, link: Link) -> None:
+async def _ask_to_stop(pipeline: Pipeline, connection: RunConnection) -> None:
     for role in ("feed", "rollout", "score", "train"):
         await pipeline.until_started(role)
     await anyio.sleep(0.3)
-    await stop(link, "ann@box")
+    await stop(connection, "ann@box")
 
 
 @pytest.mark.parametrize("code", [0, 1])
-async def test_a_role_that_hears_of_a_stop_before_the_supervisor_is_not_started_again(make_pipeline, link, code):
+async def test_a_role_that_hears_of_a_stop_before_the_supervisor_is_not_started_again(make_pipeline, connection, code):
     heard = "until(lambda: redis().hget('{%s}:meta' % run, 'stop')); sys.exit(" + str(code) + ")"
     pipeline = make_pipeline({"rollout": heard, "feed": heard})
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_ask_to_stop, pipeline, link)
+        tasks.start_soon(_ask_to_stop, pipeline, connection)
         outcome = await pipeline.run()
     assert (outcome.interrupted, outcome.failure) == (True, None)
     assert pipeline.statuses[-1].restarts == {}
     assert (len(pipeline.lives("rollout")), len(pipeline.lives("feed"))) == (1, 1)
 
 
-async def test_a_stop_does_not_stop_the_next_start(make_pipeline, link):
-    await Feed(link, 10).put([Prompt(id="a", messages=[])], "", "1")
-    await stop(link, "ann@box")
+async def test_a_stop_does_not_stop_the_next_start(make_pipeline, connection):
+    await Feed(connection, 10).put([Prompt(id="a", messages=[])], "", "1")
+    await stop(connection, "ann@box")
     pipeline = make_pipeline({"train": "time.sleep(1.5);" + FINISH})
     outcome = await pipeline.run()
     assert (outcome.interrupted, outcome.failure) == (False, None)
@@ -449,8 +449,8 @@ def test_a_run_is_summed_up_in_its_folder_and_its_books_balance(make_pipeline):
         '(c / \'checkpoint.json\').write_text(\'{"progress": {"step": 4, "tokens": 100, "rows": {"valid": 8}}}\');'
     )
     pipeline = make_pipeline({"train": ends + FINISH})
-    ended = supervise(pipeline.settings, quiet=True, roles=pipeline.roles, engine=pipeline.engine)
-    judge(ended, pipeline.settings)
+    ended = supervise(pipeline.settings, quiet=True, make_roles=pipeline.roles, make_engine=pipeline.engine)
+    raise_for_failure(ended, pipeline.settings)
     told = json.loads((pipeline.settings.folder / "summary.json").read_text())
     assert told["steps"] == 4
     assert told["groups_trained"] == 2
@@ -466,24 +466,28 @@ def test_a_run_is_summed_up_in_its_folder_and_its_books_balance(make_pipeline):
 def test_books_that_do_not_balance_fail_the_run(make_pipeline):
     lose = "redis().hset('{%s}:counts' % run, mapping={'fed': 3, 'trained': 2});"
     pipeline = make_pipeline({"train": lose + FINISH})
-    ended = supervise(pipeline.settings, quiet=True, roles=pipeline.roles)
+    ended = supervise(pipeline.settings, quiet=True, make_roles=pipeline.roles)
     with pytest.raises(PenstockError, match="do not balance: 3 fed ≠ 2 trained"):
-        judge(ended, pipeline.settings)
+        raise_for_failure(ended, pipeline.settings)
 
 
 def test_a_folder_has_one_supervisor(tmp_path):
-    with held(tmp_path), pytest.raises(PenstockError, match=f"in use by process {os.getpid()}"), held(tmp_path):
+    with (
+        lock_folder(tmp_path),
+        pytest.raises(PenstockError, match=f"in use by process {os.getpid()}"),
+        lock_folder(tmp_path),
+    ):
         pass
-    with held(tmp_path):
+    with lock_folder(tmp_path):
         pass
 
 
 def test_a_folder_holds_one_run_for_ever(tmp_path):
     there = settings_in(tmp_path, "one", "", {}, {})
-    keep_settings(there)
+    write_settings(there)
     other = settings_in(tmp_path, "two", "", {}, {})
     with pytest.raises(RunMismatchError, match=r"run\.name is 'one' there and 'two' here"):
-        keep_settings(other)
+        write_settings(other)
 
 
 def test_a_supervisor_that_was_killed_is_not_taken_for_alive(tmp_path):
@@ -492,15 +496,15 @@ def test_a_supervisor_that_was_killed_is_not_taken_for_alive(tmp_path):
     (tmp_path / "live.json").write_text(json.dumps({"run": "r", "redis": "unix://x", "pid": process.pid}))
     assert read_live(tmp_path) is None
     (tmp_path / "live.json").write_text(json.dumps({"run": "r", "redis": "unix://x", "pid": os.getpid()}))
-    assert read_live(tmp_path) == Live(run="r", redis="unix://x", pid=os.getpid())
+    assert read_live(tmp_path) == RunInfo(run="r", redis="unix://x", pid=os.getpid())
 
 
 DRIVER = """
 import sys
 from pathlib import Path
-from workers.run.command import supervise
-from workers.run.roles import RoleSpec
-from workers.settings.file import load
+from workers.run.run_command import supervise
+from workers.run.role_specs import RoleSpec
+from workers.settings.toml_file import load
 
 def roles(settings, file, redis, engines):
     script = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
@@ -514,7 +518,7 @@ supervise(load(Path(sys.argv[1])), quiet=True, roles=roles)
 def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path):
     settings = settings_in(tmp_path / "run", "killed", "", {"urls": ["http://127.0.0.1:1"]}, {})
     settings.folder.mkdir()
-    file = keep_settings(settings)
+    file = write_settings(settings)
     driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(file)])
     logs = [settings.folder / "logs" / f"{role}-0.log" for role in ("feed", "rollout", "score", "train")]
     _until(lambda: all(log.exists() and log.read_text().strip() for log in logs))

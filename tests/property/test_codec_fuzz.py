@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from stream.codec import decode, encode
 from stream.errors import RecordError
-from stream.records import Completion, Failure, Group, Part, Prompt, Row, Span
+from stream.records import Completion, Failure, Group, Prompt, RewardPart, Row, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.fuzz.junk import BYTES, TREES, seal
 from tests.fuzz.run import fuzz
@@ -35,7 +35,7 @@ def rows(draw) -> Row:
     return Row(
         prompt_ids=draw(st.binary(max_size=3)) * 4,
         token_ids=draw(st.binary(min_size=4 * at, max_size=4 * at)),
-        sampled=sampled,
+        sampled_ranges=sampled,
         logprobs=draw(st.binary(min_size=4 * count, max_size=4 * count)),
         spans=[Span(draw(st.integers(0, 99)), start, end) for start, end in sampled],
     )
@@ -48,7 +48,7 @@ completions = st.builds(
     messages=messages,
     failure=st.none() | st.builds(Failure, reason=st.sampled_from(RolloutReason), detail=st.text()),
     truncated=st.none() | st.sampled_from(TruncationReason),
-    parts=st.lists(st.builds(Part, name=st.text(), reward=rewards), max_size=2),
+    parts=st.lists(st.builds(RewardPart, name=st.text(), reward=rewards), max_size=2),
     reward=st.none() | rewards,
     snapshot=st.none() | st.binary(),
 )

@@ -17,21 +17,21 @@ from tests.cases.inputs import RICH
 from tests.cases.options import defaults, drawn, options_of, values_of
 from tests.cases.path import close
 from tests.cases.sheets import Sheet
-from workers.train.algorithms.importance import IMPORTANCE, importance_weights
-from workers.train.algorithms.proximal import METHODS, interpolated
-from workers.train.algorithms.rejection import REJECTIONS, Rule, reject
-from workers.train.algorithms.token_selection import SELECTORS, select
+from workers.train.algorithms.importance import IMPORTANCE_LEVELS, importance_weights
+from workers.train.algorithms.proximal import METHODS, interpolate_logprobs
+from workers.train.algorithms.rejection import REJECTIONS, RejectionRule, reject
+from workers.train.algorithms.token_selection import SELECTORS, select_tokens
 
 USUAL = {"lower": 0.5, "upper": 1.5, "outside": "truncate", "normalize": False}
 OTHERS = {"lower": 0.9, "upper": 1.1, "outside": "zero", "normalize": True}
 LEAST, MOST = 0.6, 1.7
-each_level, each_rule = pytest.mark.parametrize("name", IMPORTANCE), pytest.mark.parametrize("name", REJECTIONS)
+each_level, each_rule = pytest.mark.parametrize("name", IMPORTANCE_LEVELS), pytest.mark.parametrize("name", REJECTIONS)
 each_selector = pytest.mark.parametrize("name", SELECTORS)
 
 
 def pair(sheet, junk=0.0):
     """Log-probs of trainer and engine."""
-    rollout = torch.where(sheet.mask_RT, sheet.batch.behaviour_logprobs_RT, junk)
+    rollout = torch.where(sheet.mask_RT, sheet.batch.rollout_logprobs_RT, junk)
     return torch.where(sheet.mask_RT, rollout + sheet.number(37.0), junk), rollout
 
 
@@ -46,7 +46,7 @@ def kept(name, case, lower=LEAST, upper=MOST, junk=0.0, taken=None, **how):
     sheet = Sheet(case, **how)
     if taken is not None:
         sheet.mask_RT[taken] = False
-    found = reject([Rule(name, lower, upper)], *pair(sheet, junk), sheet.mask_RT, sheet.ids_R)
+    found = reject([RejectionRule(name, lower, upper)], *pair(sheet, junk), sheet.mask_RT, sheet.ids_R)
     return sheet, sheet.by_key(found.kept_RT.double())
 
 
@@ -62,7 +62,7 @@ def per_completion(sheet, values_RT):
 @given(case=cases)
 def test_p7_a_level_gives_one_weight_to_each_of_its_units(name, case):
     sheet, found = weights(name, case, USUAL)
-    if IMPORTANCE[name].declared.unit == "completion":
+    if IMPORTANCE_LEVELS[name].traits.unit == "completion":
         assert all(len(values) == 1 for values in per_completion(sheet, found.raw_RT))
     else:
         train, rollout = pair(sheet)
@@ -74,7 +74,7 @@ def test_p7_a_level_gives_one_weight_to_each_of_its_units(name, case):
 def test_p7_normalised_weights_have_mean_1_over_their_units(name, case):
     sheet, found = weights(name, case, USUAL | {"normalize": True})
     units = per_completion(sheet, found.weights_RT)
-    if IMPORTANCE[name].declared.unit == "completion":
+    if IMPORTANCE_LEVELS[name].traits.unit == "completion":
         mean = math.fsum(sum(values) for values in units) / max(1, len(units))
     else:
         mean = float(found.weights_RT[sheet.mask_RT].mean()) if units else 0.0
@@ -84,17 +84,19 @@ def test_p7_normalised_weights_have_mean_1_over_their_units(name, case):
 @each_rule
 @given(case=cases)
 def test_p7_a_rule_judges_tokens_or_whole_completions(name, case):
-    declared = REJECTIONS[name].declared
+    declared = REJECTIONS[name].traits
     sheet = Sheet(case)
-    found = reject([Rule(name, LEAST, MOST)], *pair(sheet), sheet.mask_RT, sheet.ids_R)
+    found = reject([RejectionRule(name, LEAST, MOST)], *pair(sheet), sheet.mask_RT, sheet.ids_R)
     if declared.level == "sequence":
         assert all(len(values) == 1 for values in per_completion(sheet, found.kept_RT))
     elif declared.level == "token":
         # Each token by itself: a completion of its own for every row changes nothing.
-        alone = reject([Rule(name, LEAST, MOST)], *pair(sheet), sheet.mask_RT, torch.arange(len(sheet.ids_R)))
+        alone = reject([RejectionRule(name, LEAST, MOST)], *pair(sheet), sheet.mask_RT, torch.arange(len(sheet.ids_R)))
         assert torch.equal(found.kept_RT, alone.kept_RT)
-    assert ("lower" in REJECTIONS[name].options) == declared.two_sided
-    assert reject([Rule(name, 0.0, math.inf)], *pair(sheet), sheet.mask_RT, sheet.ids_R).kept_RT.equal(sheet.mask_RT)
+    assert ("lower" in REJECTIONS[name].option_names) == declared.two_sided
+    assert reject([RejectionRule(name, 0.0, math.inf)], *pair(sheet), sheet.mask_RT, sheet.ids_R).kept_RT.equal(
+        sheet.mask_RT
+    )
 
 
 @each_level
@@ -125,7 +127,7 @@ def chosen(name, case, options, junk=0.0, **how):
     now, near = pair(sheet, junk)
     advantages = torch.where(sheet.mask_RT, 2 * sheet.number(91.0), junk)
     generator = torch.Generator().manual_seed(5)
-    return sheet.by_key(select(name, now, near, advantages, sheet.mask_RT, generator, options).double())
+    return sheet.by_key(select_tokens(name, now, near, advantages, sheet.mask_RT, generator, options).double())
 
 
 @each_selector
@@ -139,7 +141,7 @@ def test_p1_p10_a_selector_chooses_among_what_bears_loss_whatever_else_the_batch
 @given(case=cases, source=st.randoms(use_true_random=False))
 def test_p3_who_is_chosen_by_merit_is_so_in_any_order(name, case, source):
     """All candidates, so that no lot is drawn."""
-    everyone = {option: 1.0 for option in SELECTORS[name].options if option.endswith("_ratio")}
+    everyone = {option: 1.0 for option in SELECTORS[name].option_names if option.endswith("_ratio")}
     options, moved = defaults(SELECTORS[name]) | everyone, source.sample(case, len(case))
     assert torch.equal(chosen(name, case, options), chosen(name, moved, options, rows=interleaved(moved, source)))
 
@@ -151,14 +153,14 @@ def test_p1_p10_an_interpolated_proximal_policy_is_of_what_was_sampled_alone(nam
         sheet = Sheet(case, **how)
         train, rollout = pair(sheet, junk)
         versions = torch.where(sheet.mask_RT, sheet.batch.versions_RT, 10**6 if junk else 0)
-        return sheet.by_key(interpolated(rollout, train, versions, sheet.mask_RT, VERSION, method=name))
+        return sheet.by_key(interpolate_logprobs(rollout, train, versions, sheet.mask_RT, VERSION, method=name))
 
     assert torch.equal(found(0.0), found(junk))
     assert close(found(0.0), found(junk, width=width))
 
 
 @pytest.mark.parametrize("option", USUAL)
-@pytest.mark.parametrize("level", IMPORTANCE)
+@pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
 def test_p18_every_option_of_weights_has_an_effect(level, option):
     _, usual = weights(level, RICH, USUAL)
     _, other = weights(level, RICH, USUAL | {option: OTHERS[option]})
@@ -190,6 +192,7 @@ def test_p18_every_method_is_another_one(name):
     sheet = Sheet(RICH)
     train, rollout = pair(sheet)
     found = {
-        m: interpolated(rollout, train, sheet.batch.versions_RT, sheet.mask_RT, VERSION + 2, method=m) for m in METHODS
+        m: interpolate_logprobs(rollout, train, sheet.batch.versions_RT, sheet.mask_RT, VERSION + 2, method=m)
+        for m in METHODS
     }
     assert not any(torch.equal(found[name], values) for other, values in found.items() if other != name)

@@ -19,7 +19,7 @@ from workers.train.algorithms.advantages import ESTIMATORS, estimate
 from workers.train.algorithms.token_advantages import TokenAdvantages
 
 each = pytest.mark.parametrize("name", ESTIMATORS)
-OF_COMPLETIONS = [name for name, found in ESTIMATORS.items() if found.declared.level == "completion"]
+OF_COMPLETIONS = [name for name, found in ESTIMATORS.items() if found.traits.level == "completion"]
 each_of_completions = pytest.mark.parametrize("name", OF_COMPLETIONS)
 more = st.lists(completions, max_size=5, unique_by=lambda made: made.key)
 
@@ -27,7 +27,7 @@ more = st.lists(completions, max_size=5, unique_by=lambda made: made.key)
 def answer(name, case, options, junk=0.0, *, singleton="zero", inputs=None, **how):
     """Advantages, and returns where there are any, of completions in B or tokens of L, in the order of keys."""
     inputs = needed(inputs or inputs_of(case, junk, **how), ESTIMATORS[name])
-    found = estimate(name, inputs, options, singleton=singleton)
+    found = estimate(name, inputs, options, single_sample_policy=singleton)
     if isinstance(found, TokenAdvantages):
         return torch.cat([by_key(case, values, inputs["mask_CT"]) for values in found])
     assert found.dtype == torch.float64
@@ -76,7 +76,7 @@ def test_p5_a_singleton_is_0_however_many_invalid_siblings_it_has(name, case, ot
     alone = [replace(made, group=place) for place, made in enumerate(case)]
     siblings = [replace(made, group=made.group % len(case)) for made in fresh(others, "unmeasured")]
     assert (answer(name, alone + siblings, options, 1e30) == 0).all()
-    if not ESTIMATORS[name].declared.whitened:
+    if not ESTIMATORS[name].traits.whitened:
         beside = [replace(made, group=99) for made in RICH]
         found = answer(name, [*alone, *siblings, *beside], options)
         single = torch.tensor(
@@ -106,16 +106,16 @@ def moved(inputs, how):
 
 
 def reading_rewards(trait):
-    return pytest.mark.parametrize("name", [n for n, found in ESTIMATORS.items() if getattr(found.declared, trait)])
+    return pytest.mark.parametrize("name", [n for n, found in ESTIMATORS.items() if getattr(found.traits, trait)])
 
 
 @reading_rewards("mean_centred")
 @given(case=cases, data=st.data())
 def test_p7_advantages_of_a_group_sum_to_0(name, case, data):
     options = data.draw(drawn(ESTIMATORS[name]))
-    if options.get("leave_one_out") or "rewards_C" in ESTIMATORS[name].needs:
+    if options.get("leave_one_out") or "rewards_C" in ESTIMATORS[name].input_names:
         case = [replace(made, reward=abs(made.reward)) for made in case]
-    found = estimate(name, inputs_of(case), options, singleton="zero")
+    found = estimate(name, inputs_of(case), options, single_sample_policy="zero")
     groups = inputs_of(case)["groups"]
     assert same(groups.sum(found), torch.zeros(groups.groups, dtype=torch.float64))
 
@@ -140,17 +140,19 @@ def test_p7_a_scale_of_all_rewards_changes_nothing_where_std_is_far_above_epsilo
     )
 
 
-@pytest.mark.parametrize("name", [n for n, found in ESTIMATORS.items() if found.declared.whitened])
+@pytest.mark.parametrize("name", [n for n, found in ESTIMATORS.items() if found.traits.whitened])
 @given(case=cases, data=st.data())
 def test_p7_what_is_whitened_has_mean_0_and_variance_1_over_tokens(name, case, data):
-    options = data.draw(drawn(ESTIMATORS[name])) | ({"whiten": True} if "whiten" in ESTIMATORS[name].options else {})
+    options = data.draw(drawn(ESTIMATORS[name])) | (
+        {"whiten": True} if "whiten" in ESTIMATORS[name].option_names else {}
+    )
     inputs = inputs_of(case)
     # Far above the epsilon of whitening: an estimator's own epsilon may leave deviations of its size.
-    if "part_weights_P" in ESTIMATORS[name].needs:
+    if "part_weights_P" in ESTIMATORS[name].input_names:
         inputs = {**inputs, "part_weights_P": 1e6 * inputs["part_weights_P"]}
     else:
         inputs = moved(inputs, lambda rewards: 1e6 * rewards)
-    found = estimate(name, inputs, options, singleton="zero")
+    found = estimate(name, inputs, options, single_sample_policy="zero")
     if isinstance(found, TokenAdvantages):
         values = found.advantages_CT[inputs["mask_CT"]]
     else:
@@ -161,7 +163,7 @@ def test_p7_what_is_whitened_has_mean_0_and_variance_1_over_tokens(name, case, d
         assert float(values.var()) == pytest.approx(1.0, abs=0.01) or float(values.var()) < 1e-6
 
 
-@pytest.mark.parametrize("name", [n for n, found in ESTIMATORS.items() if found.declared.within_group])
+@pytest.mark.parametrize("name", [n for n, found in ESTIMATORS.items() if found.traits.within_group])
 @given(case=cases, data=st.data())
 def test_p7_who_compares_within_a_group_says_of_one_group_what_he_says_beside_others(name, case, data):
     options = data.draw(drawn(ESTIMATORS[name]))
@@ -169,7 +171,7 @@ def test_p7_who_compares_within_a_group_says_of_one_group_what_he_says_beside_ot
     beside = [*first, *(replace(made, key=made.key + 10**8, group=9, reward=8 - made.reward) for made in case)]
     valid = answer(name, first, options)
     inputs = inputs_of(beside)
-    found = estimate(name, inputs, options, singleton="zero")
+    found = estimate(name, inputs, options, single_sample_policy="zero")
     own = torch.tensor([made.group != 9 for made in beside])
     if isinstance(found, TokenAdvantages):
         found = torch.cat([by_key(beside, torch.where(own.unsqueeze(1), v, 0.0), tokens(beside)) for v in found])
@@ -187,7 +189,7 @@ def test_p7_who_compares_within_a_group_says_of_one_group_what_he_says_beside_ot
 @given(case=cases, junk=st.sampled_from(JUNK), data=st.data())
 def test_p9_credit_of_pass_at_k_goes_to_valid_rows(name, case, junk, data):
     options = data.draw(drawn(ESTIMATORS[name]))
-    found = estimate(name, inputs_of(case, junk), options, singleton="zero")
+    found = estimate(name, inputs_of(case, junk), options, single_sample_policy="zero")
     assert (found[~baseline(case)] == 0).all()
     best = {}
     for made in filter(lambda made: made.voting(policy), case):
@@ -212,7 +214,7 @@ def test_p16_a_measured_0_is_not_an_unmeasured_reward(name, case):
     zero = Made(key=-1, group=0, reward=0.0)
     one, other = [*RICH, zero], [*RICH, replace(zero, state="unmeasured")]
     options = defaults(ESTIMATORS[name]) | ({"k": 1} if name == "passk" else {})
-    left, right = (estimate(name, inputs_of(each), options, singleton="zero")[:-1] for each in (one, other))
+    left, right = (estimate(name, inputs_of(each), options, single_sample_policy="zero")[:-1] for each in (one, other))
     if name != "grpo_passk" or options["normalize_std"]:
         assert not torch.equal(left, right)
 

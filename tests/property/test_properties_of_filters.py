@@ -16,7 +16,7 @@ from tests.cases.inputs import RICH, inputs_of, policy
 from tests.cases.options import defaults, drawn, needed, options_of, values_of
 from tests.cases.tables import settings_of
 from workers.train.algorithms.filters import FILTERS
-from workers.train.step.selection import derive_masks, verdicts
+from workers.train.step.selection import filter_reasons, mask_batch
 
 each = pytest.mark.parametrize("name", FILTERS)
 more = st.lists(completions, max_size=4, unique_by=lambda made: made.key)
@@ -96,7 +96,7 @@ SETTINGS = {
 def test_p4_verdicts_of_a_run_do_not_hang_on_what_is_invalid(name, case, others):
     def verdict(case):
         batch = build(case)
-        found = verdicts(batch, derive_masks(batch, SETTINGS[name], VERSION), SETTINGS[name])
+        found = filter_reasons(batch, mask_batch(batch, SETTINGS[name], VERSION), SETTINGS[name])
         return {made.group: found[made.group] for made in case}
 
     before, after = verdict(case), verdict([*case, *fresh(others, "dropped")])
@@ -107,7 +107,7 @@ def test_p4_verdicts_of_a_run_do_not_hang_on_what_is_invalid(name, case, others)
 def test_groups_without_signal_are_found_by_what_is_in_the_baseline_alone(case):
     case = [replace(made, stale=()) for made in case]
     batch, settings = build(case), SETTINGS["zero_variance"]
-    found = verdicts(batch, derive_masks(batch, settings, VERSION), settings)
+    found = filter_reasons(batch, mask_batch(batch, settings, VERSION), settings)
     for group, reason in enumerate(found):
         voting = [made for made in case if made.group == group and made.voting(settings.truncation_policy)]
         values = [0.0 if made.state == "max_turns" else made.reward for made in voting]

@@ -17,7 +17,7 @@ from tests.cases.inputs import RICH
 from tests.cases.options import defaults, drawn, options_of, values_of
 from tests.cases.path import Network, close
 from tests.cases.sheets import Sheet
-from workers.train.algorithms.aggregation import AGGREGATIONS, Totals, factors
+from workers.train.algorithms.aggregation import AGGREGATIONS, BatchTotals, row_factors
 from workers.train.algorithms.divergence import DIVERGENCES, divergence
 from workers.train.algorithms.losses import LOSSES, LossOutput, policy_loss, weighted_sum
 from workers.train.algorithms.sequences import Sequences
@@ -61,8 +61,8 @@ def run(name, case, chosen, aggregation="token-mean", *, junk=0.0, taken=None, s
     if taken is not None:
         sheet.mask_RT[taken] = False
     lengths = Sequences(sheet.mask_RT, sheet.ids_R)
-    totals = Totals(tokens=int(sheet.mask_RT.sum()), completions=int((lengths.length_S > 0).sum()))
-    factors_R = factors(aggregation, lengths.length_S[lengths.codes_R], totals, constant=3.0)
+    totals = BatchTotals(tokens=int(sheet.mask_RT.sum()), completions=int((lengths.lengths_S > 0).sum()))
+    factors_R = row_factors(aggregation, lengths.lengths_S[lengths.codes_R], totals, constant=3.0)
     factors_R = torch.where(sheet.mask_RT.any(dim=1), factors_R, junk)
     raw = (
         network.critic(network.hidden(sheet.batch.tokens_RT)).squeeze(-1)
@@ -103,7 +103,7 @@ def _output(name, sheet, now, rows, factors_R, chosen, junk):
         completion_ids_R=sheet.ids_R[rows],
         factors_R=factors_M,
         weights_RT=torch.where(mask, 1 + 0.5 * sheet.number(53.0)[rows], junk),
-        chosen_RT=torch.where(mask, sheet.number(17.0)[rows] > 0.3, junk != 0),
+        selected_RT=torch.where(mask, sheet.number(17.0)[rows] > 0.3, junk != 0),
         options=chosen,
     )
 
@@ -195,9 +195,9 @@ def test_p19_a_completion_weighs_the_same_in_one_row_and_in_several(name, case, 
 @pytest.mark.parametrize("name", LOSSES)
 @given(case=cases, data=st.data())
 def test_p7_what_a_loss_declares_of_itself_holds(name, case, data):
-    declared, chosen = LOSSES[name].declared, data.draw(options(name))
-    assert ("proximal_RT" not in LOSSES[name].needs) == declared.on_policy
-    assert ("chosen_RT" in LOSSES[name].needs) == bool(declared.selector)
+    declared, chosen = LOSSES[name].traits, data.draw(options(name))
+    assert ("proximal_RT" not in LOSSES[name].input_names) == declared.on_policy
+    assert ("selected_RT" in LOSSES[name].input_names) == bool(declared.selector)
     assert declared.selector in {"", *SELECTORS}
     assert declared.aggregation in {"", *AGGREGATIONS}
     if declared.on_policy:
@@ -210,7 +210,7 @@ def test_p7_what_a_loss_declares_of_itself_holds(name, case, data):
 @pytest.mark.parametrize("name", DIVERGENCES)
 @given(case=cases)
 def test_p7_what_a_divergence_declares_of_itself_holds(name, case):
-    declared, sheet = DIVERGENCES[name].declared, Sheet(case)
+    declared, sheet = DIVERGENCES[name].traits, Sheet(case)
     logprobs = sheet.number(5.0).requires_grad_()
     reference, all_of_them = sheet.number(7.0), sheet.mask_RT
     found = divergence(name, logprobs, reference, all_of_them)
@@ -242,8 +242,8 @@ def test_p18_every_aggregation_is_another_one(name):
 
 @pytest.mark.parametrize(("name", "option"), options_of(AGGREGATIONS))
 def test_p18_every_option_of_an_aggregation_has_an_effect(name, option):
-    lengths, totals = torch.tensor([3, 2, 2]), Totals(tokens=7, completions=3)
-    found = [factors(name, lengths, totals, **{option: value}) for value in values_of(option)]
+    lengths, totals = torch.tensor([3, 2, 2]), BatchTotals(tokens=7, completions=3)
+    found = [row_factors(name, lengths, totals, **{option: value}) for value in values_of(option)]
     assert not torch.equal(found[0], found[1])
 
 
@@ -252,8 +252,8 @@ def test_p18_every_option_of_an_aggregation_has_an_effect(name, option):
 def test_p7_the_factors_of_a_batch_add_up_to_what_the_aggregation_says(name, lengths, ranks):
     """To 1 where it is a mean; a completion without a token has none, and a batch without any adds up to 0."""
     lengths_R = torch.tensor(lengths, dtype=torch.int64)
-    totals = Totals(tokens=sum(lengths), completions=sum(n > 0 for n in lengths), ranks=ranks)
-    found = factors(name, lengths_R, totals, constant=4.0)
+    totals = BatchTotals(tokens=sum(lengths), completions=sum(n > 0 for n in lengths), ranks=ranks)
+    found = row_factors(name, lengths_R, totals, constant=4.0)
     assert (found[lengths_R == 0] == 0).all()
     means = {"token-mean": 1.0, "token-sum": sum(lengths), "seq-mean-token-mean": 1.0}
     of_sums = sum(lengths) / max(1, totals.completions)

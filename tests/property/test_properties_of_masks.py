@@ -15,12 +15,14 @@ from tests.cases.path import evaluate
 from tests.cases.rows import sampled_row
 from tests.cases.tables import SOME, TABLES, choosing, settings_of
 from workers.train.algorithms.advantages import ESTIMATORS
-from workers.train.algorithms.masks import POLICIES, derive
+from workers.train.algorithms.masks import TRUNCATION_POLICIES, derive_masks
 from workers.train.step.batch import collate
 from workers.train.step.estimation import _Inputs
-from workers.train.step.selection import derive_masks
+from workers.train.step.selection import mask_batch
 
-policies = st.fixed_dictionaries({TruncationReason(reason): st.sampled_from(POLICIES) for reason in TRUNCATED})
+policies = st.fixed_dictionaries(
+    {TruncationReason(reason): st.sampled_from(TRUNCATION_POLICIES) for reason in TRUNCATED}
+)
 each_estimator = pytest.mark.parametrize(
     "table", {name.split()[0]: name for name in TABLES}.values(), ids=lambda name: name.split()[0]
 )
@@ -30,14 +32,14 @@ SETTINGS = {name: settings_of(choosing(table, SOME)) for name, table in TABLES.i
 def derived(case, truncation, batch=None, rejected=None):
     batch = batch or build(case)
     taken = {"too_old": batch.sampled_RT & (batch.versions_RT == 0), **(rejected or {})}
-    unusable = ~torch.isfinite(batch.behaviour_logprobs_RT)
-    masks = derive(
+    unusable = ~torch.isfinite(batch.rollout_logprobs_RT)
+    masks = derive_masks(
         batch.facts,
         batch.completion_ids_R,
         batch.sampled_RT,
         truncation=truncation,
-        rejected=taken,
-        unusable_RT=unusable,
+        rejected_by_rule=taken,
+        not_finite_RT=unusable,
     )
     return batch, masks
 
@@ -55,11 +57,11 @@ def test_p15_what_bears_loss_votes_and_the_masks_are_those_of_the_facts(case, tr
         policy = truncation.get(made.truncated)
         assert votes == (made.state not in INVALID and policy != "exclude" and left(made))
         assert bears == (votes and policy != "baseline_only")
-    assert (batch.sampled_RT | ~masks.voting_RT).all()
-    assert (masks.voting_RT | ~masks.tokens_RT).all()
-    assert (masks.loss_C[batch.completion_ids_R] | ~masks.loss_R).all()
-    assert masks.loss_R.equal(masks.tokens_RT.any(dim=1))
-    assert masks.tokens_RT.equal(masks.voting_RT & masks.loss_C[batch.completion_ids_R].unsqueeze(1))
+    assert (batch.sampled_RT | ~masks.baseline_tokens_RT).all()
+    assert (masks.baseline_tokens_RT | ~masks.loss_tokens_RT).all()
+    assert (masks.loss_C[batch.completion_ids_R] | ~masks.loss_rows_R).all()
+    assert masks.loss_rows_R.equal(masks.loss_tokens_RT.any(dim=1))
+    assert masks.loss_tokens_RT.equal(masks.baseline_tokens_RT & masks.loss_C[batch.completion_ids_R].unsqueeze(1))
     assert (masks.rewards_C[~masks.baseline_C | masks.zeroed_C] == 0).all()
     assert torch.isfinite(masks.rewards_C).all()
 
@@ -67,13 +69,21 @@ def test_p15_what_bears_loss_votes_and_the_masks_are_those_of_the_facts(case, tr
 @given(case=cases, truncation=policies, junk=st.sampled_from(JUNK))
 def test_p1_junk_in_an_invalid_reward_or_log_prob_moves_no_mask(case, truncation, junk):
     batch, masks = derived(case, truncation)
-    outside = ~masks.baseline_C & (masks.rejected_C < 0)
+    outside = ~masks.baseline_C & (masks.rejected_by_C < 0)
     facts = replace(batch.facts, rewards_C=torch.where(outside, junk, batch.facts.rewards_C))
     usable = torch.where(
-        batch.sampled_RT & ~outside[batch.completion_ids_R].unsqueeze(1), batch.behaviour_logprobs_RT, junk
+        batch.sampled_RT & ~outside[batch.completion_ids_R].unsqueeze(1), batch.rollout_logprobs_RT, junk
     )
-    _, dirty = derived(case, truncation, replace(batch, facts=facts, behaviour_logprobs_RT=usable))
-    for name in ("baseline_C", "loss_C", "rewards_C", "voting_RT", "tokens_RT", "zeroed_C", "penalised_C"):
+    _, dirty = derived(case, truncation, replace(batch, facts=facts, rollout_logprobs_RT=usable))
+    for name in (
+        "baseline_C",
+        "loss_C",
+        "rewards_C",
+        "baseline_tokens_RT",
+        "loss_tokens_RT",
+        "zeroed_C",
+        "penalised_C",
+    ):
         assert torch.equal(getattr(masks, name), getattr(dirty, name)), name
 
 
@@ -86,7 +96,7 @@ def test_p3_p10_order_and_padding_move_no_mask(case, truncation, source):
     order = [place[made.key] for made in moved]
     for name in ("baseline_C", "loss_C", "rewards_C", "rejected_C"):
         assert torch.equal(getattr(before, name)[order], getattr(after, name)), name
-    assert int(before.tokens_RT.sum()) == int(after.tokens_RT.sum())
+    assert int(before.loss_tokens_RT.sum()) == int(after.loss_tokens_RT.sum())
 
 
 @given(case=cases, truncation=policies, source=st.randoms(use_true_random=False))
@@ -107,10 +117,10 @@ def test_p14_a_rule_that_takes_the_last_token_takes_the_completion_out_of_b(case
 @given(case=cases)
 def test_p15_every_input_of_an_estimator_is_over_these_masks(table, case):
     settings, batch = SETTINGS[table], build(case)
-    masks = derive_masks(batch, settings, VERSION)
+    masks = mask_batch(batch, settings, VERSION)
     inputs = _Inputs(batch, masks, settings, None, None)
     assert inputs.groups.valid_C.equal(masks.baseline_C)
-    assert inputs.trajectories.mask_CT.sum() == masks.tokens_RT.sum()
+    assert inputs.trajectories.mask_CT.sum() == masks.loss_tokens_RT.sum()
     assert (inputs.loss_lengths_C[~masks.loss_C] == 0).all()
     assert ((inputs.loss_lengths_C > 0) == masks.loss_C).all()
     assert (inputs.rewards_C[~masks.baseline_C] == 0).all()
@@ -122,8 +132,8 @@ def test_p16_a_measured_0_and_an_unmeasured_reward_differ_in_what_is_trained(tab
     siblings = [Made(key=key, group=0, reward=reward) for key, reward in enumerate(rewards)]
     zero = Made(key=99, group=0, reward=0.0)
     one, other = [*siblings, zero], [*siblings, replace(zero, state="unmeasured")]
-    known, unknown = (derive_masks(build(case), SETTINGS[table], VERSION) for case in (one, other))
-    assert not torch.equal(known.tokens_RT, unknown.tokens_RT)
+    known, unknown = (mask_batch(build(case), SETTINGS[table], VERSION) for case in (one, other))
+    assert not torch.equal(known.loss_tokens_RT, unknown.loss_tokens_RT)
     assert known.loss_C[-1]
     assert not unknown.loss_C[-1]
 
@@ -137,7 +147,7 @@ def test_p17_why_a_reward_is_unknown_changes_counters_alone(table, rewards, reas
     assume(None in rewards)
     settings = SETTINGS[table]
     # Every group has a greedy completion here; whoever needs one is not refused for that.
-    greedy = "greedy_C" in ESTIMATORS[settings.estimator.name].needs
+    greedy = "greedy_C" in ESTIMATORS[settings.estimator.name].input_names
     made = [Made(key=key, group=0, reward=reward or 0.0) for key, reward in enumerate(rewards)]
 
     def result(unknown):
@@ -149,7 +159,7 @@ def test_p17_why_a_reward_is_unknown_changes_counters_alone(table, rewards, reas
         found = [completion(i, unknown if r is None else measure(r)) for i, r in enumerate(rewards)]
         found += [completion(9, measure(0.5), greedy=True)] if greedy else []
         batch = collate([Group(prompt=Prompt(id="p", messages=[]), completions=found)])
-        batch = replace(batch, behaviour_logprobs_RT=batch.behaviour_logprobs_RT.double())
+        batch = replace(batch, rollout_logprobs_RT=batch.rollout_logprobs_RT.double())
         return evaluate(made, batch, settings)
 
     results = [result(reward) for reward in (Unmeasured(reason), measure(None), measure(math.nan), None)]

@@ -20,14 +20,14 @@ from tests.cases.completions import JUNK, VERSION, Made, build, cases, completio
 from tests.cases.inputs import RICH
 from tests.cases.path import OF_THE_LEARNER, Network, counts, evaluate, measured
 from tests.cases.tables import SOME, TABLES, choosing, settings_of
-from workers.train.algorithms.diagnostics import rejection_metrics
-from workers.train.model.logprobs import Readable
-from workers.train.ranks.ranks import Ranks
-from workers.train.step.forming import form
-from workers.train.step.metrics import NAMES, step_metrics
-from workers.train.step.objective import correction_report
-from workers.train.step.passes import Passes
-from workers.train.step.selection import derive_masks
+from workers.train.algorithms.correction_metrics import rejection_metrics
+from workers.train.distributed.ranks import Ranks
+from workers.train.model.logprobs import LogprobModel
+from workers.train.step.metrics import STEP_METRICS, step_metrics
+from workers.train.step.model_runner import ModelRunner
+from workers.train.step.objective import correction_step_metrics
+from workers.train.step.prepared_batch import prepare
+from workers.train.step.selection import mask_batch
 
 SETTINGS = {name: settings_of(choosing(table, SOME)) for name, table in TABLES.items()}
 POLICY = settings_of({"algorithm": {"truncation": {"max_turns": "zero_reward", "tool_calls": "baseline_only"}}})
@@ -43,12 +43,12 @@ def metrics_of(case, filtered=(), junk=None, dropped=None):
 
     def masked(case):
         batch = build(case)
-        masks = derive_masks(batch, POLICY, VERSION)
+        masks = mask_batch(batch, POLICY, VERSION)
         if junk is not None:
-            lost = ~masks.baseline_C & (masks.rejected_C < 0)
+            lost = ~masks.baseline_C & (masks.rejected_by_C < 0)
             facts = replace(batch.facts, rewards_C=torch.where(lost, junk, batch.facts.rewards_C))
             batch = replace(batch, facts=facts, parts_PC=torch.where(lost, junk, batch.parts_PC))
-        return batch, derive_masks(batch, POLICY, VERSION)
+        return batch, mask_batch(batch, POLICY, VERSION)
 
     batch, masks = masked(case)
     advantages = torch.where(masks.loss_C, advantages_of(case), 0.0 if junk is None else junk)
@@ -111,8 +111,8 @@ def test_every_name_of_the_list_is_found_on_the_path_and_every_metric_found_is_i
         metrics = evaluate([*RICH, *odd], build([*RICH, *odd]), settings).metrics
         assert metrics, name
         found |= {key.removesuffix(" 0").removesuffix(" 1") for key in metrics}
-    families = tuple(name.removesuffix("*") for name in NAMES if name.endswith("*"))
-    alone = {name for name in NAMES if not name.endswith("*")}
+    families = tuple(name.removesuffix("*") for name in STEP_METRICS if name.endswith("*"))
+    alone = {name for name in STEP_METRICS if not name.endswith("*")}
     assert alone - found - {"loss", *OF_THE_LEARNER} == set(), "no table of tests/cases/tables.py leads to it"
     assert {family for family in families if not any(name.startswith(family) for name in found)} == set()
     assert {name for name in found if name not in alone and not name.startswith(families)} == set()
@@ -120,7 +120,7 @@ def test_every_name_of_the_list_is_found_on_the_path_and_every_metric_found_is_i
 
 def test_only_known_names_are_counters():
     """A new metric is held to leaving out what is invalid, unless somebody says here that it counts it."""
-    assert sorted(name for name in NAMES if counts(name)) == [
+    assert sorted(name for name in STEP_METRICS if counts(name)) == [
         "groups/dropped/*",
         "groups/kept",
         "groups/singleton",
@@ -141,21 +141,21 @@ def test_metrics_of_a_rule_are_of_the_log_probs_that_it_judged(table, case):
     settings, seen = SETTINGS[table], []
     network = Network(0)
     critic = network.value if settings.estimator.name == "gae" else None
-    passes = Passes(Readable.of(network), None, critic, settings, Ranks())
+    passes = ModelRunner(LogprobModel.from_whole(network), None, critic, settings, Ranks())
 
     def survey(batch, mask_RT):
-        seen.append(passes.survey(batch, mask_RT))
+        seen.append(passes.forward_statistics(batch, mask_RT))
         return seen[0]
 
     batch = build(case)
     torch.set_default_dtype(torch.float64)
     try:
-        formed = form(batch, settings, VERSION, survey=survey, seed=1)
+        formed = prepare(batch, settings, VERSION, compute_statistics=survey, seed=1)
     finally:
         torch.set_default_dtype(torch.float32)
     expected = rejection_metrics(
-        seen[0].logprobs_RT, batch.behaviour_logprobs_RT, batch.completion_ids_R, formed.rejection
+        seen[0].logprobs_RT, batch.rollout_logprobs_RT, batch.completion_ids_R, formed.rejection
     )
-    found = correction_report(formed.objective, formed.rejection)
+    found = correction_step_metrics(formed.objective, formed.rejection)
     for name, value in expected.items():
         assert found[f"correction/{name}"] == pytest.approx(float(value), rel=1e-9, abs=1e-12), name

@@ -15,9 +15,9 @@ from tests.cases.completions import JUNK, Made, cases, completions, fresh
 from tests.cases.inputs import RICH, inputs_of, policy
 from tests.cases.options import defaults, drawn, needed, options_of, values_of
 from workers.train.algorithms.normalization import NORMALIZERS
-from workers.train.algorithms.shaping import SHAPINGS
+from workers.train.algorithms.shaping import REWARD_SHAPINGS
 
-REGISTERED = {**NORMALIZERS, **SHAPINGS}
+REGISTERED = {**NORMALIZERS, **REWARD_SHAPINGS}
 each = pytest.mark.parametrize("name", REGISTERED)
 each_normaliser = pytest.mark.parametrize("name", NORMALIZERS)
 more = st.lists(completions, max_size=4, unique_by=lambda made: made.key)
@@ -32,11 +32,11 @@ def answer(name, case, options, junk=0.0, inputs=None, **how):
     if name == "whiten":
         # A weight of 0 has no vote, and is whitened all the same.
         return by_key(case, found, inputs["mask"])
-    return by_key(case, found, inputs["mask_RT"] if "mask_RT" in registered.needs else inputs["baseline_C"])
+    return by_key(case, found, inputs["mask_RT"] if "mask_RT" in registered.input_names else inputs["baseline_C"])
 
 
 def test_no_name_is_of_two_kinds():
-    assert not set(NORMALIZERS) & set(SHAPINGS)
+    assert not set(NORMALIZERS) & set(REWARD_SHAPINGS)
 
 
 @each
@@ -87,7 +87,7 @@ def about_one(name, case):
 def test_p6_equal_values_are_exactly_0_where_a_mean_is_subtracted(name, case, data):
     options = data.draw(drawn(NORMALIZERS[name]))
     options |= {"shift": True} if "shift" in options else {"mean": "batch"}
-    if options.get("leave_one_out") or "loss_C" in NORMALIZERS[name].needs:
+    if options.get("leave_one_out") or "loss_C" in NORMALIZERS[name].input_names:
         case = [replace(made, state="ok") for made in case]  # all vote, or one has nobody to be compared with
     assert (answer(name, case, options, inputs=about_one(name, case)) == 0).all()
 
@@ -103,7 +103,7 @@ def test_p7_a_shift_changes_nothing_where_a_mean_is_subtracted(name, case, by, d
     assert torch.allclose(before, after, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("name", "option"), [*options_of(NORMALIZERS), *options_of(SHAPINGS)])
+@pytest.mark.parametrize(("name", "option"), [*options_of(NORMALIZERS), *options_of(REWARD_SHAPINGS)])
 def test_p18_every_option_has_an_effect(name, option):
     usual = defaults(REGISTERED[name])
     case = [*RICH, Made(key=7, group=1, reward=1.0, state="tool_errors", turns=(3,))]
@@ -112,6 +112,6 @@ def test_p18_every_option_has_an_effect(name, option):
 
 
 def test_every_input_of_the_registries_is_made_here():
-    assert {*NORMALIZERS.inputs, *SHAPINGS.inputs} <= set(inputs_of(RICH)), (
+    assert {*NORMALIZERS.inputs, *REWARD_SHAPINGS.inputs} <= set(inputs_of(RICH)), (
         "add what is missing to tests/cases/inputs.py"
     )

@@ -5,11 +5,18 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.rollout.engine.choice import LATER, SLACK, Seat, bound, choose, ranking
+from workers.rollout.engine_client.affinity import (
+    LATER_TURN_FACTOR,
+    SLACK,
+    Candidate,
+    choose_engine,
+    max_load,
+    rank_engines,
+)
 
 
 def home(group: str, urls: list[str]) -> str:
-    return ranking(group, tuple(urls))[0]
+    return rank_engines(group, tuple(urls))[0]
 
 
 urls = st.integers(2, 12).map(lambda n: [f"http://engine-{i}:8000" for i in range(n)])
@@ -19,12 +26,12 @@ MANY = [f"d:0:{i}" for i in range(400)]
 
 @st.composite
 def seats(draw):
-    return [Seat(url, draw(st.integers(0, 40)), draw(st.integers(0, 40))) for url in draw(urls)]
+    return [Candidate(url, draw(st.integers(0, 40)), draw(st.integers(0, 40))) for url in draw(urls)]
 
 
 @given(seats(), st.text(max_size=20), st.text(max_size=20))
 def test_an_engine_is_chosen_where_one_has_room_and_it_is_one_that_has(found, group, last):
-    chosen = choose(group, last, found)
+    chosen = choose_engine(group, last, found)
     free = {seat.url for seat in found if seat.load < seat.limit}
     assert chosen in free if free else chosen is None
 
@@ -35,10 +42,12 @@ def test_no_engine_is_ever_much_busier_than_the_mean_whatever_comes_and_goes(nam
     lasts: dict[tuple[int, int], str] = {}
     for group, completion, ends in requests:
         key = (group, completion)
-        at = choose(f"g{group}", lasts.get(key, ""), [Seat(url, loads[url], 10_000) for url in names])
+        at = choose_engine(f"g{group}", lasts.get(key, ""), [Candidate(url, loads[url], 10_000) for url in names])
         loads[at] += 1
         lasts[key] = at
-        assert loads[at] <= max(min(loads.values()) + 1, LATER * sum(loads.values()) / len(names) + SLACK + 1)
+        assert loads[at] <= max(
+            min(loads.values()) + 1, LATER_TURN_FACTOR * sum(loads.values()) / len(names) + SLACK + 1
+        )
         if ends:
             busiest = max(names, key=lambda url: loads[url])
             loads[busiest] -= 1
@@ -72,26 +81,26 @@ def test_an_engine_that_comes_takes_its_share_and_no_group_moves_between_the_oth
 @given(seats(), groups)
 def test_a_completion_stays_where_its_last_turn_was_sampled_unless_there_is_much_more_to_do(found, group):
     for seat in found:
-        if seat.load < min(seat.limit, bound(LATER, found)):
-            assert choose(group, seat.url, found) == seat.url
+        if seat.load < min(seat.limit, max_load(LATER_TURN_FACTOR, found)):
+            assert choose_engine(group, seat.url, found) == seat.url
 
 
 @given(urls, groups)
 def test_all_completions_of_a_group_begin_on_one_engine_while_there_is_room(names, group):
     loads = Counter(dict.fromkeys(names, 0))
     for _ in range(SLACK):
-        loads[choose(group, "", [Seat(url, loads[url], 100) for url in names])] += 1
+        loads[choose_engine(group, "", [Candidate(url, loads[url], 100) for url in names])] += 1
     assert max(loads.values()) == SLACK
 
 
 @given(seats(), groups)
 def test_an_engine_that_was_ejected_is_never_chosen_although_the_last_turn_was_its(found, group):
     gone, *left = found
-    assert choose(group, gone.url, left) != gone.url
+    assert choose_engine(group, gone.url, left) != gone.url
 
 
 @given(seats())
 def test_what_belongs_to_no_group_goes_where_there_is_least_to_do(found):
-    chosen = choose("", "", found)
+    chosen = choose_engine("", "", found)
     free = {seat.url: seat.load for seat in found if seat.load < seat.limit}
     assert chosen is None or free[chosen] == min(free.values())

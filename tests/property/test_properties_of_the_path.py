@@ -60,7 +60,7 @@ def test_p1_junk_in_invalid_places_changes_nothing_to_the_bit(table, case, junk)
     clean, dirty = evaluate(case, batch, settings), evaluate(case, batch, settings, junk=junk)
     assert_same(clean, dirty, exactly=True)
     assert (dirty.advantages.values_C[~dirty.masks.baseline_C] == 0).all()
-    assert clean.masks.tokens_RT.equal(dirty.masks.tokens_RT)
+    assert clean.masks.loss_tokens_RT.equal(dirty.masks.loss_tokens_RT)
 
 
 @each_table
@@ -102,7 +102,7 @@ def test_p10_padding_of_any_width_changes_nothing(table, case, width):
 
 def uncut(case, settings):
     """The case; with an estimator that asks for the value of an end, all completions ended by themselves."""
-    if "bootstrap_C" not in ESTIMATORS[settings.estimator.name].needs:
+    if "bootstrap_C" not in ESTIMATORS[settings.estimator.name].input_names:
         return case
     return [replace(made, state="ok") if made.truncated else made for made in case]
 
@@ -159,14 +159,14 @@ def test_p14_rejecting_a_row_equals_never_having_had_it(table, case, which, how,
         settings = of_any_length(settings)
     sampled = batch.sampled_RT[which]
     if how == "not_finite":
-        behaviour = batch.behaviour_logprobs_RT.clone()
+        behaviour = batch.rollout_logprobs_RT.clone()
         behaviour[which][sampled] = math.nan
-        rejected = replace(batch, behaviour_logprobs_RT=behaviour)
+        rejected = replace(batch, rollout_logprobs_RT=behaviour)
     else:
-        versions, behaviour = batch.versions_RT.clone(), batch.behaviour_logprobs_RT.clone()
+        versions, behaviour = batch.versions_RT.clone(), batch.rollout_logprobs_RT.clone()
         versions[which][sampled] = 0
         behaviour[which][sampled] = junk
-        rejected = replace(batch, versions_RT=versions, behaviour_logprobs_RT=behaviour)
+        rejected = replace(batch, versions_RT=versions, rollout_logprobs_RT=behaviour)
     left = replace(made, absent=(part,)) if several else replace(made, state="no_row")
     never = [left if c == owner else other for c, other in enumerate(case)]
     assert_same(

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from envs.references import Reference
-from envs.snapshot import freeze, left_out, thaw
+from envs.snapshot import freeze, omitted_attributes, thaw
 from stream.errors import RecordError
 
 
@@ -34,7 +34,7 @@ class World:
     def reset(self): ...
 
 
-FACTORY = Factory(Reference("test", "module", World, sys.modules[__name__]), World, World())
+FACTORY = EnvironmentFactory(Reference("test", "module", World, sys.modules[__name__]), World, World())
 
 keys = st.one_of(
     st.none(),
@@ -94,7 +94,7 @@ def same(one: object, other: object) -> bool:
 @example({"a": {1: 2, (1, 2): [True, 1.0, 1]}})
 def test_whatever_an_environment_holds_comes_back(attributes):
     back = thaw(freeze(World(**attributes), 1_000_000), FACTORY)
-    assert left_out(back) == {}
+    assert omitted_attributes(back) == {}
     assert same(vars(back), attributes)
 
 
@@ -103,8 +103,8 @@ def test_every_attribute_is_there_or_named_as_left_out(attributes, limit):
     data = freeze(World(**attributes), limit)
     back = thaw(data, FACTORY)
     assert len(data) <= limit or not vars(back)
-    assert set(vars(back)) | set(left_out(back)) == set(attributes)
-    assert not set(vars(back)) & set(left_out(back))
+    assert set(vars(back)) | set(omitted_attributes(back)) == set(attributes)
+    assert not set(vars(back)) & set(omitted_attributes(back))
 
 
 @given(st.binary(max_size=200))

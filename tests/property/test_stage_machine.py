@@ -16,21 +16,21 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from stream.dead import drop, letters, retry
+from stream.connection.keys import STAGES
+from stream.connection.run_connection import connect
 from stream.errors import LeaseLostError
-from stream.feeding import Feed
-from stream.keys import STAGES
-from stream.ledger import Ledger, Line
-from stream.link import connect
+from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
+from stream.operator.run_status import read_status
+from stream.queue.feed import Feed
+from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt
-from stream.stage import Stage, Terms
-from stream.training import End, Tenure
-from stream.view import look
+from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.ledger import Ledger, LedgerRecord
 
 CAPACITY = 4
 WORKERS = ("w0", "w1", "w2")
 NEXT = {"prompts": "groups", "groups": "scored"}
-TERMS = Terms(lease_s=600.0, infra_attempts=3, data_attempts=2, backoff_s=100.0)
+TERMS = RetryPolicy(lease_s=600.0, infra_attempts=3, data_attempts=2, backoff_s=100.0)
 
 workers, stages, picks = st.sampled_from(WORKERS), st.sampled_from(list(NEXT)), st.integers(0, 50)
 
@@ -44,9 +44,11 @@ class Run(RuleBasedStateMachine):
         self.call = self.loop.__enter__().call
         self.folder = tempfile.TemporaryDirectory()
         self._connection = connect(url, f"machine-{uuid.uuid4().hex}")
-        self.link = self.call(self._connection.__aenter__)
+        self.connection = self.call(self._connection.__aenter__)
         self.stages = {
-            (s, w): Stage(self.link, s, w, TERMS, CAPACITY if s == "prompts" else None) for s in NEXT for w in WORKERS
+            (s, w): Stage(self.connection, s, w, TERMS, CAPACITY if s == "prompts" else None)
+            for s in NEXT
+            for w in WORKERS
         }
         self.leases = []  # (stage, lease), held or lost long ago
         self.came_again = set()  # prompts, after they had ended: nobody knows any more when they were begun
@@ -84,16 +86,16 @@ class Run(RuleBasedStateMachine):
     @rule(count=st.integers(1, 3))
     def feed(self, count) -> None:
         prompts = [Prompt(id=f"p{self.fed + i}", messages=[]) for i in range(count)]
-        self.call(Feed(self.link, 1000).put, prompts, str(self.fed or ""), str(self.fed + count))
+        self.call(Feed(self.connection, 1000).put, prompts, str(self.fed or ""), str(self.fed + count))
         self.fed += count
 
     @rule(stage=stages, worker=workers, count=st.integers(1, 4))
     def claim(self, stage, worker, count) -> None:
-        before = self.call(look, self.link).outstanding
+        before = self.call(read_status, self.connection).outstanding
         claim = self.call(self.stages[stage, worker].claim, count)
         self.leases += [(self.stages[stage, worker], lease) for lease in claim.leases]
         assert len(claim.leases) <= count
-        assert self.call(look, self.link).outstanding <= max(before, CAPACITY)
+        assert self.call(read_status, self.connection).outstanding <= max(before, CAPACITY)
 
     @precondition(lambda self: self.leases)
     @rule(pick=picks, how=st.sampled_from(["settle", "settle", "settle", "infra", "data", "none", "late", "bury"]))
@@ -125,23 +127,23 @@ class Run(RuleBasedStateMachine):
         stage, lease = self.leases[pick % len(self.leases)]
         self.end_a_lease(pick, "settle")
         again = self.call(
-            self.link.script, "settle", stage.name, stage.consumer, lease.id, NEXT[stage.name], "twice", b""
+            self.connection.run_script, "settle", stage.name, stage.consumer, lease.id, NEXT[stage.name], "twice", b""
         )
         assert again == 0
 
     @rule(what=st.sampled_from(["leases", "retries", "retries"]))
     def time_passes(self, what) -> None:
         for stage in STAGES:
-            key = self.link.key(f"{stage}:{what}")
-            for entry in self.call(self.link.redis.zrange, key, 0, -1):
-                self.call(self.link.redis.zadd, key, {entry: 0})
+            key = self.connection.key(f"{stage}:{what}")
+            for entry in self.call(self.connection.redis.zrange, key, 0, -1):
+                self.call(self.connection.redis.zadd, key, {entry: 0})
 
-    @rule(pick=picks, verb=st.sampled_from([retry, drop]))
+    @rule(pick=picks, verb=st.sampled_from([retry_dead_letters, drop_dead_letters]))
     def see_to_a_dead_letter(self, pick, verb) -> None:
-        found = self.call(letters, self.link)
+        found = self.call(list_dead_letters, self.connection)
         if found:
             letter = found[pick % len(found)]
-            self.call(verb, self.link, [letter.id])
+            self.call(verb, self.connection, [letter.id])
             self.came_again.add(letter.prompt_id.encode())
 
     # -- the trainer
@@ -150,10 +152,10 @@ class Run(RuleBasedStateMachine):
     def train(self, count, ending) -> None:
         ends, lines = [], []
         for lease in self.call(self.trainer.claim, count).leases:
-            known = self.ledger.ends.get(lease.prompt_id)
-            ends.append(End(lease, f"again:{known}" if known else ending))
+            known = self.ledger.outcomes.get(lease.prompt_id)
+            ends.append(GroupOutcome(lease, f"again:{known}" if known else ending))
             if not known:
-                lines.append(Line(lease.prompt_id, ending, 1, self.version, ""))
+                lines.append(LedgerRecord(lease.prompt_id, ending, 1, self.version, ""))
         self.ledger.append(lines)
         assert self.commit(ends) == []
 
@@ -163,7 +165,7 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def publish(self) -> None:
-        self.version = self.call(self.tenure.reserve, self.version)
+        self.version = self.call(self.tenure.reserve_version, self.version)
         self.call(self.tenure.publish, self.version, Path(), 1, {})
 
     @rule()
@@ -176,31 +178,31 @@ class Run(RuleBasedStateMachine):
     def the_trainer_is_killed(self, in_hand) -> None:
         self.call(self.trainer.claim, in_hand)
         self.ledger.close()
-        self.call(self.tenure.end)
+        self.call(self.tenure.release)
         self.begin()
 
     def begin(self) -> None:
         self.deaths += 1
         self.marked = []
         self.ledger = Ledger(Path(self.folder.name) / "ledger", self.kept)
-        self.trainer = Stage(self.link, "scored", f"t{self.deaths}", TERMS)
-        self.tenure = self.call(Tenure.begin, self.link, 600.0)
-        marked = self.call(self.link.read_hash, "scored:ended")
-        self.came_again |= {prompt.encode() for prompt in marked.values() if prompt not in self.ledger.ends}
+        self.trainer = Stage(self.connection, "scored", f"t{self.deaths}", TERMS)
+        self.tenure = self.call(TrainerLease.acquire, self.connection, 600.0)
+        marked = self.call(self.connection.read_hash, "scored:ended")
+        self.came_again |= {prompt.encode() for prompt in marked.values() if prompt not in self.ledger.outcomes}
         self.call(self.tenure.recover, self.ledger)
 
     # -- what must hold
 
     @invariant()
     def the_account_balances(self) -> None:
-        balance = self.call(look, self.link).balance
+        balance = self.call(read_status, self.connection).balance
         assert balance.pop("fed") == self.fed == sum(balance.values())
 
     @invariant()
     def what_is_kept_goes_with_its_entry(self) -> None:
         for stage in NEXT:
-            there = {entry for entry, _ in self.call(self.link.redis.xrange, self.link.key(stage))}
-            names = self.call(self.link.redis.keys, self.link.key(f"{stage}:kept:*"))
+            there = {entry for entry, _ in self.call(self.connection.redis.xrange, self.connection.key(stage))}
+            names = self.call(self.connection.redis.keys, self.connection.key(f"{stage}:kept:*"))
             assert {name.rpartition(b":")[2] for name in names} <= there
 
     @invariant()
@@ -228,8 +230,8 @@ class Run(RuleBasedStateMachine):
 
     async def snapshot(self) -> list:
         """The open prompts, the marks, and for each stage its entries, who owns them, leases and retries."""
-        key = self.link.key
-        async with self.link.redis.pipeline(transaction=True) as all_at_once:
+        key = self.connection.key
+        async with self.connection.redis.pipeline(transaction=True) as all_at_once:
             all_at_once.hgetall(key("open")).hkeys(key("scored:ended"))
             all_at_once.zrange(key("started"), 0, -1, withscores=True)
             for stage in STAGES:
@@ -248,18 +250,18 @@ class Run(RuleBasedStateMachine):
                     self.end_a_lease(0, "settle")
             self.train(CAPACITY, "trained")
             self.publish()
-            if not self.call(look, self.link).open:
+            if not self.call(read_status, self.connection).open:
                 break
         self.checkpoint()
-        view = self.call(look, self.link)
+        view = self.call(read_status, self.connection)
         assert (view.open, view.outstanding) == (0, 0)
         assert [view.stages[stage].depth for stage in STAGES] == [0, 0, 0]
         notes = ("leases", "retries", "attempts", "ended")
         left = [
-            self.link.key(name)
+            self.connection.key(name)
             for name in ("places", "started", *(f"{stage}:{note}" for stage in STAGES for note in notes))
         ]
-        assert self.call(self.link.redis.exists, *left) == 0
+        assert self.call(self.connection.redis.exists, *left) == 0
         history = [msgspec.json.decode(text)["prompt"] for text in self.ledger.path.read_bytes().splitlines()]
         assert len(history) == len(set(history)) == view.balance["trained"] + view.dropped.get("zero_variance", 0)
 

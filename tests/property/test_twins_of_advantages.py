@@ -130,18 +130,20 @@ def test_every_estimator_has_a_twin():
     assert set(TWINS) == set(ESTIMATORS)
 
 
-@pytest.mark.parametrize("name", [n for n, e in ESTIMATORS.items() if e.declared.level == "completion"])
+@pytest.mark.parametrize("name", [n for n, e in ESTIMATORS.items() if e.traits.level == "completion"])
 @given(case=batches(), junk=st.sampled_from(JUNK), data=st.data())
 def test_an_estimator_of_completions_equals_its_twin(name, case, junk, data):
-    options = {option: data.draw(OPTIONS[option], option) for option in ESTIMATORS[name].options}
-    assert_equal(estimate(name, inputs_of(case, junk), options, singleton="zero"), TWINS[name](case, **options))
+    options = {option: data.draw(OPTIONS[option], option) for option in ESTIMATORS[name].option_names}
+    assert_equal(
+        estimate(name, inputs_of(case, junk), options, single_sample_policy="zero"), TWINS[name](case, **options)
+    )
 
 
-@pytest.mark.parametrize("name", [n for n, e in ESTIMATORS.items() if e.declared.level == "token"])
+@pytest.mark.parametrize("name", [n for n, e in ESTIMATORS.items() if e.traits.level == "token"])
 @given(case=sheets(), junk=st.sampled_from(JUNK), data=st.data())
 def test_an_estimator_of_tokens_equals_its_twin(name, case, junk, data):
-    options = {option: data.draw(OPTIONS[option], option) for option in ESTIMATORS[name].options}
-    found = estimate(name, inputs_of(case, junk), options, singleton="zero")
+    options = {option: data.draw(OPTIONS[option], option) for option in ESTIMATORS[name].option_names}
+    found = estimate(name, inputs_of(case, junk), options, single_sample_policy="zero")
     advantages, returns = TWINS[name](case, **options)
     assert_equal(found.advantages_CT, advantages)
     assert_equal(found.returns_CT, returns)
@@ -154,7 +156,7 @@ def test_every_normaliser_has_a_twin():
 @given(case=batches(), junk=st.sampled_from(JUNK), weighted=st.booleans(), data=st.data())
 def test_whitening_equals_its_twin(case, junk, weighted, data):
     chosen = NORMALIZERS["whiten"]
-    options = {option: data.draw(OPTIONS[option], option) for option in chosen.options}
+    options = {option: data.draw(OPTIONS[option], option) for option in chosen.option_names}
     valid = torch.tensor(case.valid)
     found = chosen(
         {
@@ -171,7 +173,7 @@ def test_whitening_equals_its_twin(case, junk, weighted, data):
 @given(case=batches(), junk=st.sampled_from(JUNK), apart=st.booleans(), data=st.data())
 def test_normalising_completions_equals_its_twin(case, junk, apart, data):
     chosen = NORMALIZERS["normalize"]
-    options = {option: data.draw(OPTIONS[option], option) for option in chosen.options}
+    options = {option: data.draw(OPTIONS[option], option) for option in chosen.option_names}
     inputs = inputs_of(case, junk)
     voting = case.correct if apart else None
     found = chosen(
@@ -188,7 +190,7 @@ def test_normalising_completions_equals_its_twin(case, junk, apart, data):
 @given(case=sheets(), junk=st.sampled_from(JUNK), data=st.data())
 def test_normalising_tokens_equals_its_twin(case, junk, data):
     chosen = NORMALIZERS["normalize_tokens"]
-    options = {option: data.draw(OPTIONS[option], option) for option in chosen.options}
+    options = {option: data.draw(OPTIONS[option], option) for option in chosen.option_names}
     inputs = inputs_of(case, junk)
     found = chosen(
         {

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.twins import correction as twins
-from workers.train.algorithms.diagnostics import correction_metrics
+from workers.train.algorithms.correction_metrics import correction_metrics
 from workers.train.algorithms.filters import FILTERS
 from workers.train.algorithms.grouping import Grouping
-from workers.train.algorithms.importance import IMPORTANCE, ImportanceWeights, importance_weights
+from workers.train.algorithms.importance import IMPORTANCE_LEVELS, ImportanceWeights, importance_weights
 from workers.train.algorithms.pass_at_k import pass_at_k
-from workers.train.algorithms.rejection import REJECTIONS, Rejection, Rule, reject
-from workers.train.algorithms.shaping import SHAPINGS
+from workers.train.algorithms.rejection import REJECTIONS, Rejection, RejectionRule, reject
+from workers.train.algorithms.shaping import REWARD_SHAPINGS
 
 torch.set_num_threads(1)
 
@@ -27,7 +27,7 @@ DISTANCES = st.one_of(st.integers(-64, 64).map(lambda n: n / 64), st.sampled_fro
 BOUNDS = {"k1": (0.8123, 1.2711), "k2": (0.0, 0.0503), "k3": (0.0, 0.0407), "po": (0.0, 0.0703)}
 OPTIONS = st.fixed_dictionaries(
     {
-        "level": st.sampled_from(sorted(IMPORTANCE)),
+        "level": st.sampled_from(sorted(IMPORTANCE_LEVELS)),
         "lower": st.sampled_from([0.0, 0.4951]),
         "upper": st.sampled_from([1.2049, 2.0101, math.inf]),
         "outside": st.sampled_from(["truncate", "zero"]),
@@ -83,7 +83,7 @@ class Found:
     @property
     def tensors(self) -> dict[str, Tensor]:
         tensors = {"kept": self.rejection.kept_RT, "weights": self.weights.weights_RT, "factor": self.weights.factor}
-        return tensors | {str(n): kept for n, kept in enumerate(self.rejection.by_rule)} | self.metrics
+        return tensors | {str(n): kept for n, kept in enumerate(self.rejection.kept_by_rule_RT)} | self.metrics
 
 
 @st.composite
@@ -102,8 +102,8 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(draw(st.permutations(rows)), max((len(row) for _, row in rows), default=0) + draw(st.integers(0, 2)))
 
 
-def rules_of(names: list[str]) -> list[Rule]:
-    return [Rule(name, *BOUNDS[name[-2:]]) for name in names]
+def rules_of(names: list[str]) -> list[RejectionRule]:
+    return [RejectionRule(name, *BOUNDS[name[-2:]]) for name in names]
 
 
 def run(case: Case, names: list[str], options: dict[str, Any], outside: float = 0.0) -> Found:
@@ -135,8 +135,8 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor], relative: float 
 
 def test_everything_registered_has_a_twin() -> None:
     assert set(REJECTIONS) == set(twins.STATISTICS)
-    assert set(IMPORTANCE) == set(twins.LEVELS)
-    assert set(SHAPINGS) == set(twins.SHAPINGS)
+    assert set(IMPORTANCE_LEVELS) == set(twins.LEVELS)
+    assert set(REWARD_SHAPINGS) == set(twins.SHAPINGS)
     assert set(FILTERS) == set(twins.FILTERS)
 
 
@@ -156,7 +156,7 @@ def test_a_rule_keeps_what_its_twin_keeps(name: str, case: Case) -> None:
 def test_several_rules_are_all_to_be_passed(case: Case, names: list[str]) -> None:
     found = reject(rules_of(names), case.side(0), case.side(1), case.mask, case.ids)
     alone = [reject([rule], case.side(0), case.side(1), case.mask, case.ids).kept_RT for rule in rules_of(names)]
-    assert all(torch.equal(a, b) for a, b in zip(found.by_rule, alone, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found.kept_by_rule_RT, alone, strict=True))
     assert torch.equal(found.kept_RT, torch.stack([case.mask, *alone]).all(dim=0))
 
 
@@ -297,19 +297,19 @@ def rewards_of(case: list[Completion], outside: float) -> tuple[Tensor, Tensor]:
     return torch.tensor([each.reward if each.valid else outside for each in case], dtype=torch.float64), valid
 
 
-@pytest.mark.parametrize("name", SHAPINGS)
+@pytest.mark.parametrize("name", REWARD_SHAPINGS)
 @given(completions, st.sampled_from(JUNK))
 def test_shapings_equal_their_twins_and_leave_the_invalid_out(name: str, case: list[Completion], junk: float) -> None:
     options = {"bias": -0.5, "scale": 3.0, "limit": 0.8, "max_length": 100, "tail": 30, "factor": 0.7}
-    options = {key: options[key] for key in SHAPINGS[name].options}
+    options = {key: options[key] for key in REWARD_SHAPINGS[name].option_names}
     rewards, valid = rewards_of(case, junk)
     inputs = {
         "rewards_C": rewards,
         "baseline_C": valid,
         "lengths_C": torch.tensor([each.length for each in case], dtype=torch.int64),
-        "cut_short_C": torch.tensor([each.cut_short for each in case], dtype=torch.bool),
+        "penalised_C": torch.tensor([each.cut_short for each in case], dtype=torch.bool),
     }
-    found = SHAPINGS[name](inputs, options)
+    found = REWARD_SHAPINGS[name](inputs, options)
     expected = [
         twins.SHAPINGS[name](each.reward, each.length, each.cut_short, **options) if each.valid else 0.0
         for each in case
@@ -328,7 +328,7 @@ def test_filters_equal_their_twins(name: str, case: list[Completion], junk: floa
         "min_advantage": 0.5,
         "max_advantage": 2.0,
     }
-    options = {key: options[key] for key in FILTERS[name].options}
+    options = {key: options[key] for key in FILTERS[name].option_names}
     rewards, valid = rewards_of(case, junk)
     groups = Grouping(torch.tensor([each.group for each in case], dtype=torch.int64), valid, 4)
     found = FILTERS[name]({"rewards_C": rewards, "groups": groups, "advantages_C": 2 * rewards}, options)

@@ -15,7 +15,7 @@ from tests.twins import selection as selection_twins
 from tests.twins.losses import Token
 from workers.train.algorithms.divergence import DIVERGENCES, divergence
 from workers.train.algorithms.losses import LOSSES, LossOutput, policy_loss
-from workers.train.algorithms.token_selection import SELECTORS, m2po, select
+from workers.train.algorithms.token_selection import SELECTORS, m2po, select_tokens
 from workers.train.algorithms.value import value_loss
 
 torch.set_num_threads(1)
@@ -103,7 +103,7 @@ def run(
         completion_ids_R=torch.tensor([owner for owner, _ in case.rows], dtype=torch.int64),
         factors_R=torch.tensor(factors, dtype=torch.float64),
         weights_RT=sheet(case, "weight", junk, columns),
-        chosen_RT=sheet(case, "chosen", float(junk != 0), columns) != 0,
+        selected_RT=sheet(case, "chosen", float(junk != 0), columns) != 0,
         options=options,
     )
     (gradient,) = torch.autograd.grad(output.loss, logprobs)
@@ -208,7 +208,7 @@ def test_log_ratios_of_a_hundred_give_a_finite_loss_and_gradient(name: str, dtyp
                 completion_ids_R=torch.tensor([0, 1]),
                 factors_R=torch.full((2,), 0.125, dtype=torch.float64),
                 weights_RT=torch.full_like(log_ratio, math.exp(20)),
-                chosen_RT=torch.full_like(log_ratio, chosen, dtype=torch.bool),
+                selected_RT=torch.full_like(log_ratio, chosen, dtype=torch.bool),
                 options=options,
             )
             (gradient,) = torch.autograd.grad(output.loss, logprobs)
@@ -235,7 +235,7 @@ def test_a_divergence_and_its_gradient_are_those_of_its_twin(
     assert torch.allclose(found[0], torch.tensor(values, dtype=torch.float64), rtol=1e-9, atol=1e-12)
     assert torch.allclose(gradient[0], torch.tensor(slopes, dtype=torch.float64), rtol=1e-9, atol=1e-12)
     assert float(found[0, -1]) == 0.0 == float(gradient[0, -1])
-    if DIVERGENCES[name].declared.non_negative:
+    if DIVERGENCES[name].traits.non_negative:
         assert (found >= 0).all()
 
 
@@ -250,9 +250,9 @@ def line(values: list[float], mask: list[bool], junk: float) -> Tensor:
     )
 
 
-def places(chosen_RT: Tensor, mask: list[bool]) -> set[int]:
+def places(selected_RT: Tensor, mask: list[bool]) -> set[int]:
     """Numbers of the chosen among the tokens of the mask; nothing outside is chosen."""
-    chosen = chosen_RT[0].tolist()
+    chosen = selected_RT[0].tolist()
     assert not any(c and not m for c, m in zip(chosen, mask, strict=True))
     return {number for number, c in enumerate(c for c, m in zip(chosen, mask, strict=True) if m) if c}
 
@@ -277,7 +277,7 @@ def test_m2po_keeps_what_its_twin_keeps_in_any_order(found, threshold, junk, ran
 @given(lines, st.sampled_from([0.0002, 0.25, 0.5, 1.0]), st.sampled_from(JUNK))
 def test_kl_cov_chooses_what_its_twin_chooses(found, share, junk) -> None:
     logprobs, proximal, advantages, mask = (list(column) for column in zip(*found, strict=True)) if found else ([],) * 4
-    chosen = select(
+    chosen = select_tokens(
         "kl_cov",
         line(logprobs, mask, junk),
         line(proximal, mask, junk),
@@ -299,7 +299,7 @@ def test_clip_cov_chooses_as_many_as_it_may_among_its_twins_candidates(found, sh
     bounds = {"clip_low": 0.21, "clip_high": 0.29, "clip_cov_low": 0.0501, "clip_cov_high": 0.9001}
 
     def choose(outside: float) -> Tensor:
-        return select(
+        return select_tokens(
             "clip_cov",
             line(logprobs, mask, outside),
             line(proximal, mask, outside),

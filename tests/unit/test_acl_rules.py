@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from stream.acl import _ASKING, _READING, _WRITING, ACL_ROLES, aclfile_line, rules
+from stream.connection.keys import STAGES
 from stream.errors import PenstockError
-from stream.keys import STAGES
+from stream.operator.acl import _READ_COMMANDS, _SERVER_COMMANDS, _WRITE_RULES, ACL_ROLES, acl_rules, aclfile_line
 
 LUA = Path(__file__).parents[2] / "stream" / "lua"
 SCRIPTS = {
@@ -51,7 +51,11 @@ def commands(script: str) -> set[str]:
 
 @pytest.mark.parametrize("role", SCRIPTS)
 def test_a_role_is_granted_every_command_of_its_scripts(role):
-    granted = {*_ASKING, *_READING, *(command for grant in _WRITING[role] for command in grant.commands)}
+    granted = {
+        *_SERVER_COMMANDS,
+        *_READ_COMMANDS,
+        *(command for grant in _WRITE_RULES[role] for command in grant.commands),
+    }
     granted |= {"xgroup"} if "xgroup|create" in granted else set()
     for script in SCRIPTS[role]:
         assert commands(script) <= granted, script
@@ -71,7 +75,7 @@ def written(script: str) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("role", SCRIPTS)
 def test_a_role_is_granted_every_write_that_its_scripts_spell_out(role):
-    granted = {(command, name) for grant in _WRITING[role] for command in grant.commands for name in grant.keys}
+    granted = {(command, name) for grant in _WRITE_RULES[role] for command in grant.commands for name in grant.keys}
     for script in SCRIPTS[role]:
         assert written(script) <= granted, script
 
@@ -80,7 +84,7 @@ def test_the_reading_of_scripts_here_finds_what_is_there():
     assert {"xclaim", "zadd", "hset", "time", "info", "xreadgroup"} <= commands("claim")
     assert ("xadd", "dead") in written("claim")
     assert ("hset", "policy") in written("stay")
-    assert commands("look") <= {*_READING, "time"}
+    assert commands("look") <= {*_READ_COMMANDS, "time"}
 
 
 def test_every_script_is_some_roles():
@@ -89,22 +93,24 @@ def test_every_script_is_some_roles():
 
 
 def test_nobody_writes_to_another_runs_keys_or_to_all_of_its_own():
-    for role in _WRITING:
-        patterns: list[str] = re.findall(r"[%RW]*~[^ )]+", " ".join(rules(role, "demo")))
+    for role in _WRITE_RULES:
+        patterns: list[str] = re.findall(r"[%RW]*~[^ )]+", " ".join(acl_rules(role, "demo")))
         assert all(pattern.lstrip("%R").startswith("~{demo}") for pattern in patterns), role
         wide = {pattern for pattern in patterns if "*" in pattern and ":kept:" not in pattern}
         assert wide == {"%R~{demo}:*"}, role
 
 
 def test_a_name_stands_for_itself_alone():
-    assert "~{a\\*b\\[c\\]\\?}" in rules("look", "a*b[c]?")
+    assert "~{a\\*b\\[c\\]\\?}" in acl_rules("look", "a*b[c]?")
     with pytest.raises(PenstockError, match="spaces"):
-        rules("look", "a b")
+        acl_rules("look", "a b")
 
 
 def test_no_rule_grants_a_category_or_all_commands():
-    for role in _WRITING:
-        assert not any(token.startswith(("+@", "allcommands", "allkeys", "nopass")) for token in rules(role, "demo"))
+    for role in _WRITE_RULES:
+        assert not any(
+            token.startswith(("+@", "allcommands", "allkeys", "nopass")) for token in acl_rules(role, "demo")
+        )
     assert STAGES == ("prompts", "groups", "scored")
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stream.address import Address, has_secret, without_secrets
+from stream.connection.address import RedisAddress, has_secret, redact_url
 from stream.errors import ServerError
 
 
@@ -29,7 +29,7 @@ from stream.errors import ServerError
     ],
 )
 def test_people_see_neither_user_nor_password(url, shown):
-    assert without_secrets(url) == shown
+    assert redact_url(url) == shown
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_url_that_might_bear_a_password_counts_as_one_that_does(url, secret):
 @pytest.mark.parametrize("url", ["hush@host", "http://:hush@host", "redis://:hu/sh@host", "redis://:hu[sh@host"])
 def test_no_url_is_an_error_that_shows_no_secret(url):
     with pytest.raises(ServerError, match="is no Redis URL") as caught:
-        Address(url)
+        RedisAddress(url)
     assert "hu" not in str(caught.value)
 
 
@@ -67,7 +67,7 @@ def test_no_url_is_an_error_that_shows_no_secret(url):
 )
 async def test_an_option_that_does_not_exist_is_named(url, why):
     with pytest.raises(ServerError, match=why):
-        await Address(url).prepare()
+        await RedisAddress(url).prepare()
 
 
 @pytest.mark.parametrize("option", ["ssl_ca_certs", "ssl_certfile"])
@@ -75,4 +75,4 @@ async def test_a_tls_file_that_is_missing_or_none_is_an_error_that_says_which_op
     (tmp_path / "no.pem").write_text("not a certificate")
     for name in ("no.pem", "missing.pem"):
         with pytest.raises(ServerError, match=f"cannot be used.*{option}"):
-            await Address(f"rediss://host?{option}={tmp_path / name}").prepare()
+            await RedisAddress(f"rediss://host?{option}={tmp_path / name}").prepare()

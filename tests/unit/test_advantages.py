@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from workers.train.algorithms.advantages import ESTIMATORS, Traits, estimate
+from workers.train.algorithms.advantages import ESTIMATORS, EstimatorTraits, estimate
 from workers.train.algorithms.grouping import Grouping
 from workers.train.algorithms.token_advantages import TokenAdvantages
 
 NAN, INF = math.nan, math.inf
 DEFAULTS = {"normalize_std": True, "leave_one_out": False, "epsilon": 1e-6, "f_norm": 1.0, "k": 2}
-COMPLETION = [name for name, estimator in ESTIMATORS.items() if estimator.declared.level == "completion"]
-WITHIN_GROUP = [name for name in COMPLETION if ESTIMATORS[name].declared.within_group]
+COMPLETION = [name for name, estimator in ESTIMATORS.items() if estimator.traits.level == "completion"]
+WITHIN_GROUP = [name for name in COMPLETION if ESTIMATORS[name].traits.within_group]
 
 
 def inputs(rewards, valid=None, groups=None, lengths=None, loss_lengths=None, parts=None, weights=None):
@@ -35,7 +35,7 @@ def inputs(rewards, valid=None, groups=None, lengths=None, loss_lengths=None, pa
 
 
 def advantages(name, *case, singleton="zero", options=(), **columns):
-    found = estimate(name, inputs(*case, **columns), DEFAULTS | dict(options), singleton=singleton)
+    found = estimate(name, inputs(*case, **columns), DEFAULTS | dict(options), single_sample_policy=singleton)
     assert found.dtype == torch.float64
     return found.tolist()
 
@@ -219,7 +219,9 @@ def test_nothing_valid_gives_zeros(name, size):
 def test_ids_need_not_be_small_or_consecutive():
     ids = torch.tensor([10**12, -5, 10**12, -5])
     groups = Grouping(ids, torch.ones(4).bool())
-    found = estimate("dr_grpo", {"rewards_C": torch.tensor([1.0, 2, 3, 6]), "groups": groups}, {}, singleton="zero")
+    found = estimate(
+        "dr_grpo", {"rewards_C": torch.tensor([1.0, 2, 3, 6]), "groups": groups}, {}, single_sample_policy="zero"
+    )
     assert found.tolist() == [-1.0, -2.0, 1.0, 2.0]
 
 
@@ -233,14 +235,16 @@ def test_statistics_are_exact_at_a_large_offset(name):
 
 def test_whole_numbers_are_not_truncated():
     groups = Grouping(torch.zeros(4).long(), torch.ones(4).bool(), 1)
-    found = estimate("dr_grpo", {"rewards_C": torch.tensor([1, 0, 0, 0]), "groups": groups}, {}, singleton="zero")
+    found = estimate(
+        "dr_grpo", {"rewards_C": torch.tensor([1, 0, 0, 0]), "groups": groups}, {}, single_sample_policy="zero"
+    )
     assert found.tolist() == [0.75, -0.25, -0.25, -0.25]
 
 
 def test_the_number_of_tries_has_no_bound_that_matters():
     correct = torch.arange(1000) < 10
     groups = Grouping(torch.zeros(1000).long(), torch.ones(1000).bool(), 1)
-    found = estimate("passk", {"groups": groups, "correct_C": correct}, {"k": 200}, singleton="zero")
+    found = estimate("passk", {"groups": groups, "correct_C": correct}, {"k": 200}, single_sample_policy="zero")
     failing = math.comb(990, 200) / math.comb(1000, 200)
     expected = failing / math.sqrt(failing * (1 - failing))
     assert found[0].item() == pytest.approx(expected, rel=1e-9)
@@ -250,18 +254,18 @@ def test_the_number_of_tries_has_no_bound_that_matters():
 def test_the_estimators_of_tokens_come_with_the_others():
     assert {"gae", "reinforce_plus_plus", "remax"} <= set(ESTIMATORS)
     sheet = {"token_rewards_CT": torch.ones(1, 2), "mask_CT": torch.ones(1, 2).bool(), "greedy_C": torch.ones(1)}
-    found = estimate("remax", sheet, {}, singleton="raw")
+    found = estimate("remax", sheet, {}, single_sample_policy="raw")
     assert isinstance(found, TokenAdvantages)
     assert found.advantages_CT.tolist() == [[1.0, 0.0]]
 
 
 def test_an_estimator_says_what_it_needs_and_which_options_it_has():
-    assert ESTIMATORS["opo"].needs == ("rewards_C", "groups", "lengths_C")
-    assert ESTIMATORS["grpo"].options == ("normalize_std", "leave_one_out", "epsilon")
+    assert ESTIMATORS["opo"].input_names == ("rewards_C", "groups", "lengths_C")
+    assert ESTIMATORS["grpo"].option_names == ("normalize_std", "leave_one_out", "epsilon")
     with pytest.raises(KeyError, match="lengths_C"):
-        estimate("opo", {"rewards_C": torch.ones(1), "groups": None}, {}, singleton="zero")
+        estimate("opo", {"rewards_C": torch.ones(1), "groups": None}, {}, single_sample_policy="zero")
 
 
 def test_a_name_is_registered_once():
     with pytest.raises(ValueError, match="'grpo' is registered already"):
-        ESTIMATORS.register("grpo", Traits(level="completion"), formula="", source="")(lambda groups: groups)
+        ESTIMATORS.register("grpo", EstimatorTraits(level="completion"), formula="", source="")(lambda groups: groups)

@@ -4,11 +4,11 @@ import resource
 
 import pytest
 
-from stream.archive import Archive, ArchivedGroups, read_places
 from stream.codec import encode
 from stream.errors import PenstockError, RecordError, RunFailedError
-from stream.ledger import Line, content_hash
 from stream.records import Completion, Group, Prompt
+from stream.trainer.archive import Archive, ArchivedGroups, scan_archive
+from stream.trainer.ledger import LedgerRecord, content_hash
 from stream.validity import Measured
 from tests.cases.rows import sampled_row
 
@@ -20,8 +20,8 @@ def group(name: str, token: int = 1, tokens: int = 10) -> Group:
     )
 
 
-def ended(made: Group, step: int = 1) -> tuple[Line, bytes]:
-    return Line(made.prompt.id, "trained", step, 0, content_hash(made)), encode(made)
+def ended(made: Group, step: int = 1) -> tuple[LedgerRecord, bytes]:
+    return LedgerRecord(made.prompt.id, "trained", step, 0, content_hash(made)), encode(made)
 
 
 def life(folder, *groups: Group, limit: int | None = None) -> None:
@@ -34,7 +34,7 @@ def life(folder, *groups: Group, limit: int | None = None) -> None:
 
 def names(folder) -> list[str]:
     """Prompts in the archive, in the order in which they lie there."""
-    return [line.prompt for line, _ in read_places(folder)]
+    return [line.prompt for line, _ in scan_archive(folder)]
 
 
 def segments(folder):
@@ -53,7 +53,7 @@ def test_what_was_written_is_found_by_prompt_and_content(tmp_path):
 
 def test_a_record_tells_the_line_as_it_was_written(tmp_path):
     life(tmp_path, group("ünïcode\n"))
-    assert [line for line, _ in read_places(tmp_path)] == [ended(group("ünïcode\n"))[0]]
+    assert [line for line, _ in scan_archive(tmp_path)] == [ended(group("ünïcode\n"))[0]]
 
 
 def test_where_nothing_was_kept_nothing_is_found_and_nothing_made(tmp_path):
@@ -74,7 +74,7 @@ def test_each_life_has_a_segment_of_its_own_and_two_at_once_do_not_meet(tmp_path
 
 
 def test_two_that_begin_at_the_same_moment_do_not_take_the_same_segment(tmp_path, monkeypatch):
-    monkeypatch.setattr("stream.archive._segments", lambda _: [])  # each looked before the other had begun
+    monkeypatch.setattr("stream.trainer.archive._segments", lambda _: [])  # each looked before the other had begun
     for name in ("a", "b", "c"):
         life(tmp_path, group(name))
     monkeypatch.undo()
@@ -100,7 +100,7 @@ def test_every_prefix_of_a_segment_gives_whole_records_alone(tmp_path):
     life(tmp_path, group("a", tokens=2), group("b", tokens=1))
     path = segments(tmp_path)[0]
     content = path.read_bytes()
-    ends = [place.offset + place.size for _, place in read_places(tmp_path)]
+    ends = [place.offset + place.size for _, place in scan_archive(tmp_path)]
     for length in {*range(0, len(content), 3), *ends, *(end - 1 for end in ends)}:
         path.write_bytes(content[:length])
         assert len(names(tmp_path)) == sum(end <= length for end in ends)
@@ -111,7 +111,7 @@ def test_junk_between_records_is_passed_by(tmp_path, junk):
     life(tmp_path, group("a"), group("b"))
     path = segments(tmp_path)[0]
     content = path.read_bytes()
-    _, place = next(read_places(tmp_path))
+    _, place = next(scan_archive(tmp_path))
     end = place.offset + place.size
     path.write_bytes(junk + content[:end] + junk + content[end:] + junk)
     assert names(tmp_path) == ["a", "b"]
@@ -122,7 +122,7 @@ def test_a_flipped_byte_costs_its_own_record_at_most_and_is_never_believed(tmp_p
     life(tmp_path, *made)
     path = segments(tmp_path)[0]
     content = path.read_bytes()
-    spans = [place.offset + place.size for _, place in read_places(tmp_path)]
+    spans = [place.offset + place.size for _, place in scan_archive(tmp_path)]
     for position in range(0, len(content), 5):
         path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
         hit = sum(end <= position for end in spans)

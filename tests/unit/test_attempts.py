@@ -2,14 +2,18 @@
 
 from stream.records import Group, Prompt
 from workers.train.groups.attempts import attempt_metrics
-from workers.train.groups.stragglers import Stragglers
-from workers.train.step.metrics import OF_COLLECTING
+from workers.train.groups.straggler_wait import StragglerWait
+from workers.train.step.metrics import COLLECTION_METRICS
 
 
 def group(seconds, *cancelled_s):
     prompt = Prompt(id="p", messages=[])
     return Group(
-        prompt=prompt, completions=[], claimed_at=100.0, rolled_out_at=100.0 + seconds, cancelled_s=list(cancelled_s)
+        prompt=prompt,
+        completions=[],
+        claimed_at=100.0,
+        rolled_out_at=100.0 + seconds,
+        cancelled_attempts_s=list(cancelled_s),
     )
 
 
@@ -28,5 +32,5 @@ def test_of_nothing_nothing_is_said():
 
 
 def test_what_is_told_of_a_batch_that_was_collected_is_documented():
-    told = attempt_metrics([group(1.0)]).keys() | Stragglers(1.0).told().keys()
-    assert told == OF_COLLECTING.keys()
+    told = attempt_metrics([group(1.0)]).keys() | StragglerWait(1.0).pop_metrics().keys()
+    assert told == COLLECTION_METRICS.keys()

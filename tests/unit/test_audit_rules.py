@@ -3,33 +3,45 @@
 import msgspec
 import pytest
 
-from stream.audit import AuditReport, Facts, audit
-from stream.census import Census, Died, Entry
-from stream.ledger import Line, Written
-from workers.audit import steady
+from stream.operator.audit import AuditInput, AuditReport, audit
+from stream.operator.run_scan import DeadEntry, RunScan, StreamEntry
+from stream.trainer.ledger import LedgerLine, LedgerRecord
+from workers.commands.audit import audit_until_stable
 
 LINE = 100
 """Bytes of a line here."""
 
 
 def facts(
-    *entries: Entry, fed: str = "", ledger: str = "", kept: int | None = 0, opened: str = "", dead=(), removed: str = ""
-) -> Facts:
+    *entries: StreamEntry,
+    fed: str = "",
+    ledger: str = "",
+    kept: int | None = 0,
+    opened: str = "",
+    dead=(),
+    removed: str = "",
+) -> AuditInput:
     """`ledger` is `prompt` or `prompt=end`, by spaces, and `kept` counts lines."""
     lines = []
     for number, text in enumerate(ledger.split(), 1):
         prompt, _, end = text.partition("=")
-        lines.append(Written(number, number * LINE, Line(prompt, end or "trained", number, number - 1, "hash")))
-    census = Census(open=set(opened.split()), entries=list(entries), dead=list(dead), removed=set(removed.split()))
-    return Facts(fed=set(fed.split()), lines=lines, kept=None if kept is None else kept * LINE, census=census)
+        lines.append(
+            LedgerLine(number, number * LINE, LedgerRecord(prompt, end or "trained", number, number - 1, "hash"))
+        )
+    census = RunScan(
+        unfinished=set(opened.split()), entries=list(entries), dead=list(dead), dropped_dead=set(removed.split())
+    )
+    return AuditInput(
+        fed=set(fed.split()), ledger=lines, checkpointed_bytes=None if kept is None else kept * LINE, scan=census
+    )
 
 
-def entry(stage: str, prompt: str = "a", *, marked: bool = False) -> Entry:
-    return Entry(stage, "7-0", prompt, marked)
+def entry(stage: str, prompt: str = "a", *, marked: bool = False) -> StreamEntry:
+    return StreamEntry(stage, "7-0", prompt, marked)
 
 
-def letter(prompt: str = "a", *, fed: bool = True, id_: str = "9-0") -> Died:
-    return Died(id_, "prompts", prompt, "infra", "its workers died", fed)
+def letter(prompt: str = "a", *, fed: bool = True, id_: str = "9-0") -> DeadEntry:
+    return DeadEntry(id_, "prompts", prompt, "infra", "its workers died", fed)
 
 
 def place(report: AuditReport) -> str:
@@ -140,18 +152,18 @@ def test_everything_that_is_known_of_a_prompt_is_told():
     (found,) = audit(
         facts(entry("scored", marked=True), fed="a", ledger="a a=dropped:stale", kept=1, removed="a")
     ).twice
-    assert found.known == [
+    assert found.evidence == [
         "ledger line 1: trained in step 1, version 0",
         "ledger line 2: dropped:stale in step 2, version 1, which no checkpoint holds",
         "its dead letter was dropped by the operator",
         "entry 7-0 in scored, marked",
     ]
     (found,) = audit(facts(fed="a", ledger="a", kept=1, dead=[letter()])).twice
-    assert found.known[1] == "dead letter 9-0 of prompts: infra: its workers died"
+    assert found.evidence[1] == "dead letter 9-0 of prompts: infra: its workers died"
     (found,) = audit(facts(opened="a")).lost
-    assert found.known == ["open on the server, which has no entry of it"]
+    assert found.evidence == ["open on the server, which has no entry of it"]
     (found,) = audit(facts(fed="a")).lost
-    assert found.known == ["no entry on the server"]
+    assert found.evidence == ["no entry on the server"]
 
 
 def test_the_keys_are_these():
@@ -170,7 +182,7 @@ async def looked(*lost: str) -> tuple[AuditReport, int]:
         taken.append(looks[len(taken)])
         return taken[-1]
 
-    return await steady(look), len(taken)
+    return await audit_until_stable(look), len(taken)
 
 
 async def test_what_is_wrong_must_be_wrong_in_two_looks():

@@ -6,19 +6,19 @@ from dataclasses import fields
 import pytest
 import torch
 
-from envs.rewards.merge import merge
+from envs.rewards.merge import merge_parts
 from stream.errors import RecordError
-from stream.records import Completion, Failure, Group, Part, Prompt, Row, Span
+from stream.records import Completion, Failure, Group, Prompt, RewardPart, Row, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
-from workers.train.algorithms.masks import NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, Facts
-from workers.train.step.batch import Batch, collate, split
+from workers.train.algorithms.masks import NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, CompletionFacts
+from workers.train.step.batch import Batch, collate, split_micro_batches
 
 
 def row(prompt, tokens, sampled, logprobs, spans):
     return Row(
         prompt_ids=array("i", prompt).tobytes(),
         token_ids=array("i", tokens).tobytes(),
-        sampled=sampled,
+        sampled_ranges=sampled,
         logprobs=array("f", logprobs).tobytes(),
         spans=[Span(*span) for span in spans],
     )
@@ -36,11 +36,11 @@ def test_rows_are_padded_and_every_sampled_token_has_its_log_prob_and_version():
     batch = collate([group("a", Completion(index=0, rows=[TWO_TURNS])), group("b", Completion(index=0, rows=[SHORT]))])
     assert batch.tokens_RT.tolist() == [[1, 2, 3, 4, 5, 6, 7], [1, 9, 0, 0, 0, 0, 0]]
     assert batch.sampled_RT.int().tolist() == [[0, 0, 1, 1, 0, 0, 1], [0, 1, 0, 0, 0, 0, 0]]
-    assert batch.behaviour_logprobs_RT.tolist() == [[0, 0, -1, -2, 0, 0, -0.5], [0, -0.25, 0, 0, 0, 0, 0]]
+    assert batch.rollout_logprobs_RT.tolist() == [[0, 0, -1, -2, 0, 0, -0.5], [0, -0.25, 0, 0, 0, 0, 0]]
     assert batch.versions_RT.tolist() == [[-1, -1, 7, 8, -1, -1, 9], [-1, 0, -1, -1, -1, -1, -1]]
     assert batch.lengths_R.tolist() == [7, 2]
     assert batch.prompt_ids == ("a", "b")
-    assert (batch.tokens_RT.dtype, batch.behaviour_logprobs_RT.dtype) == (torch.int64, torch.float32)
+    assert (batch.tokens_RT.dtype, batch.rollout_logprobs_RT.dtype) == (torch.int64, torch.float32)
     assert batch.versions_RT.dtype == torch.int32
 
 
@@ -73,8 +73,8 @@ def test_facts_are_what_the_producers_said():
         REWARD_REASONS.index(RewardReason.MISSING),
         NONE,
     ]
-    assert facts.failed_C.tolist() == [NONE, NONE, ROLLOUT_REASONS.index(RolloutReason.ENV_RESET), NONE]
-    assert facts.truncated_C.tolist() == [NONE, NONE, NONE, TRUNCATION_REASONS.index(TruncationReason.CONTEXT)]
+    assert facts.rollout_reason_C.tolist() == [NONE, NONE, ROLLOUT_REASONS.index(RolloutReason.ENV_RESET), NONE]
+    assert facts.truncation_reason_C.tolist() == [NONE, NONE, NONE, TRUNCATION_REASONS.index(TruncationReason.CONTEXT)]
     assert facts.turns_C.tolist() == [2, 0, 0, 0]
     assert facts.rewards_C.dtype == torch.float64
 
@@ -90,7 +90,7 @@ def test_a_batch_may_have_no_row(groups):
     batch = collate(groups)
     assert batch.tokens_RT.shape == (0, 0)
     assert len(batch.facts.rewards_C) == sum(len(g.completions) for g in groups)
-    assert split(batch, 100) == []
+    assert split_micro_batches(batch, 100) == []
 
 
 @pytest.mark.parametrize(
@@ -118,11 +118,11 @@ def test_spans_may_be_unordered_empty_or_finer_than_the_ranges():
 
 def env(value, turn=None, name="env", weight=1.0):
     reward = value if isinstance(value, Unmeasured) else Measured(value)
-    return Part(name=name, reward=reward, turn=turn, weight=weight)
+    return RewardPart(name=name, reward=reward, turn=turn, weight=weight)
 
 
 def completion(*parts, index=0, rows=(TWO_TURNS,), **facts):
-    return Completion(index=index, rows=list(rows), parts=list(parts), reward=merge(parts), **facts)
+    return Completion(index=index, rows=list(rows), parts=list(parts), reward=merge_parts(parts), **facts)
 
 
 RAISED = Unmeasured(RewardReason.RAISED, "boom")
@@ -140,7 +140,7 @@ def test_a_greedy_completion_is_a_fact_of_its_group_and_nothing_else():
         if field.name.startswith("greedy") or field.name == "facts":
             continue
         assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after, field.name
-    for field in fields(Facts):
+    for field in fields(CompletionFacts):
         before, after = getattr(without.facts, field.name), getattr(with_it.facts, field.name)
         assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after, field.name
     assert (without.greedy_measured_G.tolist(), with_it.greedy_measured_G.tolist()) == ([False], [True])
@@ -171,7 +171,7 @@ def test_a_greedy_completion_may_be_what_no_row_could_and_be_all_there_is():
     unversioned = row([1], [2], [(0, 1)], [0], [])
     batch = collate([group("a", Completion(index=0, rows=[unversioned], greedy=True, reward=Measured(1.0)))])
     assert batch.tokens_RT.shape == (0, 0)
-    assert (batch.facts.groups, len(batch.facts.rewards_C), batch.greedy_rewards_G.tolist()) == (1, 0, [1.0])
+    assert (batch.facts.num_groups, len(batch.facts.rewards_C), batch.greedy_rewards_G.tolist()) == (1, 0, [1.0])
 
 
 def test_two_greedy_completions_are_no_baseline():
@@ -258,7 +258,7 @@ def test_a_batch_moves_with_all_its_tensors():
     batch = collate([group("a", completion(env(1.0, 0), env(2.0, 1)), completion(env(1.0), index=1, greedy=True))])
     moved = batch.to(torch.device("meta"))
     tensors = {f.name: getattr(moved, f.name) for f in fields(Batch)}
-    tensors |= {f.name: getattr(moved.facts, f.name) for f in fields(Facts)}
+    tensors |= {f.name: getattr(moved.facts, f.name) for f in fields(CompletionFacts)}
     found = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
     assert {value.device.type for value in found.values()} == {"meta"}
     assert found.keys() >= {"greedy_rewards_G", "parts_PC", "part_weights_P", "turn_rewards_RT"}
@@ -273,20 +273,20 @@ def rows_of(*lengths):
 
 
 def test_rows_are_packed_by_length_within_the_bound():
-    parts = split(rows_of(3, 9, 4, 10, 2, 5), 20)
+    parts = split_micro_batches(rows_of(3, 9, 4, 10, 2, 5), 20)
     assert [part.tolist() for part in parts] == [[3, 1], [5, 2, 0, 4]]
 
 
 def test_a_row_over_the_bound_gets_a_part_of_its_own():
-    assert [part.tolist() for part in split(rows_of(3, 30, 3), 6)] == [[1], [0, 2]]
+    assert [part.tolist() for part in split_micro_batches(rows_of(3, 30, 3), 6)] == [[1], [0, 2]]
 
 
 def test_packed_rows_count_by_their_own_lengths():
     rows = rows_of(9, 3, 4, 10, 2, 5)
-    assert [part.tolist() for part in split(rows, 19, packed=True)] == [[3, 0], [5, 2, 1, 4]]
-    assert [part.tolist() for part in split(rows, 19)] == [[3], [0, 5], [2, 1, 4]]
+    assert [part.tolist() for part in split_micro_batches(rows, 19, packed=True)] == [[3, 0], [5, 2, 1, 4]]
+    assert [part.tolist() for part in split_micro_batches(rows, 19)] == [[3], [0, 5], [2, 1, 4]]
 
 
 def test_only_chosen_rows_are_split():
-    parts = split(rows_of(3, 9, 4), 100, torch.tensor([True, False, True]))
+    parts = split_micro_batches(rows_of(3, 9, 4), 100, torch.tensor([True, False, True]))
     assert [part.tolist() for part in parts] == [[2, 0]]

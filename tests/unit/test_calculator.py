@@ -3,9 +3,9 @@
 import anyio
 import pytest
 
-from envs.factory import Factory
+from envs.builtin.calculator import Calculator, exact_answer, final_answer
+from envs.factory import EnvironmentFactory
 from envs.rewards import RewardBatch, RewardFunction
-from envs.shipped.calculator import Calculator, exact_answer, final_answer
 from envs.snapshot import freeze, thaw
 from stream.validity import Measured, RewardReason
 
@@ -94,7 +94,7 @@ def test_a_gold_answer_that_is_no_whole_number_is_not_the_models_fault(gold):
 
 
 async def test_it_is_scored_from_the_snapshot_by_name():
-    factory = await anyio.to_thread.run_sync(Factory.load, "calculator")
+    factory = await anyio.to_thread.run_sync(EnvironmentFactory.load, "calculator")
     function = await anyio.to_thread.run_sync(RewardFunction.load, "calculator_answer")
     snapshot = thaw(freeze(played(), 10_000), factory)
     given = RewardBatch([[]], [said("Answer: 679")], [[1]], [snapshot], {"answer": [679], "problem": ["p"]})

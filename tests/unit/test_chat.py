@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 
 from stream.errors import DataError, PenstockError
 from tests.cases.chats import ADD, CALL, TEMPLATE, USER, make_tokenizer, model_folder, tool, write
-from workers.rollout.chat.chat import Chat
-from workers.rollout.chat.template import Template
+from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.chat.template import ChatTemplate
 
 
 @pytest.fixture
@@ -28,27 +28,27 @@ def ids_of(folder, text):
 def test_importing_and_loading_a_chat_loads_no_torch(folder):
     code = (
         "import sys; from pathlib import Path\n"
-        "from workers.rollout.chat.history import examine\n"
-        "from workers.rollout.chat.chat import Chat; assert 'torch' not in sys.modules\n"
+        "from workers.rollout.chat.history_check import examine\n"
+        "from workers.rollout.chat.chat_tokenizer import Chat; assert 'torch' not in sys.modules\n"
         f"examine(Chat.load(Path({str(folder)!r}), {{}}, None).conversation); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_prompt_ends_where_the_assistant_begins(folder):
-    ids = Chat.load(folder, {}, None).prompt_ids([USER])
+    ids = ChatTokenizer.load(folder, {}, None).prompt_ids([USER])
     assert text_of(folder, ids) == "<|im_start|>user\nWhat is 1 + 2?<|im_end|>\n<|im_start|>assistant\n"
     assert ids == ids_of(folder, text_of(folder, ids))
 
 
 def test_tools_stand_in_the_prompt_and_not_in_continuations(folder):
-    with_tools, without = Chat.load(folder, {}, [ADD]), Chat.load(folder, {}, None)
+    with_tools, without = ChatTokenizer.load(folder, {}, [ADD]), ChatTokenizer.load(folder, {}, None)
     assert '"name": "add"' in text_of(folder, with_tools.prompt_ids([USER]))
     assert with_tools.continuation_ids([tool("3")], True) == without.continuation_ids([tool("3")], True)
 
 
 def test_prompt_turns_and_continuations_are_the_whole_conversation_token_by_token(folder):
-    chat = Chat.load(folder, {}, [ADD])
+    chat = ChatTokenizer.load(folder, {}, [ADD])
     two = [tool("3"), tool("Error: no <|such|> thing")]
     turns = [(CALL, [tool("3")]), (f"{CALL} and {CALL}", two), ("Wait.", [tool("")])]
     messages = [{"role": "system", "content": "Be brief."}, USER]
@@ -60,28 +60,28 @@ def test_prompt_turns_and_continuations_are_the_whole_conversation_token_by_toke
 
 
 def test_what_follows_the_end_of_turn_belongs_to_the_continuation(folder):
-    chat = Chat.load(folder, {}, None)
+    chat = ChatTokenizer.load(folder, {}, None)
     expected = "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert text_of(folder, chat.continuation_ids([tool("3")], True)) == expected
 
 
 def test_a_turn_that_stopped_otherwise_gets_its_end_from_the_continuation(folder):
-    chat = Chat.load(folder, {}, None)
+    chat = ChatTokenizer.load(folder, {}, None)
     assert chat.continuation_ids([tool("3")], False) == [chat.end_of_turn_id, *chat.continuation_ids([tool("3")], True)]
 
 
 def test_an_end_of_turn_token_that_swallows_the_line_break_is_still_cut_exactly_once(folder):
     make_tokenizer(rstrip=True).save(str(folder / "tokenizer.json"))
-    chat = Chat.load(folder, {}, None)
+    chat = ChatTokenizer.load(folder, {}, None)
     ids = chat.continuation_ids([tool("3")], True)
     assert text_of(folder, ids).startswith("<|im_start|>user\n<tool_response>")
     assert chat.prompt_ids([USER])[-len(ids_of(folder, "assistant\n")) :] == ids[-len(ids_of(folder, "assistant\n")) :]
 
 
 def test_a_tool_result_that_quotes_the_dummy_conversation_is_passed_on_whole(folder):
-    from workers.rollout.chat.conversation import _MARK
+    from workers.rollout.chat.renderer import _MARK
 
-    chat = Chat.load(folder, {}, None)
+    chat = ChatTokenizer.load(folder, {}, None)
     assert f"\n{_MARK}<|im_end|>\n" in text_of(folder, chat.continuation_ids([tool(f"{_MARK}<|im_end|>")], True))
 
 
@@ -100,13 +100,13 @@ def test_a_turn_stops_at_whatever_the_folder_calls_its_end_and_at_what_the_templ
     (folder / "tokenizer_config.json").write_text("{}")
     for name, content in files.items():
         write(folder, name, **content)
-    chat = Chat.load(folder, {}, None)
+    chat = ChatTokenizer.load(folder, {}, None)
     assert chat.end_of_turn_id == 258
     assert chat.stop_token_ids == tuple(sorted({258} | expected))
 
 
 def test_a_turns_text_keeps_special_tokens_but_not_the_one_that_ended_it(folder):
-    chat = Chat.load(folder, {}, None)
+    chat = ChatTokenizer.load(folder, {}, None)
     ids = ids_of(folder, "Hi<|im_start|>é<|im_end|><|im_end|>")
     assert chat.decode(ids) == "Hi<|im_start|>é<|im_end|>"
     assert chat.decode(ids_of(folder, "Hi")) == "Hi"
@@ -116,7 +116,7 @@ def test_a_turns_text_keeps_special_tokens_but_not_the_one_that_ended_it(folder)
 def test_special_tokens_and_template_arguments_reach_the_template(folder):
     (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ pad_token }}{{ mood }}{{ messages[0].content }}")
     write(folder, "tokenizer_config.json", bos_token="<|im_start|>", pad_token={"content": "<|endoftext|>"})
-    chat = Chat.load(folder, {"mood": "glad:"}, None)
+    chat = ChatTokenizer.load(folder, {"mood": "glad:"}, None)
     assert text_of(folder, chat.prompt_ids([USER])) == "<|im_start|><|endoftext|>glad:What is 1 + 2?"
 
 
@@ -124,10 +124,10 @@ def test_a_template_of_the_tokenizer_config_is_found_and_one_for_tools_preferred
     (folder / "chat_template.jinja").unlink()
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     write(folder, "tokenizer_config.json", chat_template=named)
-    assert text_of(folder, Chat.load(folder, {}, None).prompt_ids([USER])) == "plain"
-    assert text_of(folder, Chat.load(folder, {}, [ADD]).prompt_ids([USER])) == "with tools"
+    assert text_of(folder, ChatTokenizer.load(folder, {}, None).prompt_ids([USER])) == "plain"
+    assert text_of(folder, ChatTokenizer.load(folder, {}, [ADD]).prompt_ids([USER])) == "with tools"
     write(folder, "tokenizer_config.json", chat_template="one for all")
-    assert text_of(folder, Chat.load(folder, {}, [ADD]).prompt_ids([USER])) == "one for all"
+    assert text_of(folder, ChatTokenizer.load(folder, {}, [ADD]).prompt_ids([USER])) == "one for all"
 
 
 def test_a_tokenizer_saved_with_truncation_and_padding_neither_cuts_nor_pads(folder):
@@ -135,14 +135,14 @@ def test_a_tokenizer_saved_with_truncation_and_padding_neither_cuts_nor_pads(fol
     tokenizer.enable_truncation(8)
     tokenizer.enable_padding(length=512)
     tokenizer.save(str(folder / "tokenizer.json"))
-    chat = Chat.load(folder, {}, None)
+    chat = ChatTokenizer.load(folder, {}, None)
     text = f"<|im_start|>user\n{'long ' * 9}<|im_end|>\n<|im_start|>assistant\n"
     assert chat.decode(chat.prompt_ids([{"role": "user", "content": "long " * 9}])) == text
 
 
 def test_a_template_without_an_end_of_turn_serves_single_turns_only(folder):
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    chat = Chat.load(folder, {}, None)
+    chat = ChatTokenizer.load(folder, {}, None)
     assert text_of(folder, chat.prompt_ids([USER])) == "user: What is 1 + 2?\n"
     assert chat.end_of_turn_id is None
     with pytest.raises(PenstockError, match="without a special token"):
@@ -165,22 +165,22 @@ def test_a_template_without_an_end_of_turn_serves_single_turns_only(folder):
 def test_a_folder_that_is_no_model_is_refused_by_what_is_wrong_with_it(folder, break_it, message):
     break_it(folder)
     with pytest.raises(PenstockError, match=message):
-        Chat.load(folder, {}, None)
+        ChatTokenizer.load(folder, {}, None)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(PenstockError, match="nowhere: no such folder"):
-        Chat.load(tmp_path / "nowhere", {}, None)
+        ChatTokenizer.load(tmp_path / "nowhere", {}, None)
 
 
 def test_messages_that_the_template_refuses_are_the_datas_fault(folder):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(DataError, match="roles must alternate"):
-        Chat.load(folder, {}, None).prompt_ids([USER, USER])
+        ChatTokenizer.load(folder, {}, None).prompt_ids([USER, USER])
 
 
 def test_prompts_that_are_remembered_are_not_mixed_up_nor_shared(folder):
-    chat = Chat.load(folder, {}, None)
+    chat = ChatTokenizer.load(folder, {}, None)
     first = chat.prompt_ids([USER])
     other = chat.prompt_ids([{"role": "user", "content": "Else?"}])
     first.append(0)
@@ -188,7 +188,7 @@ def test_prompts_that_are_remembered_are_not_mixed_up_nor_shared(folder):
     assert chat.prompt_ids([USER]) == first[:-1]
 
 
-class WatchedTemplate(Template):
+class WatchedTemplate(ChatTemplate):
     """Notes who renders."""
 
     def render(self, *args, **kwargs):
@@ -200,7 +200,9 @@ async def test_long_texts_are_rendered_off_the_event_loop_and_once_for_all_sibli
     import anyio
 
     template = WatchedTemplate(TEMPLATE, {}, folder)
-    chat = await anyio.to_thread.run_sync(Chat, make_tokenizer(), template, None, set())  # as a worker makes it
+    chat = await anyio.to_thread.run_sync(
+        ChatTokenizer, make_tokenizer(), template, None, set()
+    )  # as a worker makes it
     template.threads.clear()
     await chat.encode_prompt([USER])
     await chat.encode_continuation([tool("3")], True)
@@ -218,7 +220,7 @@ async def test_long_texts_are_rendered_off_the_event_loop_and_once_for_all_sibli
 
 
 def test_threads_may_share_a_chat(folder):
-    chat = Chat.load(folder, {}, [ADD])
+    chat = ChatTokenizer.load(folder, {}, [ADD])
 
     def both(i):
         text = str(i % 5) * 50

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from stream.errors import SettingsError
 from stream.validity import Measured
-from workers.check import check, check_main, render
+from workers.commands.check import check_environment, check_reference, render_report
 from workers.settings import Rollout
 
 
@@ -40,12 +40,12 @@ def _logging_as_before():
 
 def shown(report):
     console = Console(file=io.StringIO(), width=200)
-    console.print(render(report))
+    console.print(render_report(report))
     return console.file.getvalue()
 
 
 async def test_a_good_environment_is_played_and_shown():
-    report = await check("guess", {"secret": 1})
+    report = await check_environment("guess", {"secret": 1})
     assert report.ok
     assert (report.warnings, report.errors) == ([], [])
     (tool,) = report.tools
@@ -54,7 +54,7 @@ async def test_a_good_environment_is_played_and_shown():
     assert report.snapshot_bytes
     text = shown(report)
     for expected in (
-        "envs.shipped.guess:Guess",
+        "envs.builtin.guess:Guess",
         "I am thinking of",
         "Guess the number.",
         "valid",
@@ -64,28 +64,28 @@ async def test_a_good_environment_is_played_and_shown():
 
 
 async def test_an_environment_that_needs_a_reward_function_says_so():
-    report = await check("calculator", {})
+    report = await check_environment("calculator", {})
     assert report.ok
     assert report.parts == []
     assert report.warnings == ["it has no get_reward: a run needs a reward function under [[rewards]]"]
 
 
 async def test_what_is_not_there_is_an_error_with_the_reason():
-    report = await check("nonsense", {})
+    report = await check_environment("nonsense", {})
     assert not report.ok
     assert "installed are: calculator, guess" in report.errors[0]
     assert "It cannot be used: 1 error" in shown(report)
 
 
 async def test_a_reset_that_raises_is_an_error_with_a_hint(environment):
-    report = await check(environment("class Env:\n    def reset(self, word): pass\n"), {})
+    report = await check_environment(environment("class Env:\n    def reset(self, word): pass\n"), {})
     assert not report.ok
     assert "missing 1 required positional argument: 'word'" in report.errors[0]
     assert "--field" in report.errors[0]
 
 
 async def test_a_reset_that_returns_something_else_is_an_error(environment):
-    report = await check(environment("class Env:\n    def reset(self): return 3\n"), {})
+    report = await check_environment(environment("class Env:\n    def reset(self): return 3\n"), {})
     assert "int returned" in report.errors[0]
 
 
@@ -109,7 +109,7 @@ BY_TURN = """
 
 async def test_rewards_by_turn_are_shown_by_turn_and_together(environment):
     by_message = "[float(len(m.get('tool_calls', ()))) for m in messages if m['role'] == 'assistant']"
-    report = await check(environment(BY_TURN.format(messages="messages", returns=by_message)), {})
+    report = await check_environment(environment(BY_TURN.format(messages="messages", returns=by_message)), {})
     assert (report.ok, report.warnings) == (True, [])
     assert [(part.turn, part.reward) for part in report.parts] == [(i, Measured(v)) for i, v in enumerate((1, 1, 0))]
     assert report.reward == Measured(2.0)
@@ -119,14 +119,14 @@ async def test_rewards_by_turn_are_shown_by_turn_and_together(environment):
 
 
 async def test_an_environment_that_counts_turns_by_its_calls_is_warned(environment):
-    report = await check(environment(BY_TURN.format(messages="", returns="[*self.calls, 1.0]")), {})
+    report = await check_environment(environment(BY_TURN.format(messages="", returns="[*self.calls, 1.0]")), {})
     assert report.reward == Measured(1.75)
     assert len(report.warnings) == 1
     assert "takes no messages" in report.warnings[0]
 
 
 async def test_a_list_without_the_turn_that_calls_nothing_is_of_the_wrong_length(environment):
-    report = await check(environment(BY_TURN.format(messages="", returns="self.calls")), {})
+    report = await check_environment(environment(BY_TURN.format(messages="", returns="self.calls")), {})
     assert "returned 2 values; a list of 3 numbers expected, one for each turn of the model" in report.warnings[0]
     assert "takes no messages" in report.warnings[1]
 
@@ -160,7 +160,7 @@ MESSY = """
 
 
 async def test_everything_that_will_misbehave_is_warned_of(environment):
-    report = await check(environment(MESSY), {"unseen": 1})
+    report = await check_environment(environment(MESSY), {"unseen": 1})
     assert report.ok
     warnings = "\n".join(report.warnings)
     for expected in (
@@ -175,14 +175,14 @@ async def test_everything_that_will_misbehave_is_warned_of(environment):
     ):
         assert expected in warnings
     assert "LIMITS" not in warnings
-    assert list(report.left_out) == ["lock"]
+    assert list(report.omitted) == ["lock"]
     replies = {tool.name: tool.reply for tool in report.tools}
     assert replies["boom"] == "Error: KeyError: 'x'"
     assert "say [bold]it[/bold]" in shown(report)
 
 
 async def test_a_tool_that_fails_the_episode_is_told_from_one_that_raises(environment):
-    report = await check(
+    report = await check_environment(
         environment("""
             from envs import EnvironmentFailure
             class Env:
@@ -198,7 +198,7 @@ async def test_a_tool_that_fails_the_episode_is_told_from_one_that_raises(enviro
 
 
 async def test_one_object_for_all_episodes_is_warned_of(environment):
-    report = await check(
+    report = await check_environment(
         environment("""
             class _Env:
                 def reset(self): pass
@@ -220,24 +220,24 @@ async def test_what_hangs_does_not_hang_the_check(environment):
                 "Never returns, as far as we are concerned."
                 time.sleep(2)
     """)
-    report = await check(reference, {}, Rollout(tool_timeout_s=0.05))
+    report = await check_environment(reference, {}, Rollout(tool_timeout_s=0.05))
     assert "did not answer within 0.05 s" in report.tools[0].reply
 
 
 def test_the_command_prints_json_and_exits_with_0_or_1(capsys):
-    assert check_main("guess", {"secret": 3}, as_json=True) == 0
+    assert check_reference("guess", {"secret": 3}, as_json=True) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is True
     assert report["tools"][0]["schema"]["function"]["name"] == "guess"
-    assert check_main("nonsense", {}, as_json=True) == 1
+    assert check_reference("nonsense", {}, as_json=True) == 1
     assert json.loads(capsys.readouterr().out)["errors"]
 
 
 def test_fields_may_be_texts_whose_values_are_json_or_text(capsys):
-    assert check_main("guess", ("secret=3", "name=abc", "empty="), as_json=True) == 0
+    assert check_reference("guess", ("secret=3", "name=abc", "empty="), as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["fields"] == {"secret": 3, "name": "abc", "empty": ""}
     with pytest.raises(SettingsError, match="name=value"):
-        check_main("guess", ("secret",), as_json=True)
+        check_reference("guess", ("secret",), as_json=True)
 
 
 def test_a_thread_that_hangs_does_not_keep_the_command_from_ending(environment):
@@ -247,8 +247,8 @@ def test_a_thread_that_hangs_does_not_keep_the_command_from_ending(environment):
             def reset(self): time.sleep(60)
     """)
     code = (
-        "import sys, workers.check.environment as e, workers.check as c; from workers.settings import Rollout; "
-        "e.Rollout = lambda: Rollout(reset_timeout_s=0.1); sys.exit(c.check_main(sys.argv[1], {}, True))"
+        "import sys, workers.commands.check.environment_check as e, workers.commands.check as c; from workers.settings import Rollout; "
+        "e.Rollout = lambda: Rollout(reset_timeout_s=0.1); sys.exit(c.check_reference(sys.argv[1], {}, True))"
     )
     began = time.monotonic()
     ran = subprocess.run([sys.executable, "-c", code, reference], capture_output=True, timeout=40, check=False)

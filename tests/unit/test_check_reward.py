@@ -8,9 +8,9 @@ from rich.console import Console
 
 from stream.errors import SettingsError
 from stream.validity import Measured, RewardReason, Unmeasured
-from workers.check import check_main, check_reward, render
-from workers.check.reward import is_reward
-from workers.check.show import kind_of
+from workers.commands.check import check_reference, check_reward, render_report
+from workers.commands.check.rendering import schema_summary
+from workers.commands.check.reward_check import is_reward_function
 from workers.settings import Rollout
 
 
@@ -28,7 +28,7 @@ def function(tmp_path):
 
 def shown(report):
     console = Console(file=io.StringIO(), width=140)
-    console.print(render(report))
+    console.print(render_report(report))
     return console.file.getvalue()
 
 
@@ -116,15 +116,15 @@ async def test_what_will_surprise_is_warned_of(function, code, warning):
     ],
 )
 def test_a_reward_function_is_told_from_a_factory(function, code, is_one):
-    assert is_reward(function(code)) is is_one
+    assert is_reward_function(function(code)) is is_one
 
 
 def test_the_command_finds_out_what_it_was_given(function, capsys):
-    assert check_main("calculator_answer", ("answer=3",), as_json=False, environment="calculator") == 0
+    assert check_reference("calculator_answer", ("answer=3",), as_json=False, environment="calculator") == 0
     assert "a reward function found as entry point" in capsys.readouterr().out
-    assert check_main("guess", ("secret=3",), as_json=False) == 0
+    assert check_reference("guess", ("secret=3",), as_json=False) == 0
     assert "an environment found as entry point" in capsys.readouterr().out
-    assert check_main(function(EXACT), ("answer=1",), as_json=True) == 0
+    assert check_reference(function(EXACT), ("answer=1",), as_json=True) == 0
     assert '"kind": "reward function"' in capsys.readouterr().out
 
 
@@ -134,12 +134,12 @@ def test_arguments_reach_the_factory_and_the_function(tmp_path, capsys):
         "class World:\n    def __init__(self, size): self.size = size\n    def reset(self): return 'x' * self.size\n\n"
         "def reward(completions, worth): return [worth] * len(completions)\n"
     )
-    assert check_main(f"{path}:World", (), as_json=True, args=("size=3",)) == 0
+    assert check_reference(f"{path}:World", (), as_json=True, args=("size=3",)) == 0
     assert '"observation": "xxx"' in capsys.readouterr().out
-    assert check_main(f"{path}:World", (), as_json=True, args=("width=3",)) == 1
-    assert check_main(f"{path}:reward", (), as_json=True, args=("worth=2.5",)) == 0
+    assert check_reference(f"{path}:World", (), as_json=True, args=("width=3",)) == 1
+    assert check_reference(f"{path}:reward", (), as_json=True, args=("worth=2.5",)) == 0
     with pytest.raises(SettingsError, match="--args worth: write it as name=value"):
-        check_main(f"{path}:reward", (), as_json=True, args=("worth",))
+        check_reference(f"{path}:reward", (), as_json=True, args=("worth",))
 
 
 @pytest.mark.parametrize(
@@ -158,4 +158,4 @@ def test_arguments_reach_the_factory_and_the_function(tmp_path, capsys):
     ],
 )
 def test_a_schema_is_shown_in_a_line(schema, text):
-    assert kind_of(schema) == text
+    assert schema_summary(schema) == text

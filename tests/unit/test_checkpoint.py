@@ -14,16 +14,16 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from stream.errors import FencedError, RunFailedError, RunMismatchError
-from stream.fence import Fence
 from stream.records import Completion, Group, Prompt
+from stream.trainer.folder_lock import RunFolderLock
 from stream.validity import Measured
 from tests.cases.models import write_small_qwen3
 from tests.cases.rows import sampled_row
 from workers import settings
-from workers.train.keeping.checkpoint import Checkpoints
-from workers.train.keeping.durable import new_folder
-from workers.train.keeping.export import export
-from workers.train.keeping.progress import Progress
+from workers.train.checkpointing.checkpoint import CheckpointStore
+from workers.train.checkpointing.durable import create_folder_atomically
+from workers.train.checkpointing.export import export
+from workers.train.progress import Progress
 from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
 
@@ -75,10 +75,10 @@ def names(folder):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_restored_learner_goes_on_as_if_nothing_had_happened(base, tmp_path, dtype):
-    through, checkpoints = make_learner(base, dtype), Checkpoints(tmp_path)
+    through, checkpoints = make_learner(base, dtype), CheckpointStore(tmp_path)
     through.step(batch(), 0)
     through.step(batch(), 0)
-    checkpoints.save(2, through, Progress(step=2, version=4, ledger_bytes=123, rows={"valid": 4}))
+    checkpoints.save(2, through, Progress(step=2, version=4, ledger_bytes=123, completion_states={"valid": 4}))
     through.step(batch(), 0)
     back = make_learner(base, dtype)
     checkpoint = checkpoints.latest()
@@ -87,52 +87,52 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened(base, tmp_path, d
     assert not torch.equal(weights(back), weights(through))
     back.step(batch(), 0)
     assert torch.equal(weights(back), weights(through))
-    assert checkpoint.progress == Progress(step=2, version=4, ledger_bytes=123, rows={"valid": 4})
+    assert checkpoint.progress == Progress(step=2, version=4, ledger_bytes=123, completion_states={"valid": 4})
 
 
 def test_a_learner_that_never_stepped_can_be_saved_and_restored(base, tmp_path):
-    Checkpoints(tmp_path).save(0, make_learner(base), Progress())
+    CheckpointStore(tmp_path).save(0, make_learner(base), Progress())
     again = make_learner(base)
-    Checkpoints(tmp_path).latest().restore(again)
+    CheckpointStore(tmp_path).latest().restore(again)
     assert torch.equal(weights(again), weights(make_learner(base)))
     again.step(batch(), 0)
-    Checkpoints(tmp_path).latest().restore(again)
+    CheckpointStore(tmp_path).latest().restore(again)
     assert again.state() == {}
     assert again.steps == 0
 
 
 def test_a_checkpoint_of_another_model_is_refused(base, tmp_path):
-    saved(Checkpoints(tmp_path / "run"), make_learner(base), 1)
+    saved(CheckpointStore(tmp_path / "run"), make_learner(base), 1)
     other = make_learner(write_model(tmp_path / "other", hidden=32))
     with pytest.raises(RunMismatchError, match="not those of"):
-        Checkpoints(tmp_path / "run").latest().restore(other)
+        CheckpointStore(tmp_path / "run").latest().restore(other)
 
 
 def test_a_run_without_checkpoints_has_none(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "none")
-    assert checkpoints.empty
-    assert checkpoints.latest() is checkpoints.best() is checkpoints.at(3) is None
+    checkpoints = CheckpointStore(tmp_path / "none")
+    assert checkpoints.is_empty
+    assert checkpoints.latest() is checkpoints.best() is checkpoints.at_step(3) is None
 
 
 def test_a_run_whose_only_checkpoint_lacks_a_byte_has_none(base, tmp_path):
-    saved(Checkpoints(tmp_path), make_learner(base), 1)
-    assert not Checkpoints(tmp_path).empty
+    saved(CheckpointStore(tmp_path), make_learner(base), 1)
+    assert not CheckpointStore(tmp_path).is_empty
     cut(tmp_path / "step-000001" / "optimizer.safetensors")
-    assert Checkpoints(tmp_path).empty
+    assert CheckpointStore(tmp_path).is_empty
 
 
 def test_the_last_ones_and_the_best_are_kept(base, tmp_path):
-    checkpoints, learner = Checkpoints(tmp_path, keep_last=2), make_learner(base)
+    checkpoints, learner = CheckpointStore(tmp_path, keep_last=2), make_learner(base)
     saved(checkpoints, learner, 10, 20, 30, 40, 50, rewards=[0.1, 0.9, 0.3, 0.2, None])
     assert names(tmp_path) == ["step-000020", "step-000040", "step-000050"]
     assert checkpoints.latest().progress.step == 50
     assert checkpoints.best().progress.step == 20
-    assert checkpoints.at(40).progress.version == 40
-    assert checkpoints.at(30) is None
+    assert checkpoints.at_step(40).progress.version == 40
+    assert checkpoints.at_step(30) is None
 
 
 def test_a_step_that_comes_again_replaces_nothing_and_is_the_latest(base, tmp_path):
-    checkpoints, learner = Checkpoints(tmp_path), make_learner(base)
+    checkpoints, learner = CheckpointStore(tmp_path), make_learner(base)
     saved(checkpoints, learner, 7)
     checkpoints.save(7, learner, Progress(step=7, version=99))
     assert names(tmp_path) == ["step-000007", "step-000007-2"]
@@ -163,23 +163,23 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 def test_a_damaged_checkpoint_is_passed_over_loudly(base, tmp_path, damage):
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     saved(checkpoints, make_learner(base), 1, 2, rewards=[0.0, 1.0])
     damage(tmp_path / "step-000002")
     with capture_logs() as logs:
         assert checkpoints.latest().progress.step == 1
-    passed_over = [line for line in logs if line["event"] == "checkpoint.passed_over"]
+    passed_over = [line for line in logs if line["event"] == "checkpoint.skipped"]
     assert [(line["log_level"], Path(line["folder"]).name) for line in passed_over] == [("error", "step-000002")]
     assert checkpoints.best().progress.step == 1
-    assert checkpoints.at(2) is None
+    assert checkpoints.at_step(2) is None
 
 
 def test_what_a_killed_trainer_left_half_written_is_no_checkpoint_and_goes(base, tmp_path):
     script = f"""
 import sys
 from pathlib import Path
-from workers.train.keeping.durable import new_folder
-with new_folder(Path({str(tmp_path / "step-000009")!r})) as folder:
+from workers.train.checkpointing.durable import create_folder_atomically
+with create_folder_atomically(Path({str(tmp_path / "step-000009")!r})) as folder:
     (folder / "checkpoint.json").write_text("half")
     print("there", flush=True)
     sys.stdin.read()
@@ -189,14 +189,14 @@ with new_folder(Path({str(tmp_path / "step-000009")!r})) as folder:
     child.send_signal(signal.SIGKILL)
     child.communicate()
     assert len(names(tmp_path)) == 1
-    checkpoints = Checkpoints(tmp_path)
-    assert checkpoints.empty
+    checkpoints = CheckpointStore(tmp_path)
+    assert checkpoints.is_empty
     saved(checkpoints, make_learner(base), 10)
     assert names(tmp_path) == ["step-000010"]
 
 
 def test_a_trainer_killed_while_it_removes_a_checkpoint_leaves_no_half_of_one(base, tmp_path, monkeypatch):
-    checkpoints, learner = Checkpoints(tmp_path, keep_last=1), make_learner(base)
+    checkpoints, learner = CheckpointStore(tmp_path, keep_last=1), make_learner(base)
 
     def killed(folder, **_):
         (folder / "model" / "model.safetensors").unlink()
@@ -208,14 +208,14 @@ def test_a_trainer_killed_while_it_removes_a_checkpoint_leaves_no_half_of_one(ba
         with pytest.raises(KeyboardInterrupt):
             saved(checkpoints, learner, 2)
     with capture_logs() as logs:
-        assert [c.progress.step for c in Checkpoints(tmp_path).all()] == [2]
-        saved(Checkpoints(tmp_path, keep_last=1), learner, 3)
-    assert "checkpoint.passed_over" not in [line["event"] for line in logs]
+        assert [c.progress.step for c in CheckpointStore(tmp_path).list_all()] == [2]
+        saved(CheckpointStore(tmp_path, keep_last=1), learner, 3)
+    assert "checkpoint.skipped" not in [line["event"] for line in logs]
     assert names(tmp_path) == ["step-000003"]
 
 
 def test_a_full_disk_is_a_clear_error_and_the_last_good_checkpoint_stands(base, tmp_path):
-    checkpoints, learner = Checkpoints(tmp_path), make_learner(base)
+    checkpoints, learner = CheckpointStore(tmp_path), make_learner(base)
     saved(checkpoints, learner, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # no file may grow beyond, as if the disk were full
@@ -232,7 +232,7 @@ def test_a_full_disk_is_a_clear_error_and_the_last_good_checkpoint_stands(base, 
 
 def test_a_folder_whose_making_fails_is_not_there(tmp_path):
     def make():
-        with new_folder(tmp_path / "a") as folder:
+        with create_folder_atomically(tmp_path / "a") as folder:
             (folder / "x").write_text("x")
             raise KeyError
 
@@ -242,7 +242,7 @@ def test_a_folder_whose_making_fails_is_not_there(tmp_path):
 
 
 def test_a_folder_is_there_only_when_it_is_whole(tmp_path):
-    with new_folder(tmp_path / "deep" / "a") as folder:
+    with create_folder_atomically(tmp_path / "deep" / "a") as folder:
         (folder / "x").write_text("x")
         assert not (tmp_path / "deep" / "a").exists()
     assert names(tmp_path / "deep") == ["a"]
@@ -253,7 +253,7 @@ def run_with_checkpoints(base, folder):
     learner = make_learner(base)
     for step, reward in ((1, 0.5), (2, 0.9), (3, 0.7)):
         learner.step(batch(), 0)
-        saved(Checkpoints(folder / "checkpoints", keep_last=3), learner, step, rewards=[reward])
+        saved(CheckpointStore(folder / "checkpoints", keep_last=3), learner, step, rewards=[reward])
     return learner
 
 
@@ -289,17 +289,17 @@ def test_export_of_what_is_not_there_says_what_is(base, tmp_path):
 def test_a_trainer_with_a_successor_gives_no_checkpoint_its_name_and_removes_none(base, tmp_path):
     """It was suspended while it wrote one, and the successor has gone back further than that."""
     folder, learner = tmp_path / "checkpoints", make_learner(base)
-    saved(Checkpoints(folder), learner, 1)
-    old = Checkpoints(folder, keep_last=1, fence=Fence.take(tmp_path, 7))
-    write = learner.write_weights
+    saved(CheckpointStore(folder), learner, 1)
+    old = CheckpointStore(folder, keep_last=1, fence=RunFolderLock.acquire(tmp_path, 7))
+    write = learner.write_trained_weights
 
     def write_slowly(to):
         write(to)
-        heir = Checkpoints(folder, fence=Fence.take(tmp_path, 8))
+        heir = CheckpointStore(folder, fence=RunFolderLock.acquire(tmp_path, 8))
         assert heir.latest().progress.step == 1
         saved(heir, make_learner(base), 2)
 
-    learner.write_weights = write_slowly
+    learner.write_trained_weights = write_slowly
     with pytest.raises(FencedError):
         saved(old, learner, 3)
     assert names(folder) == ["step-000001", "step-000002"]
@@ -311,10 +311,10 @@ def test_a_trainer_with_a_successor_gives_no_checkpoint_its_name_and_removes_non
 def test_what_a_later_trainer_wrote_is_newer_whatever_its_step(base, tmp_path):
     """Step 3 could not be read when the second trainer began, and can be read now: the ledger was cut to step 1."""
     folder, learner = tmp_path / "checkpoints", make_learner(base)
-    saved(Checkpoints(folder, fence=Fence.take(tmp_path, 7)), learner, 1, 3)
-    heir = Checkpoints(folder, fence=Fence.take(tmp_path, 8))
+    saved(CheckpointStore(folder, fence=RunFolderLock.acquire(tmp_path, 7)), learner, 1, 3)
+    heir = CheckpointStore(folder, fence=RunFolderLock.acquire(tmp_path, 8))
     saved(heir, learner, 2)
     assert heir.latest().progress.step == 2
     saved(heir, learner, 3)
-    assert [c.folder.name for c in heir.all()] == ["step-000002", "step-000003-2"]
-    assert heir.at(3).folder.name == "step-000003-2"
+    assert [c.folder.name for c in heir.list_all()] == ["step-000002", "step-000003-2"]
+    assert heir.at_step(3).folder.name == "step-000003-2"

@@ -7,11 +7,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.train.model.blocks import Finish
-from workers.train.model.chunked import NO_CHANCE, read
+from workers.train.model.chunked import MIN_LOGPROB, chunked_logprobs
+from workers.train.model.logit_blocks import LogitTransform
 
 TOKENS, HIDDEN, WORDS = 13, 8, 29
-FINISHES = [Finish(), Finish(scale=0.25, temperature=0.7), Finish(scale=1.7, softcap=3.0, temperature=1.3)]
+FINISHES = [
+    LogitTransform(),
+    LogitTransform(scale=0.25, temperature=0.7),
+    LogitTransform(scale=1.7, softcap=3.0, temperature=1.3),
+]
 BLOCKS = [5, 50, 10**6]
 """Less than a column, part of the words, everything."""
 
@@ -33,7 +37,7 @@ def naive(hidden, weight, bias, targets, finish):
     if finish.softcap:
         logits = finish.softcap * torch.tanh(logits / finish.softcap)
     logprobs = (logits / finish.temperature).log_softmax(-1)
-    entropy = -(logprobs.exp() * logprobs.clamp(min=NO_CHANCE)).sum(-1)
+    entropy = -(logprobs.exp() * logprobs.clamp(min=MIN_LOGPROB)).sum(-1)
     return logprobs.gather(1, targets[:, None]).squeeze(1), entropy, (2 * logprobs).exp().sum(-1)
 
 
@@ -44,7 +48,7 @@ def test_values_and_gradients_are_those_of_logits_written_out(dtype, near, finis
     inputs = made(dtype)
     weights = torch.linspace(-1, 1, TOKENS, dtype=dtype), torch.linspace(2, -1, TOKENS, dtype=dtype)
     expected = naive(*inputs, finish)
-    found = read(*inputs, finish, entropy="gradient", squares=True, block=block)
+    found = chunked_logprobs(*inputs, finish, entropy="gradient", sum_pi_squared=True, block=block)
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, rtol=near, atol=near)
     gradients = [
@@ -61,7 +65,9 @@ def test_gradients_are_what_differences_say(finish, bias):
     hidden, weight, offsets, targets = made(torch.float64, bias=bias)
 
     def both(*inputs):
-        return tuple(read(*inputs[:2], inputs[2] if bias else None, targets, finish, entropy="gradient", block=40))[:2]
+        return tuple(
+            chunked_logprobs(*inputs[:2], inputs[2] if bias else None, targets, finish, entropy="gradient", block=40)
+        )[:2]
 
     assert torch.autograd.gradcheck(both, (hidden, weight, *([offsets] if bias else [])))
 
@@ -69,16 +75,16 @@ def test_gradients_are_what_differences_say(finish, bias):
 def test_only_what_is_asked_for_bears_a_gradient():
     hidden, weight, bias, targets = made(torch.float64)
     weight.requires_grad_(False)  # a frozen output layer, as under LoRA
-    found = read(hidden, weight, bias, targets, Finish(), entropy="value", squares=True)
+    found = chunked_logprobs(hidden, weight, bias, targets, LogitTransform(), entropy="value", sum_pi_squared=True)
     assert found.logprobs_N.requires_grad
     assert not found.entropy_N.requires_grad
-    assert not found.squares_N.requires_grad
+    assert not found.sum_pi_squared_N.requires_grad
     found.logprobs_N.sum().backward()
     assert weight.grad is None
     assert hidden.grad is not None
     assert bias.grad is not None
     with torch.no_grad():
-        assert not read(hidden, weight, bias, targets, Finish()).logprobs_N.requires_grad
+        assert not chunked_logprobs(hidden, weight, bias, targets, LogitTransform()).logprobs_N.requires_grad
 
 
 def test_a_word_that_cannot_come_is_no_nan():
@@ -87,8 +93,10 @@ def test_a_word_that_cannot_come_is_no_nan():
     barred = bias.detach().clone()
     barred[-5:] = -math.inf
     barred.requires_grad_()
-    expected = naive(hidden, weight, barred, targets, Finish())
-    found = read(hidden, weight, barred, targets, Finish(), entropy="gradient", squares=True, block=40)
+    expected = naive(hidden, weight, barred, targets, LogitTransform())
+    found = chunked_logprobs(
+        hidden, weight, barred, targets, LogitTransform(), entropy="gradient", sum_pi_squared=True, block=40
+    )
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-12)
     (found.logprobs_N.sum() + found.entropy_N.sum()).backward()
@@ -98,12 +106,14 @@ def test_a_word_that_cannot_come_is_no_nan():
 def test_a_broken_weight_is_a_nan_and_hides_nowhere():
     hidden, weight, bias, targets = made(torch.float32, requires_grad=False)
     weight[7, 0] = math.nan
-    assert torch.isnan(read(hidden, weight, bias, targets, Finish(), block=40).logprobs_N).all()
+    assert torch.isnan(chunked_logprobs(hidden, weight, bias, targets, LogitTransform(), block=40).logprobs_N).all()
 
 
 def test_nothing_chosen_is_no_error():
     hidden, weight, bias, targets = made(torch.float32)
-    found = read(hidden[:0], weight, bias, targets[:0], Finish(), entropy="gradient", squares=True)
+    found = chunked_logprobs(
+        hidden[:0], weight, bias, targets[:0], LogitTransform(), entropy="gradient", sum_pi_squared=True
+    )
     assert [len(part) for part in found] == [0, 0, 0]
     found.logprobs_N.sum().backward()
     assert not weight.grad.any()
@@ -113,13 +123,13 @@ def test_under_autocast_inputs_are_rounded_and_logits_are_not():
     """Closer to products of rounded inputs in float32 than what is rounded once more could be."""
     hidden, weight, bias, targets = made(torch.float32)
     rounded = [tensor.detach().bfloat16().float() for tensor in (hidden, weight)]
-    expected = naive(*rounded, bias, targets, Finish())[0]
+    expected = naive(*rounded, bias, targets, LogitTransform())[0]
     with torch.autocast("cpu", torch.bfloat16):
-        found = read(hidden, weight, bias, targets, Finish(), block=40).logprobs_N
+        found = chunked_logprobs(hidden, weight, bias, targets, LogitTransform(), block=40).logprobs_N
     assert found.dtype == torch.float32
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
     found.sum().backward()
-    exact = torch.autograd.grad(naive(hidden, weight, bias, targets, Finish())[0].sum(), (hidden, weight))
+    exact = torch.autograd.grad(naive(hidden, weight, bias, targets, LogitTransform())[0].sum(), (hidden, weight))
     for tensor, gradient in zip((hidden, weight), exact, strict=True):
         assert tensor.grad.dtype == torch.float32
         assert torch.nn.functional.cosine_similarity(tensor.grad.flatten(), gradient.flatten(), dim=0) > 0.999
@@ -167,10 +177,10 @@ def test_memory_does_not_grow_with_tokens_times_words():
         generator = torch.Generator().manual_seed(1)
         hidden = torch.randn(tokens, 8, generator=generator, requires_grad=True)
         weight = torch.randn(8192, 8, generator=generator, requires_grad=True)
-        return hidden, weight, None, torch.randint(8192, (tokens,), generator=generator), Finish()
+        return hidden, weight, None, torch.randint(8192, (tokens,), generator=generator), LogitTransform()
 
     def blockwise(*inputs):
-        return read(*inputs, block=2**18).logprobs_N
+        return chunked_logprobs(*inputs, block=2**18).logprobs_N
 
     def at_once(hidden, weight, _, targets, __):
         return torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction="none")

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from workers.cli import penstock
-from workers.cli.starting import _demo_folder
+from workers.cli.start_commands import _demo_folder
 
 HEAVY = ("torch", "transformers", "vllm", "aiohttp", "redis", "rich", "msgspec", "anyio", "structlog", "stream", "envs")
 ROOT = Path(__file__).parents[2]

@@ -3,25 +3,25 @@
 import torch
 
 from benchmarks.advantages import is_view
-from workers.train.algorithms.grouping import Grouping, code_ids
+from workers.train.algorithms.grouping import Grouping, encode_ids
 
 
 def test_codes_are_in_order_of_first_appearance():
-    codes, names = code_ids(["b", "a", "b", "", "a", "B"])
+    codes, names = encode_ids(["b", "a", "b", "", "a", "B"])
     assert codes.tolist() == [0, 1, 0, 2, 1, 3]
     assert codes.dtype == torch.int64
     assert names == ["b", "a", "", "B"]
 
 
 def test_no_ids_are_no_groups():
-    codes, names = code_ids([])
+    codes, names = encode_ids([])
     assert (codes.shape, codes.dtype, names) == ((0,), torch.int64, [])
     assert Grouping(codes, torch.empty(0, dtype=torch.bool), 0).count_G.tolist() == []
 
 
 def test_codes_group_as_the_names_do():
     rewards = torch.tensor([1.0, 10.0, 3.0, 30.0], dtype=torch.float64)
-    codes, names = code_ids(["y", "x", "y", "x"])
+    codes, names = encode_ids(["y", "x", "y", "x"])
     groups = Grouping(codes, torch.ones(4, dtype=torch.bool), len(names))
     assert dict(zip(names, groups.mean(rewards).tolist(), strict=True)) == {"y": 2.0, "x": 20.0}
 

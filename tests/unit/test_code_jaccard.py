@@ -2,7 +2,7 @@
 
 import pytest
 
-from envs.shipped.code_jaccard import CodeJaccard, similarity
+from envs.builtin.code_jaccard import CodeJaccard, similarity
 from stream.validity import Measured, RewardReason
 
 

@@ -8,7 +8,7 @@ import pytest
 from stream import codec
 from stream.codec import decode, encode
 from stream.errors import NewerSchemaError, RecordError
-from stream.records import MAX_GROUP_SIZE, SCHEMA, Completion, Group, Part, Prompt, Row, Span
+from stream.records import MAX_GROUP_SIZE, SCHEMA, Completion, Group, Prompt, RewardPart, Row, Span
 from stream.validity import Measured, RewardReason, TruncationReason, Unmeasured
 
 
@@ -21,7 +21,7 @@ def test_a_group_comes_back_as_it_went():
     row = Row(
         prompt_ids=b"\1\0\0\0",
         token_ids=b"\2\0\0\0\3\0\0\0",
-        sampled=[(0, 1)],
+        sampled_ranges=[(0, 1)],
         logprobs=b"\0\0\0\xbf",
         spans=[Span(7, 0, 1)],
     )
@@ -33,8 +33,8 @@ def test_a_group_comes_back_as_it_went():
             Completion(
                 index=0, rows=[row], reward=Measured(0.5), truncated=TruncationReason.LENGTH, snapshot=b"\0\xff"
             ),
-            Completion(index=1, parts=[Part(name="env", reward=Unmeasured(RewardReason.RAISED, "boom"))]),
-            Completion(index=2, greedy=True, parts=[Part(name="env", reward=Measured(1.0), turn=0)]),
+            Completion(index=1, parts=[RewardPart(name="env", reward=Unmeasured(RewardReason.RAISED, "boom"))]),
+            Completion(index=2, greedy=True, parts=[RewardPart(name="env", reward=Measured(1.0), turn=0)]),
         ],
     )
     again = decode(encode(group), Group)
@@ -113,8 +113,10 @@ def test_a_field_of_the_wrong_type_is_refused(value):
 )
 def test_a_number_that_no_worker_could_hold_is_refused(where, value):
     """A tensor of 64 bits, memory for so many completions, a place in a row."""
-    row = Row(prompt_ids=b"", token_ids=b"\1\0\0\0", sampled=[(0, 1)], logprobs=b"\0\0\0\0", spans=[Span(0, 0, 1)])
-    completion = Completion(index=0, rows=[row], parts=[Part(name="env", reward=Measured(1.0))])
+    row = Row(
+        prompt_ids=b"", token_ids=b"\1\0\0\0", sampled_ranges=[(0, 1)], logprobs=b"\0\0\0\0", spans=[Span(0, 0, 1)]
+    )
+    completion = Completion(index=0, rows=[row], parts=[RewardPart(name="env", reward=Measured(1.0))])
     tree = msgspec.to_builtins(
         Group(prompt=Prompt(id="a", messages=[]), completions=[completion]), builtin_types=(bytes,)
     )

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from workers.cli import penstock
-from workers.demo.prepare import settings_for
-from workers.engine.vllm.starting import command
+from workers.demo.prepare import demo_settings
+from workers.vllm.launch_command import build_command
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
@@ -45,7 +45,9 @@ def test_whoever_is_asked_for_tokens_answers_to_the_name_that_the_roles_know():
 
 
 def test_vllm_is_started_as_a_run_would_start_it(tmp_path):
-    ours = command(settings_for(tmp_path, 1, vllm=sys.executable), Path("python"), "0.0.0.0", 8000, cpu=False)
+    ours = build_command(
+        demo_settings(tmp_path, 1, vllm_python=sys.executable), Path("python"), "0.0.0.0", 8000, is_cpu_build=False
+    )
     theirs = [word for flag in SERVICES["vllm"]["command"][1:] for word in flag.split("=", 1)]
     flags = dict(zip(theirs, [*theirs[1:], ""], strict=True))
     for flag in ("--dtype", "--max-model-len", "--logprobs-mode", "--generation-config", "--weight-transfer-config"):

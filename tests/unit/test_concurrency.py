@@ -5,67 +5,67 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.rollout.engine.concurrency import CROWDED_LOOKS, DECREASE, STEP, Concurrency
-from workers.rollout.engine.signals import Signals, read_signals
+from workers.rollout.engine_client.adaptive_limit import DECREASE, INCREASE, OVERLOADED_POLLS, AdaptiveLimit
+from workers.rollout.engine_client.engine_metrics import EngineMetrics, parse_metrics
 
 LEAST, MOST = 8, 512
 counts = st.integers(0, 2000).map(float)
 
 
-def signals(waiting=0.0, running=64.0, kv_use=0.3, preemptions=0.0, tokens: float | None = None) -> Signals:
-    return Signals(waiting, running, kv_use, preemptions, tokens)
+def signals(waiting=0.0, running=64.0, kv_use=0.3, preemptions=0.0, tokens: float | None = None) -> EngineMetrics:
+    return EngineMetrics(waiting, running, kv_use, preemptions, tokens)
 
 
-def after(state: Concurrency, *looks: Signals, ours: int | None = None, queueing: bool = True) -> Concurrency:
+def after(state: AdaptiveLimit, *looks: EngineMetrics, ours: int | None = None, queueing: bool = True) -> AdaptiveLimit:
     for look in looks:
         given_out = state.limit if ours is None else ours
-        state = state.after(look, ours=given_out, queueing=queueing, least=LEAST, most=MOST)
+        state = state.updated(look, in_flight=given_out, has_waiting=queueing, minimum=LEAST, maximum=MOST)
     return state
 
 
 def test_while_nothing_waits_there_and_something_waits_here_more_are_given():
-    assert after(Concurrency(64), signals(), signals()).limit == 64 + 2 * STEP
-    assert after(Concurrency(64), signals(), queueing=False).limit == 64
-    assert after(Concurrency(64), signals(), ours=60).limit == 64
+    assert after(AdaptiveLimit(64), signals(), signals()).limit == 64 + 2 * INCREASE
+    assert after(AdaptiveLimit(64), signals(), queueing=False).limit == 64
+    assert after(AdaptiveLimit(64), signals(), ours=60).limit == 64
 
 
 def test_one_look_at_a_queue_changes_nothing_and_a_lasting_one_gives_fewer():
     queue = signals(waiting=30)
-    assert after(Concurrency(64), queue).limit == 64
-    assert after(Concurrency(64), queue, signals(), queue, ours=10).limit == 64
-    assert after(Concurrency(64), *[queue] * CROWDED_LOOKS).limit == int(64 * DECREASE)
+    assert after(AdaptiveLimit(64), queue).limit == 64
+    assert after(AdaptiveLimit(64), queue, signals(), queue, ours=10).limit == 64
+    assert after(AdaptiveLimit(64), *[queue] * OVERLOADED_POLLS).limit == int(64 * DECREASE)
 
 
 def test_a_short_queue_keeps_the_engine_busy_and_changes_nothing():
-    assert after(Concurrency(64), *[signals(waiting=5)] * 10).limit == 64
+    assert after(AdaptiveLimit(64), *[signals(waiting=5)] * 10).limit == 64
 
 
 def test_a_full_cache_and_preemptions_give_fewer():
-    assert after(Concurrency(64), *[signals(kv_use=0.97)] * CROWDED_LOOKS).limit == int(64 * DECREASE)
-    assert after(Concurrency(64), signals(), signals(preemptions=3), ours=60).limit == int(60 * DECREASE)
-    assert after(Concurrency(64), *[signals(kv_use=0.92)] * 5).limit == 64
+    assert after(AdaptiveLimit(64), *[signals(kv_use=0.97)] * OVERLOADED_POLLS).limit == int(64 * DECREASE)
+    assert after(AdaptiveLimit(64), signals(), signals(preemptions=3), ours=60).limit == int(60 * DECREASE)
+    assert after(AdaptiveLimit(64), *[signals(kv_use=0.92)] * 5).limit == 64
 
 
 def test_fewer_are_given_from_what_is_really_asked_for_not_from_a_bound_that_nobody_reached():
-    assert after(Concurrency(MOST), *[signals(waiting=40)] * CROWDED_LOOKS, ours=50).limit == int(50 * DECREASE)
+    assert after(AdaptiveLimit(MOST), *[signals(waiting=40)] * OVERLOADED_POLLS, ours=50).limit == int(50 * DECREASE)
 
 
 def test_a_decrease_is_judged_once_it_has_come_about():
-    down = after(Concurrency(100), *[signals(waiting=40)] * CROWDED_LOOKS)
+    down = after(AdaptiveLimit(100), *[signals(waiting=40)] * OVERLOADED_POLLS)
     assert after(down, *[signals(waiting=40)] * 10, ours=100).limit == down.limit
 
 
 def test_an_engine_that_stands_still_tells_nothing():
     """Paused for new weights: its queue grows, and that is nobody's fault."""
     paused = [signals(waiting=200, tokens=1000.0)] * 20
-    assert after(Concurrency(64), signals(tokens=1000.0), *paused).limit == 64 + STEP
+    assert after(AdaptiveLimit(64), signals(tokens=1000.0), *paused).limit == 64 + INCREASE
 
 
 @given(
     st.integers(LEAST, MOST), st.lists(st.builds(signals, counts, counts, st.floats(0, 1), counts, counts), max_size=30)
 )
 def test_the_bounds_hold_whatever_an_engine_says(limit, looks):
-    state = Concurrency(limit)
+    state = AdaptiveLimit(limit)
     for look in looks:
         state = after(state, look)
         assert LEAST <= state.limit <= MOST
@@ -74,7 +74,7 @@ def test_the_bounds_hold_whatever_an_engine_says(limit, looks):
 @given(st.integers(1, 6), st.integers(40, 1000))
 def test_several_workers_fill_an_engine_without_a_long_queue(workers, capacity):
     """A simulation: an engine that runs `capacity` requests at once; each worker has more to ask for than that."""
-    states = [Concurrency(MOST) for _ in range(workers)]
+    states = [AdaptiveLimit(MOST) for _ in range(workers)]
     queue = []
     for look in range(400):
         asked = sum(state.limit for state in states)
@@ -85,7 +85,7 @@ def test_several_workers_fill_an_engine_without_a_long_queue(workers, capacity):
     settled = queue[200:]
     most, least = max(w for w, _ in settled), min(r for _, r in settled)
     assert least >= min(0.6 * capacity, workers * MOST)
-    assert most <= 0.25 * capacity + (CROWDED_LOOKS + 1) * STEP * workers + LEAST * workers
+    assert most <= 0.25 * capacity + (OVERLOADED_POLLS + 1) * INCREASE * workers + LEAST * workers
 
 
 VLLM = """\
@@ -105,15 +105,17 @@ vllm:generation_tokens_total{engine="0",model_name="a b"} 34.0
 
 
 def test_vllms_metrics_are_read_over_all_its_processes():
-    assert read_signals(VLLM) == Signals(1.0, 7.0, 0.5, 2.0, 1234.0)
+    assert parse_metrics(VLLM) == EngineMetrics(1.0, 7.0, 0.5, 2.0, 1234.0)
 
 
 def test_metrics_without_labels_or_without_the_rest_are_read_too():
-    assert read_signals("vllm:num_requests_running 2\nvllm:num_requests_waiting 0\n") == Signals(0, 2, 0, 0, None)
+    assert parse_metrics("vllm:num_requests_running 2\nvllm:num_requests_waiting 0\n") == EngineMetrics(
+        0, 2, 0, 0, None
+    )
 
 
 def test_what_tells_of_no_requests_is_no_signal():
-    assert read_signals("") is None
-    assert read_signals("<html>not found</html>") is None
-    assert read_signals("vllm:num_requests_running NaN\nvllm:num_requests_waiting x\n") is None
-    assert read_signals(f"vllm:num_requests_running {math.inf}") is None
+    assert parse_metrics("") is None
+    assert parse_metrics("<html>not found</html>") is None
+    assert parse_metrics("vllm:num_requests_running NaN\nvllm:num_requests_waiting x\n") is None
+    assert parse_metrics(f"vllm:num_requests_running {math.inf}") is None

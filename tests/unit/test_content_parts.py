@@ -9,9 +9,9 @@ from stream.errors import DataError
 from stream.validity import Measured, RolloutReason
 from tests.cases.families import chat_of, template_of
 from tests.unit.test_episode import TEMPLATE, Box, call, completion_of, group_of, make_chat, make_prompt, text_of
-from workers.rollout.chat.content import Contents
-from workers.rollout.chat.template import Template
-from workers.rollout.tool_result import to_result
+from workers.rollout.chat.content_parts import ContentAdapter
+from workers.rollout.chat.template import ChatTemplate
+from workers.rollout.tool_result import to_tool_result
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 TEXT = {"type": "text", "text": "A cat."}
@@ -24,7 +24,7 @@ SEEING = TEMPLATE.replace(
 
 
 def seeing():
-    return make_chat(Template(SEEING, {}, Path("model")))
+    return make_chat(ChatTemplate(SEEING, {}, Path("model")))
 
 
 class Camera(Box):
@@ -48,7 +48,7 @@ async def test_parts_of_a_tool_go_into_its_message_the_record_and_the_reward_fun
         seen.extend(completions)
         return [1.0] * len(completions)
 
-    function = RewardFunction(sees, "sees", where="rollout")
+    function = RewardFunction(sees, "sees", run_in="rollout")
     group = await group_of([call("look"), "Done."], env=Camera, chat=seeing(), rewards=[function])
     (completion,) = group.completions
     assert completion.messages[1]["content"] == [TEXT, IMAGE]
@@ -91,20 +91,20 @@ async def test_other_lists_of_mappings_are_results_as_ever():
 
 def test_a_tool_may_go_on_changing_what_it_returned():
     value = [dict(TEXT)]
-    result = to_result(value)
+    result = to_tool_result(value)
     value[0]["text"] = "A dog."
     assert result.content == [TEXT]
     assert result.text == "A cat."
 
 
 def test_a_real_template_that_drops_parts_in_silence_gets_their_text():
-    prompt = chat_of("qwen3", None).conversation.prompt([{"role": "user", "content": [TEXT, TEXT]}])
+    prompt = chat_of("qwen3", None).renderer.render_prompt([{"role": "user", "content": [TEXT, TEXT]}])
     assert prompt == "<|im_start|>user\nA cat.\nA cat.<|im_end|>\n<|im_start|>assistant\n"
     with pytest.raises(DataError, match="'image_url'"):
-        Contents(template_of("qwen3")).fit([{"role": "user", "content": [TEXT, IMAGE]}])
+        ContentAdapter(template_of("qwen3")).adapt([{"role": "user", "content": [TEXT, IMAGE]}])
 
 
 def test_a_real_template_that_renders_parts_gets_them_as_they_are():
     messages = [{"role": "user", "content": [TEXT, IMAGE]}]
-    assert Contents(template_of("ministral-3")).fit(messages) == messages
-    assert "[INST]" in chat_of("ministral-3", None).conversation.prompt(messages)
+    assert ContentAdapter(template_of("ministral-3")).adapt(messages) == messages
+    assert "[INST]" in chat_of("ministral-3", None).renderer.render_prompt(messages)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from workers.settings.presets import PRESETS
-from workers.train.algorithms.importance import IMPORTANCE
+from workers.train.algorithms.importance import IMPORTANCE_LEVELS
 from workers.train.algorithms.rejection import REJECTIONS
 
 each_preset = pytest.mark.parametrize("name", PRESETS)
@@ -43,7 +43,7 @@ def test_a_name_says_all_of_its_preset(name):
 @each_preset
 def test_its_words_are_registered(name):
     preset = PRESETS[name]
-    assert preset.weights in {"none", *IMPORTANCE}
+    assert preset.weights in {"none", *IMPORTANCE_LEVELS}
     assert {rule for rule, _, _ in preset.reject} <= set(REJECTIONS)
 
 

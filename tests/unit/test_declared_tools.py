@@ -6,15 +6,15 @@ import sys
 import anyio
 import pytest
 
-from envs.call import Caller
-from envs.contract import Harness, declares_tools
-from envs.extras import MissingExtraError, need
-from envs.factory import Factory
+from envs.call import CallRunner
+from envs.contract import AgentEnvironment, declares_tools
+from envs.extras import MissingExtraError, import_extra
+from envs.factory import EnvironmentFactory
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.records import Failure
-from workers.check import check
-from workers.rollout.slot import Slot
-from workers.rollout.tool_formats.turn import ToolCall
+from workers.commands.check import check_environment
+from workers.rollout.environment_slot import EnvironmentSlot
+from workers.rollout.tool_formats.parsed_turn import ToolCall
 from workers.rollout.tool_result import ToolResult
 
 ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
@@ -57,7 +57,7 @@ class OnlyOne:
         return number
 
 
-class Leading(Harness):
+class Leading(AgentEnvironment):
     """Leads its episodes itself."""
 
     def reset(self):
@@ -68,7 +68,7 @@ class Leading(Harness):
 
 
 def load(cls):
-    return Factory.load(f"{__name__}:{cls.__name__}")
+    return EnvironmentFactory.load(f"{__name__}:{cls.__name__}")
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def importable(monkeypatch):
 
 async def called(**arguments):
     factory = await anyio.to_thread.run_sync(load, Declaring)
-    slot = Slot("it", factory, Caller(anyio.CapacityLimiter(2)))
+    slot = EnvironmentSlot("it", factory, CallRunner(anyio.CapacityLimiter(2)))
     await slot.reset({}, 0, 0, 5)
     return [await slot.call_tool(ToolCall(name, arguments, ""), 5) for name in ("add", "helper")]
 
@@ -104,13 +104,16 @@ async def test_what_a_declared_tool_raises_is_text_and_a_failure_of_the_world_is
 
 def test_who_only_thaws_snapshots_asks_nobody_for_tools(monkeypatch):
     monkeypatch.setattr(Declaring, "tool_schemas", lambda self: pytest.fail("it was asked"))
-    factory = Factory.load(f"{__name__}:Declaring", with_tools=False)
+    factory = EnvironmentFactory.load(f"{__name__}:Declaring", with_tools=False)
     assert factory.tools == []
-    assert Factory.load("openenv:ws://127.0.0.1:9", with_tools=False).environment_class.__name__ == "RewardedOpenEnv"
+    assert (
+        EnvironmentFactory.load("openenv:ws://127.0.0.1:9", with_tools=False).environment_class.__name__
+        == "RewardedOpenEnv"
+    )
 
 
 async def test_check_says_of_one_that_leads_its_episodes_what_it_cannot_try():
-    report = await check(f"{__name__}:Leading", {})
+    report = await check_environment(f"{__name__}:Leading", {})
     assert report.ok
     assert any("leads its episodes itself" in warning for warning in report.warnings)
 
@@ -122,7 +125,7 @@ def test_one_of_the_two_alone_is_a_tool_like_any_other():
 
 def test_an_environment_that_leads_its_episodes_has_no_tools():
     factory = load(Leading)
-    assert factory.drives_itself
+    assert factory.runs_own_loop
     assert factory.tools == []
 
 
@@ -135,14 +138,14 @@ def test_schemas_in_another_form_are_refused_at_start(monkeypatch, schemas):
 
 def test_a_missing_library_names_the_extra():
     with pytest.raises(MissingExtraError, match=r'no_such_library is not installed; pip install "penstock\[openenv\]"'):
-        need("no_such_library", "openenv")
+        import_extra("no_such_library", "openenv")
 
 
 def test_a_library_that_lacks_a_part_of_its_own_says_so_itself(tmp_path, monkeypatch):
     (tmp_path / "half_a_library.py").write_text("import no_such_part\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_part") as raised:
-        need("half_a_library", "mcp")
+        import_extra("half_a_library", "mcp")
     assert not isinstance(raised.value, MissingExtraError)
 
 

@@ -7,15 +7,15 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from envs.shipped.calculator import Calculator
+from envs.builtin.calculator import Calculator
 from envs.tools import tool_specs
 from workers.demo.model import make_model
 from workers.demo.task import training_problems
-from workers.demo.transcripts import Script, play, transcripts
-from workers.demo.warmstart import CONTEXT_WEIGHT, tokenize, warm_start
-from workers.rollout.chat.chat import Chat
-from workers.rollout.chat.history import examine
-from workers.rollout.tool_formats.choice import TOOL_FORMATS
+from workers.demo.transcripts import Behavior, build_transcript, transcripts
+from workers.demo.warm_start import CONTEXT_WEIGHT, tokenize, warm_start
+from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.chat.history_check import check_history
+from workers.rollout.tool_formats.detection import TOOL_FORMATS
 
 TOOLS = [spec.schema for spec in tool_specs(Calculator())]
 
@@ -35,7 +35,7 @@ def tokenizer(folder):
 @pytest.fixture
 def solved():
     """Six messages: user, call, result, call, result, answer."""
-    return play(next(training_problems(3)), Script.CLEAN, random.Random(0))
+    return build_transcript(next(training_problems(3)), Behavior.CLEAN, random.Random(0))
 
 
 def rendered(tokenizer, messages, **more):
@@ -111,7 +111,14 @@ def test_every_digit_is_a_token_and_any_text_survives(tokenizer):
 
 def test_tags_of_tool_calls_are_one_token_and_text_while_roles_are_control(tokenizer, solved):
     ids = tokenizer(rendered(tokenizer, solved))["input_ids"]
-    for tag in ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<|im_start|>", "<|im_end|>"):
+    for tag in (
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_response>",
+        "</tool_response>",
+        "<|im_start|>",
+        "<|im_end|>",
+    ):
         assert len(tokenizer(tag)["input_ids"]) == 1
     text = tokenizer.decode(ids, skip_special_tokens=True)
     assert text.count("<tool_call>{") == text.count("}</tool_call>") == 2
@@ -119,8 +126,8 @@ def test_tags_of_tool_calls_are_one_token_and_text_while_roles_are_control(token
 
 
 def test_the_rollouts_chat_accepts_the_template_and_continues_as_the_warm_start_does(folder, tokenizer, solved):
-    chat = Chat.load(folder, {}, None)
-    assert not examine(chat.conversation).forks
+    chat = ChatTokenizer.load(folder, {}, None)
+    assert not check_history(chat.renderer).rewrites_history
     assert chat.stop_token_ids == (tokenizer.eos_token_id,)
     [(ids, weights)] = tokenize(tokenizer, [solved])
     pieces = chat.prompt_ids(solved[:1])

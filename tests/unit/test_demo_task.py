@@ -6,9 +6,9 @@ from itertools import islice
 
 import pytest
 
-from envs.shipped.calculator import Calculator
-from workers.demo.task import MAX_ROWS, Step, held_out, is_held_out, training_problems, training_rows
-from workers.demo.transcripts import HABIT, Script, play, transcripts
+from envs.builtin.calculator import Calculator
+from workers.demo.task import MAX_ROWS, Step, held_out_rows, is_held_out, training_problems, training_rows
+from workers.demo.transcripts import HABIT_SHARES, Behavior, build_transcript, transcripts
 
 
 def problems(n=500, seed=7):
@@ -17,7 +17,7 @@ def problems(n=500, seed=7):
 
 def test_the_answer_is_what_the_text_asks_for():
     words = {"plus": lambda a, b: a + b, "minus": lambda a, b: a - b, "times": lambda a, b: a * b}
-    for row in training_rows(500, 3) + held_out(200, 3):
+    for row in training_rows(500, 3) + held_out_rows(200, 3):
         number = r"(\d+)"
         text = rf"Start with {number}, (plus|minus|times) {number}, then (plus|minus|times) {number}\."
         a, first, b, second, c = re.fullmatch(text, row["problem"]).groups()
@@ -42,7 +42,7 @@ def test_the_shipped_calculator_agrees_with_every_step():
 
 
 def test_no_held_out_problem_is_ever_trained_on():
-    unseen = {row["problem"] for row in held_out(2000, 1)}
+    unseen = {row["problem"] for row in held_out_rows(2000, 1)}
     trained = {row["problem"] for row in training_rows(20_000, 1)}
     imitated = {
         conversation[0]["content"]
@@ -62,7 +62,7 @@ def test_one_epoch_of_sixty_steps_sees_no_problem_twice():
 def test_a_seed_means_the_same_rows_in_another_process():
     code = "from workers.demo.task import held_out, training_rows; print(training_rows(50, 5), held_out(50, 5))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50).stdout
-    assert told == f"{training_rows(50, 5)} {held_out(50, 5)}\n"
+    assert told == f"{training_rows(50, 5)} {held_out_rows(50, 5)}\n"
     assert training_rows(50, 5) != training_rows(50, 6)
 
 
@@ -70,28 +70,28 @@ def test_more_rows_than_can_be_drawn_quickly_are_refused():
     with pytest.raises(ValueError, match="at most 100000"):
         training_rows(MAX_ROWS + 1, 0)
     with pytest.raises(ValueError, match="at most 10000"):
-        held_out(MAX_ROWS)
+        held_out_rows(MAX_ROWS)
 
 
 def test_a_clean_script_solves_the_problem_and_each_other_one_breaks_it_its_own_way():
     rng = random.Random(2)
     for problem in problems(200):
-        solved = said(problem, Script.CLEAN, rng)
+        solved = said(problem, Behavior.CLEAN, rng)
         assert solved == ([*problem.steps], problem.answer)
         first, second = problem.steps
-        assert said(problem, Script.HASTY, rng) == ([first], first.result)
-        assert said(problem, Script.NO_TOOL, rng)[0] == []
-        calls, answer = said(problem, Script.WRONG_TOOL, rng)
+        assert said(problem, Behavior.HASTY, rng) == ([first], first.result)
+        assert said(problem, Behavior.NO_TOOL, rng)[0] == []
+        calls, answer = said(problem, Behavior.WRONG_TOOL, rng)
         assert [call.tool for call in calls] != [first.tool, second.tool]
         assert [call.b for call in calls] == [first.b, second.b]
         assert answer == calls[-1].result
-        calls, _ = said(problem, Script.WRONG_ARGUMENT, rng)
+        calls, _ = said(problem, Behavior.WRONG_ARGUMENT, rng)
         assert [call.tool for call in calls] == [first.tool, second.tool]
         assert calls != list(problem.steps)
 
 
 def test_habits_come_in_their_shares():
-    assert sum(HABIT.values()) == pytest.approx(1)
+    assert sum(HABIT_SHARES.values()) == pytest.approx(1)
     lengths = [len(conversation) for conversation in islice(transcripts(4, habit=True), 4000)]
     assert lengths.count(4) / 4000 == pytest.approx(0.48, abs=0.03)  # user, call, result, answer
     assert lengths.count(2) / 4000 == pytest.approx(0.10, abs=0.02)
@@ -100,7 +100,7 @@ def test_habits_come_in_their_shares():
 
 def said(problem, script, rng):
     """Calls and final answer of a scripted episode; each result has to be what its call computes."""
-    messages = play(problem, script, rng)
+    messages = build_transcript(problem, script, rng)
     assert messages[0] == {"role": "user", "content": problem.text}
     calls = []
     for call, result in zip(messages[1:-1:2], messages[2:-1:2], strict=True):

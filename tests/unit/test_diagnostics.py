@@ -6,9 +6,14 @@ import statistics
 import pytest
 import torch
 
-from workers.train.algorithms.diagnostics import correction_metrics, policy_metrics, rejection_metrics, weight_metrics
+from workers.train.algorithms.correction_metrics import (
+    correction_metrics,
+    policy_metrics,
+    rejection_metrics,
+    weight_metrics,
+)
 from workers.train.algorithms.importance import importance_weights
-from workers.train.algorithms.rejection import Rule, reject
+from workers.train.algorithms.rejection import RejectionRule, reject
 
 # Two completions, the first in two rows; the last row is masked and holds junk.
 TRAIN = torch.tensor([[-1.0, -3.0], [-2.0, math.nan], [-1.0, -1.0], [math.inf, math.nan]], dtype=torch.float64)
@@ -46,7 +51,7 @@ def test_policies_are_compared_over_tokens_and_over_completions():
 
 def test_what_a_token_rule_saw_and_took():
     found = floats(
-        rejection_metrics(TRAIN, ROLLOUT, IDS, reject([Rule("token_k1", 0.5, 4.0)], TRAIN, ROLLOUT, MASK, IDS))
+        rejection_metrics(TRAIN, ROLLOUT, IDS, reject([RejectionRule("token_k1", 0.5, 4.0)], TRAIN, ROLLOUT, MASK, IDS))
     )
     low = math.log(0.5)
     inside = [0, 1, 0, 0, low]  # k1 is 0, 1, 0 of the first completion, 0, -1 of the second
@@ -75,7 +80,7 @@ def test_what_a_token_rule_saw_and_took():
 
 
 def test_what_a_completion_rule_saw_is_counted_in_completions():
-    rule = Rule("seq_sum_k3", 0.0, 0.5)  # sums: 1/e of the first, e - 2 of the second
+    rule = RejectionRule("seq_sum_k3", 0.0, 0.5)  # sums: 1/e of the first, e - 2 of the second
     found = floats(rejection_metrics(TRAIN, ROLLOUT, IDS, reject([rule], TRAIN, ROLLOUT, MASK, IDS)))
     assert found["rollout_rs_seq_sum_k3_mean"] == pytest.approx((3 / math.e + 2 * (math.e - 2)) / 5)
     assert found["rollout_rs_seq_sum_k3_seq_mean"] == pytest.approx((1 / math.e + math.e - 2) / 2)
@@ -129,7 +134,7 @@ def test_equal_weights_are_all_of_the_sample_and_zeroed_ones_none():
 
 
 def test_all_together_each_over_its_own_mask():
-    rejection = reject([Rule("token_k1", 0.5, 4.0)], TRAIN, ROLLOUT, MASK, IDS)
+    rejection = reject([RejectionRule("token_k1", 0.5, 4.0)], TRAIN, ROLLOUT, MASK, IDS)
     weights = importance_weights(TRAIN, ROLLOUT, rejection.kept_RT, IDS, level="token", **BOUNDS)
     found = floats(correction_metrics(TRAIN, ROLLOUT, rejection.kept_RT, IDS, rejection=rejection, weights=weights))
     assert found["kl"] == 1 / 4
@@ -141,7 +146,7 @@ def test_all_together_each_over_its_own_mask():
 
 
 def test_a_single_completion_has_a_standard_deviation_of_0():
-    rejection = reject([Rule("token_k2", 0.0, 1.0)], TRAIN[:2], ROLLOUT[:2], MASK[:2], IDS[:2])
+    rejection = reject([RejectionRule("token_k2", 0.0, 1.0)], TRAIN[:2], ROLLOUT[:2], MASK[:2], IDS[:2])
     weights = importance_weights(TRAIN[:2], ROLLOUT[:2], MASK[:2], IDS[:2], level="token", **BOUNDS)
     found = correction_metrics(TRAIN[:2], ROLLOUT[:2], MASK[:2], IDS[:2], rejection=rejection, weights=weights)
     assert (float(found["rollout_is_seq_std"]), float(found["rollout_rs_token_k2_seq_std"])) == (0.0, 0.0)
@@ -151,7 +156,7 @@ def test_a_single_completion_has_a_standard_deviation_of_0():
 def test_a_mean_of_nothing_is_left_out(rows):
     train, rollout, ids = TRAIN[:rows], ROLLOUT[:rows], IDS[:rows]
     nothing = torch.zeros_like(MASK[:rows])
-    rejection = reject([Rule("m2po", 0.0, 1.0)], train, rollout, nothing, ids)
+    rejection = reject([RejectionRule("m2po", 0.0, 1.0)], train, rollout, nothing, ids)
     weights = importance_weights(train, rollout, nothing, ids, level="sequence", **BOUNDS)
     assert correction_metrics(train, rollout, nothing, ids, rejection=rejection, weights=weights) == {}
 
@@ -159,7 +164,7 @@ def test_a_mean_of_nothing_is_left_out(rows):
 def test_extreme_log_ratios_give_finite_metrics():
     train, rollout = torch.tensor([[-100.0, 0.0]]), torch.tensor([[0.0, -100.0]])
     mask, ids = torch.ones(1, 2, dtype=torch.bool), torch.tensor([0])
-    rejection = reject([Rule("token_k3", 0.0, 1.0)], train, rollout, mask, ids)
+    rejection = reject([RejectionRule("token_k3", 0.0, 1.0)], train, rollout, mask, ids)
     weights = importance_weights(train, rollout, mask, ids, level="token", **BOUNDS)
     found = floats(correction_metrics(train, rollout, mask, ids, rejection=rejection, weights=weights))
     assert all(math.isfinite(value) for value in found.values())

@@ -44,7 +44,7 @@ def test_k3_is_at_most_ten():
     assert float(found) == 10.0
 
 
-@pytest.mark.parametrize("name", [name for name, entry in DIVERGENCES.items() if entry.declared.straight_through])
+@pytest.mark.parametrize("name", [name for name, entry in DIVERGENCES.items() if entry.traits.straight_through])
 def test_a_straight_through_estimator_has_the_value_of_its_own_to_the_bit_and_the_gradient_of_k2(name):
     generator = torch.Generator().manual_seed(3)
     now = (torch.randn(1, 50, generator=generator) * 3).requires_grad_()
@@ -55,7 +55,7 @@ def test_a_straight_through_estimator_has_the_value_of_its_own_to_the_bit_and_th
     assert torch.allclose(gradient, torch.autograd.grad(divergence("k2", now, reference, mask).sum(), now)[0])
 
 
-@pytest.mark.parametrize("name", [name for name, entry in DIVERGENCES.items() if entry.declared.non_negative])
+@pytest.mark.parametrize("name", [name for name, entry in DIVERGENCES.items() if entry.traits.non_negative])
 def test_what_declares_itself_non_negative_is(name):
     distances = torch.logspace(-20, 1, 2000)
     for distance in (distances, -distances):

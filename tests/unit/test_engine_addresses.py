@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from stream.engines import EngineWord, engines_now
 from stream.errors import SettingsError
-from workers.fleet.addresses import engine_url, engines_at, still_known
+from stream.operator.engine_overrides import EngineOverride, apply_engine_overrides
+from workers.engine_api.discovery.addresses import merge_dns_answer, normalize_engine_url, resolve_engines
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from workers.fleet.addresses import engine_url, engines_at, still_known
     ],
 )
 def test_an_engine_is_known_by_one_url_however_it_is_written(text, known_by):
-    assert engine_url(text) == known_by
+    assert normalize_engine_url(text) == known_by
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,13 @@ def test_an_engine_is_known_by_one_url_however_it_is_written(text, known_by):
 )
 def test_what_is_no_url_of_an_engine_is_refused_with_the_key_and_the_remedy(text, words):
     with pytest.raises(SettingsError, match=r"engine\.urls") as caught:
-        engine_url(text, "engine.urls")
+        normalize_engine_url(text, "engine.urls")
     assert words in str(caught.value)
 
 
 def test_a_url_with_a_password_is_refused_without_showing_it():
     with pytest.raises(SettingsError, match="password") as caught:
-        engine_url("http://me:secret@engine:8000", "engine.urls")
+        normalize_engine_url("http://me:secret@engine:8000", "engine.urls")
     assert "secret" not in str(caught.value)
 
 
@@ -59,34 +59,34 @@ def resolving_to(monkeypatch, *addresses: str):
 
 async def test_each_address_of_a_name_is_an_engine_once_in_one_order(monkeypatch):
     resolving_to(monkeypatch, "10.0.0.10", "10.0.0.9", "10.0.0.10")
-    assert await engines_at("http://engines:8000") == ["http://10.0.0.9:8000", "http://10.0.0.10:8000"]
+    assert await resolve_engines("http://engines:8000") == ["http://10.0.0.9:8000", "http://10.0.0.10:8000"]
     resolving_to(monkeypatch, "fd00::2", "fd00::1")
-    assert await engines_at("http://engines:8000") == ["http://[fd00::1]:8000", "http://[fd00::2]:8000"]
+    assert await resolve_engines("http://engines:8000") == ["http://[fd00::1]:8000", "http://[fd00::2]:8000"]
 
 
 async def test_a_machine_with_addresses_of_both_families_is_one_engine(monkeypatch):
     resolving_to(monkeypatch, "::1", "127.0.0.1")
-    assert await engines_at("http://localhost:8000") == ["http://127.0.0.1:8000"]
+    assert await resolve_engines("http://localhost:8000") == ["http://127.0.0.1:8000"]
 
 
 async def test_a_real_name_resolves():
-    assert await engines_at("http://localhost:8123") in (["http://127.0.0.1:8123"], ["http://[::1]:8123"])
+    assert await resolve_engines("http://localhost:8123") in (["http://127.0.0.1:8123"], ["http://[::1]:8123"])
 
 
 def test_an_address_is_gone_when_three_answers_in_a_row_lack_it():
-    known = still_known({}, ["a", "b"])
+    known = merge_dns_answer({}, ["a", "b"])
     for _ in range(2):
-        known = still_known(known, ["a"])
+        known = merge_dns_answer(known, ["a"])
         assert set(known) == {"a", "b"}
-    assert set(still_known(known, ["a", "b"])) == {"a", "b"}
-    assert set(still_known(known, ["a"])) == {"a"}
+    assert set(merge_dns_answer(known, ["a", "b"])) == {"a", "b"}
+    assert set(merge_dns_answer(known, ["a"])) == {"a"}
 
 
-def word(url: str, said: str) -> EngineWord:
-    return EngineWord(url, said, "me", 0.0)
+def word(url: str, said: str) -> EngineOverride:
+    return EngineOverride(url, said, "me", 0.0)
 
 
 def test_the_last_word_on_an_engine_counts_whoever_names_it():
-    assert engines_now(("a", "b", "a"), [word("b", "remove"), word("c", "add")]) == ("a", "c")
-    assert engines_now(("a", "b"), [word("b", "add")]) == ("a", "b")
-    assert engines_now((), []) == ()
+    assert apply_engine_overrides(("a", "b", "a"), [word("b", "remove"), word("c", "add")]) == ("a", "c")
+    assert apply_engine_overrides(("a", "b"), [word("b", "add")]) == ("a", "b")
+    assert apply_engine_overrides((), []) == ()

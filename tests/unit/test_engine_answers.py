@@ -6,11 +6,11 @@ import pytest
 from stream.errors import EngineError, EngineRefusedError
 from stream.records import Failure, Span
 from stream.validity import RolloutReason, TruncationReason
-from workers.engine.wire import WeightInfo, policy_version
-from workers.rollout.engine.completions import Completions
-from workers.rollout.engine.generate import Generate
-from workers.rollout.engine.route import Request
-from workers.rollout.engine.sampling import Sampling, ending_of
+from workers.engine_api.wire import WeightInfo, policy_version
+from workers.rollout.engine_client.completions_api import CompletionsApi
+from workers.rollout.engine_client.generate_api import GenerateApi
+from workers.rollout.engine_client.sampling import SamplingOptions, end_after_error
+from workers.rollout.engine_client.sampling_api import SamplingRequest
 
 URL = "http://engine"
 CONTENT = [{"token_id": 7, "logprob": -0.5, "rank": 1, "top_logprobs": []}, {"token_id": 2, "logprob": -1.5}]
@@ -46,8 +46,8 @@ def completed(**changes) -> bytes:
 
 
 def test_a_whole_answer_is_a_sample():
-    one = Generate().read(200, generated(), URL, version=9)
-    other = Completions().read(200, completed(), URL, version=9)
+    one = GenerateApi().decode(200, generated(), URL, version=9)
+    other = CompletionsApi().decode(200, completed(), URL, version=9)
     assert (one.token_ids, one.logprobs, one.finish_reason) == ([7, 2], [-0.5, -1.5], "stop")
     assert (other.token_ids, other.logprobs, other.finish_reason) == ([7, 2], [-0.5, -1.5], "stop")
     assert (one.spans, other.spans) == ([Span(4, 0, 1), Span(5, 1, 2)], [Span(9, 0, 2)])
@@ -55,10 +55,10 @@ def test_a_whole_answer_is_a_sample():
 
 def test_an_answer_without_versions_has_the_one_that_was_asked_for_before_and_after():
     old = generated(weight_versions=None)
-    assert not Generate().tells_versions(old)
-    assert Generate().tells_versions(generated())
-    assert not Completions().tells_versions(completed())
-    assert Generate().read(200, old, URL, version=3).spans == [Span(3, 0, 2)]
+    assert not GenerateApi().reports_versions(old)
+    assert GenerateApi().reports_versions(generated())
+    assert not CompletionsApi().reports_versions(completed())
+    assert GenerateApi().decode(200, old, URL, version=3).spans == [Span(3, 0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_an_answer_without_versions_has_the_one_that_was_asked_for_before_and_af
 )
 def test_what_generate_answers_else_is_no_sample(changes, said):
     with pytest.raises(EngineError, match=said) as error:
-        Generate().read(200, generated(**changes), URL, version=9)
+        GenerateApi().decode(200, generated(**changes), URL, version=9)
     assert not isinstance(error.value, EngineRefusedError)
 
 
@@ -105,11 +105,11 @@ def test_what_generate_answers_else_is_no_sample(changes, said):
 )
 def test_what_completions_answers_else_is_no_sample(changes, said):
     with pytest.raises(EngineError, match=said) as error:
-        Completions().read(200, completed(**changes), URL, version=9)
+        CompletionsApi().decode(200, completed(**changes), URL, version=9)
     assert not isinstance(error.value, EngineRefusedError)
 
 
-@pytest.mark.parametrize("route", [Generate(), Completions()])
+@pytest.mark.parametrize("route", [GenerateApi(), CompletionsApi()])
 @pytest.mark.parametrize(
     "payload", [b"", b"null", b"[]", b'{"choices": []}', b'{"choices": {}}', b"[" * 10_000, b'{"choices": [1, 2]}']
 )
@@ -118,11 +118,11 @@ def test_junk_is_no_sample(route, payload):
         route.read(200, payload, URL, version=0)
 
 
-@pytest.mark.parametrize("route", [Generate(), Completions()])
+@pytest.mark.parametrize("route", [GenerateApi(), CompletionsApi()])
 def test_two_choices_are_none(route):
-    whole = msgspec.json.decode(generated() if isinstance(route, Generate) else completed())
+    whole = msgspec.json.decode(generated() if isinstance(route, GenerateApi) else completed())
     with pytest.raises(EngineError, match="2 choices"):
-        route.read(200, msgspec.json.encode(whole | {"choices": whole["choices"] * 2}), URL, version=0)
+        route.decode(200, msgspec.json.encode(whole | {"choices": whole["choices"] * 2}), URL, version=0)
 
 
 @pytest.mark.parametrize(
@@ -135,11 +135,11 @@ def test_two_choices_are_none(route):
 def test_both_routes_words_for_a_context_that_is_too_long_are_known(words):
     payload = msgspec.json.encode({"error": {"message": words, "code": 400}})
     with pytest.raises(EngineRefusedError) as refused:
-        Generate().read(400, payload, URL, version=0)
-    first = ending_of(refused.value, 0)
+        GenerateApi().decode(400, payload, URL, version=0)
+    first = end_after_error(refused.value, 0)
     assert isinstance(first, Failure)
     assert first.reason is RolloutReason.PROMPT_TOO_LONG
-    assert ending_of(refused.value, 1) is TruncationReason.CONTEXT
+    assert end_after_error(refused.value, 1) is TruncationReason.CONTEXT
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_weights_that_no_trainer_named_are_of_no_version(name, version):
 
 
 def test_a_request_says_all_of_it_on_both_routes():
-    sampling = Sampling(
+    sampling = SamplingOptions(
         temperature=0.7,
         max_tokens=3,
         min_tokens=9,
@@ -164,8 +164,10 @@ def test_a_request_says_all_of_it_on_both_routes():
         stop_token_ids=(2,),
         seed=8,
     )
-    one = msgspec.json.decode(Generate().body(Request([5], sampling, model="m")))
-    other = msgspec.json.decode(Completions().body(Request([5], sampling, model="m", alternatives=3, name="probe-1")))
+    one = msgspec.json.decode(GenerateApi().encode(SamplingRequest([5], sampling, model="m")))
+    other = msgspec.json.decode(
+        CompletionsApi().encode(SamplingRequest([5], sampling, model="m", top_logprobs=3, request_id="probe-1"))
+    )
     assert one["token_ids"] == other["prompt"] == [5]
     assert one["model"] == other["model"] == "m"
     expected = {"temperature": 0.7, "max_tokens": 3, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 8}

@@ -19,7 +19,8 @@ a tool's error is the policy's business, a dead tool server is not              
 resets queue up behind each other                                               `test_resets_run_side_by_side`, and
                                                                                 `benchmarks/slots.py` for how much
 1172 of 1280 rollouts failed in reset and were trained as reward 0              `test_a_failed_reset_is_no_reward`
-hung threads starve, or outlive, the worker                                     `test_wear.py`, `test_lost_threads.py`
+hung threads starve, or outlive, the worker                                     `test_recycling.py`,
+`test_lost_threads.py`
 ==============================================================================  =======================================
 
 The rows of OpenEnv sockets, env servers and MCP belong to the adapters' tests, that of `exec` sandboxes to those of the
@@ -34,15 +35,15 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from stream.errors import EnvironmentFailure
 from stream.records import Failure
 from stream.validity import RolloutReason, Unmeasured
 from tests.unit.test_trl_environments import scored
-from workers.rollout.slot_pool import SlotPool
+from workers.rollout.environment_pool import EnvironmentPool
 from workers.settings import Rollout
 from workers.testing import call, play
-from workers.testing.script import chat
+from workers.testing.scripted_sampler import scripted_chat
 
 
 async def test_a_state_cleared_in_place_changes_no_snapshot():
@@ -124,7 +125,7 @@ def test_after_a_timeout_nobody_talks_to_that_instance_again():
 
     async def main():
         limits = Rollout(tool_timeout_s=0.05)
-        async with SlotPool({"late": Factory.of(Late)}, size=1) as pool:
+        async with EnvironmentPool({"late": EnvironmentFactory.from_callable(Late)}, size=1) as pool:
             seen = []
             for _ in range(2):
                 async with pool.slot("late") as slot:
@@ -139,7 +140,7 @@ def test_after_a_timeout_nobody_talks_to_that_instance_again():
 
 
 def _call(name, **arguments):
-    from workers.rollout.tool_formats.turn import ToolCall
+    from workers.rollout.tool_formats.parsed_turn import ToolCall
 
     return ToolCall(name, arguments, "")
 
@@ -161,7 +162,7 @@ def test_async_and_sync_tools_mix_and_only_async_ones_run_on_the_loop():
             return "s"
 
     played = play(Both, [[call("on_the_loop"), call("in_a_thread"), call("on_the_loop")]])
-    assert played.replies == ["a", "s", "a"]
+    assert played.tool_replies == ["a", "s", "a"]
     threads = played.environment.threads
     assert threads["async"] not in (threads["sync"], threads["reset"])
 
@@ -182,8 +183,8 @@ def test_a_tool_that_never_answers_costs_its_own_deadline_and_nothing_else():
             return 0.5
 
     played = play(Stuck, [call("wait"), call("hang"), "gave up"], limits=Rollout(tool_timeout_s=0.05))
-    assert played.replies == [f"Error: {name} did not answer within 0.05 s" for name in ("wait", "hang")]
-    assert played.value == 0.5
+    assert played.tool_replies == [f"Error: {name} did not answer within 0.05 s" for name in ("wait", "hang")]
+    assert played.reward_value == 0.5
 
 
 def test_an_environment_may_hold_what_nothing_can_pickle():
@@ -203,7 +204,7 @@ def test_an_environment_may_hold_what_nothing_can_pickle():
             return float(self.make())
 
     played = play(Unpicklable, [])
-    assert (played.value, played.environment.kept) == (1.0, [1])
+    assert (played.reward_value, played.environment.kept) == (1.0, [1])
     for name in ("lock", "make", "file", "numbers"):
         with pytest.raises(AttributeError, match=name):
             getattr(played.environment, name)
@@ -245,9 +246,9 @@ def test_nothing_that_a_tool_raises_ends_the_worker(error):
             return 1.0
 
     played = play(Wild, [call("act"), call("wait"), "done"])
-    assert all(reply.startswith("Error: ") for reply in played.replies)
-    assert type(error).__name__ in played.replies[0]
-    assert played.value == 1.0
+    assert all(reply.startswith("Error: ") for reply in played.tool_replies)
+    assert type(error).__name__ in played.tool_replies[0]
+    assert played.reward_value == 1.0
 
 
 def test_a_tools_error_is_valid_and_a_dead_tool_server_is_not():
@@ -268,12 +269,12 @@ def test_a_tools_error_is_valid_and_a_dead_tool_server_is_not():
             return 0.0
 
     refused = play(Shop, [call("buy", what="tea"), "no tea"])
-    assert refused.replies == ["Error: ValueError: there is no tea"]
-    assert (refused.valid, refused.value) == (True, 0.0)
+    assert refused.tool_replies == ["Error: ValueError: there is no tea"]
+    assert (refused.is_valid, refused.reward_value) == (True, 0.0)
     dead = play(Shop, [call("buy", what="server"), "no tea"])
     assert dead.failure == Failure(reason=RolloutReason.ENV_STEP, detail=dead.failure.detail)
     assert "the shop is gone" in dead.failure.detail
-    assert (dead.valid, dead.reward, dead.completion.parts) == (False, None, [])
+    assert (dead.is_valid, dead.reward, dead.completion.parts) == (False, None, [])
 
 
 def test_a_failed_reset_is_no_reward():
@@ -291,14 +292,17 @@ def test_a_failed_reset_is_no_reward():
 
 async def test_resets_run_side_by_side():
     """All at once, or none would ever return."""
-    chat()
+    scripted_chat()
     together = threading.Barrier(16)
 
     class Slow:
         def reset(self, **row):
             together.wait(30)
 
-    async with SlotPool({"slow": Factory.of(Slow)}, size=16) as pool, anyio.create_task_group() as tasks:
+    async with (
+        EnvironmentPool({"slow": EnvironmentFactory.from_callable(Slow)}, size=16) as pool,
+        anyio.create_task_group() as tasks,
+    ):
 
         async def episode():
             async with pool.slot("slow") as slot:

@@ -14,10 +14,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from envs.references import Reference
 from envs.rewards import RewardFunction
-from envs.rewards.merge import merge
+from envs.rewards.merge import merge_parts
 from envs.snapshot import thaw
 from stream.codec import decode, encode
 from stream.errors import (
@@ -29,14 +29,14 @@ from stream.errors import (
 )
 from stream.records import Failure, Group, Prompt, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason
-from workers.rollout.chat.chat import Chat
-from workers.rollout.chat.template import Template
-from workers.rollout.engine.answer import Sampled
-from workers.rollout.engine.client import EngineClient
-from workers.rollout.episode import play
-from workers.rollout.group import roll_out
-from workers.rollout.slot_pool import SlotPool
-from workers.rollout.tool_formats.choice import TOOL_FORMATS
+from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.chat.template import ChatTemplate
+from workers.rollout.engine_client.client import EngineClient
+from workers.rollout.engine_client.sampled_turn import SampledTurn
+from workers.rollout.environment_pool import EnvironmentPool
+from workers.rollout.episode import run_episode
+from workers.rollout.group import run_group
+from workers.rollout.tool_formats.detection import TOOL_FORMATS
 from workers.settings import Rollout
 from workers.testing.scripted_engine import ScriptedEngine
 from workers.train.step.batch import collate
@@ -81,7 +81,7 @@ def text_of(tokens):
 
 
 def make_chat(template=None):
-    return Chat(TOKENIZER, template or Template(TEMPLATE, {}, Path("model")), None, {EOS})
+    return ChatTokenizer(TOKENIZER, template or ChatTemplate(TEMPLATE, {}, Path("model")), None, {EOS})
 
 
 def call(name, arguments="{}"):
@@ -95,9 +95,9 @@ class Scripted:
         self.script = script if callable(script) else lambda turn, _text: script[turn]
         self.asked = []
 
-    async def sample(self, prompt_ids, sampling, *, at_least=0):
+    async def sample(self, prompt_ids, sampling, *, min_policy_version=0):
         await anyio.lowlevel.checkpoint()
-        self.asked.append((list(prompt_ids), sampling, at_least))
+        self.asked.append((list(prompt_ids), sampling, min_policy_version))
         text = text_of(prompt_ids)
         answer = self.script(text.count("<|im_start|>assistant\n") - 1, text)
         if hasattr(answer, "__await__"):
@@ -111,7 +111,7 @@ def sampled(text, max_tokens=10_000, finish=None, version=7):
     tokens = (ids(text) if "<|eos|>" in text or finish == "length" else ids(text + END))[:max_tokens]
     ended = tokens and tokens[-1] in (EOS, ids(END)[0])
     spans = [Span(version, 0, len(tokens))] if tokens else []
-    return Sampled(tokens, [-0.5] * len(tokens), finish or ("stop" if ended else "length"), spans)
+    return SampledTurn(tokens, [-0.5] * len(tokens), finish or ("stop" if ended else "length"), spans)
 
 
 class Box:
@@ -145,7 +145,7 @@ class Box:
 
 
 def factory_of(cls):
-    return Factory(Reference("test", "module", cls, sys.modules[cls.__module__]), cls, cls())
+    return EnvironmentFactory(Reference("test", "module", cls, sys.modules[cls.__module__]), cls, cls())
 
 
 def make_prompt(**changes):
@@ -161,18 +161,18 @@ async def group_of(
     prompt=None,
     rewards=(),
     size=8,
-    at_least=0,
-    greedy=False,
-    kept=(),
-    keep=None,
+    min_policy_version=0,
+    with_greedy=False,
+    partials=(),
+    save_partial=None,
     **limits,
 ):
     """Roll out a group of one, unless the prompt says otherwise."""
     factories = {"box": factory_of(env)} if env else {}
     sampler = script if hasattr(script, "sample") else Scripted(script)
     prompt = prompt or make_prompt(environment="box" if env else None)
-    async with SlotPool(factories, size=size) as pool:
-        group = await roll_out(
+    async with EnvironmentPool(factories, size=size) as pool:
+        group = await run_group(
             prompt,
             chat=chat or make_chat(),
             sampler=sampler,
@@ -181,10 +181,10 @@ async def group_of(
             tool_format=TOOL_FORMATS["hermes"],
             rewards=rewards,
             factories=factories,
-            at_least=at_least,
-            greedy=greedy,
-            kept=kept,
-            keep=keep,
+            min_policy_version=min_policy_version,
+            with_greedy=with_greedy,
+            partials=partials,
+            save_partial=save_partial,
         )
     return decode(encode(group), Group)  # whatever is in it has to survive the wire
 
@@ -200,11 +200,11 @@ async def test_three_turns_are_kept_token_by_token():
     chat = make_chat()
     first, second, third = call("put", '{"thing": "a"}'), call("put") + " " + call("put"), "Done."
     turns = [
-        Sampled(
+        SampledTurn(
             t := ids(first + END), [-0.125 * i for i in range(len(t))], "stop", [Span(3, 0, 4), Span(4, 4, len(t))]
         ),
-        Sampled(u := ids(second + END), [-1.0] * len(u), "stop", [Span(4, 0, len(u))]),
-        Sampled(v := ids(third + END), [-2.0] * len(v), "stop", [Span(5, 0, len(v))]),
+        SampledTurn(u := ids(second + END), [-1.0] * len(u), "stop", [Span(4, 0, len(u))]),
+        SampledTurn(v := ids(third + END), [-2.0] * len(v), "stop", [Span(5, 0, len(v))]),
     ]
     sampler = Scripted(turns)
     completion = await completion_of(sampler, chat=chat, at_least=3)
@@ -216,7 +216,7 @@ async def test_three_turns_are_kept_token_by_token():
     starts.append(starts[1] + len(u) + len(seen[1]))
     assert text_of(row.prompt) == "<|im_start|>user\nFill it.<|im_end|>\n<|im_start|>assistant\n"
     assert row.tokens.tolist() == t + seen[0] + u + seen[1] + v
-    assert row.sampled == [(start, start + len(tokens)) for start, tokens in zip(starts, (t, u, v), strict=True)]
+    assert row.sampled_ranges == [(start, start + len(tokens)) for start, tokens in zip(starts, (t, u, v), strict=True)]
     assert row.sampled_logprobs.tolist() == turns[0].logprobs + turns[1].logprobs + turns[2].logprobs
     assert row.spans == [
         Span(3, 0, 4),
@@ -263,7 +263,7 @@ async def test_the_row_equals_the_whole_conversation_rendered():
 async def test_a_turn_that_stopped_at_another_token_is_ended_by_tokens_that_bear_no_loss():
     completion = await completion_of([call("put") + "<|eos|>", "Done."])
     (row,) = completion.rows
-    (_, end), (again, _) = row.sampled
+    (_, end), (again, _) = row.sampled_ranges
     assert row.tokens[end - 1] == EOS
     assert text_of(row.tokens[end:again]) == f"{END}\n<|im_start|>tool\nhas 1{END}\n<|im_start|>assistant\n"
     assert completion.messages[0]["content"] == ""
@@ -278,7 +278,7 @@ async def test_every_turn_is_sampled_within_its_budget_and_stops_where_the_chat_
     assert second.max_tokens == 200 - (len(prompt) - len(sampler.asked[0][0]))
 
 
-class CountingTemplate(Template):
+class CountingTemplate(ChatTemplate):
     rendered = 0
 
     def render(self, *args, **kwargs):
@@ -372,7 +372,7 @@ async def test_an_environment_that_changes_its_fields_changes_nobody_elses():
 async def test_a_turn_that_uses_all_its_tokens_is_cut_by_length_and_its_calls_are_not_run():
     completion = await completion_of([call("put") + "x" * 500], max_tokens_per_turn=60)
     assert (completion.truncated, completion.turns, completion.tool_calls) == (TruncationReason.LENGTH, 1, 0)
-    assert completion.rows[0].sampled == [(0, 60)]
+    assert completion.rows[0].sampled_ranges == [(0, 60)]
     assert [p.reward for p in completion.parts] == [Measured(0.0)]
     assert completion.snapshot is not None
 
@@ -380,7 +380,7 @@ async def test_a_turn_that_uses_all_its_tokens_is_cut_by_length_and_its_calls_ar
 async def test_a_turn_that_ends_before_its_tokens_are_used_met_the_context():
     completion = await completion_of([sampled("abc", finish="length")], max_tokens_per_turn=60)
     assert completion.truncated is TruncationReason.CONTEXT
-    assert completion.rows[0].sampled == [(0, 3)]
+    assert completion.rows[0].sampled_ranges == [(0, 3)]
 
 
 async def test_the_completions_budget_counts_what_tools_say():
@@ -401,7 +401,7 @@ async def test_a_model_that_wants_one_turn_too_many_has_its_last_calls_run_and_i
     completion = await completion_of(lambda *_: call("put"), max_turns=3)
     assert (completion.truncated, completion.turns, completion.tool_calls) == (TruncationReason.MAX_TURNS, 3, 3)
     assert [p.reward for p in completion.parts] == [Measured(3.0)]
-    assert completion.rows[0].sampled[-1][1] == len(completion.rows[0].tokens)
+    assert completion.rows[0].sampled_ranges[-1][1] == len(completion.rows[0].tokens)
 
 
 async def test_a_model_that_answers_in_its_last_turn_is_not_cut():
@@ -450,7 +450,7 @@ async def test_a_policy_that_only_spams_tools_is_scored(spam):
 async def test_p11_truncated_hangs_on_finish_reason_and_limits_alone(words, end, finish, calls, limit):
     """Whatever the tokens are, and whichever of them is the last."""
     tokens = ids("x" + words + end)
-    last = Sampled(tokens, [-0.5] * len(tokens), finish, [Span(7, 0, len(tokens))])
+    last = SampledTurn(tokens, [-0.5] * len(tokens), finish, [Span(7, 0, len(tokens))])
     completion = await completion_of(
         lambda turn, _text: call("put") if turn < calls else last, max_turns=limit, max_tokens_per_turn=70
     )
@@ -468,7 +468,7 @@ async def test_a_wall_clock_that_runs_out_while_sampling_keeps_the_turns_before(
     completion = await completion_of(script, wall_clock_s=0.2)
     assert time.perf_counter() - started < 2
     assert (completion.truncated, completion.failure, completion.turns) == (TruncationReason.WALL_CLOCK, None, 1)
-    assert len(completion.rows[0].sampled) == 1
+    assert len(completion.rows[0].sampled_ranges) == 1
     assert [p.reward for p in completion.parts] == [Measured(1.0)]
     assert completion.snapshot is not None
 
@@ -505,7 +505,7 @@ async def test_a_prompt_that_is_too_long_fails_and_a_conversation_that_became_so
     assert (failed.rows, failed.parts, failed.snapshot, failed.truncated) == ([], [], None, None)
     cut = await completion_of([call("put"), refusal])
     assert (cut.failure, cut.truncated, cut.turns) == (None, TruncationReason.CONTEXT, 1)
-    assert len(cut.rows[0].tokens) == cut.rows[0].sampled[-1][1]  # nothing was sampled behind the tool's answer
+    assert len(cut.rows[0].tokens) == cut.rows[0].sampled_ranges[-1][1]  # nothing was sampled behind the tool's answer
     assert [p.reward for p in cut.parts] == [Measured(1.0)]
 
 
@@ -514,12 +514,12 @@ async def test_a_prompt_that_is_too_long_fails_and_a_conversation_that_became_so
     [
         EngineRefusedError("temperature must not be negative"),
         EngineError("three times 500"),
-        Sampled([1, 2], [-0.5], "stop", [Span(1, 0, 2)]),
-        Sampled([1], [float("nan")], "stop", [Span(1, 0, 1)]),
-        Sampled([1], [float("-inf")], "stop", [Span(1, 0, 1)]),
-        Sampled([1, 2], [-0.5, -0.5], "stop", []),
-        Sampled([1, 2], [-0.5, -0.5], "stop", [Span(1, 0, 1)]),
-        Sampled([1, 2], [-0.5, -0.5], "stop", [Span(1, 0, 2), Span(2, 1, 2)]),
+        SampledTurn([1, 2], [-0.5], "stop", [Span(1, 0, 2)]),
+        SampledTurn([1], [float("nan")], "stop", [Span(1, 0, 1)]),
+        SampledTurn([1], [float("-inf")], "stop", [Span(1, 0, 1)]),
+        SampledTurn([1, 2], [-0.5, -0.5], "stop", []),
+        SampledTurn([1, 2], [-0.5, -0.5], "stop", [Span(1, 0, 1)]),
+        SampledTurn([1, 2], [-0.5, -0.5], "stop", [Span(1, 0, 2), Span(2, 1, 2)]),
     ],
 )
 async def test_an_engine_that_fails_this_request_or_answers_junk_fails_this_completion(answer):
@@ -530,7 +530,7 @@ async def test_an_engine_that_fails_this_request_or_answers_junk_fails_this_comp
 
 
 async def test_a_turn_of_no_token_at_all_is_the_end():
-    completion = await completion_of([Sampled([], [], "stop", [])])
+    completion = await completion_of([SampledTurn([], [], "stop", [])])
     assert (completion.rows, completion.failure, completion.truncated) == ([], None, None)
 
 
@@ -584,7 +584,7 @@ async def test_an_engine_that_answers_nobody_is_raised_as_itself_and_the_sibling
 
 
 async def test_a_prompt_that_the_template_refuses_is_the_datas_fault():
-    refusing = Template("{{ raise_exception('no') }}", {}, Path("model"))
+    refusing = ChatTemplate("{{ raise_exception('no') }}", {}, Path("model"))
     with pytest.raises(DataError, match="no"):
         await group_of(["Done."], chat=make_chat(refusing))
 
@@ -629,11 +629,11 @@ async def test_p20_resetting_or_reusing_an_environment_changes_no_stored_reward_
     script = Scripted([call("put"), call("put"), "Done."])
     factories = {"box": factory_of(Box)}
     options = {"chat": make_chat(), "sampler": script, "limits": Rollout(), "tool_format": TOOL_FORMATS["hermes"]}
-    async with SlotPool(factories, size=1) as pool:
-        first = await roll_out(make_prompt(group_size=2), pool=pool, factories=factories, **options)
+    async with EnvironmentPool(factories, size=1) as pool:
+        first = await run_group(make_prompt(group_size=2), pool=pool, factories=factories, **options)
         stored = encode(first)
         script.script = lambda turn, _text: call("put") if turn < 5 else "Done."
-        second = await roll_out(make_prompt(id="train:1:0", group_size=2), pool=pool, factories=factories, **options)
+        second = await run_group(make_prompt(id="train:1:0", group_size=2), pool=pool, factories=factories, **options)
     assert encode(first) == stored
     rewards = [[[part.reward for part in c.parts] for c in group.completions] for group in (first, second)]
     assert rewards == [[[Measured(2.0)]] * 2, [[Measured(5.0)]] * 2]
@@ -664,7 +664,7 @@ async def test_reward_functions_of_the_rollout_see_the_snapshots_of_what_did_not
             return str(completion_index)
 
     prompt = make_prompt(group_size=3, fields={"weight_of": 5})
-    function = RewardFunction(count, "count", weight=0.5, where="rollout")
+    function = RewardFunction(count, "count", weight=0.5, run_in="rollout")
     group = await group_of(script, env=Told, prompt=prompt, rewards=[function])
     parts = [[(p.name, p.weight) for p in c.parts] for c in group.completions]
     assert parts == [[("env", 1.0), ("count", 0.5)], [("env", 1.0), ("count", 0.5)], []]
@@ -678,7 +678,7 @@ async def test_reward_functions_serve_data_without_environments():
         return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 
     prompt = make_prompt(environment=None, text=True, fields={"answer": "4"})
-    function = RewardFunction(exact, "exact", where="rollout")
+    function = RewardFunction(exact, "exact", run_in="rollout")
     (completion,) = (await group_of(["4"], env=None, prompt=prompt, rewards=[function])).completions
     assert [p.reward for p in completion.parts] == [Measured(1.0)]
 
@@ -694,9 +694,9 @@ async def test_a_greedy_completion_is_one_more_at_temperature_0_and_differs_in_n
         return [float(len(completions))] * len(completions)
 
     sampler = Scripted([call("put"), "Done."])
-    function = RewardFunction(count, "count", where="rollout")
+    function = RewardFunction(count, "count", run_in="rollout")
     prompt = make_prompt(group_size=3)
-    group = await group_of(sampler, env=Numbered, prompt=prompt, rewards=[function], greedy=True, temperature=0.7)
+    group = await group_of(sampler, env=Numbered, prompt=prompt, rewards=[function], with_greedy=True, temperature=0.7)
     assert [(c.index, c.greedy) for c in group.completions] == [(0, False), (1, False), (2, False), (3, True)]
     temperatures = {i: [s.temperature for ids, s, _ in sampler.asked if f"it.{i}" in text_of(ids)] for i in range(4)}
     assert temperatures == {0: [0.7] * 2, 1: [0.7] * 2, 2: [0.7] * 2, 3: [0.0] * 2}
@@ -720,7 +720,7 @@ async def test_a_greedy_completion_that_fails_harms_nobody():
     def script(turn, text):
         return EngineError("500") if "it.2" in text else "Done."
 
-    group = await group_of(script, env=Numbered, prompt=make_prompt(group_size=2), greedy=True)
+    group = await group_of(script, env=Numbered, prompt=make_prompt(group_size=2), with_greedy=True)
     assert [c.failure and c.failure.reason for c in group.completions] == [None, None, RolloutReason.ENGINE]
     assert [c.greedy for c in group.completions] == [False, False, True]
 
@@ -731,9 +731,11 @@ async def test_temperature_0_reaches_the_engine_for_the_greedy_completion_alone(
 
     async with (
         ScriptedEngine(reply, version="0") as engine,
-        EngineClient([engine.url], request_timeout_s=5, attempts=3, reconnect_s=5) as client,
+        EngineClient([engine.url], request_timeout_s=5, max_attempts=3, unavailable_timeout_s=5) as client,
     ):
-        group = await group_of(client, env=Numbered, prompt=make_prompt(group_size=2), greedy=True, temperature=0.7)
+        group = await group_of(
+            client, env=Numbered, prompt=make_prompt(group_size=2), with_greedy=True, temperature=0.7
+        )
     asked = {text_of(request.token_ids): request.sampling_params.temperature for request in engine.requests}
     assert {text.partition("it.")[2][0]: temperature for text, temperature in asked.items()} == {
         "0": 0.7,
@@ -759,7 +761,7 @@ class ByTurn(Box):
         ([call("put"), "x" * 500], {"max_tokens_per_turn": 60}, [1.0, 0.0]),
         ([call("put"), call("put") * 2], {"max_turns": 2}, [1.0, 2.0]),
         ([call("put"), EngineRefusedError("This model's maximum context length is 64 tokens")], {}, [1.0]),
-        ([call("put"), Sampled([], [], "stop", [])], {}, [1.0, 0.0]),
+        ([call("put"), SampledTurn([], [], "stop", [])], {}, [1.0, 0.0]),
     ],
 )
 async def test_an_environment_may_reward_each_turn_however_the_episode_ends(script, limits, expected):
@@ -769,10 +771,10 @@ async def test_an_environment_may_reward_each_turn_however_the_episode_ends(scri
         ("env", turn, Measured(reward)) for turn, reward in enumerate(expected)
     ]
     assert completion.turns == len(expected)
-    completion.reward = merge(completion.parts)
+    completion.reward = merge_parts(completion.parts)
     batch = collate([group])
     assert float(batch.turn_rewards_RT.sum()) == sum(expected)
-    ends = [len(completion.rows[0].prompt) + end - 1 for _, end in completion.rows[0].sampled]
+    ends = [len(completion.rows[0].prompt) + end - 1 for _, end in completion.rows[0].sampled_ranges]
     assert batch.turn_rewards_RT[0, ends].tolist() == expected[: len(ends)]
 
 
@@ -787,10 +789,10 @@ async def test_a_list_of_the_wrong_length_leaves_the_completion_unmeasured():
 
 
 async def test_a_cancelled_group_leaves_no_environment_in_use():
-    pool = SlotPool({"box": factory_of(Box)}, size=2)
+    pool = EnvironmentPool({"box": factory_of(Box)}, size=2)
     async with pool:
         with anyio.move_on_after(0.1):
-            await roll_out(
+            await run_group(
                 make_prompt(group_size=2),
                 chat=make_chat(),
                 sampler=Scripted(lambda *_: anyio.sleep(60)),
@@ -815,7 +817,13 @@ async def test_what_an_earlier_try_has_finished_is_not_played_again():
 
     greedy_now = msgspec.structs.replace(finished, index=1, greedy=True)
     beyond = msgspec.structs.replace(finished, index=3)
-    group = await group_of(script, prompt=prompt, kept=[failed, finished, greedy_now, beyond], keep=keep, at_least=1000)
+    group = await group_of(
+        script,
+        prompt=prompt,
+        partials=[failed, finished, greedy_now, beyond],
+        save_partial=keep,
+        min_policy_version=1000,
+    )
     assert [c.index for c in group.completions] == [0, 1, 2]
     assert [group.completions[0], group.completions[2]] == [finished, failed]
     assert len(script.asked) == 1
@@ -828,15 +836,15 @@ async def test_each_completion_is_kept_while_others_are_not_finished():
     async def keep(completion):
         kept.append(completion)
 
-    group = await group_of(["Done."], prompt=make_prompt(group_size=3), keep=keep, greedy=True)
+    group = await group_of(["Done."], prompt=make_prompt(group_size=3), save_partial=keep, with_greedy=True)
     assert len(kept) == 3
     assert all(completion in group.completions for completion in kept)
-    again = await group_of(Scripted(["Done."]), prompt=make_prompt(group_size=3), kept=kept, greedy=True)
+    again = await group_of(Scripted(["Done."]), prompt=make_prompt(group_size=3), partials=kept, with_greedy=True)
     assert len(again.completions) == 4
 
 
 async def test_an_episode_can_be_played_alone():
-    completion = await play(
+    completion = await run_episode(
         make_prompt(environment=None),
         5,
         chat=make_chat(),

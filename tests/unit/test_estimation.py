@@ -5,12 +5,12 @@ from array import array
 import pytest
 import torch
 
-from stream.records import Completion, Group, Part, Prompt, Row, Span
+from stream.records import Completion, Group, Prompt, RewardPart, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
-from workers.settings.file import parse
+from workers.settings.toml_file import parse_settings
 from workers.train.step.batch import collate
 from workers.train.step.estimation import estimate_advantages
-from workers.train.step.selection import derive_masks, verdicts
+from workers.train.step.selection import filter_reasons, mask_batch
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}}
 
@@ -26,20 +26,20 @@ def completion(index, reward, *, turns=(2,), by_turn=None, **facts):
     row = Row(
         prompt_ids=array("i", [1]).tobytes(),
         token_ids=array("i", [2] * tokens).tobytes(),
-        sampled=sampled,
+        sampled_ranges=sampled,
         logprobs=array("f", [-1.0] * count).tobytes(),
         spans=[Span(0, start, end) for start, end in sampled],
     )
     known = reward if isinstance(reward, Unmeasured) else Measured(reward)
-    parts = [Part(name="env", reward=Measured(value), turn=turn) for turn, value in enumerate(by_turn or ())]
+    parts = [RewardPart(name="env", reward=Measured(value), turn=turn) for turn, value in enumerate(by_turn or ())]
     return Completion(index=index, rows=[row], reward=known, parts=parts, turns=len(turns), **facts)
 
 
 def estimate(completions, **sections):
-    settings = parse(LEAST | {"filter": {"min_valid_rows": 1}} | sections)
+    settings = parse_settings(LEAST | {"filter": {"min_valid_rows": 1}} | sections)
     batch = collate([Group(prompt=Prompt(id="p", messages=[]), completions=completions)])
-    masks = derive_masks(batch, settings, 0)
-    return estimate_advantages(batch, masks, settings), verdicts(batch, masks, settings)
+    masks = mask_batch(batch, settings, 0)
+    return estimate_advantages(batch, masks, settings), filter_reasons(batch, masks, settings)
 
 
 def values(completions, **sections):

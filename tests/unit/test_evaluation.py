@@ -3,23 +3,23 @@
 import pytest
 
 from stream.errors import DataError, SettingsError
-from stream.evaluation import Outcome
+from stream.operator.run_status import EvaluationStatus, RunStatus
+from stream.queue.evaluation import PromptEvaluation
 from stream.records import Completion, Failure, Group, Prompt, Row, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
-from stream.view import EvaluationView, RunView
-from workers.evaluation.command import policy_folder
-from workers.feed.held_out import read_held_out
-from workers.run.evaluation import result, under_way
-from workers.run.patience import StallAlarm
-from workers.score.outcome import outcome
-from workers.settings.file import parse
-from workers.train.evaluation.figures import Evaluation, Evaluations, evaluation, read_evaluations
+from workers.commands.evaluate.evaluate import find_policy_folder
+from workers.feed.evaluation_prompts import read_evaluation_prompts
+from workers.run.evaluation_text import format_progress, format_result
+from workers.run.restart_policy import StallDetector
+from workers.score.evaluation import evaluate_group
+from workers.settings.toml_file import parse_settings
+from workers.train.evaluation.results import EvaluationLog, EvaluationResult, read_evaluations, summarize
 
 TABLE = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}]}
 
 
 def settings(**sections):
-    return parse(TABLE | sections)
+    return parse_settings(TABLE | sections)
 
 
 def completion(index=0, reward=None, versions=(3,), **facts):
@@ -27,7 +27,7 @@ def completion(index=0, reward=None, versions=(3,), **facts):
     row = Row(
         prompt_ids=bytes(4),
         token_ids=bytes(4 * count),
-        sampled=[(0, count)],
+        sampled_ranges=[(0, count)],
         logprobs=bytes(4 * count),
         spans=[Span(version, i, i + 1) for i, version in enumerate(versions)],
     )
@@ -36,7 +36,7 @@ def completion(index=0, reward=None, versions=(3,), **facts):
 
 def judged(*completions, **sections):
     group = Group(prompt=Prompt(id="h:0:0", messages=[], environment="e"), completions=list(completions))
-    return outcome(group, 3, settings(**sections))
+    return evaluate_group(group, 3, settings(**sections))
 
 
 def test_each_completion_is_valid_invalid_or_mixed():
@@ -50,42 +50,42 @@ def test_each_completion_is_valid_invalid_or_mixed():
         completion(reward=Measured(1.0), truncated=TruncationReason.LENGTH),
         completion(reward=Measured(1.0), truncated=TruncationReason.WALL_CLOCK),
     )
-    assert found == Outcome(
+    assert found == PromptEvaluation(
         environment="e",
         valid=3,
-        right=2,
-        reward=2.25,
+        successes=2,
+        reward_sum=2.25,
         invalid={"reward:timeout": 1, "reward:missing": 1, "failed:engine": 1, "truncated:wall_clock": 1},
-        mixed=1,
+        mixed_versions=1,
     )
 
 
 def test_a_token_of_another_version_sets_a_completion_apart_whatever_became_of_it():
     failed = Failure(reason=RolloutReason.ENGINE)
     found = judged(completion(versions=(2,), failure=failed), completion(versions=(4,), reward=Measured(0.0)))
-    assert (found.mixed, found.valid, found.invalid) == (2, 0, {})
+    assert (found.mixed_versions, found.valid, found.invalid) == (2, 0, {})
 
 
 def test_what_failed_before_it_sampled_is_invalid():
     found = judged(Completion(index=0, failure=Failure(reason=RolloutReason.ENV_RESET)))
-    assert (found.invalid, found.mixed) == ({"failed:env_reset": 1}, 0)
+    assert (found.invalid, found.mixed_versions) == ({"failed:env_reset": 1}, 0)
 
 
 def test_what_is_right_is_what_the_settings_say():
     rewards = [completion(reward=Measured(value)) for value in (0.5, 0.4)]
-    assert judged(*rewards, algorithm={"correct_at": 0.5}).right == 1
+    assert judged(*rewards, algorithm={"correct_at": 0.5}).successes == 1
 
 
 OUTCOMES = {
-    "h:0:0": Outcome(environment="a", valid=4, right=2, reward=2.0),
-    "h:0:1": Outcome(environment="a", valid=1, right=1, reward=1.0, invalid={"failed:engine": 3}),
-    "h:0:2": Outcome(environment="b", valid=0, mixed=4),
+    "h:0:0": PromptEvaluation(environment="a", valid=4, successes=2, reward_sum=2.0),
+    "h:0:1": PromptEvaluation(environment="a", valid=1, successes=1, reward_sum=1.0, invalid={"failed:engine": 3}),
+    "h:0:2": PromptEvaluation(environment="b", valid=0, mixed_versions=4),
 }
 PROMPTS = {"h:0:0": ("a", 4), "h:0:1": ("a", 4), "h:0:2": ("b", 4), "h:0:3": ("b", 4)}
 
 
 def test_both_denominators_by_hand():
-    score, by_environment = evaluation(OUTCOMES, PROMPTS)
+    score, by_environment = summarize(OUTCOMES, PROMPTS)
     assert (score.prompts, score.n, score.valid, score.mixed) == (4, 16, 5, 4)
     assert score.invalid == {"dead": 4, "failed:engine": 3}
     assert score.mean_valid == 3.0 / 5
@@ -100,7 +100,7 @@ def test_both_denominators_by_hand():
 
 
 def test_prompts_that_did_not_come_in_time_are_told_apart_from_dead_ones():
-    score, _ = evaluation({}, {"h:0:0": ("", 2)}, "missing")
+    score, _ = summarize({}, {"h:0:0": ("", 2)}, "missing")
     assert (score.invalid, score.mean_all, score.pass_at) == (
         {"missing": 2},
         0.0,
@@ -109,18 +109,18 @@ def test_prompts_that_did_not_come_in_time_are_told_apart_from_dead_ones():
 
 
 def line(step, version=0):
-    score, environments = evaluation(OUTCOMES, PROMPTS)
-    return Evaluation(version=version, step=step, time=1.0, seconds=2.0, overall=score, environments=environments)
+    score, environments = summarize(OUTCOMES, PROMPTS)
+    return EvaluationResult(version=version, step=step, time=1.0, seconds=2.0, overall=score, environments=environments)
 
 
 def test_lines_of_steps_that_are_lost_go_and_come_again(tmp_path):
-    book = Evaluations(tmp_path, 0)
+    book = EvaluationLog(tmp_path, 0)
     for step in (0, 2, 4):
         book.append(line(step, step))
     with (tmp_path / "eval.jsonl").open("a") as file:
         file.write('{"version": 6, "st')
-    resumed = Evaluations(tmp_path, 3)
-    assert [each.step for each in resumed.lines] == [0, 2]
+    resumed = EvaluationLog(tmp_path, 3)
+    assert [each.step for each in resumed.results] == [0, 2]
     resumed.append(line(4, 7))
     assert [(each.step, each.version) for each in read_evaluations(tmp_path)] == [(0, 0), (2, 2), (4, 7)]
     assert read_evaluations(tmp_path)[0] == line(0)
@@ -130,21 +130,21 @@ def test_what_is_shown_of_one():
     import msgspec
 
     told = msgspec.to_builtins(line(2, 3))
-    assert result({}) == ""
-    assert result(told).startswith("version 3: mean 0.600 (0.250 of all) · pass@1 0.750 (0.250 of all) · pass@2")
-    assert result(told).endswith("5 of 16 valid · 4 mixed")
-    view = EvaluationView(stages={}, version=3, total=8, open=3, outcomes=4)
-    assert under_way(view) == "version 3: 5 of 8 prompts, 1 dead"
-    assert under_way(EvaluationView(stages={}, version=3, total=8, over="1")) == ""
+    assert format_result({}) == ""
+    assert format_result(told).startswith("version 3: mean 0.600 (0.250 of all) · pass@1 0.750 (0.250 of all) · pass@2")
+    assert format_result(told).endswith("5 of 16 valid · 4 mixed")
+    view = EvaluationStatus(stages={}, version=3, total=8, open=3, outcomes=4)
+    assert format_progress(view) == "version 3: 5 of 8 prompts, 1 dead"
+    assert format_progress(EvaluationStatus(stages={}, version=3, total=8, over="1")) == ""
 
 
 def test_a_run_that_evaluates_does_not_stand_still():
-    alarm = StallAlarm(10.0, now=0.0)
+    alarm = StallDetector(10.0, now=0.0)
 
     def seen(now, open_prompts):
-        evaluated = EvaluationView(stages={}, version=1, total=5, open=open_prompts)
-        view = RunView(now_ms=0, stages={}, open=4, outstanding=4, dead=0, counts={"fed": 4}, evaluation=evaluated)
-        return alarm.see(view, now)
+        evaluated = EvaluationStatus(stages={}, version=1, total=5, open=open_prompts)
+        view = RunStatus(now_ms=0, stages={}, open=4, outstanding=4, dead=0, counts={"fed": 4}, evaluation=evaluated)
+        return alarm.observe(view, now)
 
     assert not seen(1.0, 5)
     assert not seen(9.0, 4)
@@ -168,14 +168,14 @@ def test_settings_that_cannot_be_meant_are_refused(section, named):
 
 def test_a_share_is_one_group_at_least_and_leaves_one_to_training():
     found = settings(eval={"path": "p", "share": 0.9})
-    assert [found.evaluated_at_once(n) for n in (1, 2, 4, 10)] == [1, 1, 3, 9]
-    assert [settings(eval={"path": "p"}).evaluated_at_once(n) for n in (1, 2, 8, 16)] == [1, 1, 2, 4]
+    assert [found.evaluation_groups_in_flight(n) for n in (1, 2, 4, 10)] == [1, 1, 3, 9]
+    assert [settings(eval={"path": "p"}).evaluation_groups_in_flight(n) for n in (1, 2, 8, 16)] == [1, 1, 2, 4]
 
 
 def test_held_out_prompts_have_their_own_number_of_completions_and_seeds_of_their_own(tmp_path):
     path = tmp_path / "held.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    prompts, _ = read_held_out(settings(eval={"path": str(path), "group_size": 3}))
+    prompts, _ = read_evaluation_prompts(settings(eval={"path": str(path), "group_size": 3}))
     assert [(prompt.id, prompt.group_size) for prompt in prompts] == [("held:0:0", 3), ("held:0:1", 3)]
     assert len({prompt.seed for prompt in prompts}) == 2
 
@@ -184,19 +184,19 @@ def test_a_held_out_row_that_is_no_prompt_is_refused_at_once(tmp_path):
     path = tmp_path / "held.jsonl"
     path.write_text('{"prompt": "a"}\n{"question": "b"}\n')
     with pytest.raises(DataError, match=r"held\.jsonl:2"):
-        read_held_out(settings(eval={"path": str(path)}))
+        read_evaluation_prompts(settings(eval={"path": str(path)}))
     path.write_text("")
     with pytest.raises(DataError, match="no prompts"):
-        read_held_out(settings(eval={"path": str(path)}))
+        read_evaluation_prompts(settings(eval={"path": str(path)}))
 
 
 def test_a_policy_is_a_model_a_checkpoint_or_a_runs_latest_checkpoint(tmp_path):
     (tmp_path / "model").mkdir()
     with pytest.raises(SettingsError, match="no policy"):
-        policy_folder(tmp_path)
+        find_policy_folder(tmp_path)
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(SettingsError, match="no policy"):
-        policy_folder(tmp_path)  # a run's folder may hold the model that it began with
+        find_policy_folder(tmp_path)  # a run's folder may hold the model that it began with
     (tmp_path / "checkpoint.json").write_text("{}")
-    assert policy_folder(tmp_path) == policy_folder(tmp_path / "model") == tmp_path / "model"
+    assert find_policy_folder(tmp_path) == find_policy_folder(tmp_path / "model") == tmp_path / "model"

@@ -5,11 +5,11 @@ from array import array
 import pytest
 import torch
 
-from stream.records import Completion, Group, Part, Prompt, Row, Span
+from stream.records import Completion, Group, Prompt, RewardPart, Row, Span
 from stream.validity import Measured, RewardReason, TruncationReason, Unmeasured
 from tests.cases.models import write_small_qwen3
-from workers.settings.file import parse
 from workers.settings.presets import PRESETS, Rule
+from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.aggregation import AGGREGATIONS
 from workers.train.algorithms.divergence import DIVERGENCES
@@ -30,7 +30,9 @@ def base(tmp_path_factory):
 
 def learner(base, *, train=None, **sections):
     least = {"model": {"path": str(base)}, "data": {"path": "none"}, "environments": {"a": "calculator"}}
-    return Learner(parse(least | {"train": {"learning_rate": 1e-3, "max_grad_norm": 1e9} | (train or {})} | sections))
+    return Learner(
+        parse_settings(least | {"train": {"learning_rate": 1e-3, "max_grad_norm": 1e9} | (train or {})} | sections)
+    )
 
 
 def completion(index, tokens, reward, **facts):
@@ -45,11 +47,14 @@ def completion(index, tokens, reward, **facts):
     row = Row(
         prompt_ids=array("i", [1, 2]).tobytes(),
         token_ids=array("i", tokens).tobytes(),
-        sampled=sampled,
+        sampled_ranges=sampled,
         logprobs=array("f", [-3.1 - 0.05 * (i % 3) for i in range(count)]).tobytes(),
         spans=[Span(3, start, end) for start, end in sampled],
     )
-    parts = [Part(name="env", reward=reward), Part(name="format", reward=Measured(float(index % 2)), weight=0.0)]
+    parts = [
+        RewardPart(name="env", reward=reward),
+        RewardPart(name="format", reward=Measured(float(index % 2)), weight=0.0),
+    ]
     facts = {"parts": parts if isinstance(reward, Measured) else [], "turns": len(sampled)} | facts
     return Completion(index=index, rows=[row], reward=reward, **facts)
 
@@ -143,7 +148,7 @@ def test_packed_rows_computed_again_change_nothing(base, case, train):
         learner(base, **CASES[case]),
         learner(base, **CASES[case], train=train | {"gradient_checkpointing": True}),
     )
-    assert (plain.passes.policy.packed, packed.passes.policy.packed) == (False, True)
+    assert (plain.runner.policy.packed, packed.runner.policy.packed) == (False, True)
     first, second = two_steps(plain), two_steps(packed)
     assert torch.allclose(weights(plain), weights(packed), rtol=0, atol=2e-5)
     for one, other in zip(first, second, strict=True):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
-from workers.settings.file import load
+from workers.settings.toml_file import load_settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("file", sorted(ROOT.glob("examples/*/run.toml")), ids=lambda path: path.parent.name)
 def test_an_example_has_its_prompts_its_environment_and_its_reward(file, monkeypatch):
     monkeypatch.chdir(file.parent)
-    settings = load(file)
+    settings = load_settings(file)
     assert all(json.loads(line)[settings.data.prompt] for line in Path(settings.data.path).read_text().splitlines())
     for reference in settings.environments.values():
-        factory = Factory.load(reference)
+        factory = EnvironmentFactory.load(reference)
         assert factory.tools
         assert factory.has_reward
     for reward in settings.rewards:

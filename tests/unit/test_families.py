@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from envs.references import Reference
-from envs.rewards.merge import merge
+from envs.rewards.merge import merge_parts
 from stream.codec import decode, encode
 from stream.errors import SettingsError
 from stream.records import Group, Prompt, Span
 from stream.validity import TruncationReason
 from tests.cases.families import FAMILIES, chat_of, spelled, template_of, tokenizer_of
-from workers.rollout.chat.history import examine
-from workers.rollout.engine.answer import Sampled
-from workers.rollout.engine.client import EngineClient
-from workers.rollout.group import roll_out
-from workers.rollout.slot_pool import SlotPool
-from workers.rollout.tool_formats.choice import TOOL_FORMATS, choose
+from workers.rollout.chat.history_check import check_history
+from workers.rollout.engine_client.client import EngineClient
+from workers.rollout.engine_client.sampled_turn import SampledTurn
+from workers.rollout.environment_pool import EnvironmentPool
+from workers.rollout.group import run_group
+from workers.rollout.tool_formats.detection import TOOL_FORMATS, choose_tool_format
 from workers.settings import Rollout
 from workers.testing.scripted_engine import ScriptedEngine, scripted_logprob
 from workers.train.step.batch import collate
@@ -48,7 +48,7 @@ class Sums:
 
 
 def factory(cls=Sums):
-    return Factory(Reference("test", "module", cls, sys.modules[__name__]), cls, cls())
+    return EnvironmentFactory(Reference("test", "module", cls, sys.modules[__name__]), cls, cls())
 
 
 TOOLS = [tool.schema for tool in factory().tools]
@@ -115,10 +115,10 @@ ASK = {"role": "user", "content": "What is 1 + 2?"}
 
 
 def prepared(name, **args):
-    """As `load_spoken` does it."""
+    """As `load_chat_setups` does it."""
     chat = chat_of(name, TOOLS, **args)
-    choice = choose("auto", chat.conversation.template, TOOLS)
-    chat.forks = examine(chat.conversation).forks
+    choice = choose_tool_format("auto", chat.renderer.template, TOOLS)
+    chat.rewrites_history = check_history(chat.renderer).rewrites_history
     return chat, choice
 
 
@@ -132,10 +132,10 @@ async def played(chat, choice, tokenizer, texts, messages=(ASK,), environment=Su
     prompt = Prompt(id="train:0:0", messages=list(messages), environment="sums", group_size=1)
     async with (
         ScriptedEngine(reply, version="3", max_length=1_000_000) as engine,
-        EngineClient([engine.url], request_timeout_s=5, attempts=1, reconnect_s=5) as client,
-        SlotPool({"sums": factory(environment)}, size=1) as pool,
+        EngineClient([engine.url], request_timeout_s=5, max_attempts=1, unavailable_timeout_s=5) as client,
+        EnvironmentPool({"sums": factory(environment)}, size=1) as pool,
     ):
-        group = await roll_out(
+        group = await run_group(
             prompt,
             chat=chat,
             sampler=client,
@@ -194,7 +194,7 @@ ROWS = {
 async def test_each_turns_prompt_is_what_the_engine_was_sent_and_what_the_template_renders(name):
     chat, choice = prepared(name)
     forks, rows = ROWS[name]
-    assert chat.forks is forks
+    assert chat.rewrites_history is forks
     tokenizer, write, eos = tokenizer_of(name), WRITERS.get(name, hermes), FAMILIES[name].eos
     thought = THOUGHTS.get(name, "").format(f"Hm. Or {write((9, 9))}?".replace("</", "< /"))
     texts = [thought + write((1, 2)), thought + write((3, 4), (5, 6)), "It is addition."]
@@ -206,7 +206,7 @@ async def test_each_turns_prompt_is_what_the_engine_was_sent_and_what_the_templa
     assert len(completion.rows) == rows
     assert (completion.tool_calls, completion.tool_errors, completion.truncated) == (3, 0, None)
     assert [m["content"] for m in completion.messages if m["role"] == "tool"] == ["3", "7", "11"]
-    for ids, messages in zip(asked, told(name, completion, texts, chat.conversation.needs_calls), strict=True):
+    for ids, messages in zip(asked, told(name, completion, texts, chat.renderer.needs_tool_calls), strict=True):
         rendered = template_of(name).render(messages, TOOLS, add_generation_prompt=True)
         text = tokenizer.decode(ids, skip_special_tokens=False)
         if name == "hermes-3":  # writes a line break behind every tool's answer but the last
@@ -222,7 +222,7 @@ async def test_rendering_all_of_it_anew_is_the_same_token_by_token_where_a_templ
     thought = THOUGHTS.get(name, "").format("Hm. It adds.")
     texts = [text + eos for text in (thought + write((1, 2)), thought + write((3, 4), (5, 6)), "Done.")]
     _, straight, _ = await played(chat, choice, tokenizer, texts, [SYSTEM, ASK])
-    chat.forks = True
+    chat.rewrites_history = True
     completion, anew, said = await played(chat, choice, tokenizer, texts, [SYSTEM, ASK])
     assert anew == straight
     assert_exact(completion, anew, said)
@@ -273,7 +273,7 @@ def holds(ids, part):
 
 async def test_a_template_that_skips_the_reasoning_only_at_the_end_forks_at_every_turn():
     chat, choice = prepared("qwen3", enable_thinking=False)
-    assert chat.forks
+    assert chat.rewrites_history
     tokenizer = tokenizer_of("qwen3")
     texts = [hermes((1, 2)) + "<|im_end|>", hermes((3, 4)) + "<|im_end|>", "Done.<|im_end|>"]
     completion, asked, said = await played(chat, choice, tokenizer, texts)
@@ -285,9 +285,9 @@ async def test_a_template_that_skips_the_reasoning_only_at_the_end_forks_at_ever
 
 
 def test_a_template_that_needs_calls_needs_them_also_where_it_is_shown_no_tools():
-    conversation = chat_of("mistral-nemo", None).conversation
-    assert conversation.needs_calls
-    assert examine(conversation).forks
+    conversation = chat_of("mistral-nemo", None).renderer
+    assert conversation.needs_tool_calls
+    assert check_history(conversation).rewrites_history
 
 
 async def test_without_a_system_message_mistral_nemo_goes_on_in_one_row():
@@ -315,11 +315,11 @@ class Says:
     def __init__(self, said):
         self.said, self.asked = iter(said), []
 
-    async def sample(self, prompt_ids, sampling, *, at_least=0):
+    async def sample(self, prompt_ids, sampling, *, min_policy_version=0):
         ids = next(self.said)[: sampling.max_tokens]
         self.asked.append((list(prompt_ids), ids))
         finish = "stop" if ids[-1] in sampling.stop_token_ids else "length"
-        return Sampled(ids, [-1.0] * len(ids), finish, [Span(0, 0, len(ids))])
+        return SampledTurn(ids, [-1.0] * len(ids), finish, [Span(0, 0, len(ids))])
 
 
 @functools.cache
@@ -359,8 +359,8 @@ async def test_whatever_a_model_says_its_rows_hold_exactly_what_was_asked_and_an
     chat, choice, tokenizer, messages = prepared_once(name, system)
     said = [spelled(tokenizer, text + FAMILIES[name].eos) for text in [*turns, "Done."]]
     engine = Says(said)
-    async with SlotPool({"sums": factory()}, size=1) as pool:
-        group = await roll_out(
+    async with EnvironmentPool({"sums": factory()}, size=1) as pool:
+        group = await run_group(
             Prompt(id="train:0:0", messages=messages, environment="sums", group_size=1),
             chat=chat,
             sampler=engine,
@@ -371,7 +371,7 @@ async def test_whatever_a_model_says_its_rows_hold_exactly_what_was_asked_and_an
     (completion,) = decode(encode(group), Group).completions
     assert completion.failure is None
     collate([group])
-    ranges = [(row, start, end) for row in completion.rows for start, end in row.sampled]
+    ranges = [(row, start, end) for row in completion.rows for start, end in row.sampled_ranges]
     assert len(ranges) == len(engine.asked)
     for (row, start, end), (prompt, answer) in zip(ranges, engine.asked, strict=True):
         assert (row.prompt.tolist() + row.tokens.tolist()[:start], row.tokens.tolist()[start:end]) == (prompt, answer)
@@ -388,7 +388,7 @@ async def test_in_a_fork_every_sampled_token_bears_loss_once_and_each_turn_its_o
     chat, choice = prepared("qwq")
     texts = [f"Hm.</think>{text}<|im_end|>" for text in (hermes((1, 2)), hermes((3, 4), (5, 6)), "Done.")]
     completion, _, said = await played(chat, choice, tokenizer_of("qwq"), texts, environment=ByTurn)
-    completion.reward = merge(completion.parts)
+    completion.reward = merge_parts(completion.parts)
     batch = collate([Group(prompt=Prompt(id="train:0:0", messages=[ASK]), completions=[completion])])
     assert batch.completion_ids_R.tolist() == [0, 0, 0]
     assert batch.sampled_RT.sum(dim=1).tolist() == [len(ids) for ids in said]
@@ -414,9 +414,9 @@ async def test_in_a_fork_every_sampled_token_bears_loss_once_and_each_turn_its_o
     ],
 )
 def test_the_format_is_the_one_that_reads_what_the_template_writes(name, format_name):
-    choice = choose("auto", template_of(name), TOOLS)
+    choice = choose_tool_format("auto", template_of(name), TOOLS)
     assert (choice.name, choice.format) == (format_name, TOOL_FORMATS[format_name])
-    assert "writes a call as" in choice.why
+    assert "writes a call as" in choice.reason
 
 
 def test_a_template_that_no_format_reads_is_refused_with_the_names_there_are():
@@ -424,14 +424,14 @@ def test_a_template_that_no_format_reads_is_refused_with_the_names_there_are():
     own = template_of("qwen2.5")
     own.source = own.source.replace("<tool_call>", "<invoke>")
     with pytest.raises(SettingsError, match=f"no tool format reads what .*<invoke>.*{names}"):
-        choose("auto", own, TOOLS)
+        choose_tool_format("auto", own, TOOLS)
     with pytest.raises(SettingsError, match=f"writes no tool calls.*{names}"):
-        choose("auto", template_of("gemma-2"), TOOLS)
-    assert choose("pythonic", template_of("gemma-2"), TOOLS).name == "pythonic"
+        choose_tool_format("auto", template_of("gemma-2"), TOOLS)
+    assert choose_tool_format("pythonic", template_of("gemma-2"), TOOLS).name == "pythonic"
 
 
 def test_a_template_without_calls_that_tells_the_model_of_a_tag_is_believed():
     telling = template_of("gemma-2")
     telling.source = "{% if tools %}Write <tool_call>JSON</tool_call>.{% endif %}" + telling.source
-    choice = choose("auto", telling, TOOLS)
-    assert (choice.name, "tells the model" in choice.why) == ("hermes", True)
+    choice = choose_tool_format("auto", telling, TOOLS)
+    assert (choice.name, "tells the model" in choice.reason) == ("hermes", True)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from envs.builtin.guess import Guess
 from envs.contract import Environment, EnvironmentFailure
-from envs.factory import Factory
-from envs.shipped.guess import Guess
+from envs.factory import EnvironmentFactory
 from envs.snapshot import freeze, thaw
 
 
@@ -46,5 +46,5 @@ def test_the_next_episode_leaves_the_last_ones_snapshot_alone():
     data = freeze(env, 10_000)
     env.guesses.clear()
     env.reset(secret=1)
-    back = thaw(data, Factory.load("guess"))
+    back = thaw(data, EnvironmentFactory.load("guess"))
     assert (back.guesses, back.get_reward()) == ([7], 1.0)

@@ -9,8 +9,8 @@ import msgspec
 import pydantic
 import pytest
 
-from envs.tools.hints import NoFormError, shape_of
-from envs.tools.shapes import Book, MisfitError
+from envs.tools.argument_types import ArgumentValidationError, SchemaBuilder
+from envs.tools.type_hints import UnsupportedTypeError, argument_type_of
 
 
 class Colour(enum.Enum):
@@ -167,11 +167,11 @@ INTEGER = {"type": "integer"}
     ],
 )
 def test_a_hint_is_shown_and_what_fits_it_is_read(hint, schema, written, read):
-    shape, book = shape_of(hint), Book()
+    shape, book = argument_type_of(hint), SchemaBuilder()
     if schema is not None:
         assert shape.schema(book) == schema
         assert book.definitions == {}
-    found = shape.fit(written, "")
+    found = shape.validate(written, "")
     assert (type(found), found) == (type(read), read)
 
 
@@ -203,24 +203,24 @@ def test_a_hint_is_shown_and_what_fits_it_is_read(hint, schema, written, read):
     ],
 )
 def test_what_does_not_fit_is_told_with_its_place(hint, written, wrong):
-    with pytest.raises(MisfitError) as caught:
-        shape_of(hint).fit(written, "")
+    with pytest.raises(ArgumentValidationError) as caught:
+        argument_type_of(hint).validate(written, "")
     assert wrong in str(caught.value)
 
 
 def test_a_class_within_itself_is_a_reference_and_is_read_to_any_depth():
-    shape, book = shape_of(Tree | None), Book()
+    shape, book = argument_type_of(Tree | None), SchemaBuilder()
     schema = shape.schema(book)
     inner = {"type": "array", "items": {"$ref": "#/$defs/Tree"}, "default": []}
     assert schema["anyOf"][0]["properties"]["children"] == inner
     assert book.definitions["Tree"]["properties"]["children"] == inner
     written = {"value": 1, "children": [{"value": 2, "children": [{"value": 3}]}]}
-    assert shape.fit(written, "") == Tree(1, [Tree(2, [Tree(3)])])
-    with pytest.raises(MisfitError, match=r"\$\.children\[0\]\.children\[0\]\.value"):
-        shape.fit({"value": 1, "children": [{"value": 2, "children": [{"value": "x"}]}]}, "")
+    assert shape.validate(written, "") == Tree(1, [Tree(2, [Tree(3)])])
+    with pytest.raises(ArgumentValidationError, match=r"\$\.children\[0\]\.children\[0\]\.value"):
+        shape.validate({"value": 1, "children": [{"value": 2, "children": [{"value": "x"}]}]}, "")
 
 
 @pytest.mark.parametrize("hint", [complex, Callable[[int], int], type, dict[str, complex], list[Callable[..., int]]])
 def test_what_json_has_no_form_for_is_said(hint):
-    with pytest.raises(NoFormError, match="JSON has no form for"):
-        shape_of(hint)
+    with pytest.raises(UnsupportedTypeError, match="JSON has no form for"):
+        argument_type_of(hint)

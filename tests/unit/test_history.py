@@ -4,8 +4,8 @@ import pytest
 
 from stream.errors import DataError, PenstockError
 from tests.cases.chats import ADD, TEMPLATE, model_folder
-from workers.rollout.chat.chat import Chat
-from workers.rollout.chat.history import examine
+from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.chat.history_check import check_history
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ FORGETFUL = TEMPLATE.replace(
 @pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("\\n<tool_response>\\n", "<tool_response>")])
 def test_a_template_that_only_adds_passes_the_check(folder, template):
     (folder / "chat_template.jinja").write_text(template)
-    assert not examine(Chat.load(folder, {}, [ADD]).conversation).forks
+    assert not check_history(ChatTokenizer.load(folder, {}, [ADD]).renderer).rewrites_history
 
 
 THINK = "'<|im_start|>assistant\\n<think>\\n' }}"
@@ -46,44 +46,44 @@ def test_a_template_that_begins_or_skips_the_reasoning_itself_has_to_stand_by_it
     assert begin in template
     assert history in template
     (folder / "chat_template.jinja").write_text(template)
-    chat = Chat.load(folder, {}, [ADD])
-    assert examine(chat.conversation).forks is not passes
+    chat = ChatTokenizer.load(folder, {}, [ADD])
+    assert check_history(chat.renderer).rewrites_history is not passes
 
 
 def test_a_template_that_drops_earlier_reasoning_forks_and_says_where(folder):
     (folder / "chat_template.jinja").write_text(FORGETFUL)
-    history = examine(Chat.load(folder, {}, [ADD]).conversation)
-    assert history.forks
-    assert re.search(r"first difference at character \d+: the whole says .*<think>", history.why)
+    history = check_history(ChatTokenizer.load(folder, {}, [ADD]).renderer)
+    assert history.rewrites_history
+    assert re.search(r"first difference at character \d+: the whole says .*<think>", history.reason)
 
 
 def test_a_line_break_alone_is_no_reason_to_fork_but_is_told(folder):
     spaced = TEMPLATE.replace("'\\n</tool_response>'", "'\\n</tool_response>' + ('' if loop.last else '\\n')")
     assert spaced != TEMPLATE
     (folder / "chat_template.jinja").write_text(spaced)
-    history = examine(Chat.load(folder, {}, [ADD]).conversation)
-    assert not history.forks
-    assert history.why.startswith("only white space differs")
+    history = check_history(ChatTokenizer.load(folder, {}, [ADD]).renderer)
+    assert not history.rewrites_history
+    assert history.reason.startswith("only white space differs")
 
 
 def test_a_template_that_ends_no_turn_forks(folder):
     endless = TEMPLATE.replace("+ message.content + '<|im_end|>\\n'", "+ message.content + '\\n'")
     assert endless != TEMPLATE
     (folder / "chat_template.jinja").write_text(endless)
-    history = examine(Chat.load(folder, {}, [ADD]).conversation)
-    assert history.forks
-    assert "without a special token" in history.why
+    history = check_history(ChatTokenizer.load(folder, {}, [ADD]).renderer)
+    assert history.rewrites_history
+    assert "without a special token" in history.reason
 
 
 def test_a_template_that_leaves_tool_messages_out_is_refused(folder):
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("+ message.content + '\\n</tool_response>'", ""))
     with pytest.raises(PenstockError, match="leaves out tool messages"):
-        examine(Chat.load(folder, {}, [ADD]).conversation)
+        check_history(ChatTokenizer.load(folder, {}, [ADD]).renderer)
 
 
 def test_a_template_that_refuses_tool_messages_says_so_in_its_own_words(folder):
     refusing = TEMPLATE.replace("{%- if loop.first or", "{{ raise_exception('no tools here') }}{%- if loop.first or")
     (folder / "chat_template.jinja").write_text(refusing)
-    chat = Chat.load(folder, {}, [ADD])
+    chat = ChatTokenizer.load(folder, {}, [ADD])
     with pytest.raises(DataError, match="roles user, assistant, tool: TemplateError: no tools here"):
-        examine(chat.conversation)
+        check_history(chat.renderer)

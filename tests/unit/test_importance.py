@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.train.algorithms.importance import IMPORTANCE, ImportanceWeights, importance_weights, log_ratios
+from workers.train.algorithms.importance import IMPORTANCE_LEVELS, ImportanceWeights, importance_weights, log_ratios
 
 E20 = math.exp(20)
 OFF = {"lower": 0.0, "upper": math.inf, "outside": "truncate", "normalize": False}
@@ -71,7 +71,7 @@ def test_nothing_but_zeros_is_not_divided():
     assert (lists(found.weights_RT), float(found.factor)) == ([[0.0, 0.0]], 1.0)
 
 
-@pytest.mark.parametrize("level", IMPORTANCE)
+@pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
 @pytest.mark.parametrize(("log_ratio", "expected"), [(100.0, E20), (-100.0, 1 / E20)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_log_ratio_of_100_gives_exp_20(level, log_ratio, expected, dtype):
@@ -83,7 +83,7 @@ def test_a_log_ratio_of_100_gives_exp_20(level, log_ratio, expected, dtype):
     assert found.weights_RT.flatten().tolist() == pytest.approx([expected] * 6, rel=1e-6)
 
 
-@pytest.mark.parametrize("level", IMPORTANCE)
+@pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
 @pytest.mark.parametrize("shape", [(0, 0), (0, 4), (2, 0), (2, 4)])
 def test_nothing_valid_gives_zeros_and_a_factor_of_1(level, shape):
     nan, mask = torch.full(shape, math.nan), torch.zeros(shape, dtype=torch.bool)

@@ -14,13 +14,13 @@ from stream.errors import RunMismatchError, SettingsError
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
 from tests.cases.models import write_small_qwen3
-from workers.engine.weights import load
-from workers.settings.file import parse
-from workers.train.algorithms.schedule import factor
+from workers.local_engine.weight_loader import load_weights
+from workers.settings.toml_file import parse_settings
+from workers.train.algorithms.schedule import learning_rate_factor
 from workers.train.model.logprobs import token_logprobs
 from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
-from workers.train.step.metrics import NAMES
+from workers.train.step.metrics import STEP_METRICS
 
 VOCABULARY = 24
 
@@ -38,7 +38,7 @@ def learner(base, *, dtype="float32", learning_rate=1e-2, train=None, **sections
     """With these sections of the settings beside what is needed."""
     least = {"data": {"path": "none"}, "environments": {"a": "calculator"}}
     train = {"learning_rate": learning_rate, "max_grad_norm": 1e9} | (train or {})
-    return Learner(parse(least | {"model": {"path": str(base), "dtype": dtype}, "train": train} | sections))
+    return Learner(parse_settings(least | {"model": {"path": str(base), "dtype": dtype}, "train": train} | sections))
 
 
 def completion(index, tokens, reward, version=3, **facts):
@@ -47,7 +47,7 @@ def completion(index, tokens, reward, version=3, **facts):
     row = Row(
         prompt_ids=array("i", [1, 2]).tobytes(),
         token_ids=array("i", tokens).tobytes(),
-        sampled=sampled,
+        sampled_ranges=sampled,
         logprobs=array("f", [-3.0] * len(sampled)).tobytes(),
         spans=[Span(version, start, end) for start, end in sampled],
     )
@@ -180,13 +180,13 @@ def test_weight_decay_spares_gains(base):
 
 
 def test_a_large_model_is_several_files_that_engine_and_trainer_read(base, tmp_path, monkeypatch):
-    monkeypatch.setattr("workers.train.model.policy._LARGEST_FILE", "4KB")
+    monkeypatch.setattr("workers.train.model.policy_folder._LARGEST_FILE", "4KB")
     trained = learner(base)
     trained.step(collate([group()]), 3)
     trained.save_weights(tmp_path / "v1")
     assert len(list((tmp_path / "v1").glob("*.safetensors"))) > 1
     served, again = AutoModelForCausalLM.from_pretrained(base), learner(base)
-    load(served, tmp_path / "v1")
+    load_weights(served, tmp_path / "v1")
     again.restore(tmp_path / "v1", trained.state(), steps=1)
     for name, parameter in served.named_parameters():
         assert torch.equal(parameter, trained.parameters[name])
@@ -208,7 +208,7 @@ def test_the_learning_rate_follows_its_schedule(base):
     ],
 )
 def test_factor_after_two_steps_of_warm_up(schedule, expected):
-    found = [factor(step, schedule=schedule, warmup_steps=2, total_steps=6) for step in range(8)]
+    found = [learning_rate_factor(step, schedule=schedule, warmup_steps=2, total_steps=6) for step in range(8)]
     assert found == pytest.approx(expected)
 
 
@@ -216,7 +216,7 @@ def test_a_falling_learning_rate_must_know_its_end(base):
     with pytest.raises(SettingsError, match=r"train\.max_steps"):
         learner(base, train={"schedule": "cosine"})
     with pytest.raises(ValueError, match="must know where it ends"):
-        factor(0, schedule="linear", warmup_steps=0, total_steps=0)
+        learning_rate_factor(0, schedule="linear", warmup_steps=0, total_steps=0)
 
 
 def test_a_folder_without_a_model_is_refused_by_name(tmp_path):
@@ -265,9 +265,9 @@ def test_every_metric_is_documented(base):
         found = learner(base, estimator={"name": "gae"}, loss=loss, algorithm={"kl_coefficient": 0.1})
         filtered, dropped = collate([group(name="f")]), {DropReason.ZERO_VARIANCE: 2}
         metrics |= found.step(collate([group(odd)]), 3, filtered=filtered, dropped=dropped).metrics
-    families = tuple(name.removesuffix("*") for name in NAMES if name.endswith("*"))
-    assert [name for name in metrics if name not in NAMES and not name.startswith(families)] == []
-    assert [name for name in NAMES if not name.endswith("*") and name not in metrics] == []
+    families = tuple(name.removesuffix("*") for name in STEP_METRICS if name.endswith("*"))
+    assert [name for name in metrics if name not in STEP_METRICS and not name.startswith(families)] == []
+    assert [name for name in STEP_METRICS if not name.endswith("*") and name not in metrics] == []
 
 
 def test_a_critic_goes_on_where_it_was(base, tmp_path):

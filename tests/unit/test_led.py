@@ -3,14 +3,14 @@
 import aiohttp
 import pytest
 
-from envs.contract import Harness
-from envs.factory import Factory
-from envs.rewards import merge
+from envs.contract import AgentEnvironment
+from envs.factory import EnvironmentFactory
+from envs.rewards import merge_parts
 from stream.validity import Measured, RolloutReason, TruncationReason
 from tests.adapters.episodes import completions
 
 
-class Stubborn(Harness):
+class Stubborn(AgentEnvironment):
     """Goes on asking, and breaks when it is refused."""
 
     def reset(self, turns):
@@ -36,8 +36,10 @@ class Stubborn(Harness):
     [(2, None, None), (20, TruncationReason.MAX_TURNS, None), (0, None, RolloutReason.ENV_STEP)],
 )
 async def test_a_program_that_breaks_on_our_limit_was_cut_short_and_its_world_has_not_failed(turns, truncated, failed):
-    (completion,) = await completions(Factory.of(Stubborn), ["one"] * 30, fields={"turns": turns}, max_turns=3)
+    (completion,) = await completions(
+        EnvironmentFactory.from_callable(Stubborn), ["one"] * 30, fields={"turns": turns}, max_turns=3
+    )
     assert completion.truncated is truncated
     assert (completion.failure.reason if completion.failure else None) is failed
     if failed is None:
-        assert isinstance(merge(completion.parts), Measured)
+        assert isinstance(merge_parts(completion.parts), Measured)

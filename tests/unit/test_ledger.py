@@ -6,14 +6,14 @@ from array import array
 import pytest
 
 from stream.errors import RunMismatchError
-from stream.ledger import Ledger, Line, content_hash, read_lines
-from stream.records import Completion, Failure, Group, Part, Prompt, Span
+from stream.records import Completion, Failure, Group, Prompt, RewardPart, Span
+from stream.trainer.ledger import Ledger, LedgerRecord, content_hash, read_ledger
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
 
 
-def line(prompt: str, end: str = "trained") -> Line:
-    return Line(prompt, end, 1, 0, "abc")
+def line(prompt: str, end: str = "trained") -> LedgerRecord:
+    return LedgerRecord(prompt, end, 1, 0, "abc")
 
 
 @pytest.fixture
@@ -34,34 +34,34 @@ def length(path):
 
 def test_a_new_ledger_is_empty(path):
     ledger = Ledger(path)
-    assert (ledger.ends, ledger.tally(), ledger.sync()) == ({}, {}, 0)
+    assert (ledger.outcomes, ledger.count_outcomes(), ledger.sync()) == ({}, {}, 0)
     ledger.close()
 
 
 def test_resuming_cuts_what_lies_behind_the_checkpoint(path, length):
     assert path.stat().st_size > length
     ledger = Ledger(path, length)
-    assert ledger.ends == {"a": "trained", "b": "dropped:stale"}
-    assert ledger.tally() == {"trained": 1, "dropped:stale": 1}
-    assert (path.stat().st_size, ledger.sync(), ledger.kept) == (length, length, length)
+    assert ledger.outcomes == {"a": "trained", "b": "dropped:stale"}
+    assert ledger.count_outcomes() == {"trained": 1, "dropped:stale": 1}
+    assert (path.stat().st_size, ledger.sync(), ledger.checkpointed_bytes) == (length, length, length)
     ledger.append([line("e")])
     assert ledger.sync() > length
     ledger.close()
-    assert list(Ledger.read(path)) == ["a", "b", "e"]
+    assert list(Ledger.read_outcomes(path)) == ["a", "b", "e"]
 
 
 def test_a_line_torn_behind_the_checkpoint_is_cut(path, length):
     with path.open("ab") as file:
         file.write(b'{"prompt":"e","end":"tra')
-    assert list(Ledger.read(path)) == ["a", "b", "c", "d"]
+    assert list(Ledger.read_outcomes(path)) == ["a", "b", "c", "d"]
     ledger = Ledger(path, length)
-    assert list(ledger.ends) == ["a", "b"]
+    assert list(ledger.outcomes) == ["a", "b"]
     ledger.close()
 
 
 def test_without_a_checkpoint_nothing_remains(path, length):
     ledger = Ledger(path)
-    assert (ledger.ends, path.stat().st_size) == ({}, 0)
+    assert (ledger.outcomes, path.stat().st_size) == ({}, 0)
     ledger.close()
 
 
@@ -98,10 +98,10 @@ def test_a_line_that_is_none_within_the_checkpoint_is_refused_by_number(path, le
 
 def test_reading_changes_nothing(path, length):
     before = path.read_bytes()
-    assert list(Ledger.read(path, length)) == ["a", "b"]
-    assert list(Ledger.read(path)) == ["a", "b", "c", "d"]
+    assert list(Ledger.read_outcomes(path, length)) == ["a", "b"]
+    assert list(Ledger.read_outcomes(path)) == ["a", "b", "c", "d"]
     assert path.read_bytes() == before
-    assert Ledger.read(path.with_name("none.jsonl")) == {}
+    assert Ledger.read_outcomes(path.with_name("none.jsonl")) == {}
     assert not path.with_name("none.jsonl").exists()
 
 
@@ -111,7 +111,7 @@ def test_ids_of_every_kind_come_back(path):
     ledger.append([line(each) for each in ids])
     length = ledger.sync()
     ledger.close()
-    assert list(Ledger.read(path, length)) == ids
+    assert list(Ledger.read_outcomes(path, length)) == ids
 
 
 def make_group() -> Group:
@@ -121,7 +121,7 @@ def make_group() -> Group:
             Completion(
                 index=i,
                 rows=[sampled_row([2, 3], [-0.5, -1.0], version=1, prompt=[1])],
-                parts=[Part(name="env", reward=Measured(1.0))],
+                parts=[RewardPart(name="env", reward=Measured(1.0))],
                 reward=Measured(1.0),
             )
             for i in range(2)
@@ -181,10 +181,10 @@ def test_the_hash_sees_all_that_the_trainer_sees(change):
 def test_those_who_look_get_every_line_with_its_place_and_are_told_of_junk(path, length):
     content = path.read_bytes()
     path.write_bytes(content[:length] + b'{"a\r":1}\n' + content[length:] + b'{"prompt":"e","end":"tra')
-    written, broken = read_lines(path)
-    assert [(each.number, each.line.prompt) for each in written] == [(1, "a"), (2, "b"), (4, "c"), (5, "d")]
-    assert written[1].upto == length
-    assert written[-1].upto == len(content) + 9
+    written, broken = read_ledger(path)
+    assert [(each.number, each.record.prompt) for each in written] == [(1, "a"), (2, "b"), (4, "c"), (5, "d")]
+    assert written[1].end_offset == length
+    assert written[-1].end_offset == len(content) + 9
     assert [text.partition(": ")[0] for text in broken] == [f"{path}, line 3"]
 
 
@@ -192,8 +192,8 @@ def test_a_line_with_an_end_that_no_trainer_writes_is_junk(path):
     ledger = Ledger(path)
     ledger.append([line("a", "tr@ined")])
     ledger.close()
-    assert read_lines(path) == ([], [f"{path}, line 1: 'tr@ined' is no end"])
+    assert read_ledger(path) == ([], [f"{path}, line 1: 'tr@ined' is no end"])
 
 
 def test_where_there_is_no_ledger_there_are_no_lines(path):
-    assert read_lines(path) == ([], [])
+    assert read_ledger(path) == ([], [])

@@ -11,11 +11,11 @@ from torch import nn
 
 from stream.errors import SettingsError
 from workers.settings import Train
-from workers.train.model.blocks import Finish
-from workers.train.model.head import find_head
-from workers.train.model.logprobs import Readable, token_logprobs
+from workers.train.model.activation_checkpointing import checkpoint_layers
+from workers.train.model.lm_head import find_lm_head
+from workers.train.model.logit_blocks import LogitTransform
+from workers.train.model.logprobs import LogprobModel, token_logprobs
 from workers.train.model.packing import set_attention
-from workers.train.model.recomputing import recompute_layers
 
 VOCABULARY = 24
 SHAPE = {
@@ -37,16 +37,19 @@ def config(name, **options):
 
 
 FAMILIES = {
-    "qwen2": (config("Qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1), Finish()),
-    "qwen3": (config("Qwen3", **WIDE, tie_word_embeddings=True), Finish()),
-    "llama": (config("Llama"), Finish()),
-    "mistral": (config("Mistral", sliding_window=4), Finish()),
-    "phi3": (config("Phi3"), Finish()),
-    "gemma2": (config("Gemma2", **WIDE, final_logit_softcapping=0.5), Finish(softcap=0.5)),
-    "gemma3": (config("Gemma3Text", **WIDE, sliding_window=4, final_logit_softcapping=30.0), Finish(softcap=30.0)),
-    "cohere": (config("Cohere", logit_scale=0.25), Finish(scale=0.25)),
-    "granite": (config("Granite", logits_scaling=4.0), Finish(scale=0.25)),
-    "hyperclovax": (config("HyperCLOVAX", logits_scaling=4.0), Finish(scale=4.0)),
+    "qwen2": (config("Qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1), LogitTransform()),
+    "qwen3": (config("Qwen3", **WIDE, tie_word_embeddings=True), LogitTransform()),
+    "llama": (config("Llama"), LogitTransform()),
+    "mistral": (config("Mistral", sliding_window=4), LogitTransform()),
+    "phi3": (config("Phi3"), LogitTransform()),
+    "gemma2": (config("Gemma2", **WIDE, final_logit_softcapping=0.5), LogitTransform(softcap=0.5)),
+    "gemma3": (
+        config("Gemma3Text", **WIDE, sliding_window=4, final_logit_softcapping=30.0),
+        LogitTransform(softcap=30.0),
+    ),
+    "cohere": (config("Cohere", logit_scale=0.25), LogitTransform(scale=0.25)),
+    "granite": (config("Granite", logits_scaling=4.0), LogitTransform(scale=0.25)),
+    "hyperclovax": (config("HyperCLOVAX", logits_scaling=4.0), LogitTransform(scale=4.0)),
 }
 PACKING = [name for name in FAMILIES if name != "gemma2"]
 """Those that `varlen` has attention for: Gemma 2 caps scores."""
@@ -64,7 +67,7 @@ def model_of(name, dtype=torch.float64):
 
 def readable(model, *, packing="off", attention="auto"):
     dtype = next(model.parameters()).dtype
-    return set_attention(Readable(model, find_head(model)), Train(packing=packing, attention=attention), dtype)
+    return set_attention(LogprobModel(model, find_lm_head(model)), Train(packing=packing, attention=attention), dtype)
 
 
 @pytest.fixture
@@ -97,7 +100,7 @@ def gradients(model, loss):
 def test_log_probs_and_gradients_are_those_of_the_models_own_logits(name, rows, temperature):
     model, (tokens, chosen, lengths) = model_of(name), rows
     read = readable(model)
-    assert read.head.finish == FAMILIES[name][1]
+    assert read.head.transform == FAMILIES[name][1]
     found = token_logprobs(read, tokens, chosen, temperature=temperature, lengths_M=lengths, entropy="gradient")
     logprobs, entropy = of_logits(model, tokens, chosen, temperature)
     # In `eager` attention, which Gemma 2 has, scores are float32 whatever the model is.
@@ -119,7 +122,7 @@ def test_greedy_counts_as_temperature_one(rows):
 def test_a_cap_that_no_logit_of_the_model_reaches_is_found_all_the_same():
     """Logits of a new model are so small that 30 * tanh(z / 30) is z to the last digits."""
     model = transformers.AutoModelForCausalLM.from_config(FAMILIES["gemma3"][0]).eval()
-    assert find_head(model).finish.softcap == 30.0
+    assert find_lm_head(model).transform.softcap == 30.0
 
 
 class Odd(transformers.Qwen3ForCausalLM):
@@ -137,13 +140,15 @@ def test_a_model_that_does_something_unknown_is_asked_for_its_logits_and_it_is_s
     with capture_logs() as logs:
         read = readable(model)
     assert read.head is None
-    assert [(line["event"], line["model"]) for line in logs] == [("head.not_known", "Odd")]
-    found = token_logprobs(read, tokens, chosen, temperature=0.7, lengths_M=lengths, entropy=entropy, squares=True)
+    assert [(line["event"], line["model"]) for line in logs] == [("lm_head.unknown", "Odd")]
+    found = token_logprobs(
+        read, tokens, chosen, temperature=0.7, lengths_M=lengths, entropy=entropy, sum_pi_squared=True
+    )
     logprobs, entropies = of_logits(model, tokens, chosen, 0.7)
     assert torch.allclose(found.logprobs_N, logprobs, rtol=0, atol=1e-12)
     assert torch.allclose(found.entropy_N, entropies, rtol=0, atol=1e-12)
     assert found.entropy_N.requires_grad == (entropy == "gradient")
-    assert ((found.squares_N > 1 / VOCABULARY) & (found.squares_N < 1)).all()
+    assert ((found.sum_pi_squared_N > 1 / VOCABULARY) & (found.sum_pi_squared_N < 1)).all()
     assert found.hidden_NH.shape == (int(chosen.sum()), SHAPE["hidden_size"])
 
 
@@ -157,7 +162,7 @@ def test_a_model_without_an_output_layer_of_its_own_works_too(rows):
         def __call__(self, input_ids, use_cache=False):
             return SimpleNamespace(logits=table[input_ids])
 
-    found = token_logprobs(Readable(Bigrams(), find_head(Bigrams())), *rows[:2], temperature=1.0)
+    found = token_logprobs(LogprobModel(Bigrams(), find_lm_head(Bigrams())), *rows[:2], temperature=1.0)
     assert torch.allclose(found.logprobs_N, of_logits(Bigrams(), *rows[:2])[0])
     assert found.hidden_NH is None
 
@@ -234,7 +239,7 @@ def test_an_attention_that_lets_rows_see_one_another_is_found_out(monkeypatch):
 
     monkeypatch.setattr(layer, "forward", leaking)
     with pytest.raises(SettingsError, match=r"varlen: .*(off by|sees the one before)"):
-        set_attention(Readable(model, find_head(model)), Train(packing="on", attention="varlen"), torch.bfloat16)
+        set_attention(LogprobModel(model, find_lm_head(model)), Train(packing="on", attention="varlen"), torch.bfloat16)
 
 
 def test_an_attention_that_is_not_to_be_had_is_refused_by_name():
@@ -269,7 +274,7 @@ def test_layers_that_are_computed_again_keep_less_and_give_the_same_gradients(ro
 
     plain = run(readable(model_of("qwen3")))
     model = model_of("qwen3")
-    recompute_layers(model)
+    checkpoint_layers(model)
     again = run(readable(model))
     assert not model.training
     assert torch.equal(again[0], plain[0])
@@ -280,7 +285,7 @@ def test_layers_that_are_computed_again_keep_less_and_give_the_same_gradients(ro
 
 def test_a_model_without_layers_that_can_be_computed_again_is_refused():
     with pytest.raises(SettingsError, match=r"train\.gradient_checkpointing is set, but Linear has no layers"):
-        recompute_layers(nn.Linear(2, 2))
+        checkpoint_layers(nn.Linear(2, 2))
 
 
 def test_in_bfloat16_products_are_rounded_and_norms_rotations_and_log_probs_are_not(rows):

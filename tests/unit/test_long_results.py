@@ -5,14 +5,14 @@ import threading
 import pytest
 
 from stream.validity import TruncationReason
-from workers.rollout import slot as slots
-from workers.rollout.long_result import CHARACTERS_PER_TOKEN, cut
+from workers.rollout import environment_slot as slots
+from workers.rollout.long_result import MAX_CHARACTERS_PER_TOKEN, truncate_result
 from workers.rollout.tool_formats.hermes import Hermes
 from workers.settings import Rollout
 from workers.testing import call, play
 
 LIMITS = Rollout(max_tokens=1000, max_tokens_per_turn=1000)
-MOST = CHARACTERS_PER_TOKEN * LIMITS.max_tokens
+MOST = MAX_CHARACTERS_PER_TOKEN * LIMITS.max_tokens
 
 
 class Wordy:
@@ -38,27 +38,27 @@ def told(length):
 @pytest.mark.parametrize("length", [MOST + 1, 5_000_000])
 def test_a_result_that_no_completion_could_hold_is_cut_and_says_so(length):
     played = play(Wordy, [call("text", length=length)], limits=LIMITS)
-    assert played.replies == [told(length)]
+    assert played.tool_replies == [told(length)]
     assert played.truncated is TruncationReason.LENGTH
-    assert played.value == 1.0
+    assert played.reward_value == 1.0
 
 
 def test_parts_are_cut_where_they_are_text():
     played = play(Wordy, [call("parts", length=5_000_000)], limits=LIMITS)
-    text, image = played.replies[0]
+    text, image = played.tool_replies[0]
     assert text["text"] == told(5_000_000)
     assert len(image["image"]) == 5_000_000
 
 
 def test_what_fits_is_left_as_it_is():
-    assert cut("x" * MOST, LIMITS.max_tokens) == "x" * MOST
-    assert cut([{"type": "image"}], 1) == [{"type": "image"}]
-    assert play(Wordy, [call("text", length=100)], limits=LIMITS).replies == ["x" * 100]
+    assert truncate_result("x" * MOST, LIMITS.max_tokens) == "x" * MOST
+    assert truncate_result([{"type": "image"}], 1) == [{"type": "image"}]
+    assert play(Wordy, [call("text", length=100)], limits=LIMITS).tool_replies == ["x" * 100]
 
 
 def test_a_long_turn_is_parsed_off_the_event_loop(monkeypatch):
     found = {}
-    parse, call_tool = Hermes.parse, slots.Slot.call_tool
+    parse, call_tool = Hermes.parse, slots.EnvironmentSlot.call_tool
 
     def noted(self, text, **more):
         found[len(text) > 20_000] = threading.get_ident()
@@ -69,7 +69,7 @@ def test_a_long_turn_is_parsed_off_the_event_loop(monkeypatch):
         return await call_tool(self, *arguments)
 
     monkeypatch.setattr(Hermes, "parse", noted)
-    monkeypatch.setattr(slots.Slot, "call_tool", on_the_loop)
+    monkeypatch.setattr(slots.EnvironmentSlot, "call_tool", on_the_loop)
     played = play(Wordy, ["x" * 30_000 + str(call("text", length=1)), "y"])
-    assert played.replies == ["x"]
+    assert played.tool_replies == ["x"]
     assert found[False] == found["loop"] != found[True]

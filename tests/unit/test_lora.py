@@ -13,17 +13,17 @@ from stream.errors import RunMismatchError, SettingsError
 from stream.validity import Measured
 from tests.cases.models import write_small_qwen3
 from tests.unit.test_learner import VOCABULARY, completion, group, learner
-from workers.evaluation.command import policy_folder
-from workers.process import FAILED_FOR_GOOD, launch_engine
-from workers.settings.file import dump, parse
-from workers.train.keeping.checkpoint import Checkpoints
-from workers.train.keeping.export import export
-from workers.train.keeping.progress import Progress
-from workers.train.model.adapter import merge
-from workers.train.model.head import find_head
-from workers.train.model.logprobs import Readable, token_logprobs
+from workers.commands.evaluate.evaluate import find_policy_folder
+from workers.run.role_process import PERMANENT_FAILURE, run_engine
+from workers.settings.toml_file import dump_settings, parse_settings
+from workers.train.checkpointing.checkpoint import CheckpointStore
+from workers.train.checkpointing.export import export
+from workers.train.model.adapter import merge_adapter
+from workers.train.model.lm_head import find_lm_head
+from workers.train.model.logprobs import LogprobModel, token_logprobs
+from workers.train.progress import Progress
 from workers.train.step.batch import collate
-from workers.train.step.passes import Passes
+from workers.train.step.model_runner import ModelRunner
 
 TOLERANCE = 1e-5
 LEAST = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"ref": "r.py:f"}]}
@@ -67,7 +67,7 @@ def trained(base, steps=3, **options):
 
 def read(model, rows):
     with torch.no_grad():
-        return token_logprobs(Readable(model, find_head(model)), *rows, temperature=1.0).logprobs_N
+        return token_logprobs(LogprobModel(model, find_lm_head(model)), *rows, temperature=1.0).logprobs_N
 
 
 def whole_logprobs(model, rows):
@@ -130,7 +130,7 @@ def test_merged_weights_say_what_the_adapted_model_says(base, rows, tmp_path):
 def test_merging_changes_nothing_in_the_model(base, rows):
     found = trained(base)
     before, said = other_weights(found), read(found.model, rows)
-    found.policy.adapter.merged()
+    found.policy.adapter.merged_state()
     assert all(torch.equal(value, before[name]) for name, value in other_weights(found).items())
     assert torch.equal(read(found.model, rows), said)
 
@@ -138,7 +138,7 @@ def test_merging_changes_nothing_in_the_model(base, rows):
 @TIED
 def test_peft_itself_loads_what_is_written_and_says_the_same(base, rows, tmp_path):
     found = trained(base)
-    found.write_weights(tmp_path)
+    found.write_trained_weights(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):  # peft asks for it under its old name
         adapted = peft.PeftModel.from_pretrained(model, tmp_path)
@@ -150,12 +150,12 @@ def test_the_policy_of_the_beginning_is_the_model_without_its_adapter(base, rows
     algorithm = {"kl_coefficient": 0.3}
     batch = collate([group(completion(2, [9, 9], Measured(0.5)))])
     one, two = trained(base, algorithm=algorithm), trained(base, algorithm=algorithm)
-    assert one.passes.reference.model is one.passes.policy.model is one.model
+    assert one.runner.reference.model is one.runner.policy.model is one.model
     assert torch.equal(read(one.model, rows), read(two.model, rows))
-    with one.policy.adapter.off():
+    with one.policy.adapter.disabled():
         assert torch.equal(read(one.model, rows), read(lora(base).model, rows))
     second = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    two.passes = Passes(two.passes.policy, Readable.of(second), two.critic, two.settings, two.ranks)
+    two.runner = ModelRunner(two.runner.policy, LogprobModel.from_whole(second), two.critic, two.settings, two.ranks)
     first, other = one.step(batch, 3).metrics, two.step(batch, 3).metrics
     assert first["reference/kl"] > 0
     assert {n: v for n, v in first.items() if n != "seconds"} == {n: v for n, v in other.items() if n != "seconds"}
@@ -170,7 +170,7 @@ def test_at_step_0_there_is_no_divergence(base):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_resumed_run_goes_on_to_the_bit(base, tmp_path, dtype, sections):
     first = trained(base, dtype=dtype, **sections)
-    checkpoint = Checkpoints(tmp_path).save(3, first, Progress(step=3))
+    checkpoint = CheckpointStore(tmp_path).save(3, first, Progress(step=3))
     assert {path.name for path in checkpoint.model.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     second = lora(base, dtype=dtype, **sections)
     checkpoint.restore(second)
@@ -203,7 +203,7 @@ def test_two_learners_begin_with_the_same_adapter_and_another_seed_with_another(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_exported_run_is_an_ordinary_model_with_the_adapter_beside_it(base, tmp_path, dtype):
     found = trained(base, dtype=dtype)
-    Checkpoints(tmp_path / "checkpoints").save(3, found, Progress(step=3))
+    CheckpointStore(tmp_path / "checkpoints").save(3, found, Progress(step=3))
     export(tmp_path, tmp_path / "out")
     found.save_weights(tmp_path / "published")
     ours, theirs = (load_file(tmp_path / f / "model.safetensors") for f in ("out", "published"))
@@ -212,8 +212,8 @@ def test_an_exported_run_is_an_ordinary_model_with_the_adapter_beside_it(base, t
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == getattr(torch, dtype)
     assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").is_file()
     with pytest.raises(SettingsError, match="penstock export"):
-        policy_folder(tmp_path)
-    assert policy_folder(tmp_path / "out") == tmp_path / "out"
+        find_policy_folder(tmp_path)
+    assert find_policy_folder(tmp_path / "out") == tmp_path / "out"
 
 
 def test_what_engines_are_given_is_the_adapter_alone_where_that_is_asked_for(base, tmp_path):
@@ -253,29 +253,29 @@ def test_layers_that_cannot_get_an_adapter_are_refused(base, targets, words):
 )
 def test_settings_that_cannot_work_are_refused(change, words):
     with pytest.raises(SettingsError) as refused:
-        parse(LEAST | {"lora": change})
+        parse_settings(LEAST | {"lora": change})
     assert all(word in str(refused.value) for word in words)
 
 
 @pytest.mark.parametrize("weights", [{"transport": "http"}, {"kv": "keep"}])
 def test_a_way_that_adapters_do_not_go_is_refused(weights):
     with pytest.raises(SettingsError, match=rf"weights\.{next(iter(weights))} .* lora\.publish = 'adapter'"):
-        parse(LEAST | {"lora": {"rank": 4, "publish": "adapter"}, "weights": weights})
+        parse_settings(LEAST | {"lora": {"rank": 4, "publish": "adapter"}, "weights": weights})
 
 
 def test_the_local_engine_refuses_to_serve_a_run_that_publishes_adapters(base, tmp_path, capsys):
     table = LEAST | {"lora": {"rank": 4, "publish": "adapter"}, "model": {"path": str(base)}}
-    (tmp_path / "run.toml").write_text(dump(parse(table)))
-    assert launch_engine(tmp_path / "run.toml", "127.0.0.1", 0, ()) == FAILED_FOR_GOOD
+    (tmp_path / "run.toml").write_text(dump_settings(parse_settings(table)))
+    assert run_engine(tmp_path / "run.toml", "127.0.0.1", 0, ()) == PERMANENT_FAILURE
     said = capsys.readouterr().err
     assert "lora.publish" in said
     assert "'merged'" in said
 
 
 def test_an_adapter_of_another_kind_of_run_is_refused_by_name(base, bases, tmp_path):
-    Checkpoints(tmp_path / "lora").save(3, trained(base), Progress())
-    Checkpoints(tmp_path / "whole").save(0, learner(base), Progress())
-    adapter, whole = (Checkpoints(tmp_path / name).latest() for name in ("lora", "whole"))
+    CheckpointStore(tmp_path / "lora").save(3, trained(base), Progress())
+    CheckpointStore(tmp_path / "whole").save(0, learner(base), Progress())
+    adapter, whole = (CheckpointStore(tmp_path / name).latest() for name in ("lora", "whole"))
     with pytest.raises(RunMismatchError, match=r"lora\.rank is 0"):
         adapter.restore(learner(base))
     with pytest.raises(RunMismatchError, match=r"no adapter, but lora\.rank is set"):
@@ -291,9 +291,9 @@ def test_an_adapter_of_another_kind_of_run_is_refused_by_name(base, bases, tmp_p
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
 def test_a_file_of_an_adapter_that_was_cut_short_is_told_by_name(base, tmp_path, name):
     learner = trained(base)
-    learner.write_weights(tmp_path)
+    learner.write_trained_weights(tmp_path)
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-8])
-    for use in (learner.policy.read, lambda folder: merge(folder, tmp_path)):
+    for use in (learner.policy.load_trained_weights, lambda folder: merge_adapter(folder, tmp_path)):
         with pytest.raises(RunMismatchError, match=rf"{tmp_path / name}: .*; take another checkpoint"):
             use(tmp_path)
 
@@ -301,7 +301,7 @@ def test_a_file_of_an_adapter_that_was_cut_short_is_told_by_name(base, tmp_path,
 def test_a_base_model_that_was_changed_or_moved_is_not_merged_with(base, tmp_path):
     moved = tmp_path / "base"
     shutil.copytree(base, moved)
-    Checkpoints(tmp_path / "run" / "checkpoints").save(3, trained(moved), Progress())
+    CheckpointStore(tmp_path / "run" / "checkpoints").save(3, trained(moved), Progress())
     model = AutoModelForCausalLM.from_pretrained(moved)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.mul_(1.01)

@@ -147,7 +147,7 @@ def test_the_gradient_is_that_of_finite_differences(name):
             lambda now, options=options: (
                 run(
                     name,
-                    given | {"logprobs_RT": now, "chosen_RT": chosen, "completion_ids_R": torch.arange(4) // 2},
+                    given | {"logprobs_RT": now, "selected_RT": chosen, "completion_ids_R": torch.arange(4) // 2},
                     options,
                 ).loss
             ),
@@ -223,7 +223,7 @@ def test_dppo_leaves_out_what_moved_too_far_in_the_direction_of_its_advantage_al
 
 
 def test_chosen_tokens_are_left_out_by_clip_cov_and_penalised_by_kl_cov():
-    chosen = {"chosen_RT": torch.ones(1, 1, dtype=torch.bool)}
+    chosen = {"selected_RT": torch.ones(1, 1, dtype=torch.bool)}
     token = {"logprob": -1.0, "proximal": -1.1, "advantage": 1.0}
     loss, gradient, output = single("clip_cov", {"clip_low": 0.2, "clip_high": 0.2}, **token, **chosen)
     assert (loss, gradient, float(output.sums["clip_fraction"])) == (0.0, 0.0, 1.0)
@@ -273,7 +273,7 @@ def test_token_losses_and_marks_can_be_had_before_aggregation():
     arguments = {key: given[key] for key in ("proximal_RT", "advantages_RT", "mask_RT", "completion_ids_R")}
     token = token_loss("clipped", given["logprobs_RT"], **arguments, options=CLIPPED)
     assert float(weighted_sum(token.loss_RT, given["mask_RT"], given["factors_R"]).detach()) == pytest.approx(LOSS)
-    clipped = token.marks["clip_fraction"] & given["mask_RT"]
+    clipped = token.token_metrics["clip_fraction"] & given["mask_RT"]
     assert clipped.nonzero().tolist() == [[0, 1], [0, 3], [1, 1], [1, 3]]
 
 
@@ -291,6 +291,6 @@ def test_every_loss_declares_its_formula_and_source_and_a_selector_that_exists()
     for loss in LOSSES.values():
         assert loss.formula
         assert loss.source
-        assert loss.declared.selector in {"", *SELECTORS}
-        assert ("chosen_RT" in loss.needs) == bool(loss.declared.selector)
-        assert loss.declared.on_policy == ("proximal_RT" not in loss.needs)
+        assert loss.traits.selector in {"", *SELECTORS}
+        assert ("selected_RT" in loss.input_names) == bool(loss.traits.selector)
+        assert loss.traits.on_policy == ("proximal_RT" not in loss.input_names)

@@ -12,9 +12,9 @@ from workers.train.algorithms.masks import (
     REWARD_REASONS,
     ROLLOUT_REASONS,
     TRUNCATION_REASONS,
-    Facts,
-    derive,
-    too_old,
+    CompletionFacts,
+    derive_masks,
+    too_old_tokens,
 )
 
 
@@ -28,15 +28,15 @@ def facts(rewards, groups=None, truncated=None, failed=None, dropped=None):
 
     ids = torch.tensor(groups or [0] * len(rewards), dtype=torch.int64)
     unmeasured = {c: RewardReason.RAISED for c, r in enumerate(rewards) if r is None}
-    return Facts(
+    return CompletionFacts(
         group_ids_C=ids,
-        groups=int(ids.max()) + 1 if len(ids) else 0,
+        num_groups=int(ids.max()) + 1 if len(ids) else 0,
         rewards_C=torch.tensor([0.0 if r is None else r for r in rewards]).double(),
         measured_C=torch.tensor([r is not None for r in rewards], dtype=torch.bool),
         reward_reason_C=codes(REWARD_REASONS, unmeasured),
-        failed_C=codes(ROLLOUT_REASONS, failed),
-        truncated_C=codes(TRUNCATION_REASONS, truncated),
-        dropped_C=codes(DROP_REASONS, dropped),
+        rollout_reason_C=codes(ROLLOUT_REASONS, failed),
+        truncation_reason_C=codes(TRUNCATION_REASONS, truncated),
+        drop_reason_C=codes(DROP_REASONS, dropped),
         turns_C=torch.ones(len(rewards)).long(),
     )
 
@@ -46,13 +46,13 @@ def one_row_each(found, policy=None, **masks):
     count = len(found.rewards_C)
     sampled = torch.tensor([[False, True, True]] * count)
     truncation = {reason: policy for reason in TruncationReason if policy}
-    return derive(found, torch.arange(count), sampled, truncation=truncation, **masks)
+    return derive_masks(found, torch.arange(count), sampled, truncation=truncation, **masks)
 
 
 def test_a_measured_completion_votes_and_bears_loss():
     masks = one_row_each(facts([1.0]))
-    assert masks.baseline_C.tolist() == masks.loss_C.tolist() == masks.loss_R.tolist() == [True]
-    assert masks.tokens_RT.tolist() == [[False, True, True]]
+    assert masks.baseline_C.tolist() == masks.loss_C.tolist() == masks.loss_rows_R.tolist() == [True]
+    assert masks.loss_tokens_RT.tolist() == [[False, True, True]]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_nothing_invalid_votes_or_bears_loss(bad):
     masks = one_row_each(facts(**bad))
     assert masks.baseline_C.tolist() == masks.loss_C.tolist() == [True, False]
     assert masks.rewards_C.tolist() == [1.0, 0.0]
-    assert not masks.tokens_RT[1].any()
+    assert not masks.loss_tokens_RT[1].any()
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,14 @@ def test_truncated_completions_follow_the_policy_of_their_reason(reason, policy,
     assert masks.baseline_C.tolist() == [True, votes]
     assert masks.loss_C.tolist() == [True, bears_loss]
     assert masks.rewards_C.tolist() == [1.0, reward]
-    assert masks.tokens_RT.any(dim=1).tolist() == [True, bears_loss]
+    assert masks.loss_tokens_RT.any(dim=1).tolist() == [True, bears_loss]
 
 
 def test_a_policy_for_one_reason_leaves_the_others_alone():
     found = facts([1.0, 1.0], truncated={0: TruncationReason.LENGTH, 1: TruncationReason.CONTEXT})
-    masks = derive(found, torch.arange(2), torch.ones(2, 1).bool(), truncation={TruncationReason.CONTEXT: "exclude"})
+    masks = derive_masks(
+        found, torch.arange(2), torch.ones(2, 1).bool(), truncation={TruncationReason.CONTEXT: "exclude"}
+    )
     assert masks.baseline_C.tolist() == [True, False]
 
 
@@ -118,29 +120,31 @@ def test_a_row_left_with_no_token_is_rejected_and_does_not_vote():
     rejected = torch.tensor([[False, True, True], [False, True, False]])
     masks = one_row_each(facts([1.0, 0.0]), rejected={"too_old": rejected})
     assert masks.baseline_C.tolist() == [False, True]
-    assert masks.rejected_C.tolist() == [masks.rules.index("too_old"), NONE]
-    assert masks.tokens_RT.tolist() == [[False] * 3, [False, False, True]]
+    assert masks.rejected_by_C.tolist() == [masks.rules.index("too_old"), NONE]
+    assert masks.loss_tokens_RT.tolist() == [[False] * 3, [False, False, True]]
 
 
 def test_the_rule_that_took_the_last_token_is_named():
     first, second = torch.tensor([[False, True, False]] * 2), torch.tensor([[False, False, True], [False, True, False]])
     masks = one_row_each(facts([1.0, 0.0]), rejected={"too_old": first, "token_k1": second})
-    assert [masks.rules[code] if code != NONE else None for code in masks.rejected_C.tolist()] == ["token_k1", None]
+    assert [masks.rules[code] if code != NONE else None for code in masks.rejected_by_C.tolist()] == ["token_k1", None]
 
 
 def test_what_is_invalid_anyway_is_not_called_rejected():
     masks = one_row_each(facts([None, 0.0]), rejected={"too_old": torch.ones(2, 3).bool()})
-    assert masks.rejected_C.tolist() == [NONE, masks.rules.index("too_old")]
+    assert masks.rejected_by_C.tolist() == [NONE, masks.rules.index("too_old")]
 
 
 def test_a_completion_votes_while_one_of_its_rows_is_left():
     found = facts([3.0, 0.0, 1.0])
     rows = torch.tensor([0, 0, 1, 2])
     rejected = torch.tensor([[False], [True], [False], [False]])
-    masks = derive(found, rows, torch.ones(4, 1).bool(), truncation={}, rejected={"a": rejected})
+    masks = derive_masks(found, rows, torch.ones(4, 1).bool(), truncation={}, rejected_by_rule={"a": rejected})
     assert masks.baseline_C.tolist() == [True, True, True]
-    assert masks.loss_R.tolist() == [True, False, True, True]
-    masks = derive(found, rows, torch.ones(4, 1).bool(), truncation={}, rejected={"a": rejected | (rows == 0)[:, None]})
+    assert masks.loss_rows_R.tolist() == [True, False, True, True]
+    masks = derive_masks(
+        found, rows, torch.ones(4, 1).bool(), truncation={}, rejected_by_rule={"a": rejected | (rows == 0)[:, None]}
+    )
     assert masks.baseline_C.tolist() == [False, True, True]
 
 
@@ -151,17 +155,17 @@ def test_a_completion_that_bears_no_loss_may_hold_junk_log_probs():
 
 
 def test_a_completion_without_a_row_is_counted_and_does_not_vote():
-    masks = derive(facts([1.0, 1.0]), torch.tensor([1]), torch.ones(1, 1).bool(), truncation={})
+    masks = derive_masks(facts([1.0, 1.0]), torch.tensor([1]), torch.ones(1, 1).bool(), truncation={})
     assert masks.baseline_C.tolist() == [False, True]
 
 
 def test_a_batch_of_nothing_has_masks():
-    masks = derive(facts([]), torch.empty(0).long(), torch.empty(0, 0).bool(), truncation={})
-    assert masks.baseline_C.numel() == masks.tokens_RT.numel() == 0
+    masks = derive_masks(facts([]), torch.empty(0).long(), torch.empty(0, 0).bool(), truncation={})
+    assert masks.baseline_C.numel() == masks.loss_tokens_RT.numel() == 0
 
 
 def test_tokens_are_too_old_beyond_the_bound_and_not_at_it():
     sampled = torch.tensor([[False, True, True, True]])
     versions = torch.tensor([[-1, 4, 5, 9]])
-    assert too_old(sampled, versions, 9, 4).tolist() == [[False, True, False, False]]
-    assert not too_old(sampled, versions, 9, 0).any()
+    assert too_old_tokens(sampled, versions, 9, 4).tolist() == [[False, True, False, False]]
+    assert not too_old_tokens(sampled, versions, 9, 0).any()

@@ -10,17 +10,17 @@ from functools import partial
 import anyio
 import pytest
 
-from envs.call import Caller
+from envs.builtin.math_verifier import DEFAULT_VERIFIER, VERIFIERS, Math, math_verify
+from envs.call import CallRunner
 from envs.rewards import RewardBatch, RewardFunction
-from envs.rewards.calling import Calling
-from envs.rewards.merge import merge
-from envs.shipped.math_verifier import DEFAULT_VERIFIER, VERIFIERS, Math, math_verify
+from envs.rewards.loading import CallOptions
+from envs.rewards.merge import merge_parts
 from stream.errors import ReferenceNotFoundError, RunFailedError
-from stream.records import Completion, Group, Part, Prompt
+from stream.records import Completion, Group, Prompt, RewardPart
 from stream.validity import Measured, RewardReason, Unmeasured
-from workers.train.groups.guard import Guard
+from workers.train.groups.invalid_reward_monitor import InvalidRewardMonitor
 
-REF = "envs.shipped.math_verifier:Math"
+REF = "envs.builtin.math_verifier:Math"
 BAD = RewardReason.BAD_REFERENCE
 
 # (gold, what the model said, the right verdict)
@@ -103,9 +103,9 @@ def batch_of_pairs(*pairs):
 @asynccontextmanager
 async def opened(**calling):
     function = await anyio.to_thread.run_sync(
-        partial(RewardFunction.load, REF, name="math", calling=Calling(**calling))
+        partial(RewardFunction.load, REF, name="math", call_options=CallOptions(**calling))
     )
-    async with function.opened():
+    async with function.open():
         yield function
 
 
@@ -138,7 +138,7 @@ async def test_what_hangs_the_verifier_is_a_timeout_and_costs_no_sibling_its_rew
 
 
 async def test_the_verifiers_own_timeout_is_a_timeout_and_not_wrong(monkeypatch):
-    monkeypatch.setattr("envs.shipped.math_verifier._TIMEOUT_S", 1)
+    monkeypatch.setattr("envs.builtin.math_verifier._TIMEOUT_S", 1)
     reward = math_verify("1", HANGS)  # in this main thread
     assert outcome(reward) is RewardReason.TIMEOUT
     assert "compare" in reward.detail
@@ -146,7 +146,7 @@ async def test_the_verifiers_own_timeout_is_a_timeout_and_not_wrong(monkeypatch)
 
 async def test_in_a_thread_the_verifier_measures_nothing_rather_than_zero():
     """What it would be without processes: the reason why `math` has them."""
-    outcome_there = await Caller(anyio.CapacityLimiter(1)).call(math_verify, {"gold": "4", "said": "4"}, 30)
+    outcome_there = await CallRunner(anyio.CapacityLimiter(1)).call(math_verify, {"gold": "4", "said": "4"}, 30)
     assert not isinstance(getattr(outcome_there, "value", None), Measured)
 
 
@@ -170,7 +170,7 @@ def test_an_unknown_verifier_is_refused_at_the_start():
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr("envs.shipped.math_verifier.find_spec", lambda name: None)
+    monkeypatch.setattr("envs.builtin.math_verifier.find_spec", lambda name: None)
     with pytest.raises(ReferenceNotFoundError, match=r"penstock\[math\]"):
         RewardFunction.load(REF)
 
@@ -197,14 +197,14 @@ def test_of_a_conversation_the_models_last_message_counts():
 
 
 async def test_a_policy_that_makes_the_verifier_hang_is_stopped_by_the_guard():
-    guard = Guard(bound=0.2, window=3)
+    guard = InvalidRewardMonitor(max_invalid_fraction=0.2, window=3)
     async with opened(timeout_s=0.3) as function:
 
         async def see(i):
             entries = await function(batch_of_pairs(*[("4", "4")] * 3, ("4", HANGS)), 30)
-            merged = [merge([Part(name="math", reward=entry)]) for entry in entries]
+            merged = [merge_parts([RewardPart(name="math", reward=entry)]) for entry in entries]
             completions = [Completion(index=j, reward=reward) for j, reward in enumerate(merged)]
-            guard.see(Group(prompt=Prompt(id=f"d:0:{i}", messages=[]), completions=completions))
+            guard.observe(Group(prompt=Prompt(id=f"d:0:{i}", messages=[]), completions=completions))
 
         await see(0)
         await see(1)

@@ -197,5 +197,5 @@ def test_the_inputs_are_left_as_they_are():
 
 
 def test_normalisers_are_found_by_name():
-    assert NORMALIZERS["normalize"].options == ("mean", "std", "leave_one_out", "unbiased", "epsilon")
-    assert NORMALIZERS["whiten"].needs == ("values", "mask", "weights")
+    assert NORMALIZERS["normalize"].option_names == ("mean", "std", "leave_one_out", "unbiased", "epsilon")
+    assert NORMALIZERS["whiten"].input_names == ("values", "mask", "weights")

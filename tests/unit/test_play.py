@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from envs.shipped.calculator import exact_answer
-from envs.shipped.guess import Guess
+from envs.builtin.calculator import exact_answer
+from envs.builtin.guess import Guess
 from stream.errors import EnvironmentFailure
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from workers.settings import Rollout
@@ -14,16 +14,16 @@ from workers.testing import call, play
 
 def test_what_the_model_says_is_played_and_what_came_of_it_is_there():
     played = play(Guess, [call("guess", number=50), call("guess", number=7), "It is 7."], fields={"secret": 7})
-    assert played.replies == ["lower", "correct"]
+    assert played.tool_replies == ["lower", "correct"]
     roles = ["user", "assistant", "tool", "assistant", "tool", "assistant"]
     assert [message["role"] for message in played.messages] == roles
     assert played.messages[0]["content"] == "I am thinking of a whole number from 1 to 100. Guess it."
     assert played.messages[-1]["content"] == "It is 7."
-    assert (played.value, played.valid, played.failure, played.truncated) == (1.0, True, None, None)
+    assert (played.reward_value, played.is_valid, played.failure, played.truncated) == (1.0, True, None, None)
     assert isinstance(played.environment, Guess)
     assert played.environment.guesses == [50, 7]
     assert played.snapshot_bytes > 0
-    assert played.unused == []
+    assert played.unused_turns == []
     assert [tool.name for tool in played.tools] == ["guess"]
 
 
@@ -33,7 +33,7 @@ def test_a_reference_with_reward_functions_and_a_prompt():
     played = play(
         "calculator", said, prompt=prompt, fields={"answer": 633}, rewards=["calculator_answer", exact_answer]
     )
-    assert played.replies == ["679", "Error: add: b: expected `int`, got `str`", "633"]
+    assert played.tool_replies == ["679", "Error: add: b: expected `int`, got `str`", "633"]
     assert [(part.name, part.reward) for part in played.parts] == [
         ("calculator_answer", Measured(1.0)),
         ("exact_answer", Measured(1.0)),
@@ -42,16 +42,16 @@ def test_a_reference_with_reward_functions_and_a_prompt():
 
 def test_what_is_malformed_is_told_to_the_model_as_in_a_run():
     played = play(Guess, ["<tool_call>{guess 7}</tool_call>", call("shout")], fields={"secret": 7})
-    assert "could not be read" in played.replies[0]
-    assert "there is no tool 'shout'; the tools are: guess" in played.replies[1]
-    assert played.value == 0.0
+    assert "could not be read" in played.tool_replies[0]
+    assert "there is no tool 'shout'; the tools are: guess" in played.tool_replies[1]
+    assert played.reward_value == 0.0
 
 
 def test_limits_end_it_as_they_end_a_run_and_what_was_not_said_is_told():
     said = [call("guess", number=1)] * 3
     played = play(Guess, said, fields={"secret": 7}, limits=Rollout(max_turns=2))
     assert played.truncated is TruncationReason.MAX_TURNS
-    assert len(played.unused) == 1
+    assert len(played.unused_turns) == 1
     assert play(Guess, ["x" * 700], limits=Rollout()).truncated is TruncationReason.LENGTH
 
 
@@ -75,9 +75,9 @@ class Sick:
 @pytest.mark.parametrize(("how", "reason"), [("reset", RolloutReason.ENV_RESET), ("world", RolloutReason.ENV_STEP)])
 def test_a_world_that_fails_is_no_reward(how, reason):
     played = play(Sick, [call("act")], fields={"how": how})
-    assert (played.failure.reason, played.reward, played.valid, played.environment) == (reason, None, False, None)
+    assert (played.failure.reason, played.reward, played.is_valid, played.environment) == (reason, None, False, None)
     with pytest.raises(ValueError, match=f"no reward: {reason.value}"):
-        _ = played.value
+        _ = played.reward_value
 
 
 def test_a_reward_that_nobody_measured_is_no_number():
@@ -85,10 +85,10 @@ def test_a_reward_that_nobody_measured_is_no_number():
     assert isinstance(played.reward, Unmeasured)
     assert played.reward.reason is RewardReason.MISSING
     with pytest.raises(ValueError, match="no reward: missing"):
-        _ = played.value
+        _ = played.reward_value
 
 
 def test_a_tool_that_hangs_keeps_nobody_waiting():
     played = play(Sick, [call("act"), "done"], fields={"how": "hang"}, limits=Rollout(tool_timeout_s=0.05))
-    assert played.replies == ["Error: act did not answer within 0.05 s"]
-    assert played.value == 1.0
+    assert played.tool_replies == ["Error: act did not answer within 0.05 s"]
+    assert played.reward_value == 1.0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from envs.call import Raised, Returned
+from envs.call import Failed, Ok
 from envs.processes.pool import ProcessPool
 
 HANDLER = """
@@ -29,7 +29,7 @@ async def test_many_jobs_that_end_their_processes_cost_their_neighbours_nothing(
         outcomes = await pool.map(jobs, 20)
     for job, outcome in zip(jobs, outcomes, strict=True):
         if job.startswith(b"fine"):
-            assert outcome == Returned(job)
+            assert outcome == Ok(job)
         else:
-            assert isinstance(outcome, Raised)
+            assert isinstance(outcome, Failed)
             assert "ended under it, twice" in str(outcome.error)

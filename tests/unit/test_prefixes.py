@@ -2,7 +2,7 @@
 
 from array import array
 
-from workers.engine.prefixes import Prefixes
+from workers.local_engine.prefix_cache import PrefixCache
 
 
 def tokens(*ids: int) -> bytes:
@@ -10,32 +10,32 @@ def tokens(*ids: int) -> bytes:
 
 
 def test_the_longest_beginning_is_found():
-    prefixes = Prefixes(range(10, 13))
-    short, long = prefixes.keep(tokens(1, 2)), prefixes.keep(tokens(1, 2, 3, 4))
-    assert prefixes.find(tokens(1, 2, 3, 4, 5)) == (long, 4)
-    assert prefixes.find(tokens(1, 2, 3)) == (short, 2)
-    assert prefixes.find(tokens(1)) is None
-    assert prefixes.find(tokens(9, 1, 2)) is None
+    prefixes = PrefixCache(range(10, 13))
+    short, long = prefixes.reserve(tokens(1, 2)), prefixes.reserve(tokens(1, 2, 3, 4))
+    assert prefixes.longest_match(tokens(1, 2, 3, 4, 5)) == (long, 4)
+    assert prefixes.longest_match(tokens(1, 2, 3)) == (short, 2)
+    assert prefixes.longest_match(tokens(1)) is None
+    assert prefixes.longest_match(tokens(9, 1, 2)) is None
 
 
 def test_the_one_unused_longest_makes_room():
-    prefixes = Prefixes(range(2))
-    first, second = prefixes.keep(tokens(1)), prefixes.keep(tokens(2))
-    assert prefixes.find(tokens(1, 5)) == (first, 1)
-    assert prefixes.keep(tokens(3)) == second
-    assert prefixes.find(tokens(2, 5)) is None
-    assert prefixes.find(tokens(1, 5)) == (first, 1)
+    prefixes = PrefixCache(range(2))
+    first, second = prefixes.reserve(tokens(1)), prefixes.reserve(tokens(2))
+    assert prefixes.longest_match(tokens(1, 5)) == (first, 1)
+    assert prefixes.reserve(tokens(3)) == second
+    assert prefixes.longest_match(tokens(2, 5)) is None
+    assert prefixes.longest_match(tokens(1, 5)) == (first, 1)
 
 
 def test_what_is_held_already_takes_no_second_slot():
-    prefixes = Prefixes(range(2))
-    prefixes.keep(tokens(1))
-    assert prefixes.keep(tokens(1)) is None
+    prefixes = PrefixCache(range(2))
+    prefixes.reserve(tokens(1))
+    assert prefixes.reserve(tokens(1)) is None
 
 
 def test_nothing_is_found_after_clearing():
-    prefixes = Prefixes(range(1))
-    slot = prefixes.keep(tokens(1))
+    prefixes = PrefixCache(range(1))
+    slot = prefixes.reserve(tokens(1))
     prefixes.clear()
-    assert prefixes.find(tokens(1, 2)) is None
-    assert prefixes.keep(tokens(4)) == slot
+    assert prefixes.longest_match(tokens(1, 2)) is None
+    assert prefixes.reserve(tokens(4)) == slot

@@ -13,7 +13,7 @@ import anyio.lowlevel
 import msgspec
 import pytest
 
-from envs.call import Overran, Raised, Returned
+from envs.call import Failed, Ok, TimedOut
 from envs.processes.jobs import ProcessPoolError
 from envs.processes.pool import ProcessPool
 
@@ -67,8 +67,8 @@ def is_alive(pid):
 async def test_answers_come_in_the_order_of_the_jobs_from_the_main_threads_of_several_processes():
     async with ProcessPool.open(HANDLER, {}, 2) as pool:
         jobs = [f"job {i}".encode() for i in range(200)]
-        assert await pool.map(jobs, 30) == [Returned(job) for job in jobs]
-        assert await pool.map([b"main"] * 8, 30) == [Returned(b"True")] * 8
+        assert await pool.map(jobs, 30) == [Ok(job) for job in jobs]
+        assert await pool.map([b"main"] * 8, 30) == [Ok(b"True")] * 8
         pids = {int(outcome.value) for outcome in await pool.map([b"pid"] * 64, 30)}
     assert os.getpid() not in pids
     assert not any(map(is_alive, pids))
@@ -82,8 +82,8 @@ async def test_a_job_past_its_deadline_is_killed_and_nothing_else_is_lost(hang):
         began = time.monotonic()
         outcomes = await pool.map(jobs, 0.5)
         took = time.monotonic() - began
-        assert outcomes[2] == Overran(0.5)
-        assert [o for i, o in enumerate(outcomes) if i != 2] == [Returned(j) for i, j in enumerate(jobs) if i != 2]
+        assert outcomes[2] == TimedOut(0.5)
+        assert [o for i, o in enumerate(outcomes) if i != 2] == [Ok(j) for i, j in enumerate(jobs) if i != 2]
         assert took < 10  # benchmarks/math_verifier.py measures how soon; here it is only not for ever
         assert await pool.map([b"pid"] * 8, 30)
         assert len(pool.pids) <= 2
@@ -92,14 +92,14 @@ async def test_a_job_past_its_deadline_is_killed_and_nothing_else_is_lost(hang):
 @pytest.mark.full
 async def test_every_child_hanging_at_once_leaves_a_pool_that_works():
     async with ProcessPool.open(HANDLER, {}, 2) as pool:
-        assert await pool.map([b"hang"] * 4, 0.2) == [Overran(0.2)] * 4
-        assert await pool.map([b"a"], 30) == [Returned(b"a")]
+        assert await pool.map([b"hang"] * 4, 0.2) == [TimedOut(0.2)] * 4
+        assert await pool.map([b"a"], 30) == [Ok(b"a")]
 
 
 async def test_what_a_job_raises_is_told_and_the_child_goes_on():
     async with ProcessPool.open(HANDLER, {}, 1) as pool:
         before, raised, after = await pool.map([b"pid", b"raise the roof", b"pid"], 30)
-        assert isinstance(raised, Raised)
+        assert isinstance(raised, Failed)
         assert str(raised.error) == "SystemExit: the roof"
         assert before == after
 
@@ -108,16 +108,16 @@ async def test_what_a_job_raises_is_told_and_the_child_goes_on():
 async def test_a_job_that_ends_its_process_twice_has_raised_and_its_neighbours_have_not(end):
     async with ProcessPool.open(HANDLER, {}, 2) as pool:
         outcomes = await pool.map([b"a", end, b"b"], 30)
-        assert isinstance(outcomes[1], Raised)
+        assert isinstance(outcomes[1], Failed)
         assert isinstance(outcomes[1].error, ProcessPoolError)
-        assert [outcomes[0], outcomes[2]] == [Returned(b"a"), Returned(b"b")]
+        assert [outcomes[0], outcomes[2]] == [Ok(b"a"), Ok(b"b")]
 
 
 async def test_a_job_whose_process_ended_once_is_done_by_another_one(tmp_path):
     async with ProcessPool.open(HANDLER, {}, 1) as pool:
         job = f"once {tmp_path / 'mark'}".encode()
-        assert await pool.map([job], 30) == [Returned(job)]
-        assert pool.started == 2
+        assert await pool.map([job], 30) == [Ok(job)]
+        assert pool.started_count == 2
 
 
 async def test_children_killed_from_outside_while_idle_cost_nothing():
@@ -128,21 +128,21 @@ async def test_children_killed_from_outside_while_idle_cost_nothing():
                 os.kill(pid, signal.SIGKILL)
                 while is_alive(pid):
                     await anyio.lowlevel.checkpoint()
-            assert await pool.map([b"b"] * 8, 30) == [Returned(b"b")] * 8
+            assert await pool.map([b"b"] * 8, 30) == [Ok(b"b")] * 8
 
 
 async def test_megabytes_of_output_are_nobodys():
     async with ProcessPool.open(HANDLER, {}, 1) as pool:
-        assert await pool.map([b"print", b"a"], 30) == [Returned(b"print"), Returned(b"a")]
+        assert await pool.map([b"print", b"a"], 30) == [Ok(b"print"), Ok(b"a")]
 
 
 async def test_a_child_that_leaks_is_replaced_and_one_job_that_takes_all_memory_is_refused():
-    async with ProcessPool.open(HANDLER, {}, 1, retire_bytes=120 << 20, limit_bytes=400 << 20) as pool:
+    async with ProcessPool.open(HANDLER, {}, 1, recycle_bytes=120 << 20, max_bytes=400 << 20) as pool:
         jobs = [b"pid", f"keep {130 << 20}".encode(), b"pid", f"keep {900 << 20}".encode(), b"pid"]
         first, kept, second, refused, third = await pool.map(jobs, 30)
-        assert kept == Returned(jobs[1])
+        assert kept == Ok(jobs[1])
         assert second != first
-        assert isinstance(refused, Raised)
+        assert isinstance(refused, Failed)
         assert "MemoryError" in str(refused.error)
         assert third == second
 
@@ -166,7 +166,7 @@ print(*getrlimit(RLIMIT_DATA))
 
 @pytest.mark.full
 async def test_a_child_is_replaced_after_so_many_jobs():
-    async with ProcessPool.open(HANDLER, {}, 1, jobs_per_child=3) as pool:
+    async with ProcessPool.open(HANDLER, {}, 1, max_jobs_per_child=3) as pool:
         pids = [(await pool.map([b"pid"], 30))[0].value for _ in range(7)]
     assert [pids.index(pid) for pid in pids] == [0, 0, 0, 3, 3, 3, 6]
 
@@ -185,15 +185,15 @@ async def test_children_that_cannot_start_any_more_make_their_jobs_raise_and_not
     async with ProcessPool.open(HANDLER, {}, 1) as pool:
         (tmp_path / f"{HERE}.py").write_text("raise ImportError('moved away')")
         (outcome,) = await pool.map([b"die"], 30)
-        assert isinstance(outcome, Raised)
+        assert isinstance(outcome, Failed)
 
 
 async def test_a_caller_that_is_cancelled_leaves_no_job_behind():
     async with ProcessPool.open(HANDLER, {}, 1) as pool:
         with anyio.move_on_after(0.05):
             await pool.map([b"hang"] * 50, 0.3)
-        assert await pool.map([b"a"], 30) == [Returned(b"a")]
-        assert pool.started <= 3  # a hang or two were under way, the other 48 are gone
+        assert await pool.map([b"a"], 30) == [Ok(b"a")]
+        assert pool.started_count <= 3  # a hang or two were under way, the other 48 are gone
 
 
 async def test_what_a_job_has_started_is_killed_with_its_child():
@@ -249,7 +249,7 @@ anyio.run(main)
 
 
 def test_frames_are_read_whole_however_they_come():
-    from envs.processes.child import _read, _write
+    from envs.processes.child_main import _read, _write
 
     reading, writing = os.pipe()
     _write(writing, [1, 2])

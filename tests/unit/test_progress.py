@@ -6,22 +6,30 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from stream.view import RunView, StageView
-from workers.run.metrics import shown
-from workers.run.patience import Restarts, StallAlarm
-from workers.run.progress import Lines, Screen, Status, duration, line, picture, sparkline
+from stream.operator.run_status import RunStatus, StageStatus
+from workers.run.display_metrics import metric_value
+from workers.run.progress_display import (
+    LineDisplay,
+    SupervisorState,
+    TableDisplay,
+    format_duration,
+    format_line,
+    render_table,
+    sparkline,
+)
+from workers.run.restart_policy import RestartPolicy, StallDetector
 from workers.settings import Delivery
 
 METRICS = {"sampled/reward_mean": 0.75, "valid_fraction": 0.98, "staleness/mean": 0.5, "tokens_per_second": 1234.5}
 
 
-def stage(**fields) -> StageView:
+def stage(**fields) -> StageStatus:
     zeros = {"depth": 0, "claimed": 0, "delayed": 0, "trained": 0, "lag": 0, "oldest_age_ms": 0.0, "rate": 0.0}
-    return StageView(**(zeros | {"consumers": {}} | fields))
+    return StageStatus(**(zeros | {"consumers": {}} | fields))
 
 
-def view(metrics=None, *, counts=None, feed=None, is_open=0, scored=None) -> RunView:
-    return RunView(
+def view(metrics=None, *, counts=None, feed=None, is_open=0, scored=None) -> RunStatus:
+    return RunStatus(
         now_ms=0,
         stages={
             "prompts": stage(depth=5, claimed=2, lag=3, consumers={"rollout-1": 2}),
@@ -44,27 +52,32 @@ def drawn(picture) -> str:
     return console.file.getvalue()
 
 
-RUNNING = Status(run="demo", phase="running", seconds=61)
+RUNNING = SupervisorState(run="demo", phase="running", seconds=61)
 PAUSED = {"paused": "ann@box", "paused_ms": "1767323045678"}
 
 
 def test_a_line_tells_what_is_known_and_nothing_else():
-    told = line(view(METRICS, counts={"fed": 9, "trained": 4, "dropped:operator": 1}, is_open=4), RUNNING)
+    told = format_line(view(METRICS, counts={"fed": 9, "trained": 4, "dropped:operator": 1}, is_open=4), RUNNING)
     assert told == (
         "demo 1 min 01 s | running | step 3 | version 4 | reward 0.750 | valid 98.0% | staleness 0.50 | "
         "tokens/s 1,234 | prompts 5 groups 0 scored 0 | trained 4 dropped 1 dead 0 outstanding 4 fed 9"
     )
-    assert "reward" not in line(view(), RUNNING)
+    assert "reward" not in format_line(view(), RUNNING)
 
 
 def test_before_anything_is_known_there_is_the_phase():
-    assert line(None, Status(run="demo", phase="starting the engine")) == "demo 0.0 s | starting the engine"
-    assert "starting" in drawn(picture(None, Status(run="demo", phase="starting"), []))
+    assert (
+        format_line(None, SupervisorState(run="demo", phase="starting the engine"))
+        == "demo 0.0 s | starting the engine"
+    )
+    assert "starting" in drawn(render_table(None, SupervisorState(run="demo", phase="starting"), []))
 
 
 def test_the_picture_fits_eighty_columns_and_shows_the_books():
     counts = {"fed": 90, "trained": 40, "dropped:zero_variance": 10}
-    told = drawn(picture(view(METRICS, counts=counts, feed={"total": "100"}, is_open=40), RUNNING, [0.1, 0.5, 0.75]))
+    told = drawn(
+        render_table(view(METRICS, counts=counts, feed={"total": "100"}, is_open=40), RUNNING, [0.1, 0.5, 0.75])
+    )
     assert "50 of 100 prompts  50%" in told
     assert "reward 0.750  ▁▅█" in told
     assert "fed 90 = trained 40 + dropped 10 + dead 0 + outstanding 40" in told
@@ -73,23 +86,23 @@ def test_the_picture_fits_eighty_columns_and_shows_the_books():
 
 
 def test_without_a_known_total_there_is_no_bar():
-    assert "prompts  " not in drawn(picture(view(METRICS), RUNNING, [])).split("stage")[0]
+    assert "prompts  " not in drawn(render_table(view(METRICS), RUNNING, [])).split("stage")[0]
 
 
 def test_restarts_are_told():
-    status = Status(run="demo", phase="running", restarts={"rollout-1": 2})
-    assert "restarts rollout-1 2" in line(view(), status)
-    assert "rollout-1 2x" in drawn(picture(view(), status, []))
+    status = SupervisorState(run="demo", phase="running", restarts={"rollout-1": 2})
+    assert "restarts rollout-1 2" in format_line(view(), status)
+    assert "rollout-1 2x" in drawn(render_table(view(), status, []))
 
 
 def test_trained_groups_that_wait_for_a_checkpoint_are_not_shown_as_queued():
-    assert "scored 1 " in line(view(scored=stage(depth=9, trained=8)), RUNNING)
+    assert "scored 1 " in format_line(view(scored=stage(depth=9, trained=8)), RUNNING)
 
 
 def test_lines_come_every_ten_seconds_and_with_every_new_phase(capsys):
-    lines = Lines(every_s=10)
+    lines = LineDisplay(every_s=10)
     for phase in ("running", "running", "draining"):
-        lines.show(view(), Status(run="demo", phase=phase))
+        lines.show(view(), SupervisorState(run="demo", phase=phase))
     told = capsys.readouterr()
     assert [text.split(" | ")[1] for text in told.err.splitlines()] == ["running", "draining"]
     assert told.out == ""
@@ -97,7 +110,7 @@ def test_lines_come_every_ten_seconds_and_with_every_new_phase(capsys):
 
 def test_the_screen_remembers_the_reward_of_each_step():
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    with Screen(console) as screen:
+    with TableDisplay(console) as screen:
         screen.show(view({"reward/mean": 0.1}), RUNNING)
         screen.show(view({"reward/mean": 0.1}), RUNNING)
         assert "▁" not in console.file.getvalue()
@@ -109,19 +122,19 @@ def test_the_screen_remembers_the_reward_of_each_step():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "0.5"])
 def test_what_is_no_number_is_not_shown_as_one(value):
-    assert shown({"reward/mean": value}, "reward") is None
+    assert metric_value({"reward/mean": value}, "reward") is None
 
 
 def test_the_reward_that_is_shown_counts_filtered_groups_where_it_is_known():
-    assert shown({"reward/mean": 0.2, "sampled/reward_mean": 0.6}, "reward") == 0.6
-    assert shown({"reward_mean": 0.2}, "reward") == 0.2
+    assert metric_value({"reward/mean": 0.2, "sampled/reward_mean": 0.6}, "reward") == 0.6
+    assert metric_value({"reward_mean": 0.2}, "reward") == 0.2
 
 
 @pytest.mark.parametrize(
     ("seconds", "said"), [(0.31, "0.3 s"), (31.4, "31 s"), (61, "1 min 01 s"), (3600 + 120, "1 h 02 min")]
 )
 def test_durations_are_said_as_people_say_them(seconds, said):
-    assert duration(seconds) == said
+    assert format_duration(seconds) == said
 
 
 def test_a_flat_sparkline_is_flat():
@@ -129,51 +142,51 @@ def test_a_flat_sparkline_is_flat():
 
 
 def test_a_process_may_be_restarted_within_its_budget_and_again_when_the_window_has_passed():
-    restarts = Restarts(Delivery(restarts=2, backoff_s=1.0))
-    assert 0.5 <= restarts.after(-9, 100, now=0) <= 1.0
-    assert 1.0 <= restarts.after(-9, 100, now=1) <= 2.0
-    assert "restarted 2 times within 10 minutes" in restarts.after(-9, 100, now=2)
-    assert isinstance(restarts.after(-9, 100, now=601), float)
+    restarts = RestartPolicy(Delivery(restarts=2, backoff_s=1.0))
+    assert 0.5 <= restarts.decide(-9, 100, now=0) <= 1.0
+    assert 1.0 <= restarts.decide(-9, 100, now=1) <= 2.0
+    assert "restarted 2 times within 10 minutes" in restarts.decide(-9, 100, now=2)
+    assert isinstance(restarts.decide(-9, 100, now=601), float)
 
 
 def test_three_quick_ends_in_a_row_are_a_crash_loop_unless_one_of_them_lasted():
-    restarts = Restarts(Delivery(restarts=50))
+    restarts = RestartPolicy(Delivery(restarts=50))
     for lived_s in (1, 1, 60, 1, 1):
-        assert isinstance(restarts.after(1, lived_s, now=0), float)
-    assert "3 times in a row" in restarts.after(1, 1, now=0)
+        assert isinstance(restarts.decide(1, lived_s, now=0), float)
+    assert "3 times in a row" in restarts.decide(1, 1, now=0)
 
 
 def test_being_killed_is_no_crash_loop():
-    restarts = Restarts(Delivery(restarts=5))
-    assert all(isinstance(restarts.after(-9, 0.1, now=0), float) for _ in range(5))
+    restarts = RestartPolicy(Delivery(restarts=5))
+    assert all(isinstance(restarts.decide(-9, 0.1, now=0), float) for _ in range(5))
 
 
 def test_the_alarm_goes_off_only_when_nothing_ends_while_there_is_work():
-    alarm = StallAlarm(10, now=0)
-    assert not alarm.see(view(counts={"trained": 1}, is_open=3), now=9)
-    assert not alarm.see(view(counts={"trained": 2}, is_open=3), now=18)
-    told = alarm.see(view(counts={"trained": 2}, is_open=3, feed={"done": "1"}), now=28)
+    alarm = StallDetector(10, now=0)
+    assert not alarm.observe(view(counts={"trained": 1}, is_open=3), now=9)
+    assert not alarm.observe(view(counts={"trained": 2}, is_open=3), now=18)
+    told = alarm.observe(view(counts={"trained": 2}, is_open=3, feed={"done": "1"}), now=28)
     assert told.startswith("nothing was trained or dropped for 10 s (guard.stall_s), while 3 prompts are open: prompts")
     assert "prompts has 3 waiting, 2 held by rollout-1 2, 0 given back" in told
 
 
 def test_a_run_without_work_does_not_stand_still():
-    alarm = StallAlarm(10, now=0)
-    assert not alarm.see(view(feed={"done": "1"}), now=1000)
-    assert alarm.see(view(feed={}), now=1010), "a feeder that has not fed everything is work"
+    alarm = StallDetector(10, now=0)
+    assert not alarm.observe(view(feed={"done": "1"}), now=1000)
+    assert alarm.observe(view(feed={}), now=1010), "a feeder that has not fed everything is work"
 
 
 def test_a_paused_run_does_not_stand_still_and_has_all_the_time_again_when_it_goes_on():
-    alarm, paused, going = StallAlarm(10, now=0), view(is_open=3), view(is_open=3)
+    alarm, paused, going = StallDetector(10, now=0), view(is_open=3), view(is_open=3)
     paused.meta |= PAUSED
-    assert not alarm.see(going, now=9)
-    assert not alarm.see(paused, now=1000)
-    assert not alarm.see(going, now=1009)
-    assert alarm.see(going, now=1010)
+    assert not alarm.observe(going, now=9)
+    assert not alarm.observe(paused, now=1000)
+    assert not alarm.observe(going, now=1009)
+    assert alarm.observe(going, now=1010)
 
 
 def test_a_paused_run_says_so_at_once_wherever_it_is_shown(capsys):
-    paused, lines = view(), Lines()
+    paused, lines = view(), LineDisplay()
     paused.meta |= PAUSED
     lines.show(view(), RUNNING)
     lines.show(paused, RUNNING)
@@ -182,10 +195,10 @@ def test_a_paused_run_says_so_at_once_wherever_it_is_shown(capsys):
     told = "paused by ann@box since 2026-01-02 03:04:05 UTC"
     assert told not in first
     assert f"demo 1 min 01 s | running | {told} | step 3" in second
-    assert told in drawn(picture(paused, RUNNING, []))
+    assert told in drawn(render_table(paused, RUNNING, []))
 
 
 def test_a_run_that_never_begins_stands_still():
-    alarm = StallAlarm(10, now=0)
-    assert not alarm.see(None, now=9)
-    assert alarm.see(None, now=10) == "the run had not begun after 10 s"
+    alarm = StallDetector(10, now=0)
+    assert not alarm.observe(None, now=9)
+    assert alarm.observe(None, now=10) == "the run had not begun after 10 s"

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from workers.train.algorithms.proximal import METHODS, interpolated
+from workers.train.algorithms.proximal import METHODS, interpolate_logprobs
 
 torch.set_num_threads(1)
 
@@ -28,7 +28,7 @@ SAMPLED = torch.ones(1, 5, dtype=torch.bool)
 )
 def test_values_are_those_of_the_reference(method, version, expected):
     behaviour, now = torch.tensor(BEHAVIOUR, dtype=torch.float64), torch.tensor(NOW, dtype=torch.float64)
-    found = interpolated(behaviour, now, VERSIONS, SAMPLED, version, method=method)
+    found = interpolate_logprobs(behaviour, now, VERSIONS, SAMPLED, version, method=method)
     assert found[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
@@ -46,7 +46,7 @@ def test_values_are_those_of_a_loop_and_junk_in_other_places_becomes_zero(method
         return torch.tensor(kept, dtype=torch.float64).reshape(6, 10)
 
     versions_RT = torch.tensor([v if s else -(10**12) for v, s in zip(versions, sampled, strict=True)]).reshape(6, 10)
-    found = interpolated(
+    found = interpolate_logprobs(
         sheet(behaviour, junk), sheet(now, junk), versions_RT, torch.tensor(sampled).reshape(6, 10), 9, method=method
     )
     expected = []
@@ -66,7 +66,7 @@ def test_values_are_those_of_a_loop_and_junk_in_other_places_becomes_zero(method
 def test_no_gradient_passes():
     now = torch.tensor(NOW).double().requires_grad_()
     for method in METHODS:
-        found = interpolated(torch.tensor(BEHAVIOUR).double(), now, VERSIONS, SAMPLED, 3, method=method)
+        found = interpolate_logprobs(torch.tensor(BEHAVIOUR).double(), now, VERSIONS, SAMPLED, 3, method=method)
         assert not found.requires_grad
 
 
@@ -74,15 +74,15 @@ def test_improbable_tokens_stay_finite():
     behaviour, now = torch.tensor([[-400.0, -1.0]]), torch.tensor([[-1.0, -400.0]])
     versions, sampled = torch.tensor([[0, 0]]), torch.ones(1, 2, dtype=torch.bool)
     for method in METHODS:
-        assert torch.isfinite(interpolated(behaviour, now, versions, sampled, 5, method=method)).all()
+        assert torch.isfinite(interpolate_logprobs(behaviour, now, versions, sampled, 5, method=method)).all()
 
 
 def test_nothing_at_all_is_nothing():
     empty = torch.empty(0, 0)
     for method in METHODS:
-        assert interpolated(empty, empty, empty.long(), empty.bool(), 3, method=method).shape == (0, 0)
+        assert interpolate_logprobs(empty, empty, empty.long(), empty.bool(), 3, method=method).shape == (0, 0)
 
 
 def test_a_method_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="loglinear, linear, rollout"):
-        interpolated(torch.zeros(1, 5), torch.zeros(1, 5), VERSIONS, SAMPLED, 3, method="cubic")
+        interpolate_logprobs(torch.zeros(1, 5), torch.zeros(1, 5), VERSIONS, SAMPLED, 3, method="cubic")

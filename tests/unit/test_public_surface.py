@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import stream
-from stream import keys
+from stream.connection import keys
 
 REPOSITORY = Path(__file__).parents[2]
 

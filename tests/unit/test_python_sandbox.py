@@ -9,8 +9,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from envs.factory import Factory
-from envs.shipped.python_sandbox import NOBODY, Python, user_of
+from envs.builtin.python_sandbox import NOBODY, Python, sandbox_user
+from envs.factory import EnvironmentFactory
 from envs.snapshot import freeze, thaw
 from stream.errors import EnvironmentFailure
 
@@ -135,7 +135,7 @@ async def test_an_interpreter_that_ends_before_the_code_begins_is_no_answer_of_t
     sys.platform != "linux" or (os.geteuid() == 0 and not Path("/usr/bin/python3").exists()), reason="root"
 )
 def usable(interpreter):
-    return Path(interpreter).exists() and (os.geteuid() != 0 or user_of(interpreter) is not None)
+    return Path(interpreter).exists() and (os.geteuid() != 0 or sandbox_user(interpreter) is not None)
 
 
 USABLE = next(filter(usable, (sys.executable, "/usr/bin/python3")), None)
@@ -150,7 +150,7 @@ async def test_code_cannot_start_processes_and_root_becomes_nobody():
 
 
 def test_it_is_an_environment_with_one_tool_and_its_snapshot_tells_the_runs():
-    factory = Factory.load("envs.shipped.python_sandbox:Python", {"timeout_s": 5.0})
+    factory = EnvironmentFactory.load("envs.builtin.python_sandbox:Python", {"timeout_s": 5.0})
     assert [tool.name for tool in factory.tools] == ["python"]
     env = factory.make()
     env.reset(task="x")

@@ -9,9 +9,9 @@ import pytest
 from stream.errors import EngineRefusedError
 from stream.records import Completion
 from tests.unit.test_episode import Scripted, make_chat
-from workers.rollout.led.openai_messages import as_told, read_messages
-from workers.rollout.led.recorder import Chats, Recorder
-from workers.rollout.tool_formats.choice import TOOL_FORMATS
+from workers.rollout.agent_endpoint.openai_messages import parse_messages, to_openai_message
+from workers.rollout.agent_endpoint.recorder import ChatsByTools, Recorder
+from workers.rollout.tool_formats.detection import TOOL_FORMATS
 from workers.settings import Rollout
 
 ADD = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -23,32 +23,32 @@ def user(text):
 
 def recorder_of(sampler):
     completion = Completion(index=0, seconds={"engine": 0.0})
-    return Recorder(completion, Chats(make_chat()), sampler, Rollout(), TOOL_FORMATS["hermes"], 0)
+    return Recorder(completion, ChatsByTools(make_chat()), sampler, Rollout(), TOOL_FORMATS["hermes"], 0)
 
 
 @pytest.mark.parametrize("argument", [str(10**40), "[" * 120 + "]" * 120], ids=["huge", "nested"])
 async def test_a_call_that_no_record_can_hold_is_kept_as_text_and_the_line_of_conversation_goes_on(argument):
     call = '<tool_call>{"name": "add", "arguments": {"a": ' + argument + "}}</tool_call>"
     recorder = recorder_of(Scripted([call, "done"]))
-    said = await recorder.say({"messages": [user("a")], "tools": ADD})
-    told = as_told(said)
+    said = await recorder.complete({"messages": [user("a")], "tools": ADD})
+    told = to_openai_message(said)
     assert json.loads(told["tool_calls"][0]["function"]["arguments"]) == {"a": json.loads(argument)}
     answer = {"role": "tool", "tool_call_id": told["tool_calls"][0]["id"], "content": "3"}
-    await recorder.say({"messages": [user("a"), told, answer], "tools": ADD})
+    await recorder.complete({"messages": [user("a"), told, answer], "tools": ADD})
     assert len(recorder.rows()) == 1
-    assert read_messages([told])[0]["tool_calls"] == recorder.completion.messages[0]["tool_calls"]
+    assert parse_messages([told])[0]["tool_calls"] == recorder.completion.messages[0]["tool_calls"]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(recorder.completion), type=Completion) == recorder.completion
 
 
 async def test_a_request_that_no_record_can_hold_is_refused():
     recorder = recorder_of(Scripted(["one"]))
     with pytest.raises(EngineRefusedError, match="no record"):
-        await recorder.say({"messages": [user("a")], "tools": [{"huge": 10**40}]})
+        await recorder.complete({"messages": [user("a")], "tools": [{"huge": 10**40}]})
 
 
 async def test_a_turn_under_way_when_the_episode_is_over_is_given_up_and_none_comes_after_it():
     class Slow(Scripted):
-        async def sample(self, prompt_ids, sampling, *, at_least=0):
+        async def sample(self, prompt_ids, sampling, *, min_policy_version=0):
             asked.set()
             await anyio.sleep_forever()
 
@@ -57,7 +57,7 @@ async def test_a_turn_under_way_when_the_episode_is_over_is_given_up_and_none_co
 
     async def ask():
         try:
-            await recorder.say({"messages": [user("a")]})
+            await recorder.complete({"messages": [user("a")]})
         except EngineRefusedError as error:
             refused.append(str(error))
 

@@ -14,7 +14,7 @@ def row(tokens=7, sampled=((0, 3), (5, 7)), logprobs=5) -> Row:
     return Row(
         prompt_ids=array("i", [1, 2]).tobytes(),
         token_ids=array("i", range(tokens)).tobytes(),
-        sampled=list(sampled),
+        sampled_ranges=list(sampled),
         logprobs=array("f", [-1.0] * logprobs).tobytes(),
         spans=[Span(7, 0, 3), Span(8, 5, 7)],
     )

@@ -7,10 +7,10 @@ import textwrap
 import anyio
 import pytest
 
-from envs.factory import Factory
+from envs.builtin.calculator import Calculator, exact_answer
+from envs.factory import EnvironmentFactory
 from envs.references import class_key, resolve
 from envs.rewards import RewardBatch, RewardFunction
-from envs.shipped.calculator import Calculator, exact_answer
 from stream.errors import ReferenceNotFoundError
 
 
@@ -41,21 +41,21 @@ def refusal(ref, group="penstock.environments"):
 def test_an_entry_point_is_found_by_name():
     found = resolve("calculator", "penstock.environments")
     assert found.target is Calculator
-    assert found.spelling == "entry point"
+    assert found.kind == "entry point"
     assert resolve("calculator_answer", "penstock.rewards").target is exact_answer
 
 
 def test_a_module_is_found_with_a_dotted_attribute():
-    found = resolve("envs.shipped.calculator:Calculator.add", None)
+    found = resolve("envs.builtin.calculator:Calculator.add", None)
     assert found.target is Calculator.add
-    assert found.spelling == "module"
-    assert found.module.__name__ == "envs.shipped.calculator"
+    assert found.kind == "module"
+    assert found.module.__name__ == "envs.builtin.calculator"
 
 
 def test_a_file_is_found_relative_to_the_working_directory(project):
     project("games/chess.py", "class Chess:\n    def reset(self): pass\n")
     found = resolve("games/chess.py:Chess", None)
-    assert found.spelling == "file"
+    assert found.kind == "file"
     assert found.target.__name__ == "Chess"
 
 
@@ -74,10 +74,10 @@ def test_a_file_may_import_its_neighbours(project):
 
 def test_a_module_of_the_working_directory_is_found_behind_installed_ones(project):
     project("my_own_game.py", "class Game: pass\n")
-    project("envs/shipped/calculator.py", "Calculator = 'an impostor'\n")
+    project("envs/builtin/calculator.py", "Calculator = 'an impostor'\n")
     project("stream/__init__.py", "raise RuntimeError('an impostor')\n")
     assert resolve("my_own_game:Game", None).target.__name__ == "Game"
-    assert resolve("envs.shipped.calculator:Calculator", None).target is Calculator
+    assert resolve("envs.builtin.calculator:Calculator", None).target is Calculator
 
 
 def test_a_project_has_its_own_folder_called_envs(project):
@@ -108,7 +108,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
 
 
 def test_a_dotted_name_without_colon_is_answered_with_the_right_spelling():
-    assert "write envs.shipped.calculator:Calculator" in refusal("envs.shipped.calculator.Calculator")
+    assert "write envs.builtin.calculator:Calculator" in refusal("envs.builtin.calculator.Calculator")
 
 
 def test_a_plain_name_means_nothing_without_a_group():
@@ -128,13 +128,13 @@ def test_an_incomplete_reference_is_refused(ref):
 
 
 def test_a_misspelt_attribute_is_answered_with_a_close_one():
-    message = refusal("envs.shipped.calculator:Calculater")
+    message = refusal("envs.builtin.calculator:Calculater")
     assert "did you mean Calculator?" in message
     assert "calculator.py" in message
 
 
 def test_an_attribute_that_is_close_to_nothing_is_answered_with_what_there_is():
-    message = refusal("envs.shipped.guess:Zzz")
+    message = refusal("envs.builtin.guess:Zzz")
     assert "it defines: Guess" in message
     assert "Random" not in message
 
@@ -177,11 +177,11 @@ def test_a_file_that_failed_can_be_repaired(project):
 
 
 def test_a_factory_knows_its_environment():
-    factory = Factory.load("guess")
+    factory = EnvironmentFactory.load("guess")
     assert factory.environment_class.__name__ == "Guess"
     assert [tool.name for tool in factory.tools] == ["guess"]
     assert factory.has_reward
-    assert not Factory.load("calculator").has_reward
+    assert not EnvironmentFactory.load("calculator").has_reward
     assert factory.make() is not factory.make()
 
 
@@ -198,7 +198,7 @@ def test_a_function_is_a_factory_too_and_its_sample_is_closed(project):
             return _Env(3)
         """,
     )
-    factory = Factory.load("made.py:small")
+    factory = EnvironmentFactory.load("made.py:small")
     assert factory.make().size == 3
     assert factory.reference.module.CLOSED == [3]
 
@@ -219,12 +219,12 @@ def test_a_function_is_a_factory_too_and_its_sample_is_closed(project):
 def test_what_makes_no_environment_is_refused_at_the_start(project, code, told):
     project("bad.py", code + "\n")
     with pytest.raises(ReferenceNotFoundError, match=told):
-        Factory.load("bad.py:Env")
+        EnvironmentFactory.load("bad.py:Env")
 
 
 def test_a_close_that_raises_does_not_keep_an_environment_from_being_used(project):
     project("env.py", "class Env:\n    def reset(self): pass\n    def close(self): raise OSError('already gone')\n")
-    assert Factory.load("env.py:Env").make() is not None
+    assert EnvironmentFactory.load("env.py:Env").make() is not None
 
 
 class All:
@@ -240,7 +240,7 @@ class Nothing:
 
 
 def test_reset_gets_what_it_takes():
-    factory = Factory.load("guess")
+    factory = EnvironmentFactory.load("guess")
     fields = {"answer": 4, "problem": "2 + 2"}
     reset = factory.reset_arguments
     assert reset(All(), fields, 7, 2) == {"answer": 4, "problem": "2 + 2", "seed": 7, "completion_index": 2}
@@ -249,7 +249,7 @@ def test_reset_gets_what_it_takes():
 
 
 def test_a_field_of_the_row_goes_before_our_own_seed():
-    assert Factory.load("guess").reset_arguments(All(), {"seed": "of the row"}, 7, 2)["seed"] == "of the row"
+    assert EnvironmentFactory.load("guess").reset_arguments(All(), {"seed": "of the row"}, 7, 2)["seed"] == "of the row"
 
 
 def test_known_classes_are_those_of_the_factorys_modules_and_imported_records(project):
@@ -267,7 +267,7 @@ def test_known_classes_are_those_of_the_factorys_modules_and_imported_records(pr
                 GOOD = 1
         """,
     )
-    known = Factory.load("table.py:Env").known_classes
+    known = EnvironmentFactory.load("table.py:Env").known_classes
     assert set(known) == {"table.py:Base", "table.py:Env", "table.py:Env.Mood", "shapes:Box"}
 
 
@@ -305,16 +305,16 @@ def test_arguments_that_nobody_takes_are_refused_at_the_start(project):
         "def reward(completions): return []\n",
     )
     with pytest.raises(ReferenceNotFoundError, match="takes no argument 'seize'; args may give: size"):
-        Factory.load("takes.py:Env", {"seize": 3})
+        EnvironmentFactory.load("takes.py:Env", {"seize": 3})
     with pytest.raises(ReferenceNotFoundError, match="takes no argument 'than'"):
         RewardFunction.load("takes.py:reward", args={"than": 3})
 
 
 def test_a_factory_is_called_with_the_arguments_of_the_settings(project):
     project("sized.py", "class Env:\n    def __init__(self, sizes): self.sizes = sizes\n    def reset(self): pass\n")
-    factory = Factory.load("sized.py:Env", {"sizes": [3]})
+    factory = EnvironmentFactory.load("sized.py:Env", {"sizes": [3]})
     factory.make().sizes.append(4)
-    assert Factory.load("sized.py:Env", {"sizes": [3]}).make().sizes == [3]
+    assert EnvironmentFactory.load("sized.py:Env", {"sizes": [3]}).make().sizes == [3]
 
 
 def test_a_reward_function_is_named_after_its_reference(project):

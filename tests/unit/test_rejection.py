@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from workers.settings import presets as settings_presets
-from workers.train.algorithms.rejection import REJECTIONS, Rejection, Rule, reject
+from workers.train.algorithms.rejection import REJECTIONS, Rejection, RejectionRule, reject
 
 
-def judge(ratios: list[list[float | None]], *rules: Rule, ids: list[int] | None = None) -> Rejection:
+def judge(ratios: list[list[float | None]], *rules: RejectionRule, ids: list[int] | None = None) -> Rejection:
     """The ratio pi/mu of each token; a None is out of the mask."""
     mask = torch.tensor([[r is not None for r in row] for row in ratios])
     train = torch.tensor([[math.log(r) if r else math.nan for r in row] for row in ratios], dtype=torch.float64)
     return reject(rules, train, torch.zeros_like(train), mask, torch.tensor(ids or range(len(ratios))))
 
 
-def kept(ratios: list[list[float | None]], *rules: Rule, ids: list[int] | None = None) -> list[list[int]]:
+def kept(ratios: list[list[float | None]], *rules: RejectionRule, ids: list[int] | None = None) -> list[list[int]]:
     return judge(ratios, *rules, ids=ids).kept_RT.int().tolist()
 
 
@@ -27,13 +27,13 @@ def test_the_rules_are_those_that_the_settings_know():
 
 def test_k1_bounds_the_ratio_of_engine_by_trainer():
     """verl's k1 is the inverse of the importance ratio: 1.5 is kept by 0.5 ... 1.2, and rejected by 0.8 ... 2.0."""
-    assert kept([[1.5]], Rule("token_k1", 0.5, 1.2)) == [[1]]
-    assert kept([[1.5]], Rule("token_k1", 0.8, 2.0)) == [[0]]
+    assert kept([[1.5]], RejectionRule("token_k1", 0.5, 1.2)) == [[1]]
+    assert kept([[1.5]], RejectionRule("token_k1", 0.8, 2.0)) == [[0]]
 
 
 def test_a_k1_bound_of_0_or_infinity_is_none():
-    assert kept([[1e6, 1.0, 1e-6]], Rule("token_k1", 0.0, 2.0)) == [[1, 1, 0]]
-    assert kept([[1e6, 1.0, 1e-6]], Rule("token_k1", 0.5, math.inf)) == [[0, 1, 1]]
+    assert kept([[1e6, 1.0, 1e-6]], RejectionRule("token_k1", 0.0, 2.0)) == [[1, 1, 0]]
+    assert kept([[1e6, 1.0, 1e-6]], RejectionRule("token_k1", 0.5, math.inf)) == [[0, 1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -59,41 +59,41 @@ def test_a_k1_bound_of_0_or_infinity_is_none():
     ],
 )
 def test_k2_and_k3_have_an_upper_bound(name, upper, expected):
-    assert kept([[2.0, 2.0, 1.0]], Rule(name, 0.0, upper)) == [expected]
+    assert kept([[2.0, 2.0, 1.0]], RejectionRule(name, 0.0, upper)) == [expected]
 
 
 def test_seq_sum_k1_bounds_the_product_and_seq_mean_k1_the_geometric_mean():
-    assert kept([[2.0, 2.0]], Rule("seq_sum_k1", 0.24, 1.0)) == [[1, 1]]
-    assert kept([[2.0, 2.0]], Rule("seq_sum_k1", 0.26, 1.0)) == [[0, 0]]
-    assert kept([[4.0, 1.0]], Rule("seq_mean_k1", 0.49, 1.0)) == [[1, 1]]
-    assert kept([[4.0, 1.0]], Rule("seq_mean_k1", 0.51, 1.0)) == [[0, 0]]
+    assert kept([[2.0, 2.0]], RejectionRule("seq_sum_k1", 0.24, 1.0)) == [[1, 1]]
+    assert kept([[2.0, 2.0]], RejectionRule("seq_sum_k1", 0.26, 1.0)) == [[0, 0]]
+    assert kept([[4.0, 1.0]], RejectionRule("seq_mean_k1", 0.49, 1.0)) == [[1, 1]]
+    assert kept([[4.0, 1.0]], RejectionRule("seq_mean_k1", 0.51, 1.0)) == [[0, 0]]
 
 
 def test_a_completion_is_judged_over_all_of_its_rows():
     ratios, ids = [[4.0, 1.0], [1.0, None], [1.0, 1.0]], [3, 8, 3]
-    assert kept(ratios, Rule("seq_max_k3", 0.0, 1.0), ids=ids) == [[0, 0], [1, 0], [0, 0]]
+    assert kept(ratios, RejectionRule("seq_max_k3", 0.0, 1.0), ids=ids) == [[0, 0], [1, 0], [0, 0]]
     # 4^(1/4) = 1.414; over the first row alone it would be 2
-    assert kept(ratios, Rule("seq_mean_k1", 0.7, 1.0), ids=ids) == [[1, 1], [1, 0], [1, 1]]
+    assert kept(ratios, RejectionRule("seq_mean_k1", 0.7, 1.0), ids=ids) == [[1, 1], [1, 0], [1, 1]]
 
 
 def test_every_rule_sees_the_same_tokens():
     """The token that the first rule takes out still counts in the second's sum."""
-    found = judge([[4.0, 1.2]], Rule("token_k1", 0.5, 2.0), Rule("seq_max_k3", 0.0, 1.0))
-    assert [passed.tolist() for passed in found.by_rule] == [[[False, True]], [[False, False]]]
+    found = judge([[4.0, 1.2]], RejectionRule("token_k1", 0.5, 2.0), RejectionRule("seq_max_k3", 0.0, 1.0))
+    assert [passed.tolist() for passed in found.kept_by_rule_RT] == [[[False, True]], [[False, False]]]
     assert not found.kept_RT.any()
 
 
 def test_m2po_takes_out_the_farthest_until_the_mean_is_below_the_bound():
     ratios = [[math.exp(0.1), math.exp(-0.5), 1.0], [math.exp(0.3), None, None]]  # d^2: .01, .25, 0, .09
-    assert kept(ratios, Rule("m2po", 0.0, 0.09)) == [[1, 1, 1], [1, 0, 0]]  # mean of all is .0875
-    assert kept(ratios, Rule("m2po", 0.0, 0.08)) == [[1, 0, 1], [1, 0, 0]]
-    assert kept(ratios, Rule("m2po", 0.0, 0.03)) == [[1, 0, 1], [0, 0, 0]]
+    assert kept(ratios, RejectionRule("m2po", 0.0, 0.09)) == [[1, 1, 1], [1, 0, 0]]  # mean of all is .0875
+    assert kept(ratios, RejectionRule("m2po", 0.0, 0.08)) == [[1, 0, 1], [1, 0, 0]]
+    assert kept(ratios, RejectionRule("m2po", 0.0, 0.03)) == [[1, 0, 1], [0, 0, 0]]
 
 
 def test_a_log_ratio_that_is_no_number_passes_no_rule():
     nan = torch.full((1, 2), math.nan)
     for name in REJECTIONS:
-        found = reject([Rule(name, 0.5, 2.0)], nan, nan, torch.tensor([[True, False]]), torch.tensor([0]))
+        found = reject([RejectionRule(name, 0.5, 2.0)], nan, nan, torch.tensor([[True, False]]), torch.tensor([0]))
         assert not found.kept_RT.any(), name
 
 
@@ -102,7 +102,7 @@ def test_far_beyond_the_bound_every_rule_but_m2po_rejects(log_ratio):
     """m2po keeps the least it can: the tokens of the smallest d^2."""
     mask = torch.ones(2, 2, dtype=torch.bool)
     for name in REJECTIONS:
-        rule = Rule(name, 0.5, 2.0)
+        rule = RejectionRule(name, 0.5, 2.0)
         found = reject([rule], torch.full((2, 2), log_ratio), torch.zeros(2, 2), mask, torch.arange(2))
         assert bool(found.kept_RT.any()) == (name == "m2po"), name
 
@@ -110,7 +110,7 @@ def test_far_beyond_the_bound_every_rule_but_m2po_rejects(log_ratio):
 @pytest.mark.parametrize("shape", [(0, 0), (0, 4), (2, 0), (2, 4)])
 def test_nothing_valid_keeps_nothing(shape):
     nan, mask = torch.full(shape, math.nan), torch.zeros(shape, dtype=torch.bool)
-    rules = [Rule(name, 0.5, 2.0) for name in REJECTIONS]
+    rules = [RejectionRule(name, 0.5, 2.0) for name in REJECTIONS]
     found = reject(rules, nan, nan, mask, torch.zeros(shape[0], dtype=torch.int64))
     assert torch.equal(found.kept_RT, mask)
 
@@ -121,6 +121,11 @@ def test_no_rule_rejects_nothing():
 
 def test_a_rule_that_is_not_there_or_there_twice_is_an_error():
     with pytest.raises(KeyError, match="seq_max_k1"):
-        judge([[1.0]], Rule("seq_max_k1", 0.5, 2.0))
+        judge([[1.0]], RejectionRule("seq_max_k1", 0.5, 2.0))
     with pytest.raises(ValueError, match="'token_k2' is there twice"):
-        judge([[1.0]], Rule("token_k2", 0.0, 2.0), Rule("token_k1", 0.5, 2.0), Rule("token_k2", 0.0, 1.0))
+        judge(
+            [[1.0]],
+            RejectionRule("token_k2", 0.0, 2.0),
+            RejectionRule("token_k1", 0.5, 2.0),
+            RejectionRule("token_k2", 0.0, 1.0),
+        )

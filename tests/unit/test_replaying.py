@@ -11,23 +11,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stream.archive import Archive, ArchivedGroups, read_places
 from stream.codec import encode
 from stream.errors import PenstockError, RecordError, RunMismatchError
-from stream.ledger import Ledger, Line, content_hash, read_lines
 from stream.records import Completion, Group, Prompt
+from stream.trainer.archive import Archive, ArchivedGroups, scan_archive
+from stream.trainer.ledger import Ledger, LedgerRecord, content_hash, read_ledger
 from stream.validity import Measured
 from tests.cases.models import write_small_qwen3
 from tests.cases.rows import sampled_row
-from workers.replay import show_replay
+from workers.commands.replay import show_replay
 from workers.settings import Settings
-from workers.settings.file import dump, parse
-from workers.train.keeping.checkpoint import MANIFEST, OPTIMIZER, Checkpoints
-from workers.train.keeping.progress import Progress
-from workers.train.keeping.replay import replay
+from workers.settings.toml_file import dump_settings, parse_settings
+from workers.train.checkpointing.checkpoint import MANIFEST, OPTIMIZER, CheckpointStore
+from workers.train.checkpointing.replay import replay
+from workers.train.progress import Progress
 from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
-from workers.train.step.selection import assess
+from workers.train.step.selection import check_group
 
 VOCABULARY = 24
 STEPS, EACH = 6, 3
@@ -65,11 +65,11 @@ class Made:
             "train": {"learning_rate": 1e-2, "groups_per_step": EACH},
             "archive": {"keep": "all"},
         }
-        self.settings = parse(table | sections)
+        self.settings = parse_settings(table | sections)
 
     def run(self, checkpoints: tuple[int, ...] = (2, 4, STEPS), killed_after: int = 0) -> "Made":
         """Train, keep books; after a step the trainer is killed, once, and resumes from its last checkpoint."""
-        kept = Checkpoints(self.folder / "checkpoints", keep_last=10)
+        kept = CheckpointStore(self.folder / "checkpoints", keep_last=10)
         learner, progress = Learner(self.settings), Progress(version=0)
         ledger, archive = Ledger(self.ledger), Archive(self.folder / "groups")
         number = 0
@@ -91,7 +91,7 @@ class Made:
                 ledger, archive = Ledger(self.ledger, progress.ledger_bytes), Archive(self.folder / "groups")
         archive.close()
         ledger.close()
-        (self.folder / "run.toml").write_text(dump(self.settings))
+        (self.folder / "run.toml").write_text(dump_settings(self.settings))
         return self
 
     def step(self, learner, archive, ledger, progress, numbers):
@@ -99,7 +99,7 @@ class Made:
         step, version, hand = progress.step + 1, progress.version, []
         for number in numbers:
             made = group(number, version)
-            reason, _ = assess(made, self.settings, version, VOCABULARY)
+            reason, _ = check_group(made, self.settings, version, VOCABULARY)
             if reason is None:
                 hand.append(made)
             else:
@@ -114,24 +114,24 @@ class Made:
 
     @staticmethod
     def write(archive, ledger, ended, step, version) -> None:
-        lines = [Line(made.prompt.id, end, step, version, content_hash(made)) for made, end in ended]
+        lines = [LedgerRecord(made.prompt.id, end, step, version, content_hash(made)) for made, end in ended]
         archive.write((line, encode(made)) for line, (made, _) in zip(lines, ended, strict=True))
         ledger.append(lines)
 
     def replay(self, settings: Settings | None = None):
         return replay(settings or self.settings, self.folder)
 
-    def lines(self) -> list[Line]:
-        return [written.line for written in read_lines(self.ledger)[0]]
+    def lines(self) -> list[LedgerRecord]:
+        return [written.record for written in read_ledger(self.ledger)[0]]
 
-    def rewrite(self, lines: list[Line]) -> None:
+    def rewrite(self, lines: list[LedgerRecord]) -> None:
         """Put other lines into the ledger, and their length into the checkpoints, as a careful forger would."""
         text = [msgspec.json.encode(line) + b"\n" for line in lines]
         self.ledger.write_bytes(b"".join(text))
         self.forge_length(sum(map(len, text)))
 
     def forge_length(self, length: int) -> None:
-        last = Checkpoints(self.folder / "checkpoints").latest()
+        last = CheckpointStore(self.folder / "checkpoints").latest()
         manifest = json.loads((last.folder / MANIFEST).read_text())
         manifest["progress"]["ledger_bytes"] = length
         (last.folder / MANIFEST).write_text(json.dumps(manifest))
@@ -148,7 +148,7 @@ def made(whole, base, tmp_path):
     """A copy of it."""
     shutil.copytree(whole.folder, tmp_path / "run")
     copy = Made(base, tmp_path / "run")
-    (copy.folder / "run.toml").write_text(dump(copy.settings))
+    (copy.folder / "run.toml").write_text(dump_settings(copy.settings))
     return copy
 
 
@@ -181,27 +181,27 @@ def test_a_killed_trainers_steps_count_as_the_resumed_one_did_them(base, tmp_pat
     train = {"learning_rate": 1e-2, "groups_per_step": EACH} | sections.pop("train", {})
     model = {"path": str(base), "dtype": sections.pop("dtype", "float32")}
     made = Made(base, tmp_path / "run", train=train, model=model, **sections).run((3, STEPS), killed_after=5)
-    assert len(list(read_places(made.folder / "groups"))) > len(made.lines())
+    assert len(list(scan_archive(made.folder / "groups"))) > len(made.lines())
     report = made.replay()
-    assert report.equal, report.difference
-    assert [each.step for each in report.agreements] == [3, STEPS]
+    assert report.is_identical, report.mismatch
+    assert [each.step for each in report.matches] == [3, STEPS]
 
 
 def test_steps_that_were_skipped_are_told_from_groups_that_were_dropped_on_the_way(base, tmp_path):
     nothing = {"correction": {"reject": [{"rule": "token_k1", "lower": 1e8, "upper": 1e9}]}}
     made = Made(base, tmp_path / "run", **nothing).run()
-    ends = {line.end for line in made.lines()}
+    ends = {line.outcome for line in made.lines()}
     assert ends == {"dropped:zero_variance", "dropped:no_valid_row"}
     report = made.replay()
-    assert report.equal
-    assert report.dropped == sum(line.end == "dropped:zero_variance" for line in made.lines())
+    assert report.is_identical
+    assert report.dropped == sum(line.outcome == "dropped:zero_variance" for line in made.lines())
 
 
 # --- tampering
 
 
 def test_other_weights_are_told_with_tensor_step_and_size(made, capsys):
-    checkpoint = Checkpoints(made.folder / "checkpoints").at(4)
+    checkpoint = CheckpointStore(made.folder / "checkpoints").at_step(4)
     path = checkpoint.model / "model.safetensors"
     tensors = load_file(path)
     name = max(tensors)
@@ -218,7 +218,7 @@ def test_other_weights_are_told_with_tensor_step_and_size(made, capsys):
 
 
 def test_the_last_bit_of_a_moment_is_seen(made):
-    checkpoint = Checkpoints(made.folder / "checkpoints").at(STEPS)
+    checkpoint = CheckpointStore(made.folder / "checkpoints").at_step(STEPS)
     path = checkpoint.folder / OPTIMIZER
     tensors = load_file(path)
     name = next(name for name in sorted(tensors) if name.startswith("exp_avg."))
@@ -229,7 +229,7 @@ def test_the_last_bit_of_a_moment_is_seen(made):
 
 def forge(checkpoint, path: Path, tensors) -> None:
     """Write tensors and make the manifest agree."""
-    from workers.train.keeping.checkpoint import _inventory
+    from workers.train.checkpointing.checkpoint import _inventory
 
     save_file(tensors, path)
     manifest = json.loads((checkpoint.folder / MANIFEST).read_text())
@@ -257,7 +257,7 @@ def test_another_group_with_a_ledger_line_to_match_gives_other_weights(made):
 @pytest.mark.parametrize("which", [0, -1])
 def test_an_altered_byte_of_an_archived_group_is_told_with_its_place(made, which):
     line = made.lines()[which]
-    place = {(found.prompt, found.hash): place for found, place in read_places(made.folder / "groups")}[
+    place = {(found.prompt, found.hash): place for found, place in scan_archive(made.folder / "groups")}[
         line.prompt, line.hash
     ]
     content = bytearray(place.file.read_bytes())
@@ -267,8 +267,8 @@ def test_an_altered_byte_of_an_archived_group_is_told_with_its_place(made, which
         made.replay()
 
 
-def trained_line(lines: list[Line]) -> int:
-    return [i for i, line in enumerate(lines) if line.end == "trained"][4]
+def trained_line(lines: list[LedgerRecord]) -> int:
+    return [i for i, line in enumerate(lines) if line.outcome == "trained"][4]
 
 
 ALTERED = {
@@ -333,7 +333,7 @@ def test_a_bounded_archive_that_lost_a_group_is_told_with_its_setting(base, tmp_
 
 
 def test_a_checkpoint_that_was_damaged_is_passed_over_and_the_one_before_is_the_end(made):
-    path = Checkpoints(made.folder / "checkpoints").at(STEPS).folder / OPTIMIZER
+    path = CheckpointStore(made.folder / "checkpoints").at_step(STEPS).folder / OPTIMIZER
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)

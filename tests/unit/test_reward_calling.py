@@ -9,20 +9,20 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from envs.rewards import RewardBatch, RewardFunction
-from envs.rewards.calling import Calling
-from envs.rewards.results import Parts
+from envs.rewards.call_results import NamedRewards
+from envs.rewards.loading import CallOptions
 from stream.errors import PenstockError, ReferenceNotFoundError
 from stream.records import Completion, Group, Prompt
 from stream.validity import Measured, RewardReason, Unmeasured
-from workers.parts import load_rewards
+from workers.runtime.reward_functions import load_reward_functions
 from workers.score.worker import score_group
-from workers.settings.file import parse
+from workers.settings.toml_file import parse_settings
 
 FILE = """
 import os
-from envs.rewards.calling import Calling
+from envs.rewards.loading import CallOptions
 
 def pid(completions): return [os.getpid()] * len(completions)
 def sizes(completions): return [len(completions)] * len(completions)
@@ -51,7 +51,7 @@ def rank(completions):  # compares completions; of a row alone it would say 0
     return [order.index(c) / max(1, len(order) - 1) for c in completions]
 
 class Counting:
-    calling = Calling(processes=1, each="row")
+    call_options = CallOptions(processes=1, granularity="row")
     def __init__(self, start=0): self.calls, self.prepared = start, 0
     def prepare(self): self.prepared += 100
     def __call__(self, completions):
@@ -69,9 +69,9 @@ def file(tmp_path, monkeypatch):
 @asynccontextmanager
 async def opened(name, args=None, **calling):
     function = await anyio.to_thread.run_sync(
-        partial(RewardFunction.load, f"mine.py:{name}", args=args or {}, calling=Calling(**calling))
+        partial(RewardFunction.load, f"mine.py:{name}", args=args or {}, call_options=CallOptions(**calling))
     )
-    async with function.opened():
+    async with function.open():
         yield function
 
 
@@ -89,7 +89,7 @@ async def test_a_function_in_processes_gets_the_same_arguments_and_what_it_retur
     async with opened("strange", processes=1) as function:
         given = batch(*"abcdef")
         expected = [1.0, RewardReason.MISSING, RewardReason.NOT_NUMERIC, RewardReason.NOT_FINITE]
-        parts = Parts({"a": Measured(1.0), "b": Unmeasured(RewardReason.MISSING, "returned None")})
+        parts = NamedRewards({"a": Measured(1.0), "b": Unmeasured(RewardReason.MISSING, "returned None")})
         found = facts(await function(given, 30))
         assert found == [*expected, parts, 1.0]
     async with opened("strange") as function:  # in a thread
@@ -137,7 +137,9 @@ async def test_in_the_scoring_stage_one_call_has_all_completions_of_one_prompt_a
 
     def group_of(name, size):
         said = [[{"role": "assistant", "content": f"{name}{i}"}] for i in range(size)]
-        prompt = Prompt(id=name, messages=[{"role": "user", "content": name}], text=True, fields={"answer": name})
+        prompt = Prompt(
+            id=name, messages=[{"role": "user", "content": name}], is_plain_text=True, fields={"answer": name}
+        )
         return Group(prompt=prompt, completions=[Completion(index=i, messages=m) for i, m in enumerate(said)])
 
     function = RewardFunction(look, "look")
@@ -159,7 +161,7 @@ async def test_a_deadline_of_its_own_goes_before_that_of_all():
     async def slow(completions):
         await anyio.sleep(10)
 
-    reward = RewardFunction(slow, "slow", calling=Calling(timeout_s=0.05))
+    reward = RewardFunction(slow, "slow", call_options=CallOptions(timeout_s=0.05))
     (found,) = await reward(batch("a"), 30)
     assert found.reason is RewardReason.TIMEOUT
     assert "0.05 s" in found.detail
@@ -179,7 +181,9 @@ async def test_so_many_calls_of_an_asynchronous_function_at_once():
 
     for concurrency, expected in ((2, 2), (0, 6)):
         most = 0
-        reward = RewardFunction(judge, "judge", calling=Calling(each="row", concurrency=concurrency))
+        reward = RewardFunction(
+            judge, "judge", call_options=CallOptions(granularity="row", max_concurrency=concurrency)
+        )
         assert facts(await reward(batch(*"abcdef"), 30)) == [1.0] * 6
         assert most == expected
 
@@ -196,7 +200,9 @@ async def test_waiting_for_its_turn_is_not_taken_from_a_functions_time():
     async def brief(completions):
         return [1.0]
 
-    reward = RewardFunction(brief, "brief", calling=Calling(each="row", per_second=20, timeout_s=0.04))
+    reward = RewardFunction(
+        brief, "brief", call_options=CallOptions(granularity="row", calls_per_second=20, timeout_s=0.04)
+    )
     assert facts(await reward(batch("a", "b", "c"), 30)) == [1.0] * 3
 
 
@@ -205,14 +211,16 @@ async def test_waiting_for_its_turn_is_not_taken_from_a_functions_time():
 )
 def test_what_cannot_run_in_processes_is_refused_at_the_start(name, words):
     with pytest.raises(ReferenceNotFoundError, match=words):
-        RewardFunction.load(f"mine.py:{name}", calling=Calling(processes=1))
+        RewardFunction.load(f"mine.py:{name}", call_options=CallOptions(processes=1))
 
 
 async def test_a_function_that_cannot_be_made_in_a_process_ends_the_worker_at_its_start(tmp_path):
-    function = await anyio.to_thread.run_sync(partial(RewardFunction.load, "mine.py:pid", calling=Calling(processes=1)))
+    function = await anyio.to_thread.run_sync(
+        partial(RewardFunction.load, "mine.py:pid", call_options=CallOptions(processes=1))
+    )
     (tmp_path / "mine.py").write_text("raise ImportError('moved away')")
     with pytest.raises(PenstockError, match="moved away"):
-        async with function.opened():
+        async with function.open():
             raise AssertionError
 
 
@@ -223,7 +231,7 @@ def test_every_shipped_one_is_found_under_its_name():
     args = {"judge": {"url": "http://localhost:1", "model": "m"}, "reward_model": {"urls": ["http://localhost:1"]}}
     for name, ref in points["penstock.rewards"].items():
         assert RewardFunction.load(ref, args=args.get(name, {})).name
-    assert Factory.load(points["penstock.environments"]["python"]).tools
+    assert EnvironmentFactory.load(points["penstock.environments"]["python"]).tools
 
 
 def test_the_settings_reach_the_function():
@@ -236,9 +244,9 @@ def test_the_settings_reach_the_function():
             {"ref": "mine.py:Counting"},
         ],
     }
-    found = [function.calling for function in load_rewards(parse(table), "score")]
+    found = [function.call_options for function in load_reward_functions(parse_settings(table), "score")]
     assert found == [
-        Calling(processes=3, each="row", timeout_s=2.5),
-        Calling(concurrency=4, per_second=0.5),
-        Calling(processes=1, each="row"),
+        CallOptions(processes=3, granularity="row", timeout_s=2.5),
+        CallOptions(max_concurrency=4, calls_per_second=0.5),
+        CallOptions(processes=1, granularity="row"),
     ]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from envs.rewards import RewardBatch, RewardFunction, batch_of, environment_reward
-from envs.rewards.merge import merge
+from envs.rewards import RewardBatch, RewardFunction, batch_from_group, environment_reward
+from envs.rewards.merge import merge_parts
 from stream.errors import EnvironmentFailure
-from stream.records import Completion, Group, Part, Prompt, Row
+from stream.records import Completion, Group, Prompt, RewardPart, Row
 from stream.validity import Measured, RewardReason, Unmeasured
 
 
@@ -252,7 +252,7 @@ async def test_an_empty_batch_is_not_asked_about():
 
 def row_of(*tokens):
     ids = np.array(tokens, "<i4").tobytes()
-    return Row(prompt_ids=b"", token_ids=ids, sampled=[(0, len(tokens))], logprobs=bytes(4 * len(tokens)))
+    return Row(prompt_ids=b"", token_ids=ids, sampled_ranges=[(0, len(tokens))], logprobs=bytes(4 * len(tokens)))
 
 
 def group_of(text):
@@ -268,12 +268,12 @@ def group_of(text):
     )
     second = Completion(index=1, messages=[{"role": "assistant", "content": None}])
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "2 + 2?"}]
-    prompt = Prompt(id="p", messages=messages, text=text, fields={"answer": 4})
+    prompt = Prompt(id="p", messages=messages, is_plain_text=text, fields={"answer": 4})
     return Group(prompt=prompt, completions=[first, second])
 
 
 def test_a_group_of_plain_text_is_a_batch_of_strings():
-    built = batch_of(group_of(text=True), None)
+    built = batch_from_group(group_of(text=True), None)
     assert built.prompts == ["2 + 2?", "2 + 2?"]
     assert built.completions == ["I call.\nAnswer: 4", ""]
     assert built.completion_ids == [[9, 1, 2, 3], []]  # all of a fork's rows
@@ -283,7 +283,7 @@ def test_a_group_of_plain_text_is_a_batch_of_strings():
 
 def test_a_group_of_conversations_is_a_batch_of_messages_as_each_completion_saw_them():
     group = group_of(text=False)
-    built = batch_of(group, ["e0", "e1"])
+    built = batch_from_group(group, ["e0", "e1"])
     assert built.prompts == [group.completions[0].prompt_messages, group.prompt.messages]
     assert built.completions == [group.completions[0].messages, group.completions[1].messages]
     assert built.row(1).environments == ["e1"]
@@ -350,8 +350,11 @@ async def test_a_number_is_one_part_and_a_mapping_several():
 )
 async def test_a_list_is_a_part_for_each_turn(result):
     parts = await environment_reward(Env(result), 5.0, messages=TWO_TURNS)
-    assert parts == [Part(name="env", reward=Measured(0.5), turn=0), Part(name="env", reward=Measured(2.0), turn=1)]
-    assert merge(parts) == Measured(2.5)
+    assert parts == [
+        RewardPart(name="env", reward=Measured(0.5), turn=0),
+        RewardPart(name="env", reward=Measured(2.0), turn=1),
+    ]
+    assert merge_parts(parts) == Measured(2.5)
 
 
 @pytest.mark.parametrize("result", [[], [1.0], [1.0] * 3, (1.0,), np.ones(3), np.ones(1), [[1.0], [1.0]], [1.0, [1.0]]])
@@ -359,7 +362,7 @@ async def test_a_list_that_is_not_one_number_for_each_turn_is_never_cut_to_fit(r
     (part,) = await environment_reward(Env(result), 5.0, messages=TWO_TURNS)
     assert (part.name, part.turn, part.reward.reason) == ("env", None, RewardReason.SHAPE)
     assert "a list of 2 numbers expected, one for each turn of the model" in part.reward.detail
-    assert merge([part]).reason is RewardReason.SHAPE
+    assert merge_parts([part]).reason is RewardReason.SHAPE
 
 
 @pytest.mark.parametrize(
@@ -369,7 +372,7 @@ async def test_a_list_that_is_not_one_number_for_each_turn_is_never_cut_to_fit(r
 async def test_one_turn_without_a_number_is_kept_apart_and_makes_the_completion_invalid(value, reason):
     parts = await environment_reward(Env([1.0, value]), 5.0, messages=TWO_TURNS)
     assert [(part.turn, getattr(part.reward, "reason", None)) for part in parts] == [(0, None), (1, reason)]
-    assert merge(parts).reason is RewardReason.COMPONENT
+    assert merge_parts(parts).reason is RewardReason.COMPONENT
 
 
 async def test_a_list_of_nothing_after_no_turn_is_no_reward():
@@ -389,9 +392,9 @@ async def test_get_reward_gets_a_copy_of_the_conversation_if_it_asks_by_name():
             return float(bool(args or kwargs))
 
     said = [dict(message) for message in TWO_TURNS]
-    assert merge(await environment_reward(Reading(0), 5.0, messages=said)) == Measured(4.0)
+    assert merge_parts(await environment_reward(Reading(0), 5.0, messages=said)) == Measured(4.0)
     assert said == TWO_TURNS
-    assert merge(await environment_reward(Wrapped(0), 5.0, messages=said)) == Measured(0.0)
+    assert merge_parts(await environment_reward(Wrapped(0), 5.0, messages=said)) == Measured(0.0)
 
 
 async def test_get_reward_may_be_async_and_has_a_deadline():

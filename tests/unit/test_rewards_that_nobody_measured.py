@@ -42,22 +42,22 @@ import numpy as np
 import pytest
 import torch
 
+from envs.builtin.vlm import bbox_giou
 from envs.rewards import RewardFunction, environment_reward
-from envs.rewards.merge import merge
-from envs.shipped.vlm import bbox_giou
+from envs.rewards.merge import merge_parts
 from stream.errors import RunFailedError
-from stream.records import Completion, Failure, Group, Part, Prompt
+from stream.records import Completion, Failure, Group, Prompt, RewardPart
 from stream.validity import DropReason, Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
 from tests.twins.losses import OPTIONS
 from workers.score.worker import score_group
-from workers.settings.file import parse
+from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.importance import importance_weights
 from workers.train.algorithms.losses import LOSSES, policy_loss
-from workers.train.groups.guard import Guard
+from workers.train.groups.invalid_reward_monitor import InvalidRewardMonitor
 from workers.train.step.batch import collate
 from workers.train.step.estimation import estimate_advantages
-from workers.train.step.selection import derive_masks, verdicts
+from workers.train.step.selection import filter_reasons, mask_batch
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}}
 MEAN = {"estimator": {"name": "grpo", "normalize_std": False}}
@@ -73,7 +73,7 @@ def completion(index, reward=None, tokens=2, **facts):
 
 
 def group_of(*completions, name="p"):
-    return Group(prompt=Prompt(id=name, messages=[], text=True), completions=list(completions))
+    return Group(prompt=Prompt(id=name, messages=[], is_plain_text=True), completions=list(completions))
 
 
 async def scored(*functions, completions=4, timeout_s=5.0, group=None):
@@ -90,11 +90,11 @@ def outcomes(group):
 
 def trained(*groups, **sections):
     """Advantages of all completions, the baseline mask, and why each group is dropped."""
-    settings = parse(LEAST | {"filter": {"min_valid_rows": 1}} | sections)
+    settings = parse_settings(LEAST | {"filter": {"min_valid_rows": 1}} | sections)
     batch = collate(groups)
-    masks = derive_masks(batch, settings, 0)
+    masks = mask_batch(batch, settings, 0)
     found = estimate_advantages(batch, masks, settings)
-    return found.values_C.tolist(), masks.baseline_C.tolist(), verdicts(batch, masks, settings)
+    return found.values_C.tolist(), masks.baseline_C.tolist(), filter_reasons(batch, masks, settings)
 
 
 async def raises(completions):
@@ -237,13 +237,13 @@ def test_a_rejected_rows_nan_advantage_reaches_no_gradient(name, junk):
 
 def test_rejected_tokens_do_not_stay_in_the_denominator():
     """Advantages of the batch are divided by what bears loss: a rejected completion's tokens are not among it."""
-    settings = parse(LEAST | MEAN | {"filter": {"min_valid_rows": 1}})
+    settings = parse_settings(LEAST | MEAN | {"filter": {"min_valid_rows": 1}})
     batch = collate([group_of(completion(0, 1.0), completion(1, 0.0), completion(2, 1.0, tokens=9))])
     rejected = torch.zeros_like(batch.sampled_RT)
     rejected[2] = True
-    masks = derive_masks(batch, settings, 0, {"seq_max_k2": rejected})
-    alone = derive_masks(collate([group_of(completion(0, 1.0), completion(1, 0.0))]), settings, 0)
-    assert int(masks.tokens_RT.sum()) == int(alone.tokens_RT.sum()) == 4
+    masks = mask_batch(batch, settings, 0, {"seq_max_k2": rejected})
+    alone = mask_batch(collate([group_of(completion(0, 1.0), completion(1, 0.0))]), settings, 0)
+    assert int(masks.loss_tokens_RT.sum()) == int(alone.loss_tokens_RT.sum()) == 4
     assert masks.baseline_C.tolist() == [True, True, False]
 
 
@@ -259,7 +259,7 @@ def test_importance_weights_are_not_normalised_before_rejection():
             level="token",
             lower=0.0,
             upper=math.inf,
-            outside="truncate",
+            out_of_range="truncate",
             normalize=True,
         )
         return found.weights_RT
@@ -301,21 +301,21 @@ def test_a_ratio_cap_caps_the_ratio():
         level="token",
         lower=0.0,
         upper=2.0,
-        outside="truncate",
+        out_of_range="truncate",
         normalize=False,
     ).weights_RT
     assert weights.tolist() == [[2.0]]
 
 
 def test_most_rollouts_failed_in_session_reset():
-    guard = Guard(bound=0.2, window=4)
+    guard = InvalidRewardMonitor(max_invalid_fraction=0.2, window=4)
     failed = Failure(reason=RolloutReason.ENV_RESET)
     group = group_of(completion(0, 1.0), *(completion(i, failure=failed) for i in range(1, 10)))
     assert trained(group)[:2] == ([0.0] * 10, [True] + [False] * 9)  # none of them is a 0 in the baseline
     for _ in range(3):
-        guard.see(group)
+        guard.observe(group)
     with pytest.raises(RunFailedError, match="failed:env_reset"):
-        guard.see(group)
+        guard.observe(group)
 
 
 @pytest.mark.parametrize("box", ["[nan,0,1,1]", "[1,1,0,0]"])
@@ -356,7 +356,7 @@ async def test_environments_silent_on_validity_mix_with_those_that_speak_of_it()
     group = group_of(*(completion(i) for i in range(len(worlds))))
     for found, world in zip(group.completions, worlds, strict=True):
         found.parts = await environment_reward(world, 5.0)
-        found.reward = merge(found.parts)
+        found.reward = merge_parts(found.parts)
     assert outcomes(group) == [0.0, 1.0, RewardReason.UNAVAILABLE, RewardReason.MISSING, 0.0]
     advantages, votes, _ = trained(group, **MEAN)
     assert votes == [True, True, False, False, True]
@@ -386,7 +386,7 @@ async def test_one_invalid_step_reward_in_a_sum_leaves_no_sum(bad):
 
     turns = [{"role": "assistant", "content": "x"}] * 3
     parts = await environment_reward(Stepping(), 5.0, messages=turns)
-    assert merge(parts).reason is RewardReason.COMPONENT
+    assert merge_parts(parts).reason is RewardReason.COMPONENT
     assert [isinstance(part.reward, Measured) for part in parts] == [
         True,
         False,
@@ -396,5 +396,8 @@ async def test_one_invalid_step_reward_in_a_sum_leaves_no_sum(bad):
 
 
 def test_a_part_of_weight_0_that_nobody_measured_is_still_asked_for():
-    parts = [Part(name="a", reward=Measured(1.0)), Part(name="b", reward=Unmeasured(RewardReason.TIMEOUT), weight=0.0)]
-    assert merge(parts).reason is RewardReason.COMPONENT
+    parts = [
+        RewardPart(name="a", reward=Measured(1.0)),
+        RewardPart(name="b", reward=Unmeasured(RewardReason.TIMEOUT), weight=0.0),
+    ]
+    assert merge_parts(parts).reason is RewardReason.COMPONENT

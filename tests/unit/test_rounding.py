@@ -7,14 +7,14 @@ from workers.train.algorithms.grouping import Grouping
 from workers.train.algorithms.losses import policy_loss  # noqa: F401  (registers all of them)
 from workers.train.algorithms.normalization import whiten
 from workers.train.algorithms.penalised_losses import kl_cov
-from workers.train.algorithms.rounding import difference
+from workers.train.algorithms.rounding import tolerant_difference
 
 
 @pytest.mark.parametrize(("dtype", "noise", "signal"), [(torch.float64, 1e-13, 1e-11), (torch.float32, 3e-7, 1e-5)])
 def test_a_difference_by_rounding_is_none_and_any_other_is_itself(dtype, noise, signal):
     values = torch.tensor([-5.0, -5.0, 0.0, 2.0], dtype=dtype)
     baseline = torch.tensor([-5.0 * (1 + noise), -5.0 * (1 + signal), -1e-9, 1.0], dtype=dtype)
-    found = difference(values, baseline)
+    found = tolerant_difference(values, baseline)
     assert found[0] == 0
     assert torch.equal(found[1:], (values - baseline)[1:])
 

@@ -5,9 +5,9 @@ from random import Random
 import pytest
 import torch
 
-from workers.engine.sampling import restrict, sample
-from workers.engine.wire import UNKNOWN, SamplingParams
-from workers.rollout.engine.sampling import turn_seed
+from workers.engine_api.wire import UNKNOWN_LOGPROB, SamplingParams
+from workers.local_engine.sampling import sample, truncate
+from workers.rollout.engine_client.sampling import turn_seed
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
@@ -51,7 +51,7 @@ def test_what_is_cut_never_comes_and_the_rest_is_renormalised(params: SamplingPa
     assert frequencies.nonzero().flatten().tolist() == left
     expected = torch.log_softmax(LOGITS[left], dim=-1)
     assert [logprobs[token] for token in left] == pytest.approx(expected.tolist(), abs=1e-6)
-    assert restrict(torch.log_softmax(LOGITS, dim=-1), params).exp().sum().item() == pytest.approx(1)
+    assert truncate(torch.log_softmax(LOGITS, dim=-1), params).exp().sum().item() == pytest.approx(1)
 
 
 def test_a_row_draws_the_same_whoever_is_beside_it():
@@ -101,7 +101,7 @@ def test_the_likeliest_come_with_logprobs_of_what_was_sampled_from():
     *_, likeliest = sample(LOGITS[None], [SamplingParams(temperature=2.0, top_k=2, logprobs=3)], [Random(0)])
     expected = torch.log_softmax(LOGITS[:2] / 2, dim=-1)
     assert [entry.token_id for entry in likeliest[0][:2]] == [0, 1]
-    assert [entry.logprob for entry in likeliest[0]] == pytest.approx([*expected.tolist(), UNKNOWN], abs=1e-6)
+    assert [entry.logprob for entry in likeliest[0]] == pytest.approx([*expected.tolist(), UNKNOWN_LOGPROB], abs=1e-6)
 
 
 @pytest.mark.parametrize("generator", [Random, lambda seed: torch.Generator().manual_seed(seed)])

@@ -6,10 +6,10 @@ import pytest
 
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
-from workers.settings.file import parse
+from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.masks import DROP_REASONS
 from workers.train.step.batch import collate
-from workers.train.step.selection import derive_masks, verdicts, without
+from workers.train.step.selection import drop_groups, filter_reasons, mask_batch
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}}
 
@@ -18,7 +18,7 @@ def completion(index, reward, truncated=None):
     row = Row(
         prompt_ids=bytes(4),
         token_ids=bytes(4),
-        sampled=[(0, 1)],
+        sampled_ranges=[(0, 1)],
         logprobs=array("f", [-1.0]).tobytes(),
         spans=[Span(0, 0, 1)],
     )
@@ -44,8 +44,8 @@ def batch(*groups, truncated=None):
 
 def judge(found, policy="keep", singleton="zero", **chosen):
     algorithm = {"truncation": {"length": policy}, "singleton": singleton}
-    settings = parse(LEAST | {"filter": {"min_valid_rows": 1} | chosen, "algorithm": algorithm})
-    return verdicts(found, derive_masks(found, settings, 0), settings)
+    settings = parse_settings(LEAST | {"filter": {"min_valid_rows": 1} | chosen, "algorithm": algorithm})
+    return filter_reasons(found, mask_batch(found, settings, 0), settings)
 
 
 def test_three_right_answers_and_a_crashed_verifier_are_a_tie():
@@ -85,7 +85,7 @@ def test_a_group_bears_the_first_reason_that_holds():
 
 def test_a_batch_without_a_group_has_its_completions_dropped_and_the_others_untouched():
     found = batch([1.0, 0.0, None], [1.0, 0.5])
-    left = without(found, derive_masks(found, parse(LEAST), 0), [DropReason.DIFFICULTY, None])
+    left = drop_groups(found, mask_batch(found, parse_settings(LEAST), 0), [DropReason.DIFFICULTY, None])
     code = DROP_REASONS.index(DropReason.DIFFICULTY)
-    assert left.facts.dropped_C.tolist() == [code, code, -1, -1, -1]  # the third has a reason of its own
-    assert found.facts.dropped_C.tolist() == [-1] * 5
+    assert left.facts.drop_reason_C.tolist() == [code, code, -1, -1, -1]  # the third has a reason of its own
+    assert found.facts.drop_reason_C.tolist() == [-1] * 5

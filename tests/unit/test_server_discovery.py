@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from stream import tether
+from stream import parent_death as tether
 from stream.errors import ServerError
-from stream.server import command_line, find_server
+from stream.server_process import command_line, find_server
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from stream.errors import SettingsError
 from stream.validity import TruncationReason
 from workers import settings
-from workers.settings import Engine, keys
-from workers.settings.file import dump, for_model, load, parse
+from workers.settings import Engine, setting_keys
+from workers.settings.toml_file import dump_settings, load_settings, parse_settings, settings_for_model
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"ref": "r.py:f"}]}
 DOCS = Path(__file__).parents[2] / "docs"
@@ -25,7 +25,7 @@ def page_module():
 
 
 def test_the_least_that_a_run_needs():
-    found = parse(LEAST)
+    found = parse_settings(LEAST)
     assert found.folder == Path("runs/run")
     assert found.capacity == 2 * found.train.groups_per_step
     assert found.min_valid_rows == 4  # half of a group of 8
@@ -33,7 +33,7 @@ def test_the_least_that_a_run_needs():
 
 def test_settings_cannot_be_changed():
     with pytest.raises(AttributeError):
-        parse(LEAST).run.name = "other"
+        parse_settings(LEAST).run.name = "other"
 
 
 @pytest.mark.parametrize(
@@ -57,31 +57,31 @@ def test_settings_cannot_be_changed():
 )
 def test_what_cannot_be_is_refused_by_name(section, change, words):
     with pytest.raises(SettingsError) as caught:
-        parse(LEAST | {section: change}, "my.toml")
+        parse_settings(LEAST | {section: change}, "my.toml")
     for word in ["my.toml", *words]:
         assert word in str(caught.value)
 
 
 def test_a_file_that_is_not_there_or_is_no_toml(tmp_path):
     with pytest.raises(SettingsError, match="no such file"):
-        load(tmp_path / "run.toml")
+        load_settings(tmp_path / "run.toml")
     (tmp_path / "run.toml").write_text("[run\n")
     with pytest.raises(SettingsError, match="not TOML"):
-        load(tmp_path / "run.toml")
+        load_settings(tmp_path / "run.toml")
 
 
 def test_overrides_reach_any_key_and_are_checked(tmp_path):
     file = tmp_path / "run.toml"
-    file.write_text(dump(parse(LEAST)))
-    found = load(file, ("train.learning_rate=0.5", "run.name=other", 'engine.urls=["http://a"]'))
+    file.write_text(dump_settings(parse_settings(LEAST)))
+    found = load_settings(file, ("train.learning_rate=0.5", "run.name=other", 'engine.urls=["http://a"]'))
     assert (found.train.learning_rate, found.run.name, found.engine.urls) == (0.5, "other", ("http://a",))
     for wrong in ("train.learning_rate", "train.pace=1", "run.name.first=x"):
         with pytest.raises(SettingsError):
-            load(file, (wrong,))
+            load_settings(file, (wrong,))
 
 
 def test_what_is_written_is_read_back_equal():
-    full = parse(
+    full = parse_settings(
         LEAST
         | {
             "environments": {"a": "calculator", "b": "x.py:Y"},
@@ -90,17 +90,17 @@ def test_what_is_written_is_read_back_equal():
             "data": {"path": "d", "columns": {"answer": "gold"}, "template_args": {"enable_thinking": False}},
         }
     )
-    assert parse(tomllib.loads(dump(full))) == full
+    assert parse_settings(tomllib.loads(dump_settings(full))) == full
 
 
 def test_only_load_and_the_wall_clock_are_excluded_by_default():
-    found = parse(LEAST)
+    found = parse_settings(LEAST)
     policies = {reason: found.truncation_policy(reason) for reason in TruncationReason}
     assert {reason for reason, policy in policies.items() if policy != "keep"} == {TruncationReason.WALL_CLOCK}
 
 
 def test_the_number_of_keys_does_not_creep_up():
-    assert len(keys()) <= 180
+    assert len(setting_keys()) <= 180
 
 
 def test_every_key_is_explained_and_the_page_is_up_to_date():
@@ -115,8 +115,8 @@ def test_every_key_is_explained_and_the_page_is_up_to_date():
 
 
 def test_a_model_folder_is_served_with_the_defaults_but_for_what_is_overridden(tmp_path):
-    made = for_model(tmp_path, ("engine.max_length=64", "model.dtype=bfloat16"))
+    made = settings_for_model(tmp_path, ("engine.max_length=64", "model.dtype=bfloat16"))
     assert (made.model.path, made.model.dtype) == (str(tmp_path), "bfloat16")
     assert (made.engine.max_length, made.engine.max_batch) == (64, Engine().max_batch)
     with pytest.raises(SettingsError, match=r"unknown key engine\.max_len"):
-        for_model(tmp_path, ("engine.max_len=64",))
+        settings_for_model(tmp_path, ("engine.max_len=64",))

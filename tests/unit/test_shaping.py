@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from workers.train.algorithms.shaping import SHAPINGS, biased_scaled, clipped, overlong, overlong_penalty
+from workers.train.algorithms.shaping import (
+    REWARD_SHAPINGS,
+    clip_rewards,
+    overlong_penalty,
+    shape_overlong,
+    shift_and_scale,
+)
 
 OPTIONS = {"bias": -1.0, "scale": 2.0, "limit": 20.0, "max_length": 100, "tail": 20, "factor": 0.5}
 
@@ -15,24 +21,24 @@ def inputs(rewards: list[float], valid: list[bool]) -> dict[str, torch.Tensor]:
         "rewards_C": torch.tensor(rewards, dtype=torch.float64),
         "baseline_C": torch.tensor(valid, dtype=torch.bool),
         "lengths_C": torch.full((len(rewards),), 90),
-        "cut_short_C": torch.zeros(len(rewards), dtype=torch.bool),
+        "penalised_C": torch.zeros(len(rewards), dtype=torch.bool),
     }
 
 
 def shape(name: str, rewards: list[float], valid: list[bool]) -> list[float]:
-    options = {key: OPTIONS[key] for key in SHAPINGS[name].options}
-    return SHAPINGS[name](inputs(rewards, valid), options).tolist()
+    options = {key: OPTIONS[key] for key in REWARD_SHAPINGS[name].option_names}
+    return REWARD_SHAPINGS[name](inputs(rewards, valid), options).tolist()
 
 
 def test_bias_comes_before_scale():
     valid = torch.tensor([True, True])
-    assert biased_scaled(torch.tensor([1.0, 3.0]), valid, bias=-1.0, scale=2.0).tolist() == [0.0, 4.0]
+    assert shift_and_scale(torch.tensor([1.0, 3.0]), valid, bias=-1.0, scale=2.0).tolist() == [0.0, 4.0]
 
 
 def test_clip_is_on_both_sides_and_infinity_is_none():
     rewards, valid = torch.tensor([-3.0, 0.25, 3.0]), torch.ones(3, dtype=torch.bool)
-    assert clipped(rewards, valid, limit=1.0).tolist() == [-1.0, 0.25, 1.0]
-    assert clipped(rewards, valid, limit=math.inf).tolist() == rewards.tolist()
+    assert clip_rewards(rewards, valid, limit=1.0).tolist() == [-1.0, 0.25, 1.0]
+    assert clip_rewards(rewards, valid, limit=math.inf).tolist() == rewards.tolist()
 
 
 def test_an_infinite_reward_is_not_clipped_into_a_number():
@@ -40,13 +46,13 @@ def test_an_infinite_reward_is_not_clipped_into_a_number():
     assert shape("clipped", [1.0, math.inf], [True, False]) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("name", SHAPINGS)
+@pytest.mark.parametrize("name", REWARD_SHAPINGS)
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
 def test_what_is_invalid_stays_so(name, junk):
     assert shape(name, [1.0, junk], [True, False]) == [*shape(name, [1.0], [True]), 0.0]
 
 
-@pytest.mark.parametrize("name", SHAPINGS)
+@pytest.mark.parametrize("name", REWARD_SHAPINGS)
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
 def test_a_mask_that_lets_no_number_through_is_an_error(name, junk):
     with pytest.raises(ValueError, match="not finite"):
@@ -55,10 +61,10 @@ def test_a_mask_that_lets_no_number_through_is_an_error(name, junk):
 
 def test_a_reward_that_does_not_stay_finite_is_an_error():
     with pytest.raises(ValueError, match="not finite"):
-        biased_scaled(torch.tensor([1e300]).double(), torch.tensor([True]), bias=0.0, scale=1e300)
+        shift_and_scale(torch.tensor([1e300]).double(), torch.tensor([True]), bias=0.0, scale=1e300)
 
 
-@pytest.mark.parametrize("name", SHAPINGS)
+@pytest.mark.parametrize("name", REWARD_SHAPINGS)
 def test_nothing_gives_nothing(name):
     assert shape(name, [], []) == []
     assert shape(name, [math.nan, math.nan], [False, False]) == [0.0, 0.0]
@@ -79,7 +85,9 @@ def test_nothing_gives_nothing(name):
 def test_overlong_penalty(length, cut_short, expected):
     lengths, cut = torch.tensor([length]), torch.tensor([cut_short])
     assert overlong_penalty(lengths, cut, max_length=100, tail=20, factor=0.5).tolist() == [expected]
-    shaped = overlong(torch.tensor([1.0]), torch.tensor([True]), lengths, cut, max_length=100, tail=20, factor=0.5)
+    shaped = shape_overlong(
+        torch.tensor([1.0]), torch.tensor([True]), lengths, cut, max_length=100, tail=20, factor=0.5
+    )
     assert shaped.tolist() == [1.0 + expected]
 
 

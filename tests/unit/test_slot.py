@@ -7,25 +7,25 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from envs.call import Caller
-from envs.factory import Factory
+from envs.call import CallRunner
+from envs.factory import EnvironmentFactory
 from envs.references import Reference
 from envs.snapshot import thaw
 from stream.errors import DataError, EnvironmentFailure
 from stream.records import Failure
 from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
-from workers.rollout.slot import Slot
-from workers.rollout.slot_pool import SlotPool
-from workers.rollout.tool_formats.turn import ToolCall
+from workers.rollout.environment_pool import EnvironmentPool
+from workers.rollout.environment_slot import EnvironmentSlot
+from workers.rollout.tool_formats.parsed_turn import ToolCall
 from workers.rollout.tool_result import ToolResult, to_text
 
 
 def factory_of(cls):
-    return Factory(Reference("test", "module", cls, sys.modules[cls.__module__]), cls, cls())
+    return EnvironmentFactory(Reference("test", "module", cls, sys.modules[cls.__module__]), cls, cls())
 
 
 def slot_of(cls, threads=4):
-    return Slot("env", factory_of(cls), Caller(anyio.CapacityLimiter(threads)))
+    return EnvironmentSlot("env", factory_of(cls), CallRunner(anyio.CapacityLimiter(threads)))
 
 
 def call(name, **arguments):
@@ -99,7 +99,7 @@ async def test_an_observation_that_no_prompt_can_end_with_is_a_failed_reset(obse
     failure = await slot.reset({}, 0, 0, 5)
     assert failure.reason is RolloutReason.ENV_RESET
     assert "None, a string, or a list of plain content parts is expected" in failure.detail
-    assert slot.spoiled
+    assert slot.needs_replacement
 
 
 async def test_a_sync_tool_runs_in_a_thread_and_an_async_one_on_the_loop():
@@ -151,7 +151,7 @@ async def test_what_goes_wrong_with_a_call_is_text_for_the_model_and_leaves_the_
     assert result.is_error
     assert result.text.startswith(text)
     assert len(result.text) < 2100
-    assert not slot.spoiled
+    assert not slot.needs_replacement
 
 
 @pytest.mark.parametrize("kind", ["world", "group"])
@@ -161,7 +161,7 @@ async def test_a_tool_whose_world_failed_fails_the_episode_and_spoils_the_slot(k
     failure = await slot.call_tool(call("fail", kind=kind), 5)
     assert isinstance(failure, Failure)
     assert failure.reason is RolloutReason.ENV_STEP
-    assert slot.spoiled
+    assert slot.needs_replacement
 
 
 @pytest.mark.parametrize("tool", ["sleep", "wait"])
@@ -172,12 +172,12 @@ async def test_a_tool_past_its_deadline_is_told_to_the_model_and_spoils_the_slot
     result = await slot.call_tool(call(tool, seconds=0.6), 0.05)
     assert time.perf_counter() - started < 0.4
     assert result == ToolResult(f"Error: {tool} did not answer within 0.05 s", is_error=True)
-    assert slot.spoiled
+    assert slot.needs_replacement
 
 
 async def test_waiting_for_a_thread_is_not_taken_from_a_tools_time():
     slots = [slot_of(Counter)]
-    slots += [Slot("env", slots[0]._factory, slots[0]._caller) for _ in range(3)]
+    slots += [EnvironmentSlot("env", slots[0]._factory, slots[0]._caller) for _ in range(3)]
     slots[0]._caller._limiter.total_tokens = 1
     for slot in slots:
         await slot.reset({}, 0, 0, 5)
@@ -215,7 +215,7 @@ async def test_a_reset_that_raises_or_overruns_is_a_failure_and_the_next_one_get
             if how == "hang":
                 time.sleep(0.4)
 
-    pool = SlotPool({"env": factory_of(Moody)}, size=1)
+    pool = EnvironmentPool({"env": factory_of(Moody)}, size=1)
     async with pool:
         for how, told in (("raise", "RuntimeError: no server"), ("hang", "did not return within 0.05 s")):
             async with pool.slot("env") as slot:
@@ -246,7 +246,7 @@ async def test_an_environment_that_cannot_be_made_fails_the_reset():
 
 
 async def test_a_slot_is_reused_and_its_environment_with_it():
-    async with SlotPool({"env": factory_of(Counter)}, size=2) as pool:
+    async with EnvironmentPool({"env": factory_of(Counter)}, size=2) as pool:
         async with pool.slot("env") as slot:
             await slot.reset({}, 0, 0, 5)
             first = slot._environment
@@ -257,7 +257,7 @@ async def test_a_slot_is_reused_and_its_environment_with_it():
 
 
 async def test_there_are_never_more_slots_than_the_pool_may_have():
-    async with SlotPool({"env": factory_of(Counter)}, size=2) as pool:
+    async with EnvironmentPool({"env": factory_of(Counter)}, size=2) as pool:
         held, most = 0, 0
 
         async def episode():
@@ -278,7 +278,7 @@ async def test_environments_have_slots_of_their_own_and_data_without_one_has_non
     class Other(Counter):
         pass
 
-    async with SlotPool({"a": factory_of(Counter), "b": factory_of(Other)}, size=1) as pool:
+    async with EnvironmentPool({"a": factory_of(Counter), "b": factory_of(Other)}, size=1) as pool:
         async with pool.slot("a") as a, pool.slot("b") as b, pool.slot(None) as none:
             await b.reset({}, 0, 0, 5)
             assert isinstance(b._environment, Other)
@@ -288,13 +288,13 @@ async def test_environments_have_slots_of_their_own_and_data_without_one_has_non
 
 
 async def test_a_cancelled_call_spoils_the_slot_since_its_thread_may_still_be_in_it():
-    async with SlotPool({"env": factory_of(Counter)}, size=1) as pool:
+    async with EnvironmentPool({"env": factory_of(Counter)}, size=1) as pool:
         with anyio.move_on_after(0.05):
             async with pool.slot("env") as slot:
                 await slot.reset({}, 0, 0, 5)
                 environment = slot._environment
                 await slot.call_tool(call("sleep", seconds=0.3), 5)
-        assert slot.spoiled
+        assert slot.needs_replacement
         async with pool.slot("env") as after:
             await after.reset({}, 0, 0, 5)
             assert after._environment is not environment
@@ -302,7 +302,7 @@ async def test_a_cancelled_call_spoils_the_slot_since_its_thread_may_still_be_in
 
 
 async def test_a_close_that_hangs_keeps_nobody_waiting(monkeypatch):
-    monkeypatch.setattr("workers.rollout.slot._CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("workers.rollout.environment_slot._CLOSE_TIMEOUT_S", 0.2)
 
     class Hanging:
         hangs = False
@@ -318,7 +318,7 @@ async def test_a_close_that_hangs_keeps_nobody_waiting(monkeypatch):
     factory = factory_of(Hanging)
     Hanging.hangs = True
     started = time.perf_counter()
-    async with SlotPool({"env": factory}, size=1) as pool:
+    async with EnvironmentPool({"env": factory}, size=1) as pool:
         async with pool.slot("env") as slot:
             await slot.reset({"fail": True}, 0, 0, 5)
         async with pool.slot("env") as slot:
@@ -338,12 +338,12 @@ async def test_rewards_are_measured_or_not_and_a_slot_that_gave_none_is_spoiled(
     slot = slot_of(Graded)
     await slot.reset({"grade": 2}, 0, 0, 5)
     (part,) = await slot.reward(5)
-    assert (part.name, part.reward, slot.spoiled) == ("env", Measured(0.5), False)
+    assert (part.name, part.reward, slot.needs_replacement) == ("env", Measured(0.5), False)
     await slot.reset({"grade": 0}, 0, 0, 5)
     (part,) = await slot.reward(5)
     assert isinstance(part.reward, Unmeasured)
     assert part.reward.reason is RewardReason.RAISED
-    assert slot.spoiled
+    assert slot.needs_replacement
 
 
 async def test_rewards_of_turns_are_counted_by_the_conversation_and_a_wrong_number_spoils_the_slot():
@@ -358,14 +358,14 @@ async def test_rewards_of_turns_are_counted_by_the_conversation_and_a_wrong_numb
     slot = slot_of(Graded)
     await slot.reset({"grades": [0.5, 1]}, 0, 0, 5)
     parts = await slot.reward(5, said)
-    assert [(part.turn, part.reward, slot.spoiled) for part in parts] == [
+    assert [(part.turn, part.reward, slot.needs_replacement) for part in parts] == [
         (0, Measured(0.5), False),
         (1, Measured(1.0), False),
     ]
     await slot.reset({"grades": [0.5, 1, 0]}, 0, 0, 5)
     (part,) = await slot.reward(5, said)
     assert part.reward.reason is RewardReason.SHAPE
-    assert slot.spoiled
+    assert slot.needs_replacement
 
 
 async def test_a_snapshot_is_what_was_when_it_was_taken():
@@ -428,7 +428,7 @@ async def test_an_error_leaves_the_pool_as_itself_and_environments_are_closed_al
     used = []
 
     async def work():
-        async with SlotPool({"env": factory_of(Counter)}, size=1) as pool:
+        async with EnvironmentPool({"env": factory_of(Counter)}, size=1) as pool:
             async with pool.slot("env") as slot:
                 await slot.reset({}, 0, 0, 5)
                 used.append(slot._environment)
@@ -441,7 +441,7 @@ async def test_an_error_leaves_the_pool_as_itself_and_environments_are_closed_al
 
 async def test_a_pool_whose_worker_is_cancelled_still_closes_its_environments():
     with anyio.move_on_after(0.1) as scope:
-        async with SlotPool({"env": factory_of(Counter)}, size=1) as pool:
+        async with EnvironmentPool({"env": factory_of(Counter)}, size=1) as pool:
             async with pool.slot("env") as slot:
                 await slot.reset({}, 0, 0, 5)
                 environment = slot._environment

@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from envs.factory import Factory
+from envs.builtin.calculator import Calculator
+from envs.factory import EnvironmentFactory
 from envs.references import Reference
-from envs.shipped.calculator import Calculator
-from envs.snapshot import Namespace, freeze, left_out, thaw
+from envs.snapshot import Namespace, freeze, omitted_attributes, thaw
 from stream.errors import EnvironmentFailure, RecordError
 
 LIMIT = 1_000_000
@@ -79,7 +79,7 @@ class Env:
 
 
 def factory_of(cls, module=__name__):
-    return Factory(Reference("test", "module", cls, sys.modules[module]), cls, cls())
+    return EnvironmentFactory(Reference("test", "module", cls, sys.modules[module]), cls, cls())
 
 
 FACTORY = factory_of(Env)
@@ -287,7 +287,7 @@ def test_copy_is_asked_what_to_keep():
     env = Handled()
     back = thaw(freeze(env, LIMIT), factory_of(Handled))
     assert vars(back) == {"score": 1}
-    assert left_out(back) == {}
+    assert omitted_attributes(back) == {}
     assert env.socket == "a live connection"
 
 
@@ -353,7 +353,7 @@ def test_reading_what_was_left_out_says_so_by_name():
     assert isinstance(back, Session)
     assert type(back).__name__ == "Session"
     assert (back.score, back.computed) == (1, 42)
-    assert list(left_out(back)) == ["session"]
+    assert list(omitted_attributes(back)) == ["session"]
     assert not hasattr(back, "unknown")
 
 
@@ -374,7 +374,7 @@ def test_init_subclass_of_the_environment_is_not_run_by_thawing():
 
     back = thaw(freeze(Registered(lock=threading.Lock()), LIMIT), factory_of(Registered))
     assert Registered.names == []
-    assert list(left_out(back)) == ["lock"]
+    assert list(omitted_attributes(back)) == ["lock"]
 
 
 def generator():
@@ -402,7 +402,7 @@ def generator():
 )
 def test_what_is_more_than_its_attributes_is_left_out(value):
     back = thaw(freeze(Env(value=value, kept=1), LIMIT), FACTORY)
-    assert list(left_out(back)) == ["value"]
+    assert list(omitted_attributes(back)) == ["value"]
     assert back.kept == 1
 
 
@@ -410,7 +410,7 @@ def test_a_librarys_object_is_left_out_since_it_may_hold_handles_and_secrets():
     from rich.console import Console
 
     back = thaw(freeze(Env(console=Console()), LIMIT), FACTORY)
-    assert "a library's object" in left_out(back)["console"]
+    assert "a library's object" in omitted_attributes(back)["console"]
 
 
 def test_an_object_within_keeps_what_it_can():
@@ -429,9 +429,9 @@ def test_cycles_are_left_out_where_they_close():
     env.me = env
     env.child.parent = env
     back = thaw(freeze(env, LIMIT), FACTORY)
-    assert set(left_out(back)) == {"items", "me"}
+    assert set(omitted_attributes(back)) == {"items", "me"}
     assert back.child.name == "child"
-    assert list(left_out(back.child)) == ["parent"]
+    assert list(omitted_attributes(back.child)) == ["parent"]
 
 
 def test_depth_has_a_bound():
@@ -439,7 +439,7 @@ def test_depth_has_a_bound():
     for _ in range(10_000):
         deep = [deep]
     back = thaw(freeze(Env(deep=deep, kept=1), LIMIT), FACTORY)
-    assert "levels deep" in left_out(back)["deep"]
+    assert "levels deep" in omitted_attributes(back)["deep"]
     assert back.kept == 1
 
 
@@ -471,8 +471,8 @@ def test_many_attributes_that_fit_alone_are_left_out_until_they_fit_together():
     back = thaw(data, FACTORY)
     assert len(data) <= 2000
     assert "a0" in vars(back)
-    assert "a19" in left_out(back)
-    assert set(vars(back)) | set(left_out(back)) == {f"a{i}" for i in range(20)}
+    assert "a19" in omitted_attributes(back)
+    assert set(vars(back)) | set(omitted_attributes(back)) == {f"a{i}" for i in range(20)}
 
 
 # Classes, and who names them
@@ -490,7 +490,7 @@ def test_without_a_factory_there_is_a_namespace_to_read():
 
 
 def test_only_the_closed_table_names_classes():
-    back = thaw(freeze(Env(point=Point(1, 2)), LIMIT), Factory.load("calculator"))
+    back = thaw(freeze(Env(point=Point(1, 2)), LIMIT), EnvironmentFactory.load("calculator"))
     assert isinstance(back, Calculator)
     assert isinstance(back.point, Namespace)
 
@@ -524,7 +524,7 @@ class Grumpy:
 def test_what_cannot_be_made_again_here_is_left_out_of_what_is_made():
     back = thaw(freeze(Env(bad={Grumpy()}, good=1), LIMIT), FACTORY)
     assert back.good == 1
-    assert "cannot be hashed" in left_out(back)["bad"]
+    assert "cannot be hashed" in omitted_attributes(back)["bad"]
 
 
 RANGE = msgspec.msgpack.encode(msgspec.msgpack.Ext(17, b"\x93\x00\x05\x01"))
@@ -563,6 +563,6 @@ def test_a_snapshot_of_the_shipped_environments():
     env = Calculator()
     env.reset(problem="1 + 2", answer=3)
     env.add(1, 2)
-    back = thaw(freeze(env, LIMIT), Factory.load("calculator"))
+    back = thaw(freeze(env, LIMIT), EnvironmentFactory.load("calculator"))
     assert isinstance(back, Calculator)
     assert back.calls == env.calls

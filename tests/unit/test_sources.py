@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from stream.errors import DataError
-from workers.feed.source import dataset_name, open_source, order
+from workers.feed.source import default_dataset_name, epoch_order, open_source
 from workers.settings import Data
 
 LINES = [{"prompt": "a", "answer": 1}, {"prompt": [{"role": "user", "content": "b"}], "answer": None}, {"prompt": "c"}]
@@ -23,7 +23,7 @@ def all_rows(source):
 def test_rows_of_a_jsonl_file_come_by_number_in_any_order(tmp_path):
     source = jsonl(tmp_path / "train.jsonl", LINES)
     assert len(source) == 3
-    assert list(source.rows([2, 0, 2])) == [(2, LINES[2]), (0, LINES[0]), (2, LINES[2])]
+    assert list(source.read_rows([2, 0, 2])) == [(2, LINES[2]), (0, LINES[0]), (2, LINES[2])]
 
 
 def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path):
@@ -74,7 +74,7 @@ def test_parquet_gives_the_same_rows(tmp_path):
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet", row_group_size=1)
     source = open_source(Data(path=str(tmp_path / "train.parquet")))
     assert len(source) == 3
-    found = dict(source.rows([2, 1, 0]))
+    found = dict(source.read_rows([2, 1, 0]))
     assert (found[0], found[2]) == (rows[0], rows[2])
     assert "train.parquet: row 1: the prompt in column 'prompt' is empty" in str(found[1])
 
@@ -108,7 +108,7 @@ def test_a_data_set_on_disk_gives_its_rows_and_one_with_splits_asks_for_one(tmp_
         open_source(Data(path=f"{tmp_path / 'split'}#valid"))
     with pytest.raises(DataError, match="leave out #train"):
         open_source(Data(path=f"{plain}#train"))
-    assert (dataset_name(str(plain)), dataset_name(test)) == ("plain", "split#test")
+    assert (default_dataset_name(str(plain)), default_dataset_name(test)) == ("plain", "split#test")
     assert open_source(Data(path=test)).fingerprint() != open_source(Data(path=str(plain))).fingerprint()
 
 
@@ -137,7 +137,7 @@ def test_a_missing_library_names_the_extra_that_brings_it(tmp_path, library, nam
 
 def test_a_hash_in_a_files_name_is_part_of_it(tmp_path):
     assert len(jsonl(tmp_path / "a#b.jsonl", LINES)) == 3
-    assert dataset_name(str(tmp_path / "a#b.jsonl")) == "a#b"
+    assert default_dataset_name(str(tmp_path / "a#b.jsonl")) == "a#b"
 
 
 def test_a_fingerprint_follows_the_content_and_not_the_folder(tmp_path):
@@ -148,19 +148,28 @@ def test_a_fingerprint_follows_the_content_and_not_the_folder(tmp_path):
 
 
 def test_an_epochs_order_holds_every_row_once_and_depends_on_seed_and_epoch_alone():
-    assert list(order(5, 3, 0, False)) == [0, 1, 2, 3, 4]
-    first = list(order(50, 0, 7, True))
+    assert list(epoch_order(5, 3, 0, False)) == [0, 1, 2, 3, 4]
+    first = list(epoch_order(50, 0, 7, True))
     assert sorted(first) == list(range(50))
     assert first != list(range(50))
-    assert first != list(order(50, 1, 7, True))
-    assert first != list(order(50, 0, 8, True))
+    assert first != list(epoch_order(50, 1, 7, True))
+    assert first != list(epoch_order(50, 0, 8, True))
     code = "from workers.feed.source import order; print(list(order(50, 0, 7, True)))"
     elsewhere = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert elsewhere.stdout.strip() == str(first)
 
 
 def test_the_order_is_the_one_that_runs_were_begun_with():
-    assert list(order(8, 0, 0, True)) == [2, 1, 6, 5, 0, 3, 7, 4]  # changing it would feed resumed runs other rows
+    assert list(epoch_order(8, 0, 0, True)) == [
+        2,
+        1,
+        6,
+        5,
+        0,
+        3,
+        7,
+        4,
+    ]  # changing it would feed resumed runs other rows
 
 
 def test_reading_any_kind_of_source_loads_no_torch(tmp_path):

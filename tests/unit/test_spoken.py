@@ -3,13 +3,13 @@ import sys
 import pytest
 from structlog.testing import capture_logs
 
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from envs.references import Reference
 from stream.errors import SettingsError
 from tests.cases.chats import TEMPLATE, model_folder
-from workers.rollout.chat.spoken import load_spoken
-from workers.rollout.tool_formats.choice import TOOL_FORMATS
-from workers.settings.file import parse
+from workers.rollout.chat.chat_setup import load_chat_setups
+from workers.rollout.tool_formats.detection import TOOL_FORMATS
+from workers.settings.toml_file import parse_settings
 
 CALLING = TEMPLATE.replace(
     "+ message.content + '<|im_end|>",
@@ -32,14 +32,14 @@ class Quiz:
 
 def factories(**classes):
     return {
-        name: Factory(Reference("test", "module", cls, sys.modules[__name__]), cls, cls())
+        name: EnvironmentFactory(Reference("test", "module", cls, sys.modules[__name__]), cls, cls())
         for name, cls in classes.items()
     }
 
 
 def settings(folder, **model):
     rest = {"data": {"path": "p"}, "rewards": [{"ref": "a:b"}]}
-    return parse({"run": {"name": "r"}, "model": {"path": str(folder), **model}} | rest)
+    return parse_settings({"run": {"name": "r"}, "model": {"path": str(folder), **model}} | rest)
 
 
 @pytest.fixture
@@ -50,27 +50,27 @@ def folder(tmp_path):
 
 def test_the_log_says_which_format_was_taken_and_that_conversations_go_on(folder):
     with capture_logs() as logs:
-        spoken = load_spoken(settings(folder), folder, factories(adder=Adder))
+        spoken = load_chat_setups(settings(folder), folder, factories(adder=Adder))
     (told,) = logs
-    assert (told["event"], told["environment"]) == ("template.examined", "adder")
+    assert (told["event"], told["environment"]) == ("template.inspected", "adder")
     assert (told["tool_format"], told["history"]) == ("hermes", "continue")
     assert "writes a call as" in told["tool_format_why"]
-    assert (spoken["adder"].chat.forks, spoken["adder"].tool_format) == (False, TOOL_FORMATS["hermes"])
+    assert (spoken["adder"].chat.rewrites_history, spoken["adder"].tool_format) == (False, TOOL_FORMATS["hermes"])
 
 
 def test_the_log_says_that_they_fork_and_where_the_first_difference_is(folder):
     (folder / "chat_template.jinja").write_text(FORGETFUL)
     with capture_logs() as logs:
-        spoken = load_spoken(settings(folder), folder, factories(adder=Adder))
+        spoken = load_chat_setups(settings(folder), folder, factories(adder=Adder))
     (told,) = logs
     assert told["history"] == "fork"
     assert "first difference at character" in told["history_why"]
-    assert spoken["adder"].chat.forks
+    assert spoken["adder"].chat.rewrites_history
 
 
 def test_a_format_named_in_the_settings_is_taken_as_it_is(folder):
     with capture_logs() as logs:
-        spoken = load_spoken(settings(folder, tool_format="pythonic"), folder, factories(adder=Adder))
+        spoken = load_chat_setups(settings(folder, tool_format="pythonic"), folder, factories(adder=Adder))
     assert spoken["adder"].tool_format is TOOL_FORMATS["pythonic"]
     assert logs[0]["tool_format_why"] == "model.tool_format says so"
 
@@ -78,15 +78,15 @@ def test_a_format_named_in_the_settings_is_taken_as_it_is(folder):
 def test_a_template_that_does_not_say_how_to_call_is_an_error_only_where_there_are_tools(folder):
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     with pytest.raises(SettingsError, match=r"writes no tool calls.*set model\.tool_format"):
-        load_spoken(settings(folder), folder, factories(adder=Adder))
+        load_chat_setups(settings(folder), folder, factories(adder=Adder))
     with capture_logs() as logs:
-        spoken = load_spoken(settings(folder), folder, factories(quiz=Quiz))
-        alone = load_spoken(settings(folder), folder, {})
+        spoken = load_chat_setups(settings(folder), folder, factories(quiz=Quiz))
+        alone = load_chat_setups(settings(folder), folder, {})
     assert (list(spoken), list(alone), logs) == (["quiz"], [None], [])
 
 
 def test_a_template_that_leaves_the_tools_out_is_told(folder):
     (folder / "chat_template.jinja").write_text(CALLING.replace("(tool | tojson)", "'?'"))
     with capture_logs() as logs:
-        load_spoken(settings(folder), folder, factories(adder=Adder))
-    assert [line["event"] for line in logs] == ["template.shows_no_tools", "template.examined"]
+        load_chat_setups(settings(folder), folder, factories(adder=Adder))
+    assert [line["event"] for line in logs] == ["template.tools_not_rendered", "template.inspected"]

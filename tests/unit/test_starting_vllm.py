@@ -10,18 +10,18 @@ import pytest
 from aiohttp import web
 
 from stream.errors import EngineError, SettingsError
-from workers.engine.site import listen
-from workers.engine.vllm import server
-from workers.engine.vllm.interpreter import Installed, examine, find, interpreter
-from workers.engine.vllm.last_words import LastWords
-from workers.engine.vllm.server import serve_vllm
-from workers.engine.vllm.starting import command, environment
-from workers.fleet.addresses import engine_url
-from workers.settings.file import parse
+from workers.engine_api.discovery.addresses import normalize_engine_url
+from workers.runtime.http_server import listen
+from workers.settings.toml_file import parse_settings
+from workers.vllm import server
+from workers.vllm.interpreter import VllmInstallation, check_interpreter, find_interpreter, resolve_interpreter
+from workers.vllm.launch_command import build_command, build_environment
+from workers.vllm.output_tail import OutputTail
+from workers.vllm.server import serve_vllm
 
 
 def settings_with(**engine):
-    return parse(
+    return parse_settings(
         {
             "model": {"path": "model", "dtype": "bfloat16"},
             "data": {"path": "prompts.jsonl"},
@@ -40,7 +40,7 @@ def a_python(folder, answer):
 
 
 def test_a_users_flag_stands_behind_ours_and_so_wins(tmp_path):
-    words = command(settings_with(flags=["--dtype", "float16"]), tmp_path, "127.0.0.1", 8000, cpu=False)
+    words = build_command(settings_with(flags=["--dtype", "float16"]), tmp_path, "127.0.0.1", 8000, is_cpu_build=False)
     assert [words[i + 1] for i, word in enumerate(words) if word == "--dtype"] == ["bfloat16", "float16"]
     assert "--enforce-eager" not in words
 
@@ -52,17 +52,17 @@ def test_what_is_set_in_our_environment_holds_but_nothing_of_our_interpreter_doe
         "PYTHONDONTWRITEBYTECODE": "1",
         "VLLM_SERVER_DEV_MODE": "0",
     }
-    found = environment(ours, threads=2, cpu=True)
+    found = build_environment(ours, threads=2, is_cpu_build=True)
     assert found["VLLM_CPU_KVCACHE_SPACE"] == "4"
     assert found["OMP_NUM_THREADS"] == "2"
     assert found["VLLM_SERVER_DEV_MODE"] == "1"
     assert not {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE"} & found.keys()
-    assert "TORCHDYNAMO_DISABLE" not in environment(ours, threads=2, cpu=False)
+    assert "TORCHDYNAMO_DISABLE" not in build_environment(ours, threads=2, is_cpu_build=False)
 
 
 def test_an_interpreter_is_a_file_or_a_virtual_environment_or_ours(tmp_path):
-    assert interpreter("") == interpreter(sys.executable)
-    assert interpreter(str(tmp_path)) == tmp_path / "bin" / "python"
+    assert resolve_interpreter("") == resolve_interpreter(sys.executable)
+    assert resolve_interpreter(str(tmp_path)) == tmp_path / "bin" / "python"
 
 
 @pytest.mark.parametrize(
@@ -78,32 +78,32 @@ def test_an_interpreter_is_a_file_or_a_virtual_environment_or_ours(tmp_path):
 def test_an_interpreter_that_will_not_do_is_named_with_the_remedy(tmp_path, answer, said):
     python = a_python(tmp_path, answer)
     with pytest.raises(SettingsError, match=said) as caught:
-        examine(python)
+        check_interpreter(python)
     assert str(python) in str(caught.value)
     assert "checkout of Penstock" in str(caught.value)
 
 
 def test_no_plugin_is_needed_where_vllm_transfers_weights_itself(tmp_path):
     python = a_python(tmp_path, 'echo \'{"version": "0.32.0", "cpu": false, "plugins": []}\'')
-    assert examine(python, needs_plugin=False) == Installed("0.32.0", False, [])
+    assert check_interpreter(python, needs_plugin=False) == VllmInstallation("0.32.0", False, [])
 
 
 def test_our_own_interpreter_answers_the_question_truly():
     with pytest.raises(SettingsError, match="has no vLLM"):
-        examine(interpreter(""))
+        check_interpreter(resolve_interpreter(""))
 
 
 def test_the_usual_places_are_the_variable_then_the_checkouts_then_ours(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PENSTOCK_VLLM", "/nowhere")
     with pytest.raises(SettingsError, match=r"/nowhere: no such interpreter"):
-        find()
+        find_interpreter()
     monkeypatch.delenv("PENSTOCK_VLLM")
     (tmp_path / ".cache" / "vllm" / "bin").mkdir(parents=True)
     python = a_python(tmp_path / ".cache/vllm/bin", 'echo \'{"version": "1", "cpu": true, "plugins": ["penstock"]}\'')
-    assert find() == python
+    assert find_interpreter() == python
     with pytest.raises(SettingsError, match=r"/else: no such interpreter"):
-        find("/else")
+        find_interpreter("/else")
 
 
 OUT_OF_MEMORY = """
@@ -144,10 +144,10 @@ CORE_KILLED = """
     ],
 )
 def test_what_is_quoted_is_the_error_that_the_others_followed_from(output, told):
-    words = LastWords()
+    words = OutputTail()
     for line in output.encode().splitlines():
         words.add(line)
-    assert words.told.startswith(told)
+    assert words.last_error.startswith(told)
 
 
 READY = 'echo \'{"version": "0.32.0", "cpu": true, "plugins": ["penstock"]}\''
@@ -191,7 +191,7 @@ time.sleep(600)
 async def test_what_a_server_says_before_it_ends_is_quoted_although_it_is_read_later_than_its_end(
     tmp_path, monkeypatch
 ):
-    copy = server._copy
+    copy = server._copy_output
 
     async def late(process, words):
         await process.wait()
@@ -259,7 +259,7 @@ def lives(pid: int) -> bool:
 
 
 async def test_a_server_that_listens_no_more_and_does_not_end_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("workers.engine.vllm.server._LISTENS_EVERY_S", 0.1)
+    monkeypatch.setattr("workers.vllm.server._LISTENS_EVERY_S", 0.1)
     urls = []
     with (
         anyio.fail_after(60),
@@ -297,5 +297,5 @@ async def test_a_server_at_an_address_of_ipv6_is_found_healthy_and_announced_by_
     with anyio.move_on_after(30) as scope:
         settings = settings_of(tmp_path, STEADY)
         await serve_vllm(settings, host="::1", port=0, ready=lambda url: (urls.append(url), scope.cancel()))
-    assert [engine_url(url) for url in urls] == urls
+    assert [normalize_engine_url(url) for url in urls] == urls
     assert urls[0].startswith("http://[::1]:")

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from stream.errors import PenstockError
-from stream.view import RunView
-from workers.run.folder import differences
-from workers.run.plot import draw, read_metrics, smooth
-from workers.run.summary import Summary, newest_progress, summarize
-from workers.settings.file import parse
-from workers.train.keeping.progress import Progress
+from stream.operator.run_status import RunStatus
+from workers.run.plot import draw_progress, read_metrics, smooth
+from workers.run.run_folder import setting_differences
+from workers.run.summary import RunSummary, latest_progress, summarize
+from workers.settings.toml_file import parse_settings
+from workers.train.progress import Progress
 
 KEYS = [
     "steps", "groups_trained", "groups_dropped", "rows", "score_before", "score_after", "staleness",
@@ -19,12 +19,12 @@ KEYS = [
 ]  # fmt: skip
 
 
-def view(is_open: int, **counts: int) -> RunView:
+def view(is_open: int, **counts: int) -> RunStatus:
     named = {name.replace("__", ":"): n for name, n in counts.items()}
-    return RunView(now_ms=0, stages={}, open=is_open, outstanding=0, dead=0, counts=named)
+    return RunStatus(now_ms=0, stages={}, open=is_open, outstanding=0, dead=0, counts=named)
 
 
-def summary_of(view: RunView, before=Progress(), after=Progress(), seconds=10.0) -> Summary:  # noqa: B008
+def summary_of(view: RunStatus, before=Progress(), after=Progress(), seconds=10.0) -> RunSummary:  # noqa: B008
     return summarize(view, before, after, seconds)
 
 
@@ -34,19 +34,21 @@ def test_the_keys_are_these():
 
 def test_every_prompt_is_accounted_for():
     summary = summary_of(view(2, fed=10, trained=4, dropped__operator=1, dropped__zero_variance=2, dead=1))
-    assert summary.balanced
+    assert summary.is_balanced
     assert summary.groups_dropped == {"operator": 1, "zero_variance": 2}
-    assert summary.books == "10 fed = 4 trained + 3 dropped + 1 dead + 2 outstanding"
+    assert summary.balance == "10 fed = 4 trained + 3 dropped + 1 dead + 2 outstanding"
 
 
 def test_a_prompt_too_many_or_too_few_is_noticed():
-    assert not summary_of(view(1, fed=10, trained=10)).balanced
-    assert not summary_of(view(0, fed=10, trained=9)).balanced
+    assert not summary_of(view(1, fed=10, trained=10)).is_balanced
+    assert not summary_of(view(0, fed=10, trained=9)).is_balanced
 
 
 def test_speed_is_that_of_this_start_and_staleness_that_of_the_whole_run():
     before = Progress(step=5, tokens=1000)
-    after = Progress(step=9, tokens=3000, staleness_sum=30.0, staleness_count=20, staleness_max=3, rows={"valid": 7})
+    after = Progress(
+        step=9, tokens=3000, staleness_sum=30.0, staleness_count=20, staleness_max=3, completion_states={"valid": 7}
+    )
     summary = summary_of(view(0), before, after)
     assert summary.steps == 9
     assert summary.tokens_per_second == 200.0
@@ -62,7 +64,7 @@ def test_what_was_not_measured_is_null_and_not_0():
 
 
 def test_progress_is_that_of_the_newest_checkpoint_that_can_be_read(tmp_path):
-    assert newest_progress(tmp_path).step == 0
+    assert latest_progress(tmp_path).step == 0
     for name, text in {
         "step-000009": '{"progress": {"step": 9, "unknown": 1}, "files": {}, "saved_at": "2026-01-01"}',
         "step-000010": '{"progress": {"step": 10, "tokens": 1}, "saved_at": "2026-01-02"}',
@@ -74,12 +76,12 @@ def test_progress_is_that_of_the_newest_checkpoint_that_can_be_read(tmp_path):
         folder = tmp_path / "checkpoints" / name
         folder.mkdir(parents=True)
         (folder / "checkpoint.json").write_text(text)
-    assert newest_progress(tmp_path) == Progress(step=10, tokens=2)
+    assert latest_progress(tmp_path) == Progress(step=10, tokens=2)
 
 
 def settings(**sections):
     table = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}]}
-    return parse(table | sections)
+    return parse_settings(table | sections)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def settings(**sections):
     ],
 )
 def test_what_makes_it_another_run_is_named(changed, key):
-    found = differences(settings(), settings(**changed))
+    found = setting_differences(settings(), settings(**changed))
     assert found
     assert all(text.startswith(key) for text in found), found
 
@@ -111,7 +113,7 @@ def test_what_makes_it_another_run_is_named(changed, key):
     ],
 )
 def test_what_may_change_when_a_run_is_resumed(changed):
-    assert differences(settings(), settings(**changed)) == []
+    assert setting_differences(settings(), settings(**changed)) == []
 
 
 def test_steps_that_were_done_again_count_as_they_were_done_last(tmp_path):
@@ -128,8 +130,8 @@ def test_a_running_mean_keeps_a_constant_and_the_length():
 
 def test_a_run_is_drawn_even_where_something_was_not_measured(tmp_path):
     with pytest.raises(PenstockError, match="no step yet"):
-        draw(tmp_path)
+        draw_progress(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "time": 1.0, "version": 1, "reward/mean": 0.5, "staleness/mean": null}\n'
     )
-    assert draw(tmp_path).read_bytes().startswith(b"\x89PNG")
+    assert draw_progress(tmp_path).read_bytes().startswith(b"\x89PNG")

@@ -8,7 +8,7 @@ import torch
 from workers.train.algorithms.advantages import ESTIMATORS, estimate
 from workers.train.algorithms.grouping import Grouping
 
-TOKEN = [name for name, estimator in ESTIMATORS.items() if estimator.declared.level == "token"]
+TOKEN = [name for name, estimator in ESTIMATORS.items() if estimator.traits.level == "token"]
 BASELINES = ["optimal_token_baseline", "tir_optimal_token_baseline"]
 OPTIONS = {"discount": 1.0, "gae_lambda": 1.0, "whiten": False, "zero_tail": False, "epsilon": 1e-8}
 
@@ -38,7 +38,7 @@ def sheet(mask, rewards, *, values=None, bootstrap=None, greedy=None, groups=Non
 
 
 def found(name, inputs, **options):
-    advantages, returns = estimate(name, inputs, OPTIONS | options, singleton="zero")
+    advantages, returns = estimate(name, inputs, OPTIONS | options, single_sample_policy="zero")
     assert advantages.dtype == returns.dtype == torch.float64
     return advantages.tolist(), returns.tolist()
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from workers.train.algorithms.token_selection import SELECTORS, m2po, select
+from workers.train.algorithms.token_selection import SELECTORS, m2po, select_tokens
 
 torch.set_num_threads(1)
 
@@ -61,7 +61,7 @@ def test_nothing_masked_and_nothing_at_all_keep_and_choose_nothing():
         assert not m2po(junk, junk, mask, threshold=1.0).any()
         for name in SELECTORS:
             options = CLIP_COV | {"kl_cov_ratio": 1.0}
-            chosen = select(name, junk, junk, junk, mask, torch.Generator(), options)
+            chosen = select_tokens(name, junk, junk, junk, mask, torch.Generator(), options)
             assert chosen.shape == shape
             assert not chosen.any()
 
@@ -76,7 +76,7 @@ def test_kl_cov_chooses_the_largest_covariances_of_the_whole_batch():
         (0.7, [[1, 1, 0], [1, 0, 0]]),
         (1e-4, [[1, 0, 0], [0, 0, 0]]),
     ):
-        chosen = select("kl_cov", logprobs, logprobs, advantages, mask, None, {"kl_cov_ratio": share})
+        chosen = select_tokens("kl_cov", logprobs, logprobs, advantages, mask, None, {"kl_cov_ratio": share})
         assert chosen.int().tolist() == expected
 
 
@@ -84,9 +84,9 @@ def test_clip_cov_leaves_alone_what_the_clip_has_stopped_already():
     logprobs = torch.tensor([[-1.0, -3.0]])
     advantages, mask = torch.tensor([[1.0, -1.0]]), torch.ones(1, 2, dtype=torch.bool)
     options = CLIP_COV | {"clip_cov_ratio": 1.0}
-    chosen = select("clip_cov", logprobs, logprobs, advantages, mask, torch.Generator(), options)
+    chosen = select_tokens("clip_cov", logprobs, logprobs, advantages, mask, torch.Generator(), options)
     assert chosen.tolist() == [[True, True]]
-    risen = select("clip_cov", logprobs, logprobs - 0.5, advantages, mask, torch.Generator(), options)
+    risen = select_tokens("clip_cov", logprobs, logprobs - 0.5, advantages, mask, torch.Generator(), options)
     assert risen.tolist() == [[False, True]]
 
 
@@ -96,7 +96,9 @@ def test_clip_cov_chooses_by_chance_alone_and_the_same_with_the_same_seed():
     mask = torch.ones(4, 10, dtype=torch.bool)
 
     def choose(seed):
-        return select("clip_cov", logprobs, logprobs, advantages, mask, torch.Generator().manual_seed(seed), CLIP_COV)
+        return select_tokens(
+            "clip_cov", logprobs, logprobs, advantages, mask, torch.Generator().manual_seed(seed), CLIP_COV
+        )
 
     assert torch.equal(choose(1), choose(1))
     assert all(int(choose(seed).sum()) == 4 for seed in range(20))
@@ -115,6 +117,6 @@ def test_chance_does_not_see_padding():
             torch.nn.functional.pad(t, (0, pad, 0, pad), value=v)
             for t, v in ((logprobs, 7.0), (advantages, 7.0), (mask, False))
         ]
-        return select("clip_cov", wide[0], wide[0], wide[1], wide[2], torch.Generator().manual_seed(5), CLIP_COV)
+        return select_tokens("clip_cov", wide[0], wide[0], wide[1], wide[2], torch.Generator().manual_seed(5), CLIP_COV)
 
     assert torch.equal(choose(0), choose(3)[:2, :10])

@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from workers.rollout.tool_formats.choice import TOOL_FORMATS
-from workers.rollout.tool_formats.turn import ToolCall
+from workers.rollout.tool_formats.detection import TOOL_FORMATS
+from workers.rollout.tool_formats.parsed_turn import ToolCall
 
 parse = TOOL_FORMATS["hermes"].parse
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.rollout.tool_formats.choice import TOOL_FORMATS
-from workers.rollout.tool_formats.turn import ParsedTurn, ToolCall
+from workers.rollout.tool_formats.detection import TOOL_FORMATS
+from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
 LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
@@ -197,7 +197,7 @@ def test_what_is_only_thought_is_not_called(name, opening, closing):
     for text, thinking in [(thought, False), (thought.removeprefix(opening), True)]:
         assert read(name, f"{text}{closing}\n{call}", thinking=thinking) == ONE
         assert read(name, text, thinking=thinking) == [], "a block that is never closed"
-        turn = TOOL_FORMATS[name].parse(f"{text}{closing}\n{call}", thinking=thinking)
+        turn = TOOL_FORMATS[name].parse(f"{text}{closing}\n{call}", starts_in_reasoning=thinking)
         assert turn.content == f"{text}{closing}".strip()
     begun_unseen = thought.removeprefix(opening) + closing
     assert read(name, f"{begun_unseen}\n{call}") == ONE
@@ -259,7 +259,7 @@ def pieces():
 @given(pieces(), st.booleans())
 def test_whatever_a_model_writes_parsing_never_raises_and_says_what_can_be_stored(text, thinking):
     for form in TOOL_FORMATS.values():
-        turn = form.parse(text, thinking=thinking)
+        turn = form.parse(text, starts_in_reasoning=thinking)
         assert all(isinstance(call, ToolCall) and isinstance(call.name, str) and call.name for call in turn.calls)
         assert all(0 < len(error) <= 300 for error in turn.errors)
         for call in turn.calls:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Optional, TypedDict
 import msgspec
 import pytest
 
-from envs.tools import ToolArgumentError, bind, tool_specs
-from envs.tools.samples import sample_arguments
+from envs.tools import ToolArgumentError, bind_arguments, tool_specs
+from envs.tools.examples import example_arguments
 from stream.errors import ReferenceNotFoundError
 
 
@@ -152,7 +152,7 @@ def test_methods_that_init_binds_to_the_instance_are_tools_and_other_callables_a
     env = Bound()
     (spec,) = tool_specs(env)
     assert (spec.name, parameters_of(spec)["required"]) == ("look", ["where"])
-    assert env.look(**bind(env.look, {"where": "left"})) == "here, left"
+    assert env.look(**bind_arguments(env.look, {"where": "left"})) == "here, left"
 
 
 def test_the_schema_is_a_function_in_openais_form(specs):
@@ -268,11 +268,11 @@ def test_a_decorated_tool_keeps_its_signature():
     env = Env()
     (spec,) = tool_specs(env)
     assert parameters_of(spec)["properties"] == {"a": {"type": "integer"}}
-    assert env.tool(**bind(env.tool, {"a": 1})) == 1
+    assert env.tool(**bind_arguments(env.tool, {"a": 1})) == 1
 
 
 def test_arguments_become_what_the_hints_say():
-    bound = bind(
+    bound = bind_arguments(
         Everything().move,
         {
             "move": {"x": 1},
@@ -296,24 +296,24 @@ def test_arguments_become_what_the_hints_say():
 
 
 def test_an_integer_is_a_float_but_a_string_is_no_integer():
-    assert bind(Everything().later, {"seconds": 3}) == {"seconds": 3.0}
+    assert bind_arguments(Everything().later, {"seconds": 3}) == {"seconds": 3.0}
     with pytest.raises(ToolArgumentError, match=r"replaced: b: expected `str`, got `int`"):
-        bind(Everything().replaced, {"b": 3})
+        bind_arguments(Everything().replaced, {"b": 3})
 
 
 def test_keys_of_a_dict_may_be_integers():
     class Env:
         def tool(self, names: dict[int, str]): ...
 
-    assert bind(Env().tool, {"names": {"1": "a"}}) == {"names": {1: "a"}}
+    assert bind_arguments(Env().tool, {"names": {"1": "a"}}) == {"names": {1: "a"}}
 
 
 def test_none_is_let_through_where_it_is_the_default():
     class Env:
         def tool(self, a: int = None): ...  # noqa: RUF013
 
-    assert bind(Env().tool, {"a": None}) == {"a": None}
-    assert bind(Env().tool, {}) == {}
+    assert bind_arguments(Env().tool, {"a": None}) == {"a": None}
+    assert bind_arguments(Env().tool, {}) == {}
 
 
 def test_none_is_told_once_where_the_hint_lets_it_through_already():
@@ -333,7 +333,7 @@ def test_none_is_told_once_where_the_hint_lets_it_through_already():
 
 def test_all_that_is_wrong_is_told_at_once():
     with pytest.raises(ToolArgumentError) as caught:
-        bind(Everything().move, {"move": {"x": "1"}, "colour": "green", "color": "red"})
+        bind_arguments(Everything().move, {"move": {"x": "1"}, "colour": "green", "color": "red"})
     message = str(caught.value)
     assert message.startswith("move: ")
     assert "how is missing" in message
@@ -345,16 +345,16 @@ def test_all_that_is_wrong_is_told_at_once():
 @pytest.mark.parametrize("arguments", [None, [1], "a"])
 def test_arguments_that_are_no_object_are_refused(arguments):
     with pytest.raises(ToolArgumentError, match="must be an object"):
-        bind(Everything().fixed, arguments)
+        bind_arguments(Everything().fixed, arguments)
 
 
 def test_any_name_is_let_through_where_the_tool_takes_any():
     class Env:
         def tool(self, a: int, **rest: str): ...
 
-    assert bind(Env().tool, {"a": 1, "b": "2"}) == {"a": 1, "b": "2"}
+    assert bind_arguments(Env().tool, {"a": 1, "b": "2"}) == {"a": 1, "b": "2"}
     with pytest.raises(ToolArgumentError, match="b: expected `str`"):
-        bind(Env().tool, {"a": 1, "b": 2})
+        bind_arguments(Env().tool, {"a": 1, "b": 2})
 
 
 def test_what_cannot_be_checked_is_passed_as_it_is():
@@ -362,13 +362,13 @@ def test_what_cannot_be_checked_is_passed_as_it_is():
         def tool(self, a, b: Any, c: complex): ...
 
     given = {"a": [1], "b": {"x": None}, "c": "1j"}
-    assert bind(Env().tool, given) == given
+    assert bind_arguments(Env().tool, given) == given
 
 
 def test_arguments_made_up_from_a_schema_are_accepted_by_the_tool(specs):
     env = Everything()
     for spec in specs.values():
-        bind(getattr(env, spec.name), sample_arguments(parameters_of(spec)))
+        bind_arguments(getattr(env, spec.name), example_arguments(parameters_of(spec)))
 
 
 def test_arguments_made_up_for_a_type_within_itself_come_to_an_end():
@@ -378,4 +378,4 @@ def test_arguments_made_up_for_a_type_within_itself_come_to_an_end():
         def tool(self, trees: Annotated[list[Tree], msgspec.Meta(min_length=2)]): ...
 
     (spec,) = tool_specs(Env())
-    assert len(bind(Env().tool, sample_arguments(parameters_of(spec)))["trees"]) == 2
+    assert len(bind_arguments(Env().tool, example_arguments(parameters_of(spec)))["trees"]) == 2

@@ -11,7 +11,7 @@ from workers.train.algorithms.advantages import dr_grpo
 from workers.train.algorithms.grouping import Grouping
 from workers.train.step.batch import collate
 from workers.train.step.metrics import count_states, step_metrics
-from workers.train.step.selection import assess, derive_masks
+from workers.train.step.selection import check_group, mask_batch
 
 SETTINGS = settings.Settings(
     model=settings.Model(path="none"),
@@ -25,7 +25,7 @@ def completion(index, length, reward, version=5, **facts):
     row = Row(
         prompt_ids=bytes(4),
         token_ids=bytes(4 * length),
-        sampled=[(0, length)],
+        sampled_ranges=[(0, length)],
         logprobs=array("f", [-1.0] * length).tobytes(),
         spans=[Span(version, 0, length)],
     )
@@ -38,8 +38,8 @@ def group(*completions, name="p"):
 
 def metrics(*groups, version=7, **more):
     batch = collate(groups)
-    masks = derive_masks(batch, SETTINGS, version)
-    advantages = dr_grpo(masks.rewards_C, Grouping(batch.facts.group_ids_C, masks.baseline_C, batch.facts.groups))
+    masks = mask_batch(batch, SETTINGS, version)
+    advantages = dr_grpo(masks.rewards_C, Grouping(batch.facts.group_ids_C, masks.baseline_C, batch.facts.num_groups))
     return step_metrics(batch, masks, advantages, settings=SETTINGS, version=version, **more)
 
 
@@ -106,9 +106,7 @@ def test_a_mean_of_nothing_is_left_out():
 
 def test_what_the_policy_earns_includes_groups_that_were_filtered():
     tie = collate([group(*[completion(i, 2, Measured(1.0)) for i in range(3)], *INVALID, name="q")])
-    found = metrics(
-        group(*VALID), filtered=(tie, derive_masks(tie, SETTINGS, 7)), dropped={DropReason.ZERO_VARIANCE: 1}
-    )
+    found = metrics(group(*VALID), filtered=(tie, mask_batch(tie, SETTINGS, 7)), dropped={DropReason.ZERO_VARIANCE: 1})
     assert (found["reward/mean"], found["reward/count"]) == (2.0, 3)
     assert (found["sampled/reward_mean"], found["sampled/reward_count"]) == (1.5, 6)
     assert (found["groups/kept"], found["groups/dropped/zero_variance"]) == (1, 1)
@@ -130,16 +128,16 @@ def test_a_completion_of_several_rows_is_one_completion():
 
 def test_an_unscored_completion_is_missing_its_reward():
     batch = collate([group(completion(0, 2, None))])
-    assert count_states(batch.facts, derive_masks(batch, SETTINGS, 7)) == {"reward:missing": 1}
+    assert count_states(batch.facts, mask_batch(batch, SETTINGS, 7)) == {"reward:missing": 1}
 
 
 def test_a_group_is_assessed_by_the_same_masks():
-    assert assess(group(*VALID, *INVALID), SETTINGS, 7, VOCABULARY)[0] is None
-    reason, states = assess(group(*INVALID), SETTINGS, 7, VOCABULARY)
+    assert check_group(group(*VALID, *INVALID), SETTINGS, 7, VOCABULARY)[0] is None
+    reason, states = check_group(group(*INVALID), SETTINGS, 7, VOCABULARY)
     assert reason is DropReason.NO_VALID_ROW
     assert states == {"reward:timeout": 1, "failed:engine": 1, "truncated:length": 1, "failed:env_reset": 1}
-    assert assess(group(VALID[0]), SETTINGS, 7, VOCABULARY)[0] is DropReason.MIN_VALID_ROWS
-    assert assess(group(VALID[0], VALID[0]), SETTINGS, 7, VOCABULARY)[0] is DropReason.ZERO_VARIANCE
+    assert check_group(group(VALID[0]), SETTINGS, 7, VOCABULARY)[0] is DropReason.MIN_VALID_ROWS
+    assert check_group(group(VALID[0], VALID[0]), SETTINGS, 7, VOCABULARY)[0] is DropReason.ZERO_VARIANCE
 
 
 def test_metrics_are_plain_numbers():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.train.algorithms.trajectories import Packing, Trajectories
+from workers.train.algorithms.completion_layout import CompletionLayout, LeftPacking
 
 # p prompt, a sampled, x sampled and rejected, t the tool's, . padding
 ROWS = ["ppaata.", "pppppax", "paxtata", "pppxx..", "ppppaa."]
@@ -22,7 +22,7 @@ def trajectories(rows=ROWS, owners=COMPLETIONS, completions=4, width=None):
         return torch.tensor([[letter in letters for letter in row] for row in padded], dtype=torch.bool)
 
     tokens, sampled = (marks(letters).view(len(rows), width) for letters in ("a", "ax"))
-    return Trajectories(torch.tensor(owners, dtype=torch.int64), completions, tokens, sampled)
+    return CompletionLayout(torch.tensor(owners, dtype=torch.int64), completions, tokens, sampled)
 
 
 def numbered(rows=5, width=7):
@@ -32,7 +32,7 @@ def numbered(rows=5, width=7):
 
 def test_a_completions_rows_follow_one_another_and_tool_tokens_keep_their_place():
     laid = trajectories()
-    assert laid.sheet(numbered(), fill=-1).tolist() == [
+    assert laid.to_dense(numbered(), fill=-1).tolist() == [
         [15, 16, -1, -1, -1, -1],
         [2, 3, 4, 5, 44, 45],
         [21, 22, 23, 24, 25, 26],
@@ -53,7 +53,7 @@ def test_a_row_without_a_token_that_counts_is_as_if_it_never_was():
 
 def test_a_sheet_goes_back_into_its_rows():
     laid = trajectories()
-    back = laid.rows(laid.sheet(numbered()))
+    back = laid.to_rows(laid.to_dense(numbered()))
     assert back.tolist() == [
         [0, 0, 2, 3, 4, 5, 0],
         [0, 0, 0, 0, 0, 15, 16],
@@ -64,15 +64,15 @@ def test_a_sheet_goes_back_into_its_rows():
 
 
 def test_a_reward_is_placed_on_the_last_token_that_counts():
-    placed = trajectories().place(torch.tensor([1.0, 2, 3, 4]))
+    placed = trajectories().on_last_token(torch.tensor([1.0, 2, 3, 4]))
     assert placed.tolist() == [[1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 2], [0, 0, 0, 0, 0, 3], [0] * 6]
 
 
 @pytest.mark.parametrize("row", ["pata", "patatt", "patatx", "patatx.."])
 def test_neither_tool_tokens_nor_rejected_ones_at_the_end_take_the_reward(row):
     laid = trajectories([row], [0], 1)
-    assert laid.place(torch.tensor([5.0]))[0, :3].tolist() == [0.0, 0.0, 5.0]
-    assert laid.rows(laid.place(torch.tensor([5.0])))[0, :4].tolist() == [0, 0, 0, 5.0]
+    assert laid.on_last_token(torch.tensor([5.0]))[0, :3].tolist() == [0.0, 0.0, 5.0]
+    assert laid.to_rows(laid.on_last_token(torch.tensor([5.0])))[0, :4].tolist() == [0, 0, 0, 5.0]
 
 
 def test_prompts_and_padding_take_no_place():
@@ -83,14 +83,14 @@ def test_prompts_and_padding_take_no_place():
 
 def test_types_are_kept():
     laid = trajectories()
-    assert laid.sheet(numbered().double()).dtype == torch.float64
-    assert laid.sheet(numbered().long()).dtype == torch.int64
+    assert laid.to_dense(numbered().double()).dtype == torch.float64
+    assert laid.to_dense(numbered().long()).dtype == torch.int64
     assert laid.mask_CT.dtype == torch.bool
 
 
 def test_gradients_pass_through():
     laid, values = trajectories(), numbered().requires_grad_()
-    laid.rows(laid.sheet(values) * 2).sum().backward()
+    laid.to_rows(laid.to_dense(values) * 2).sum().backward()
     assert values.grad.sum() == 2 * (4 + 2 + 6 + 2)
 
 
@@ -101,8 +101,8 @@ def test_nothing_to_lay_down_gives_an_empty_sheet(rows, owners, completions):
     laid = trajectories(rows, owners, completions)
     width = max((len(row) for row in rows), default=0)
     assert laid.mask_CT.shape == (completions, 0)
-    assert laid.place(torch.full((completions,), math.nan)).shape == (completions, 0)
-    assert laid.rows(laid.sheet(numbered(len(rows), width))).tolist() == [[0.0] * width] * len(rows)
+    assert laid.on_last_token(torch.full((completions,), math.nan)).shape == (completions, 0)
+    assert laid.to_rows(laid.to_dense(numbered(len(rows), width))).tolist() == [[0.0] * width] * len(rows)
 
 
 written = st.lists(st.tuples(st.integers(0, 3), st.text("paxt.", max_size=6)), max_size=8)
@@ -121,21 +121,21 @@ def test_every_token_is_where_a_walk_over_the_rows_puts_it(written):
     longest = max(len(line) for line in lines)
     expected = [[10.0 * r + t for r, t, _ in line] + [-1.0] * (longest - len(line)) for line in lines]
     counting = [[letter == "a" for *_, letter in line] + [False] * (longest - len(line)) for line in lines]
-    assert laid.sheet(numbered(len(rows), width), fill=-1.0).tolist() == expected
+    assert laid.to_dense(numbered(len(rows), width), fill=-1.0).tolist() == expected
     assert laid.mask_CT.tolist() == counting
 
 
 def test_packing_moves_the_tokens_of_a_mask_to_the_left_and_back():
     mask = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
     values = torch.where(mask, numbered(3, 4), math.nan)
-    packing = Packing(mask)
-    packed = packing.packed(values)
+    packing = LeftPacking(mask)
+    packed = packing.pack(values)
     assert packed.tolist() == [[1, 3, 0, 0], [0, 0, 0, 0], [20, 21, 22, 23]]
     assert packing.mask_CN.int().tolist() == [[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]
-    assert packing.unpacked(packed).tolist() == [[0, 1, 0, 3], [0, 0, 0, 0], [20, 21, 22, 23]]
+    assert packing.unpack(packed).tolist() == [[0, 1, 0, 3], [0, 0, 0, 0], [20, 21, 22, 23]]
 
 
 def test_packing_does_not_care_how_a_sheet_lies_in_memory():
     mask = torch.tensor([[0, 1], [1, 1], [1, 0]]).bool()
     values = numbered(2, 3).t()
-    assert Packing(mask).packed(values).tolist() == [[10, 0], [1, 11], [2, 0]]
+    assert LeftPacking(mask).pack(values).tolist() == [[10, 0], [1, 11], [2, 0]]

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 from transformers.utils import get_json_schema
 
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
 from envs.tools import tool_specs
 from stream.records import Prompt
 from stream.validity import Measured, RewardReason, Unmeasured
-from workers.rollout.group import roll_out
-from workers.rollout.slot_pool import SlotPool
-from workers.rollout.tool_formats.choice import TOOL_FORMATS
+from workers.rollout.environment_pool import EnvironmentPool
+from workers.rollout.group import run_group
+from workers.rollout.tool_formats.detection import TOOL_FORMATS
 from workers.score.worker import score_group
 from workers.settings import Rollout
 from workers.testing import call, play
-from workers.testing.script import Script, chat
+from workers.testing.scripted_sampler import ScriptedSampler, scripted_chat
 
 FILE = Path(__file__).parents[1] / "cases" / "trl_style.py"
 
@@ -38,8 +38,8 @@ def test_an_environment_that_chooses_its_own_task_scores_itself():
     played = play(ref("Increment"), [call("increment", step=1)] * 6)
     target = played.environment.target
     assert played.messages[0]["content"] == f"Raise the counter by {target}."
-    assert played.replies == ["1", "2", "3", "4", "5", "6"]
-    assert played.value == (target == 6)
+    assert played.tool_replies == ["1", "2", "3", "4", "5", "6"]
+    assert played.reward_value == (target == 6)
 
 
 def test_an_environment_takes_its_task_from_the_row_and_reward_functions_its_state():
@@ -60,26 +60,26 @@ def test_an_environment_takes_its_task_from_the_row_and_reward_functions_its_sta
 def test_a_game_over_is_told_to_the_model_and_the_state_is_scored():
     moves = [call("move", direction="left"), call("move", direction="right")]
     played = play(ref("Slide"), moves, rewards=[ref("from_score")])
-    assert played.replies == ["4 0 0\n8 0 0", "Error: ValueError: Game over."]
-    assert played.value == 12.0
+    assert played.tool_replies == ["4 0 0\n8 0 0", "Error: ValueError: Game over."]
+    assert played.reward_value == 12.0
     assert played.environment._render() == "4 0 0\n8 0 0"
 
 
 def test_a_client_made_in_init_is_kept_from_episode_to_episode():
     said = [call("guess", word="crate"), call("guess", word="crane"), call("guess", word="brine")]
     played = play(ref("Words"), said, rewards=[ref("from_reward")])
-    assert played.replies == ["\ncrate GGGXG", "\ncrane GGGGG", "Error: ValueError: Game over."]
-    assert played.value == 1.0
+    assert played.tool_replies == ["\ncrate GGGXG", "\ncrane GGGGG", "Error: ValueError: Game over."]
+    assert played.reward_value == 1.0
 
 
 def test_async_members_are_awaited():
     played = play(ref("Shouting"), [[call("shout", text="a"), call("shout", text="b")]])
-    assert played.replies == ["A", "B"]
-    assert played.value == 1.0
+    assert played.tool_replies == ["A", "B"]
+    assert played.reward_value == 1.0
 
 
 def test_a_reward_function_may_branch_on_the_class_and_know_nothing_of_the_others():
-    assert play(ref("Coding"), [call("run_code", code="6 * 7")], rewards=[ref("by_kind")]).value == 1.0
+    assert play(ref("Coding"), [call("run_code", code="6 * 7")], rewards=[ref("by_kind")]).reward_value == 1.0
     other = play(ref("Words"), [], rewards=[ref("by_kind")])
     assert isinstance(other.reward, Unmeasured)
     assert other.reward.reason is RewardReason.MISSING
@@ -88,7 +88,7 @@ def test_a_reward_function_may_branch_on_the_class_and_know_nothing_of_the_other
 @pytest.mark.parametrize("name", ["Increment", "IncrementTo", "Slide", "Words", "Coding", "Shouting"])
 def test_the_schema_of_a_tool_in_trls_style_is_the_one_that_trl_would_show(name):
     """TRL makes its schemas by transformers' `get_json_schema`."""
-    env = Factory.load(ref(name)).make()
+    env = EnvironmentFactory.load(ref(name)).make()
     for spec in tool_specs(env):
         assert spec.schema == get_json_schema(getattr(env, spec.name))
         assert spec.problems == ()
@@ -179,7 +179,10 @@ def test_choices_told_in_a_docstring_are_checked_too():
             return unit
 
     played = play(Env, [call("warm", unit="kelvin"), call("warm", unit="celsius")])
-    assert played.replies == ['Error: warm: unit: expected one of "celsius", "fahrenheit", got "kelvin"', "celsius"]
+    assert played.tool_replies == [
+        'Error: warm: unit: expected one of "celsius", "fahrenheit", got "kelvin"',
+        "celsius",
+    ]
 
 
 # Snapshots, through the rollout worker's and the scorer's own code
@@ -208,7 +211,7 @@ class Mutable:
 
 
 def factory_of(cls):
-    return Factory.of(cls)
+    return EnvironmentFactory.from_callable(cls)
 
 
 async def scored(cls, read, numbers=(1, 2)):
@@ -216,12 +219,14 @@ async def scored(cls, read, numbers=(1, 2)):
     factories = {"env": factory_of(cls)}
     function = RewardFunction(lambda environments, **columns: [float(read(env)) for env in environments], "read")
     groups = []
-    async with SlotPool(factories, size=1) as pool:
-        play_one = partial(roll_out, chat=chat(), pool=pool, limits=Rollout(), tool_format=TOOL_FORMATS["hermes"])
+    async with EnvironmentPool(factories, size=1) as pool:
+        play_one = partial(
+            run_group, chat=scripted_chat(), pool=pool, limits=Rollout(), tool_format=TOOL_FORMATS["hermes"]
+        )
         for number in numbers:
             prompt = Prompt(id=f"p{number}", messages=[{"role": "user", "content": "go"}], fields={"number": number})
             prompt.environment, prompt.group_size = "env", 1
-            groups.append(await play_one(prompt, sampler=Script(["done"])))
+            groups.append(await play_one(prompt, sampler=ScriptedSampler(["done"])))
     for group in groups:
         await score_group(group, [function], factories, 5.0)
     return [group.completions[0].reward for group in groups]
@@ -237,7 +242,7 @@ async def scored(cls, read, numbers=(1, 2)):
     ],
 )
 async def test_what_the_next_episode_changes_does_not_reach_the_snapshot(read):
-    chat()  # made here: it builds a tokenizer
+    scripted_chat()  # made here: it builds a tokenizer
     assert await scored(Mutable, read) == [Measured(1.0), Measured(2.0)]
 
 

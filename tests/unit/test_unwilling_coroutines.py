@@ -10,7 +10,7 @@ import anyio.lowlevel
 import pytest
 from anyio import CapacityLimiter
 
-from envs.call import Caller, Overran, Raised, Returned
+from envs.call import CallRunner, Failed, Ok, TimedOut
 
 FOR_EVER = 3600
 
@@ -61,39 +61,39 @@ class Unwilling:
 
 @pytest.fixture
 def caller():
-    return Caller(CapacityLimiter(math.inf))
+    return CallRunner(CapacityLimiter(math.inf))
 
 
 @pytest.mark.parametrize("how", ["swallows", "swallows_deep_inside", "swallows_once_awaited"])
 async def test_one_that_swallows_its_cancellation_has_overrun(caller, how):
     with anyio.fail_after(10):
-        assert isinstance(await caller.call(getattr(Unwilling(), how), {}, 0.01), Overran)
-        assert await caller.call(anyio.sleep, {"delay": 0}, 5) == Returned(None)
+        assert isinstance(await caller.call(getattr(Unwilling(), how), {}, 0.01), TimedOut)
+        assert await caller.call(anyio.sleep, {"delay": 0}, 5) == Ok(None)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it ignores its end, too
 async def test_one_that_swallows_everything_has_overrun(caller):
     unwilling = Unwilling()
     with anyio.fail_after(10):
-        assert isinstance(await caller.call(unwilling.swallows_all, {}, 0.01), Overran)
+        assert isinstance(await caller.call(unwilling.swallows_all, {}, 0.01), TimedOut)
     unwilling.ended = True
     gc.collect()
 
 
 async def test_what_waits_for_one_that_is_closed_gets_to_its_finally(caller):
     unwilling = Unwilling()
-    assert isinstance(await caller.call(unwilling.swallows_deep_inside, {}, 0.01), Overran)
+    assert isinstance(await caller.call(unwilling.swallows_deep_inside, {}, 0.01), TimedOut)
     assert unwilling.ended
 
 
 async def test_one_that_cleans_up_is_let_to(caller):
     unwilling = Unwilling()
-    assert isinstance(await caller.call(unwilling.cleans_up, {}, 0.01), Overran)
+    assert isinstance(await caller.call(unwilling.cleans_up, {}, 0.01), TimedOut)
     assert unwilling.ended
 
 
 async def test_deadlines_of_its_own_are_its_own_business(caller):
-    assert await caller.call(Unwilling().has_deadlines_of_its_own, {}, 60) == Returned(7)
+    assert await caller.call(Unwilling().has_deadlines_of_its_own, {}, 60) == Ok(7)
 
 
 async def test_what_cancels_the_caller_ends_it_too(caller):
@@ -107,10 +107,10 @@ async def test_values_and_errors_pass_through_as_they_are(caller):
         raise SystemExit(3)
 
     outcome = await caller.call(raises, {}, 5)
-    assert isinstance(outcome, Raised)
+    assert isinstance(outcome, Failed)
     assert isinstance(outcome.error, SystemExit)
     async with anyio.create_task_group() as tasks:
         event = asyncio.get_running_loop().create_future()
         tasks.start_soon(anyio.sleep, 0)
         event.set_result(5)
-        assert await caller.call(lambda: event, {}, 5) == Returned(5)
+        assert await caller.call(lambda: event, {}, 5) == Ok(5)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from workers.train.algorithms.aggregation import Totals, factors
+from workers.train.algorithms.aggregation import BatchTotals, row_factors
 from workers.train.algorithms.value import value_loss
 
 torch.set_num_threads(1)
@@ -29,7 +29,7 @@ LENGTHS = torch.tensor([4, 4, 3])
 def test_loss_and_clip_fraction_are_those_of_the_reference_whatever_stands_outside(aggregation, expected, junk):
     values, old, returns = (torch.tensor(t).double().masked_fill(~MASK, junk) for t in (VALUES, OLD, RETURNS))
     values.requires_grad_()
-    factors_R = factors(aggregation, LENGTHS, Totals(tokens=11, completions=3), constant=5)
+    factors_R = row_factors(aggregation, LENGTHS, BatchTotals(tokens=11, completions=3), constant=5)
     output = value_loss(values, old, returns, MASK, factors_R, clip=0.5)
     output.loss.backward()
     assert float(output.loss.detach()) == pytest.approx(expected)

@@ -12,15 +12,15 @@ from types import ModuleType
 
 import pytest
 import torch
-from penstock_vllm import BACKEND, KNOWN_TO_WORK, register
-from penstock_vllm.asking import asking
-from penstock_vllm.checkpoint import compare, files_of, shapes_of, tensors_of
-from penstock_vllm.pieces import find_pieces
-from penstock_vllm.source import fetch
+from penstock_vllm import BACKEND, TESTED_VLLM_VERSION, register
+from penstock_vllm.asking import tensor_probe
+from penstock_vllm.checkpoint import check_update, find_files, iter_tensors, read_shapes
+from penstock_vllm.pieces import find_internals
+from penstock_vllm.source import download
 from penstock_vllm.verdict import FAILED, REFUSED, FailedError, RefusedError
 from safetensors.torch import save_file
 
-from workers.engine.wire import BACKEND as ASKED_FOR
+from workers.engine_api.wire import WEIGHT_TRANSFER_BACKEND as ASKED_FOR
 
 SHAPES = {"embed": (7, 3), "norm": (3,)}
 
@@ -40,17 +40,17 @@ def test_penstock_asks_for_the_backend_that_the_plugin_registers():
 
 def test_names_and_shapes_of_one_file_and_of_several(tmp_path):
     one = save(tmp_path / "model.safetensors", SHAPES)
-    assert shapes_of(files_of(tmp_path)) == shapes_of(files_of(one)) == SHAPES
+    assert read_shapes(find_files(tmp_path)) == read_shapes(find_files(one)) == SHAPES
     parts = tmp_path / "parts"
     parts.mkdir()
     for name, shape in SHAPES.items():
         save(parts / f"{name}.safetensors", {name: shape})
     index = {"weight_map": {name: f"{name}.safetensors" for name in SHAPES}}
     (parts / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert shapes_of(files_of(parts)) == SHAPES
+    assert read_shapes(find_files(parts)) == SHAPES
     (parts / "norm.safetensors").unlink()
     with pytest.raises(RefusedError, match=r"has no norm\.safetensors; the old weights stay"):
-        files_of(parts)
+        find_files(parts)
 
 
 @pytest.mark.parametrize("cut", [1, 50, 100, 10_000])
@@ -58,7 +58,7 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path, cut):
     file = save(tmp_path / "model.safetensors", SHAPES)
     file.write_bytes(file.read_bytes()[:-cut])
     with pytest.raises(RefusedError, match="no whole safetensors file"):
-        shapes_of([file])
+        read_shapes([file])
 
 
 @pytest.mark.parametrize(
@@ -72,20 +72,20 @@ def test_a_file_of_the_right_length_that_no_tensor_can_be_read_from_is_refused_b
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(84))
     with pytest.raises(RefusedError, match=f"{file} is no whole safetensors file"):
-        shapes_of([file])
+        read_shapes([file])
 
 
 def test_a_file_that_was_changed_after_it_was_checked_is_named(tmp_path):
     file = save(tmp_path / "model.safetensors", SHAPES)
-    assert {name: tuple(tensor.shape) for name, tensor in tensors_of([file])} == SHAPES
+    assert {name: tuple(tensor.shape) for name, tensor in iter_tensors([file])} == SHAPES
     file.write_bytes(b"something else")
     with pytest.raises(OSError, match=f"{file} cannot be read any more"):
-        list(tensors_of([file]))
+        list(iter_tensors([file]))
 
 
 def test_a_folder_that_is_not_there_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(RefusedError, match="over http"):
-        files_of(tmp_path / "gone")
+        find_files(tmp_path / "gone")
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def test_a_folder_that_is_not_there_is_refused_with_the_remedy(tmp_path):
 )
 def test_weights_of_another_model_are_refused(update, words):
     with pytest.raises(RefusedError, match=words) as caught:
-        compare(update, SHAPES, everything)
+        check_update(update, SHAPES, everything)
     assert str(caught.value).startswith(REFUSED)
 
 
 def test_what_the_model_does_not_load_may_be_there_or_not():
-    compare(SHAPES | {"lm_head": (7, 3)}, SHAPES, lambda name, _: name != "lm_head")
-    compare(SHAPES, SHAPES | {"mtp": (7, 3)}, lambda name, _: name != "mtp")
+    check_update(SHAPES | {"lm_head": (7, 3)}, SHAPES, lambda name, _: name != "lm_head")
+    check_update(SHAPES, SHAPES | {"mtp": (7, 3)}, lambda name, _: name != "mtp")
 
 
 class Model(torch.nn.Module):
@@ -130,7 +130,7 @@ class Model(torch.nn.Module):
 def test_a_live_model_tells_what_it_takes_and_takes_nothing():
     model = Model()
     loader = model.qkv.weight_loader
-    with asking(model) as takes:
+    with tensor_probe(model) as takes:
         asked = {name: takes(name, (1,)) for name in ("q", "k", "plain", "passed_over", "unheard_of")}
     assert asked == {"q": True, "k": True, "plain": True, "passed_over": False, "unheard_of": True}
     assert model.qkv.weight_loader is loader
@@ -175,7 +175,7 @@ def temporary(tmp_path, monkeypatch):
 def test_files_are_downloaded_and_go_when_they_were_read(temporary):
     files = {"a": b"x" * 3_000_000, "b": b""}
     with files_server(files) as url:
-        folder = fetch(url, [entry(name, content) for name, content in files.items()])
+        folder = download(url, [entry(name, content) for name, content in files.items()])
     assert {file.name: file.read_bytes() for file in Path(folder.name).iterdir()} == files
     folder.cleanup()
     assert not list(temporary.iterdir())
@@ -195,15 +195,15 @@ def test_files_are_downloaded_and_go_when_they_were_read(temporary):
 )
 def test_a_file_that_comes_otherwise_than_announced_is_not_kept(temporary, change, kind, words):
     with files_server({"a": b"abc"}) as url, pytest.raises(kind, match=words):
-        fetch(url, [entry("a", b"abc") | change])
+        download(url, [entry("a", b"abc") | change])
     assert not list(temporary.iterdir())
 
 
 def test_a_server_in_trouble_may_be_asked_again_and_one_that_is_gone_too(temporary):
     with files_server({"a": b"abc"}, status=503) as url, pytest.raises(FailedError, match="answers 503"):
-        fetch(url, [entry("a", b"abc")])
+        download(url, [entry("a", b"abc")])
     with pytest.raises(FailedError, match="did not come over HTTP") as caught:
-        fetch(url, [entry("a", b"abc")])
+        download(url, [entry("a", b"abc")])
     assert str(caught.value).startswith(FAILED)
     assert not list(temporary.iterdir())
 
@@ -211,7 +211,7 @@ def test_a_server_in_trouble_may_be_asked_again_and_one_that_is_gone_too(tempora
 @pytest.mark.parametrize(("url", "files"), [("file:///etc/", [{}]), ("http://h/no-slash", [{}]), ("http://h/", [])])
 def test_what_is_no_list_of_files_is_refused(url, files):
     with pytest.raises(RefusedError):
-        fetch(url, files)
+        download(url, files)
 
 
 def fake(monkeypatch, name: str, **members) -> None:
@@ -225,8 +225,10 @@ def fake(monkeypatch, name: str, **members) -> None:
 def test_a_vllm_without_one_of_the_pieces_is_named_with_the_one_that_works(monkeypatch):
     fake(monkeypatch, "vllm.model_executor.model_loader.reload", initialize_layerwise_reload=print)
     sys.modules["vllm"].__version__ = "0.99"
-    with pytest.raises(RuntimeError, match=f"finalize_layerwise_reload.*0.99.*known to work: vLLM {KNOWN_TO_WORK}"):
-        find_pieces()
+    with pytest.raises(
+        RuntimeError, match=f"finalize_layerwise_reload.*0.99.*known to work: vLLM {TESTED_VLLM_VERSION}"
+    ):
+        find_internals()
 
 
 def test_registering_twice_is_as_good_as_once_and_without_weight_transfer_vllm_starts_all_the_same(monkeypatch, caplog):
@@ -247,4 +249,4 @@ def test_registering_twice_is_as_good_as_once_and_without_weight_transfer_vllm_s
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
         patched.setitem(sys.modules, "vllm", None)
         register()
-    assert KNOWN_TO_WORK in caplog.text
+    assert TESTED_VLLM_VERSION in caplog.text

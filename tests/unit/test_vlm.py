@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envs.builtin.vlm import PARTS, Vlm, generalized_iou, last_boxed, parse_box
 from envs.rewards import RewardFunction
-from envs.shipped.vlm import PARTS, Vlm, box_of, giou, last_boxed
 from stream.errors import ReferenceNotFoundError
 from stream.records import Completion, Group, Prompt
 from stream.validity import Measured, RewardReason
@@ -89,7 +89,7 @@ def test_a_bad_gold_answer_makes_the_completion_invalid_and_leaves_the_part_that
 )
 def test_parts_that_cannot_be_are_refused_at_the_start(parts, words):
     with pytest.raises(ReferenceNotFoundError, match=words):
-        RewardFunction.load("envs.shipped.vlm:Vlm", args={"parts": parts})
+        RewardFunction.load("envs.builtin.vlm:Vlm", args={"parts": parts})
 
 
 numbers = st.floats(allow_nan=True, allow_infinity=True)
@@ -98,11 +98,11 @@ numbers = st.floats(allow_nan=True, allow_infinity=True)
 @given(st.lists(numbers, min_size=4, max_size=4), st.lists(numbers, min_size=4, max_size=4))
 def test_whatever_the_boxes_the_reward_is_within_bounds(gold, said):
     reward = PARTS["bbox_giou"](gold, f"<answer>{said}</answer>")
-    assert outcome(reward) is BAD if box_of(gold) is None else -1 <= reward.value <= 1
+    assert outcome(reward) is BAD if parse_box(gold) is None else -1 <= reward.value <= 1
 
 
 def test_giou_of_boxes_that_overlap_a_quarter():
-    assert giou((0, 0, 2, 2), (1, 1, 3, 3)) == pytest.approx(1 / 7 - 2 / 9)
+    assert generalized_iou((0, 0, 2, 2), (1, 1, 3, 3)) == pytest.approx(1 / 7 - 2 / 9)
 
 
 @pytest.mark.parametrize(
@@ -116,15 +116,15 @@ def test_the_last_box_is_read_to_its_own_brace(said, expected):
 async def test_in_the_scoring_stage_each_part_is_a_part_of_the_record():
     function = await anyio.to_thread.run_sync(
         partial(
-            RewardFunction.load, "envs.shipped.vlm:Vlm", 2.0, name="vlm", args={"parts": {"format": 1, "math_expr": 1}}
+            RewardFunction.load, "envs.builtin.vlm:Vlm", 2.0, name="vlm", args={"parts": {"format": 1, "math_expr": 1}}
         )
     )
     said = ["<think></think><answer>4</answer>", "5"]
     group = Group(
-        prompt=Prompt(id="p", messages=[], text=True, fields={"answer": "4"}),
+        prompt=Prompt(id="p", messages=[], is_plain_text=True, fields={"answer": "4"}),
         completions=[Completion(index=i, messages=[{"role": "assistant", "content": s}]) for i, s in enumerate(said)],
     )
-    async with function.opened():
+    async with function.open():
         await score_group(group, [function], {}, 30)
     right, wrong = group.completions
     assert [(part.name, part.weight, part.reward) for part in right.parts] == [

@@ -5,14 +5,14 @@ import tomllib
 
 import pytest
 
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
-from envs.rewards.calling import Calling
+from envs.rewards.loading import CallOptions
 from stream.errors import DataError, ReferenceNotFoundError, SettingsError
-from workers.feed.held_out import read_held_out
-from workers.feed.mixture import open_mixture
-from workers.rescore.command import _functions
-from workers.settings.file import dump, parse
+from workers.commands.rescore.rescore import _load_functions
+from workers.feed.dataset_mix import open_dataset_mix
+from workers.feed.evaluation_prompts import read_evaluation_prompts
+from workers.settings.toml_file import dump_settings, parse_settings
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"ref": "r.py:f"}]}
 CODE = """
@@ -56,30 +56,30 @@ def measure(completions, number): return [1.0] * len(completions)
 )
 def test_what_is_wrong_is_told_by_key_with_a_remedy(section, change, words):
     with pytest.raises(SettingsError) as caught:
-        parse(LEAST | {section: change}, "my.toml")
+        parse_settings(LEAST | {section: change}, "my.toml")
     for word in ["my.toml", *words]:
         assert word in str(caught.value)
 
 
 def test_a_bias_by_token_id_is_read_and_written_back():
     table = {"restricted": True, "top_p": 0.9, "stop": ["</answer>"], "logit_bias": {"5": -1.5}}
-    settings = parse(LEAST | {"rollout": table})
+    settings = parse_settings(LEAST | {"rollout": table})
     assert settings.rollout.logit_bias == {5: -1.5}
-    assert parse(tomllib.loads(dump(settings))) == settings
+    assert parse_settings(tomllib.loads(dump_settings(settings))) == settings
 
 
 def test_two_functions_of_one_name_are_told_apart_by_another():
-    parse(LEAST | {"rewards": [{"ref": "a:b"}, {"ref": "c:b", "name": "other"}]})
+    parse_settings(LEAST | {"rewards": [{"ref": "a:b"}, {"ref": "c:b", "name": "other"}]})
 
 
 def test_a_prompt_file_that_is_not_there_is_named_with_the_key_that_names_it(tmp_path):
-    mix = parse(LEAST | {"data": {"mix": [{"path": str(tmp_path / "gone.jsonl")}]}})
+    mix = parse_settings(LEAST | {"data": {"mix": [{"path": str(tmp_path / "gone.jsonl")}]}})
     with pytest.raises(DataError, match=r"gone\.jsonl: no such file or folder; \[\[data\.mix\]\] path"):
-        open_mixture(mix)
+        open_dataset_mix(mix)
     with pytest.raises(DataError, match=r"gone\.jsonl: no such file or folder; eval\.path"):
-        read_held_out(parse(LEAST | {"eval": {"path": str(tmp_path / "gone.jsonl")}}))
+        read_evaluation_prompts(parse_settings(LEAST | {"eval": {"path": str(tmp_path / "gone.jsonl")}}))
     with pytest.raises(DataError, match=r"d\.jsonl: no such file or folder; data\.path"):
-        open_mixture(parse(LEAST))
+        open_dataset_mix(parse_settings(LEAST))
 
 
 def test_an_environment_among_the_rewards_and_the_other_way_round_are_recognised(tmp_path):
@@ -90,7 +90,7 @@ def test_an_environment_among_the_rewards_and_the_other_way_round_are_recognised
             RewardFunction.load(ref)
     for ref in ("code_jaccard", f"{file}:measure"):
         with pytest.raises(ReferenceNotFoundError, match=r"belongs? into \[\[rewards\]\]"):
-            Factory.load(ref)
+            EnvironmentFactory.load(ref)
 
 
 def test_a_function_is_called_in_a_second_scoring_as_in_the_run(tmp_path):
@@ -99,5 +99,5 @@ def test_a_function_is_called_in_a_second_scoring_as_in_the_run(tmp_path):
     file.write_text(
         f'[[rewards]]\nref = "{tmp_path}/mixed_up.py:measure"\nprocesses = 2\neach = "row"\ntimeout_s = 1.5\n'
     )
-    (function,) = _functions(file, ())
-    assert function.calling == Calling(processes=2, each="row", timeout_s=1.5)
+    (function,) = _load_functions(file, ())
+    assert function.call_options == CallOptions(processes=2, granularity="row", timeout_s=1.5)

@@ -7,11 +7,11 @@ import aiohttp
 import msgspec
 
 from tests.vllm.policies import LENGTH, Judge
-from workers.engine.wire import GenerateRequest, GenerateResponse, SamplingParams
-from workers.fleet.roster import Roster
-from workers.train.publishing.files import Files
-from workers.train.publishing.in_flight import InFlight
-from workers.train.publishing.publisher import EnginePublisher
+from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.engine_api.wire import GenerateRequest, GenerateResponse, SamplingParams
+from workers.train.publishing.paused_update import PausedUpdate
+from workers.train.publishing.publisher import WeightPublisher
+from workers.train.publishing.shared_folder import SharedFolderTransfer
 
 CLOSE = 1e-4
 
@@ -39,13 +39,13 @@ class Served:
     def judges(self) -> list[Judge]:
         return [Judge(folder) for folder in self.folders]
 
-    def publisher(self, way=None, patience_s=60.0) -> EnginePublisher:
-        way = way or InFlight(Files())
-        made = EnginePublisher(Roster([self.url]), way, patience_s=patience_s, update_timeout_s=120)
-        made._fit.add(self.url)  # a new one would ask first, which takes vLLM longer than a request is under way
+    def publisher(self, way=None, patience_s=60.0) -> WeightPublisher:
+        way = way or PausedUpdate(SharedFolderTransfer())
+        made = WeightPublisher(EngineDiscovery([self.url]), way, retry_timeout_s=patience_s, update_timeout_s=120)
+        made._compatible.add(self.url)  # a new one would ask first, which takes vLLM longer than a request is under way
         return made
 
-    async def push(self, policy: int, publisher: EnginePublisher | None = None) -> int:
+    async def push(self, policy: int, publisher: WeightPublisher | None = None) -> int:
         """Push one of the three under the next number that stands for it."""
         version = next(v for v in range(self.version + 1, self.version + 4) if v % 3 == policy)
         await (publisher or self.publisher()).push(self.folders[policy], version)

@@ -1,6 +1,6 @@
 """Real vLLM on the CPU, in a process and a virtual environment of its own.
 
-Version and packages are in `setup.sh`, environment and flags as in a run (`workers/engine/vllm/starting.py`).
+Version and packages are in `setup.sh`, environment and flags as in a run (`workers/vllm/launch_command.py`).
 `PENSTOCK_VLLM` names a virtual environment that is there already.
 """
 
@@ -16,13 +16,13 @@ from functools import cache
 from pathlib import Path
 from urllib.error import URLError
 
-from workers.engine.vllm.last_words import LastWords
-from workers.engine.vllm.starting import FLAGS_WITHOUT_GPU, SERVER, environment
+from workers.vllm.launch_command import CPU_FLAGS, SERVER_MODULE, build_environment
+from workers.vllm.output_tail import OutputTail
 
 ROOT = Path(__file__).parents[2]
 START_S = 500
 """19 s to 51 s on a quiet machine, minutes on one that is not."""
-FLAGS = ("--dtype", "float32", "--max-num-seqs", "64", *FLAGS_WITHOUT_GPU)
+FLAGS = ("--dtype", "float32", "--max-num-seqs", "64", *CPU_FLAGS)
 
 
 @cache
@@ -47,12 +47,12 @@ def vllm_server(model: Path, log: Path, *flags: str, port: int = 0) -> Iterator[
     port = port or free_port()
     # Its processes keep two cores busy while they sample. At the same rank, and in a session of their own, they were
     # seen to keep those who test them from running for up to 3 s on a crowded machine, in which requests are over.
-    command = ["nice", "-n", "5", str(vllm_python()), *SERVER, "--model", str(model)]
+    command = ["nice", "-n", "5", str(vllm_python()), *SERVER_MODULE, "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *FLAGS, *flags]
     with log.open("wb") as said:
         process = subprocess.Popen(
             command,
-            env=environment(os.environ, threads=1, cpu=True),
+            env=build_environment(os.environ, threads=1, is_cpu_build=True),
             cwd=log.parent,
             stdout=said,
             stderr=said,
@@ -92,10 +92,10 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 def _said(log: Path) -> str:
     """Its error, and its last lines."""
-    lines, words = log.read_bytes().splitlines(), LastWords()
+    lines, words = log.read_bytes().splitlines(), OutputTail()
     for line in lines:
         words.add(line)
-    return "\n".join([words.told, "its last lines:", *(line.decode(errors="replace") for line in lines[-40:])])
+    return "\n".join([words.last_error, "its last lines:", *(line.decode(errors="replace") for line in lines[-40:])])
 
 
 def free_port() -> int:

@@ -5,7 +5,7 @@
 #
 # Apart from ours, since vLLM pins what we do not. torch has to come as a CPU build: from wherever pip's own configuration
 # says, or by PIP_EXTRA_INDEX_URL=<PyTorch's CPU index>. What vLLM is started with
-# stands in `workers/engine/vllm/starting.py`.
+# stands in `workers/vllm/launch_command.py`.
 set -eu
 
 if [ $# = 0 ] && [ -n "${PENSTOCK_VLLM:-}" ]; then

@@ -12,10 +12,16 @@ from examples.reward_model.make_models import make_reward_model
 from tests.vllm.policies import LENGTH, bend, make_policy
 from tests.vllm.served import Served
 from tests.vllm.server import START_S, vllm_python, vllm_server
-from workers.engine.wire import BACKEND
+from workers.engine_api.wire import WEIGHT_TRANSFER_BACKEND
 
 LONG = ("--max-model-len", str(LENGTH))
-TAKES_WEIGHTS = ("--enable-scale-out", "--block-size", "32", "--weight-transfer-config", f'{{"backend": "{BACKEND}"}}')
+TAKES_WEIGHTS = (
+    "--enable-scale-out",
+    "--block-size",
+    "32",
+    "--weight-transfer-config",
+    f'{{"backend": "{WEIGHT_TRANSFER_BACKEND}"}}',
+)
 FLAGS = {
     "pooling": ("--runner", "pooling", "--max-model-len", "512"),
     "lora": (

@@ -7,8 +7,8 @@ import anyio
 import pytest
 
 from tests.vllm.served import Served
-from workers.rollout.engine.client import EngineClient
-from workers.rollout.engine.sampling import Sampling
+from workers.rollout.engine_client.client import EngineClient
+from workers.rollout.engine_client.sampling import SamplingOptions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -41,8 +41,8 @@ async def hit_rate(servers: list[Served], client: EngineClient, name: str, *, ne
         pick = random.Random(f"{name}-{group}-{completion}")
         for turn in range(TURNS):
             of = f"{name}-{group}" if near else f"{anywhere.random()}"
-            sampling = Sampling(temperature=1.0, max_tokens=SAID, seed=turn, group=of, completion=completion)
-            said = await client.sample(context, sampling, at_least=-1)
+            sampling = SamplingOptions(temperature=1.0, max_tokens=SAID, seed=turn, group=of, completion=completion)
+            said = await client.sample(context, sampling, min_policy_version=-1)
             context += [*said.token_ids, *(pick.randrange(10, 300) for _ in range(OBSERVED))]
 
     async with anyio.create_task_group() as tasks:
@@ -58,7 +58,7 @@ async def test_affinity_finds_more_of_each_context_in_the_servers_caches_than_ra
     servers, rates = [tied, untied], {}
     options = {"request_timeout_s": 300, "attempts": 3, "reconnect_s": 120}
     async with EngineClient([server.url for server in servers], **options) as client:
-        await client.probe()
+        await client.wait_until_ready()
         for name in ("random", "near"):
             rates[name] = await hit_rate(servers, client, name, near=name == "near")
     measured(f"prefix cache hits near {rates['near']:.3f}, at random {rates['random']:.3f}")

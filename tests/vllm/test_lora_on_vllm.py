@@ -12,16 +12,16 @@ import torch
 from stream.errors import EngineRefusedError
 from tests.vllm.policies import LENGTH, MANY, Judge
 from tests.vllm.served import CLOSE
-from workers.engine.wire import adapter_name
-from workers.fleet.roster import Roster
-from workers.rollout.engine.client import EngineClient
-from workers.rollout.engine.sampling import Sampling
+from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.engine_api.wire import adapter_name
+from workers.rollout.engine_client.client import EngineClient
+from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.settings import Lora
 from workers.train.model.adapter import Adapter
-from workers.train.model.policy import load_policy, write_policy
-from workers.train.publishing.adapters import Adapters
-from workers.train.publishing.control import Control
-from workers.train.publishing.publisher import EnginePublisher
+from workers.train.model.policy_folder import load_policy, save_policy
+from workers.train.publishing.adapter_update import AdapterUpdate
+from workers.train.publishing.engine_control import EngineControlClient
+from workers.train.publishing.publisher import WeightPublisher
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -46,8 +46,8 @@ class Versions:
             merged = folder / f"merged-{version}"
             for made in (path, merged):
                 made.mkdir()
-            adapter.write(path, "float32")
-            write_policy(adapter.model, adapter.merged(), base, merged, "float32")
+            adapter.save(path, "float32")
+            save_policy(adapter.model, adapter.merged_state(), base, merged, "float32")
             self.judges.append(Judge(merged))
 
     def differs(self, prompt, sampled, version: int) -> float:
@@ -76,12 +76,14 @@ def url(lora):
 
 @pytest.fixture
 def publisher(url):
-    return EnginePublisher(Roster((url,)), Adapters(RANK), patience_s=60, update_timeout_s=120)
+    return WeightPublisher(EngineDiscovery((url,)), AdapterUpdate(RANK), retry_timeout_s=60, update_timeout_s=120)
 
 
 @contextlib.asynccontextmanager
 async def client_of(url):
-    async with EngineClient([url], request_timeout_s=300, attempts=3, reconnect_s=120, adapters=True) as client:
+    async with EngineClient(
+        [url], request_timeout_s=300, max_attempts=3, unavailable_timeout_s=120, uses_adapters=True
+    ) as client:
         yield client
 
 
@@ -89,9 +91,9 @@ def prompt(seed: int, length: int = LONG) -> list[int]:
     return torch.randint(10, 300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-async def sample(client, ids, tokens=24, *, seed=1, at_least=0, least=0):
-    sampling = Sampling(temperature=1.0, max_tokens=tokens, min_tokens=least, seed=seed)
-    return await client.sample(ids, sampling, at_least=at_least)
+async def sample(client, ids, tokens=24, *, seed=1, min_policy_version=0, least=0):
+    sampling = SamplingOptions(temperature=1.0, max_tokens=tokens, min_tokens=least, seed=seed)
+    return await client.sample(ids, sampling, at_least=min_policy_version)
 
 
 async def next_version(publisher) -> int:
@@ -109,14 +111,14 @@ async def test_each_version_is_served_as_transformers_says_on_prompts_that_the_o
             await publisher.push(path, version)
             assert await publisher.versions() == {url: version}
             for seed in range(3):
-                sampled = await sample(client, prompt(seed), seed=seed, at_least=version)
+                sampled = await sample(client, prompt(seed), seed=seed, min_policy_version=version)
                 assert {span.version for span in sampled.spans} == {version}
                 furthest = max(furthest, versions.differs(prompt(seed), sampled, version))
                 assert furthest < CLOSE
                 if version > first:
                     assert versions.differs(prompt(seed), sampled, version - 1) > 0.1, "nothing could be told apart"
     measured(f"largest difference from transformers {furthest:.1e}")
-    kept = await Control(url, 120).adapters()
+    kept = await EngineControlClient(url, 120).loaded_adapters()
     assert set(kept) == {adapter_name(version) for version in (first + 1, first + 2)}
 
 
@@ -125,7 +127,7 @@ async def test_requests_under_way_go_on_with_their_own_adapter_to_the_last_token
     sampled, ids = {}, [prompt(seed) for seed in range(4)]
 
     async def one(client, place, version):
-        sampled[place] = await sample(client, ids[place], MANY, seed=place, at_least=version, least=MANY)
+        sampled[place] = await sample(client, ids[place], MANY, seed=place, min_policy_version=version, least=MANY)
 
     async with client_of(url) as client:
         await publisher.push(versions.paths[first], first)
@@ -172,8 +174,8 @@ async def test_a_client_that_names_an_adapter_that_has_just_gone_finds_the_new_o
     first = await next_version(publisher)
     async with client_of(url) as client:
         await publisher.push(versions.paths[first], first)
-        await sample(client, prompt(0, 20), 2, at_least=first)
-        control = Control(url, 120)
+        await sample(client, prompt(0, 20), 2, min_policy_version=first)
+        control = EngineControlClient(url, 120)
         await publisher.push(versions.paths[first + 1], first + 1)
         await control.unload_adapter(adapter_name(first))
         found = await sample(client, prompt(0, 20), 8)  # it takes the engine to have what it had a moment ago
@@ -184,7 +186,7 @@ async def test_a_client_that_names_an_adapter_that_has_just_gone_finds_the_new_o
 async def test_the_way_that_replaces_an_adapter_under_its_name_is_wrong_in_flight(url, publisher, versions):
     """Why it is not used: vLLM says that it has the new version, and samples from a mixture, or from the old one."""
     first = await next_version(publisher)
-    ids, control = prompt(5), Control(url, 120)
+    ids, control = prompt(5), EngineControlClient(url, 120)
     async with aiohttp.ClientSession() as session:
         load = partial(_load_in_place, session, url)
         for version in (first, first + 1):
@@ -211,7 +213,7 @@ async def test_the_way_that_replaces_an_adapter_under_its_name_is_wrong_in_fligh
                 tasks.start_soon(ask)
                 await further(url, before + 5)
                 await load(versions.paths[version + 1])
-                await control.name_version(version + 1)
+                await control.set_weight_version(version + 1)
                 await further(url, await generated(url) + 200)
                 await post(url, "/pause?mode=abort")
                 await post(url, "/resume")
@@ -236,6 +238,6 @@ async def test_a_folder_that_the_engine_does_not_see_is_refused_at_once(publishe
 
 
 async def test_an_engine_that_cannot_hold_such_adapters_is_refused_with_what_it_needs(url, versions):
-    publisher = EnginePublisher(Roster((url,)), Adapters(16), patience_s=60, update_timeout_s=120)
+    publisher = WeightPublisher(EngineDiscovery((url,)), AdapterUpdate(16), retry_timeout_s=60, update_timeout_s=120)
     with pytest.raises(EngineRefusedError, match=r"--max-lora-rank 8, less than lora\.rank \(16\)"):
         await publisher.push(versions.paths[1], 1)

@@ -8,14 +8,14 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner
 
-from envs.served.reward_model import RewardModel
+from envs.remote.reward_model import RewardModel
 from stream.errors import RunFailedError
 from stream.validity import Measured, RewardReason
 from tests.integration.test_pooling_engine import conversations
 from tests.integration.test_rewardbench import rows, write
 from workers.cli import penstock
-from workers.engine.pooling.plain_classifier import PlainClassifier
-from workers.engine.site import listen
+from workers.local_engine.pooling.reference_classifier import ReferenceClassifier
+from workers.runtime.http_server import listen
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 CLOSE = 1e-4
@@ -37,7 +37,7 @@ def split(chats):
 
 async def test_scores_are_those_of_transformers_alone_together_and_in_another_order(url, folder, measured):
     chats = conversations(40)
-    plain = await anyio.to_thread.run_sync(PlainClassifier, folder)
+    plain = await anyio.to_thread.run_sync(ReferenceClassifier, folder)
     expected = [plain.score(chat) for chat in chats]
     assert max(expected) - min(expected) > 2
     async with RewardModel([url], timeout_s=300) as model:

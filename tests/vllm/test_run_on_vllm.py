@@ -18,9 +18,9 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from stream.archive import ArchivedGroups
-from stream.ledger import read_lines
 from stream.records import Group, Row
+from stream.trainer.archive import ArchivedGroups
+from stream.trainer.ledger import read_ledger
 from tests.e2e.harness import Project, balanced, stop, wait_for_trained
 from tests.vllm.policies import Judge
 from tests.vllm.served import CLOSE, difference
@@ -28,8 +28,8 @@ from tests.vllm.server import vllm_python
 from workers.cli import penstock
 from workers.demo.model import END_OF_TURN, make_model, make_tokenizer
 from workers.demo.task import training_rows
-from workers.demo.warmstart import warm_start
-from workers.engine.wire import GenerateRequest, GenerateResponse, SamplingParams
+from workers.demo.warm_start import warm_start
+from workers.engine_api.wire import GenerateRequest, GenerateResponse, SamplingParams
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -124,11 +124,13 @@ class Played:
 
     def __init__(self, project: Project, summary: dict, kept: Path, back: Back) -> None:
         self.project, self.summary, self.kept, self.back = project, summary, kept, back
-        lines, broken = read_lines(project.run_folder / "ledger.jsonl")
+        lines, broken = read_ledger(project.run_folder / "ledger.jsonl")
         assert not broken
         archived = ArchivedGroups(project.run_folder / "groups")
         self.trained: list[Group] = [
-            archived.read(written.line.prompt, written.line.hash) for written in lines if written.line.end == "trained"
+            archived.read(written.record.prompt, written.record.hash)
+            for written in lines
+            if written.record.outcome == "trained"
         ]
 
     def rows(self) -> list[Row]:
@@ -242,7 +244,7 @@ def test_the_killed_server_came_back_at_its_address(played):
     assert "vLLM was killed by SIGKILL" in log
     of_it = [event["event"] for event in events(played.project, "rollout-0") if event.get("url") == played.back.url]
     assert "engine.ejected" in of_it
-    assert "engine.returned" in of_it
+    assert "engine.recovered" in of_it
 
 
 def test_once_back_it_is_used_within_seconds_at_the_right_version(played, measured):

@@ -19,19 +19,19 @@ from stream.validity import RolloutReason, TruncationReason
 from tests.vllm.policies import LENGTH, MANY
 from tests.vllm.served import CLOSE
 from workers.demo.model import make_tokenizer
-from workers.engine.site import listen
-from workers.rollout.engine.client import EngineClient
-from workers.rollout.engine.completions import Completions
-from workers.rollout.engine.generate import Generate
-from workers.rollout.engine.sampling import Sampling, ending_of, turn_seed
-from workers.train.model.logprobs import Readable, token_logprobs
+from workers.rollout.engine_client.client import EngineClient
+from workers.rollout.engine_client.completions_api import CompletionsApi
+from workers.rollout.engine_client.generate_api import GenerateApi
+from workers.rollout.engine_client.sampling import SamplingOptions, end_after_error, turn_seed
+from workers.runtime.http_server import listen
+from workers.train.model.logprobs import LogprobModel, token_logprobs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 ROUTES = ["generate", "completions"]
 RUNNING = r"num_requests_running{[^}]*}"
 GENERATED = r"generation_tokens_total{[^}]*}"
 # Seconds of sampling, so that there is a middle of it.
-LONG = Sampling(temperature=1.0, max_tokens=LENGTH - 10, min_tokens=LENGTH - 10)
+LONG = SamplingOptions(temperature=1.0, max_tokens=LENGTH - 10, min_tokens=LENGTH - 10)
 PROMPTS = [[5 + i, 40 + 7 * i, 9, 100 + i] * (1 + i % 3) for i in range(16)]
 
 
@@ -58,7 +58,7 @@ async def without_generate(url):
     async with aiohttp.ClientSession() as session:
 
         async def pass_on(http: web.Request) -> web.Response:
-            if http.path == Generate.path:
+            if http.path == GenerateApi.path:
                 return web.Response(status=404)
             headers = {"Content-Type": "application/json"}
             async with session.request(
@@ -77,12 +77,14 @@ async def client_of(url, route, *samplings):
     async with AsyncExitStack() as stack:
         if route == "completions":
             url = await stack.enter_async_context(without_generate(url))
-        client = EngineClient([url], request_timeout_s=300, attempts=1, reconnect_s=120, samplings=samplings)
+        client = EngineClient(
+            [url], request_timeout_s=300, max_attempts=1, unavailable_timeout_s=120, sampling_options=samplings
+        )
         await stack.enter_async_context(client)
         with capture_logs() as lines:
-            await client.probe()
+            await client.wait_until_ready()
         found = next(line for line in lines if line["event"] == "engine.found")
-        assert found["route"] == (Generate if route == "generate" else Completions).path
+        assert found["route"] == (GenerateApi if route == "generate" else CompletionsApi).path
         yield client
 
 
@@ -121,18 +123,18 @@ def one_row(model, prompt, sampled, temperature):
     tokens = torch.tensor([[*prompt, *sampled.token_ids]])
     chosen = torch.arange(tokens.shape[1])[None] >= len(prompt)
     with torch.no_grad():
-        return token_logprobs(Readable.of(model), tokens, chosen, temperature=temperature).logprobs_N
+        return token_logprobs(LogprobModel.from_whole(model), tokens, chosen, temperature=temperature).logprobs_N
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("route", ROUTES)
 async def test_the_trainers_ratio_to_the_engine_is_1_on_unchanged_weights(url, model, measured, route, temperature):
-    sampling = Sampling(temperature=temperature, max_tokens=24)
+    sampling = SamplingOptions(temperature=temperature, max_tokens=24)
     found = {}
     async with client_of(url, route, sampling) as client, anyio.create_task_group() as tasks:
 
         async def ask(i):
-            found[i] = await client.sample(PROMPTS[i], sampling, at_least=-1)
+            found[i] = await client.sample(PROMPTS[i], sampling, min_policy_version=-1)
 
         for i in range(len(PROMPTS)):
             tasks.start_soon(ask, i)
@@ -151,9 +153,9 @@ async def test_the_trainers_ratio_to_the_engine_is_1_on_unchanged_weights(url, m
 )
 @pytest.mark.parametrize("route", ROUTES)
 async def test_the_sharpest_restriction_is_greedy(url, model, route, restriction):
-    sampling = Sampling(**{"temperature": 1.0, "max_tokens": 8, "seed": 1} | restriction)
+    sampling = SamplingOptions(**{"temperature": 1.0, "max_tokens": 8, "seed": 1} | restriction)
     async with client_of(url, route, sampling) as client:
-        sampled = await client.sample(PROMPTS[0], sampling, at_least=-1)
+        sampled = await client.sample(PROMPTS[0], sampling, min_policy_version=-1)
     tokens = torch.tensor([[*PROMPTS[0], *sampled.token_ids]])
     with torch.no_grad():
         likeliest = model(tokens).logits[0, len(PROMPTS[0]) - 1 : -1].argmax(-1)
@@ -165,11 +167,13 @@ async def test_the_sharpest_restriction_is_greedy(url, model, route, restriction
 @pytest.mark.parametrize("route", ROUTES)
 async def test_a_bias_forces_a_token_and_a_stop_string_ends_the_turn_with_it(url, tokenizer, route):
     token = tokenizer.convert_tokens_to_ids("a")
-    forced = Sampling(temperature=1.0, max_tokens=6, logit_bias={token: 100.0})
-    stopped = Sampling(temperature=1.0, max_tokens=6, logit_bias={token: 100.0}, stop=("nowhere", "aaa"))
-    late = Sampling(temperature=1.0, max_tokens=6, logit_bias={token: 100.0}, stop=("aa",), min_tokens=4)
+    forced = SamplingOptions(temperature=1.0, max_tokens=6, logit_bias={token: 100.0})
+    stopped = SamplingOptions(temperature=1.0, max_tokens=6, logit_bias={token: 100.0}, stop=("nowhere", "aaa"))
+    late = SamplingOptions(temperature=1.0, max_tokens=6, logit_bias={token: 100.0}, stop=("aa",), min_tokens=4)
     async with client_of(url, route, forced, stopped) as client:
-        turns = [await client.sample(PROMPTS[0], sampling, at_least=-1) for sampling in (forced, stopped, late)]
+        turns = [
+            await client.sample(PROMPTS[0], sampling, min_policy_version=-1) for sampling in (forced, stopped, late)
+        ]
     assert [(turn.token_ids, turn.finish_reason) for turn in turns] == [
         ([token] * 6, "length"),
         ([token] * 3, "stop"),
@@ -182,11 +186,13 @@ async def test_a_bias_forces_a_token_and_a_stop_string_ends_the_turn_with_it(url
 async def test_no_stop_token_comes_before_min_tokens_and_the_one_that_ends_it_is_sampled(url, tokenizer, route):
     end, other = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("a")
     bias = {end: 100.0, other: 50.0}
-    sampling = Sampling(temperature=1.0, max_tokens=9, min_tokens=5, logit_bias=bias)
-    stopped = Sampling(temperature=1.0, max_tokens=9, min_tokens=2, logit_bias={other: 100.0}, stop_token_ids=(other,))
+    sampling = SamplingOptions(temperature=1.0, max_tokens=9, min_tokens=5, logit_bias=bias)
+    stopped = SamplingOptions(
+        temperature=1.0, max_tokens=9, min_tokens=2, logit_bias={other: 100.0}, stop_token_ids=(other,)
+    )
     async with client_of(url, route, sampling) as client:
-        sampled = await client.sample(PROMPTS[0], sampling, at_least=-1)
-        own = await client.sample(PROMPTS[0], stopped, at_least=-1)
+        sampled = await client.sample(PROMPTS[0], sampling, min_policy_version=-1)
+        own = await client.sample(PROMPTS[0], stopped, min_policy_version=-1)
     assert (sampled.token_ids, sampled.finish_reason) == ([other] * 5 + [end], "stop")
     assert (own.token_ids.index(other), len(own.token_ids), own.finish_reason) == (2, 3, "stop")
 
@@ -194,10 +200,12 @@ async def test_no_stop_token_comes_before_min_tokens_and_the_one_that_ends_it_is
 @pytest.mark.parametrize("route", ROUTES)
 async def test_a_seed_draws_the_same_again_and_another_one_draws_anew(url, route):
     def seeded(seed):
-        return Sampling(temperature=1.0, max_tokens=20, seed=seed)
+        return SamplingOptions(temperature=1.0, max_tokens=20, seed=seed)
 
     async with client_of(url, route) as client:
-        turns = [await client.sample(PROMPTS[1], seeded(seed), at_least=-1) for seed in (2**63 - 1, 2**63 - 1, 7)]
+        turns = [
+            await client.sample(PROMPTS[1], seeded(seed), min_policy_version=-1) for seed in (2**63 - 1, 2**63 - 1, 7)
+        ]
     assert turns[0].token_ids == turns[1].token_ids
     assert turns[0].logprobs == pytest.approx(turns[1].logprobs, abs=CLOSE)
     assert turns[0].token_ids != turns[2].token_ids
@@ -205,16 +213,16 @@ async def test_a_seed_draws_the_same_again_and_another_one_draws_anew(url, route
 
 @pytest.mark.parametrize("route", ROUTES)
 async def test_a_context_that_is_too_long_is_refused_in_vllms_words_and_one_that_fills_up_is_cut(url, route):
-    sampling = Sampling(temperature=1.0, max_tokens=50)
-    endless = Sampling(temperature=1.0, max_tokens=50, min_tokens=50)
+    sampling = SamplingOptions(temperature=1.0, max_tokens=50)
+    endless = SamplingOptions(temperature=1.0, max_tokens=50, min_tokens=50)
     async with client_of(url, route, sampling) as client:
         with pytest.raises(EngineRefusedError, match=rf"maximum (context|model) length (of|is) {LENGTH}") as refused:
-            await client.sample([9] * (LENGTH + 1), sampling, at_least=-1)
+            await client.sample([9] * (LENGTH + 1), sampling, min_policy_version=-1)
         with pytest.raises(EngineRefusedError):
-            await client.sample([9] * LENGTH, sampling, at_least=-1)
-        full = await client.sample([9] * (LENGTH - 6), endless, at_least=-1)
-    assert ending_of(refused.value, 1) is TruncationReason.CONTEXT
-    failure = ending_of(refused.value, 0)
+            await client.sample([9] * LENGTH, sampling, min_policy_version=-1)
+        full = await client.sample([9] * (LENGTH - 6), endless, min_policy_version=-1)
+    assert end_after_error(refused.value, 1) is TruncationReason.CONTEXT
+    failure = end_after_error(refused.value, 0)
     assert isinstance(failure, Failure)
     assert failure.reason is RolloutReason.PROMPT_TOO_LONG
     assert (len(full.token_ids), full.finish_reason) == (6, "length")
@@ -232,8 +240,10 @@ async def test_the_runs_own_seeds_draw_as_often_as_the_softmax_says(url, model):
 
         async def draw(episodes):
             for episode in episodes:
-                sampling = Sampling(temperature=1.0, max_tokens=1, seed=turn_seed(77 + episode // 4, episode % 4))
-                drawn.append((await client.sample(prompt, sampling, at_least=-1)).token_ids[0])
+                sampling = SamplingOptions(
+                    temperature=1.0, max_tokens=1, seed=turn_seed(77 + episode // 4, episode % 4)
+                )
+                drawn.append((await client.sample(prompt, sampling, min_policy_version=-1)).token_ids[0])
 
         async with anyio.create_task_group() as tasks:
             for start in range(64):
@@ -256,7 +266,7 @@ async def test_what_was_aborted_is_never_a_sample(url, route):
 
         async def ask():
             with pytest.raises(EngineError, match=r"aborted the request after \d+ tokens") as error:
-                await client.sample([9], LONG, at_least=-1)
+                await client.sample([9], LONG, min_policy_version=-1)
             errors.append(error.value)
 
         before = await metric(url, GENERATED)  # what is said to be running may be out of date
@@ -269,7 +279,7 @@ async def test_what_was_aborted_is_never_a_sample(url, route):
 
 async def test_versions_are_exact_over_generate_and_the_older_one_over_completions(tied):
     first = await tied.push(0)
-    sampling, found = Sampling(temperature=1.0, max_tokens=MANY, min_tokens=MANY), {}
+    sampling, found = SamplingOptions(temperature=1.0, max_tokens=MANY, min_tokens=MANY), {}
     async with (
         client_of(tied.url, "generate") as exact,
         client_of(tied.url, "completions") as bound,

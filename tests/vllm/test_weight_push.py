@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from stream.errors import EngineRefusedError, EngineUnavailableError
 from tests.vllm.served import CLOSE, Served, difference
 from tests.vllm.server import ROOT
-from workers.engine.wire import BACKEND
-from workers.train.publishing.control import Control
-from workers.train.publishing.files import Files
-from workers.train.publishing.in_flight import InFlight
-from workers.train.publishing.over_http import serve_weights
+from workers.engine_api.wire import WEIGHT_TRANSFER_BACKEND
+from workers.train.publishing.engine_control import EngineControlClient
+from workers.train.publishing.http_transfer import serve_weights
+from workers.train.publishing.paused_update import PausedUpdate
+from workers.train.publishing.shared_folder import SharedFolderTransfer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -117,7 +117,7 @@ async def test_kept_keys_and_values_are_a_mixture_and_only_in_requests_that_were
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(long_request)
         await tied.while_tokens_are_sampled()
-        await tied.push(1, tied.publisher(InFlight(Files(), keep_kv=True)))
+        await tied.push(1, tied.publisher(PausedUpdate(SharedFolderTransfer(), keep_kv=True)))
         await tied.while_tokens_are_sampled()
         await tied.end_endless()
     ((ids, logprobs, spans),) = found
@@ -167,7 +167,7 @@ async def test_http_is_as_good_as_files(tied):
     by_file = await tied.sample(prompt, 12)
     await tied.push(2)
     async with serve_weights("127.0.0.1", 0) as carrier:
-        await tied.push(1, tied.publisher(InFlight(carrier)))
+        await tied.push(1, tied.publisher(PausedUpdate(carrier)))
         assert (await tied.sample(prompt, 12))[:2] == by_file[:2]
     await tied.assert_serves(1, [prompt])
 
@@ -220,7 +220,7 @@ async def test_files_that_come_otherwise_than_announced_are_not_loaded(tied):
         (offer,) = carrier._offers.values()
         offer.files[0]["sha256"] = "0" * 64
         with pytest.raises(EngineUnavailableError, match=r"instead of 0000.*the old weights stay"):
-            await tied.publisher(InFlight(carrier), patience_s=0.5).push(tied.folders[1], version + 1)
+            await tied.publisher(PausedUpdate(carrier), patience_s=0.5).push(tied.folders[1], version + 1)
     assert await tied.publisher().versions() == {tied.url: version}
     await tied.assert_serves(0, long)
 
@@ -228,7 +228,7 @@ async def test_files_that_come_otherwise_than_announced_are_not_loaded(tied):
 KILLED = """
 import os, signal, sys
 import anyio
-from workers.train.publishing.control import Control
+from workers.train.publishing.engine_control import Control
 
 async def main():
     engine = Control(sys.argv[1], 60)
@@ -261,7 +261,7 @@ async def test_a_trainer_killed_between_start_and_finish_is_healed_by_the_next_p
             await tied.while_tokens_are_sampled()
             await trainer.stdin.send(b"\n")
             assert await trainer.wait() == -signal.SIGKILL
-            assert await Control(tied.url, 5).is_paused()
+            assert await EngineControlClient(tied.url, 5).is_paused()
             second = await tied.push(2)
             await tied.while_tokens_are_sampled()
             await tied.end_endless()
@@ -273,7 +273,7 @@ async def test_vllms_own_reload_is_wrong_where_embeddings_are_tied(tied, measure
     """The same check as of our own pushes, so that it is known to bite; and a push of ours heals what it leaves."""
     long = prompts(1, 640, seed=8)
     await tied.push(0)
-    engine = Control(tied.url, 60)
+    engine = EngineControlClient(tied.url, 60)
     await engine.pause(keep_kv=False)
     async with aiohttp.ClientSession() as session:
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(tied.folders[1])}}
@@ -293,7 +293,7 @@ async def test_vllms_own_reload_is_wrong_where_embeddings_are_tied(tied, measure
 
 
 async def test_the_server_says_what_it_was_started_with(served):
-    engine = Control(served.url, 30)
-    assert await engine.backend() == BACKEND
+    engine = EngineControlClient(served.url, 30)
+    assert await engine.transfer_backend() == WEIGHT_TRANSFER_BACKEND
     assert await engine.world_size() == 1
     assert not await engine.is_paused()

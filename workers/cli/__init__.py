@@ -17,46 +17,46 @@ was started.
 
 import click
 
-from workers.cli import dead, engines, measuring, runs, starting
-from workers.cli.group import Commands
-from workers.installation import check_installation, own_packages_first
+from workers.cli import dead_letter_commands, engine_commands, measure_commands, run_commands, start_commands
+from workers.cli.command_group import CommandGroup
+from workers.cli.installation import check_package_origin, put_working_directory_last
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="penstock")
 def penstock() -> None:
     """Async streaming rollout pipeline for reinforcement learning on language models."""
-    check_installation()
+    check_package_origin()
 
 
 for _command in (  # in the order of `penstock --help`
-    starting.demo,
-    starting.run,
-    runs.queues,
-    runs.pause,
-    runs.resume,
-    runs.stop,
-    runs.audit,
-    runs.replay,
-    runs.acl,
-    engines.engines,
-    dead.dead,
-    measuring.check,
-    measuring.estimators,
-    runs.export,
-    measuring.evaluate,
-    starting.serve,
-    measuring.rewardbench,
-    measuring.rescore,
-    starting.feed,
-    starting.rollout,
-    starting.score,
-    starting.train,
+    start_commands.demo,
+    start_commands.run,
+    run_commands.queues,
+    run_commands.pause,
+    run_commands.resume,
+    run_commands.stop,
+    run_commands.audit,
+    run_commands.replay,
+    run_commands.acl,
+    engine_commands.engines,
+    dead_letter_commands.dead,
+    measure_commands.check,
+    measure_commands.algorithms,
+    run_commands.export,
+    measure_commands.evaluate,
+    start_commands.serve,
+    measure_commands.rewardbench,
+    measure_commands.rescore,
+    start_commands.feed,
+    start_commands.rollout,
+    start_commands.score,
+    start_commands.train,
 ):
     penstock.add_command(_command)
 
 
 def main() -> None:
     """The console script."""
-    own_packages_first()
+    put_working_directory_last()
     penstock(prog_name="penstock")

@@ -4,7 +4,7 @@ import random
 import zlib
 from typing import Any
 
-from envs.shipped.calculator import exact_answer
+from envs.builtin.calculator import exact_answer
 from stream.validity import Reward
 
 

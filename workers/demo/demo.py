@@ -20,21 +20,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stream.errors import RunFailedError
-from workers import logs
-from workers.demo.evaluate import Score, evaluate
-from workers.demo.prepare import STEPS, Control, prepare, settings_for
+from workers.commands.evaluate.evaluation_engine import with_started_engine
+from workers.demo.prepare import STEPS, NegativeControl, demo_settings, prepare_run
 from workers.demo.report import conversations, score_table
-from workers.demo.task import held_out
-from workers.evaluation.engines import with_own_engine
-from workers.process import run_loop
-from workers.run.command import judge, supervise
-from workers.run.folder import write_whole
-from workers.run.summary import Summary
+from workers.demo.scoring import DemoScore, score_policy
+from workers.demo.task import held_out_rows
+from workers.run.role_process import run_async
+from workers.run.run_command import raise_for_failure, supervise
+from workers.run.run_folder import write_atomically
+from workers.run.summary import RunSummary
+from workers.runtime import log_setup as logs
 from workers.settings import Settings
-from workers.train.keeping.checkpoint import Checkpoints
+from workers.train.checkpointing.checkpoint import CheckpointStore
 
-HELD_OUT = 200
-WORST_START = 0.15
+HELD_OUT_PROBLEMS = 200
+MIN_WARM_START_SCORE = 0.15
 """A warm start below this knows too little for reinforcement learning to find a foothold."""
 
 
@@ -43,9 +43,9 @@ def run_demo(
     folder: Path,
     *,
     as_json: bool = False,
-    control: Control | None = None,
+    control: NegativeControl | None = None,
     steps: int | None = None,
-    vllm: str = "",
+    vllm_python: str = "",
 ) -> int:
     """Run the whole demo, or resume it. Returns the exit code.
 
@@ -55,50 +55,50 @@ def run_demo(
         as_json: print the summary as one JSON line, and nothing else, on stdout.
         control: `zero-lr` trains with learning rate 0; `permuted` hands rewards to the wrong siblings.
         steps: optimizer batches; about 50 unless given.
-        vllm: the interpreter that has vLLM, to sample from that; empty: the local engine.
+        vllm_python: the interpreter that has vLLM, to sample from that; empty: the local engine.
 
     Raises:
         RunFailedError: the warm start is too weak, or the run failed.
     """
     console = Console(stderr=True, highlight=False)
-    settings = _prepared(console, folder, seed, steps or STEPS, control, vllm)
-    scoring = settings_for(folder, seed, vllm=vllm)  # a control is scored by the real reward
-    rows = held_out(HELD_OUT)
+    settings = _prepare(console, folder, seed, steps or STEPS, control, vllm_python)
+    scoring = demo_settings(folder, seed, vllm_python=vllm_python)  # a control is scored by the real reward
+    rows = held_out_rows(HELD_OUT_PROBLEMS)
     model = Path(settings.model.path)
-    before = _scored(scoring, model, rows, console, "before")
-    if before.sampled < WORST_START:
+    before = _score_with_status(scoring, model, rows, console, "before")
+    if before.sampled < MIN_WARM_START_SCORE:
         raise RunFailedError(
-            f"the warm start scores {before.sampled:.3f} on held-out problems, below {WORST_START}: too little to "
+            f"the warm start scores {before.sampled:.3f} on held-out problems, below {MIN_WARM_START_SCORE}: too little to "
             f"learn from; try another --seed (its model is in {model})"
         )
     ended = supervise(settings)
-    judge(ended, settings)
+    raise_for_failure(ended, settings)
     summary = ended.summary
     if summary is None or ended.outcome.interrupted:
         console.print(f"stopped; `penstock run {folder / 'run.toml'}` resumes")
         return 0
-    checkpoint = Checkpoints(settings.folder / "checkpoints").latest()
+    checkpoint = CheckpointStore(settings.folder / "checkpoints").latest()
     if checkpoint is None:
         raise RunFailedError(f"{settings.folder / 'checkpoints'} holds no checkpoint, although the run ended")
-    after = _scored(scoring, checkpoint.model, rows, console, "after")
+    after = _score_with_status(scoring, checkpoint.model, rows, console, "after")
     summary.score_before, summary.score_after = round(before.sampled, 4), round(after.sampled, 4)
-    write_whole(folder / "summary.json", msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
+    write_atomically(folder / "summary.json", msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
     _report(console, folder, rows, before, after, summary)
     if as_json:
         print(msgspec.json.encode(summary).decode(), flush=True)  # noqa: T201  (this is the command's output)
     return 0
 
 
-def prepare_demo(seed: int, folder: Path, steps: int | None = None, vllm: str = "") -> int:
+def prepare_demo(seed: int, folder: Path, steps: int | None = None, vllm_python: str = "") -> int:
     """Only make what the run begins with, for roles that are started one by one. Returns the exit code."""
     console = Console(stderr=True, highlight=False)
-    _prepared(console, folder, seed, steps or STEPS, vllm=vllm)
+    _prepare(console, folder, seed, steps or STEPS, vllm_python=vllm_python)
     console.print(f"ready: {folder / 'run.toml'}", soft_wrap=True)
     return 0
 
 
-def _prepared(
-    console: Console, folder: Path, seed: int, steps: int, control: Control | None = None, vllm: str = ""
+def _prepare(
+    console: Console, folder: Path, seed: int, steps: int, control: NegativeControl | None = None, vllm_python: str = ""
 ) -> Settings:
     """Make what the run begins with, showing how far that is."""
     columns = (TextColumn("{task.description:<28}"), BarColumn(), TimeElapsedColumn())
@@ -111,32 +111,34 @@ def _prepared(
                 bar.update(task, description=what, completed=share)
         else:
             console.print(f"preparing {folder}: a small model and its warm start", soft_wrap=True)
-        return prepare(folder, seed, steps, control, tell, vllm)
+        return prepare_run(folder, seed, steps, control, tell, vllm_python)
 
 
-def _scored(settings: Settings, model: Path, rows: list[dict[str, Any]], console: Console, when: str) -> Score:
+def _score_with_status(
+    settings: Settings, model: Path, rows: list[dict[str, Any]], console: Console, when: str
+) -> DemoScore:
     """The score of a model, sampled from by an engine of its own."""
     (settings.folder / "logs").mkdir(exist_ok=True)
     what = f"score {when}: {len(rows)} held-out problems"
     status = console.status(what) if console.is_terminal else nullcontext()
     if not console.is_terminal:
         console.print(what)
-    with logs.to_file("demo", settings.folder / "logs" / "demo.log"), status:
-        score = run_loop(lambda: _score(settings, model, rows))
+    with logs.log_to_file("demo", settings.folder / "logs" / "demo.log"), status:
+        score = run_async(lambda: _score(settings, model, rows))
     if score.unmeasured or not math.isfinite(score.sampled):
         console.print(f"score {when}: {score.unmeasured} episodes could not be measured; they are left out")
     return score
 
 
-async def _score(settings: Settings, model: Path, rows: list[dict[str, Any]]) -> Score:
-    async def use(url: str, _version: int) -> Score:
-        return await evaluate(settings, url, model, rows)
+async def _score(settings: Settings, model: Path, rows: list[dict[str, Any]]) -> DemoScore:
+    async def use(url: str, _version: int) -> DemoScore:
+        return await score_policy(settings, url, model, rows)
 
-    return await with_own_engine(settings, model, use, settings.folder / "logs")
+    return await with_started_engine(settings, model, use, settings.folder / "logs")
 
 
 def _report(
-    console: Console, folder: Path, rows: list[dict[str, Any]], before: Score, after: Score, summary: Summary
+    console: Console, folder: Path, rows: list[dict[str, Any]], before: DemoScore, after: DemoScore, summary: RunSummary
 ) -> None:
     for row, one, other in zip(rows, before.samples, after.samples, strict=False):
         console.print(conversations(row, one, other))

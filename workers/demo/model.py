@@ -30,7 +30,8 @@ CORPUS = 2000
 MAX_LENGTH = 512
 
 CHAT_TEMPLATE = """\
-{#- ChatML with tool calls as JSON in <tool_call> tags (Hermes). The rendering of the first messages is a prefix of the
+{#- ChatML with tool calls as JSON in <tool_call> tags (Hermes). The rendering of the first messages is a prefix
+of the
     rendering of all. `tool_schemas=false` leaves the tools' schemas out of the system message. -#}
 {%- macro text(content) -%}
   {%- if content is string -%}

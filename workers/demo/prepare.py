@@ -8,11 +8,11 @@ import msgspec
 
 from workers.demo.model import make_model
 from workers.demo.task import training_rows
-from workers.demo.warmstart import warm_start
+from workers.demo.warm_start import warm_start
 from workers.settings import Settings
-from workers.settings.file import dump, parse
+from workers.settings.toml_file import dump_settings, parse_settings
 
-Control = Literal["zero-lr", "permuted"]
+NegativeControl = Literal["zero-lr", "permuted"]
 
 STEPS = 50
 """By then the score has flattened: half of the groups have no variance left."""
@@ -21,17 +21,17 @@ GROUPS_PER_STEP = 16
 GROUP_SIZE = 8
 
 
-def settings_for(folder: Path, seed: int, control: Control | None = None, vllm: str = "") -> Settings:
+def demo_settings(folder: Path, seed: int, control: NegativeControl | None = None, vllm_python: str = "") -> Settings:
     """The demo's settings, or those of a run that must not learn.
 
     Args:
         folder: the run's folder.
         seed: of model, warm start, problems and run.
         control: what keeps it from learning.
-        vllm: the interpreter that has vLLM; empty: the local engine.
+        vllm_python: the interpreter that has vLLM; empty: the local engine.
     """
-    server = {"server": "vllm", "python": vllm} if vllm else {}
-    return parse(
+    server = {"server": "vllm", "python": vllm_python} if vllm_python else {}
+    return parse_settings(
         {
             "run": {"name": folder.name, "folder": str(folder), "seed": seed},
             "model": {"path": str(folder / "model")},
@@ -62,13 +62,13 @@ def settings_for(folder: Path, seed: int, control: Control | None = None, vllm: 
     )
 
 
-def prepare(
+def prepare_run(
     folder: Path,
     seed: int,
     steps: int = STEPS,
-    control: Control | None = None,
+    control: NegativeControl | None = None,
     progress: Callable[[str, float], None] | None = None,
-    vllm: str = "",
+    vllm_python: str = "",
 ) -> Settings:
     """Make the model, its warm start, the prompt file and `run.toml`; what is there already stays.
 
@@ -78,11 +78,11 @@ def prepare(
         steps: optimizer batches that the prompts suffice for.
         control: `zero-lr` trains with learning rate 0; `permuted` hands rewards to the wrong siblings.
         progress: called with what is being done and how much of it, 0 to 1.
-        vllm: the interpreter that has vLLM; empty: the local engine.
+        vllm_python: the interpreter that has vLLM; empty: the local engine.
     """
     tell = progress or (lambda _what, _share: None)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = settings_for(folder, seed, control, vllm)
+    settings = demo_settings(folder, seed, control, vllm_python)
     model = folder / "model"
     if not (model / "model.safetensors").exists() or not (folder / "run.toml").exists():
         tell("model", 0.0)
@@ -97,5 +97,5 @@ def prepare(
         )
         rows = training_rows(steps * GROUPS_PER_STEP, seed)
         (folder / "prompts.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-        (folder / "run.toml").write_text(dump(settings))
+        (folder / "run.toml").write_text(dump_settings(settings))
     return settings

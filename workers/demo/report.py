@@ -12,12 +12,12 @@ from rich.text import Text
 
 from stream.records import Completion
 from stream.validity import Measured
-from workers.demo.evaluate import Score
-from workers.run.progress import duration
-from workers.run.summary import Summary
+from workers.demo.scoring import DemoScore
+from workers.run.progress_display import format_duration
+from workers.run.summary import RunSummary
 
 
-def score_table(before: Score, after: Score, summary: Summary) -> RenderableType:
+def score_table(before: DemoScore, after: DemoScore, summary: RunSummary) -> RenderableType:
     """Scores, and what the run did in between."""
     scores = Table(title="held-out problems", title_justify="left", box=None, pad_edge=False)
     for heading in ("", "before", "after", "rise"):
@@ -34,7 +34,7 @@ def score_table(before: Score, after: Score, summary: Summary) -> RenderableType
     known = staleness.mean is not None and math.isfinite(staleness.mean)
     valid, rows = summary.rows.get("valid", 0), sum(summary.rows.values())
     for name, value in (
-        ("steps", f"{summary.steps} in {duration(summary.seconds)}"),
+        ("steps", f"{summary.steps} in {format_duration(summary.seconds)}"),
         ("groups", f"{summary.groups_trained} trained · dropped: {dropped}"),
         ("completions", f"{valid} of {rows} valid"),
         (
@@ -42,7 +42,7 @@ def score_table(before: Score, after: Score, summary: Summary) -> RenderableType
             f"mean {staleness.mean:.2f} · max {staleness.max:g} versions" if known else "nothing was trained",
         ),
         ("tokens", f"{summary.tokens_per_second:,.0f} trained a second"),
-        ("books", summary.books),
+        ("books", summary.balance),
     ):
         run.add_row(Text(name, style="dim"), value)
     return Lines("", scores, "", run, "")

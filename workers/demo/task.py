@@ -21,7 +21,7 @@ ARITHMETIC: dict[str, Callable[[int, int], int]] = {
 }
 """What the tools compute, for scripted transcripts."""
 
-HELD_OUT_SHARE = 10
+HELD_OUT_EVERY = 10
 """One problem in so many is never trained on."""
 
 MAX_ROWS = 100_000
@@ -65,14 +65,14 @@ def training_rows(n: int, seed: int) -> list[dict[str, Any]]:
     return _rows(training_problems(seed), n)
 
 
-def held_out(n: int = 200, seed: int = 0) -> list[dict[str, Any]]:
+def held_out_rows(n: int = 200, seed: int = 0) -> list[dict[str, Any]]:
     """`n` different problems that are never trained on, in the same form as `training_rows`.
 
     Raises:
         ValueError: `n` is more than a tenth of `MAX_ROWS`.
     """
-    if n > MAX_ROWS // HELD_OUT_SHARE:
-        raise ValueError(f"{n} held-out problems asked for; at most {MAX_ROWS // HELD_OUT_SHARE}")
+    if n > MAX_ROWS // HELD_OUT_EVERY:
+        raise ValueError(f"{n} held-out problems asked for; at most {MAX_ROWS // HELD_OUT_EVERY}")
     return _rows((problem for problem in _problems(seed) if is_held_out(problem.text)), n)
 
 
@@ -83,7 +83,7 @@ def training_problems(seed: int) -> Iterator[Problem]:
 
 def is_held_out(text: str) -> bool:
     """Whether a problem belongs to the held-out tenth: a fact about its text, the same in every process."""
-    return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
+    return zlib.crc32(text.encode()) % HELD_OUT_EVERY == 0
 
 
 def _problems(seed: int) -> Iterator[Problem]:

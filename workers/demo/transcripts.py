@@ -14,7 +14,7 @@ from workers.demo.task import Problem, Step, training_problems
 Message = dict[str, Any]
 
 
-class Script(enum.Enum):
+class Behavior(enum.Enum):
     """How a scripted episode goes."""
 
     CLEAN = "clean"
@@ -29,12 +29,12 @@ class Script(enum.Enum):
     """One of the two calls has a digit wrong."""
 
 
-HABIT = {
-    Script.HASTY: 0.48,
-    Script.NO_TOOL: 0.10,
-    Script.WRONG_TOOL: 0.08,
-    Script.WRONG_ARGUMENT: 0.08,
-    Script.CLEAN: 0.26,
+HABIT_SHARES = {
+    Behavior.HASTY: 0.48,
+    Behavior.NO_TOOL: 0.10,
+    Behavior.WRONG_TOOL: 0.08,
+    Behavior.WRONG_ARGUMENT: 0.08,
+    Behavior.CLEAN: 0.26,
 }
 """Shares of the scripts in the second half of the warm start."""
 
@@ -42,22 +42,22 @@ HABIT = {
 def transcripts(seed: int, *, habit: bool) -> Iterator[list[Message]]:
     """An endless stream of conversations on training problems, clean ones or with the habit's shares."""
     rng = random.Random(f"{seed}/{habit}")
-    scripts, shares = (list(HABIT), list(HABIT.values())) if habit else ([Script.CLEAN], [1.0])
+    scripts, shares = (list(HABIT_SHARES), list(HABIT_SHARES.values())) if habit else ([Behavior.CLEAN], [1.0])
     for problem in training_problems(rng.getrandbits(32)):
         [script] = rng.choices(scripts, shares)
-        yield play(problem, script, rng)
+        yield build_transcript(problem, script, rng)
 
 
-def play(problem: Problem, script: Script, rng: random.Random) -> list[Message]:
+def build_transcript(problem: Problem, behavior: Behavior, rng: random.Random) -> list[Message]:
     """The conversation of one episode that follows a script: user, then calls and results, then the answer."""
     first, second = problem.steps
     broken = rng.randrange(2)
     calls: list[Step] = []
-    if script is not Script.NO_TOOL:
-        calls.append(_spoil(first, script, rng) if broken == 0 else first)
-    if script not in (Script.NO_TOOL, Script.HASTY):
+    if behavior is not Behavior.NO_TOOL:
+        calls.append(_spoil(first, behavior, rng) if broken == 0 else first)
+    if behavior not in (Behavior.NO_TOOL, Behavior.HASTY):
         follow = Step(second.tool, calls[0].result, second.b)
-        calls.append(_spoil(follow, script, rng) if broken == 1 else follow)
+        calls.append(_spoil(follow, behavior, rng) if broken == 1 else follow)
     messages: list[Message] = [{"role": "user", "content": problem.text}]
     for call in calls:
         messages += [_call(call), {"role": "tool", "name": call.tool, "content": str(call.result)}]
@@ -70,18 +70,18 @@ def _call(step: Step) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
 
-def _spoil(step: Step, script: Script, rng: random.Random) -> Step:
+def _spoil(step: Step, behavior: Behavior, rng: random.Random) -> Step:
     """The same call, wrong in the way that the script asks for; unchanged by any other script."""
-    if script is Script.WRONG_TOOL:
+    if behavior is Behavior.WRONG_TOOL:
         return Step(rng.choice(sorted({"add", "subtract", "multiply"} - {step.tool})), step.a, step.b)
-    if script is Script.WRONG_ARGUMENT and rng.random() < 0.5:
-        return Step(step.tool, _slip(step.a, rng), step.b)
-    if script is Script.WRONG_ARGUMENT:
-        return Step(step.tool, step.a, _slip(step.b, rng))
+    if behavior is Behavior.WRONG_ARGUMENT and rng.random() < 0.5:
+        return Step(step.tool, _change_digit(step.a, rng), step.b)
+    if behavior is Behavior.WRONG_ARGUMENT:
+        return Step(step.tool, step.a, _change_digit(step.b, rng))
     return step
 
 
-def _slip(number: int, rng: random.Random) -> int:
+def _change_digit(number: int, rng: random.Random) -> int:
     """The number with one digit changed to another."""
     digits = list(str(number))
     place = rng.randrange(len(digits))

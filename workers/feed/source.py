@@ -27,39 +27,39 @@ class Source(Protocol):
     def __len__(self) -> int:
         """Rows, those that cannot be read included."""
 
-    def rows(self, numbers: Iterable[int]) -> Iterator[tuple[int, Row | DataError]]:
+    def read_rows(self, numbers: Iterable[int]) -> Iterator[tuple[int, Row | DataError]]:
         """These rows, in this order; for one that cannot be read, why."""
 
     def fingerprint(self) -> str:
         """A digest of the content, which tells two versions of a file apart."""
 
 
-def open_source(data: Data, key: str = "data.path") -> Source:
+def open_source(data: Data, setting: str = "data.path") -> Source:
     """Open the file, or folder, that `data.path` names.
 
     A folder with several splits is opened as `path/to/folder#split`.
 
     Args:
         data: its `path`, and how rows are read.
-        key: what named that path; errors say it.
+        setting: what named that path; errors say it.
 
     Raises:
         DataError: there is no such file, its kind is unknown, or the library that reads it is missing.
     """
-    path, split = _split_of(data.path)
+    path, split = _split_path(data.path)
     if path.is_dir():
         return TableSource(data, _hugging_face(path, split), path)
     if not path.is_file():
-        raise DataError(f"{data.path}: no such file or folder; {key} names the prompts")
+        raise DataError(f"{data.path}: no such file or folder; {setting} names the prompts")
     if path.suffix == ".jsonl":
-        return JsonLines(data, path)
+        return JsonLinesSource(data, path)
     if path.suffix == ".parquet":
         return TableSource(data, _parquet(path), path)
     raise DataError(f"{data.path}: prompts come from a .jsonl or .parquet file, or a data set saved to a folder")
 
 
 @lru_cache(maxsize=8)
-def order(size: int, epoch: int, seed: int, shuffle: bool) -> Sequence[int]:
+def epoch_order(size: int, epoch: int, seed: int, shuffle: bool) -> Sequence[int]:
     """The row numbers of an epoch, in feeding order: the same on every machine and in every process."""
     if not shuffle:
         return range(size)
@@ -71,18 +71,18 @@ def order(size: int, epoch: int, seed: int, shuffle: bool) -> Sequence[int]:
     return numbers
 
 
-def dataset_name(path: str) -> str:
+def default_dataset_name(path: str) -> str:
     """What a data set is called in the ids of its prompts: the file's stem, or the folder with its split."""
-    found, split = _split_of(path)
+    found, split = _split_path(path)
     return (found.stem if found.suffix in {".jsonl", ".parquet"} else found.name) + (f"#{split}" if split else "")
 
 
-def name_of(data: Data) -> str:
+def dataset_name(data: Data) -> str:
     """What a data set is called in the ids of its prompts."""
-    return data.name or dataset_name(data.path)
+    return data.name or default_dataset_name(data.path)
 
 
-class JsonLines:
+class JsonLinesSource:
     """One JSON object a line; blank lines do not count as rows."""
 
     def __init__(self, data: Data, path: Path) -> None:
@@ -100,8 +100,8 @@ class JsonLines:
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def rows(self, numbers: Iterable[int]) -> Iterator[tuple[int, Row | DataError]]:
-        """See `Source.rows`."""
+    def read_rows(self, numbers: Iterable[int]) -> Iterator[tuple[int, Row | DataError]]:
+        """See `Source.read_rows`."""
         with self._path.open("rb") as file:
             for number in numbers:
                 file.seek(self._offsets[number])
@@ -119,7 +119,7 @@ class JsonLines:
             return DataError(f"{place}: not JSON: {error}")
         if not isinstance(value, dict):
             return DataError(f"{place}: a JSON {type(value).__name__}, not an object with columns")
-        return _checked(value, self._prompt, place)
+        return _check_prompt(value, self._prompt, place)
 
 
 class TableSource:
@@ -137,12 +137,12 @@ class TableSource:
     def __len__(self) -> int:
         return len(self._table)
 
-    def rows(self, numbers: Iterable[int]) -> Iterator[tuple[int, Row | DataError]]:
-        """See `Source.rows`."""
+    def read_rows(self, numbers: Iterable[int]) -> Iterator[tuple[int, Row | DataError]]:
+        """See `Source.read_rows`."""
         for number in numbers:
             place = f"{self._path}: row {number}"
             try:
-                yield number, _checked(self._table.row(number), self._prompt, place)
+                yield number, _check_prompt(self._table.row(number), self._prompt, place)
             except (ValueError, TypeError, OSError) as error:  # a timestamp out of range, an image that is none
                 yield number, DataError(f"{place}: cannot be read: {error}")
 
@@ -171,7 +171,7 @@ def _parquet(path: Path) -> Table:
         from pyarrow import ArrowInvalid
         from pyarrow import parquet as pq
     except ImportError as error:
-        raise _missing("pyarrow", path) from error
+        raise _missing_library("pyarrow", path) from error
     try:
         table = pq.read_table(path, memory_map=True)
     except (ArrowInvalid, OSError) as error:
@@ -188,7 +188,7 @@ def _hugging_face(path: Path, split: str) -> Table:
     try:
         import datasets
     except ImportError as error:
-        raise _missing("datasets", path) from error
+        raise _missing_library("datasets", path) from error
     try:
         found = datasets.load_from_disk(str(path))
     except (FileNotFoundError, ValueError, OSError) as error:
@@ -203,7 +203,7 @@ def _hugging_face(path: Path, split: str) -> Table:
     return Table(len(found), found.column_names, found.__getitem__)
 
 
-def _checked(row: Row, prompt: str, place: str) -> Row | DataError:
+def _check_prompt(row: Row, prompt: str, place: str) -> Row | DataError:
     """The row, unless it has nothing to prompt with."""
     value = row.get(prompt)
     if not prompt:
@@ -215,14 +215,14 @@ def _checked(row: Row, prompt: str, place: str) -> Row | DataError:
     return row
 
 
-def _split_of(path: str) -> tuple[Path, str]:
+def _split_path(path: str) -> tuple[Path, str]:
     """A path, and the split after its last `#`; a `#` in the name of what is there is part of the name."""
     whole = Path(path)
     folder, mark, split = path.rpartition("#")
     return (whole, "") if whole.exists() or not mark else (Path(folder), split)
 
 
-def _missing(library: str, path: Path) -> DataError:
+def _missing_library(library: str, path: Path) -> DataError:
     return DataError(f"{path}: reading it takes {library}, which is not installed: pip install 'penstock[data]'")
 
 

@@ -5,11 +5,11 @@ Without it a tool that returns 50 MB has all of it tokenised, for minutes and gi
 
 from typing import Any
 
-CHARACTERS_PER_TOKEN = 32
+MAX_CHARACTERS_PER_TOKEN = 32
 """More than any tokenizer packs into its tokens on average, but for long runs of blanks."""
 
 
-def cut(content: str | list[dict[str, Any]], max_tokens: int) -> str | list[dict[str, Any]]:
+def truncate_result(content: str | list[dict[str, Any]], max_tokens: int) -> str | list[dict[str, Any]]:
     """What a tool returned, each text of it no longer than so many tokens could ever hold.
 
     Args:
@@ -20,13 +20,16 @@ def cut(content: str | list[dict[str, Any]], max_tokens: int) -> str | list[dict
         >>> cut("x" * 1000, max_tokens=1).splitlines()[1]
         '(cut off: it has 1,000 characters)'
     """
-    most = CHARACTERS_PER_TOKEN * max_tokens
+    max_characters = MAX_CHARACTERS_PER_TOKEN * max_tokens
     if isinstance(content, str):
-        return _cut(content, most)
+        return _truncate(content, max_characters)
     return [
-        part | {"text": _cut(part["text"], most)} if isinstance(part.get("text"), str) else part for part in content
+        part | {"text": _truncate(part["text"], max_characters)} if isinstance(part.get("text"), str) else part
+        for part in content
     ]
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}\n(cut off: it has {len(text):,} characters)"
+def _truncate(text: str, max_characters: int) -> str:
+    return (
+        text if len(text) <= max_characters else f"{text[:max_characters]}\n(cut off: it has {len(text):,} characters)"
+    )

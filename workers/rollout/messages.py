@@ -17,15 +17,15 @@ def call_id(number: int) -> str:
     return f"call{number:05}"
 
 
-def tool_call(name_of_call: str | None, name: str, arguments: object) -> dict[str, Any]:
+def tool_call_entry(id_: str | None, name: str, arguments: object) -> dict[str, Any]:
     """A call within an assistant's message."""
-    return {"id": name_of_call, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def assistant_message(content: str, calls: Iterable[dict[str, Any]]) -> Message:
     """What the model said, with its calls if it made any."""
     message: Message = {"role": "assistant", "content": content}
-    return message | ({"tool_calls": made} if (made := list(calls)) else {})
+    return message | ({"tool_calls": entries} if (entries := list(calls)) else {})
 
 
 def tool_message(content: str | list[dict[str, Any]], call_id: str | None, name: str | None = None) -> Message:
@@ -34,7 +34,7 @@ def tool_message(content: str | list[dict[str, Any]], call_id: str | None, name:
     return {"role": "tool", **named, "tool_call_id": call_id, "content": content}
 
 
-def storable(arguments: Any, raw: str) -> Any:
+def storable_arguments(arguments: Any, raw: str) -> Any:
     """A copy of a call's arguments, or their text where a record could not hold them: deep nesting, huge integers."""
     if raw.count("[") + raw.count("{") > _MAX_BRACKETS:
         return raw
@@ -44,7 +44,7 @@ def storable(arguments: Any, raw: str) -> Any:
         return raw
 
 
-def observed(messages: list[Message], observation: Observation) -> list[Message]:
+def append_observation(messages: list[Message], observation: Observation) -> list[Message]:
     """The prompt with what `reset` returned appended to its last message; the prompt itself stays as it is."""
     if not observation:
         return messages

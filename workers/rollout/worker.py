@@ -9,62 +9,62 @@ from typing import Any
 import anyio
 import structlog
 
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from stream.errors import DataError, SettingsError
+from stream.queue.stage import Lease, Stage
 from stream.records import Group, Prompt
-from stream.stage import Lease, Stage
-from workers.fleet.roster import Roster
-from workers.parts import load_factories, opened
-from workers.pump import pump
-from workers.role import Role
-from workers.rollout.chat.spoken import load_spoken
-from workers.rollout.engine.client import EngineClient
-from workers.rollout.group import roll_out
-from workers.rollout.held_out import HeldOut
-from workers.rollout.led.endpoint import serving_for
-from workers.rollout.overtaking import Overtaking
-from workers.rollout.slot_pool import SlotPool
-from workers.room import Room
+from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.rollout.agent_endpoint.endpoint import serve_endpoint_if_needed
+from workers.rollout.chat.chat_setup import load_chat_setups
+from workers.rollout.engine_client.client import EngineClient
+from workers.rollout.environment_pool import EnvironmentPool
+from workers.rollout.evaluation import EvaluationRollout
+from workers.rollout.group import run_group
+from workers.rollout.stale_canceller import StaleCanceller
+from workers.runtime.concurrency import ConcurrencyLimit
+from workers.runtime.context import WorkerContext
+from workers.runtime.reward_functions import load_factories, open_reward_functions
+from workers.runtime.work_loop import work_loop
 from workers.settings import Rollout
 
 log = structlog.get_logger()
 
 
-async def rollout(role: Role) -> None:
+async def rollout(context: WorkerContext) -> None:
     """Roll out prompts until the run has ended."""
-    settings = role.settings
-    roster = await Roster.of(settings.engine, role.link)
-    if not roster.urls and not settings.engine.dns:
+    settings = context.settings
+    discovery = await EngineDiscovery.from_settings(settings.engine, context.connection)
+    if not discovery.urls and not settings.engine.dns:
         raise SettingsError(
             "engine.urls and engine.dns are empty, no --engine was given, and `penstock engines add` has named none: a "
             "rollout worker needs an engine"
         )
     factories = await anyio.to_thread.run_sync(load_factories, settings)
     _check_rewards(settings.rewards, factories)
-    spoken = await anyio.to_thread.run_sync(load_spoken, settings, Path(settings.model.path), factories)
-    greedy = settings.estimator.name == "remax"
-    at_once = settings.rollout.groups_in_flight
-    pool = SlotPool(factories, size=at_once * (settings.rollout.group_size + greedy))
-    room = Room(at_once)
-    stage = Stage(role.link, "prompts", role.consumer, role.terms, settings.capacity)
-    late = Overtaking(stage, settings.pacing.max_staleness)
-    evaluation = await HeldOut.of(role, factories, room) if settings.eval.path else None
+    chat_setups = await anyio.to_thread.run_sync(load_chat_setups, settings, Path(settings.model.path), factories)
+    with_greedy = settings.estimator.name == "remax"
+    max_groups = settings.rollout.groups_in_flight
+    pool = EnvironmentPool(factories, size=max_groups * (settings.rollout.group_size + with_greedy))
+    concurrency = ConcurrencyLimit(max_groups)
+    stage = Stage(context.connection, "prompts", context.consumer, context.retry_policy, settings.capacity)
+    stale_canceller = StaleCanceller(stage, settings.pacing.max_staleness)
+    evaluation = await EvaluationRollout.from_context(context, factories, concurrency) if settings.eval.path else None
 
     async with (
-        EngineClient.of(settings, roster) as engine,
+        EngineClient.from_settings(settings, discovery) as engine,
         pool,
         evaluation.pool if evaluation else nullcontext(),
-        opened(settings, "rollout") as rewards,
-        serving_for(factories, settings.rollout.endpoint_host) as endpoint,
+        open_reward_functions(settings, "rollout") as rewards,
+        serve_endpoint_if_needed(factories, settings.rollout.endpoint_host) as endpoint,
     ):
-        await engine.probe()
+        await engine.wait_until_ready()
 
-        async def play(lease: Lease, prompt: Prompt, limits: Rollout, pool: SlotPool, **more: Any) -> Group:
+        async def roll_out(lease: Lease, prompt: Prompt, limits: Rollout, pool: EnvironmentPool, **more: Any) -> Group:
             claimed_at = time.time()
-            if prompt.environment not in spoken:
+            if prompt.environment not in chat_setups:
                 raise DataError(f"prompt {prompt.id}: environment {prompt.environment!r} is unknown")
-            chat, tool_format = spoken[prompt.environment]
-            group = await roll_out(
+            chat, tool_format = chat_setups[prompt.environment]
+            group = await run_group(
                 prompt,
                 chat=chat,
                 sampler=engine,
@@ -76,46 +76,52 @@ async def rollout(role: Role) -> None:
                 endpoint=endpoint,
                 **more,
             )
-            group.attempt = lease.infra_failures + lease.data_failures + len(lease.cancelled_s)
-            group.cancelled_s = list(lease.cancelled_s)
-            group.worker = role.consumer
+            group.attempt = lease.infra_failures + lease.data_failures + len(lease.cancelled_attempts_s)
+            group.cancelled_attempts_s = list(lease.cancelled_attempts_s)
+            group.worker = context.consumer
             group.claimed_at = claimed_at
             group.rolled_out_at = time.time()
             return group
 
         async def work(lease: Lease, version: int) -> None:
-            late.check(lease)
+            stale_canceller.cancel_if_stale(lease)
             prompt = lease.prompt()
-            more: dict[str, Any] = {"at_least": max(0, version), "greedy": greedy}
+            more: dict[str, Any] = {"at_least": max(0, version), "greedy": with_greedy}
             if settings.rollout.partial:
-                more |= {"kept": await stage.kept(lease), "keep": partial(stage.keep_finished, lease)}
-            await stage.settle(lease, "groups", await play(lease, prompt, settings.rollout, pool, **more))
+                more |= {"kept": await stage.load_partial(lease), "keep": partial(stage.save_partial, lease)}
+            await stage.complete(lease, "groups", await roll_out(lease, prompt, settings.rollout, pool, **more))
 
-        async def evaluate(held_out: HeldOut, lease: Lease, _version: int) -> None:
-            prompt, version = held_out.read(lease)
-            group = await play(lease, prompt, held_out.limits, held_out.pool, at_least=version)
-            group.evaluates = version
-            await held_out.stage.settle(lease, "eval:groups", group)
+        async def evaluate(held_out: EvaluationRollout, lease: Lease, _version: int) -> None:
+            prompt, version = held_out.read_lease(lease)
+            group = await roll_out(lease, prompt, held_out.limits, held_out.pool, at_least=version)
+            group.evaluated_version = version
+            await held_out.stage.complete(lease, "eval:groups", group)
 
         async with anyio.create_task_group() as tasks:
             if settings.pacing.late == "cancel":
-                tasks.start_soon(late.watch)
+                tasks.start_soon(stale_canceller.watch)
             async with anyio.create_task_group() as pumps:
-                pumps.start_soon(partial(pump, stage, work, at_once=room, stopping=role.stopping))
+                pumps.start_soon(partial(work_loop, stage, work, concurrency=concurrency, stopping=context.stopping))
                 if evaluation is not None:
                     works = partial(evaluate, evaluation)
                     pumps.start_soon(
-                        partial(pump, evaluation.stage, works, at_once=evaluation.room, stopping=role.stopping)
+                        partial(
+                            work_loop,
+                            evaluation.stage,
+                            works,
+                            concurrency=evaluation.concurrency,
+                            stopping=context.stopping,
+                        )
                     )
             tasks.cancel_scope.cancel()
 
 
-def _check_rewards(rewards: tuple[object, ...], factories: dict[str, Factory]) -> None:
+def _check_rewards(rewards: tuple[object, ...], factories: dict[str, EnvironmentFactory]) -> None:
     if rewards:
         return
-    silent = [name for name, factory in factories.items() if not factory.has_reward]
-    if silent:
+    without_reward = [name for name, factory in factories.items() if not factory.has_reward]
+    if without_reward:
         raise SettingsError(
-            f"environment {silent[0]!r} has no get_reward and there are no [[rewards]]: nothing would measure "
+            f"environment {without_reward[0]!r} has no get_reward and there are no [[rewards]]: nothing would measure "
             "a reward; add a reward function"
         )

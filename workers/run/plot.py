@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stream.errors import PenstockError
-from workers.run.metrics import Shown, shown
+from workers.run.display_metrics import DisplayMetric, metric_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ Points = list[tuple[float, float]]
 """(step, value)"""
 
 
-def draw(folder: Path) -> Path:
+def draw_progress(folder: Path) -> Path:
     """Draw `metrics.jsonl` of a run's folder as `progress.png`.
 
     Raises:
@@ -73,8 +73,8 @@ def smooth(points: Points, window: int = _WINDOW) -> Points:
     ]
 
 
-def _series(rows: list[dict[str, Any]], what: Shown) -> Points:
-    return [(row["step"], value) for row in rows if (value := shown(row, what)) is not None]
+def _series(rows: list[dict[str, Any]], what: DisplayMetric) -> Points:
+    return [(row["step"], value) for row in rows if (value := metric_value(row, what)) is not None]
 
 
 def _title(folder: Path, rows: list[dict[str, Any]]) -> str:

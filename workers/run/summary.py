@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct, field
 
-from stream.view import RunView
-from workers.train.keeping.progress import Progress
+from stream.operator.run_status import RunStatus
+from workers.train.progress import Progress
 
 
 class _File(Struct):
@@ -28,7 +28,7 @@ class Staleness(Struct, frozen=True):
     max: float | None = None
 
 
-class Summary(Struct, kw_only=True):
+class RunSummary(Struct, kw_only=True):
     """`summary.json`. Groups and prompts are counted over the whole run, seconds and speed over this start of it."""
 
     steps: int
@@ -51,20 +51,20 @@ class Summary(Struct, kw_only=True):
     duplicates: int
 
     @property
-    def balanced(self) -> bool:
+    def is_balanced(self) -> bool:
         """Whether every prompt that was fed is accounted for."""
         return self.fed == self.groups_trained + sum(self.groups_dropped.values()) + self.dead + self.outstanding
 
     @property
-    def books(self) -> str:
+    def balance(self) -> str:
         """The balance, written out."""
         return (
-            f"{self.fed} fed {'=' if self.balanced else '≠'} {self.groups_trained} trained + "
+            f"{self.fed} fed {'=' if self.is_balanced else '≠'} {self.groups_trained} trained + "
             f"{sum(self.groups_dropped.values())} dropped + {self.dead} dead + {self.outstanding} outstanding"
         )
 
 
-def summarize(view: RunView, before: Progress, after: Progress, seconds: float) -> Summary:
+def summarize(view: RunStatus, before: Progress, after: Progress, seconds: float) -> RunSummary:
     """Sum up a run.
 
     Args:
@@ -75,11 +75,11 @@ def summarize(view: RunView, before: Progress, after: Progress, seconds: float) 
     """
     count = after.staleness_count
     staleness = Staleness(after.staleness_sum / count, after.staleness_max) if count else Staleness()
-    return Summary(
+    return RunSummary(
         steps=after.step,
         groups_trained=view.balance["trained"],
         groups_dropped=view.dropped,
-        rows=after.rows,
+        rows=after.completion_states,
         staleness=staleness,
         tokens_per_second=round(max(0, after.tokens - before.tokens) / seconds, 1),
         seconds=round(seconds, 3),
@@ -90,7 +90,7 @@ def summarize(view: RunView, before: Progress, after: Progress, seconds: float) 
     )
 
 
-def newest_progress(folder: Path) -> Progress:
+def latest_progress(folder: Path) -> Progress:
     """What the newest checkpoint in a run's folder says has been done; nothing where there is none.
 
     One that cannot be read, or is not whole, is passed over, as the trainer does, who says so.

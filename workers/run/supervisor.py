@@ -26,39 +26,39 @@ import structlog
 from anyio.abc import TaskGroup
 from msgspec import Struct
 
+from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError, RunFailedError, ServerError
-from stream.link import Link, connect
-from stream.server import private_server
-from stream.view import RunView, look
-from workers.process import FAILED_FOR_GOOD, WORN_OUT
-from workers.run import live
-from workers.run.child import Child, describe
-from workers.run.children import Children
-from workers.run.own_engines import OwnEngines
-from workers.run.patience import Restarts, StallAlarm
-from workers.run.progress import Display, Status
-from workers.run.roles import ENGINE, Commands, EngineCommand, commands, engine_command
+from stream.operator.run_status import RunStatus, read_status
+from stream.server_process import private_server
+from workers.run import run_info as live
+from workers.run.child_process import ChildProcess, describe_exit
+from workers.run.child_processes import ChildProcesses
+from workers.run.engine_processes import EngineProcesses
+from workers.run.progress_display import ProgressDisplay, SupervisorState
+from workers.run.restart_policy import RestartPolicy, StallDetector
+from workers.run.role_process import PERMANENT_FAILURE, RECYCLE
+from workers.run.role_specs import ENGINE, MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs
 from workers.settings import Settings
 
 log = structlog.get_logger()
 
-_Waves = tuple[tuple[str, ...], ...]
+_ShutdownOrder = tuple[tuple[str, ...], ...]
 
 _RUNNING = "running"
-_LOOK_S = 1.0
-_HOME_S = 5.0
+_POLL_S = 1.0
+_FINISH_TIMEOUT_S = 5.0
 """Time to see that the run has finished, and leave unasked."""
-_LEAVE_S = 3.0
+_EXIT_MARGIN_S = 3.0
 """Beyond the grace time: for a process to end once its role has."""
 _ROLES = ("feed", "rollout", "score", "train")
-_DRAIN: _Waves = (("feed", "rollout"), ("score",), ("train",), (ENGINE,))
-_AT_ONCE: _Waves = (_ROLES, (ENGINE,))
+_DRAIN_ORDER: _ShutdownOrder = (("feed", "rollout"), ("score",), ("train",), (ENGINE,))
+_FAILURE_ORDER: _ShutdownOrder = (_ROLES, (ENGINE,))
 
 
-class Outcome(Struct, kw_only=True):
+class RunOutcome(Struct, kw_only=True):
     """How it ended."""
 
-    view: RunView | None
+    view: RunStatus | None
     """The last look; None where the server was gone."""
     failure: RunFailedError | None
     interrupted: bool
@@ -74,25 +74,25 @@ class Supervisor:
         settings: of the run.
         file: the settings file that the roles read.
         display: where progress is shown.
-        roles: the command lines of all roles but the engine.
-        engine: the command line of an engine of the run's own, on a port.
+        make_roles: the command lines of all roles but the engine.
+        make_engine: the command line of an engine of the run's own, on a port.
     """
 
     def __init__(
         self,
         settings: Settings,
         file: Path,
-        display: Display,
-        roles: Commands = commands,
-        engine: EngineCommand = engine_command,
+        display: ProgressDisplay,
+        make_roles: MakeRoleSpecs = role_specs,
+        make_engine: MakeEngineSpec = engine_spec,
     ) -> None:
         self._settings = settings
         self._file = file
         self._display = display
-        self._roles = roles
-        self._engine = engine
+        self._make_roles = make_roles
+        self._make_engine = make_engine
         self._logs = settings.folder / "logs"
-        self._children = Children(settings.delivery.grace_s + _LEAVE_S)
+        self._children = ChildProcesses(settings.delivery.grace_s + _EXIT_MARGIN_S)
         self._restarts: Counter[str] = Counter()
         self._began = time.monotonic()
         self._phase = "starting"
@@ -100,12 +100,12 @@ class Supervisor:
         self._stopping = anyio.Event()
         self._reopened = anyio.Event()
         self._failure: RunFailedError | None = None
-        self._gone = False
+        self._server_gone = False
         self._signals = 0
         self._interrupted = False
-        self._link: Link
+        self._link: RunConnection
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
         """Run it to its end; every process is gone when this returns.
 
         Raises:
@@ -113,7 +113,7 @@ class Supervisor:
         """
         await anyio.Path(self._logs).mkdir(parents=True, exist_ok=True)
         async with anyio.create_task_group() as listening:
-            listening.start_soon(self._listen)
+            listening.start_soon(self._watch_signals)
             url = self._settings.run.redis
             if url:
                 outcome = await self._run_on(url)
@@ -124,23 +124,23 @@ class Supervisor:
             listening.cancel_scope.cancel()
         return outcome
 
-    async def _run_on(self, url: str) -> Outcome:
+    async def _run_on(self, url: str) -> RunOutcome:
         name, delivery = self._settings.run.name, self._settings.delivery
         async with connect(url, name, reconnect_s=delivery.reconnect_s) as self._link:
             await self._reopen()
             try:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._watch)
-                    tasks.start_soon(self._obey)
+                    tasks.start_soon(self._watch_stop_command)
                     await self._start(tasks, url)
                     await self._over.wait()
-                    await self._wind_down()
+                    await self._shut_down()
                     tasks.cancel_scope.cancel()
             finally:
                 with anyio.CancelScope(shield=True):
-                    await anyio.to_thread.run_sync(live.withdraw, self._settings.folder)
-            return Outcome(
-                view=await self._look() or (None if self._gone else _nothing()),
+                    await anyio.to_thread.run_sync(live.remove_run_info, self._settings.folder)
+            return RunOutcome(
+                view=await self._refresh() or (None if self._server_gone else _empty_status()),
                 failure=self._failure,
                 interrupted=self._interrupted,
                 killed=self._children.killed,
@@ -152,15 +152,15 @@ class Supervisor:
         async def start(engines: tuple[str, ...]) -> None:
             await self._announce(url, engines)
             self._phase = _RUNNING
-            for spec in self._roles(self._settings, self._file, url, engines):
-                child = Child(spec, self._logs)
+            for spec in self._make_roles(self._settings, self._file, url, engines):
+                child = ChildProcess(spec, self._logs)
                 self._children.add(child)
-                tasks.start_soon(self._keep, child)
+                tasks.start_soon(self._keep_running, child)
 
         engine = self._settings.engine
         if engine.urls or engine.dns:
             return await start(engine.urls)
-        own = OwnEngines(self._settings, self._file, self._logs, self._engine)
+        own = EngineProcesses(self._settings, self._file, self._logs, self._make_engine)
         self._phase = own.phase
         await self._announce(url, ())
 
@@ -169,18 +169,18 @@ class Supervisor:
             if own.all_listen and not self._stopping.is_set():
                 tasks.start_soon(start, own.urls)
 
-        for child in own.children:
+        for child in own.processes:
             self._children.add(child)
-            tasks.start_soon(self._keep, child, own.announced_by(child, one_listens))
+            tasks.start_soon(self._keep_running, child, own.listening_callback(child, one_listens))
         return None
 
     async def _announce(self, url: str, engines: tuple[str, ...]) -> None:
-        here = live.Live(run=self._settings.run.name, redis=url, engines=engines, pid=os.getpid())
-        await anyio.to_thread.run_sync(live.announce, self._settings.folder, here)
+        here = live.RunInfo(run=self._settings.run.name, redis=url, engines=engines, pid=os.getpid())
+        await anyio.to_thread.run_sync(live.write_run_info, self._settings.folder, here)
 
-    async def _keep(self, child: Child, announced: Callable[[str], None] | None = None) -> None:
+    async def _keep_running(self, child: ChildProcess, announced: Callable[[str], None] | None = None) -> None:
         """Keep one role going until it has done its work, the run stops, or its budget is exhausted."""
-        restarts = Restarts(self._settings.delivery)
+        restarts = RestartPolicy(self._settings.delivery)
         try:
             while not self._stopping.is_set():
                 began = time.monotonic()
@@ -194,28 +194,28 @@ class Supervisor:
                 elif await self._asked_to_stop():
                     return
                 else:
-                    await self._start_again(child, code, restarts, time.monotonic() - began)
+                    await self._prepare_restart(child, code, restarts, time.monotonic() - began)
         except RunFailedError as error:
             self._fail(error)
         except ServerError as error:
             self._fail(RunFailedError(str(error)))
         finally:
-            child.left.set()
+            child.exited.set()
 
-    async def _start_again(self, child: Child, code: int, restarts: Restarts, lived_s: float) -> None:
+    async def _prepare_restart(self, child: ChildProcess, code: int, restarts: RestartPolicy, lived_s: float) -> None:
         """Wait until a process that ended may be started again.
 
         Raises:
             RunFailedError: it may not.
         """
         name = child.spec.name
-        unfit = code == FAILED_FOR_GOOD or (code > 0 and child.spec.role == ENGINE and not child.listened)
-        verdict = "that is for good" if unfit else restarts.after(code, lived_s)
+        unfit = code == PERMANENT_FAILURE or (code > 0 and child.spec.role == ENGINE and not child.has_listened)
+        verdict = "that is for good" if unfit else restarts.decide(code, lived_s)
         if isinstance(verdict, str):
-            words = await anyio.to_thread.run_sync(child.last_words)
-            raise RunFailedError(f"{name} {describe(code)}, and {verdict}: {words} (its log is {child.log})")
-        if code == WORN_OUT:
-            log.warning("role.renewed", name=name, why=await anyio.to_thread.run_sync(child.last_words))
+            words = await anyio.to_thread.run_sync(child.last_error)
+            raise RunFailedError(f"{name} {describe_exit(code)}, and {verdict}: {words} (its log is {child.log_file})")
+        if code == RECYCLE:
+            log.warning("worker.recycled", name=name, why=await anyio.to_thread.run_sync(child.last_error))
         else:
             self._restarts[name] += 1
             log.warning("role.restarted", name=name, code=code, after_s=round(verdict, 2))
@@ -233,10 +233,10 @@ class Supervisor:
 
     async def _asked_to_stop(self) -> bool:
         """Whether somebody said `penstock stop`; a role may hear of it, and leave, before we do."""
-        await self._link.listen()
+        await self._link.poll_stop()
         return self._link.stopping.is_set()
 
-    async def _obey(self) -> None:
+    async def _watch_stop_command(self) -> None:
         """`penstock stop` asks for a drain, as the first signal does."""
         await self._link.stopping.wait()
         self._interrupt()
@@ -248,7 +248,7 @@ class Supervisor:
     async def _reopen(self) -> None:
         """A trainer is about to start: whatever the last one said, the run goes on, and those who went home return."""
         meta = self._link.key("meta")
-        await self._link.patiently(lambda: cast("Awaitable[Any]", self._link.redis.hdel(meta, "finished")))
+        await self._link.with_retry(lambda: cast("Awaitable[Any]", self._link.redis.hdel(meta, "finished")))
         self._reopened.set()
         self._reopened = anyio.Event()
 
@@ -260,33 +260,35 @@ class Supervisor:
 
     async def _watch(self) -> None:
         """Look once a second: show it, and fail the run when it stands still."""
-        alarm: StallAlarm | None = None
+        alarm: StallDetector | None = None
         while True:
-            view = await self._look()
+            view = await self._refresh()
             if self._phase == _RUNNING:  # engines that start have a deadline of their own
-                alarm = alarm or StallAlarm(self._settings.guard.stall_s)
-            if alarm and not self._over.is_set() and (stalled := alarm.see(view)):
+                alarm = alarm or StallDetector(self._settings.guard.stall_s)
+            if alarm and not self._over.is_set() and (stalled := alarm.observe(view)):
                 self._fail(RunFailedError(stalled))
             await self._children.trim_logs()
-            await anyio.sleep(_LOOK_S)
+            await anyio.sleep(_POLL_S)
 
-    async def _look(self) -> RunView | None:
+    async def _refresh(self) -> RunStatus | None:
         """Look at the run and show it; None before it has begun, or when the server is gone, which fails the run."""
         view = None
         try:
-            view = await look(self._link)
-            self._link.hear(int(view.meta.get("stop", 0)))
+            view = await read_status(self._link)
+            self._link.observe_stop(int(view.meta.get("stop", 0)))
         except ServerError as error:
-            self._gone = True
+            self._server_gone = True
             self._fail(RunFailedError(str(error)))
         except PenstockError as error:
-            log.debug("look.failed", why=str(error))
+            log.debug("run_status.failed", why=str(error))
         seconds = time.monotonic() - self._began
         restarts = dict(self._restarts)
-        self._display.show(view, Status(run=self._link.run, phase=self._phase, seconds=seconds, restarts=restarts))
+        self._display.show(
+            view, SupervisorState(run=self._link.run, phase=self._phase, seconds=seconds, restarts=restarts)
+        )
         return view
 
-    async def _listen(self) -> None:
+    async def _watch_signals(self) -> None:
         """The first signal asks for a drain, the second one kills."""
         # Under nohup a terminal that closes is no reason to stop.
         hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
@@ -299,25 +301,25 @@ class Supervisor:
                     continue
                 self._children.kill()
 
-    async def _wind_down(self) -> None:
+    async def _shut_down(self) -> None:
         """End every process."""
         self._stopping.set()
         self._reopened.set()
-        waves = _AT_ONCE
+        waves = _FAILURE_ORDER
         if self._failure is not None:
             self._phase = "stopping: a role failed"
         elif self._interrupted:
             self._phase = "draining; Ctrl-C again kills" if self._signals else "draining, as `penstock stop` asked"
-            waves = _DRAIN
+            waves = _DRAIN_ORDER
         else:
             self._phase = "finishing"
-            with anyio.move_on_after(_HOME_S):
-                await self._children.left(_ROLES)
+            with anyio.move_on_after(_FINISH_TIMEOUT_S):
+                await self._children.wait_exited(_ROLES)
         for wave in waves:
-            await self._children.retire(wave)
+            await self._children.stop(wave)
         self._phase = "ended"
 
 
-def _nothing() -> RunView:
+def _empty_status() -> RunStatus:
     """A run that was stopped before it had begun."""
-    return RunView(now_ms=0.0, stages={}, open=0, outstanding=0, dead=0, counts={})
+    return RunStatus(now_ms=0.0, stages={}, open=0, outstanding=0, dead=0, counts={})

@@ -21,15 +21,15 @@ from workers.settings.algorithm import (
     Shaping,
     TruncationPolicy,
 )
-from workers.settings.data import Data, Environment, RewardFunction
+from workers.settings.data import Data, EnvironmentSettings, RewardSettings
 from workers.settings.engine import Engine
 from workers.settings.estimators import Estimator
 from workers.settings.losses import Loss
 from workers.settings.pipeline import Archive, Delivery, Guard, Model, Run, Score
 from workers.settings.rollout import Eval, Pacing, Rollout
 from workers.settings.section import Section
+from workers.settings.settings import Settings, sections, setting_keys
 from workers.settings.training import Lora, Train, Weights
-from workers.settings.whole import Settings, keys, sections
 
 __all__ = [
     "Algorithm",
@@ -39,7 +39,7 @@ __all__ = [
     "Data",
     "Delivery",
     "Engine",
-    "Environment",
+    "EnvironmentSettings",
     "Estimator",
     "Eval",
     "Filter",
@@ -50,7 +50,7 @@ __all__ = [
     "Normalization",
     "Pacing",
     "Rejection",
-    "RewardFunction",
+    "RewardSettings",
     "Rollout",
     "Run",
     "Score",
@@ -60,6 +60,6 @@ __all__ = [
     "Train",
     "TruncationPolicy",
     "Weights",
-    "keys",
     "sections",
+    "setting_keys",
 ]

@@ -7,7 +7,7 @@ from msgspec import Meta, field
 
 from stream.validity import TruncationReason
 from workers.settings.presets import PRESETS, Rule
-from workers.settings.section import Above0, Count, Least0, Positive, Section
+from workers.settings.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 TruncationPolicy = Literal["exclude", "keep", "zero_reward", "penalty", "baseline_only"]
 Level = Literal["none", "group", "batch"]
@@ -21,16 +21,16 @@ class Algorithm(Section, frozen=True):
 
     aggregation: Aggregation = "auto"
     """How much of the loss each token is; `auto`: what the loss is defined with, `token-mean` where that is any."""
-    aggregation_constant: Count = 0
+    aggregation_constant: NonNegativeInt = 0
     """What `seq-mean-token-sum-norm` divides by; 0: `rollout.max_tokens`."""
     proximal: Literal["recompute", "interpolate", "engine"] = "recompute"
     """Log-probs that ratios are taken against: the trainer's when the batch is formed, between the engine's and the
     trainer's by the age of each token, or the engine's."""
-    kl_coefficient: Least0 = 0.0
+    kl_coefficient: NonNegativeFloat = 0.0
     """Of the divergence from the policy that the run began with."""
     kl_divergence: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = "k3"
     """Its estimator; with `+` the value of that one and the gradient of k2."""
-    entropy_coefficient: Least0 = 0.0
+    entropy_coefficient: NonNegativeFloat = 0.0
     """Of the entropy bonus."""
     correct_at: float = 1.0
     """A completion whose reward is at least this is right: for pass@k."""
@@ -43,7 +43,7 @@ class Algorithm(Section, frozen=True):
 class Filter(Section, frozen=True):
     """`[filter]`: groups that are not worth training; they give their place back, and are counted by reason."""
 
-    min_valid_rows: Count = 0
+    min_valid_rows: NonNegativeInt = 0
     """Groups with fewer valid completions are dropped; 0: max(2, half the group size, rounded up), or 1 with estimators
     that do not compare within a group."""
     zero_variance: bool = True
@@ -52,9 +52,9 @@ class Filter(Section, frozen=True):
     """Drop groups that are too hard: mean reward below it."""
     max_mean_reward: float = float("inf")
     """Drop groups that are too easy: mean reward above it."""
-    min_advantage: Least0 = 0.0
+    min_advantage: NonNegativeFloat = 0.0
     """Drop groups whose largest advantage, up or down, is below it."""
-    max_advantage: Above0 = float("inf")
+    max_advantage: PositiveFloat = float("inf")
     """Drop groups whose largest advantage, up or down, is above it."""
 
 
@@ -65,11 +65,11 @@ class Shaping(Section, frozen=True):
     """Added to a reward."""
     scale: float = 1.0
     """What the sum is multiplied by."""
-    clip: Above0 = float("inf")
+    clip: PositiveFloat = float("inf")
     """Rewards are clipped to ± this."""
-    overlong_tokens: Count = 0
+    overlong_tokens: NonNegativeInt = 0
     """Sampled tokens before `rollout.max_tokens` over which the penalty for length grows from 0 to whole; 0: none."""
-    overlong_penalty: Least0 = 1.0
+    overlong_penalty: NonNegativeFloat = 1.0
     """The whole penalty."""
 
 
@@ -84,7 +84,7 @@ class Normalization(Section, frozen=True):
     """The mean of the others."""
     unbiased: bool = True
     """Divide the sum of squares by n - 1."""
-    epsilon: Above0 = 1e-5
+    epsilon: PositiveFloat = 1e-5
     """Added to the standard deviation."""
 
 
@@ -93,9 +93,9 @@ class Rejection(Section, frozen=True):
 
     rule: Rule
     """Level and estimator of the divergence between trainer and engine; `m2po` bounds the second moment."""
-    lower: Least0 = 0.0
+    lower: NonNegativeFloat = 0.0
     """For k1, the least ratio engine / trainer; not used by the others."""
-    upper: Above0 = 2.0
+    upper: PositiveFloat = 2.0
     """For k1, the largest ratio engine / trainer; for k2, k3 and m2po the largest value."""
 
 
@@ -103,12 +103,12 @@ class Correction(Section, frozen=True):
     """`[correction]`: of the difference between the policy that sampled and the one that is trained."""
 
     preset: Annotated[str, Meta(pattern=r"^[a-z0-9_]*$")] = ""
-    """A published set of the keys below by name (see `penstock estimators`); leave the others out then."""
+    """A published set of the keys below by name (see `penstock algorithms`); leave the others out then."""
     weights: Literal["none", "token", "sequence"] = "token"
     """Importance weights trainer / engine, of each token or of the whole completion."""
-    lower: Least0 = 0.0
+    lower: NonNegativeFloat = 0.0
     """Weights below are set to 0 with `outside = "zero"`, else raised to it."""
-    upper: Above0 = 2.0
+    upper: PositiveFloat = 2.0
     """Weights above are set to 0 with `outside = "zero"`, else cut to it."""
     outside: Literal["truncate", "zero"] = "truncate"
     """What becomes of a weight out of bounds."""
@@ -142,9 +142,9 @@ class Correction(Section, frozen=True):
 class Critic(Section, frozen=True):
     """`[critic]`: the value head that `gae` trains beside the policy, on its last hidden states."""
 
-    width: Positive = 128
+    width: PositiveInt = 128
     """Units of its hidden layer."""
-    learning_rate: Least0 = 1e-3
+    learning_rate: NonNegativeFloat = 1e-3
     """Of its own AdamW."""
-    value_clip: Above0 = float("inf")
+    value_clip: PositiveFloat = float("inf")
     """A value may move this far from its old one before its loss is clipped."""

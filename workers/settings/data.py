@@ -4,15 +4,15 @@ from typing import Any, Literal
 
 from msgspec import field
 
-from workers.settings.section import Count, Least0, Positive, Section
+from workers.settings.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
 
-class DataSet(Section, frozen=True):
+class DatasetSettings(Section, frozen=True):
     """`[[data.mix]]`: one of several data sets. What it leaves out is as in `[data]`."""
 
     path: str
     """As `data.path`."""
-    weight: Least0 = 0.0
+    weight: NonNegativeFloat = 0.0
     """Its share of the prompts, relative to the others'; 0: its number of rows."""
     name: str = ""
     """As `data.name`."""
@@ -31,7 +31,7 @@ class Data(Section, frozen=True):
 
     path: str = ""
     """A `.jsonl` or `.parquet` file, or the folder of a Hugging Face data set saved to disk."""
-    mix: tuple[DataSet, ...] = ()
+    mix: tuple[DatasetSettings, ...] = ()
     """Several data sets instead: tables `[[data.mix]]` with `path`, `weight` (its share of the prompts; the number of
     its rows unless set), and, where the rest of `[data]` does not fit it, `name`, `prompt`, `columns`, `system`,
     `environment`."""
@@ -50,15 +50,15 @@ class Data(Section, frozen=True):
     """Extra arguments of the chat template, `enable_thinking = false` for one."""
     tool_schemas: bool = True
     """Show the tools' JSON schemas to the chat template."""
-    epochs: Positive = 1
+    epochs: PositiveInt = 1
     """Passes over the file. Of a mix with weights: until the last data set was passed; the others begin again."""
     shuffle: bool = True
     """A new order for each epoch, from the run's seed."""
-    backlog: Positive = 256
+    backlog: PositiveInt = 256
     """Prompts fed but not yet claimed, at most."""
 
 
-class Environment(Section, frozen=True):
+class EnvironmentSettings(Section, frozen=True):
     """`[environments.NAME]`: an environment whose factory takes arguments; one that takes none is `NAME = "REF"`."""
 
     ref: str
@@ -67,7 +67,7 @@ class Environment(Section, frozen=True):
     """Keyword arguments for the factory."""
 
 
-class RewardFunction(Section, frozen=True):
+class RewardSettings(Section, frozen=True):
     """`[[rewards]]`: one reward function."""
 
     ref: str
@@ -80,15 +80,15 @@ class RewardFunction(Section, frozen=True):
     """The completion's reward is the weighted sum of its parts."""
     where: Literal["score", "rollout"] = "score"
     """`rollout`: run it in the rollout worker, on the live environment's snapshot before the slot is reset."""
-    processes: Count = 0
+    processes: NonNegativeInt = 0
     """Processes that call it, if it is synchronous; one past its deadline is killed and replaced. 0: as the function
     itself says, a thread if it does not."""
     each: Literal["", "row", "group"] = ""
     """What one call is for. `group`: all completions of a prompt, and never fewer: for functions that compare them.
     `row`: one completion. Empty: as `group`, and where that raises, or is killed, once more for each completion."""
-    timeout_s: Least0 = 0.0
+    timeout_s: NonNegativeFloat = 0.0
     """For each call; 0: `rollout.reward_timeout_s`."""
-    concurrency: Count = 0
+    concurrency: NonNegativeInt = 0
     """Calls at once, of an asynchronous function, in each worker; 0: no bound."""
-    per_second: Least0 = 0.0
+    per_second: NonNegativeFloat = 0.0
     """Calls that begin in a second, in each worker; 0: no bound."""

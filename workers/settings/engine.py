@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from workers.settings.section import Positive, Seconds, Section
+from workers.settings.section import PositiveInt, Seconds, Section
 
 
 class Engine(Section, frozen=True):
@@ -13,14 +13,14 @@ class Engine(Section, frozen=True):
     on a free port."""
     dns: str = ""
     """`http://NAME:PORT`, whose every address is an engine as well, asked for again every few seconds."""
-    min_concurrency: Positive = 8
+    min_concurrency: PositiveInt = 8
     """Requests of a rollout worker that one engine gets at least, however busy it says it is."""
-    max_concurrency: Positive = 512
+    max_concurrency: PositiveInt = 512
     """Requests of a rollout worker that one engine works on at once, at most; how many between the two, its own figures
     decide."""
     server: Literal["local", "vllm"] = "local"
     """Engines of our own: which server. `vllm` needs an interpreter that has it, with our plugin (docs/vllm.md)."""
-    count: Positive = 1
+    count: PositiveInt = 1
     """Engines of our own: how many."""
     devices: tuple[str, ...] = ()
     """Engines of our own: the GPUs of each, as CUDA_VISIBLE_DEVICES has them: `["1", "2,3"]`. Empty: all."""
@@ -32,11 +32,11 @@ class Engine(Section, frozen=True):
     """vLLM: further flags, `["--gpu-memory-utilization", "0.6"]` for one; they win over ours."""
     request_timeout_s: Seconds = 300.0
     """For one turn."""
-    attempts: Positive = 3
+    attempts: PositiveInt = 3
     """Tries of one request before its completion is invalid."""
-    max_batch: Positive = 128
+    max_batch: PositiveInt = 128
     """Engines of our own: sequences decoded together."""
-    max_length: Positive = 1024
+    max_length: PositiveInt = 1024
     """Engines of our own: tokens of a sequence, prompt included."""
-    threads: Positive = 1
+    threads: PositiveInt = 1
     """Engines of our own: threads that compute, where no GPU does."""

@@ -6,7 +6,7 @@ function as its fields: a test holds the two together. Defaults stand here alone
 
 from typing import ClassVar
 
-from workers.settings.section import Above0, EstimatorChoice, Fraction, Positive
+from workers.settings.section import EstimatorChoice, Fraction, PositiveFloat, PositiveInt
 
 
 class Grpo(EstimatorChoice, frozen=True, tag="grpo"):
@@ -16,7 +16,7 @@ class Grpo(EstimatorChoice, frozen=True, tag="grpo"):
     """Divide by the group's standard deviation."""
     leave_one_out: bool = False
     """Against the mean of the others instead."""
-    epsilon: Above0 = 1e-4
+    epsilon: PositiveFloat = 1e-4
     """Added to the standard deviation."""
 
 
@@ -76,7 +76,7 @@ class Gpg(EstimatorChoice, frozen=True, tag="gpg"):
 
     within_group: ClassVar[bool] = False
 
-    f_norm: Above0 = 1.0
+    f_norm: PositiveFloat = 1.0
     """What the difference is divided by."""
 
 
@@ -85,7 +85,7 @@ class GrpoPassk(EstimatorChoice, frozen=True, tag="grpo_passk"):
 
     normalize_std: bool = True
     """Divide by the group's standard deviation."""
-    epsilon: Above0 = 1e-6
+    epsilon: PositiveFloat = 1e-6
     """Added to the standard deviation."""
 
 
@@ -94,7 +94,7 @@ class Passk(EstimatorChoice, frozen=True, tag="passk"):
 
     reads: ClassVar[str] = "correct"
 
-    k: Positive = 4
+    k: PositiveInt = 4
     """Tries of which one must be right; at most `rollout.group_size`."""
 
 
@@ -104,7 +104,7 @@ class Gdpo(EstimatorChoice, frozen=True, tag="gdpo"):
     within_group: ClassVar[bool] = False
     reads: ClassVar[str] = "parts"
 
-    epsilon: Above0 = 1e-6
+    epsilon: PositiveFloat = 1e-6
     """Added to each standard deviation."""
 
 
@@ -115,7 +115,7 @@ class OptimalTokenBaseline(EstimatorChoice, frozen=True, tag="optimal_token_base
 
     zero_tail: bool = True
     """No baseline where one completion alone goes on."""
-    epsilon: Above0 = 1e-8
+    epsilon: PositiveFloat = 1e-8
     """Added to the sum of weights."""
 
 
@@ -126,14 +126,14 @@ class TirOptimalTokenBaseline(EstimatorChoice, frozen=True, tag="tir_optimal_tok
 
     zero_tail: bool = True
     """No baseline where one completion alone goes on."""
-    epsilon: Above0 = 1e-8
+    epsilon: PositiveFloat = 1e-8
     """Added to the sum of weights."""
 
 
 class MaxRl(EstimatorChoice, frozen=True, tag="max_rl"):
     """Against the mean of the group, divided by that mean: hard prompts weigh more. For rewards of 0 and more."""
 
-    epsilon: Above0 = 1e-6
+    epsilon: PositiveFloat = 1e-6
     """Added to the mean."""
 
 

@@ -6,7 +6,7 @@ fields: a test holds the two together. Defaults stand here alone.
 
 from typing import ClassVar, Literal
 
-from workers.settings.section import Above0, Fraction, Least0, LossChoice
+from workers.settings.section import Fraction, LossChoice, NonNegativeFloat, PositiveFloat
 
 
 class Clipped(LossChoice, frozen=True, tag="clipped"):
@@ -14,9 +14,9 @@ class Clipped(LossChoice, frozen=True, tag="clipped"):
 
     clip_low: Fraction = 0.2
     """The ratio is clipped at 1 - clip_low."""
-    clip_high: Least0 = 0.2
+    clip_high: NonNegativeFloat = 0.2
     """The ratio is clipped at 1 + clip_high."""
-    dual_clip: Least0 = 0.0
+    dual_clip: NonNegativeFloat = 0.0
     """Where the advantage is negative, the loss is at most this often the advantage; above 1, or 0: no such bound."""
     level: Literal["token", "sequence"] = "token"
     """Ratio of each token, or the geometric mean over the completion."""
@@ -27,7 +27,7 @@ class Dapo(LossChoice, frozen=True, tag="dapo"):
 
     clip_low: Fraction = 0.2
     """The ratio is clipped at 1 - clip_low."""
-    clip_high: Least0 = 0.28
+    clip_high: NonNegativeFloat = 0.28
     """The ratio is clipped at 1 + clip_high."""
 
 
@@ -38,7 +38,7 @@ class Gspo(LossChoice, frozen=True, tag="gspo"):
 
     clip_low: Fraction = 3e-4
     """The ratio is clipped at 1 - clip_low."""
-    clip_high: Least0 = 4e-4
+    clip_high: NonNegativeFloat = 4e-4
     """The ratio is clipped at 1 + clip_high."""
 
 
@@ -47,7 +47,7 @@ class Cispo(LossChoice, frozen=True, tag="cispo"):
 
     clip_low: Fraction = 0.2
     """The weight is at least 1 - clip_low."""
-    clip_high: Least0 = 0.28
+    clip_high: NonNegativeFloat = 0.28
     """The weight is at most 1 + clip_high."""
 
 
@@ -56,9 +56,9 @@ class Sapo(LossChoice, frozen=True, tag="sapo"):
 
     aggregation: ClassVar[str] = "seq-mean-token-mean"
 
-    tau_positive: Above0 = 1.0
+    tau_positive: PositiveFloat = 1.0
     """Steepness where the advantage is positive."""
-    tau_negative: Above0 = 1.05
+    tau_negative: PositiveFloat = 1.05
     """Steepness where it is negative."""
 
 
@@ -67,9 +67,9 @@ class GeoMean(LossChoice, frozen=True, tag="geo_mean"):
 
     aggregation: ClassVar[str] = "seq-mean-token-mean"
 
-    clip_low: Above0 = 0.4
+    clip_low: PositiveFloat = 0.4
     """A log-ratio is clipped at -clip_low."""
-    clip_high: Above0 = 0.4
+    clip_high: PositiveFloat = 0.4
     """A log-ratio is clipped at clip_high."""
 
 
@@ -84,7 +84,7 @@ class ClipCov(LossChoice, frozen=True, tag="clip_cov"):
 
     clip_low: Fraction = 0.2
     """The ratio is clipped at 1 - clip_low."""
-    clip_high: Least0 = 0.2
+    clip_high: NonNegativeFloat = 0.2
     """The ratio is clipped at 1 + clip_high."""
     clip_cov_ratio: Fraction = 2e-4
     """Fraction of the batch's tokens that are taken out, at least one."""
@@ -99,7 +99,7 @@ class KlCov(LossChoice, frozen=True, tag="kl_cov"):
 
     kl_cov_ratio: Fraction = 2e-4
     """Fraction of the batch's tokens that are penalised, at least one."""
-    kl_cov_coefficient: Least0 = 1.0
+    kl_cov_coefficient: NonNegativeFloat = 1.0
     """Of the penalty."""
 
 
@@ -110,25 +110,25 @@ class DppoTv(LossChoice, frozen=True, tag="dppo_tv"):
     """How far it may fall."""
     clip_high: Fraction = 0.15
     """How far it may rise."""
-    ratio_cap: Above0 = 20.0
+    ratio_cap: PositiveFloat = 20.0
     """The ratio is at most this."""
 
 
 class DppoKl(LossChoice, frozen=True, tag="dppo_kl"):
     """The same by the divergence of the binary distributions."""
 
-    clip_low: Least0 = 0.05
+    clip_low: NonNegativeFloat = 0.05
     """Bound where the probability falls."""
-    clip_high: Least0 = 0.05
+    clip_high: NonNegativeFloat = 0.05
     """Bound where it rises."""
-    ratio_cap: Above0 = 20.0
+    ratio_cap: PositiveFloat = 20.0
     """The ratio is at most this."""
 
 
 class Dro(LossChoice, frozen=True, tag="dro"):
     """Direct reward optimisation: a squared penalty on the log-ratio."""
 
-    dro_beta: Above0 = 0.1
+    dro_beta: PositiveFloat = 0.1
     """Of the penalty."""
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from workers.settings.section import Count, Fraction, Positive, Seconds, Section
+from workers.settings.section import Fraction, NonNegativeInt, PositiveInt, Seconds, Section
 
 
 class Run(Section, frozen=True):
@@ -34,9 +34,9 @@ class Model(Section, frozen=True):
 class Score(Section, frozen=True):
     """`[score]`: the scoring stage."""
 
-    workers: Count = 1
+    workers: NonNegativeInt = 1
     """Processes that `penstock run` starts."""
-    groups_in_flight: Positive = 8
+    groups_in_flight: PositiveInt = 8
     """Groups that one scorer works on at once."""
 
 
@@ -45,7 +45,7 @@ class Archive(Section, frozen=True):
 
     keep: Literal["latest", "all", "none"] = "latest"
     """`all`: `penstock replay` needs every group of a run; `latest`: within `megabytes`; `none`: nothing is kept."""
-    megabytes: Positive = 1024
+    megabytes: PositiveInt = 1024
     """With `latest`: beyond so many the oldest groups are removed."""
 
 
@@ -54,9 +54,9 @@ class Delivery(Section, frozen=True):
 
     lease_s: Seconds = 15.0
     """A claimed entry whose owner has been silent for so long goes to somebody else."""
-    infra_attempts: Positive = 5
+    infra_attempts: PositiveInt = 5
     """Workers an entry may outlive, failing engines included, before it is a dead letter."""
-    data_attempts: Positive = 2
+    data_attempts: PositiveInt = 2
     """Times its own content may fail before it is a dead letter."""
     backoff_s: Seconds = 0.5
     """First back-off; doubles, with jitter, up to 60 times itself."""
@@ -64,11 +64,11 @@ class Delivery(Section, frozen=True):
     """How long a worker tries to reach Redis, or any engine, before it gives up."""
     grace_s: Seconds = 20.0
     """Time to finish, or give back, what is held when asked to stop."""
-    lost_threads: Positive = 64
+    lost_threads: PositiveInt = 64
     """Threads of one worker that user code may keep beyond its deadline; at so many the worker drains, and restarts."""
-    memory_mb: Count = 0
+    memory_mb: NonNegativeInt = 0
     """Resident memory, in MiB, at which a rollout worker or scorer drains, and restarts; 0: never."""
-    restarts: Count = 5
+    restarts: NonNegativeInt = 5
     """Times `penstock run` restarts one role within ten minutes."""
     fsync: Literal["always", "everysec"] = "everysec"
     """The private server's `appendfsync`."""
@@ -79,7 +79,7 @@ class Guard(Section, frozen=True):
 
     max_invalid_fraction: Fraction = 0.2
     """Of one environment's completions, for one reason, over the window."""
-    window_groups: Positive = 64
+    window_groups: PositiveInt = 64
     """Groups of one environment looked at together."""
     stall_s: Seconds = 600.0
     """No group trained or dropped for so long, while there is work: the run stops and says so."""

@@ -5,21 +5,21 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta, Struct
 
-Positive = Annotated[int, Meta(ge=1)]
-Count = Annotated[int, Meta(ge=0)]
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
-Above0 = Annotated[float, Meta(gt=0)]
-Least0 = Annotated[float, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of the TOML file."""
 
-    def changed(self, *keys: str) -> list[str]:
+    def non_default(self, *keys: str) -> list[str]:
         """Those of these keys, or of all, that are not as they are unless set; of a table that need not be there."""
-        unless_set = type(self)()
-        return [key for key in keys or self.__struct_fields__ if getattr(self, key) != getattr(unless_set, key)]
+        defaults = type(self)()
+        return [key for key in keys or self.__struct_fields__ if getattr(self, key) != getattr(defaults, key)]
 
 
 class Choice(Section, frozen=True, tag_field="name"):

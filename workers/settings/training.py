@@ -4,33 +4,41 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from workers.settings.section import Above0, Count, Fraction, Least0, Positive, Seconds, Section
+from workers.settings.section import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+)
 
 
 class Train(Section, frozen=True):
     """`[train]`: the optimizer and what it maximises."""
 
-    groups_per_step: Positive = 16
+    groups_per_step: PositiveInt = 16
     """Groups in one optimizer batch."""
-    max_steps: Count = 0
+    max_steps: NonNegativeInt = 0
     """Stop after that many optimizer batches; 0: when every prompt has met its end."""
-    updates_per_batch: Positive = 1
+    updates_per_batch: PositiveInt = 1
     """Passes over one batch."""
-    publish_every: Positive = 1
+    publish_every: PositiveInt = 1
     """Steps between two policy versions."""
-    learning_rate: Least0 = 1e-6
+    learning_rate: NonNegativeFloat = 1e-6
     """Of AdamW, at its peak."""
-    warmup_steps: Count = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After warm-up; linear and cosine fall to 0 at `max_steps`, which they need."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Of AdamW."""
-    weight_decay: Least0 = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Of matrices; gains and biases do not decay."""
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     """The gradient's norm is clipped to it."""
-    micro_batch_tokens: Positive = 16384
+    micro_batch_tokens: PositiveInt = 16384
     """Tokens of one forward pass, padding included where rows are padded."""
     packing: Literal["auto", "on", "off"] = "auto"
     """Rows of a micro-batch one behind another, without padding. `auto`: on a GPU in bfloat16, where the model reads
@@ -41,23 +49,23 @@ class Train(Section, frozen=True):
     gradient_checkpointing: bool = False
     """Keep only what enters each layer for the backward pass and compute the rest again: less memory, a third more
     time."""
-    threads: Positive = 1
+    threads: PositiveInt = 1
     """Torch threads of the trainer; with several ranks, of each."""
-    ranks: Positive = 1
+    ranks: PositiveInt = 1
     """Processes that the trainer is made of, on one machine: each holds a part of model and optimizer, and works on a
     part of each batch. Under `torchrun` its own number holds."""
-    checkpoint_every: Positive = 20
+    checkpoint_every: PositiveInt = 20
     """Steps between two checkpoints."""
-    keep_last: Positive = 2
+    keep_last: PositiveInt = 2
     """Checkpoints kept, besides the one with the best mean reward."""
 
 
 class Lora(Section, frozen=True):
     """`[lora]`: train a small adapter beside the weights of the model, which stay as they are."""
 
-    rank: Count = 0
+    rank: NonNegativeInt = 0
     """Of the two matrices beside each layer; 0: no adapter, the whole model is trained."""
-    alpha: Above0 = 32.0
+    alpha: PositiveFloat = 32.0
     """What they add to the layer's output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("all-linear",)
     """Layers that get them, by how their names end (`q_proj`); `all-linear`: every linear one but the output layer."""
@@ -66,7 +74,7 @@ class Lora(Section, frozen=True):
     `--enable-lora` takes."""
 
 
-LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
 """Hosts by which a machine reaches itself alone."""
 
 

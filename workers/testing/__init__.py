@@ -6,6 +6,6 @@
 ===================  ==============================================================
 """
 
-from workers.testing.play import Call, Played, call, play
+from workers.testing.play import Call, EpisodeResult, call, play
 
-__all__ = ("Call", "Played", "call", "play")
+__all__ = ("Call", "EpisodeResult", "call", "play")

@@ -18,22 +18,22 @@ from typing import Any
 
 import anyio
 
-from envs.factory import Factory
+from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
-from envs.rewards.merge import merge
+from envs.rewards.merge import merge_parts
 from envs.snapshot import thaw
 from envs.tools import ToolSpec
-from stream.records import Completion, Failure, Message, Part, Prompt
+from stream.records import Completion, Failure, Message, Prompt, RewardPart
 from stream.validity import Measured, Reward, TruncationReason
-from workers.aside import run_aside
-from workers.rollout.group import roll_out
-from workers.rollout.slot_pool import SlotPool
-from workers.rollout.tool_formats.choice import TOOL_FORMATS
+from workers.rollout.environment_pool import EnvironmentPool
+from workers.rollout.group import run_group
+from workers.rollout.tool_formats.detection import TOOL_FORMATS
+from workers.runtime.aside import run_aside
 from workers.settings import Rollout
-from workers.testing.script import Script, chat
+from workers.testing.scripted_sampler import ScriptedSampler, scripted_chat
 
 _NAME = "played"
-_PLENTY = 10_000_000
+_UNLIMITED = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ def call(name: str, /, **arguments: Any) -> Call:
 
 
 @dataclass(frozen=True)
-class Played:
+class EpisodeResult:
     """What came of an episode."""
 
     messages: list[Message]
     """The whole conversation as the model saw it: the prompt with what `reset` returned, then every turn."""
-    parts: list[Part]
+    parts: list[RewardPart]
     """What `get_reward` and the reward functions measured, or did not."""
     reward: Reward | None
     """The parts merged, `Measured` or `Unmeasured` with its reason; None where the rollout failed."""
@@ -70,7 +70,7 @@ class Played:
     environment: Any
     """The thawed snapshot, as reward functions get it; None where the rollout failed."""
     snapshot_bytes: int
-    unused: list[Any]
+    unused_turns: list[Any]
     """What the model was to say, had the episode not ended before."""
     completion: Completion = field(repr=False)
     """The record that a run would store."""
@@ -78,12 +78,12 @@ class Played:
     """As the model is shown them."""
 
     @property
-    def valid(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether somebody measured a reward."""
         return isinstance(self.reward, Measured)
 
     @property
-    def value(self) -> float:
+    def reward_value(self) -> float:
         """The reward.
 
         Raises:
@@ -95,14 +95,14 @@ class Played:
         raise ValueError(f"no reward: {why.reason} {why.detail}".rstrip() if why else "no reward")
 
     @property
-    def replies(self) -> list[str]:
+    def tool_replies(self) -> list[str]:
         """What the tools answered, errors included, in order."""
         return [message["content"] for message in self.messages if message["role"] == "tool"]
 
 
 def play(
     factory: "Callable[..., object] | str",
-    replies: "Iterable[str | Call | Sequence[Call]]",
+    turns: "Iterable[str | Call | Sequence[Call]]",
     *,
     fields: Mapping[str, Any] = MappingProxyType({}),
     prompt: str | list[Message] = "",
@@ -110,14 +110,14 @@ def play(
     rewards: Sequence[Callable[..., Any] | str] = (),
     seed: int = 0,
     limits: Rollout | None = None,
-) -> Played:
+) -> EpisodeResult:
     """Play one episode, in which the model says what it is told to.
 
     Where the replies run out, the model says nothing more, which ends the episode.
 
     Args:
         factory: a class, a function that makes environments, or a reference as the settings have it.
-        replies: the model's turns: a text, a `call`, or several calls for one turn.
+        turns: the model's turns: a text, a `call`, or several calls for one turn.
         fields: the prompt row's columns, for `reset` and the reward functions.
         prompt: the user's text, or messages.
         args: for the factory.
@@ -129,44 +129,52 @@ def play(
     Raises:
         ReferenceNotFoundError: there is no such environment or reward function, or it cannot be made.
     """
-    world = Factory.load(factory, args) if isinstance(factory, str) else Factory.of(factory, args)
+    environment = (
+        EnvironmentFactory.load(factory, args)
+        if isinstance(factory, str)
+        else EnvironmentFactory.from_callable(factory, args)
+    )
     functions = [RewardFunction.load(r) if isinstance(r, str) else RewardFunction(r, _name(r)) for r in rewards]
-    limits = limits or Rollout(max_tokens=_PLENTY, max_tokens_per_turn=_PLENTY)
+    limits = limits or Rollout(max_tokens=_UNLIMITED, max_tokens_per_turn=_UNLIMITED)
     row = Prompt(
         id="play:0:0",
         messages=[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
-        text=isinstance(prompt, str),
+        is_plain_text=isinstance(prompt, str),
         fields=dict(fields),
         environment=_NAME,
         group_size=1,
         seed=seed,
     )
-    turns = list(replies)
-    script = Script([_text(turn) for turn in turns])
-    completion = run_aside(partial(_play, world, row, script, functions, limits))
-    return Played(
+    planned = list(turns)
+    script = ScriptedSampler([_text(turn) for turn in planned])
+    completion = run_aside(partial(_play, environment, row, script, functions, limits))
+    return EpisodeResult(
         messages=[*(completion.prompt_messages or row.messages), *completion.messages],
         parts=completion.parts,
-        reward=merge(completion.parts) if completion.failure is None else None,
+        reward=merge_parts(completion.parts) if completion.failure is None else None,
         failure=completion.failure,
         truncated=completion.truncated,
-        environment=thaw(completion.snapshot, world) if completion.snapshot else None,
+        environment=thaw(completion.snapshot, environment) if completion.snapshot else None,
         snapshot_bytes=len(completion.snapshot or b""),
-        unused=turns[script.said :],
+        unused_turns=planned[script.turns_sampled :],
         completion=completion,
-        tools=world.tools,
+        tools=environment.tools,
     )
 
 
 async def _play(
-    world: Factory, prompt: Prompt, script: Script, rewards: list[RewardFunction], limits: Rollout
+    environment: EnvironmentFactory,
+    prompt: Prompt,
+    script: ScriptedSampler,
+    rewards: list[RewardFunction],
+    limits: Rollout,
 ) -> Completion:
-    renders = await anyio.to_thread.run_sync(chat)
+    renders = await anyio.to_thread.run_sync(scripted_chat)
     async with AsyncExitStack() as stack:
         for function in rewards:
-            await stack.enter_async_context(function.opened())
-        pool = await stack.enter_async_context(SlotPool({_NAME: world}, size=1))
-        group = await roll_out(
+            await stack.enter_async_context(function.open())
+        pool = await stack.enter_async_context(EnvironmentPool({_NAME: environment}, size=1))
+        group = await run_group(
             prompt,
             chat=renders,
             sampler=script,
@@ -174,7 +182,7 @@ async def _play(
             limits=limits,
             tool_format=TOOL_FORMATS["hermes"],
             rewards=rewards,
-            factories={_NAME: world},
+            factories={_NAME: environment},
         )
     return group.completions[0]
 

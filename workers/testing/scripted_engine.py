@@ -17,23 +17,23 @@ import msgspec
 from aiohttp import web
 
 from stream.errors import EngineRefusedError
-from workers.engine.site import MAX_BODY_BYTES, Handler, answer_errors, listen
-from workers.engine.wire import (
-    BACKEND,
-    NO_VERSION,
-    PROBE,
-    UNKNOWN,
-    FinishUpdate,
+from workers.engine_api.wire import (
+    PROBE_PREFIX,
+    UNKNOWN_LOGPROB,
+    UNNAMED_WEIGHTS,
+    WEIGHT_TRANSFER_BACKEND,
+    FinishUpdateRequest,
     GenerateRequest,
     GenerateResponse,
     SamplingParams,
     TokenLogprob,
-    UpdateWeights,
+    UpdateWeightsRequest,
     VersionSpan,
-    decode_request,
-    refusal,
-    response,
+    build_response,
+    decode_generate_request,
+    error_body,
 )
+from workers.runtime.http_server import MAX_BODY_BYTES, Handler, error_middleware, listen
 
 Fault = Literal[
     "500",
@@ -52,19 +52,19 @@ Fault = Literal[
 """`hang` answers never, `reset` breaks the connection, `spans` leaves the last token without a version (where the
 route knows versions), `unknown_logprob` has what vLLM writes where it knows none."""
 
-Reply = Callable[[list[int], GenerateRequest], list[int]]
+ReplyFunction = Callable[[list[int], GenerateRequest], list[int]]
 """From the prompt's ids to the ids that are 'sampled'; cut at the request's `max_tokens`."""
 
-Faults = Callable[[int, GenerateRequest], Fault | None]
+FaultFunction = Callable[[int, GenerateRequest], Fault | None]
 """From a request's number, counted from 0, to what goes wrong with it."""
 
-Delay = Callable[[GenerateRequest], float]
+DelayFunction = Callable[[GenerateRequest], float]
 """From a request to the seconds that its answer takes."""
 
-_REMEMBERED = 10_000
-_MOST_LIKELY = 17.0
+_MAX_RECORDED = 10_000
+_TOP_LOGIT = 17.0
 """The largest logit."""
-_ORDERS = ("/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update")
+_CONTROL_ROUTES = ("/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update")
 
 
 def scripted_logprob(position: int, token: int) -> float:
@@ -86,99 +86,99 @@ class ScriptedEngine:
         delay_s: what each answer takes. Its tokens come evenly over that time, those from before new weights with
             the version before.
         port: 0 for a free one; a fixed one to 'restart' at the same address.
-        room: requests that it works on at once; others wait. None: any number.
+        max_concurrency: requests that it works on at once; others wait. None: any number.
     """
 
     def __init__(
         self,
-        reply: Reply,
+        reply: ReplyFunction,
         *,
         version: str | None = None,
         max_length: int = 4096,
-        delay_s: float | Delay = 0.0,
+        delay_s: float | DelayFunction = 0.0,
         port: int = 0,
-        room: int | None = None,
+        max_concurrency: int | None = None,
     ) -> None:
         self.url = ""
         self.version = version
-        self._versions: deque[tuple[float, str]] = deque(maxlen=_REMEMBERED)
+        self._versions: deque[tuple[float, str]] = deque(maxlen=_MAX_RECORDED)
         """Versions given up so far, each with when that was."""
-        self.faults: Faults = _no_faults
-        self.order_faults: Counter[str] = Counter()
+        self.faults: FaultFunction = _no_faults
+        self.control_faults: Counter[str] = Counter()
         """How many of the next calls of a control route, by path, answer 500."""
-        self.transfer_config: dict[str, str] | None = {"backend": BACKEND}
+        self.transfer_config: dict[str, str] | None = {"backend": WEIGHT_TRANSFER_BACKEND}
         """As vLLM tells it of itself; None: started without one."""
-        self.refused_paths: set[str] = set()
+        self.rejected_paths: set[str] = set()
         """Weights that are answered with a 400."""
-        self.without: set[str] = set()
+        self.missing_routes: set[str] = set()
         """Routes that are answered with a 404, as on a server that was started without them."""
-        self.stopped = False
+        self.is_frozen = False
         """It answers nothing for as long as this holds, as a process after SIGSTOP."""
-        self.raw = False
+        self.reports_raw_logprobs = False
         """Log-probs are told of the raw logits, as vLLM does unless it is told otherwise."""
-        self.logits = False
+        self.reports_logits = False
         """Logits are told in their place, as vLLM does where it is told to."""
-        self.requests: deque[GenerateRequest] = deque(maxlen=_REMEMBERED)
-        self.orders: deque[str] = deque(maxlen=_REMEMBERED)
+        self.requests: deque[GenerateRequest] = deque(maxlen=_MAX_RECORDED)
+        self.control_calls: deque[str] = deque(maxlen=_MAX_RECORDED)
         """Control routes in the order of their calls, faults included."""
-        self.questions: Counter[str] = Counter()
+        self.query_counts: Counter[str] = Counter()
         """Calls of the routes that only answer, by path."""
         self.pushes: list[tuple[str, str]] = []
         """Path and version of the weights that it took."""
-        self.count = 0
-        self.too_long = 0
+        self.request_count = 0
+        self.too_long_count = 0
         """Requests refused for the length of their prompts, which are not among `requests`."""
         self.running = 0
         """Requests that it has not answered yet, those that wait included."""
-        self.aborted = 0
-        self.paused = False
+        self.aborted_count = 0
+        self.is_paused = False
         self._reply = reply
         self._max_length = max_length
         self._delay_s = delay_s
         self._port = port
-        self._room = anyio.CapacityLimiter(room or math.inf)
+        self._slots = anyio.CapacityLimiter(max_concurrency or math.inf)
         self._path: str | None = None
         self._resumed = anyio.Event()
-        self._ends = anyio.Event()
+        self._closing = anyio.Event()
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         @web.middleware
         async def closed(request: web.Request, handler: Handler) -> web.StreamResponse:
-            while self.stopped and not self._ends.is_set():  # noqa: ASYNC110  (a test sets it as it likes)
+            while self.is_frozen and not self._closing.is_set():  # noqa: ASYNC110  (a test sets it as it likes)
                 await anyio.sleep(0.01)
-            return web.Response(status=404) if request.path in self.without else await handler(request)
+            return web.Response(status=404) if request.path in self.missing_routes else await handler(request)
 
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[closed, answer_errors])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[closed, error_middleware])
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/v1/completions", self._complete)
-        app.router.add_post("/init_weight_transfer_engine", self._nothing)
-        app.router.add_post("/reset_prefix_cache", self._nothing)
-        app.router.add_get("/health", self._nothing)
+        app.router.add_post("/init_weight_transfer_engine", self._empty_answer)
+        app.router.add_post("/reset_prefix_cache", self._empty_answer)
+        app.router.add_get("/health", self._empty_answer)
         answers: list[tuple[str, Callable[[], dict[str, Any]]]] = [
             ("/version", lambda: {"version": "scripted"}),
             ("/v1/models", lambda: {"data": [{"id": "scripted", "max_model_len": self._max_length}]}),
             ("/weight_info", lambda: {"weight_version": self.version}),
-            ("/is_paused", lambda: {"is_paused": self.paused}),
+            ("/is_paused", lambda: {"is_paused": self.is_paused}),
             ("/server_info", lambda: {"vllm_config": {"weight_transfer_config": self.transfer_config}}),
         ]
         for path, answer in answers:
-            app.router.add_get(path, self._answering(path, answer))
+            app.router.add_get(path, self._query(path, answer))
         app.router.add_get("/metrics", self._metrics)
-        for path in _ORDERS:
-            app.router.add_post(path, self._order)
+        for path in _CONTROL_ROUTES:
+            app.router.add_post(path, self._control)
         self.url = await self._stack.enter_async_context(listen(app, "127.0.0.1", self._port))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ends.set()
+        self._closing.set()
         self._resumed.set()
         await self._stack.aclose()
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
-        return await self._answer(http, decode_request(await http.read()), self._say)
+        return await self._answer(http, decode_generate_request(await http.read()), self._encode_answer)
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         """The same in the words of the other route, which say nothing of versions."""
@@ -189,67 +189,70 @@ class ScriptedEngine:
             sampling_params=msgspec.convert(named, SamplingParams, str_keys=True),
             request_id=body.get("request_id", ""),
         )
-        return await self._answer(http, request, self._say_completion)
+        return await self._answer(http, request, self._encode_completion)
 
     async def _answer(
-        self, http: web.Request, request: GenerateRequest, say: Callable[[GenerateRequest, Fault | None, float], bytes]
+        self,
+        http: web.Request,
+        request: GenerateRequest,
+        encode: Callable[[GenerateRequest, Fault | None, float], bytes],
     ) -> web.StreamResponse:
         if len(request.token_ids) >= self._max_length:
-            self.too_long += 1
+            self.too_long_count += 1
             raise EngineRefusedError(f"the maximum context length is {self._max_length}")
-        if request.request_id.startswith(PROBE):
-            return web.Response(body=say(request, None, anyio.current_time()), content_type="application/json")
-        number, self.count = self.count, self.count + 1
+        if request.request_id.startswith(PROBE_PREFIX):
+            return web.Response(body=encode(request, None, anyio.current_time()), content_type="application/json")
+        number, self.request_count = self.request_count, self.request_count + 1
         self.requests.append(request)
         self.running += 1
         finished = False
         try:
-            while self.paused and not self._ends.is_set():
+            while self.is_paused and not self._closing.is_set():
                 await self._resumed.wait()
-            async with self._room:
+            async with self._slots:
                 began = anyio.current_time()
                 if delay_s := self._delay_s(request) if callable(self._delay_s) else self._delay_s:
                     await anyio.sleep(delay_s)
                 fault = self.faults(number, request)
                 answer = await self._fail(fault, http) if fault in {"500", "429", "400", "hang", "reset"} else None
                 finished = True
-                return answer or web.Response(body=say(request, fault, began), content_type="application/json")
+                return answer or web.Response(body=encode(request, fault, began), content_type="application/json")
         finally:
             self.running -= 1
-            self.aborted += not finished
+            self.aborted_count += not finished
 
     async def _fail(self, fault: Fault | None, http: web.Request) -> web.Response:
         """Answer as a server in trouble would."""
         if fault == "hang":
-            await self._ends.wait()
+            await self._closing.wait()
         if fault == "reset" and http.transport is not None:
             http.transport.abort()
         status = int(fault) if fault in {"500", "429", "400"} else 500
-        return web.Response(status=status, body=refusal(f"scripted {fault}"))
+        return web.Response(status=status, body=error_body(f"scripted {fault}"))
 
-    def _said(self, request: GenerateRequest) -> list[int]:
+    def _tokens(self, request: GenerateRequest) -> list[int]:
         """The script's words; a probe hears one token, and the script nothing of it."""
-        return [0] if request.request_id.startswith(PROBE) else self._reply(list(request.token_ids), request)
+        return [0] if request.request_id.startswith(PROBE_PREFIX) else self._reply(list(request.token_ids), request)
 
-    def _say(self, request: GenerateRequest, fault: Fault | None, began: float) -> bytes:
+    def _encode_answer(self, request: GenerateRequest, fault: Fault | None, began: float) -> bytes:
         """The answer's bytes."""
         limit = min(request.sampling_params.max_tokens, self._max_length - len(request.token_ids))
-        said = self._said(request)
+        said = self._tokens(request)
         tokens = [] if fault == "empty" else said[:limit]
         logprobs = [scripted_logprob(len(request.token_ids) + i, token) for i, token in enumerate(tokens)]
         reason: Literal["stop", "length", "abort"] = "length" if len(said) > limit else "stop"
         end = len(tokens) - (fault == "spans")
         spans = self._spans(end, began)
-        likeliest = [self._likeliest(request.sampling_params)] * len(tokens)
-        answer = response(request, tokens, logprobs, "abort" if fault == "abort" else reason, spans, likeliest)
+        likeliest = [self._top_logprobs(request.sampling_params)] * len(tokens)
+        answer = build_response(request, tokens, logprobs, "abort" if fault == "abort" else reason, spans, likeliest)
         content = answer.choices[0].logprobs
-        for entry in content.content if self.logits and content is not None else ():
-            entry.logprob += _MOST_LIKELY
-            entry.top_logprobs = [TokenLogprob(other.logprob + _MOST_LIKELY, other.token_id) for other in likeliest[0]]
+        for entry in content.content if self.reports_logits and content is not None else ():
+            entry.logprob += _TOP_LOGIT
+            entry.top_logprobs = [TokenLogprob(other.logprob + _TOP_LOGIT, other.token_id) for other in likeliest[0]]
         if fault == "count_mismatch" and content is not None:
             content.content.pop()
         if fault == "unknown_logprob" and content is not None:
-            content.content[0].logprob = UNKNOWN
+            content.content[0].logprob = UNKNOWN_LOGPROB
         payload = msgspec.json.encode(answer)
         if fault == "garbage":
             return payload[: len(payload) // 2]
@@ -259,8 +262,8 @@ class ScriptedEngine:
             return payload.replace(old, old.replace(number, b"NaN", 1), 1)  # as Python's json writes it
         return payload
 
-    def _say_completion(self, request: GenerateRequest, fault: Fault | None, began: float) -> bytes:
-        said = self._say(request, None if fault in {"garbage", "nan_logprob"} else fault, began)
+    def _encode_completion(self, request: GenerateRequest, fault: Fault | None, began: float) -> bytes:
+        said = self._encode_answer(request, None if fault in {"garbage", "nan_logprob"} else fault, began)
         choice = msgspec.json.decode(said, type=GenerateResponse).choices[0]
         content = choice.logprobs.content if choice.logprobs else []
         logprobs = {
@@ -273,9 +276,9 @@ class ScriptedEngine:
             return payload.replace(b'"token_logprobs":[', b'"token_logprobs":[NaN', 1)
         return payload[: len(payload) // 2] if fault == "garbage" else payload
 
-    def _likeliest(self, params: SamplingParams) -> list[TokenLogprob]:
+    def _top_logprobs(self, params: SamplingParams) -> list[TokenLogprob]:
         """Of a distribution over three tokens, a nat apart, at the request's temperature unless they are to be raw."""
-        temperature = 1.0 if self.raw else params.temperature or 1.0
+        temperature = 1.0 if self.reports_raw_logprobs else params.temperature or 1.0
         logits = [-token / temperature for token in range(3)]
         total = math.log(sum(map(math.exp, logits)))
         return [TokenLogprob(logit - total, token) for token, logit in enumerate(logits)][: params.logprobs]
@@ -285,50 +288,50 @@ class ScriptedEngine:
         taken = max(1e-9, anyio.current_time() - began)
         spans: list[VersionSpan] = []
         start = 0
-        for until, version in [*self._versions, (began + taken, self.version or NO_VERSION)]:
+        for until, version in [*self._versions, (began + taken, self.version or UNNAMED_WEIGHTS)]:
             upto = min(end, round(end * (until - began) / taken))
             if upto > start:
                 spans.append(VersionSpan(version, start, upto))
                 start = upto
         return spans
 
-    async def _order(self, http: web.Request) -> web.Response:
+    async def _control(self, http: web.Request) -> web.Response:
         """The control routes; the order of calls is recorded, not enforced."""
         body = await http.read()
-        self.orders.append(http.path)
-        if self.order_faults[http.path] > 0:
-            self.order_faults[http.path] -= 1
-            return web.Response(status=500, body=refusal(f"scripted fault of {http.path}"))
-        if http.path == "/pause" and not self.paused:
-            self.paused, self._resumed = True, anyio.Event()
+        self.control_calls.append(http.path)
+        if self.control_faults[http.path] > 0:
+            self.control_faults[http.path] -= 1
+            return web.Response(status=500, body=error_body(f"scripted fault of {http.path}"))
+        if http.path == "/pause" and not self.is_paused:
+            self.is_paused, self._resumed = True, anyio.Event()
         elif http.path == "/resume":
-            self.paused = False
+            self.is_paused = False
             self._resumed.set()
         elif http.path == "/update_weights":
-            info = msgspec.json.decode(body, type=UpdateWeights).update_info
+            info = msgspec.json.decode(body, type=UpdateWeightsRequest).update_info
             self._path = info.path or info.url
-            if self._path in self.refused_paths:
+            if self._path in self.rejected_paths:
                 raise EngineRefusedError(f"{self._path}: not this model's weights")
         elif http.path == "/finish_weight_update":
-            self._versions.append((anyio.current_time(), self.version or NO_VERSION))
-            self.version = msgspec.json.decode(body, type=FinishUpdate).weight_version
+            self._versions.append((anyio.current_time(), self.version or UNNAMED_WEIGHTS))
+            self.version = msgspec.json.decode(body, type=FinishUpdateRequest).weight_version
             self.pushes.append((self._path or "", self.version))
         return web.json_response({})
 
-    def _answering(
+    def _query(
         self, path: str, answer: Callable[[], dict[str, Any]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handler(_: web.Request) -> web.Response:
-            self.questions[path] += 1
+            self.query_counts[path] += 1
             return web.json_response(answer())
 
         return handler
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        waiting = self._room.statistics().tasks_waiting
+        waiting = self._slots.statistics().tasks_waiting
         return web.Response(
             text=f"vllm:num_requests_running {self.running - waiting}\nvllm:num_requests_waiting {waiting}\n"
         )
 
-    async def _nothing(self, _: web.Request) -> web.Response:
+    async def _empty_answer(self, _: web.Request) -> web.Response:
         return web.Response()

@@ -13,65 +13,80 @@ from collections.abc import Callable
 import anyio
 import structlog
 
-from stream.archive import Archive
-from stream.fence import Fence, last_token
-from stream.ledger import Ledger
-from stream.stage import Stage
-from stream.training import Tenure
-from workers.fleet.roster import Roster
-from workers.role import Role
+from stream.queue.stage import Stage
+from stream.trainer.archive import Archive
+from stream.trainer.folder_lock import RunFolderLock, last_token
+from stream.trainer.lease import TrainerLease
+from stream.trainer.ledger import Ledger
+from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.runtime.context import WorkerContext
 from workers.settings import Settings
-from workers.train.evaluation.evaluating import Evaluating
-from workers.train.evaluation.figures import Evaluations
-from workers.train.groups.endings import Endings
-from workers.train.keeping.checkpoint import Checkpoints
-from workers.train.keeping.journal import Journal
-from workers.train.keeping.progress import Progress
+from workers.train.checkpointing.checkpoint import CheckpointStore
+from workers.train.evaluation.results import EvaluationLog
+from workers.train.evaluation.scheduler import EvaluationScheduler
+from workers.train.groups.outcome_recorder import OutcomeRecorder
+from workers.train.metrics_log import MetricsLog
+from workers.train.progress import Progress
+from workers.train.publishing.policy_versions import PolicyVersions
 from workers.train.publishing.publisher import open_publisher
-from workers.train.publishing.weights import Weights
 from workers.train.step.learner import Learner
 from workers.train.trainer import Trainer
 
 log = structlog.get_logger()
 
 
-async def train(role: Role, make_learner: Callable[[Settings], Learner] = Learner) -> None:
+async def train(context: WorkerContext, make_learner: Callable[[Settings], Learner] = Learner) -> None:
     """Train until every prompt has met its end, or `train.max_steps`.
 
     Args:
-        role: settings and connection.
+        context: settings and connection.
         make_learner: makes what is trained.
     """
-    settings = role.settings
-    roster = await Roster.of(settings.engine, role.link)
-    async with open_publisher(settings, roster) as publisher, anyio.create_task_group() as tasks:
-        tasks.start_soon(roster.watch)
-        known = await anyio.to_thread.run_sync(last_token, settings.folder)
-        tenure = await Tenure.begin(role.link, settings.delivery.lease_s, above=known)
-        tasks.start_soon(tenure.keep)
-        fence = await anyio.to_thread.run_sync(Fence.take, settings.folder, tenure.token)
-        checkpoints = Checkpoints(settings.folder / "checkpoints", settings.train.keep_last, fence)
+    settings = context.settings
+    discovery = await EngineDiscovery.from_settings(settings.engine, context.connection)
+    async with open_publisher(settings, discovery) as publisher, anyio.create_task_group() as tasks:
+        tasks.start_soon(discovery.watch)
+        last_known_token = await anyio.to_thread.run_sync(last_token, settings.folder)
+        trainer_lease = await TrainerLease.acquire(
+            context.connection, settings.delivery.lease_s, min_token=last_known_token
+        )
+        tasks.start_soon(trainer_lease.renew_forever)
+        fence = await anyio.to_thread.run_sync(RunFolderLock.acquire, settings.folder, trainer_lease.token)
+        checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.train.keep_last, fence)
         learner, progress = await anyio.to_thread.run_sync(_load, settings, checkpoints, make_learner)
         ledger = await anyio.to_thread.run_sync(Ledger, settings.folder / "ledger.jsonl", progress.ledger_bytes, fence)
-        again = await tenure.recover(ledger)
-        log.info("trainer.begun", step=progress.step, version=progress.version, groups_again=again)
-        stage = Stage(role.link, "scored", role.consumer, role.terms)
-        tasks.start_soon(stage.keep)
-        archive = await anyio.to_thread.run_sync(_archive, settings, fence)
-        endings = Endings(ledger, tenure, stage, archive)
-        weights = Weights(settings.folder / "weights", tenure, publisher, tasks, linger_s=_linger_s(settings))
-        tasks.start_soon(weights.keep_engines_current)
+        requeued = await trainer_lease.recover(ledger)
+        log.info("trainer.started", step=progress.step, version=progress.version, groups_again=requeued)
+        stage = Stage(context.connection, "scored", context.consumer, context.retry_policy)
+        tasks.start_soon(stage.renew_leases)
+        archive = await anyio.to_thread.run_sync(_open_archive, settings, fence)
+        outcomes = OutcomeRecorder(ledger, trainer_lease, stage, archive)
+        policy_versions = PolicyVersions(
+            settings.folder / "weights", trainer_lease, publisher, tasks, retention_s=_retention_s(settings)
+        )
+        tasks.start_soon(policy_versions.update_outdated_engines)
         try:
-            journal = await anyio.to_thread.run_sync(
-                Journal, settings.folder / "metrics.jsonl", progress.metrics_bytes, fence
+            metrics_log = await anyio.to_thread.run_sync(
+                MetricsLog, settings.folder / "metrics.jsonl", progress.metrics_bytes, fence
             )
-            book = await anyio.to_thread.run_sync(_evaluations, settings, progress, fence)
-            evaluating = Evaluating(settings, tenure, book, role.stopping)
+            evaluation_log = await anyio.to_thread.run_sync(_open_evaluation_log, settings, progress, fence)
+            evaluation = EvaluationScheduler(settings, trainer_lease, evaluation_log, context.stopping)
             trainer = Trainer(
-                *(role, tenure, stage, learner, checkpoints, endings, weights, progress, journal), evaluating=evaluating
+                *(
+                    context,
+                    trainer_lease,
+                    stage,
+                    learner,
+                    checkpoints,
+                    outcomes,
+                    policy_versions,
+                    progress,
+                    metrics_log,
+                ),
+                evaluation=evaluation,
             )
             await trainer.run()
-            await tenure.end()
+            await trainer_lease.release()
         finally:
             ledger.close()
             if archive is not None:
@@ -80,7 +95,7 @@ async def train(role: Role, make_learner: Callable[[Settings], Learner] = Learne
 
 
 def _load(
-    settings: Settings, checkpoints: Checkpoints, make_learner: Callable[[Settings], Learner]
+    settings: Settings, checkpoints: CheckpointStore, make_learner: Callable[[Settings], Learner]
 ) -> tuple[Learner, Progress]:
     """The learner as its newest whole checkpoint left it, or as the run begins."""
     checkpoint = checkpoints.latest()
@@ -91,16 +106,16 @@ def _load(
     return learner, checkpoint.progress
 
 
-def _linger_s(settings: Settings) -> float:
+def _retention_s(settings: Settings) -> float:
     """An engine reads an adapter again that it had no room for, as long as a request goes on with it."""
     return settings.engine.request_timeout_s + settings.delivery.reconnect_s if settings.publishes_adapters else 0.0
 
 
-def _evaluations(settings: Settings, progress: Progress, fence: Fence) -> Evaluations | None:
-    return Evaluations(settings.folder, progress.step, fence) if settings.eval.path else None
+def _open_evaluation_log(settings: Settings, progress: Progress, fence: RunFolderLock) -> EvaluationLog | None:
+    return EvaluationLog(settings.folder, progress.step, fence) if settings.eval.path else None
 
 
-def _archive(settings: Settings, fence: Fence | None) -> Archive | None:
+def _open_archive(settings: Settings, fence: RunFolderLock | None) -> Archive | None:
     keep, megabytes = settings.archive.keep, settings.archive.megabytes
     if keep == "none":
         return None

@@ -8,7 +8,7 @@ REWARDS = ["rewards.py:thrift"]
 def test_the_right_number_on_the_last_receipt_is_worth_1():
     calls = [call("multiply", a=90, b=4), call("subtract", a=360, b=30)]
     played = play("envs.till:Till", [*calls, "Answer: 330"], fields={"answer": 330}, rewards=REWARDS)
-    assert played.replies == ["360", "330"]
+    assert played.tool_replies == ["360", "330"]
     assert {part.name: part.reward.value for part in played.parts} == {"env": 1.0, "thrift": 1.0}
     assert played.environment.receipts == [360, 330]
 
@@ -21,5 +21,5 @@ def test_a_wrong_number_is_worth_0_and_three_receipts_are_a_waste():
 
 def test_words_for_numbers_are_refused_and_print_no_receipt():
     played = play("envs.till:Till", [call("add", a="one", b=2)], fields={"answer": 3})
-    assert played.replies == ["Error: add: a: expected `int`, got `str`"]
-    assert (played.value, played.environment.receipts) == (0.0, [])
+    assert played.tool_replies == ["Error: add: a: expected `int`, got `str`"]
+    assert (played.reward_value, played.environment.receipts) == (0.0, [])

@@ -16,7 +16,7 @@ import logging
 
 BACKEND = "penstock"
 """In `--weight-transfer-config '{"backend": "penstock"}'`."""
-KNOWN_TO_WORK = "0.32.0"
+TESTED_VLLM_VERSION = "0.32.0"
 """The version of vLLM that the tests run on."""
 
 
@@ -29,7 +29,7 @@ def register() -> None:
     except ImportError:
         logging.getLogger(__name__).warning(
             "this vLLM has no weight transfer, so its server cannot take new weights from Penstock; known to work: %s",
-            KNOWN_TO_WORK,
+            TESTED_VLLM_VERSION,
         )
     except ValueError:
         pass  # registered by an earlier call in this process

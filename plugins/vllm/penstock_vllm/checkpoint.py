@@ -15,11 +15,11 @@ SINGLE = "model.safetensors"
 Shapes = Mapping[str, tuple[int, ...]]
 """The shape of each tensor by its name."""
 
-_NAMED = 5
+_MAX_LISTED = 5
 """Names that a message lists before it only counts."""
 
 
-def files_of(folder: Path) -> list[Path]:
+def find_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder, or the file itself.
 
     Raises:
@@ -41,11 +41,11 @@ def files_of(folder: Path) -> list[Path]:
     else:
         files = [folder / SINGLE]
     if missing := [file.name for file in files if not file.is_file()]:
-        raise RefusedError(f"{folder} has no {listed(missing)}")
+        raise RefusedError(f"{folder} has no {join_names(missing)}")
     return files
 
 
-def shapes_of(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors in these files.
 
     Raises:
@@ -65,41 +65,41 @@ def shapes_of(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def compare(update: Shapes, reference: Shapes, takes: Callable[[str, tuple[int, ...]], bool]) -> None:
+def check_update(update: Shapes, reference: Shapes, loads_tensor: Callable[[str, tuple[int, ...]], bool]) -> None:
     """Whether an update has what the checkpoint has that the server was started with.
 
     Args:
         update: what came.
         reference: what the server was started with.
-        takes: whether the model loads a tensor of that name and shape. A name in only one of the two matters if it
-            does: a tied `lm_head` may be there or not, and so may the weights of parts that are not served.
+        loads_tensor: whether the model loads a tensor of that name and shape. A name in only one of the two matters
+            if it does: a tied `lm_head` may be there or not, and so may the weights of parts that are not served.
 
     Raises:
         RefusedError: says all that is wrong.
     """
     problems = []
-    if missing := [name for name in reference if name not in update and takes(name, reference[name])]:
-        problems.append(f"missing: {listed(missing)}")
-    if unexpected := [name for name in update if name not in reference and takes(name, update[name])]:
-        problems.append(f"unexpected: {listed(unexpected)}")
+    if missing := [name for name in reference if name not in update and loads_tensor(name, reference[name])]:
+        problems.append(f"missing: {join_names(missing)}")
+    if unexpected := [name for name in update if name not in reference and loads_tensor(name, update[name])]:
+        problems.append(f"unexpected: {join_names(unexpected)}")
     if other := [name for name in update if name in reference and update[name] != reference[name]]:
         shapes = [f"{name} {update[name]} instead of {reference[name]}" for name in other]
-        problems.append(f"of another shape: {listed(shapes)}")
+        problems.append(f"of another shape: {join_names(shapes)}")
     if problems:
         raise RefusedError(f"not this model's weights; {'; '.join(problems)}")
 
 
-def listed(names: list[str]) -> str:
+def join_names(names: list[str]) -> str:
     """Some of the names, and how many more."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more
 
 
-def tensors_of(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_tensors(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors, on the CPU, one after the other.
 
     Raises:
-        OSError: a file is not any more what `shapes_of` has seen.
+        OSError: a file is not any more what `read_shapes` has seen.
     """
     for file in files:
         try:

@@ -23,10 +23,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.logger import init_logger
 
-from penstock_vllm.asking import asking
-from penstock_vllm.checkpoint import Shapes, compare, files_of, shapes_of, tensors_of
-from penstock_vllm.pieces import find_pieces
-from penstock_vllm.source import fetch
+from penstock_vllm.asking import tensor_probe
+from penstock_vllm.checkpoint import Shapes, check_update, find_files, iter_tensors, read_shapes
+from penstock_vllm.pieces import find_internals
+from penstock_vllm.source import download
 from penstock_vllm.verdict import BROKEN, FailedError, RefusedError, UpdateError
 
 logger = init_logger(__name__)
@@ -58,7 +58,7 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._pieces = find_pieces()
+        self._internals = find_internals()
         self._reference = _reference(vllm_config)
         self._staged: list[Path] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -69,24 +69,24 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Forget what an update that was never finished has staged."""
-        self._forget("nothing was sent")
+        self._reset("nothing was sent")
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Find the files, or download them, and check them; what is wrong is said by `finish_weight_update`."""
-        self._forget("")
+        self._reset("")
         try:
             self._staged = self._stage(update_info)
         except UpdateError as error:
-            self._forget(str(error))
+            self._reset(str(error))
         except Exception as error:  # noqa: BLE001  (none may escape from here, of whatever type)
-            self._forget(str(FailedError(repr(error))))
+            self._reset(str(FailedError(repr(error))))
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As vLLM's own, but info that cannot be parsed is told by `finish_weight_update` too."""
         try:
             typed = self.parse_update_info(update_info)
         except ValueError as error:
-            self._forget(str(RefusedError(str(error))))
+            self._reset(str(RefusedError(str(error))))
             return
         self.receive_weights(typed)
 
@@ -96,7 +96,7 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             RuntimeError: on the last worker: what is wrong, and what the model holds now.
         """
-        if problem := self._agreed(self._problem):
+        if problem := self._first_problem(self._problem):
             self._raise_for_all(problem)
             return
         try:
@@ -106,41 +106,41 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         except Exception as error:  # the model's own loader, of which there are hundreds; whatever it was is told
             logger.exception("new weights failed half-way")
             problem = f"{BROKEN}: {error!r} while the new weights were loaded; send whole ones before it goes on"
-        self._forget("nothing was sent")
-        if problem := self._agreed(problem):
+        self._reset("nothing was sent")
+        if problem := self._first_problem(problem):
             self._raise_for_all(problem)
 
     def shutdown(self) -> None:
         """Remove what was downloaded."""
-        self._forget("the server is shutting down")
+        self._reset("the server is shutting down")
 
     def _stage(self, info: UpdateInfo) -> list[Path]:
         if (info.path is None) == (info.url is None) or (info.url is None) != (info.files is None):
             raise RefusedError("an update has a path, or a url with files")
         if info.url is not None:
-            self._folder = fetch(info.url, info.files or [])
-        files = files_of(Path(info.path if self._folder is None else self._folder.name))
-        update = shapes_of(files)
+            self._folder = download(info.url, info.files or [])
+        files = find_files(Path(info.path if self._folder is None else self._folder.name))
+        update = read_shapes(files)
         if self._reference is not None:
-            with asking(self.model) as takes:
-                compare(update, self._reference, takes)
+            with tensor_probe(self.model) as takes:
+                check_update(update, self._reference, takes)
         return files
 
     def _load(self) -> None:
-        self._pieces.initialize(self.model)
+        self._internals.initialize(self.model)
         try:
-            self.model.load_weights(tensors_of(self._staged))
+            self.model.load_weights(iter_tensors(self._staged))
         finally:
-            self._pieces.finalize(self.model, self.model_config)
+            self._internals.finalize(self.model, self.model_config)
         for module in self.model.modules():
             # On CPU a tied `lm_head` keeps a packed copy of the weight that it shares, and nobody loads it anew.
             weight = getattr(module, "weight", None)
             if hasattr(module, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.dim() == 2:
-                self._pieces.pack_for_cpu(module, remove_weight=False)
+                self._internals.pack_for_cpu(module, remove_weight=False)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
-    def _agreed(self, problem: str) -> str:
+    def _first_problem(self, problem: str) -> str:
         """The first problem that a worker has; empty where none has."""
         if self.parallel_config.world_size == 1:
             return problem
@@ -155,7 +155,7 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.parallel_config.rank == self.parallel_config.world_size - 1:
             raise RuntimeError(problem)
 
-    def _forget(self, problem: str) -> None:
+    def _reset(self, problem: str) -> None:
         self._staged, self._problem = [], problem
         if self._folder is not None:
             self._folder.cleanup()
@@ -177,7 +177,7 @@ def _reference(vllm_config: Any) -> Shapes | None:
                 local_files_only=True,
             )
             folder = Path(cached)
-        return shapes_of(files_of(folder))
+        return read_shapes(find_files(folder))
     except (UpdateError, OSError, ValueError) as error:
         logger.warning(
             "names and shapes of new weights will not be checked, since those that %s was started with are not in "

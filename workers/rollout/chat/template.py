@@ -15,7 +15,7 @@ from stream.records import Message
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-class Template:
+class ChatTemplate:
     """A chat template with its variables, bound to one model folder.
 
     Args:
@@ -30,7 +30,7 @@ class Template:
         self.folder = folder
 
     @classmethod
-    def load(cls, folder: Path, template_args: dict[str, Any], *, with_tools: bool) -> "Template":
+    def load(cls, folder: Path, template_args: dict[str, Any], *, with_tools: bool) -> "ChatTemplate":
         """Read `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`.
 
         Raises:
@@ -69,10 +69,12 @@ class Template:
         return str(rendered[0])
 
 
-def beyond(one: str, other: str) -> str:
+def text_after_common_prefix(reference: str, text: str) -> str:
     """What of the other text is behind the place up to which both are the same."""
-    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return other[same:]
+    same = next(
+        (i for i, (a, b) in enumerate(zip(reference, text, strict=False)) if a != b), min(len(reference), len(text))
+    )
+    return text[same:]
 
 
 def read_json(path: Path) -> dict[str, Any]:

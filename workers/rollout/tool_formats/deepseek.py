@@ -2,9 +2,9 @@
 
 import re
 
-from workers.rollout.tool_formats.reading import DECODER, as_call, past_space, unreadable
-from workers.rollout.tool_formats.reasoning import end_of_thought
-from workers.rollout.tool_formats.turn import ParsedTurn, ToolCall
+from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
+from workers.rollout.tool_formats.parsing import DECODER, parse_error, skip_whitespace, to_tool_call
+from workers.rollout.tool_formats.reasoning import reasoning_end
 
 
 def _token(words: str) -> str:
@@ -23,32 +23,32 @@ class DeepSeek:
     The tokens that stand around all calls of a turn are no content, and may be missing.
     """
 
-    def parse(self, text: str, *, thinking: bool = False) -> ParsedTurn:
+    def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
         """See `ToolFormat.parse`."""
         if _BEGIN not in text:
             return ParsedTurn(text)
-        position = end_of_thought(text, thinking=thinking)
+        position = reasoning_end(text, starts_in_reasoning=starts_in_reasoning)
         thought, kept, calls, errors = text[:position], [], [], []
         while (start := text.find(_BEGIN, position)) >= 0:
             kept.append(text[position:start])
-            position, call = self._read(text, start + len(_BEGIN))
+            position, call = self._parse_call(text, start + len(_BEGIN))
             if isinstance(call, ToolCall):
                 calls.append(call)
             else:
-                errors.append(unreadable(call))
+                errors.append(parse_error(call))
                 kept.append(text[start:position])
         kept.append(text[position:])
         content = "".join(kept).replace(_ALL_BEGIN, "").replace(_ALL_END, "")
         return ParsedTurn((thought + content).strip() if calls else text, calls, errors)
 
-    def _read(self, text: str, start: int) -> tuple[int, ToolCall | str]:
+    def _parse_call(self, text: str, start: int) -> tuple[int, ToolCall | str]:
         """The call that begins at `start`, or what is wrong with it; and where reading goes on."""
         following = text.find(_BEGIN, start)
         limit = following if following >= 0 else len(text)
         separator = text.find(_SEPARATOR, start, limit)
         if separator < 0:
             return limit, f"{_SEPARATOR} is missing"
-        name, body = text[start:separator].strip(), past_space(text, separator + len(_SEPARATOR))
+        name, body = text[start:separator].strip(), skip_whitespace(text, separator + len(_SEPARATOR))
         if not text.startswith("{", body):
             named = _NAME.match(text, body)
             if named is None:
@@ -62,5 +62,5 @@ class DeepSeek:
         closing = fence.end() if fence else end
         if not text.startswith(_END, closing):
             return max(limit, end), f"{_END} is missing"
-        found = as_call({"name": name, "arguments": value}, text[start:closing])
+        found = to_tool_call({"name": name, "arguments": value}, text[start:closing])
         return closing + len(_END), found

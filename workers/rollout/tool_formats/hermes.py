@@ -1,28 +1,28 @@
 """Hermes and Qwen: JSON between tags."""
 
-from workers.rollout.tool_formats.reading import DECODER, as_call, past_space, unreadable
-from workers.rollout.tool_formats.reasoning import end_of_thought
-from workers.rollout.tool_formats.turn import ParsedTurn, ToolCall
+from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
+from workers.rollout.tool_formats.parsing import DECODER, parse_error, skip_whitespace, to_tool_call
+from workers.rollout.tool_formats.reasoning import reasoning_end
 
 _OPENING = "<tool_call>"
 _CLOSING = "</tool_call>"
 
 
 class Hermes:
-    """JSON between tags: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`, any number in a turn.
+    """JSON between tags, any number in a turn: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`.
 
     Arguments may also be a string that holds a JSON object; a call without any may leave them out.
     """
 
-    def parse(self, text: str, *, thinking: bool = False) -> ParsedTurn:
+    def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
         """See `ToolFormat.parse`."""
         if _OPENING not in text:
             return ParsedTurn(text)
-        position = end_of_thought(text, thinking=thinking)
+        position = reasoning_end(text, starts_in_reasoning=starts_in_reasoning)
         kept, calls, errors = [text[:position]], [], []
         while (start := text.find(_OPENING, position)) >= 0:
             kept.append(text[position:start])
-            position, call = self._read(text, start + len(_OPENING))
+            position, call = self._parse_call(text, start + len(_OPENING))
             if isinstance(call, ToolCall):
                 calls.append(call)
             else:
@@ -31,25 +31,25 @@ class Hermes:
         kept.append(text[position:])
         return ParsedTurn("".join(kept).strip() if calls else text, calls, errors)
 
-    def _read(self, text: str, start: int) -> tuple[int, ToolCall | str]:
+    def _parse_call(self, text: str, start: int) -> tuple[int, ToolCall | str]:
         """The call whose JSON begins at `start`, or an error text; and where reading goes on."""
-        body = past_space(text, start)
+        body = skip_whitespace(text, start)
         try:
             value, end = DECODER.raw_decode(text, body)
         except (ValueError, RecursionError) as error:
             return self._skip(text, start, f"its JSON is malformed ({error})")
-        closing = past_space(text, end)
+        closing = skip_whitespace(text, end)
         if not text.startswith(_CLOSING, closing):
             what = f"after its JSON stands {text[closing : closing + 20]!r}" if closing < len(text) else "the turn ends"
             return self._skip(text, start, f"{_CLOSING} is missing: {what}")
-        call = as_call(value, text[body:end])
-        return closing + len(_CLOSING), call if isinstance(call, ToolCall) else unreadable(call)
+        call = to_tool_call(value, text[body:end])
+        return closing + len(_CLOSING), call if isinstance(call, ToolCall) else parse_error(call)
 
     def _skip(self, text: str, start: int, problem: str) -> tuple[int, str]:
         """Go on behind this call's closing tag, but not over another call's opening."""
         closing, opening = text.find(_CLOSING, start), text.find(_OPENING, start)
         if closing >= 0 and (opening < 0 or closing < opening):
-            return closing + len(_CLOSING), unreadable(problem)
+            return closing + len(_CLOSING), parse_error(problem)
         if closing < 0 and _CLOSING not in problem:
             problem = f"{_CLOSING} is missing; {problem}"
-        return (opening if opening >= 0 else len(text)), unreadable(problem)
+        return (opening if opening >= 0 else len(text)), parse_error(problem)

@@ -3,9 +3,9 @@
 import json
 import re
 
-from workers.rollout.tool_formats.reading import DECODER, as_call, past_space, unreadable
-from workers.rollout.tool_formats.reasoning import end_of_thought
-from workers.rollout.tool_formats.turn import ParsedTurn, ToolCall
+from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
+from workers.rollout.tool_formats.parsing import DECODER, parse_error, skip_whitespace, to_tool_call
+from workers.rollout.tool_formats.reasoning import reasoning_end
 
 _TAG = "<|python_tag|>"
 _BEGINNING = re.compile(
@@ -22,9 +22,9 @@ class Llama3Json:
     unless the tag says that it is one.
     """
 
-    def parse(self, text: str, *, thinking: bool = False) -> ParsedTurn:
+    def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
         """See `ToolFormat.parse`."""
-        thought = end_of_thought(text, thinking=thinking)
+        thought = reasoning_end(text, starts_in_reasoning=starts_in_reasoning)
         found = _BEGINNING.search(text, thought)
         if found is None:
             return ParsedTurn(text)
@@ -32,7 +32,7 @@ class Llama3Json:
         position, tagged = found.end(), found.group() == _TAG
         while position < len(text):
             start = position
-            position, read = self._read(text, position, tagged=tagged)
+            position, read = self._parse_calls(text, position, tagged=tagged)
             if not read:
                 kept.append(text[start:])
                 break
@@ -40,29 +40,29 @@ class Llama3Json:
             errors += [error for error in read if isinstance(error, str)]
             if isinstance(read[-1], str):
                 kept.append(text[start:position])
-            following = past_space(text, position)
+            following = skip_whitespace(text, position)
             while text.startswith((";", ","), following):
-                following = past_space(text, following + 1)
+                following = skip_whitespace(text, following + 1)
             if text.startswith(_TAG, following):
-                tagged, following = True, past_space(text, following + len(_TAG))
+                tagged, following = True, skip_whitespace(text, following + len(_TAG))
             elif not text.startswith(("{", "["), following):
                 kept.append(text[position:].removeprefix(";"))
                 break
             position = following
         return ParsedTurn("".join(kept).strip() if calls else text, calls, errors)
 
-    def _read(self, text: str, start: int, *, tagged: bool) -> tuple[int, list[ToolCall | str]]:
+    def _parse_calls(self, text: str, start: int, *, tagged: bool) -> tuple[int, list[ToolCall | str]]:
         """The calls of the JSON that begins at `start`, errors among them, and its end; none where it is no call."""
-        body = past_space(text, start)
+        body = skip_whitespace(text, start)
         try:
             value, end = DECODER.raw_decode(text, body)
         except (ValueError, RecursionError) as error:
-            return len(text), [unreadable(f"its JSON is malformed ({error})")]
+            return len(text), [parse_error(f"its JSON is malformed ({error})")]
         values = value if isinstance(value, list) and value else [value]
         if not tagged and not all(isinstance(each, dict) and _is_call(each) for each in values):
             return end, []
-        read = [as_call(each, text[body:end] if len(values) == 1 else json.dumps(each), _KEYS) for each in values]
-        return end, [call if isinstance(call, ToolCall) else unreadable(call) for call in read]
+        read = [to_tool_call(each, text[body:end] if len(values) == 1 else json.dumps(each), _KEYS) for each in values]
+        return end, [call if isinstance(call, ToolCall) else parse_error(call) for call in read]
 
 
 def _is_call(value: dict[str, object]) -> bool:

@@ -3,9 +3,16 @@
 import json
 import re
 
-from workers.rollout.tool_formats.reading import DECODER, as_call, checked, kind, past_space, unreadable
-from workers.rollout.tool_formats.reasoning import end_of_thought
-from workers.rollout.tool_formats.turn import ParsedTurn, ToolCall
+from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
+from workers.rollout.tool_formats.parsing import (
+    DECODER,
+    json_type_name,
+    make_tool_call,
+    parse_error,
+    skip_whitespace,
+    to_tool_call,
+)
+from workers.rollout.tool_formats.reasoning import reasoning_end
 
 _OPENING = "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([^\s\[\]{}\"]{1,200})\s*(?:\[CALL_ID\]\s*(\w*)\s*)?(?:\[ARGS\])?\s*(?=\{)")
@@ -18,15 +25,15 @@ class Mistral:
     Any number of either in a turn. A call may bring an id of nine letters or digits; the tool's answer then bears it.
     """
 
-    def parse(self, text: str, *, thinking: bool = False) -> ParsedTurn:
+    def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
         """See `ToolFormat.parse`."""
         if _OPENING not in text:
             return ParsedTurn(text)
-        position = end_of_thought(text, thinking=thinking)
+        position = reasoning_end(text, starts_in_reasoning=starts_in_reasoning)
         kept, calls, errors = [text[:position]], [], []
         while (start := text.find(_OPENING, position)) >= 0:
             kept.append(text[position:start])
-            position, read = self._read(text, start + len(_OPENING))
+            position, read = self._parse_calls(text, start + len(_OPENING))
             calls += [call for call in read if isinstance(call, ToolCall)]
             wrong = [error for error in read if isinstance(error, str)]
             errors += wrong
@@ -35,9 +42,9 @@ class Mistral:
         kept.append(text[position:])
         return ParsedTurn("".join(kept).strip() if calls else text, calls, errors)
 
-    def _read(self, text: str, start: int) -> tuple[int, list[ToolCall | str]]:
+    def _parse_calls(self, text: str, start: int) -> tuple[int, list[ToolCall | str]]:
         """What is called at `start`, errors among it, and where reading goes on."""
-        body = past_space(text, start)
+        body = skip_whitespace(text, start)
         named = _NAMED.match(text, body)
         try:
             value, end = DECODER.raw_decode(text, named.end() if named else body)
@@ -45,15 +52,19 @@ class Mistral:
             following = text.find(_OPENING, start)
             end = following if following >= 0 else len(text)
             what = "its JSON is malformed" if named or text.startswith(("[", "{"), body) else "no name or JSON follows"
-            return end, [unreadable(f"{what} ({error})")]
+            return end, [parse_error(f"{what} ({error})")]
         read: list[ToolCall | str]
         if named:
             name, identity = named.groups()
             is_object = isinstance(value, dict)
-            found = checked(name, value, text[body:end], identity) if is_object else f"not an object, {kind(value)}"
+            found = (
+                make_tool_call(name, value, text[body:end], identity)
+                if is_object
+                else f"not an object, {json_type_name(value)}"
+            )
             read = [found]
         elif not isinstance(value, list):
-            read = [as_call(value, text[body:end])]
+            read = [to_tool_call(value, text[body:end])]
         else:
-            read = [as_call(each, json.dumps(each)) for each in value] or ["the array is empty"]
-        return end, [call if isinstance(call, ToolCall) else unreadable(call) for call in read]
+            read = [to_tool_call(each, json.dumps(each)) for each in value] or ["the array is empty"]
+        return end, [call if isinstance(call, ToolCall) else parse_error(call) for call in read]

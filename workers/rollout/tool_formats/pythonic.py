@@ -6,9 +6,9 @@ import re
 import warnings
 from typing import Any
 
-from workers.rollout.tool_formats.reading import checked, unreadable
-from workers.rollout.tool_formats.reasoning import end_of_thought
-from workers.rollout.tool_formats.turn import ParsedTurn, ToolCall
+from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
+from workers.rollout.tool_formats.parsing import make_tool_call, parse_error
+from workers.rollout.tool_formats.reasoning import reasoning_end
 
 _TAGS = (("<|tool_call_start|>", "<|tool_call_end|>"), ("<|python_start|>", "<|python_end|>"))
 _BEGINNING = re.compile(r"<\|tool_call_start\|>|<\|python_start\|>|^[ \t]*(?=\[\s*[A-Za-z_][\w.]*\s*\()", re.MULTILINE)
@@ -24,18 +24,18 @@ class Pythonic:
     dictionaries of those. Text may stand before the list, which begins a line, and behind it.
     """
 
-    def parse(self, text: str, *, thinking: bool = False) -> ParsedTurn:
+    def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
         """See `ToolFormat.parse`."""
-        thought = end_of_thought(text, thinking=thinking)
+        thought = reasoning_end(text, starts_in_reasoning=starts_in_reasoning)
         kept, calls, errors = [text[:thought]], [], []
         position = thought
         while (found := _BEGINNING.search(text, position)) is not None:
             kept.append(text[position : found.start()])
             end, after = _extent(text, found)
-            read = _read(text[found.end() : end])
+            read = _parse_calls(text[found.end() : end])
             calls += [call for call in read if isinstance(call, ToolCall)]
             wrong = [error for error in read if isinstance(error, str)]
-            errors += [unreadable(error) for error in wrong]
+            errors += [parse_error(error) for error in wrong]
             if wrong:
                 kept.append(text[found.start() : after])
             position = after
@@ -53,7 +53,7 @@ def _extent(text: str, found: re.Match[str]) -> tuple[int, int]:
     return end, end
 
 
-def _read(source: str) -> list[ToolCall | str]:
+def _parse_calls(source: str) -> list[ToolCall | str]:
     """The calls of a list, errors among them."""
     source = source.strip()
     if len(source) > _MAX_LENGTH or sum(map(source.count, "([{")) > _MAX_BRACKETS:
@@ -86,7 +86,7 @@ def _call(node: ast.expr, source: str) -> ToolCall | str:
             arguments[keyword.arg] = _literal(keyword.value)
         except (ValueError, RecursionError) as error:
             return f"{name}: argument {keyword.arg}: {error}"
-    return checked(name, arguments, ast.get_source_segment(source, node) or source)
+    return make_tool_call(name, arguments, ast.get_source_segment(source, node) or source)
 
 
 def _dotted(node: ast.expr) -> str | None:

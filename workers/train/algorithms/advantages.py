@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.train.algorithms.estimators import ESTIMATORS, Traits
+from workers.train.algorithms.estimator_registry import ESTIMATORS, EstimatorTraits
 from workers.train.algorithms.grouping import Grouping
 from workers.train.algorithms.normalization import whiten
-from workers.train.algorithms.rounding import difference
+from workers.train.algorithms.rounding import tolerant_difference
 from workers.train.algorithms.token_advantages import TokenAdvantages
 
-__all__ = ["ESTIMATORS", "TokenAdvantages", "Traits", "estimate"]
+__all__ = ["ESTIMATORS", "EstimatorTraits", "TokenAdvantages", "estimate"]
 
-_CENTRED = Traits(level="completion", mean_centred=True, shift_invariant=True)
+_CENTRED = EstimatorTraits(level="completion", mean_centred=True, shift_invariant=True)
 _SMALLEST = torch.finfo(torch.float64).tiny
 
 
 def estimate(
-    name: str, inputs: Mapping[str, Any], options: Mapping[str, Any], *, singleton: str
+    name: str, inputs: Mapping[str, Any], options: Mapping[str, Any], *, single_sample_policy: str
 ) -> Tensor | TokenAdvantages:
     """Estimate by name, and apply the policy for groups with a single completion in B.
 
@@ -35,8 +35,8 @@ def estimate(
         name: of the estimator.
         inputs: by the names of `ESTIMATORS.inputs`; those that it does not need may be missing.
         options: its own, by name.
-        singleton: `raw` gives such a completion its own reward, where the estimator is of level `completion`; anything
-            else leaves 0.
+        single_sample_policy: `raw` gives such a completion its own reward, where the estimator is of level
+            `completion`; anything else leaves 0.
 
     Returns:
         Advantages (C), or those of tokens, as the estimator's level says.
@@ -46,16 +46,16 @@ def estimate(
     """
     estimator = ESTIMATORS[name]
     found: Tensor | TokenAdvantages = estimator(inputs, options)
-    if singleton != "raw" or isinstance(found, TokenAdvantages):
+    if single_sample_policy != "raw" or isinstance(found, TokenAdvantages):
         return found
     groups: Grouping = inputs["groups"]
-    alone_C = groups.valid_C & groups.spread(groups.count_G == 1)
+    alone_C = groups.valid_C & groups.broadcast(groups.count_G == 1)
     return torch.where(alone_C, inputs["rewards_C"].double(), found)
 
 
 @ESTIMATORS.register(
     "grpo",
-    Traits(level="completion", mean_centred=True, shift_invariant=True, scale_invariant=True),
+    EstimatorTraits(level="completion", mean_centred=True, shift_invariant=True, scale_invariant=True),
     formula="(r - mean) / (std + eps)",
     source="Shao et al. 2024, arXiv:2402.03300",
 )
@@ -70,8 +70,8 @@ def grpo(rewards_C: Tensor, groups: Grouping, *, normalize_std: bool, leave_one_
         epsilon: added to the standard deviation.
     """
     centred_C = groups.centred(rewards_C)
-    advantages_C = _against_others(centred_C, groups) if leave_one_out else centred_C
-    return _in_deviations(advantages_C, centred_C, groups, epsilon) if normalize_std else advantages_C
+    advantages_C = _leave_one_out(centred_C, groups) if leave_one_out else centred_C
+    return _divide_by_std(advantages_C, centred_C, groups, epsilon) if normalize_std else advantages_C
 
 
 @ESTIMATORS.register("dr_grpo", _CENTRED, formula="r - mean", source="Liu et al. 2025, arXiv:2503.20783")
@@ -88,12 +88,12 @@ def dr_grpo(rewards_C: Tensor, groups: Grouping) -> Tensor:
 )
 def rloo(rewards_C: Tensor, groups: Grouping) -> Tensor:
     """Against the mean of the others in the group."""
-    return _against_others(groups.centred(rewards_C), groups)
+    return _leave_one_out(groups.centred(rewards_C), groups)
 
 
 @ESTIMATORS.register(
     "reinforce_plus_plus_baseline",
-    Traits(level="completion", shift_invariant=True, within_group=False, whitened=True),
+    EstimatorTraits(level="completion", shift_invariant=True, within_group=False, whitened=True),
     formula="whiten(r - mean), over the batch's tokens",
     source="Hu et al. 2025, arXiv:2501.03262; verl core_algos",
 )
@@ -105,7 +105,7 @@ def reinforce_plus_plus_baseline(rewards_C: Tensor, groups: Grouping, loss_lengt
 
 @ESTIMATORS.register(
     "opo",
-    Traits(level="completion", shift_invariant=True),
+    EstimatorTraits(level="completion", shift_invariant=True),
     formula="r - sum(length r) / sum(length)",
     source="Hao et al. 2025, arXiv:2505.23585",
 )
@@ -114,16 +114,18 @@ def opo(rewards_C: Tensor, groups: Grouping, lengths_C: Tensor) -> Tensor:
 
     Where no completion of a group has a token there is no such mean, and all are 0.
     """
-    shifted_C, length_G = groups.shifted(rewards_C), groups.sum(lengths_C)
+    shifted_C, length_G = groups.shift_by_max(rewards_C), groups.sum(lengths_C)
     baseline_G = groups.sum(lengths_C * shifted_C) / length_G.clamp(min=1)
     return torch.where(
-        groups.valid_C & groups.spread(length_G > 0), difference(shifted_C, groups.spread(baseline_G)), 0.0
+        groups.valid_C & groups.broadcast(length_G > 0),
+        tolerant_difference(shifted_C, groups.broadcast(baseline_G)),
+        0.0,
     )
 
 
 @ESTIMATORS.register(
     "gpg",
-    Traits(level="completion", mean_centred=True, within_group=False),
+    EstimatorTraits(level="completion", mean_centred=True, within_group=False),
     formula="alpha (r - mean) / f_norm, alpha = completions / completions with r != 0, in the batch",
     source="Chu et al. 2025, arXiv:2504.02546; verl core_algos",
 )
@@ -143,7 +145,7 @@ def gpg(rewards_C: Tensor, groups: Grouping, loss_lengths_C: Tensor, *, f_norm: 
 
 @ESTIMATORS.register(
     "grpo_passk",
-    Traits(level="completion", shift_invariant=True, scale_invariant=True),
+    EstimatorTraits(level="completion", shift_invariant=True, scale_invariant=True),
     formula="(r1 - r2) / (std + eps) for the best of the group, r1 and r2 its two largest rewards; 0 for the others",
     source="Tang et al. 2025, arXiv:2503.19595; verl core_algos",
 )
@@ -157,17 +159,21 @@ def grpo_passk(rewards_C: Tensor, groups: Grouping, *, normalize_std: bool, epsi
         epsilon: added to the standard deviation.
     """
     # Less the largest, the best is 0, and its lead is what the largest of the others is short of.
-    shifted_C = groups.shifted(rewards_C)
+    shifted_C = groups.shift_by_max(rewards_C)
     best_C = groups.valid_C & (shifted_C == 0)
-    others_G = groups.largest(torch.where(best_C, float("-inf"), shifted_C))
+    others_G = groups.max(torch.where(best_C, float("-inf"), shifted_C))
     lead_G = torch.where((groups.count_G > 1) & (groups.sum(best_C) == 1), -others_G, 0.0)
-    advantages_C = torch.where(best_C, groups.spread(lead_G), 0.0)
-    return _in_deviations(advantages_C, groups.less_mean(shifted_C), groups, epsilon) if normalize_std else advantages_C
+    advantages_C = torch.where(best_C, groups.broadcast(lead_G), 0.0)
+    return (
+        _divide_by_std(advantages_C, groups.subtract_mean(shifted_C), groups, epsilon)
+        if normalize_std
+        else advantages_C
+    )
 
 
 @ESTIMATORS.register(
     "passk",
-    Traits(level="completion", mean_centred=True),
+    EstimatorTraits(level="completion", mean_centred=True),
     formula="right: (1 - p) / s; wrong: (1 - p - C(wrong - 1, k - 1) / C(n - 1, k - 1)) / s; "
     "p = 1 - C(wrong, k) / C(n, k), s = sqrt(p (1 - p))",
     source="Chen et al. 2025, arXiv:2508.10751",
@@ -183,19 +189,19 @@ def passk(groups: Grouping, correct_C: Tensor, *, k: int) -> Tensor:
     """
     number_G, right_G = groups.count_G, groups.sum(correct_C)
     wrong_G = number_G - right_G
-    failing_G = _draws(wrong_G, k, number_G)
+    failing_G = _failing_fraction(wrong_G, k, number_G)
     deviation_G = (failing_G * (1 - failing_G)).sqrt()
     told_G = (number_G >= k) & (deviation_G > 0)
     right_advantage_G = failing_G / deviation_G
     # C(wrong - 1, k - 1) / C(n - 1, k - 1) = (n / wrong) C(wrong, k) / C(n, k)
     wrong_advantage_G = failing_G * (1 - number_G / wrong_G) / deviation_G
-    advantages_C = torch.where(correct_C, groups.spread(right_advantage_G), groups.spread(wrong_advantage_G))
-    return torch.where(groups.valid_C & groups.spread(told_G), advantages_C, 0.0)
+    advantages_C = torch.where(correct_C, groups.broadcast(right_advantage_G), groups.broadcast(wrong_advantage_G))
+    return torch.where(groups.valid_C & groups.broadcast(told_G), advantages_C, 0.0)
 
 
 @ESTIMATORS.register(
     "gdpo",
-    Traits(level="completion", shift_invariant=True, within_group=False, whitened=True),
+    EstimatorTraits(level="completion", shift_invariant=True, within_group=False, whitened=True),
     formula="whiten(sum_p w_p (r_p - mean_p) / (std_p + eps)), over the batch's tokens",
     source="Liu et al. 2026, arXiv:2601.05242; verl core_algos",
 )
@@ -220,7 +226,7 @@ def gdpo(
 
 @ESTIMATORS.register(
     "max_rl",
-    Traits(level="completion", mean_centred=True),
+    EstimatorTraits(level="completion", mean_centred=True),
     formula="(r - mean) / (mean + eps)",
     source="Tajwar et al. 2026, arXiv:2602.02710",
 )
@@ -235,20 +241,20 @@ def max_rl(rewards_C: Tensor, groups: Grouping, *, epsilon: float) -> Tensor:
     """
     mean_G = groups.mean(rewards_C)
     scale_G = torch.where(mean_G > 0, 1 / (mean_G + epsilon), 0.0)
-    return groups.centred(rewards_C) * groups.spread(scale_G)
+    return groups.centred(rewards_C) * groups.broadcast(scale_G)
 
 
-def _against_others(centred_C: Tensor, groups: Grouping) -> Tensor:
+def _leave_one_out(centred_C: Tensor, groups: Grouping) -> Tensor:
     """From deviations from the mean of all to deviations from the mean of the others."""
-    return centred_C * groups.spread(groups.count_G / (groups.count_G - 1).clamp(min=1))
+    return centred_C * groups.broadcast(groups.count_G / (groups.count_G - 1).clamp(min=1))
 
 
-def _in_deviations(advantages_C: Tensor, centred_C: Tensor, groups: Grouping, epsilon: float) -> Tensor:
+def _divide_by_std(advantages_C: Tensor, centred_C: Tensor, groups: Grouping, epsilon: float) -> Tensor:
     """Divided by the group's standard deviation, plus epsilon."""
-    return advantages_C / groups.spread((groups.std(centred_C) + epsilon).clamp(min=_SMALLEST))
+    return advantages_C / groups.broadcast((groups.std(centred_C) + epsilon).clamp(min=_SMALLEST))
 
 
-def _draws(wrong_G: Tensor, k: int, number_G: Tensor) -> Tensor:
+def _failing_fraction(wrong_G: Tensor, k: int, number_G: Tensor) -> Tensor:
     """C(wrong, k) / C(n, k): how many of the draws of k have no right one among them; 0 where there are not k wrong."""
     ways_G = [torch.lgamma(n_G + 1) - torch.lgamma((n_G - k).clamp(min=0) + 1) for n_G in (wrong_G, number_G)]
     return torch.where(wrong_G >= k, (ways_G[0] - ways_G[1]).exp(), 0.0)

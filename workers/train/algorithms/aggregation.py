@@ -15,7 +15,7 @@ from workers.train.algorithms.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class BatchTotals:
     """What the whole optimizer batch holds, over all micro-batches and ranks, after all masks."""
 
     tokens: int
@@ -36,7 +36,7 @@ AGGREGATIONS: Registry[None] = Registry(
 """By name, as `[algorithm] aggregation` says it. Each returns float64, the factor of every loss token of a row."""
 
 
-def factors(name: str, length_R: Tensor, totals: Totals, *, constant: float = 1.0) -> Tensor:
+def row_factors(name: str, length_R: Tensor, totals: BatchTotals, *, constant: float = 1.0) -> Tensor:
     """The factor of each row's loss tokens; the loss is the sum of factor times loss over all of them.
 
     Args:
@@ -50,7 +50,7 @@ def factors(name: str, length_R: Tensor, totals: Totals, *, constant: float = 1.
 
 
 @AGGREGATIONS.register("token-mean", None, formula="sum_t l_t / N_tokens", source="Yu et al. 2025, DAPO")
-def token_mean(length_R: Tensor, totals: Totals) -> Tensor:
+def token_mean(length_R: Tensor, totals: BatchTotals) -> Tensor:
     """Every token of the batch weighs the same."""
     return torch.full_like(length_R, 1 / max(totals.tokens, 1), dtype=torch.float64)
 
@@ -67,7 +67,7 @@ def token_sum(length_R: Tensor) -> Tensor:
     formula="mean over completions of mean_t l_t",
     source="Shao et al. 2024, arXiv:2402.03300, eq. 3",
 )
-def seq_mean_token_mean(length_R: Tensor, totals: Totals) -> Tensor:
+def seq_mean_token_mean(length_R: Tensor, totals: BatchTotals) -> Tensor:
     """Every completion weighs the same, so a token of a long one weighs less."""
     return 1 / (length_R.clamp(min=1).double() * max(totals.completions, 1))
 
@@ -78,7 +78,7 @@ def seq_mean_token_mean(length_R: Tensor, totals: Totals) -> Tensor:
     formula="mean over completions of sum_t l_t",
     source="verl core_algos.agg_loss",
 )
-def seq_mean_token_sum(length_R: Tensor, totals: Totals) -> Tensor:
+def seq_mean_token_sum(length_R: Tensor, totals: BatchTotals) -> Tensor:
     """A completion weighs as much as it is long."""
     return torch.full_like(length_R, 1 / max(totals.completions, 1), dtype=torch.float64)
 
@@ -89,6 +89,6 @@ def seq_mean_token_sum(length_R: Tensor, totals: Totals) -> Tensor:
     formula="mean over completions of sum_t l_t / constant",
     source="Liu et al. 2025, Dr. GRPO, arXiv:2503.20783",
 )
-def seq_mean_token_sum_norm(length_R: Tensor, totals: Totals, *, constant: float) -> Tensor:
+def seq_mean_token_sum_norm(length_R: Tensor, totals: BatchTotals, *, constant: float) -> Tensor:
     """The same, divided by a constant (the longest completion allowed, for one) instead of by any length."""
     return torch.full_like(length_R, 1 / (max(totals.completions, 1) * constant), dtype=torch.float64)

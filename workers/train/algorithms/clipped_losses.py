@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from workers.train.algorithms.loss_registry import LOSSES, LossTraits, TokenLoss
-from workers.train.algorithms.ratios import bounded, ratio
+from workers.train.algorithms.ratios import clamp_log_ratio, ratio
 from workers.train.algorithms.sequences import Sequences
 
 
@@ -45,11 +45,11 @@ def clipped(
     if level == "token":
         log_ratio, advantages = logprobs_RT - proximal_RT, advantages_RT
     elif level == "sequence":
-        log_ratio = sequences.spread(sequences.mean(logprobs_RT - proximal_RT)).expand_as(logprobs_RT)
-        advantages = sequences.spread(sequences.mean(advantages_RT)).expand_as(logprobs_RT)
+        log_ratio = sequences.broadcast(sequences.mean(logprobs_RT - proximal_RT)).expand_as(logprobs_RT)
+        advantages = sequences.broadcast(sequences.mean(advantages_RT)).expand_as(logprobs_RT)
     else:
         raise ValueError(f"there is no level {level!r}; use 'token' or 'sequence'")
-    found = surrogate(bounded(log_ratio).exp(), advantages, clip_low, clip_high)
+    found = clipped_surrogate(clamp_log_ratio(log_ratio).exp(), advantages, clip_low, clip_high)
     return _dual_clip(found, advantages, dual_clip) if dual_clip else found
 
 
@@ -63,7 +63,7 @@ def dapo(
     logprobs_RT: Tensor, proximal_RT: Tensor, advantages_RT: Tensor, *, clip_low: float, clip_high: float
 ) -> TokenLoss:
     """The clipped loss with more room upwards, so that improbable tokens can rise. Mark `clip_fraction`."""
-    return surrogate(ratio(logprobs_RT, proximal_RT), advantages_RT, clip_low, clip_high)
+    return clipped_surrogate(ratio(logprobs_RT, proximal_RT), advantages_RT, clip_low, clip_high)
 
 
 @LOSSES.register(
@@ -76,7 +76,7 @@ def clip_cov(
     logprobs_RT: Tensor,
     proximal_RT: Tensor,
     advantages_RT: Tensor,
-    chosen_RT: Tensor,
+    selected_RT: Tensor,
     *,
     clip_low: float,
     clip_high: float,
@@ -85,8 +85,8 @@ def clip_cov(
 
     Mark `clip_fraction`: tokens that were chosen.
     """
-    found = surrogate(ratio(logprobs_RT, proximal_RT), advantages_RT, clip_low, clip_high)
-    return TokenLoss(torch.where(chosen_RT, 0.0, found.loss_RT), {"clip_fraction": chosen_RT})
+    found = clipped_surrogate(ratio(logprobs_RT, proximal_RT), advantages_RT, clip_low, clip_high)
+    return TokenLoss(torch.where(selected_RT, 0.0, found.loss_RT), {"clip_fraction": selected_RT})
 
 
 @LOSSES.register(
@@ -104,7 +104,7 @@ def sapo(
     return TokenLoss(-advantages_RT * gate_RT)
 
 
-def surrogate(ratio_RT: Tensor, advantages_RT: Tensor, clip_low: float, clip_high: float) -> TokenLoss:
+def clipped_surrogate(ratio_RT: Tensor, advantages_RT: Tensor, clip_low: float, clip_high: float) -> TokenLoss:
     """PPO's max(-A r, -A clip(r, 1 - low, 1 + high)) of any ratio. Mark `clip_fraction`: the second one was taken."""
     plain_RT = -advantages_RT * ratio_RT
     cut_RT = -advantages_RT * ratio_RT.clamp(1 - clip_low, 1 + clip_high)
@@ -115,4 +115,4 @@ def _dual_clip(found: TokenLoss, advantages_RT: Tensor, dual_clip: float) -> Tok
     highest_RT = -advantages_RT * dual_clip
     over_RT = (advantages_RT < 0) & (found.loss_RT > highest_RT)
     loss_RT = torch.where(over_RT, highest_RT, found.loss_RT)
-    return TokenLoss(loss_RT, found.marks | {"clip_fraction_lower": over_RT})
+    return TokenLoss(loss_RT, found.token_metrics | {"clip_fraction_lower": over_RT})

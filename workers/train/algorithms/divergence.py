@@ -6,9 +6,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from workers.train.algorithms.ratios import bounded
+from workers.train.algorithms.ratios import clamp_log_ratio
 from workers.train.algorithms.registry import Registry
-from workers.train.algorithms.rounding import difference
+from workers.train.algorithms.rounding import tolerant_difference
 
 K3_BOUND: Final = 10.0
 """A k3 is at most this; above it there is no gradient."""
@@ -74,14 +74,14 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 )
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Unbiased and never negative, bounded as verl bounds it."""
-    distance = bounded(logprobs - reference)
+    distance = clamp_log_ratio(logprobs - reference)
     return (torch.expm1(-distance) + distance).clamp(0.0, K3_BOUND)
 
 
 @DIVERGENCES.register("abs", DivergenceTraits(non_negative=True), formula="|d|", source="verl core_algos.kl_penalty")
 def absolute(logprobs: Tensor, reference: Tensor) -> Tensor:
     """The distance of the log-probs."""
-    return difference(logprobs, reference).abs()
+    return tolerant_difference(logprobs, reference).abs()
 
 
 @DIVERGENCES.register(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from workers.train.algorithms.grouping import Grouping
 from workers.train.algorithms.registry import Registry
-from workers.train.algorithms.rounding import difference
+from workers.train.algorithms.rounding import tolerant_difference
 
 FILTERS: Registry[None] = Registry(
     "group filter",
@@ -57,10 +57,10 @@ def difficulty(rewards_C: Tensor, groups: Grouping, *, min_mean_reward: float, m
 )
 def advantage_bounds(advantages_C: Tensor, groups: Grouping, *, min_advantage: float, max_advantage: float) -> Tensor:
     """Groups whose largest advantage, up or down, is neither too small to matter nor too large to trust."""
-    return _within(groups.largest(advantages_C.abs()), groups, min_advantage, max_advantage)
+    return _within(groups.max(advantages_C.abs()), groups, min_advantage, max_advantage)
 
 
 def _within(values_G: Tensor, groups: Grouping, lower: float, upper: float) -> Tensor:
     """Also what is the bound but for rounding."""
-    over, under = (difference(values_G, values_G.new_tensor(bound)) for bound in (lower, upper))
+    over, under = (tolerant_difference(values_G, values_G.new_tensor(bound)) for bound in (lower, upper))
     return (groups.count_G == 0) | ((over >= 0) & (under <= 0))

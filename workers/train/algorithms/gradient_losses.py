@@ -73,7 +73,7 @@ def dppo_tv(
     """
     moved_RT = _probability(logprobs_RT) - _probability(proximal_RT)
     kept_RT = torch.where(advantages_RT > 0, moved_RT <= clip_high, moved_RT >= -clip_low)
-    return _kept_gradient(logprobs_RT, proximal_RT, advantages_RT, kept_RT, ratio_cap)
+    return _masked_policy_gradient(logprobs_RT, proximal_RT, advantages_RT, kept_RT, ratio_cap)
 
 
 @LOSSES.register(
@@ -111,10 +111,10 @@ def dppo_kl(
         (divergence_RT <= clip_high) | (now_RT <= old_RT),
         (divergence_RT <= clip_low) | (now_RT >= old_RT),
     )
-    return _kept_gradient(logprobs_RT, proximal_RT, advantages_RT, kept_RT, ratio_cap)
+    return _masked_policy_gradient(logprobs_RT, proximal_RT, advantages_RT, kept_RT, ratio_cap)
 
 
-def _kept_gradient(
+def _masked_policy_gradient(
     logprobs_RT: Tensor, proximal_RT: Tensor, advantages_RT: Tensor, kept_RT: Tensor, ratio_cap: float
 ) -> TokenLoss:
     ratio_RT = ratio(logprobs_RT.detach(), proximal_RT)

@@ -17,7 +17,7 @@ class LossTraits:
     on_policy: bool = False
     """It has no ratio to the proximal policy, so it is right for the first update of a batch alone."""
     selector: str = ""
-    """Name in `token_selection.SELECTORS` of what makes its `chosen_RT`, once for the whole optimizer batch."""
+    """Name in `token_selection.SELECTORS` of what makes its `selected_RT`, once for the whole optimizer batch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +26,7 @@ class TokenLoss:
 
     loss_RT: Tensor
     """Of every token; what stands outside the mask is finite, and is not looked at."""
-    marks: dict[str, Tensor] = field(default_factory=dict)
+    token_metrics: dict[str, Tensor] = field(default_factory=dict)
     """(R, T), bool or numbers, of which the mean over loss tokens is a metric of that name."""
 
 
@@ -38,7 +38,7 @@ LOSSES: Final[Registry[LossTraits]] = Registry(
         "advantages_RT": "advantages; 0 outside the mask",
         "weights_RT": "importance weights, 1 outside the mask; who asks for them applies them",
         "sequences": "Sequences over the loss tokens of each completion",
-        "chosen_RT": "bool, tokens chosen by the loss's selector; False outside the mask",
+        "selected_RT": "bool, tokens chosen by the loss's selector; False outside the mask",
     },
 )
 """By name, as `[loss] name` says it. `workers.train.algorithms.losses` fills it; import it from there.

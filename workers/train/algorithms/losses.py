@@ -23,7 +23,7 @@ from workers.train.algorithms import (  # noqa: F401 - each of them registers it
     sequence_losses,
 )
 from workers.train.algorithms.loss_registry import LOSSES, LossTraits, TokenLoss
-from workers.train.algorithms.ratios import bounded
+from workers.train.algorithms.ratios import clamp_log_ratio
 from workers.train.algorithms.sequences import Sequences
 
 __all__ = ["LOSSES", "LossOutput", "LossTraits", "TokenLoss", "policy_loss", "token_loss", "weighted_sum"]
@@ -51,7 +51,7 @@ def policy_loss(  # noqa: PLR0913 - three policies, the advantages, and how each
     completion_ids_R: Tensor,
     factors_R: Tensor,
     weights_RT: Tensor | None = None,
-    chosen_RT: Tensor | None = None,
+    selected_RT: Tensor | None = None,
     options: Mapping[str, Any],
 ) -> LossOutput:
     """The share of the loss that these rows bear. All rows of a completion must be here.
@@ -65,7 +65,7 @@ def policy_loss(  # noqa: PLR0913 - three policies, the advantages, and how each
         completion_ids_R: integers, the completion that each row belongs to.
         factors_R: float64, from `aggregation.factors`; a row without a loss token may hold anything.
         weights_RT: importance weights, without gradient; 1 everywhere unless given.
-        chosen_RT: bool, tokens chosen by the loss's selector; none unless given.
+        selected_RT: bool, tokens chosen by the loss's selector; none unless given.
         options: by name; those of other functions are ignored.
 
     Returns:
@@ -83,11 +83,11 @@ def policy_loss(  # noqa: PLR0913 - three policies, the advantages, and how each
         mask_RT=mask_RT,
         completion_ids_R=completion_ids_R,
         weights_RT=weights_RT,
-        chosen_RT=chosen_RT,
+        selected_RT=selected_RT,
         options=options,
     )
-    marks, maxima = _measure(logprobs_RT.detach(), proximal_RT, mask_RT)
-    marks |= token.marks
+    marks, maxima = _ratio_metrics(logprobs_RT.detach(), proximal_RT, mask_RT)
+    marks |= token.token_metrics
     sums = {key: torch.where(mask_RT, mark.detach(), 0).sum(dtype=torch.float64) for key, mark in marks.items()}
     return LossOutput(loss=weighted_sum(token.loss_RT, mask_RT, factors_R), sums=sums, maxima=maxima)
 
@@ -101,7 +101,7 @@ def token_loss(
     mask_RT: Tensor,
     completion_ids_R: Tensor,
     weights_RT: Tensor | None = None,
-    chosen_RT: Tensor | None = None,
+    selected_RT: Tensor | None = None,
     options: Mapping[str, Any],
 ) -> TokenLoss:
     """The loss of every token before aggregation, importance weights applied, and the loss's marks.
@@ -115,18 +115,18 @@ def token_loss(
         KeyError: there is no such loss, or one of its options is missing.
     """
     loss = LOSSES[name]
-    weights_RT = _filled(weights_RT, mask_RT, 1.0, like=logprobs_RT)
+    weights_RT = _masked_like(weights_RT, mask_RT, 1.0, like=logprobs_RT)
     inputs = {
         "logprobs_RT": torch.where(mask_RT, logprobs_RT, 0.0),
-        "proximal_RT": _filled(proximal_RT, mask_RT, 0.0, like=logprobs_RT),
-        "advantages_RT": _filled(advantages_RT, mask_RT, 0.0, like=logprobs_RT),
+        "proximal_RT": _masked_like(proximal_RT, mask_RT, 0.0, like=logprobs_RT),
+        "advantages_RT": _masked_like(advantages_RT, mask_RT, 0.0, like=logprobs_RT),
         "weights_RT": weights_RT,
         "sequences": Sequences(mask_RT, completion_ids_R),
-        "chosen_RT": torch.zeros_like(mask_RT) if chosen_RT is None else chosen_RT & mask_RT,
+        "selected_RT": torch.zeros_like(mask_RT) if selected_RT is None else selected_RT & mask_RT,
     }
     found: TokenLoss = loss(inputs, options)
-    weighted_RT = found.loss_RT if "weights_RT" in loss.needs else found.loss_RT * weights_RT
-    return TokenLoss(weighted_RT, found.marks)
+    weighted_RT = found.loss_RT if "weights_RT" in loss.input_names else found.loss_RT * weights_RT
+    return TokenLoss(weighted_RT, found.token_metrics)
 
 
 def weighted_sum(values_RT: Tensor, mask_RT: Tensor, factors_R: Tensor) -> Tensor:
@@ -142,23 +142,25 @@ def weighted_sum(values_RT: Tensor, mask_RT: Tensor, factors_R: Tensor) -> Tenso
 
 
 @torch.no_grad()
-def _measure(logprobs_RT: Tensor, proximal_RT: Tensor, mask_RT: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _ratio_metrics(
+    logprobs_RT: Tensor, proximal_RT: Tensor, mask_RT: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Marks and maxima that every loss has."""
     logprobs_RT = torch.where(mask_RT, logprobs_RT, 0.0)
-    proximal_RT = _filled(proximal_RT, mask_RT, 0.0, like=logprobs_RT)
-    moved_RT = bounded(logprobs_RT - proximal_RT)
+    proximal_RT = _masked_like(proximal_RT, mask_RT, 0.0, like=logprobs_RT)
+    moved_RT = clamp_log_ratio(logprobs_RT - proximal_RT)
     ratio_RT = moved_RT.exp()
     marks = {"ratio/mean": ratio_RT, "kl/k1": -moved_RT, "kl/k3": moved_RT.expm1() - moved_RT}
-    return marks, {"ratio/max": _largest(ratio_RT, mask_RT)}
+    return marks, {"ratio/max": _masked_max(ratio_RT, mask_RT)}
 
 
-def _filled(values_RT: Tensor | None, mask_RT: Tensor, fill: float, *, like: Tensor) -> Tensor:
+def _masked_like(values_RT: Tensor | None, mask_RT: Tensor, fill: float, *, like: Tensor) -> Tensor:
     """Values without gradient in the dtype of `like`, with `fill` outside the mask, or everywhere."""
     if values_RT is None:
         return like.new_full(like.shape, fill)
     return torch.where(mask_RT, values_RT.detach(), fill).to(like.dtype)
 
 
-def _largest(values_RT: Tensor, mask_RT: Tensor) -> Tensor:
+def _masked_max(values_RT: Tensor, mask_RT: Tensor) -> Tensor:
     largest = torch.where(mask_RT, values_RT, 0.0)
     return largest.max() if largest.numel() else values_RT.new_zeros(())

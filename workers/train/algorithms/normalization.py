@@ -13,7 +13,7 @@ from torch import Tensor
 
 from workers.train.algorithms.grouping import Grouping
 from workers.train.algorithms.registry import Registry
-from workers.train.algorithms.rounding import difference
+from workers.train.algorithms.rounding import tolerant_difference
 
 LEVELS: Final = ("none", "group", "batch")
 """What a mean or a standard deviation may be of."""
@@ -73,7 +73,7 @@ def whiten(
     origin = torch.where(mask.any(), values.flatten()[mask.flatten().to(torch.uint8).argmax()], 0)
     shifted = torch.where(mask, values, origin).double() - origin
     mean = (shifted if counts is None else counts * shifted).sum() / _or_one(number)
-    centred = torch.where(mask, difference(shifted, mean), 0.0)
+    centred = torch.where(mask, tolerant_difference(shifted, mean), 0.0)
     squares = centred.square() if counts is None else centred.square().mul_(counts)
     variance = squares.sum() / _or_one(number - 1 if unbiased else number)
     whitened = centred.div_((variance + epsilon).clamp(min=_SMALLEST).sqrt())
@@ -119,9 +119,9 @@ def normalize(
     pools = {
         "group": lambda: _Pool(
             groups.valid_C,
-            number=groups.spread(groups.count_G),
-            total=lambda x_C: groups.spread(groups.sum(x_C)),
-            largest=lambda x_C: groups.spread(groups.largest(x_C)),
+            number=groups.broadcast(groups.count_G),
+            total=lambda x_C: groups.broadcast(groups.sum(x_C)),
+            largest=lambda x_C: groups.broadcast(groups.max(x_C)),
         ),
         "batch": lambda: _batch(groups.valid_C if loss_C is None else groups.valid_C & loss_C),
     }
@@ -168,10 +168,10 @@ def normalize_tokens(
     def largest(x_RT: Tensor) -> Tensor:
         filled_RT = torch.where(mask_RT, x_RT, lowest)
         largest_R = filled_RT.amax(dim=1) if filled_RT.shape[1] else filled_RT.new_full(filled_RT.shape[:1], lowest)
-        return rows.spread(rows.largest(largest_R)).unsqueeze(1)
+        return rows.broadcast(rows.max(largest_R)).unsqueeze(1)
 
     def total(x_RT: Tensor) -> Tensor:
-        return rows.spread(rows.sum(torch.where(mask_RT, x_RT, 0).sum(dim=1))).unsqueeze(1)
+        return rows.broadcast(rows.sum(torch.where(mask_RT, x_RT, 0).sum(dim=1))).unsqueeze(1)
 
     pools = {
         "group": lambda: _Pool(mask_RT, number=total(mask_RT), total=total, largest=largest),
@@ -233,7 +233,7 @@ def _centred(values: Tensor, valid: Tensor, pool: _Pool, leave_one_out: bool) ->
     if leave_one_out:
         own = pool.voting.double()
         total, number = total - own * shifted, number - own
-    return torch.where(valid & (number > 0), difference(shifted, total / _or_one(number)), 0.0)
+    return torch.where(valid & (number > 0), tolerant_difference(shifted, total / _or_one(number)), 0.0)
 
 
 def _or_one(number: Tensor) -> Tensor:

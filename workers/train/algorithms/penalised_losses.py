@@ -5,7 +5,7 @@ from torch import Tensor
 
 from workers.train.algorithms.loss_registry import LOSSES, LossTraits, TokenLoss
 from workers.train.algorithms.ratios import ratio
-from workers.train.algorithms.rounding import difference
+from workers.train.algorithms.rounding import tolerant_difference
 
 
 @LOSSES.register(
@@ -18,7 +18,7 @@ def kl_cov(
     logprobs_RT: Tensor,
     proximal_RT: Tensor,
     advantages_RT: Tensor,
-    chosen_RT: Tensor,
+    selected_RT: Tensor,
     *,
     kl_cov_coefficient: float,
 ) -> TokenLoss:
@@ -26,8 +26,8 @@ def kl_cov(
 
     The penalty's log-ratio is not clamped: its gradient is ± the coefficient, however far a token has gone.
     """
-    distance_RT = difference(logprobs_RT, proximal_RT).abs()
-    penalty_RT = torch.where(chosen_RT, kl_cov_coefficient * distance_RT, 0.0)
+    distance_RT = tolerant_difference(logprobs_RT, proximal_RT).abs()
+    penalty_RT = torch.where(selected_RT, kl_cov_coefficient * distance_RT, 0.0)
     return TokenLoss(-advantages_RT * ratio(logprobs_RT, proximal_RT) + penalty_RT, {"kl/abs": distance_RT})
 
 

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-Declared = TypeVar("Declared")
+Traits = TypeVar("Traits")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
-class Registered(Generic[Declared]):
+class RegistryEntry(Generic[Traits]):
     """A function, its name, and what it declares."""
 
     name: str
@@ -19,11 +19,11 @@ class Registered(Generic[Declared]):
     """In one line, as the docs show it."""
     source: str
     """Where the formula comes from: a paper, or a project's file."""
-    needs: tuple[str, ...]
+    input_names: tuple[str, ...]
     """Names of its positional parameters: inputs that the registry knows."""
-    options: tuple[str, ...]
+    option_names: tuple[str, ...]
     """Names of its keyword-only parameters: settings."""
-    declared: Declared
+    traits: Traits
     """What property tests hold it to."""
 
     def __call__(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
@@ -32,10 +32,12 @@ class Registered(Generic[Declared]):
         Raises:
             KeyError: an input or option is missing.
         """
-        return self.function(*(inputs[name] for name in self.needs), **{name: options[name] for name in self.options})
+        return self.function(
+            *(inputs[name] for name in self.input_names), **{name: options[name] for name in self.option_names}
+        )
 
 
-class Registry(Mapping[str, Registered[Declared]]):
+class Registry(Mapping[str, RegistryEntry[Traits]]):
     """Functions of one kind by name.
 
     Args:
@@ -49,9 +51,9 @@ class Registry(Mapping[str, Registered[Declared]]):
     def __init__(self, noun: str, inputs: Mapping[str, str]) -> None:
         self.noun = noun
         self.inputs = inputs
-        self._entries: dict[str, Registered[Declared]] = {}
+        self._entries: dict[str, RegistryEntry[Traits]] = {}
 
-    def register(self, name: str, declared: Declared, *, formula: str, source: str) -> Callable[[Function], Function]:
+    def register(self, name: str, traits: Traits, *, formula: str, source: str) -> Callable[[Function], Function]:
         """Decorate a function to register it; it stays callable as it is."""
 
         def enter(function: Function) -> Function:
@@ -62,20 +64,20 @@ class Registry(Mapping[str, Registered[Declared]]):
             unknown = [need for need in needs if need not in self.inputs]
             if unknown:
                 raise ValueError(f"{self.noun} {name!r} needs {unknown[0]!r}; there is {', '.join(self.inputs)}")
-            self._entries[name] = Registered(
+            self._entries[name] = RegistryEntry(
                 name=name,
                 function=function,
                 formula=formula,
                 source=source,
-                needs=needs,
-                options=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
-                declared=declared,
+                input_names=needs,
+                option_names=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
+                traits=traits,
             )
             return function
 
         return enter
 
-    def __getitem__(self, name: str) -> Registered[Declared]:
+    def __getitem__(self, name: str) -> RegistryEntry[Traits]:
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from workers.train.algorithms.importance import log_ratios
-from workers.train.algorithms.ratios import bounded
+from workers.train.algorithms.ratios import clamp_log_ratio
 from workers.train.algorithms.registry import Registry
 from workers.train.algorithms.sequences import Sequences
 from workers.train.algorithms.token_selection import m2po
@@ -30,7 +30,7 @@ Statistic = Callable[[Tensor, Sequences], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class RuleTraits:
+class RejectionTraits:
     """What a rule declares of itself."""
 
     level: str
@@ -42,7 +42,7 @@ class RuleTraits:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RejectionRule:
     """A rule and its bounds."""
 
     name: str
@@ -52,9 +52,9 @@ class Rule:
     upper: float
     """The largest ratio mu/pi for k1, else the largest divergence."""
 
-    def limits(self) -> tuple[float, float]:
+    def bounds(self) -> tuple[float, float]:
         """The bounds in units of the rule's statistic."""
-        if REJECTIONS[self.name].declared.two_sided:
+        if REJECTIONS[self.name].traits.two_sided:
             return _log(self.lower), _log(self.upper)
         return float("-inf"), self.upper
 
@@ -65,14 +65,14 @@ class Rejection:
 
     kept_RT: Tensor
     """bool, tokens of the mask that passed every rule."""
-    by_rule: tuple[Tensor, ...]
+    kept_by_rule_RT: tuple[Tensor, ...]
     """bool (R, T) for each rule: tokens of the mask that passed this one."""
-    rules: tuple[Rule, ...]
+    rules: tuple[RejectionRule, ...]
     mask_RT: Tensor
     """bool, what the rules were given."""
 
 
-REJECTIONS: Registry[RuleTraits] = Registry(
+REJECTIONS: Registry[RejectionTraits] = Registry(
     "rejection rule",
     {
         "log_ratio_RT": "float64, log pi - log mu of each token, clamped to ±20; 0 outside of the mask",
@@ -83,14 +83,18 @@ REJECTIONS: Registry[RuleTraits] = Registry(
 
 
 def reject(
-    rules: Sequence[Rule], train_RT: Tensor, rollout_RT: Tensor, mask_RT: Tensor, completion_ids_R: Tensor
+    rules: Sequence[RejectionRule],
+    old_logprobs_RT: Tensor,
+    rollout_logprobs_RT: Tensor,
+    mask_RT: Tensor,
+    completion_ids_R: Tensor,
 ) -> Rejection:
     """Apply every rule to the same tokens.
 
     Args:
         rules: all of them must be passed; none rejects nothing.
-        train_RT: log-probs of the sampled tokens under the trainer's policy.
-        rollout_RT: the same, under the policy that sampled. A token whose log-ratio is NaN passes no rule.
+        old_logprobs_RT: log-probs of the sampled tokens under the trainer's policy.
+        rollout_logprobs_RT: the same, under the policy that sampled. A token whose log-ratio is NaN passes no rule.
         mask_RT: bool, tokens in question (too old ones are out already). What stands elsewhere may be anything.
         completion_ids_R: integers, the completion that each row belongs to; all of its rows are here.
 
@@ -103,14 +107,14 @@ def reject(
     if twice:
         raise ValueError(f"rejection rule {twice[0]!r} is there twice; keep one of them")
     inputs = {
-        "log_ratio_RT": bounded(log_ratios(train_RT, rollout_RT, mask_RT)),
+        "log_ratio_RT": clamp_log_ratio(log_ratios(old_logprobs_RT, rollout_logprobs_RT, mask_RT)),
         "sequences": Sequences(mask_RT, completion_ids_R),
     }
     by_rule = tuple(REJECTIONS[rule.name](inputs, {"lower": rule.lower, "upper": rule.upper}) for rule in rules)
     kept_RT = mask_RT
     for passed_RT in by_rule:
         kept_RT = kept_RT & passed_RT
-    return Rejection(kept_RT=kept_RT, by_rule=by_rule, rules=tuple(rules), mask_RT=mask_RT)
+    return Rejection(kept_RT=kept_RT, kept_by_rule_RT=by_rule, rules=tuple(rules), mask_RT=mask_RT)
 
 
 def k1(log_ratio: Tensor) -> Tensor:
@@ -133,15 +137,15 @@ def _token(values_RT: Tensor, _: Sequences) -> Tensor:
 
 
 def _sum(values_RT: Tensor, sequences: Sequences) -> Tensor:
-    return sequences.spread(sequences.sum(values_RT))
+    return sequences.broadcast(sequences.sum(values_RT))
 
 
 def _mean(values_RT: Tensor, sequences: Sequences) -> Tensor:
-    return sequences.spread(sequences.mean(values_RT))
+    return sequences.broadcast(sequences.mean(values_RT))
 
 
 def _max(values_RT: Tensor, sequences: Sequences) -> Tensor:
-    return sequences.spread(sequences.largest(values_RT))
+    return sequences.broadcast(sequences.max(values_RT))
 
 
 _DIVERGENCES: Final = {"k1": k1, "k2": k2, "k3": k3}
@@ -169,7 +173,7 @@ def _register(level: str, divergence: str) -> None:
         return sequences.mask_RT & (statistic(log_ratio_RT, sequences) <= upper)
 
     bounds = "log(lower) <= {} <= log(upper)" if two_sided else "{} <= upper"
-    traits = RuleTraits("token" if level == "token" else "sequence", statistic, two_sided)
+    traits = RejectionTraits("token" if level == "token" else "sequence", statistic, two_sided)
     REJECTIONS.register(
         f"{level}_{divergence}",
         traits,
@@ -187,7 +191,7 @@ for _level in _LEVELS:
 
 @REJECTIONS.register(
     "m2po",
-    RuleTraits("batch", lambda log_ratio_RT, _: log_ratio_RT.square(), two_sided=False),
+    RejectionTraits("batch", lambda log_ratio_RT, _: log_ratio_RT.square(), two_sided=False),
     formula="keep the tokens of smallest d^2, as many as have mean d^2 < upper",
     source="Zheng et al. 2025, arXiv:2510.01161; AReaL actor.py",
 )

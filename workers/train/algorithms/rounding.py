@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def difference(values: Tensor, baseline: Tensor) -> Tensor:
+def tolerant_difference(values: Tensor, baseline: Tensor) -> Tensor:
     """`values - baseline`, exactly 0 where the two are the same but for rounding.
 
     Args:

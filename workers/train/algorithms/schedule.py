@@ -3,7 +3,7 @@
 import math
 
 
-def factor(step: int, *, schedule: str, warmup_steps: int, total_steps: int) -> float:
+def learning_rate_factor(step: int, *, schedule: str, warmup_steps: int, total_steps: int) -> float:
     """What the learning rate is multiplied by.
 
     Args:

@@ -5,9 +5,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from workers.train.algorithms.clipped_losses import surrogate
+from workers.train.algorithms.clipped_losses import clipped_surrogate
 from workers.train.algorithms.loss_registry import LOSSES, LossTraits, TokenLoss
-from workers.train.algorithms.ratios import LOG_RATIO_BOUND, bounded
+from workers.train.algorithms.ratios import LOG_RATIO_BOUND, clamp_log_ratio
 from workers.train.algorithms.sequences import Sequences
 
 SEQUENCE_LOG_RATIO_BOUND: Final = 10.0
@@ -42,10 +42,10 @@ def gspo(
     Returns:
         The loss. Mark `clip_fraction`: the clipped term was taken.
     """
-    mean_R1 = sequences.spread(sequences.mean(logprobs_RT - proximal_RT)).detach()
+    mean_R1 = sequences.broadcast(sequences.mean(logprobs_RT - proximal_RT)).detach()
     log_ratio_RT = logprobs_RT - logprobs_RT.detach() + mean_R1
     ratio_RT = log_ratio_RT.clamp(-LOG_RATIO_BOUND, SEQUENCE_LOG_RATIO_BOUND).exp()
-    return surrogate(ratio_RT, advantages_RT, clip_low, clip_high)
+    return clipped_surrogate(ratio_RT, advantages_RT, clip_low, clip_high)
 
 
 @LOSSES.register(
@@ -79,11 +79,11 @@ def geo_mean(
         `clip_fraction_lower` where it is negative.
     """
     sign_RT = advantages_RT.sign()
-    log_ratio_RT = bounded(logprobs_RT - proximal_RT)
+    log_ratio_RT = clamp_log_ratio(logprobs_RT - proximal_RT)
     cut_RT = log_ratio_RT.clamp(-clip_low, clip_high)
     taken_RT = sign_RT * torch.minimum(sign_RT * log_ratio_RT, sign_RT * cut_RT)
     weight_S = sequences.mean(weights_RT.clamp(min=LEAST_WEIGHT).log()).exp()
     loss_S = -sequences.mean(advantages_RT) * sequences.mean(taken_RT).exp() * weight_S
     out_RT = log_ratio_RT != cut_RT
     marks = {"clip_fraction": out_RT & (sign_RT > 0), "clip_fraction_lower": out_RT & (sign_RT < 0)}
-    return TokenLoss(sequences.spread(loss_S).expand_as(logprobs_RT), marks)
+    return TokenLoss(sequences.broadcast(loss_S).expand_as(logprobs_RT), marks)

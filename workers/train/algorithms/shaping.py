@@ -10,49 +10,49 @@ from torch import Tensor
 
 from workers.train.algorithms.registry import Registry
 
-SHAPINGS: Registry[None] = Registry(
+REWARD_SHAPINGS: Registry[None] = Registry(
     "shaping",
     {
         "rewards_C": "float64, anything outside of B",
         "baseline_C": "bool, B",
         "lengths_C": "int64, sampled tokens",
-        "cut_short_C": "bool, truncated under the policy `penalty`",
+        "penalised_C": "bool, truncated under the policy `penalty`",
     },
 )
 """By name. Each returns float64 (C), the shaped rewards: 0.0 outside of B."""
 
 
-@SHAPINGS.register("biased_scaled", None, formula="(r + bias) scale", source="AReaL actor.py")
-def biased_scaled(rewards_C: Tensor, baseline_C: Tensor, *, bias: float, scale: float) -> Tensor:
+@REWARD_SHAPINGS.register("biased_scaled", None, formula="(r + bias) scale", source="AReaL actor.py")
+def shift_and_scale(rewards_C: Tensor, baseline_C: Tensor, *, bias: float, scale: float) -> Tensor:
     """Shift, then stretch.
 
     Raises:
         ValueError: a reward of B is not finite, or is not any more.
     """
-    return _measured((_measured(rewards_C, baseline_C) + bias) * scale, baseline_C)
+    return _finite_in_baseline((_finite_in_baseline(rewards_C, baseline_C) + bias) * scale, baseline_C)
 
 
-@SHAPINGS.register("clipped", None, formula="min(max(r, -limit), limit)", source="AReaL actor.py")
-def clipped(rewards_C: Tensor, baseline_C: Tensor, *, limit: float) -> Tensor:
+@REWARD_SHAPINGS.register("clipped", None, formula="min(max(r, -limit), limit)", source="AReaL actor.py")
+def clip_rewards(rewards_C: Tensor, baseline_C: Tensor, *, limit: float) -> Tensor:
     """Bring rewards within ± `limit`; infinity is none.
 
     Raises:
         ValueError: a reward of B is not finite: it is invalid, and must not become the limit.
     """
-    return _measured(rewards_C, baseline_C).clamp(-limit, limit)
+    return _finite_in_baseline(rewards_C, baseline_C).clamp(-limit, limit)
 
 
-@SHAPINGS.register(
+@REWARD_SHAPINGS.register(
     "overlong",
     None,
     formula="r + min(-(len - (max - tail)) / tail factor, 0), at least -factor off where cut short",
     source="Yu et al. 2025, DAPO, arXiv:2503.14476, eq. 13; AReaL functional.py",
 )
-def overlong(
+def shape_overlong(
     rewards_C: Tensor,
     baseline_C: Tensor,
     lengths_C: Tensor,
-    cut_short_C: Tensor,
+    penalised_C: Tensor,
     *,
     max_length: int,
     tail: int,
@@ -63,11 +63,11 @@ def overlong(
     Raises:
         ValueError: a reward of B is not finite; the tail is no length.
     """
-    penalty_C = overlong_penalty(lengths_C, cut_short_C, max_length=max_length, tail=tail, factor=factor)
-    return _measured(_measured(rewards_C, baseline_C) + penalty_C, baseline_C)
+    penalty_C = overlong_penalty(lengths_C, penalised_C, max_length=max_length, tail=tail, factor=factor)
+    return _finite_in_baseline(_finite_in_baseline(rewards_C, baseline_C) + penalty_C, baseline_C)
 
 
-def overlong_penalty(lengths_C: Tensor, cut_short_C: Tensor, *, max_length: int, tail: int, factor: float) -> Tensor:
+def overlong_penalty(lengths_C: Tensor, penalised_C: Tensor, *, max_length: int, tail: int, factor: float) -> Tensor:
     """What is added to a reward for length: 0 up to `max_length - tail` tokens, then falling to -`factor` at the most.
 
     Beyond `max_length` it falls on. A completion that was cut short under the policy `penalty` pays the whole `factor`
@@ -75,7 +75,7 @@ def overlong_penalty(lengths_C: Tensor, cut_short_C: Tensor, *, max_length: int,
 
     Args:
         lengths_C: int64, sampled tokens.
-        cut_short_C: bool, truncated under the policy `penalty`.
+        penalised_C: bool, truncated under the policy `penalty`.
         max_length: tokens.
         tail: the last tokens before it, over which the penalty grows; 1 or more.
         factor: the whole penalty, 0 or more.
@@ -90,10 +90,10 @@ def overlong_penalty(lengths_C: Tensor, cut_short_C: Tensor, *, max_length: int,
         raise ValueError(f"the overlong tail is {tail} tokens; it must be 1 or more")
     excess_C = lengths_C.double() - (max_length - tail)
     penalty_C = (-excess_C / tail * factor).clamp(max=0)
-    return torch.where(cut_short_C, penalty_C.clamp(max=-factor), penalty_C)
+    return torch.where(penalised_C, penalty_C.clamp(max=-factor), penalty_C)
 
 
-def _measured(rewards_C: Tensor, baseline_C: Tensor) -> Tensor:
+def _finite_in_baseline(rewards_C: Tensor, baseline_C: Tensor) -> Tensor:
     """Rewards of B, which must be finite; 0.0 elsewhere."""
     rewards_C = torch.where(baseline_C, rewards_C.double(), 0.0)
     if not bool(torch.isfinite(rewards_C).all()):

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workers.train.algorithms.estimators import ESTIMATORS, Traits
+from workers.train.algorithms.completion_layout import LeftPacking
+from workers.train.algorithms.estimator_registry import ESTIMATORS, EstimatorTraits
 from workers.train.algorithms.grouping import Grouping
 from workers.train.algorithms.normalization import whiten
-from workers.train.algorithms.trajectories import Packing
 
 
 class TokenAdvantages(NamedTuple):
@@ -27,7 +27,7 @@ class TokenAdvantages(NamedTuple):
     """float64; reward to go, which a critic learns to foretell. Never whitened."""
 
 
-_BATCH_WIDE = Traits(level="token", within_group=False, whitened=True)
+_BATCH_WIDE = EstimatorTraits(level="token", within_group=False, whitened=True)
 
 
 @ESTIMATORS.register(
@@ -57,8 +57,8 @@ def gae(
         gae_lambda: between one step (0) and the whole episode (1).
         whiten: the advantages over the whole batch.
     """
-    rewards_TC, mask_TC = _by_time(token_rewards_CT, mask_CT), mask_CT.t().contiguous()
-    values_TC = _by_time(values_CT, mask_CT)
+    rewards_TC, mask_TC = _time_major(token_rewards_CT, mask_CT), mask_CT.t().contiguous()
+    values_TC = _time_major(values_CT, mask_CT)
     advantages_TC = torch.zeros_like(rewards_TC)
     later_C = torch.where(mask_CT.any(dim=1), bootstrap_C.double(), 0.0)
     advantage_C = torch.zeros_like(later_C)
@@ -67,7 +67,7 @@ def gae(
         advantage_C = torch.where(mask_TC[t], error_C + discount * gae_lambda * advantage_C, advantage_C)
         later_C = torch.where(mask_TC[t], values_TC[t], later_C)
         advantages_TC[t] = advantage_C
-    return _finished(advantages_TC.t(), (advantages_TC + values_TC).t(), mask_CT, whiten)
+    return _masked_result(advantages_TC.t(), (advantages_TC + values_TC).t(), mask_CT, whiten)
 
 
 @ESTIMATORS.register(
@@ -85,17 +85,17 @@ def reinforce_plus_plus(token_rewards_CT: Tensor, mask_CT: Tensor, *, discount: 
         discount: of what comes later, by token that counts.
         whiten: the advantages over the whole batch.
     """
-    rewards_TC, mask_TC = _by_time(token_rewards_CT, mask_CT), mask_CT.t().contiguous()
+    rewards_TC, mask_TC = _time_major(token_rewards_CT, mask_CT), mask_CT.t().contiguous()
     returns_TC, return_C = torch.zeros_like(rewards_TC), rewards_TC.new_zeros(len(mask_CT))
     for t in range(len(mask_TC) - 1, -1, -1):
         return_C = torch.where(mask_TC[t], rewards_TC[t] + discount * return_C, return_C)
         returns_TC[t] = return_C
-    return _finished(returns_TC.t(), returns_TC.t(), mask_CT, whiten)
+    return _masked_result(returns_TC.t(), returns_TC.t(), mask_CT, whiten)
 
 
 @ESTIMATORS.register(
     "remax",
-    Traits(level="token", within_group=False),
+    EstimatorTraits(level="token", within_group=False),
     formula="A_t = sum of r from t on - greedy",
     source="Li et al. 2023, arXiv:2310.10505, eq. 6; verl core_algos",
 )
@@ -113,7 +113,7 @@ def remax(token_rewards_CT: Tensor, mask_CT: Tensor, greedy_C: Tensor) -> TokenA
 
 @ESTIMATORS.register(
     "optimal_token_baseline",
-    Traits(level="token"),
+    EstimatorTraits(level="token"),
     formula="A_t = G_t - B_t, B_t = sum_i G_it W_it / (sum_i W_it + eps), W_t = sum_j<=t (1 - 2 pi + sum pi^2) w^2",
     source="Li et al. 2026, arXiv:2602.07078; verl core_algos",
 )
@@ -152,7 +152,7 @@ def optimal_token_baseline(
 
 @ESTIMATORS.register(
     "tir_optimal_token_baseline",
-    Traits(level="token"),
+    EstimatorTraits(level="token"),
     formula="the same, t counting the tokens of the mask alone",
     source="Li et al. 2026, arXiv:2602.07078; verl core_algos",
 )
@@ -180,20 +180,20 @@ def tir_optimal_token_baseline(
         epsilon: added to the sum of weights.
     """
     mask_CT = mask_CT & groups.valid_C.unsqueeze(1)
-    packing, returns_CT = Packing(mask_CT), _reward_to_go(token_rewards_CT, mask_CT)
+    packing, returns_CT = LeftPacking(mask_CT), _reward_to_go(token_rewards_CT, mask_CT)
     energy_CT = _energy(mask_CT, old_logprobs_CT, sum_pi_squared_CT, weights_CT)
     baseline_CN = _baseline(
-        packing.packed(returns_CT),
-        packing.packed(energy_CT),
+        packing.pack(returns_CT),
+        packing.pack(energy_CT),
         packing.mask_CN,
         groups,
         zero_tail=zero_tail,
         epsilon=epsilon,
     )
-    return TokenAdvantages(torch.where(mask_CT, returns_CT - packing.unpacked(baseline_CN), 0.0), returns_CT)
+    return TokenAdvantages(torch.where(mask_CT, returns_CT - packing.unpack(baseline_CN), 0.0), returns_CT)
 
 
-def _by_time(values_CT: Tensor, mask_CT: Tensor) -> Tensor:
+def _time_major(values_CT: Tensor, mask_CT: Tensor) -> Tensor:
     """float64 (T, C), 0 outside of the mask: a step of time is one piece of memory."""
     return torch.where(mask_CT.t(), values_CT.t().double(), 0.0).contiguous()
 
@@ -216,20 +216,20 @@ def _baseline(
     returns_CT: Tensor, energy_CT: Tensor, mask_CT: Tensor, groups: Grouping, *, zero_tail: bool, epsilon: float
 ) -> Tensor:
     """B: mean of the siblings' reward to go at each place, weighted by W; 0 for a completion that has no siblings."""
-    siblings = Grouping(groups.codes_C, mask_CT.any(dim=1), groups.groups)
+    siblings = Grouping(groups.codes_C, mask_CT.any(dim=1), groups.num_groups)
     baseline_GT = siblings.sum(returns_CT * energy_CT) / (siblings.sum(energy_CT) + epsilon)
-    baseline_CT = siblings.spread(torch.where(siblings.count_G.unsqueeze(1) > 1, baseline_GT, 0.0))
+    baseline_CT = siblings.broadcast(torch.where(siblings.count_G.unsqueeze(1) > 1, baseline_GT, 0.0))
     if not zero_tail:
         return baseline_CT
     length_C = mask_CT.sum(dim=1).double()
-    second_C = siblings.spread(siblings.second_largest(length_C))
+    second_C = siblings.broadcast(siblings.second_largest(length_C))
     place_T = torch.arange(mask_CT.shape[1], device=mask_CT.device)
     # Only the longest can be longer than the second.
     tail_CT = (length_C > second_C).unsqueeze(1) & (place_T >= second_C.unsqueeze(1))
     return torch.where(tail_CT, 0.0, baseline_CT)
 
 
-def _finished(advantages_CT: Tensor, returns_CT: Tensor, mask_CT: Tensor, whitened: bool) -> TokenAdvantages:
+def _masked_result(advantages_CT: Tensor, returns_CT: Tensor, mask_CT: Tensor, whitened: bool) -> TokenAdvantages:
     """Both of them 0 outside of the mask, the advantages whitened if asked."""
     returns_CT = torch.where(mask_CT, returns_CT, 0.0)
     return TokenAdvantages(

@@ -29,7 +29,7 @@ In formulas cov = (A - mean A) (lp - mean lp), over the batch's loss tokens.
 
 
 @torch.no_grad()
-def select(
+def select_tokens(
     name: str,
     logprobs_RT: Tensor,
     proximal_RT: Tensor,
@@ -56,7 +56,7 @@ def select(
         KeyError: there is no such selector, or one of its options is missing.
     """
     selector = SELECTORS[name]
-    chosen_RT = torch.zeros_like(mask_RT)
+    selected_RT = torch.zeros_like(mask_RT)
     if mask_RT.any():
         inputs = {
             "logprobs_N": logprobs_RT[mask_RT].double(),
@@ -64,8 +64,8 @@ def select(
             "advantages_N": advantages_RT[mask_RT].double(),
             "generator": generator,
         }
-        chosen_RT[mask_RT] = selector(inputs, options)
-    return chosen_RT
+        selected_RT[mask_RT] = selector(inputs, options)
+    return selected_RT
 
 
 @SELECTORS.register(
@@ -93,7 +93,7 @@ def clip_cov(
     covariance_N = _covariance(advantages_N, logprobs_N)
     candidate_N = (covariance_N > clip_cov_low) & (covariance_N < clip_cov_high) & ~clipped_N
     draw_N = torch.rand(len(logprobs_N), generator=generator, device=generator.device if generator else None)
-    return _largest(torch.where(candidate_N, draw_N.to(logprobs_N.device), -1.0), clip_cov_ratio) & candidate_N
+    return _top_fraction(torch.where(candidate_N, draw_N.to(logprobs_N.device), -1.0), clip_cov_ratio) & candidate_N
 
 
 @SELECTORS.register(
@@ -104,11 +104,11 @@ def clip_cov(
 )
 def kl_cov(logprobs_N: Tensor, advantages_N: Tensor, *, kl_cov_ratio: float) -> Tensor:
     """Tokens that the loss `kl_cov` penalises; of equal ones the first."""
-    return _largest(_covariance(advantages_N, logprobs_N), kl_cov_ratio)
+    return _top_fraction(_covariance(advantages_N, logprobs_N), kl_cov_ratio)
 
 
 @torch.no_grad()
-def m2po(behaviour_RT: Tensor, proximal_RT: Tensor, mask_RT: Tensor, *, threshold: float) -> Tensor:
+def m2po(rollout_logprobs_RT: Tensor, proximal_RT: Tensor, mask_RT: Tensor, *, threshold: float) -> Tensor:
     """Tokens that are kept when those of the largest squared log-ratio go until the mean of the rest is below a bound.
 
     Tokens of equal value stand or fall together, so that their order does not matter; those of the smallest value
@@ -117,7 +117,7 @@ def m2po(behaviour_RT: Tensor, proximal_RT: Tensor, mask_RT: Tensor, *, threshol
     Source: Zheng et al. 2025, M2PO, arXiv:2510.01161; AReaL, _get_m2po_loss_mask.
 
     Args:
-        behaviour_RT: log-probs of the policy that sampled.
+        rollout_logprobs_RT: log-probs of the policy that sampled.
         proximal_RT: log-probs of the trainer's policy when the batch was formed.
         mask_RT: bool, the tokens of the whole optimizer batch; elsewhere both may hold anything.
         threshold: of the mean of (log proximal / behaviour)^2 over the tokens kept.
@@ -125,7 +125,9 @@ def m2po(behaviour_RT: Tensor, proximal_RT: Tensor, mask_RT: Tensor, *, threshol
     Returns:
         bool (R, T); False outside the mask.
     """
-    log_ratio_RT = torch.where(mask_RT, proximal_RT, 0.0).double() - torch.where(mask_RT, behaviour_RT, 0.0).double()
+    log_ratio_RT = (
+        torch.where(mask_RT, proximal_RT, 0.0).double() - torch.where(mask_RT, rollout_logprobs_RT, 0.0).double()
+    )
     square_RT = torch.where(mask_RT, log_ratio_RT.square(), torch.inf)
     # One more, larger than any, so that there always is a first one that goes.
     rising = torch.cat([square_RT.flatten().sort().values, square_RT.new_full((1,), torch.inf)])
@@ -138,7 +140,7 @@ def _covariance(advantages_N: Tensor, logprobs_N: Tensor) -> Tensor:
     return (advantages_N - advantages_N.mean()) * (logprobs_N - logprobs_N.mean())
 
 
-def _largest(values_N: Tensor, share: float) -> Tensor:
+def _top_fraction(values_N: Tensor, share: float) -> Tensor:
     """The largest `share` of the values, at least one; of equal ones the first."""
     number = max(1, int(share * len(values_N)))
     chosen_N = torch.zeros_like(values_N, dtype=torch.bool)

@@ -12,11 +12,14 @@ def attempt_metrics(groups: Sequence[Group]) -> dict[str, float]:
     had is known to nobody, since an aborted request returns none.
     """
     trained = [group.rolled_out_at - group.claimed_at for group in groups]
-    first = [g.cancelled_s[0] if g.cancelled_s else seconds for g, seconds in zip(groups, trained, strict=True)]
+    first = [
+        g.cancelled_attempts_s[0] if g.cancelled_attempts_s else seconds
+        for g, seconds in zip(groups, trained, strict=True)
+    ]
     if not groups:
         return {}
     return {
         "attempt/seconds": sum(trained) / len(trained),
         "attempt/seconds_first": sum(first) / len(first),
-        "attempt/cancelled": sum(len(group.cancelled_s) for group in groups),
+        "attempt/cancelled": sum(len(group.cancelled_attempts_s) for group in groups),
     }

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from stream.errors import RunMismatchError, SettingsError
 from workers.settings import Lora
-from workers.train.model.policy import load_policy, write_policy
-from workers.train.model.shards import shared, whole
+from workers.train.model.policy_folder import load_policy, save_policy
+from workers.train.model.shards import full_tensor, shard_like
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
@@ -28,7 +28,7 @@ _NAME: Final = "default"
 """The adapter's name within the model, which is not part of the names in its file."""
 _PREFIX: Final = "base_model.model."
 """Of the names in peft's files."""
-_SAMPLED: Final = 64
+_DIGEST_ELEMENTS: Final = 64
 """Elements of each weight that the base model is known by."""
 
 
@@ -71,7 +71,7 @@ class Adapter:
                 parameter.data.copy_(drawn)
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """Meanwhile the model is without it: the policy of the beginning. No gradient may be asked of that."""
         for layer in self._layers:
             layer.enable_adapters(enabled=False)
@@ -81,7 +81,7 @@ class Adapter:
             for layer in self._layers:
                 layer.enable_adapters(enabled=True)
 
-    def merged(self) -> dict[str, Tensor]:
+    def merged_state(self) -> dict[str, Tensor]:
         """Weights of an ordinary model that says the same, by its names, in shards if they are so here.
 
         Those without an adapter are not copied.
@@ -95,11 +95,11 @@ class Adapter:
                 place, is_layer, rest = name.partition(".base_layer.")
                 if is_layer and rest == "weight":
                     delta = self.model.get_submodule(place).get_delta_weight(_NAME)
-                    value = (value.to(delta.dtype) + shared(delta, value)).to(value.dtype)  # noqa: PLW2901
+                    value = (value.to(delta.dtype) + shard_like(delta, value)).to(value.dtype)  # noqa: PLW2901
                 found[f"{place}.{rest}" if is_layer else name] = value
         return found
 
-    def write(self, folder: Path, dtype_name: str) -> None:
+    def save(self, folder: Path, dtype_name: str) -> None:
         """Write the adapter in peft's form into an existing folder.
 
         Args:
@@ -110,7 +110,7 @@ class Adapter:
         tensors = {name: p.detach().to("cpu", torch.float32).contiguous() for name, p in self.parameters.items()}
         save_file(tensors, folder / WEIGHTS, {"format": "pt", "base": self._digest, "dtype": dtype_name})
 
-    def read(self, folder: Path) -> dict[str, Tensor]:
+    def load(self, folder: Path) -> dict[str, Tensor]:
         """What `write` wrote, by name.
 
         Raises:
@@ -128,7 +128,7 @@ class Adapter:
                 f"{folder}: the adapter was trained with lora.alpha = {alpha:g}, not {self._config.lora_alpha:g}, and "
                 "would be another policy with it; put it back, or use another run name"
             )
-        with _opened(folder / WEIGHTS) as file:
+        with _open_safetensors(folder / WEIGHTS) as file:
             if file.metadata().get("base") != self._digest:
                 raise RunMismatchError(
                     f"{folder}: the adapter was trained beside other weights than those in {self.base} (or in another "
@@ -148,11 +148,11 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def merge(folder: Path, out: Path) -> None:
+def merge_adapter(folder: Path, out: Path) -> None:
     """Write the adapter in a folder and the model that it was trained beside as one ordinary model.
 
     Args:
-        folder: as `Adapter.write` wrote it.
+        folder: as `Adapter.save` wrote it.
         out: an existing folder.
 
     Raises:
@@ -160,7 +160,7 @@ def merge(folder: Path, out: Path) -> None:
         RunMismatchError: it is another one now, or the adapter is damaged.
     """
     config = _config(folder)
-    with _opened(folder / WEIGHTS) as file:
+    with _open_safetensors(folder / WEIGHTS) as file:
         dtype_name = file.metadata()["dtype"]
     base = Path(config["base_model_name_or_path"])
     if not (base / "config.json").is_file():
@@ -168,9 +168,9 @@ def merge(folder: Path, out: Path) -> None:
     lora = Lora(rank=config["r"], alpha=config["lora_alpha"], targets=tuple(config["target_modules"]))
     adapter = Adapter(load_policy(base, getattr(torch, dtype_name)), base, lora, seed=0)
     with torch.no_grad():
-        for name, tensor in adapter.read(folder).items():
+        for name, tensor in adapter.load(folder).items():
             adapter.parameters[name].copy_(tensor)
-    write_policy(adapter.model, adapter.merged(), base, out, dtype_name)
+    save_policy(adapter.model, adapter.merged_state(), base, out, dtype_name)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _open_safetensors(file: Path) -> Iterator[Any]:
     """A file of safetensors."""
     try:
         with safe_open(file, framework="pt") as opened:
@@ -234,8 +234,8 @@ def _digest(model: Any) -> str:
     """What a model's weights are known by: names, shapes, and some elements of each."""
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
-        flat = whole(parameter.detach()).flatten()
-        some = flat[:: max(1, len(flat) // _SAMPLED)].float().cpu().contiguous()
+        flat = full_tensor(parameter.detach()).flatten()
+        some = flat[:: max(1, len(flat) // _DIGEST_ELEMENTS)].float().cpu().contiguous()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(some.numpy().tobytes())
     return digest.hexdigest()

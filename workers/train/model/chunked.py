@@ -12,37 +12,37 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from workers.train.model.blocks import BLOCK, Block, Finish, How, Inputs, product
+from workers.train.model.logit_blocks import BLOCK, LogitBlock, LogitConfig, LogitInputs, LogitTransform, matmul_float32
 
-NO_CHANCE: Final = -1e4
+MIN_LOGPROB: Final = -1e4
 """Log-prob of a word that cannot come, where it is multiplied by its probability, 0: minus infinity times 0 is NaN."""
 
 
-Entropy = Literal["", "value", "gradient"]
+EntropyMode = Literal["", "value", "gradient"]
 """Whether entropies are computed, and whether they bear a gradient."""
 
 
-class Read(NamedTuple):
+class ChunkedLogprobs(NamedTuple):
     """Of each token; float32, or float64 where hidden states are."""
 
     logprobs_N: Tensor
     entropy_N: Tensor
     """Nats; zeros unless asked for."""
-    squares_N: Tensor
+    sum_pi_squared_N: Tensor
     """Sum of squared probabilities, without gradient; zeros unless asked for."""
 
 
-def read(
+def chunked_logprobs(
     hidden_NH: Tensor,
     weight_VH: Tensor,
     bias_V: Tensor | None,
     targets_N: Tensor,
-    finish: Finish,
+    transform: LogitTransform,
     *,
-    entropy: Entropy = "",
-    squares: bool = False,
+    entropy: EntropyMode = "",
+    sum_pi_squared: bool = False,
     block: int = BLOCK,
-) -> Read:
+) -> ChunkedLogprobs:
     """Log-probs of the targets, with gradients for hidden states, weight and bias.
 
     Under autocast, products are made of inputs rounded to its type, as everywhere in the model; they are summed up and
@@ -53,21 +53,21 @@ def read(
         weight_VH: of the output layer.
         bias_V: of the output layer, if it has one.
         targets_N: int64.
-        finish: from products to logits.
+        transform: from products to logits.
         entropy: compute the entropies too, without or with gradient.
-        squares: compute the sums of squared probabilities too.
+        sum_pi_squared: compute the sums of squared probabilities too.
         block: logits that exist at a time.
     """
     device = hidden_NH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
     if hidden_NH.dtype == torch.float64:
         dtype = torch.float64
-    how = How(finish, dtype, block)
-    found = _Read.apply(hidden_NH, weight_VH, bias_V, targets_N, how, entropy, squares)  # type: ignore[no-untyped-call]
-    return Read(*found)
+    how = LogitConfig(transform, dtype, block)
+    found = _ChunkedLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, how, entropy, sum_pi_squared)  # type: ignore[no-untyped-call]
+    return ChunkedLogprobs(*found)
 
 
-class _Read(torch.autograd.Function):
+class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -75,30 +75,30 @@ class _Read(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_N: Tensor,
-        how: How,
-        entropy: Entropy,
+        how: LogitConfig,
+        entropy: EntropyMode,
         squares: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = Inputs(hidden_NH.to(how.dtype), weight_VH, bias_V, targets_N, how)
+        inputs = LogitInputs(hidden_NH.to(how.dtype), weight_VH, bias_V, targets_N, how)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             top_N, total_N, chosen_N, moment_N, squared_N = _sums(inputs, entropy=bool(entropy), squares=squares)
         log_total_N = total_N.log()
         logprobs_N = chosen_N - top_N - log_total_N
         # H = log sum exp z - sum p z, both with the maximum taken off.
         entropy_N = log_total_N - moment_N / total_N if entropy else torch.zeros_like(logprobs_N)
-        squares_N = squared_N / total_N.square() if squares else torch.zeros_like(logprobs_N)
+        sum_pi_squared_N = squared_N / total_N.square() if squares else torch.zeros_like(logprobs_N)
         ctx.save_for_backward(inputs.hidden_NH, weight_VH, bias_V, targets_N, top_N, log_total_N, entropy_N)
         ctx.how, ctx.hidden_dtype = how, hidden_NH.dtype
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(squares_N, *(() if entropy == "gradient" else (entropy_N,)))
-        return logprobs_N, entropy_N, squares_N
+        ctx.mark_non_differentiable(sum_pi_squared_N, *(() if entropy == "gradient" else (entropy_N,)))
+        return logprobs_N, entropy_N, sum_pi_squared_N
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         by_logprob_N, by_entropy_N, _ = gradients
         hidden_NH, weight_VH, bias_V, targets_N, top_N, log_total_N, entropy_N = ctx.saved_tensors
-        inputs = Inputs(hidden_NH, weight_VH, bias_V, targets_N, ctx.how)
+        inputs = LogitInputs(hidden_NH, weight_VH, bias_V, targets_N, ctx.how)
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         if by_logprob_N is None:
             by_logprob_N = torch.zeros_like(top_N)
@@ -115,33 +115,33 @@ class _Read(torch.autograd.Function):
                     entropy_N[rows],
                 )
                 if bias_grad_V is not None:
-                    bias_grad_V[block.words] += grad_nv.sum(dim=0)
-                grad_nv = grad_nv.to(inputs.how.dtype)
+                    bias_grad_V[block.vocab] += grad_nv.sum(dim=0)
+                grad_nv = grad_nv.to(inputs.config.dtype)
                 if hidden_grad_NH is not None:
-                    hidden_grad_NH[rows] += product(grad_nv, block.weight_vH)
+                    hidden_grad_NH[rows] += matmul_float32(grad_nv, block.weight_vH)
                 if weight_grad_VH is not None:
-                    weight_grad_VH[block.words] += product(grad_nv.T, hidden_NH[rows])
+                    weight_grad_VH[block.vocab] += matmul_float32(grad_nv.T, hidden_NH[rows])
         found = (hidden_grad_NH, weight_grad_VH, bias_grad_V)
         dtypes = (ctx.hidden_dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype)
         made = (None if grad is None else grad.to(dtype) for grad, dtype in zip(found, dtypes, strict=True))
         return (*made, None, None, None, None)
 
 
-def _sums(inputs: Inputs, *, entropy: bool, squares: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _sums(inputs: LogitInputs, *, entropy: bool, squares: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Over the vocabulary, of each token.
 
     Returns:
         The largest logit m, the sum of e^(z - m), the target's logit, and where asked for the sums of e^(z - m) (z - m)
         and of e^2(z - m).
     """
-    wide = torch.float64 if inputs.how.dtype == torch.float64 else torch.float32
+    wide = torch.float64 if inputs.config.dtype == torch.float64 else torch.float32
     zeros_N = torch.zeros(len(inputs.hidden_NH), dtype=wide, device=inputs.hidden_NH.device)
     # Not minus infinity: differences with it are no numbers.
     top_N = torch.full_like(zeros_N, torch.finfo(wide).min)
     total_N, chosen_N, moment_N, squared_N = zeros_N, zeros_N.clone(), zeros_N.clone(), zeros_N.clone()
     for block in inputs.blocks():
         rows = block.tokens
-        logits_nv = inputs.cooled(inputs.logits(block))
+        logits_nv = inputs.apply_temperature(inputs.logits(block))
         inside_n1, columns_n1 = inputs.targets(block)
         chosen_N[rows] = torch.where(inside_n1, logits_nv.gather(1, columns_n1), chosen_N[rows, None]).squeeze(1)
         top_n = torch.maximum(top_N[rows], logits_nv.amax(dim=1))
@@ -150,8 +150,8 @@ def _sums(inputs: Inputs, *, entropy: bool, squares: bool) -> tuple[Tensor, Tens
         logits_nv -= top_n.unsqueeze(1)
         powers_nv = logits_nv.exp()
         if entropy:
-            moment_n = (powers_nv * logits_nv.clamp_(min=NO_CHANCE)).sum(dim=1)
-            before_n = moment_N[rows] + fallen_n.clamp(min=NO_CHANCE) * total_N[rows]
+            moment_n = (powers_nv * logits_nv.clamp_(min=MIN_LOGPROB)).sum(dim=1)
+            before_n = moment_N[rows] + fallen_n.clamp(min=MIN_LOGPROB) * total_N[rows]
             moment_N[rows] = shrunk_n * before_n + moment_n
         if squares:
             squared_N[rows] = shrunk_n.square() * squared_N[rows] + powers_nv.square().sum(dim=1)
@@ -161,8 +161,8 @@ def _sums(inputs: Inputs, *, entropy: bool, squares: bool) -> tuple[Tensor, Tens
 
 
 def _logits_grad(
-    inputs: Inputs,
-    block: Block,
+    inputs: LogitInputs,
+    block: LogitBlock,
     top_n: Tensor,
     log_total_n: Tensor,
     by_logprob_n: Tensor,
@@ -175,15 +175,15 @@ def _logits_grad(
     -p (l + H).
     """
     logits_nv = inputs.logits(block)
-    scale, softcap, temperature = inputs.how.finish
+    scale, softcap, temperature = inputs.config.transform
     # d tanh(x) = 1 - tanh(x)^2
     slope_nv = 1 - (logits_nv / softcap).square() if softcap else None
-    logprobs_nv = inputs.cooled(logits_nv).sub_(top_n.unsqueeze(1)).sub_(log_total_n.unsqueeze(1))
+    logprobs_nv = inputs.apply_temperature(logits_nv).sub_(top_n.unsqueeze(1)).sub_(log_total_n.unsqueeze(1))
     if by_entropy_n is None:
         grad_nv = logprobs_nv.exp_().mul_(-by_logprob_n.unsqueeze(1))
     else:
         powers_nv = logprobs_nv.exp()
-        grad_nv = logprobs_nv.clamp_(min=NO_CHANCE).add_(entropy_n.unsqueeze(1)).mul_(by_entropy_n.unsqueeze(1))
+        grad_nv = logprobs_nv.clamp_(min=MIN_LOGPROB).add_(entropy_n.unsqueeze(1)).mul_(by_entropy_n.unsqueeze(1))
         grad_nv = grad_nv.add_(by_logprob_n.unsqueeze(1)).neg_().mul_(powers_nv)
     inside_n1, columns_n1 = inputs.targets(block)
     grad_nv.scatter_add_(1, columns_n1, torch.where(inside_n1, by_logprob_n.unsqueeze(1), 0.0))

@@ -15,21 +15,21 @@ from torch import Tensor
 from stream.errors import SettingsError
 from workers.settings import Train
 from workers.train.model import varlen
-from workers.train.model.logprobs import Readable, token_logprobs
+from workers.train.model.logprobs import LogprobModel, token_logprobs
 
 log = structlog.get_logger()
 
 FLASH: Final = ("flash_attention_2", "flash_attention_3")
 """Of the package `flash-attn`: half precision alone, and on GPUs."""
-LENGTHS: Final = (7, 12, 5)
+TRIAL_LENGTHS: Final = (7, 12, 5)
 """Rows that a model is tried on."""
-SAME: Final = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+PACKED_TOLERANCE: Final = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """How far packed rows may be from the same rows apart: norm of the difference over norm, of each hidden state."""
-ALONE: Final = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-3}
+LEAK_TOLERANCE: Final = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-3}
 """How far another first row may move the rows behind it: not at all but for the shapes that kernels choose by."""
 
 
-def set_attention(read: Readable, train: Train, dtype: torch.dtype) -> Readable:
+def set_attention(read: LogprobModel, train: Train, dtype: torch.dtype) -> LogprobModel:
     """Give the model its attention.
 
     Args:
@@ -47,25 +47,25 @@ def set_attention(read: Readable, train: Train, dtype: torch.dtype) -> Readable:
     own = model.config._attn_implementation  # noqa: SLF001
     reasons = []
     for name in _candidates(train, str(own), dtype, model.device):
-        reason = _switched(model, name) or packs_wrongly(read, own, name, dtype)
+        reason = _switch_attention(model, name) or packing_problem(read, own, name, dtype)
         if not reason:
-            log.info("rows.packed", attention=name, model=type(model).__name__)
+            log.info("packing.enabled", attention=name, model=type(model).__name__)
             return read._replace(packed=True)
         reasons.append(f"{name}: {reason}")
-        _switched(model, own)
+        _switch_attention(model, own)
     if train.packing == "on":
         raise SettingsError(
             f"train.packing is 'on', but {type(model).__name__} does not read packed rows as it reads them apart "
             f"({'; '.join(reasons)}); set train.packing to 'auto' or 'off', or try another train.attention"
         )
     if reasons:
-        log.warning("rows.not_packed", reasons=reasons, model=type(model).__name__)
-    if train.attention != "auto" and (reason := _switched(model, train.attention)):
+        log.warning("packing.disabled", reasons=reasons, model=type(model).__name__)
+    if train.attention != "auto" and (reason := _switch_attention(model, train.attention)):
         raise SettingsError(f"train.attention = {train.attention!r}: {reason}; set it to 'auto' or to another")
     return read._replace(packed=False)
 
 
-def packs_wrongly(read: Readable, own: str, name: str, dtype: torch.dtype) -> str:
+def packing_problem(read: LogprobModel, own: str, name: str, dtype: torch.dtype) -> str:
     """Why rows may not be packed under this attention; empty where they may. Leaves the model with it.
 
     Args:
@@ -75,28 +75,30 @@ def packs_wrongly(read: Readable, own: str, name: str, dtype: torch.dtype) -> st
         dtype: as in `set_attention`.
     """
     model = read.model
-    widths = torch.tensor(LENGTHS, device=model.device)
+    widths = torch.tensor(TRIAL_LENGTHS, device=model.device)
     vocabulary = int(model.get_input_embeddings().num_embeddings)
     generator = torch.Generator().manual_seed(0)
-    tokens_MT = torch.randint(vocabulary, (len(LENGTHS), max(LENGTHS)), generator=generator).to(model.device)
+    tokens_MT = torch.randint(vocabulary, (len(TRIAL_LENGTHS), max(TRIAL_LENGTHS)), generator=generator).to(
+        model.device
+    )
     other_MT = tokens_MT.clone()
     other_MT[0] = (tokens_MT[0] + 1) % vocabulary
     weights = next(model.parameters()).dtype
     # Flash attention of the package reads half precision alone; all others show in full precision what rounding hides.
     # So do shards in mixed precision, whatever they are asked.
-    for kind in {dtype} if name in FLASH or read.within is not None else {weights, dtype}:
+    for kind in {dtype} if name in FLASH or read.sharded_root is not None else {weights, dtype}:
         try:
-            _switched(model, own)
-            apart = _states(read._replace(packed=False), tokens_MT, widths, kind)
-            _switched(model, name)
-            packed, other = (_states(read._replace(packed=True), t, widths, kind) for t in (tokens_MT, other_MT))
+            _switch_attention(model, own)
+            apart = _hidden_states(read._replace(packed=False), tokens_MT, widths, kind)
+            _switch_attention(model, name)
+            packed, other = (_hidden_states(read._replace(packed=True), t, widths, kind) for t in (tokens_MT, other_MT))
         except (RuntimeError, ValueError, TypeError) as error:  # kernels refuse a device or dtype by any of them
             return f"it fails: {error}"
-        first = LENGTHS[0] - 1
-        if not _far(packed, apart) <= SAME[kind]:
-            return f"packed rows are off by {_far(packed, apart):.1e} in {kind}"
-        if not _far(other[first:], packed[first:]) <= ALONE[kind]:
-            return f"a row sees the one before it, by {_far(other[first:], packed[first:]):.1e} in {kind}"
+        first = TRIAL_LENGTHS[0] - 1
+        if not _max_relative_difference(packed, apart) <= PACKED_TOLERANCE[kind]:
+            return f"packed rows are off by {_max_relative_difference(packed, apart):.1e} in {kind}"
+        if not _max_relative_difference(other[first:], packed[first:]) <= LEAK_TOLERANCE[kind]:
+            return f"a row sees the one before it, by {_max_relative_difference(other[first:], packed[first:]):.1e} in {kind}"
     return ""
 
 
@@ -119,7 +121,7 @@ def _candidates(train: Train, own: str, dtype: torch.dtype, device: torch.device
         yield own
 
 
-def _switched(model: Any, name: str) -> str:
+def _switch_attention(model: Any, name: str) -> str:
     """Why the model cannot have this attention; empty where it has it now."""
     varlen.register()
     if name == varlen.NAME and not getattr(model, "_supports_flash_attn", False):
@@ -132,7 +134,7 @@ def _switched(model: Any, name: str) -> str:
     return "" if found == name else f"{type(model).__name__} stays with {found}"
 
 
-def _states(read: Readable, tokens_MT: Tensor, lengths_M: Tensor, dtype: torch.dtype) -> Tensor:
+def _hidden_states(read: LogprobModel, tokens_MT: Tensor, lengths_M: Tensor, dtype: torch.dtype) -> Tensor:
     """What predicts each token but the first of each row: hidden states, or log-probs where they cannot be had."""
     places_T = torch.arange(tokens_MT.shape[1], device=tokens_MT.device)
     chosen_MT = (places_T > 0) & (places_T < lengths_M.unsqueeze(1))
@@ -143,6 +145,6 @@ def _states(read: Readable, tokens_MT: Tensor, lengths_M: Tensor, dtype: torch.d
     return states.to(torch.promote_types(states.dtype, torch.float32))
 
 
-def _far(found_NH: Tensor, expected_NH: Tensor) -> float:
+def _max_relative_difference(found_NH: Tensor, expected_NH: Tensor) -> float:
     """The largest difference of a token, relative; NaN where one is."""
     return float(((found_NH - expected_NH).norm(dim=1) / expected_NH.norm(dim=1).clamp(min=1e-12)).max())

@@ -22,11 +22,11 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
-    AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(NAME, varlen_attention)
     AttentionMaskInterface.register(NAME, flash_attention_mask)  # which makes none: bounds are told apart
 
 
-def attend(
+def varlen_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -58,7 +58,7 @@ def attend(
         ValueError: the model asks for what this attention does not have.
     """
     causal = others.get("is_causal", getattr(module, "is_causal", True))
-    asked = [name for name in ("dropout", "softcap", "s_aux", "position_bias") if not _nothing(others.get(name))]
+    asked = [name for name in ("dropout", "softcap", "s_aux", "position_bias") if not _is_unset(others.get(name))]
     asked += ["attention_mask"] * (attention_mask is not None) + ["is_causal = False"] * (causal is False)
     if asked:
         raise ValueError(f"attention 'varlen' has no {', '.join(asked)}")
@@ -89,11 +89,11 @@ def attend(
         out = found if isinstance(found, Tensor) else found[0]
     else:
         places = [slice(*pair) for pair in pairwise(cu_seq_lens_q.tolist())]
-        out = torch.cat([_one(query[p], key[p], value[p], scaling, sliding_window) for p in places])
+        out = torch.cat([_attend_row(query[p], key[p], value[p], scaling, sliding_window) for p in places])
     return out.view(rows, length, heads, -1), None
 
 
-def _one(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+def _attend_row(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
     """One row, [tokens, heads, size]."""
     seen = None
     if window is not None and window < len(query):
@@ -107,5 +107,5 @@ def _one(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, windo
     return out.squeeze(0).transpose(0, 1)
 
 
-def _nothing(asked: Any) -> bool:
+def _is_unset(asked: Any) -> bool:
     return asked is None or (isinstance(asked, float | int) and not asked)

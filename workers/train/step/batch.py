@@ -16,8 +16,8 @@ from torch import Tensor
 from stream.errors import RecordError
 from stream.records import Completion, Group, Row
 from stream.validity import Measured, RewardReason
-from workers.train.algorithms.masks import NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, Facts
-from workers.train.step.reward_parts import greedy_of, known, part_table, turn_rewards
+from workers.train.algorithms.masks import NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, CompletionFacts
+from workers.train.step.reward_parts import greedy_completion, measured_value, part_table, turn_rewards
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -29,7 +29,7 @@ class Batch:
 
         tokens_RT                [[p p a a t a]]          p prompt, a sampled, t the tool's
         sampled_RT               [[. . x x . x]]
-        behaviour_logprobs_RT    [[0 0 -1 -2 0 -.5]]
+        rollout_logprobs_RT    [[0 0 -1 -2 0 -.5]]
         versions_RT              [[-1 -1 7 7 -1 8]]
         lengths_R                [6]
         completion_ids_R         [0]
@@ -44,7 +44,7 @@ class Batch:
     """int64, prompt and completion; 0 where padded."""
     sampled_RT: Tensor
     """bool, tokens that the policy sampled."""
-    behaviour_logprobs_RT: Tensor
+    rollout_logprobs_RT: Tensor
     """float32, the engine's log-probs of sampled tokens; 0 elsewhere."""
     versions_RT: Tensor
     """int32, the policy version that sampled each token; -1 elsewhere."""
@@ -52,7 +52,7 @@ class Batch:
     """int64, tokens of each row without padding."""
     completion_ids_R: Tensor
     """int64, the completion that each row belongs to: rows of one completion share it."""
-    facts: Facts
+    facts: CompletionFacts
     """Of the completions."""
     prompt_ids: tuple[str, ...]
     """Labels of the groups."""
@@ -79,8 +79,8 @@ class Batch:
 
     def to(self, device: torch.device, logprobs: torch.dtype = torch.float32) -> Self:
         """The same batch on another device, its log-probs in the type that the model's are made in."""
-        moved: Self = replace(_moved(self, device), facts=_moved(self.facts, device))
-        return replace(moved, behaviour_logprobs_RT=moved.behaviour_logprobs_RT.to(logprobs))
+        moved: Self = replace(_to_device(self, device), facts=_to_device(self.facts, device))
+        return replace(moved, rollout_logprobs_RT=moved.rollout_logprobs_RT.to(logprobs))
 
 
 def collate(groups: Sequence[Group]) -> Batch:
@@ -96,7 +96,7 @@ def collate(groups: Sequence[Group]) -> Batch:
     starts, ends, spans = [], [], []
     lasts: list[list[int]] = [[] for _ in completions]
     for code, row in rows:
-        problem = _problem(row)
+        problem = _why_untrainable(row)
         if problem:
             group_code, completion = completions[code]
             prompt = groups[group_code].prompt.id
@@ -105,33 +105,35 @@ def collate(groups: Sequence[Group]) -> Batch:
     lengths_R = torch.tensor([p + len(row.token_ids) // 4 for p, (_, row) in zip(prompts, rows, strict=True)]).long()
     width = int(lengths_R.max()) if rows else 0
     for place, (before, (code, row)) in enumerate(zip(prompts, rows, strict=True)):
-        lasts[code] += [place * width + before + end - 1 for _, end in row.sampled]
+        lasts[code] += [place * width + before + end - 1 for _, end in row.sampled_ranges]
         base = place * (width + 1) + before
-        starts += [base + start for start, _ in row.sampled]
-        ends += [base + end for _, end in row.sampled]
+        starts += [base + start for start, _ in row.sampled_ranges]
+        ends += [base + end for _, end in row.sampled_ranges]
         spans += [(base + s.start, base + s.end, s.version) for s in row.spans]
     real_RT = torch.arange(width) < lengths_R.unsqueeze(1)
     tokens_RT = torch.zeros(len(rows), width, dtype=torch.int64)
-    tokens_RT[real_RT] = _read([b for _, row in rows for b in (row.prompt_ids, row.token_ids)], torch.int32).long()
-    sampled_RT = _painted(len(rows), width, starts, ends, [1] * len(starts)) == 1
-    behaviour_RT = torch.zeros(len(rows), width, dtype=torch.float32)
-    behaviour_RT[sampled_RT] = _read([row.logprobs for _, row in rows], torch.float32)
+    tokens_RT[real_RT] = _concat_buffers(
+        [b for _, row in rows for b in (row.prompt_ids, row.token_ids)], torch.int32
+    ).long()
+    sampled_RT = _fill_ranges(len(rows), width, starts, ends, [1] * len(starts)) == 1
+    rollout_logprobs_RT = torch.zeros(len(rows), width, dtype=torch.float32)
+    rollout_logprobs_RT[sampled_RT] = _concat_buffers([row.logprobs for _, row in rows], torch.float32)
     # Painted one higher, so that version 0 is not the same as no version.
-    versions_RT = _painted(
+    versions_RT = _fill_ranges(
         len(rows), width, [s for s, _, _ in spans], [e for _, e, _ in spans], [v + 1 for *_, v in spans]
     )
     turn_rewards_RT = turn_rewards([(groups[code].prompt.id, c) for code, c in completions], lasts, (len(rows), width))
     parts = part_table([completion for _, completion in completions])
-    greedy = [greedy_of(group) for group in groups]
-    greedy_rewards = [known(c.reward) if c is not None and c.failure is None else None for c in greedy]
+    greedy = [greedy_completion(group) for group in groups]
+    greedy_rewards = [measured_value(c.reward) if c is not None and c.failure is None else None for c in greedy]
     return Batch(
         tokens_RT=tokens_RT,
         sampled_RT=sampled_RT,
-        behaviour_logprobs_RT=behaviour_RT,
+        rollout_logprobs_RT=rollout_logprobs_RT,
         versions_RT=(versions_RT - 1).int(),
         lengths_R=lengths_R,
         completion_ids_R=torch.tensor([code for code, _ in rows], dtype=torch.int64),
-        facts=_facts(completions, len(groups)),
+        facts=_completion_facts(completions, len(groups)),
         prompt_ids=tuple(group.prompt.id for group in groups),
         greedy_rewards_G=torch.tensor([reward or 0.0 for reward in greedy_rewards], dtype=torch.float64),
         greedy_measured_G=torch.tensor([reward is not None for reward in greedy_rewards], dtype=torch.bool),
@@ -143,7 +145,9 @@ def collate(groups: Sequence[Group]) -> Batch:
     )
 
 
-def split(batch: Batch, micro_batch_tokens: int, rows_R: Tensor | None = None, *, packed: bool = False) -> list[Tensor]:
+def split_micro_batches(
+    batch: Batch, micro_batch_tokens: int, rows_R: Tensor | None = None, *, packed: bool = False
+) -> list[Tensor]:
     """Partition rows into micro-batches of at most so many tokens.
 
     All rows of a completion stay together, since some losses speak of whole completions. Completions are sorted by
@@ -183,19 +187,19 @@ def split(batch: Batch, micro_batch_tokens: int, rows_R: Tensor | None = None, *
     return list(torch.split(chosen[torch.argsort(place_S[codes], stable=True)], sizes))
 
 
-def _problem(row: Row) -> str:
+def _why_untrainable(row: Row) -> str:
     """Why this row cannot be trained; empty if it can."""
-    if row.sampled and row.sampled[0][0] == 0 and not row.prompt_ids:
+    if row.sampled_ranges and row.sampled_ranges[0][0] == 0 and not row.prompt_ids:
         return "its first token was sampled, with no prompt before it"
     spans = sorted((span.start, span.end) for span in row.spans if span.end > span.start)
-    if _joined(spans) != _joined(row.sampled):
+    if _merge_adjacent(spans) != _merge_adjacent(row.sampled_ranges):
         return "its spans of policy versions do not cover its sampled tokens"
     if any(span.version < 0 for span in row.spans):
         return "a policy version is negative"
     return ""
 
 
-def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_adjacent(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ranges in order, with those that touch made one."""
     joined: list[tuple[int, int]] = []
     for start, end in ranges:
@@ -206,13 +210,13 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _read(buffers: Sequence[bytes], dtype: torch.dtype) -> Tensor:
+def _concat_buffers(buffers: Sequence[bytes], dtype: torch.dtype) -> Tensor:
     """Raw buffers, one after another, as one tensor."""
     joined = bytearray(b"".join(buffers))
     return torch.frombuffer(joined, dtype=dtype) if joined else torch.empty(0, dtype=dtype)
 
 
-def _painted(rows: int, width: int, starts: Sequence[int], ends: Sequence[int], values: Sequence[int]) -> Tensor:
+def _fill_ranges(rows: int, width: int, starts: Sequence[int], ends: Sequence[int], values: Sequence[int]) -> Tensor:
     """Zeros, with each value over its half-open range; ranges count in rows of width + 1 and do not overlap."""
     edges = torch.zeros(rows * (width + 1) + 1, dtype=torch.int64)
     values_ = torch.tensor(values, dtype=torch.int64)
@@ -221,18 +225,18 @@ def _painted(rows: int, width: int, starts: Sequence[int], ends: Sequence[int], 
     return edges[:-1].cumsum(0).view(rows, width + 1)[:, :width]
 
 
-def _facts(completions: Sequence[tuple[int, Completion]], groups: int) -> Facts:
+def _completion_facts(completions: Sequence[tuple[int, Completion]], groups: int) -> CompletionFacts:
     rewards = [completion.reward for _, completion in completions]
     reasons = [_reward_reason(completion) for _, completion in completions]
-    return Facts(
+    return CompletionFacts(
         group_ids_C=torch.tensor([code for code, _ in completions], dtype=torch.int64),
-        groups=groups,
+        num_groups=groups,
         rewards_C=torch.tensor([r.value if isinstance(r, Measured) else 0.0 for r in rewards], dtype=torch.float64),
         measured_C=torch.tensor([isinstance(r, Measured) for r in rewards], dtype=torch.bool),
         reward_reason_C=_codes(REWARD_REASONS, reasons),
-        failed_C=_codes(ROLLOUT_REASONS, [c.failure and c.failure.reason for _, c in completions]),
-        truncated_C=_codes(TRUNCATION_REASONS, [c.truncated for _, c in completions]),
-        dropped_C=torch.full((len(completions),), NONE, dtype=torch.int64),
+        rollout_reason_C=_codes(ROLLOUT_REASONS, [c.failure and c.failure.reason for _, c in completions]),
+        truncation_reason_C=_codes(TRUNCATION_REASONS, [c.truncated for _, c in completions]),
+        drop_reason_C=torch.full((len(completions),), NONE, dtype=torch.int64),
         turns_C=torch.tensor([c.turns for _, c in completions], dtype=torch.int64),
     )
 
@@ -248,7 +252,7 @@ def _codes(table: Sequence[object], values: Sequence[object]) -> Tensor:
     return torch.tensor([NONE if value is None else table.index(value) for value in values], dtype=torch.int64)
 
 
-def _moved(record: Any, device: torch.device) -> Any:
+def _to_device(record: Any, device: torch.device) -> Any:
     """A dataclass with its tensors on another device."""
     tensors = {f.name: getattr(record, f.name) for f in fields(record) if isinstance(getattr(record, f.name), Tensor)}
     return replace(record, **{name: tensor.to(device) for name, tensor in tensors.items()})

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from workers.settings import Normalization, Settings
 from workers.train.algorithms.advantages import ESTIMATORS, TokenAdvantages, estimate
+from workers.train.algorithms.completion_layout import CompletionLayout
 from workers.train.algorithms.grouping import Grouping
 from workers.train.algorithms.masks import NONE, TRUNCATION_REASONS, Masks
 from workers.train.algorithms.normalization import normalize, normalize_tokens
-from workers.train.algorithms.shaping import biased_scaled, clipped, overlong_penalty
-from workers.train.algorithms.trajectories import Trajectories
+from workers.train.algorithms.shaping import clip_rewards, overlong_penalty, shift_and_scale
 from workers.train.step.batch import Batch
-from workers.train.step.survey import Survey
+from workers.train.step.forward_statistics import ForwardStatistics
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,12 @@ class Advantages:
 
 
 def estimate_advantages(
-    batch: Batch, masks: Masks, settings: Settings, *, survey: Survey | None = None, weights_RT: Tensor | None = None
+    batch: Batch,
+    masks: Masks,
+    settings: Settings,
+    *,
+    statistics: ForwardStatistics | None = None,
+    weights_RT: Tensor | None = None,
 ) -> Advantages:
     """Estimate with the estimator and the normalisers that the settings name.
 
@@ -40,30 +45,30 @@ def estimate_advantages(
         batch: the batch.
         masks: its final masks.
         settings: of the run.
-        survey: for the estimators that need log-probs or values.
+        statistics: for the estimators that need log-probs or values.
         weights_RT: importance weights, for those that need them; 1 unless given.
     """
-    inputs = _Inputs(batch, masks, settings, survey, weights_RT)
+    inputs = _Inputs(batch, masks, settings, statistics, weights_RT)
     name = settings.estimator.name
-    needs = {need: getattr(inputs, need) for need in ESTIMATORS[name].needs}
+    needs = {need: getattr(inputs, need) for need in ESTIMATORS[name].input_names}
     # The singleton policy speaks of the reward as it was made ready, whatever the estimator compares.
     needs |= {"rewards_C": inputs.rewards_C, "groups": inputs.groups}
-    found = estimate(name, needs, settings.estimator.options, singleton=settings.algorithm.singleton)
+    found = estimate(name, needs, settings.estimator.options, single_sample_policy=settings.algorithm.singleton)
     ids_R = batch.completion_ids_R
     if isinstance(found, TokenAdvantages):
-        tokens_RT = inputs.trajectories.rows(found.advantages_CT)
-        returns_RT = inputs.trajectories.rows(found.returns_CT)
+        tokens_RT = inputs.trajectories.to_rows(found.advantages_CT)
+        returns_RT = inputs.trajectories.to_rows(found.returns_CT)
     else:
-        tokens_RT = found[ids_R].unsqueeze(1).expand(masks.tokens_RT.shape)
+        tokens_RT = found[ids_R].unsqueeze(1).expand(masks.loss_tokens_RT.shape)
         returns_RT = None
     chosen = settings.advantage_normalization
     if chosen == Normalization():
         values_C = found if not isinstance(found, TokenAdvantages) else None
     else:
-        tokens_RT = normalize_tokens(tokens_RT, masks.tokens_RT, batch.group_ids_R, **_options(chosen))
+        tokens_RT = normalize_tokens(tokens_RT, masks.loss_tokens_RT, batch.group_ids_R, **_options(chosen))
         values_C = None
     if values_C is None:
-        values_C = _mean_over_tokens(tokens_RT, masks.tokens_RT, ids_R, len(masks.loss_C))
+        values_C = _mean_over_tokens(tokens_RT, masks.loss_tokens_RT, ids_R, len(masks.loss_C))
     return Advantages(values_C, tokens_RT, returns_RT)
 
 
@@ -86,7 +91,12 @@ class _Inputs:
     """The inputs that an estimator may ask for, each made when it is asked for; named as the registry names them."""
 
     def __init__(
-        self, batch: Batch, masks: Masks, settings: Settings, survey: Survey | None, weights_RT: Tensor | None
+        self,
+        batch: Batch,
+        masks: Masks,
+        settings: Settings,
+        survey: ForwardStatistics | None,
+        weights_RT: Tensor | None,
     ) -> None:
         self._batch, self._masks, self._settings = batch, masks, settings
         self._survey, self._weights_RT = survey, weights_RT
@@ -94,7 +104,7 @@ class _Inputs:
     @cached_property
     def groups(self) -> Grouping:
         facts = self._batch.facts
-        return Grouping(facts.group_ids_C, self._masks.baseline_C, facts.groups)
+        return Grouping(facts.group_ids_C, self._masks.baseline_C, facts.num_groups)
 
     @cached_property
     def rewards_C(self) -> Tensor:
@@ -116,17 +126,17 @@ class _Inputs:
 
     def _scaled(self, rewards: Tensor, known: Tensor) -> Tensor:
         shaping = self._settings.shaping
-        scaled: Tensor = biased_scaled(rewards, known, bias=shaping.bias, scale=shaping.scale)
-        bounded: Tensor = clipped(scaled, known, limit=shaping.clip)
+        scaled: Tensor = shift_and_scale(rewards, known, bias=shaping.bias, scale=shaping.scale)
+        bounded: Tensor = clip_rewards(scaled, known, limit=shaping.clip)
         return bounded
 
     @cached_property
     def lengths_C(self) -> Tensor:
-        return self._count(self._masks.voting_RT)
+        return self._count(self._masks.baseline_tokens_RT)
 
     @cached_property
     def loss_lengths_C(self) -> Tensor:
-        return self._count(self._masks.tokens_RT)
+        return self._count(self._masks.loss_tokens_RT)
 
     @property
     def parts_PC(self) -> Tensor:
@@ -141,9 +151,11 @@ class _Inputs:
         return self._masks.baseline_C & (self._masks.rewards_C >= self._settings.algorithm.correct_at)
 
     @cached_property
-    def trajectories(self) -> Trajectories:
+    def trajectories(self) -> CompletionLayout:
         batch = self._batch
-        return Trajectories(batch.completion_ids_R, len(self._masks.loss_C), self._masks.tokens_RT, batch.sampled_RT)
+        return CompletionLayout(
+            batch.completion_ids_R, len(self._masks.loss_C), self._masks.loss_tokens_RT, batch.sampled_RT
+        )
 
     @property
     def mask_CT(self) -> Tensor:
@@ -154,11 +166,11 @@ class _Inputs:
         """Each turn's reward on that turn's last token, and what is left of the reward on the completion's last."""
         masks, ids_R = self._masks, self._batch.completion_ids_R
         speaking_R = (masks.loss_C & ~masks.zeroed_C)[ids_R]
-        turns_RT = torch.where(masks.tokens_RT & speaking_R.unsqueeze(1), self._batch.turn_rewards_RT, 0.0)
+        turns_RT = torch.where(masks.loss_tokens_RT & speaking_R.unsqueeze(1), self._batch.turn_rewards_RT, 0.0)
         turns_RT = turns_RT * self._settings.shaping.scale
         turns_C = self.rewards_C.new_zeros(len(masks.loss_C)).index_add(0, ids_R, turns_RT.sum(dim=1))
         rest_C = torch.where(masks.loss_C, self.rewards_C, 0.0) - turns_C
-        return self.trajectories.sheet(turns_RT) + self.trajectories.place(rest_C)
+        return self.trajectories.to_dense(turns_RT) + self.trajectories.on_last_token(rest_C)
 
     @property
     def greedy_C(self) -> Tensor:
@@ -167,38 +179,38 @@ class _Inputs:
 
     @cached_property
     def values_CT(self) -> Tensor:
-        return self.trajectories.sheet(self._seen.values_RT)
+        return self.trajectories.to_dense(self._seen.values_RT)
 
     @property
     def bootstrap_C(self) -> Tensor:
         """The value after the end of completions that were cut short: that of the last row with a token left."""
         batch, masks = self._batch, self._masks
-        rows_R = torch.where(masks.loss_R, torch.arange(len(batch.lengths_R), device=masks.loss_C.device), 0)
+        rows_R = torch.where(masks.loss_rows_R, torch.arange(len(batch.lengths_R), device=masks.loss_C.device), 0)
         last_C = torch.zeros_like(batch.facts.group_ids_C).scatter_reduce(0, batch.completion_ids_R, rows_R, "amax")
-        cut_C = masks.loss_C & (batch.facts.truncated_C != NONE) & ~masks.zeroed_C
+        cut_C = masks.loss_C & (batch.facts.truncation_reason_C != NONE) & ~masks.zeroed_C
         ends_C = torch.zeros(len(cut_C), dtype=torch.float64, device=cut_C.device)
         return ends_C.masked_scatter(cut_C, self._seen.end_values_R.double()[last_C[cut_C]])
 
     @property
     def old_logprobs_CT(self) -> Tensor:
-        return self.trajectories.sheet(self._seen.logprobs_RT)
+        return self.trajectories.to_dense(self._seen.old_logprobs_RT)
 
     @property
     def sum_pi_squared_CT(self) -> Tensor:
-        return self.trajectories.sheet(self._seen.squares_RT)
+        return self.trajectories.to_dense(self._seen.sum_pi_squared_RT)
 
     @property
     def weights_CT(self) -> Tensor:
         if self._weights_RT is None:
             return torch.ones_like(self.mask_CT, dtype=torch.float64)
-        return self.trajectories.sheet(self._weights_RT)
+        return self.trajectories.to_dense(self._weights_RT)
 
     def _completion_lengths_C(self) -> Tensor:
         """Sampled tokens, over all rows: a tool's tokens and how rows are cut are not the policy's doing."""
         return self._count(self._batch.sampled_RT)
 
     @property
-    def _seen(self) -> Survey:
+    def _seen(self) -> ForwardStatistics:
         if self._survey is None:
             raise ValueError(f"{self._settings.estimator.name} needs a survey of the batch")
         return self._survey
@@ -208,7 +220,7 @@ class _Inputs:
         return zeros_C.index_add(0, self._batch.completion_ids_R, mask_RT.sum(dim=1))
 
 
-NEEDS_SURVEY = ("values_CT", "bootstrap_C", "old_logprobs_CT", "sum_pi_squared_CT")
+FROM_FORWARD_STATISTICS = ("values_CT", "bootstrap_C", "old_logprobs_CT", "sum_pi_squared_CT")
 """Inputs that come from a pass of the model."""
 
 

@@ -15,21 +15,21 @@ from torch import Tensor
 from stream.errors import RunMismatchError, SettingsError
 from stream.validity import DropReason
 from workers.settings import Settings
-from workers.train.algorithms.masks import too_old
-from workers.train.keeping.durable import new_folder
+from workers.train.algorithms.masks import too_old_tokens
+from workers.train.checkpointing.durable import create_folder_atomically
+from workers.train.distributed.ranks import Ranks
+from workers.train.distributed.sharding import gather_full
 from workers.train.model.critic import Critic, hidden_size
-from workers.train.model.trained import Trained
-from workers.train.ranks.ranks import Ranks
-from workers.train.ranks.sharding import gathered
+from workers.train.model.trainable_model import TrainableModel
+from workers.train.step.accumulator import StepAccumulator
 from workers.train.step.batch import Batch
-from workers.train.step.forming import Formed, form
 from workers.train.step.metrics import step_metrics
-from workers.train.step.objective import correction_report
+from workers.train.step.model_runner import ModelRunner
+from workers.train.step.objective import correction_step_metrics
 from workers.train.step.optimizer import Optimizer
-from workers.train.step.passes import Passes
+from workers.train.step.prepared_batch import PreparedBatch, prepare
 from workers.train.step.report import StepReport
-from workers.train.step.selection import derive_masks
-from workers.train.step.tally import Tally
+from workers.train.step.selection import mask_batch
 
 log = structlog.get_logger()
 
@@ -42,7 +42,8 @@ class Learner:
     the weights beside it have `model.dtype`. Dropout is off. With the same threads, the same batches give the same
     weights to the bit.
 
-    With several ranks (`workers.train.ranks`) each has a learner. Policy, reference and optimizer state are sharded
+    With several ranks (`workers.train.rank_control`) each has a learner. Policy, reference and optimizer state are
+    sharded
     over them; adapter and critic, which are small, are whole at each. Every rank calls the same methods in the same
     order; the first alone reads and writes files.
 
@@ -80,16 +81,18 @@ class Learner:
         torch.set_num_threads(settings.train.threads)
         self.ranks = Ranks(device)
         self.device, self.dtype = self.ranks.device, dtype
-        self.policy = Trained(settings, Path(folder or settings.model.path), self.ranks, dtype)
+        self.policy = TrainableModel(settings, Path(folder or settings.model.path), self.ranks, dtype)
         self.model, self.parameters = self.policy.model, self.policy.parameters
         self.critic = _critic(self.model, settings).to(self.device, dtype) if settings.estimator.name == "gae" else None
         self.critic_parameters = {f"critic.{n}": p for n, p in self.critic.named_parameters()} if self.critic else {}
         reference, as_begun = self.policy.reference() if settings.algorithm.kl_coefficient else (None, nullcontext)
-        self.passes = Passes(self.policy.readable, reference, self.critic, settings, self.ranks, as_begun=as_begun)
+        self.runner = ModelRunner(
+            self.policy.logprob_model, reference, self.critic, settings, self.ranks, as_reference=as_begun
+        )
         self.optimizer = Optimizer(self.parameters, self.critic_parameters, settings)
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """Number of token ids that the model knows."""
         return int(self.model.get_input_embeddings().num_embeddings)
 
@@ -110,18 +113,18 @@ class Learner:
             dropped: how many groups were dropped since then, by reason; for the metrics.
         """
         started = time.perf_counter()
-        formed = form(
+        formed = prepare(
             batch.to(self.device, self.dtype),
             self.settings,
             version,
-            survey=self.passes.survey,
+            compute_statistics=self.runner.forward_statistics,
             seed=self.settings.run.seed + self.steps,
         )
-        skipped, tally = "no_valid_row", Tally()
-        rate = self.optimizer.set_rate(self.steps, self.total_steps)
+        skipped, tally = "no_valid_row", StepAccumulator()
+        rate = self.optimizer.set_learning_rate(self.steps, self.total_steps)
         if formed.objective.totals.tokens:
             skipped = self._train(formed, tally)
-            formed.objective.share_settled(self.ranks)
+            formed.objective.add_over_ranks(self.ranks)
         else:
             log.warning("step.skipped", step=self.steps + 1, reason=skipped, completions=len(formed.masks.baseline_C))
         self.steps += 1
@@ -133,13 +136,13 @@ class Learner:
             settings=self.settings,
             version=version,
             too_old=int(
-                too_old(batch.sampled_RT, batch.versions_RT, version, self.settings.pacing.max_token_age).sum()
+                too_old_tokens(batch.sampled_RT, batch.versions_RT, version, self.settings.pacing.max_token_age).sum()
             ),
-            filtered=(filtered, derive_masks(filtered, self.settings, version)) if filtered else None,
+            filtered=(filtered, mask_batch(filtered, self.settings, version)) if filtered else None,
             dropped=Counter(dropped or {}) + Counter(formed.dropped.values()),
         )
         if trained:
-            metrics |= correction_report(formed.objective, formed.rejection)
+            metrics |= correction_step_metrics(formed.objective, formed.rejection)
         metrics |= {"step": self.steps, "version": version, "learning_rate": rate, "trained": int(trained)}
         metrics |= {**tally.metrics(formed.objective.totals.tokens), "seconds": time.perf_counter() - started}
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -157,18 +160,18 @@ class Learner:
             FileExistsError: the folder exists.
             OSError: the disk is full, or refuses; nothing is left behind.
         """
-        with new_folder(folder) as temporary:
+        with create_folder_atomically(folder) as temporary:
             if self.policy.adapter is None or self.settings.publishes_adapters:
-                self.write_weights(temporary)
+                self.write_trained_weights(temporary)
             else:
-                self.policy.write_whole(temporary, self.weights())
+                self.policy.save_policy(temporary, self.weights())
 
-    def write_weights(self, folder: Path) -> None:
+    def write_trained_weights(self, folder: Path) -> None:
         """Write what is trained into an existing folder, in Hugging Face form or as an adapter; at the first rank."""
         if self.policy.adapter is not None:
-            self.policy.adapter.write(folder, self.settings.model.dtype)
+            self.policy.adapter.save(folder, self.settings.model.dtype)
         else:
-            self.policy.write_whole(folder, self.weights())
+            self.policy.save_policy(folder, self.weights())
 
     def weights(self) -> dict[str, Tensor]:
         """The policy's tensors as they are written, whole, on the CPU; at other ranks than the first, nothing."""
@@ -180,28 +183,28 @@ class Learner:
         That is the optimizer's state, weights as they are where those written differ, and the critic. At other ranks
         than the first it is nothing.
         """
-        as_written = self.policy.written_dtype == self.dtype
+        as_written = self.policy.saved_dtype == self.dtype
         masters = self.critic_parameters if as_written else self.parameters | self.critic_parameters
         tensors = self.optimizer.state() | {f"master.{name}": parameter for name, parameter in masters.items()}
-        return {name: tensor.contiguous() for name, tensor in gathered(tensors, self.ranks).items()}
+        return {name: tensor.contiguous() for name, tensor in gather_full(tensors, self.ranks).items()}
 
     def restore(self, folder: Path, state: Mapping[str, Tensor], *, steps: int, skipped_steps: int = 0) -> None:
         """Go back to what `write_weights` wrote and to what `state` returned beside it; at the first rank.
 
-        The others call `put_back` meanwhile. However many ranks wrote them, any number may go on.
+        The others call `load_state` meanwhile. However many ranks wrote them, any number may go on.
 
         Raises:
             RunMismatchError: they belong to another model, or were trained without the critic that there is now.
         """
-        weights = self.policy.read(folder)
+        weights = self.policy.load_trained_weights(folder)
         weights |= {name: state[f"master.{name}"] for name in self.critic_parameters if f"master.{name}" in state}
         for name, parameter in self.critic_parameters.items():
             if name not in weights or weights[name].shape != parameter.shape:
                 raise RunMismatchError(f"{folder}: it has no such critic ({name}); use another run name")
         tensors = {f"master.{name}": weight for name, weight in weights.items()} | dict(state)
-        self.put_back(tensors, [*tensors], steps=steps, skipped_steps=skipped_steps)
+        self.load_state(tensors, [*tensors], steps=steps, skipped_steps=skipped_steps)
 
-    def put_back(
+    def load_state(
         self, tensors: Mapping[str, Tensor], names: Sequence[str], *, steps: int, skipped_steps: int = 0
     ) -> None:
         """Set weights and optimizer state, at every rank its part of them.
@@ -212,33 +215,33 @@ class Learner:
             steps: batches that had come to `step`.
             skipped_steps: of these, those that were skipped.
         """
-        self.optimizer.put_back(tensors, set(names), self.ranks)
+        self.optimizer.load_state(tensors, set(names), self.ranks)
         self.steps, self.skipped_steps = steps, skipped_steps
 
-    def _train(self, formed: Formed, tally: Tally) -> str:
+    def _train(self, formed: PreparedBatch, tally: StepAccumulator) -> str:
         """Make the updates of one batch; returns why it stopped, or nothing."""
-        parts = self.passes.micro_batches(formed.batch, formed.masks.loss_R)
+        parts = self.runner.micro_batches(formed.batch, formed.masks.loss_rows_R)
         for update in range(self.settings.train.updates_per_batch):
-            self.optimizer.clear()
-            share = Tally()
+            self.optimizer.zero_grad()
+            share = StepAccumulator()
             for rows in parts:
                 if rows is None:
-                    self.passes.idle(formed.batch)
+                    self.runner.dummy_forward(formed.batch)
                     continue
-                output = self.passes.backward(formed, rows, first=update == 0)
+                output = self.runner.backward(formed, rows, first=update == 0)
                 share.add({"loss": output.loss.detach(), **output.sums}, output.maxima)
-            self.ranks.add_gradients((self.parameters | self.critic_parameters).values())
-            tally.add(*self.ranks.combine(share.sums, share.maxima))
-            norm, sound = self.optimizer.clip()
+            self.ranks.all_reduce_gradients((self.parameters | self.critic_parameters).values())
+            tally.add(*self.ranks.all_reduce_metrics(share.sums, share.maxima))
+            norm, sound = self.optimizer.clip_gradients()
             tally.updates += 1
             tally.add({"grad_norm": norm}, {})
             if not sound:
                 self.skipped_steps += 1
-                self.optimizer.clear()
+                self.optimizer.zero_grad()
                 log.error("step.skipped", step=self.steps + 1, reason="gradient_not_finite", norm=float(norm))
                 return "gradient_not_finite"
-            self.optimizer.move()
-        self.optimizer.clear()
+            self.optimizer.step()
+        self.optimizer.zero_grad()
         return ""
 
 

@@ -20,7 +20,7 @@ from workers.train.algorithms.masks import (
     REWARD_REASONS,
     ROLLOUT_REASONS,
     TRUNCATION_REASONS,
-    Facts,
+    CompletionFacts,
     Masks,
 )
 from workers.train.algorithms.pass_at_k import pass_at_k
@@ -28,7 +28,7 @@ from workers.train.step.batch import Batch
 
 Metrics = dict[str, float | int]
 
-NAMES: Final[dict[str, str]] = {
+STEP_METRICS: Final[dict[str, str]] = {
     "step": "optimizer batches done, this one included",
     "version": "policy version that was trained",
     "learning_rate": "of this step",
@@ -83,13 +83,13 @@ NAMES: Final[dict[str, str]] = {
     "entropy": "nats, of the distributions that loss tokens were drawn from, under the proximal policy",
 }
 
-OF_COLLECTING: Final[dict[str, str]] = {
+COLLECTION_METRICS: Final[dict[str, str]] = {
     "attempt/seconds": "from claim to rolled out, of the batch's groups",
     "attempt/seconds_first": "the same of the first attempts at those prompts; one cancelled for its age counts with "
     "the time that it had run, so it is at least that. Above `attempt/seconds`, what is trained is too short",
     "attempt/cancelled": "attempts at the batch's prompts that were cancelled for their age",
     "stragglers/seconds": "of the step: the wait for groups under way too long, with a full batch in hand",
-    "stragglers/given_up": "groups for which it waited in vain, `pacing.straggler_timeout_s`",
+    "stragglers/abandoned": "groups for which it waited in vain, `pacing.straggler_timeout_s`",
 }
 """Beside those: how the batch came together, told by the trainer."""
 
@@ -118,7 +118,7 @@ def step_metrics(
         dropped: numbers of groups dropped, by reason.
     """
     facts = batch.facts
-    truncated_C = masks.baseline_C & (facts.truncated_C != NONE)
+    truncated_C = masks.baseline_C & (facts.truncation_reason_C != NONE)
     lengths_C = _sampled_lengths(batch)
     rewards = masks.rewards_C[masks.baseline_C]
     filtered_rewards = [filtered[1].rewards_C[filtered[1].baseline_C]] if filtered else []
@@ -139,28 +139,28 @@ def step_metrics(
         **_mean("turns/mean", facts.turns_C[masks.baseline_C]),
         **_mean("valid_fraction", masks.baseline_C),
         **_group_counts(facts, masks, dropped or {}),
-        "tokens/loss": int(masks.tokens_RT.sum()),
+        "tokens/loss": int(masks.loss_tokens_RT.sum()),
         "tokens/sampled": int(batch.sampled_RT.sum()),
         "tokens/too_old": too_old,
-        "tokens/not_finite": int((batch.sampled_RT & ~torch.isfinite(batch.behaviour_logprobs_RT)).sum()),
+        "tokens/not_finite": int((batch.sampled_RT & ~torch.isfinite(batch.rollout_logprobs_RT)).sum()),
     }
-    staleness_N = version - batch.versions_RT[masks.tokens_RT]
+    staleness_N = version - batch.versions_RT[masks.loss_tokens_RT]
     found |= _mean("staleness/mean", staleness_N) | _max("staleness/max", staleness_N)
     found |= {f"rows/{state}": count for state, count in sorted(count_states(facts, masks).items())}
-    for code in facts.truncated_C[facts.truncated_C != NONE].tolist():
+    for code in facts.truncation_reason_C[facts.truncation_reason_C != NONE].tolist():
         name = f"truncated/{TRUNCATION_REASONS[code]}"
         found[name] = found.get(name, 0) + 1
     return found
 
 
-def count_states(facts: Facts, masks: Masks) -> Counter[str]:
+def count_states(facts: CompletionFacts, masks: Masks) -> Counter[str]:
     """Completions by what became of them; each counts once, under the first of its facts in the order below."""
     columns = zip(
-        facts.dropped_C.tolist(),
-        facts.failed_C.tolist(),
+        facts.drop_reason_C.tolist(),
+        facts.rollout_reason_C.tolist(),
         facts.reward_reason_C.tolist(),
-        facts.truncated_C.tolist(),
-        masks.rejected_C.tolist(),
+        facts.truncation_reason_C.tolist(),
+        masks.rejected_by_C.tolist(),
         masks.baseline_C.tolist(),
         strict=True,
     )
@@ -183,11 +183,11 @@ def _state(
     return f"truncated:{TRUNCATION_REASONS[truncated]}"
 
 
-def _group_counts(facts: Facts, masks: Masks, dropped: Mapping[DropReason, int]) -> Metrics:
-    groups = Grouping(facts.group_ids_C, masks.baseline_C, facts.groups)
+def _group_counts(facts: CompletionFacts, masks: Masks, dropped: Mapping[DropReason, int]) -> Metrics:
+    groups = Grouping(facts.group_ids_C, masks.baseline_C, facts.num_groups)
     tied_G = groups.tied(masks.rewards_C) & (groups.count_G > 1)
     return {
-        "groups/kept": facts.groups,
+        "groups/kept": facts.num_groups,
         "groups/tie": int(tied_G.sum()),
         "groups/singleton": int((groups.count_G == 1).sum()),
         **{f"groups/dropped/{reason}": count for reason, count in sorted(dropped.items())},
@@ -206,9 +206,9 @@ def _pass_at_k(sampled: Sequence[tuple[Batch, Masks]], correct_at: float) -> Met
     valid, every, right = [], [], []
     for batch, masks in sampled:
         facts = batch.facts
-        groups = Grouping(facts.group_ids_C, masks.baseline_C, facts.groups)
+        groups = Grouping(facts.group_ids_C, masks.baseline_C, facts.num_groups)
         valid.append(groups.count_G.long().cpu())
-        every.append(torch.bincount(facts.group_ids_C, minlength=facts.groups).cpu())
+        every.append(torch.bincount(facts.group_ids_C, minlength=facts.num_groups).cpu())
         right.append(groups.sum((masks.rewards_C >= correct_at).double()).long().cpu())
     valid_G, every_G, right_G = torch.cat(valid), torch.cat(every), torch.cat(right)
     found: Metrics = {}
@@ -221,10 +221,10 @@ def _pass_at_k(sampled: Sequence[tuple[Batch, Masks]], correct_at: float) -> Met
     return found
 
 
-def _lengths_by_end(facts: Facts, masks: Masks, lengths_C: Tensor) -> Metrics:
+def _lengths_by_end(facts: CompletionFacts, masks: Masks, lengths_C: Tensor) -> Metrics:
     found: Metrics = {}
     for code, end in enumerate(("finished", *TRUNCATION_REASONS), start=NONE):
-        found |= _mean(f"length/by_end/{end}", lengths_C[masks.baseline_C & (facts.truncated_C == code)])
+        found |= _mean(f"length/by_end/{end}", lengths_C[masks.baseline_C & (facts.truncation_reason_C == code)])
     return found
 
 

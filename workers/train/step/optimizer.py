@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from workers.settings import Settings
-from workers.train.algorithms.schedule import factor
-from workers.train.ranks.ranks import Ranks
-from workers.train.ranks.sharding import clip, fill
+from workers.train.algorithms.schedule import learning_rate_factor
+from workers.train.distributed.ranks import Ranks
+from workers.train.distributed.sharding import broadcast_into, clip_grad_norm
 
 
 class Optimizer:
@@ -39,27 +39,29 @@ class Optimizer:
             weight_decay=settings.train.weight_decay,
         )
 
-    def set_rate(self, step: int, total_steps: int) -> float:
+    def set_learning_rate(self, step: int, total_steps: int) -> float:
         """Set the learning rates of a step, counted from 0; returns the policy's."""
         train = self.settings
-        now = factor(step, schedule=train.schedule, warmup_steps=train.warmup_steps, total_steps=total_steps)
+        now = learning_rate_factor(
+            step, schedule=train.schedule, warmup_steps=train.warmup_steps, total_steps=total_steps
+        )
         for group in self.adamw.param_groups:
             group["lr"] = group["peak"] * now
         return train.learning_rate * now
 
-    def clear(self) -> None:
+    def zero_grad(self) -> None:
         """Forget gradients."""
         self.adamw.zero_grad(set_to_none=True)
 
-    def clip(self) -> tuple[Tensor, bool]:
+    def clip_gradients(self) -> tuple[Tensor, bool]:
         """Bound gradients, the critic's by themselves; the norm that the policy's had, and whether all are finite."""
-        norm = clip(self.policy.values(), self.settings.max_grad_norm)
+        norm = clip_grad_norm(self.policy.values(), self.settings.max_grad_norm)
         sound = torch.isfinite(norm)
         if self.critic:
-            sound &= torch.isfinite(clip(self.critic.values(), self.settings.max_grad_norm))
+            sound &= torch.isfinite(clip_grad_norm(self.critic.values(), self.settings.max_grad_norm))
         return norm, bool(sound)
 
-    def move(self) -> None:
+    def step(self) -> None:
         """One step along the gradients."""
         self.adamw.step()
 
@@ -71,7 +73,7 @@ class Optimizer:
             for kind, value in self.adamw.state.get(parameter, {}).items()
         }
 
-    def put_back(self, tensors: Mapping[str, Tensor], names: Collection[str], ranks: Ranks) -> None:
+    def load_state(self, tensors: Mapping[str, Tensor], names: Collection[str], ranks: Ranks) -> None:
         """Set parameters and state, at every rank its part of them.
 
         Args:
@@ -81,7 +83,7 @@ class Optimizer:
         """
         self.adamw.state.clear()
         for name, parameter in (*self.policy.items(), *self.critic.items()):
-            fill(parameter, tensors.get(f"master.{name}"), ranks)
+            broadcast_into(parameter, tensors.get(f"master.{name}"), ranks)
             empty = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
             found = {
                 kind: torch.zeros_like(like, requires_grad=False)
@@ -89,6 +91,6 @@ class Optimizer:
                 if f"{kind}.{name}" in names
             }
             for kind, tensor in found.items():
-                fill(tensor, tensors.get(f"{kind}.{name}"), ranks)
+                broadcast_into(tensor, tensors.get(f"{kind}.{name}"), ranks)
             if found:
                 self.adamw.state[parameter] = found

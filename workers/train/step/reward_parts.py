@@ -21,12 +21,12 @@ class PartTable(NamedTuple):
     weights_P: Tensor
 
 
-def known(reward: Reward | None) -> float | None:
+def measured_value(reward: Reward | None) -> float | None:
     """The number, if somebody measured a finite one."""
     return reward.value if isinstance(reward, Measured) and math.isfinite(reward.value) else None
 
 
-def greedy_of(group: Group) -> Completion | None:
+def greedy_completion(group: Group) -> Completion | None:
     """The group's greedy completion, if it has one.
 
     Raises:
@@ -59,7 +59,7 @@ def part_table(completions: Sequence[Completion]) -> PartTable:
             place = places.setdefault((part.name, part.weight), len(names))
             if place == len(names):
                 names.append(f"{part.name}@{part.weight:g}" if part.name in names else part.name)
-            sums[place, column] += known(part.reward) or 0.0
+            sums[place, column] += measured_value(part.reward) or 0.0
     values_PC = torch.zeros(len(names), len(completions), dtype=torch.float64)
     at = torch.tensor(list(sums), dtype=torch.int64).view(-1, 2)
     values_PC[at[:, 0], at[:, 1]] = torch.tensor(list(sums.values()), dtype=torch.float64)
@@ -68,13 +68,14 @@ def part_table(completions: Sequence[Completion]) -> PartTable:
 
 
 def turn_rewards(
-    completions: Sequence[tuple[str, Completion]], lasts: Sequence[Sequence[int]], shape: tuple[int, int]
+    completions: Sequence[tuple[str, Completion]], last_tokens: Sequence[Sequence[int]], shape: tuple[int, int]
 ) -> Tensor:
     """Put each turn's reward on the last token sampled in it.
 
     Args:
         completions: each with its prompt's id.
-        lasts: the last token of every sampled range of each completion, in order, as a place in the flattened rows.
+        last_tokens: the last token of every sampled range of each completion, in order, as a place in the
+            flattened rows.
         shape: rows and their width.
 
     Returns:
@@ -85,12 +86,12 @@ def turn_rewards(
     """
     places: list[int] = []
     rewards: list[float] = []
-    for (prompt, completion), found in zip(completions, lasts, strict=True):
+    for (prompt, completion), found in zip(completions, last_tokens, strict=True):
         try:
             of_turns = _by_range(completion, len(found))
         except ValueError as error:
             raise RecordError(f"group {prompt}, completion {completion.index}: {error}") from error
-        if of_turns and known(completion.reward) is not None:
+        if of_turns and measured_value(completion.reward) is not None:
             places += found
             rewards += of_turns
     rewards_N = torch.zeros(shape[0] * shape[1], dtype=torch.float64)
@@ -119,7 +120,7 @@ def _by_turn(completion: Completion) -> list[float]:
     found: defaultdict[int, float] = defaultdict(float)
     for part in completion.parts:
         if part.turn is not None:
-            found[part.turn] += part.weight * (known(part.reward) or 0.0)
+            found[part.turn] += part.weight * (measured_value(part.reward) or 0.0)
     if sorted(found) != list(range(len(found))):
         raise ValueError(f"it has rewards of turns {sorted(found)}, and none of those between")
     return [found[turn] for turn in range(len(found))]

@@ -1,0 +1,214 @@
+"""Type hints as JSON schemas, and JSON as what the hints say.
+
+A hint becomes a shape (`argument_type_of`), once; a shape knows its schema and fits values of a model's to it. Types
+that a
+model is shown by their fields (dataclasses, TypedDicts, named tuples) have those fields' descriptions from `Annotated`,
+from the class's docstring (`Attributes:`), or from the docstring below each field.
+
+===============================================  ======================================================================
+bool, int, float, str, None, Any                 themselves
+Literal, enums                                   `enum`, in the order of their definition
+unions                                           `anyOf`; what fits exactly is preferred
+lists, tuples, sets, and their abstract kinds    arrays
+dicts and mappings                               objects, whose keys may be numbers
+dataclasses, TypedDicts, named tuples            objects with named fields
+pydantic models                                  by pydantic, strictly
+msgspec's structs, attrs, dates, UUIDs, ...      by msgspec; so are bounds given by `msgspec.Meta`
+===============================================  ======================================================================
+"""
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections import abc, deque
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import lru_cache
+from threading import RLock
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from envs.tools.argument_types import (
+    ANY_TYPE,
+    NO_DEFAULT,
+    REF_TEMPLATE,
+    AnnotatedType,
+    ArgumentType,
+    EnumType,
+    UnionType,
+)
+from envs.tools.container_types import ArrayType, Field, MappingType, RecordType, TupleType
+from envs.tools.docstrings import annotated_description, class_docstring, join_lines
+from envs.tools.library_types import ConstrainedType, MsgspecType, PydanticType
+
+_PLAIN = (type(None), bool, int, float, str)
+_LISTS: dict[Any, Callable[[list[Any]], Any]] = {
+    list: list, set: set, frozenset: frozenset, deque: deque, abc.Set: set, abc.MutableSet: set,
+    **dict.fromkeys((abc.Sequence, abc.MutableSequence, abc.Iterable, abc.Collection), list),
+}  # fmt: skip
+_DICTS = (dict, abc.Mapping, abc.MutableMapping)
+
+
+class UnsupportedTypeError(TypeError):
+    """JSON has no form for a type."""
+
+
+def argument_type_of(hint: Any) -> ArgumentType:
+    """The shape of what a hint allows.
+
+    Raises:
+        UnsupportedTypeError: JSON has no form for it, or for a part of it.
+    """
+    try:
+        with _records_lock:
+            return _argument_type_of(hint)
+    except RecursionError as error:
+        raise UnsupportedTypeError(f"{hint!r} contains itself without end") from error
+
+
+_records_lock = RLock()
+_unfinished_records: dict[Any, RecordType] = {}
+"""Shapes of classes in the making, so that a class may contain itself."""
+
+
+def _argument_type_of(hint: Any) -> ArgumentType:  # noqa: PLR0911, C901  (a table of cases)
+    if hint in (Any, object, inspect.Parameter.empty):
+        return ANY_TYPE
+    if hint is None or hint in _PLAIN:
+        return MsgspecType(type(None) if hint is None else hint)
+    if isinstance(hint, TypeVar):
+        return _argument_type_of(hint.__bound__) if hint.__bound__ else ANY_TYPE
+    if (alias := getattr(hint, "__supertype__", getattr(hint, "__value__", None))) is not None and not isinstance(
+        hint, Enum
+    ):
+        return _argument_type_of(alias)  # NewType, or `type X = ...`
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is typing.Annotated:
+        return _annotated(hint, arguments[0])
+    if origin is Literal:
+        return EnumType(tuple((_json_value(value), value) for value in arguments))
+    if origin in (typing.Union, types.UnionType):
+        return UnionType(tuple((option, _argument_type_of(option)) for option in arguments))
+    kind = origin or hint
+    if kind in (typing.Required, typing.NotRequired):
+        return _argument_type_of(arguments[0])
+    if kind in _LISTS:
+        return ArrayType(_LISTS[kind], _argument_type_of(arguments[0]) if arguments else ANY_TYPE)
+    if kind is tuple:
+        return _tuple(arguments)
+    if kind in _DICTS:
+        key, item = arguments or (str, Any)
+        return MappingType(Any if isinstance(key, TypeVar) else key, _argument_type_of(item))
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _enum(kind)
+    if (make := _record_constructor(kind)) is not None:
+        return _record(kind, make)
+    if hasattr(kind, "model_json_schema") and hasattr(kind, "model_validate_json"):
+        return PydanticType(kind)
+    return _native(hint)
+
+
+def _annotated(hint: Any, base: Any) -> ArgumentType:
+    shape = _argument_type_of(base)
+    bounds = [note for note in hint.__metadata__ if isinstance(note, msgspec.Meta)]
+    if bounds:
+        plain = get_origin(base) or base
+        shape = ConstrainedType(shape, _native(typing.Annotated[(list if plain in _LISTS else plain, *bounds)]))
+    description = annotated_description(hint)
+    return AnnotatedType(shape, description) if description else shape
+
+
+def _tuple(arguments: tuple[Any, ...]) -> ArgumentType:
+    if not arguments:
+        return ArrayType(tuple, ANY_TYPE)
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        return ArrayType(tuple, _argument_type_of(arguments[0]))
+    return TupleType(tuple(_argument_type_of(argument) for argument in arguments))
+
+
+def _enum(cls: type[Enum]) -> ArgumentType:
+    """By its values; by its names where a value is nothing that JSON could say."""
+    members = list(cls)
+    if all(type(member.value) in _PLAIN or isinstance(member.value, int | str) for member in members):
+        return EnumType(tuple((_json_value(member.value), member) for member in members))
+    return EnumType(tuple((member.name, member) for member in members))
+
+
+def _native(hint: Any) -> MsgspecType:
+    try:
+        msgspec.json.schema_components([hint], ref_template=REF_TEMPLATE)
+        msgspec.convert(None, hint | None)
+    except (TypeError, NameError, AttributeError, msgspec.ValidationError) as error:
+        raise UnsupportedTypeError(f"JSON has no form for {inspect.formatannotation(hint)}") from error
+    return MsgspecType(hint)
+
+
+def _record_constructor(cls: Any) -> Callable[..., Any] | None:
+    """What makes a record of this class; None where it is no class that is shown by its fields."""
+    if typing.is_typeddict(cls):
+        return dict
+    is_record = isinstance(cls, type) and (dataclasses.is_dataclass(cls) or _is_named_tuple(cls))
+    is_pydantic = hasattr(cls, "__pydantic_fields__")
+    return cls if is_record and not is_pydantic else None
+
+
+def _is_named_tuple(cls: type) -> bool:
+    return issubclass(cls, tuple) and hasattr(cls, "_fields")
+
+
+@lru_cache(maxsize=1024)
+def _record(cls: Any, make: Callable[..., Any]) -> ArgumentType:
+    if cls in _unfinished_records:
+        return _unfinished_records[cls]
+    doc = class_docstring(cls)
+    told = {param.arg_name: join_lines(param.description) for param in doc.params}
+    shape = RecordType(cls, make, join_lines(doc.short_description))
+    _unfinished_records[cls] = shape
+    try:
+        hints = get_type_hints(cls, include_extras=True)
+        for name, required, default in _fields_of(cls):
+            hint = hints.get(name, Any)
+            description = annotated_description(hint) or told.get(name, "")
+            shape.fields.append(Field(name, _argument_type_of(hint), required, default, description))
+    except (NameError, AttributeError, TypeError) as error:
+        if isinstance(error, UnsupportedTypeError):
+            raise
+        raise UnsupportedTypeError(f"the hints of {cls.__qualname__} cannot be read: {error}") from error
+    finally:
+        del _unfinished_records[cls]
+    return shape
+
+
+def _fields_of(cls: Any) -> list[tuple[str, bool, Any]]:
+    """Name, whether it is required, and default; `NOTHING` where there is none to be told."""
+    if typing.is_typeddict(cls):
+        inherited = (cls.__required_keys__ | cls.__optional_keys__) - cls.__annotations__.keys()
+        names = [*sorted(inherited), *cls.__annotations__]
+        return [(name, name in cls.__required_keys__, NO_DEFAULT) for name in names]
+    if _is_named_tuple(cls):
+        defaults: Mapping[str, Any] = getattr(cls, "_field_defaults", {})
+        return [(name, name not in defaults, defaults.get(name)) for name in cls._fields]
+    return [(field.name, *_default_of(field)) for field in dataclasses.fields(cls) if field.init]
+
+
+def _default_of(field: "dataclasses.Field[Any]") -> tuple[bool, Any]:
+    if field.default is not dataclasses.MISSING:
+        return False, field.default
+    if field.default_factory is dataclasses.MISSING:
+        return True, NO_DEFAULT
+    try:
+        return False, field.default_factory()
+    except Exception:  # noqa: BLE001  (user code, which may well need what is there only in an episode)
+        return False, NO_DEFAULT
+
+
+def _json_value(value: Any) -> Any:
+    """A literal's or an enum's value as JSON has it."""
+    if isinstance(value, Enum):
+        value = value.value
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return value

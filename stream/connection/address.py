@@ -1,0 +1,167 @@
+"""Where a server is: its URL as redis-py takes it, what of it people may see, and clients for it."""
+
+import ssl
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import anyio
+from redis.asyncio import ConnectionPool, Redis, SSLConnection
+from redis.asyncio.connection import parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from stream.errors import ServerError
+
+_SOCKET_TIMEOUT_S = 15.0
+_MAX_CONNECTIONS = 1000
+_PROBE_TIMEOUT_S = 2.0
+_URL_HINT = "write redis://, rediss:// (TLS) or unix://, and user and password, where there are any, %-escaped"
+
+
+class RedisAddress:
+    """A server's URL, understood.
+
+    Args:
+        url: `redis://`, `rediss://` or `unix://`, with user, password, database and TLS files as redis-py takes them.
+
+    Raises:
+        ServerError: it is none; the message shows no secret.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.display_url = redact_url(url)
+        """The URL as people may see it."""
+        try:
+            options: dict[str, Any] = dict(parse_url(url))
+        except ValueError as error:  # its text may hold a part of a password
+            raise ServerError(f"{self.display_url} is no Redis URL: {_URL_HINT}") from error
+        self._options = options | {
+            "retry": Retry(NoBackoff(), 0),
+            "socket_timeout": _SOCKET_TIMEOUT_S,
+            "protocol": 2,
+            "decode_responses": False,
+            "driver_info": None,  # it would look up its own version on the disk at every connection
+        }
+        self._tls = urlsplit(url).scheme == "rediss"
+
+    async def prepare(self) -> None:
+        """See that connections can be made at all; read the TLS files, once for all connections.
+
+        Raises:
+            ServerError: the URL has an option that does not exist, or names a file that is missing or broken.
+        """
+        try:
+            pool: Any = ConnectionPool(**self._options)
+            connection = pool.make_connection()
+        except (TypeError, ValueError, RedisError) as error:  # redis-py names the option, never its value
+            remedy = "" if self._tls else "; options of TLS need rediss://"
+            raise ServerError(
+                f"the URL {self.display_url} has an option that it cannot have: {error}{remedy}"
+            ) from error
+        if not self._tls:
+            return
+        try:
+            await anyio.to_thread.run_sync(connection.ssl_context.get)
+        except (OSError, ssl.SSLError) as error:
+            raise ServerError(
+                f"the TLS files that the URL of {self.display_url} names cannot be used: {error}; see ssl_ca_certs, "
+                "ssl_certfile and ssl_keyfile in it"
+            ) from error
+        self._options["connection_class"] = _connection_class(connection.ssl_context)
+
+    def client(self, host_port: tuple[str, int] | None = None) -> "Redis":
+        """A client, for this server or for another node of its cluster."""
+        options = self._options
+        if host_port is not None:
+            options = {name: value for name, value in options.items() if name != "path"}
+            options |= {"host": host_port[0], "port": host_port[1]}
+            if "path" in self._options:  # a unix socket leads to one node alone
+                del options["connection_class"]
+        return Redis.from_pool(ConnectionPool(max_connections=_MAX_CONNECTIONS, **options))
+
+    @property
+    def host_port(self) -> tuple[str, int] | None:
+        """Host and port; None for a unix socket."""
+        if "path" in self._options:
+            return None
+        return self._options.get("host", "localhost"), self._options.get("port", 6379)
+
+    async def probe(self) -> str | None:
+        """Ask a server that hung up on us, or was silent, in the other language.
+
+        Returns:
+            What is wrong, if that is it.
+        """
+        if self.host_port is None:
+            return None
+        with anyio.move_on_after(_PROBE_TIMEOUT_S):
+            if self._tls and await _answers_plaintext(*self.host_port):
+                return "it does not speak TLS on this port; write redis://, or name its TLS port"
+            if not self._tls and await _speaks_tls(*self.host_port):
+                return "it speaks TLS on this port; write rediss:// and ?ssl_ca_certs=FILE"
+        return None
+
+
+def has_secret(url: str) -> bool:
+    """Whether a URL bears a password, or might: one that nobody understands counts as one that does."""
+    if not url:
+        return False
+    try:
+        options = parse_url(url)
+    except ValueError:
+        return True
+    return bool({"password", "ssl_password"} & options.keys()) or not _is_unambiguous(url)
+
+
+def redact_url(url: str) -> str:
+    """The URL without user, password and options. Of one that nobody understands, the scheme alone."""
+    scheme, separator, _ = url.partition("://")
+    if not separator:
+        return "what is given"
+    if not _is_unambiguous(url):
+        return f"{scheme}://..."
+    parts = urlsplit(url)
+    return f"{scheme}://{parts.netloc.rpartition('@')[2]}{unquote(parts.path)}"
+
+
+def _is_unambiguous(url: str) -> bool:
+    """Whether it is certain where a password would be: one with / ? # in it, not escaped, moves what follows it."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return False
+    return "@" not in parts.path + parts.query + parts.fragment
+
+
+def _connection_class(context: Any) -> type[SSLConnection]:
+    class Sharing(SSLConnection):
+        """A TLS connection that reads no files of its own: it is made on the event loop."""
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.ssl_context = context
+
+    return Sharing
+
+
+async def _speaks_tls(host: str, port: int) -> bool:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        async with await anyio.connect_tcp(host, port, ssl_context=context, tls_standard_compatible=False):
+            return True
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")  # it refuses, but in that language
+    except (OSError, anyio.BrokenResourceError, anyio.EndOfStream):
+        return False
+
+
+async def _answers_plaintext(host: str, port: int) -> bool:
+    try:
+        async with await anyio.connect_tcp(host, port) as stream:
+            await stream.send(b"PING\r\n")
+            return (await stream.receive(1)) in {b"+", b"-"}
+    except (OSError, anyio.BrokenResourceError, anyio.EndOfStream):
+        return False

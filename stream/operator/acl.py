@@ -1,0 +1,178 @@
+"""What each role may do on a server, as ACL rules: the commands of its scripts, on the keys that they use them on.
+
+A script may do what its caller may do, so the rules hold for whatever a worker would run there. A grant becomes a
+*selector*: its commands on its keys, and nothing beside. Keys are named without the run's prefix; what they hold is
+told in `lua/common.lua`.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+from msgspec import Struct
+
+from stream.connection.keys import EVALUATION_STAGES, STAGES, EvaluationStage, StageName, key, key_prefix
+from stream.errors import PenstockError
+
+AclRole = Literal["feed", "rollout", "score", "train", "run", "operator", "look"]
+ACL_ROLES: tuple[AclRole, ...] = get_args(AclRole)
+"""The four roles; `run`: `penstock run`, which starts them all under its own user; `operator`: pause, resume, stop,
+dead letters and the list of engines; `look`: `penstock queues` and `audit`, which write nothing."""
+
+
+class AclRule(Struct, frozen=True):
+    """Commands on keys."""
+
+    commands: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+_READ_COMMANDS = (
+    *("hget", "hgetall", "hexists", "hkeys", "hlen", "hmget", "exists", "hscan", "scard", "sscan"),
+    *("xlen", "xpending", "xrange", "xread", "xrevrange", "zcard", "zrange", "zrangebyscore"),
+)
+_SERVER_COMMANDS = ("info", "time", "evalsha", "script|load", "cluster|slots", "select")
+"""Without a key, but for EVALSHA's first one, which is the run's prefix and holds nothing."""
+_SUBKEYS = ("leases", "retries", "attempts", "rate")
+
+
+def _subkeys(stage: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{stage}:{name}" for name in names)
+
+
+_WAKE = AclRule(("xadd",), ("wake",))
+_STREAMS = AclRule(("xgroup|create",), (*STAGES, *EVALUATION_STAGES))
+"""Whoever comes first makes them."""
+_SERVER_RESTARTED = (
+    AclRule(("zadd",), tuple(f"{stage}:leases" for stage in (*STAGES, *EVALUATION_STAGES))),
+    AclRule(("hset",), ("server",)),
+)
+"""All leases start anew, and whoever finds out does it: `came_back`."""
+
+
+def _worker_rules(stage: StageName | EvaluationStage) -> tuple[AclRule, ...]:
+    """Claim, renew, release and bury in a stage."""
+    of_training = stage in STAGES
+    return (
+        AclRule(("xreadgroup", "xclaim", "xack", "xdel"), (stage,)),
+        AclRule(("zadd", "zrem"), _subkeys(stage, "leases", "retries")),
+        AclRule(("hincrby", "hdel"), _subkeys(stage, "attempts")),
+        AclRule(("hset",), _subkeys(stage, "rate")),
+        AclRule(("unlink",), _subkeys(stage, "kept:*")),
+        AclRule(("hset", "hdel"), ("open" if of_training else "eval:open",)),
+        *((AclRule(("zadd", "zrem"), ("started",)), AclRule(("hincrby",), ("counts",))) if of_training else ()),
+        AclRule(("xadd",), ("dead",)),
+        *_SERVER_RESTARTED,
+    )
+
+
+_FEED = (
+    AclRule(("hset",), ("open",)),
+    AclRule(("xadd",), ("prompts",)),
+    AclRule(("hset",), ("feed", "meta")),
+    AclRule(("hset", "hdel"), ("eval",)),
+    AclRule(("hset", "unlink"), ("eval:set",)),
+    AclRule(("hincrby",), ("counts",)),
+)
+_ROLLOUT = (
+    *_worker_rules("prompts"),
+    AclRule(("xadd",), ("groups",)),
+    AclRule(("hset",), _subkeys("prompts", "attempts", "kept:*")),
+    *_worker_rules("eval:prompts"),
+    AclRule(("xadd",), ("eval:groups",)),
+)
+_SCORE = (
+    *_worker_rules("groups"),
+    AclRule(("xadd",), ("scored",)),
+    *_worker_rules("eval:groups"),
+    AclRule(("hset",), ("eval:outcomes",)),
+)
+_EVALUATE = (
+    AclRule(("xadd", "unlink"), EVALUATION_STAGES),
+    AclRule(("unlink",), tuple(name for stage in EVALUATION_STAGES for name in _subkeys(stage, *_SUBKEYS[:3]))),
+    AclRule(("hset", "unlink"), ("eval:open",)),
+    AclRule(("unlink",), ("eval:outcomes",)),
+    AclRule(("hset", "hdel"), ("eval",)),
+)
+_TRAIN = (
+    *_worker_rules("scored"),
+    AclRule(("hset", "hdel"), ("scored:ended", "policy", "meta", "counts", "latest")),
+    AclRule(("zadd", "zrem", "zremrangebyscore"), ("places",)),
+    AclRule(("hset",), ("open",)),
+    AclRule(("xadd", "xdel"), ("dead",)),
+    AclRule(("xadd",), ("published",)),
+    *_EVALUATE,
+)
+_OPERATOR = (
+    AclRule(("hset", "hdel"), ("meta",)),
+    AclRule(("xadd",), (*STAGES, "engines")),
+    AclRule(("xdel",), ("dead",)),
+    AclRule(("sadd",), ("removed",)),
+    AclRule(("hset",), ("open",)),
+    AclRule(("hincrby",), ("counts",)),
+)
+_WRITE_RULES: dict[AclRole, tuple[AclRule, ...]] = {
+    "feed": (*_FEED, _STREAMS, _WAKE),
+    "rollout": (*_ROLLOUT, _STREAMS, _WAKE),
+    "score": (*_SCORE, _STREAMS, _WAKE),
+    "train": (*_TRAIN, _STREAMS, _WAKE),
+    "run": (*_FEED, *_ROLLOUT, *_SCORE, *_TRAIN, _STREAMS, _WAKE),
+    "operator": (*_OPERATOR, _WAKE),
+    "look": (),
+}
+
+
+def acl_user(role: AclRole, run: str) -> str:
+    """The user's name: one for each run and role."""
+    return f"{run}-{role}"
+
+
+def acl_rules(role: AclRole, run: str) -> list[str]:
+    """What `ACL SETUSER` takes to let a user do a role's work on one run, and nothing else.
+
+    It leaves passwords as they are: a new user has none, and nobody can be it before one is added.
+
+    Raises:
+        PenstockError: the run's name cannot be part of a rule.
+    """
+    if re.search(r"[\s()]", run):
+        raise PenstockError(f"a run called {run!r} can have no ACL rules: spaces and parentheses divide them")
+    return [
+        *("on", "resetchannels", "resetkeys", "clearselectors", "-@all"),
+        f"~{_escape(key_prefix(run))}",
+        f"%R~{_escape(key_prefix(run))}:*",
+        *(f"+{command}" for command in (*_SERVER_COMMANDS, *_READ_COMMANDS)),
+        *(_selector(grant, run) for grant in _merge(_WRITE_RULES[role])),
+    ]
+
+
+def aclfile_line(role: AclRole, run: str) -> str:
+    """The line of an `aclfile` that makes the user; a password is still to be added (`>PASSWORD`)."""
+    return " ".join(("user", acl_user(role, run), *acl_rules(role, run)))
+
+
+def _selector(grant: AclRule, run: str) -> str:
+    allowed = (f"+{command}" for command in grant.commands)
+    return f"({' '.join((*allowed, *(f'~{_pattern(key(run, name))}' for name in grant.keys)))})"
+
+
+def _pattern(name: str) -> str:
+    """A pattern for this key, or for all that begin so where it ends in a star."""
+    return f"{_escape(name.removesuffix('*'))}{'*' if name.endswith('*') else ''}"
+
+
+def _escape(name: str) -> str:
+    """A pattern that matches this name alone."""
+    return re.sub(r"([*?\[\]\\^])", r"\\\1", name)
+
+
+def _merge(grants: Iterable[AclRule]) -> list[AclRule]:
+    """One grant for all keys that bear the same commands: the server tries them one by one."""
+    commands: dict[str, set[str]] = {}
+    for grant in grants:
+        for name in grant.keys:
+            commands.setdefault(name, set()).update(grant.commands)
+    keys: dict[tuple[str, ...], list[str]] = {}
+    for name, found in commands.items():
+        keys.setdefault(tuple(sorted(found)), []).append(name)
+    return [AclRule(found, tuple(sorted(names))) for found, names in keys.items()]

@@ -1,0 +1,86 @@
+"""Dead letters: what no worker could finish, kept with its payload, its stage and the last error."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from stream.connection.run_connection import RunConnection
+from stream.errors import PenstockError
+
+
+class DeadLetter(Struct, kw_only=True):
+    """One dead letter."""
+
+    id: str
+    stage: str
+    prompt_id: str
+    """Empty for foreign junk that bore none."""
+    reason: str
+    """`infra`, `data`, or `unreadable`."""
+    error: str
+    infra_failures: int
+    data_failures: int
+    ends_prompt: bool
+    """It was one of the run's prompts, and counts as its end; False for junk."""
+    payload: bytes
+
+
+async def list_dead_letters(
+    connection: RunConnection, letter_id: str | None = None, count: int = 1000
+) -> list[DeadLetter]:
+    """The dead letters, oldest first; `only` one of them by id."""
+    low, high = (_check_id(connection, letter_id), letter_id) if letter_id else ("-", "+")
+    found: Any = await connection.with_retry(lambda: connection.redis.xrange(connection.key("dead"), low, high, count))
+    return [_parse_letter(entry_id.decode(), fields) for entry_id, fields in found]
+
+
+async def retry_dead_letters(connection: RunConnection, letter_ids: Sequence[str]) -> None:
+    """Put dead letters back into the stages that they came from, with fresh budgets."""
+    await _resolve(connection, letter_ids, "retry")
+
+
+async def drop_dead_letters(connection: RunConnection, letter_ids: Sequence[str]) -> None:
+    """Delete dead letters; those that were fed count as dropped by the operator."""
+    await _resolve(connection, letter_ids, "drop")
+
+
+async def _resolve(connection: RunConnection, letter_ids: Sequence[str], action: Literal["retry", "drop"]) -> None:
+    for letter_id in letter_ids:
+        answer = await connection.run_script("revive", _check_id(connection, letter_id), action)
+        if answer[0] == 0:
+            raise _unknown_letter(connection, letter_id)
+        if answer[0] == -1:
+            raise PenstockError(f"dead letter {letter_id} has nothing that could be put back; drop it")
+        if answer[0] == -2:
+            raise PenstockError(
+                f"dead letter {letter_id} is of an evaluation, which has counted it as invalid; drop it"
+            )
+
+
+def _check_id(connection: RunConnection, letter_id: str) -> str:
+    if not re.fullmatch(r"\d{1,20}-\d{1,20}", letter_id):
+        raise _unknown_letter(connection, letter_id)
+    return letter_id
+
+
+def _unknown_letter(connection: RunConnection, letter_id: str) -> PenstockError:
+    return PenstockError(f"run {connection.run!r} has no dead letter {letter_id}; `penstock dead` lists them")
+
+
+def _parse_letter(entry_id: str, fields: dict[bytes, bytes]) -> DeadLetter:
+    def text(name: bytes) -> str:
+        return fields.get(name, b"").decode(errors="replace")
+
+    return DeadLetter(
+        id=entry_id,
+        stage=text(b"stage"),
+        prompt_id=text(b"prompt"),
+        reason=text(b"reason"),
+        error=text(b"error"),
+        infra_failures=int(text(b"infra") or 0),
+        data_failures=int(text(b"data") or 0),
+        ends_prompt=text(b"fed") == "1",
+        payload=fields.get(b"f:payload", b""),
+    )

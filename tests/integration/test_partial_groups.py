@@ -1,0 +1,157 @@
+"""Finished completions of an unfinished group: kept by the owner alone, for the next worker, gone with the entry."""
+
+import pytest
+
+from stream.codec import encode
+from stream.connection.run_connection import connect
+from stream.operator.dead_letters import list_dead_letters, retry_dead_letters
+from stream.records import Completion, Failure
+from stream.validity import RolloutReason
+
+FAILED = Failure(reason=RolloutReason.ENGINE, detail="three tries")
+
+
+def completion(pipe, index: int, failure: Failure | None = None) -> Completion:
+    found = pipe.group("a").completions[0]
+    found.index, found.failure = index, failure
+    return found
+
+
+async def kept_keys(pipe) -> list[bytes]:
+    return await pipe.connection.redis.keys(pipe.connection.key("*:kept:*"))
+
+
+@pytest.fixture
+async def worker(pipe):
+    await pipe.feed("a")
+    return pipe.stage("prompts", "first", infra_attempts=3)
+
+
+async def claimed(stage):
+    (lease,) = (await stage.claim(1)).leases
+    return lease
+
+
+async def expire(pipe, lease) -> None:
+    """Its owner has been silent for as long as the lease lasts."""
+    await pipe.connection.redis.zadd(pipe.connection.key("prompts:leases"), {lease.id: 0})
+
+
+async def test_the_next_worker_finds_what_was_finished_whatever_became_of_it(pipe, worker):
+    lease = await claimed(worker)
+    assert await worker.kept(lease) == []
+    whole, failed = completion(pipe, 2), completion(pipe, 0, FAILED)
+    for each in (whole, failed):
+        await worker.keep_finished(lease, each)
+    await expire(pipe, lease)
+    heir = pipe.stage("prompts", "second")
+    again = await claimed(heir)
+    assert (again.id, again.infra_failures) == (lease.id, 1)
+    assert sorted(await heir.kept(again), key=lambda c: c.index) == [failed, whole]
+    assert whole.rows[0].spans, "its tokens keep the version that sampled them"
+
+
+async def test_what_was_kept_is_there_after_a_drain_too(pipe, worker):
+    lease = await claimed(worker)
+    await worker.keep_finished(lease, completion(pipe, 1))
+    await worker.release(lease, "none", "")
+    assert [c.index for c in await worker.kept(await claimed(worker))] == [1]
+
+
+async def test_who_lost_the_lease_keeps_nothing_and_hears_of_it(pipe, worker):
+    lease = await claimed(worker)
+    await expire(pipe, lease)
+    heir = pipe.stage("prompts", "second")
+    again = await claimed(heir)
+    await worker.keep_finished(lease, completion(pipe, 0))
+    assert lease.lost
+    assert worker.held == {}
+    assert await heir.kept(again) == []
+    await heir.settle(again, "groups", pipe.group("a"))
+    await worker.keep_finished(lease, completion(pipe, 0))
+    assert await kept_keys(pipe) == []
+
+
+async def settle(pipe, stage, lease) -> None:
+    await stage.settle(lease, "groups", pipe.group("a"))
+
+
+async def bury(_pipe, stage, lease) -> None:
+    await stage.bury(lease, "unreadable", "altered")
+
+
+async def exhaust(_pipe, stage, lease) -> None:
+    for _ in range(2):
+        if await stage.release(lease, "data", "does not render"):
+            return
+        await stage.connection.redis.zadd(stage.connection.key("prompts:retries"), {lease.id: 0})
+        lease = await claimed(stage)
+
+
+async def outlive(pipe, stage, lease) -> None:
+    for _ in range(3):
+        await expire(pipe, lease)
+        await stage.claim(1)
+
+
+async def delete(pipe, stage, lease) -> None:
+    await pipe.connection.redis.xdel(pipe.connection.key("prompts"), lease.id)
+    await expire(pipe, lease)
+    assert (await stage.claim(1)).leases == []
+
+
+@pytest.mark.parametrize("end", [settle, bury, exhaust, outlive, delete])
+async def test_whatever_ends_an_entry_removes_what_was_kept_of_it(pipe, worker, end):
+    lease = await claimed(worker)
+    await worker.keep_finished(lease, completion(pipe, 0))
+    assert await kept_keys(pipe)
+    await end(pipe, worker, lease)
+    assert await kept_keys(pipe) == []
+
+
+async def test_a_dead_letter_that_is_tried_again_begins_from_nothing(pipe, worker):
+    lease = await claimed(worker)
+    await worker.keep_finished(lease, completion(pipe, 0))
+    await bury(pipe, worker, lease)
+    await retry_dead_letters(pipe.connection, [(await list_dead_letters(pipe.connection))[0].id])
+    assert await worker.kept(await claimed(worker)) == []
+
+
+async def test_junk_among_what_was_kept_is_passed_by(pipe, worker):
+    lease = await claimed(worker)
+    sound = encode(completion(pipe, 1))
+    await worker.keep_finished(lease, completion(pipe, 3))
+    await pipe.connection.redis.hset(
+        pipe.connection.key(f"prompts:kept:{lease.id}"),
+        mapping={
+            b"0": b"junk",
+            b"1": sound[:-1] + bytes([sound[-1] ^ 1]),
+            b"2": sound,  # another one's
+            b"nan": sound,
+            b"\xff": encode(pipe.group("a")),
+        },
+    )
+    assert [c.index for c in await worker.kept(lease)] == [3]
+
+
+async def test_what_is_kept_twice_is_kept_once(pipe, worker):
+    """A reply was lost."""
+    lease = await claimed(worker)
+    for _ in range(2):
+        await worker.keep_finished(lease, completion(pipe, 1))
+    assert len(await worker.kept(lease)) == 1
+
+
+async def test_a_server_without_memory_to_spare_is_not_waited_for(pipe, make_server, pipe_on, run_name):
+    server = make_server().start()
+    async with connect(server.url, run_name, reconnect_s=30.0) as connection:
+        mine = pipe_on(connection)
+        await mine.feed("a")
+        stage = mine.stage("prompts", lease_s=0.3)
+        lease = await claimed(stage)
+        await connection.redis.config_set("maxmemory", "1")
+        await stage.keep_finished(lease, completion(mine, 0))
+        await connection.redis.config_set("maxmemory", "0")
+        assert await stage.kept(lease) == []
+        assert not lease.lost
+        await stage.settle(lease, "groups", mine.group("a"))

@@ -1,0 +1,142 @@
+"""Workers that user code wears out: hung threads, memory, floods of output. Real processes, a real server."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from stream.operator.run_status import read_status
+from stream.queue.feed import Feed
+from stream.records import Group, Prompt
+from tests.chaos.project import END, write_project
+from tests.e2e.harness import environment
+from tests.integration.test_supervisor import FINISH, Pipeline
+from workers.run import child, patience
+from workers.run.role_process import RECYCLE
+from workers.testing.scripted_engine import ScriptedEngine
+
+STICKY = """
+import sys, time
+
+LEAK = []
+
+class Sticky:
+    def reset(self, number, **row):
+        sys.stdout.write("x" * 300_000 + "\\n")
+        if number % 3 == 0:
+            time.sleep(3600)
+        if number % 3 == 1:
+            LEAK.append(b"leak" * {leak})
+            time.sleep({leak} / 2.5e7)
+
+    def get_reward(self):
+        return 1.0
+"""
+
+
+@pytest.fixture
+def make_pipeline(tmp_path, run_name, redis_url):
+    return lambda scripts, **delivery: Pipeline(tmp_path, run_name, redis_url, scripts, **delivery)
+
+
+async def test_a_worker_that_is_worn_out_is_started_again_and_that_is_no_crash(make_pipeline, monkeypatch):
+    monkeypatch.setattr(patience, "QUICK_EXIT_S", 0.0)
+    worn = f"if len(lives('rollout')) < 5: print('worn out'); sys.exit({RECYCLE})\nstay()"
+    train = "until(lambda: len(lives('rollout')) == 5);" + FINISH
+    outcome = await make_pipeline({"rollout": worn, "train": train}, restarts=1).run()
+    assert outcome.failure is None
+
+
+async def test_a_worker_that_is_worn_out_at_once_and_again_fails_the_run(make_pipeline):
+    outcome = await make_pipeline({"rollout": f"print('all threads hang'); sys.exit({RECYCLE})"}).run()
+    assert "3 times in a row: all threads hang" in str(outcome.failure)
+
+
+async def test_a_flood_of_output_neither_fills_the_disk_nor_stops_the_role(make_pipeline, monkeypatch):
+    monkeypatch.setattr(child, "_LARGEST_LOG", 1_000_000)
+    monkeypatch.setattr(child, "_KEPT_OF_LOG", 10_000)
+    flood = (
+        "for i in range(200): print('x' * 50_000)\n"
+        "print('error: the last word', flush=True)\n"
+        "until(lambda: os.stat({log!r}).st_size < 1_000_000); sys.exit(2)"
+    )
+    pipeline = make_pipeline({})
+    log = pipeline.settings.folder / "logs" / "score-0.log"
+    pipeline.scripts["score"] = flood.format(log=str(log))
+    outcome = await pipeline.run()
+    assert "the last word" in str(outcome.failure)
+    text = log.read_bytes()
+    assert len(text) < 100_000
+    assert b" bytes before were cut off" in text.splitlines()[0]
+
+
+def worker(file: Path, url: str, engine: str, *settings: str) -> list[str]:
+    sets = [part for setting in settings for part in ("--set", setting)]
+    return [sys.executable, "-m", "workers", "rollout", str(file), "--redis", url, "--engine", engine, *sets]
+
+
+@pytest.mark.parametrize(
+    ("leak", "limit_s", "bound", "why"),
+    [
+        (0, 0.2, "delivery.lost_threads=4", "4 threads hang"),
+        (10_000_000, 30, "delivery.memory_mb=260", "MiB of memory, of 260"),
+    ],
+    ids=["threads", "memory"],
+)
+async def test_a_worker_drains_and_says_so_and_its_successors_lose_nothing(
+    tmp_path, pipe, redis_url, run_name, leak, limit_s, bound, why
+):
+    prompts = 12 if leak == 0 else 9
+    write_project(tmp_path, 1, seed=1)
+    (tmp_path / "sticky.py").write_text(STICKY.replace("{leak}", str(leak)))
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'[run]\nname = "{run_name}"\nfolder = "{tmp_path}/run"\n[model]\npath = "{tmp_path}/model"\n'
+        f'[data]\npath = "{tmp_path}/prompts.jsonl"\n[environments]\nsticky = "{tmp_path}/sticky.py:Sticky"\n'
+        f"[rollout]\ngroup_size = 2\ngroups_in_flight = 2\nreset_timeout_s = {limit_s}\nmax_tokens = 8\n"
+        "max_tokens_per_turn = 8\n[delivery]\nlost_threads = 1000\n"
+    )
+    fed = [
+        Prompt(
+            id=f"p{i}", messages=[{"role": "user", "content": "1"}], fields={"number": i if leak == 0 else i % 2 + 1}
+        )
+        for i in range(prompts)
+    ]
+    for prompt in fed:
+        prompt.environment, prompt.group_size = "sticky", 2
+    feed = Feed(pipe.connection, max_queued_prompts=100)
+    await pipe.connection.write_hash("meta", {"capacity": "1000"})
+    await feed.put(fed, "", "1")
+    lives = []
+    async with ScriptedEngine(lambda prompt_ids, _: [*prompt_ids, END], version="0") as engine:
+        while (await read_status(pipe.connection)).stages["groups"].lag < prompts:
+            log = tmp_path / f"worker-{len(lives)}.log"
+            command = worker(file, redis_url, engine.url, bound)
+            with log.open("wb") as out:
+                process = await anyio.open_process(command, stdout=out, stderr=subprocess.STDOUT, env=environment())
+            async with process:
+                with anyio.fail_after(40):
+                    while process.returncode is None:
+                        if (await read_status(pipe.connection)).stages["groups"].lag == prompts:
+                            process.terminate()
+                        with anyio.move_on_after(0.1):
+                            await process.wait()
+            view = await read_status(pipe.connection)
+            assert view.stages["prompts"].claimed == 0, "it left holding something"
+            lives.append((process.returncode, log.read_text()[-3000:]))
+            assert len(lives) < 6
+    worn = [text for code, text in lives if code == RECYCLE]
+    assert worn
+    assert all(why in text.splitlines()[-1] for text in worn)
+    assert lives[-1][0] in (0, RECYCLE)
+    stage = pipe.stage("groups")
+    groups = [lease.group() for lease in (await stage.claim(100)).leases]
+    assert sorted(group.prompt.id for group in groups) == sorted(prompt.id for prompt in fed)
+    assert {_end(group) for group in groups} == ({"ok", "env_reset"} if leak == 0 else {"ok"})
+
+
+def _end(group: Group) -> str:
+    (end,) = {"ok" if c.failure is None else str(c.failure.reason.value) for c in group.completions}
+    return end

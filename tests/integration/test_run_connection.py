@@ -1,0 +1,160 @@
+"""A connection that outlives its server, and refuses one that would lose work."""
+
+import time
+
+import anyio
+import pytest
+from redis import Redis
+
+from stream.connection.run_connection import connect
+from stream.errors import ServerError
+from stream.operator.run_status import read_status
+from stream.trainer.lease import GroupOutcome, TrainerLease
+
+
+@pytest.fixture
+def server(make_server):
+    return make_server().start()
+
+
+async def test_a_claim_waits_for_a_server_that_was_killed_and_comes_back(server, run_name, pipe_on):
+    async with connect(server.url, run_name, reconnect_s=10) as connection:
+        pipe = pipe_on(connection)
+        await pipe.feed("a")
+        await anyio.sleep(1.1)  # everysec has written it
+        server.kill()
+        async with anyio.create_task_group() as tasks:
+
+            async def claim() -> None:
+                claims.append(await pipe.stage("prompts").claim(1))
+
+            claims = []
+            tasks.start_soon(claim)
+            await anyio.sleep(0.3)
+            assert claims == []
+            server.start()
+        assert [lease.prompt_id for lease in claims[0].leases] == ["a"]
+
+
+async def test_a_waiter_survives_a_restart_of_its_server(server, run_name, pipe_on):
+    async with connect(server.url, run_name, reconnect_s=10) as connection:
+        pipe = pipe_on(connection)
+        waiter = pipe.stage("prompts")
+        claim = await waiter.claim(1)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(waiter.wait, claim)
+            await anyio.sleep(1.1)
+            server.kill()
+            server.start()
+            with anyio.fail_after(5):
+                await pipe.feed("a")
+        assert len((await waiter.claim(1)).leases) == 1
+
+
+async def test_a_server_that_stays_away_is_an_error_that_says_where_and_shows_no_password(server, run_name):
+    redis = Redis.from_url(server.url)
+    redis.config_set("requirepass", "opensesame")
+    redis.close()
+    url = server.url.replace("unix://", "unix://:opensesame@")
+    async with connect(url, run_name, reconnect_s=0.5) as connection:
+        server.kill()
+        began = time.monotonic()
+        with pytest.raises(ServerError, match=str(server.socket)) as caught:
+            await connection.read_hash("meta")
+        assert "opensesame" not in str(caught.value)
+        assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("url", ["unix://:opensesame@{}", "unix://{}?password=opensesame"])
+async def test_no_error_shows_a_password(url, tmp_path):
+    with pytest.raises(ServerError, match="did not answer") as caught:
+        async with connect(url.format(tmp_path / "no.sock"), "run", reconnect_s=0.01):
+            pass
+    assert "opensesame" not in str(caught.value)
+
+
+async def test_a_wrong_password_is_an_error_at_once(server, run_name):
+    redis = Redis.from_url(server.url)
+    redis.config_set("requirepass", "opensesame")
+    redis.close()
+    with anyio.fail_after(2), pytest.raises(ServerError, match="refuses us"):
+        async with connect(server.url.replace("unix://", "unix://:wrong@"), run_name):
+            pass
+
+
+async def test_an_address_that_is_none_is_an_error():
+    with pytest.raises(ServerError, match="is no Redis URL"):
+        async with connect("localhost:6379", "run"):
+            pass
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl"])
+async def test_a_server_that_would_evict_work_is_refused(make_server, policy):
+    server = make_server("--maxmemory-policy", policy).start()
+    with pytest.raises(ServerError, match=f"{policy}.*noeviction"):
+        async with connect(server.url, "run"):
+            pass
+
+
+async def test_a_server_that_is_too_old_is_refused(tmp_path):
+    """Nothing older than 7.0 is at hand, so this one only says that it is."""
+
+    async def answer(client) -> None:
+        async with client:
+            while await client.receive():
+                info = b"# Server\r\nredis_version:6.2.14\r\nrun_id:0\r\n"
+                await client.send(b"$%d\r\n%s\r\n" % (len(info), info))
+
+    listener = await anyio.create_unix_listener(tmp_path / "old.sock")
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, answer)
+        with pytest.raises(ServerError, match=r"6\.2\.14; Penstock needs Redis >= 7\.0"):
+            async with connect(f"unix://{tmp_path / 'old.sock'}", "run", reconnect_s=1):
+                pass
+        tasks.cancel_scope.cancel()
+
+
+async def test_cancelled_calls_leave_no_answer_for_the_next(pipe):
+    """A reply that nobody waits for any more must not be taken for the answer to another question."""
+    await pipe.feed(*(f"p{i}" for i in range(50)))
+    stage = pipe.stage("groups")
+    idle = await stage.claim(1)
+    for i in range(100):
+        with anyio.move_on_after(0.0002 * (i % 10)):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(stage.wait, idle)
+                tasks.start_soon(pipe.stage("prompts").claim, 1)
+                tasks.start_soon(read_status, pipe.connection)
+        assert await pipe.connection.read_hash("counts") == {"fed": "50"}
+
+
+async def test_out_of_memory_is_back_pressure(server, run_name, pipe_on):
+    """New payloads wait. Leases are renewed meanwhile, and the trainer's side, which frees memory, goes on."""
+    async with connect(server.url, run_name, reconnect_s=20) as connection:
+        pipe = pipe_on(connection)
+        await pipe.scored("a", "b")
+        await pipe.feed("c", "d")
+        worker, trainer = pipe.stage("prompts", lease_s=0.3), pipe.stage("scored", "trainer", lease_s=0.05)
+        settling, buried = (await worker.claim(2)).leases
+        await trainer.claim(1)
+        tenure = await TrainerLease.acquire(connection, 30.0)
+        await connection.redis.config_set("maxmemory", 1)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(worker.settle, settling, "groups", pipe.group("c"))
+            tasks.start_soon(worker.keep)
+            await anyio.sleep(0.6)
+            assert list(worker.held) == [settling.id, buried.id]
+            leases = (await trainer.claim(2)).leases  # one of them ran out
+            assert (
+                await tenure.commit(trainer, [GroupOutcome(lease, "trained") for lease in leases], release_version=1)
+                == []
+            )
+            await tenure.publish(await tenure.reserve_version(0), server.socket, 1, {})
+            await tenure.acknowledge([lease.id for lease in leases])
+            await worker.bury(buried, "unreadable", "altered")
+            assert (await read_status(connection)).stages["groups"].depth == 0
+            await connection.redis.config_set("maxmemory", 0)
+            while (await read_status(connection)).stages["groups"].depth == 0:
+                await anyio.sleep(0.02)
+            tasks.cancel_scope.cancel()
+        assert await pipe.balance() == {"fed": 4, "trained": 2, "dropped": 0, "dead": 1, "outstanding": 1}

@@ -1,0 +1,351 @@
+"""Pausing, resuming and stopping a run that goes on: what its roles are told, and when."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import anyio
+import pytest
+import structlog
+from redis import Redis
+
+from stream.connection.run_connection import connect
+from stream.errors import PenstockError, RunFailedError
+from stream.operator.run_control import pause, resume, stop
+from stream.operator.run_status import read_status
+from stream.queue.feed import Feed
+from stream.records import Prompt
+from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.ledger import Ledger
+from workers.commands.control import send_command
+from workers.commands.queues import show_queues
+from workers.run.role_process import _run_connected
+from workers.runtime.context import WorkerContext
+from workers.runtime.work_loop import work_loop
+from workers.settings.toml_file import dump_settings, parse_settings
+from workers.train.groups.collector import Collector
+from workers.train.groups.group_buffer import GroupBuffer
+from workers.train.groups.outcome_recorder import OutcomeRecorder
+from workers.train.progress import Progress
+
+ANN = "ann@box"
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """What is printed here is the command's; as a command it logs to stderr."""
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+    yield
+    structlog.reset_defaults()
+
+
+def settings_in(folder, run, **tables):
+    base = {
+        "run": {"name": run, "folder": str(folder)},
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "rewards": [{"ref": "r:f"}],
+    }
+    return parse_settings(base | tables)
+
+
+# --- pause
+
+
+async def test_a_paused_run_hands_out_no_prompt_whether_fresh_given_back_or_expired(pipe):
+    await pipe.feed("fresh", "back", "held", "expired")
+    worker, dead = pipe.stage("prompts"), pipe.stage("prompts", "dead", lease_s=0.05)
+    (_expired,) = (await dead.claim(1)).leases
+    (back,) = (await worker.claim(1)).leases
+    await worker.release(back, "infra", "no tool server")
+    await pause(pipe.connection, ANN)
+    await anyio.sleep(0.06)
+    claim = await pipe.stage("prompts", "other").claim(10)
+    assert (claim.leases, claim.paused) == ([], True)
+    assert claim.due_s is None, "it would ask again and again until the pause is over"
+    await resume(pipe.connection, ANN)
+    claim = await pipe.stage("prompts", "other").claim(10)
+    assert (len(claim.leases), claim.paused) == (4, False)
+    assert sum(lease.infra_failures for lease in claim.leases) == 2, "the pause itself is no failure of anybody"
+
+
+async def test_what_is_in_hand_is_finished_scored_and_trained_while_the_run_is_paused(pipe, tmp_path):
+    await pipe.feed("a", "b")
+    rollout, score, train = pipe.stage("prompts"), pipe.stage("groups"), pipe.stage("scored")
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    (lease,) = (await rollout.claim(1)).leases
+    await pause(pipe.connection, ANN)
+    await rollout.settle(lease, "groups", pipe.group("a"))
+    (lease,) = (await score.claim(1)).leases
+    await score.release(lease, "infra", "the verifier crashed")  # retries of other stages go on
+    await anyio.sleep(0.03)
+    await pipe.stage("groups", "dies", lease_s=0.05).claim(1)  # and so do takeovers
+    waiting = await score.claim(1)
+    assert waiting.due_s is not None
+    await anyio.sleep(0.06)
+    (lease,) = (await score.claim(1)).leases
+    await score.settle(lease, "scored", pipe.group("a"))
+    (lease,) = (await train.claim(1)).leases
+    assert await tenure.commit(train, [GroupOutcome(lease, "trained")], 1) == []
+    await tenure.publish(1, tmp_path, 1, {})
+    assert (await rollout.claim(1)).leases == []
+    assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
+
+
+async def test_resume_wakes_a_worker_that_waits_without_asking_again_and_again(pipe):
+    await pipe.feed("a")
+    await pause(pipe.connection, ANN)
+    worker, claims, got = pipe.stage("prompts"), 0, anyio.Event()
+    claim_once = worker.claim
+
+    async def counted(count):
+        nonlocal claims
+        claims += 1
+        return await claim_once(count)
+
+    async def work(lease, _version):
+        await worker.settle(lease, "groups", pipe.group("a"))
+        got.set()
+
+    worker.claim = counted
+    async with anyio.create_task_group() as tasks:
+        stopping = anyio.Event()
+        tasks.start_soon(lambda: work_loop(worker, work, concurrency=4, stopping=stopping))
+        await anyio.sleep(1.0)
+        assert claims == 1
+        began = time.monotonic()
+        await resume(pipe.connection, ANN)
+        await got.wait()
+        assert time.monotonic() - began < 1.0  # a wait by itself ends after five seconds
+        stopping.set()
+
+
+async def test_nothing_is_fed_while_the_run_is_paused(pipe):
+    await pipe.feed("a")
+    await pause(pipe.connection, ANN)
+    feed, fed = Feed(pipe.connection, 100), anyio.Event()
+    again = await feed.put([Prompt(id="a", messages=[])], "", "1;")  # its reply was lost, and it asks once more
+    assert again == 1
+
+    async def put():
+        await feed.put([Prompt(id="b", messages=[])], "1;", "2;")
+        fed.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(put)
+        await anyio.sleep(0.3)
+        assert not fed.is_set()
+        assert (await read_status(pipe.connection)).counts["fed"] == 1
+        await resume(pipe.connection, ANN)
+        with anyio.fail_after(1.0):
+            await fed.wait()
+    assert (await read_status(pipe.connection)).counts["fed"] == 2
+
+
+async def test_a_pause_outlives_workers_and_a_trainer_that_begins_anew(pipe, redis_url, tmp_path):
+    await pipe.feed("a")
+    await pause(pipe.connection, ANN)
+    ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
+    await (await TrainerLease.acquire(pipe.connection, 30.0)).recover(ledger)
+    await anyio.to_thread.run_sync(ledger.close)
+    async with connect(redis_url, pipe.connection.run) as restarted:
+        assert (await type(pipe)(restarted).stage("prompts").claim(1)).leases == []
+
+
+async def test_the_end_of_a_run_ends_its_pause(pipe):
+    await pipe.feed("a")
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    await pause(pipe.connection, ANN)
+    await tenure.finish_run("trained 3 steps")
+    assert (await read_status(pipe.connection)).paused is None
+
+
+async def test_a_look_says_who_paused_the_run_and_when(pipe, redis_url, capsys):
+    await pipe.feed("a")
+    assert (await read_status(pipe.connection)).paused is None
+    await pause(pipe.connection, ANN)
+    view = await read_status(pipe.connection)
+    assert view.paused.paused_by == ANN
+    assert 0 <= view.now_ms / 1000 - view.paused.paused_at < 10
+    await anyio.to_thread.run_sync(show_queues, pipe.connection.run, redis_url)
+    told = " ".join(capsys.readouterr().out.split())
+    assert str(view.paused) in told
+    await resume(pipe.connection, ANN)
+    assert (await read_status(pipe.connection)).paused is None
+    await anyio.to_thread.run_sync(show_queues, pipe.connection.run, redis_url)
+    assert "paused" not in capsys.readouterr().out
+
+
+async def test_a_trainer_does_not_call_a_paused_run_stalled(pipe, tmp_path):
+    """It is woken four times a second: each time it could see that the time is over."""
+    settings = settings_in(tmp_path, pipe.connection.run, guard={"stall_s": 0.5})
+    ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
+    stage, hand = pipe.stage("scored"), GroupBuffer(settings, ledger, vocab_size=10)
+    endings = OutcomeRecorder(ledger, None, stage)  # nothing comes that could end
+    collector = Collector(settings, stage, hand, endings, Progress(), pipe.connection.stopping)
+    await pipe.feed("a")
+    await pause(pipe.connection, ANN)
+    resumed = False
+    with pytest.RaisesGroup(pytest.RaisesExc(RunFailedError, match=r"guard.stall_s = 0.5 s")):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(collector.collect, 0, 1)
+            for _ in range(5):
+                await pipe.connection.write_hash("meta", {"capacity": "8"})
+                await anyio.sleep(0.25)
+            await resume(pipe.connection, ANN)
+            resumed = True
+            for _ in range(20):
+                await pipe.connection.write_hash("meta", {"capacity": "8"})
+                await anyio.sleep(0.25)
+    assert resumed, "it gave up while the run was paused"
+    await anyio.to_thread.run_sync(ledger.close)
+
+
+# --- what an operator is told
+
+
+async def test_what_makes_no_sense_is_said_and_changes_nothing(pipe, redis_url):
+    with pytest.raises(PenstockError, match="is not paused"):
+        await resume(pipe.connection, ANN)
+    await pause(pipe.connection, ANN)
+    with pytest.raises(PenstockError, match=r"is paused by ann@box since .* UTC already; `penstock resume`"):
+        await pause(pipe.connection, "bob@box")
+    assert (await read_status(pipe.connection)).paused.paused_by == ANN
+    await pipe.connection.write_hash("meta", {"finished": "trained 3 steps"})
+    for word in (pause, resume, stop):
+        with pytest.raises(
+            PenstockError, match=rf"has finished \(trained 3 steps\); there is nothing to {word.__name__}"
+        ):
+            await word(pipe.connection, ANN)
+    async with connect(redis_url, "nobody", create=False) as visitor:
+        for word in (pause, resume, stop):
+            with pytest.raises(PenstockError, match="knows no run called 'nobody'"):
+                await word(visitor, ANN)
+    with Redis.from_url(redis_url) as redis:
+        assert redis.keys("{nobody}*") == []
+
+
+async def test_a_word_is_said_by_the_command_and_answered_in_a_line(pipe, redis_url, run_name, capsys):
+    async def told(word) -> str:
+        await anyio.to_thread.run_sync(send_command, word, run_name, redis_url)
+        return capsys.readouterr().out
+
+    assert (await told("pause")).startswith(f"run '{run_name}' is paused: ")
+    assert "@" in (await read_status(pipe.connection)).paused.paused_by
+    assert await told("resume") == f"run '{run_name}' goes on (no trainer holds it at the moment)\n"
+    await TrainerLease.acquire(pipe.connection, 30.0)
+    said = await told("stop")
+    assert "was asked to stop" in said
+    assert "no trainer" not in said
+
+
+def test_a_run_at_rest_is_not_woken_to_be_told(tmp_path):
+    settings = settings_in(tmp_path, "rests")
+    (tmp_path / "redis").mkdir()
+    (tmp_path / "run.toml").write_text(dump_settings(settings))
+    with pytest.raises(PenstockError, match=r"run 'rests' does not go on, so there is nothing to pause; `penstock run"):
+        send_command("pause", str(tmp_path), "")
+
+
+# --- stop
+
+
+async def test_whoever_is_asked_to_stop_gets_nothing_more_and_hears_why(pipe):
+    await pipe.scored("a")
+    await stop(pipe.connection, ANN)
+    assert not pipe.connection.stopping.is_set()
+    claim = await pipe.stage("scored").claim(1)
+    assert (claim.leases, claim.due_s) == ([], None)
+    assert pipe.connection.stopping.is_set()
+
+
+async def test_a_worker_that_is_full_hears_of_a_stop_when_it_renews(pipe):
+    await pipe.feed("a")
+    worker = pipe.stage("prompts", lease_s=0.3)
+    await worker.claim(1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(worker.keep)
+        await anyio.sleep(0.15)
+        assert not pipe.connection.stopping.is_set()
+        await stop(pipe.connection, ANN)
+        with anyio.fail_after(2):
+            await pipe.connection.stopping.wait()
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_trainer_in_a_long_step_hears_of_a_stop_when_it_renews_its_right(pipe):
+    tenure = await TrainerLease.acquire(pipe.connection, 0.3)
+    await stop(pipe.connection, ANN)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(tenure.renew_forever)
+        with anyio.fail_after(2):
+            await pipe.connection.stopping.wait()
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_feeder_that_waits_for_room_hears_of_a_stop_at_once(pipe):
+    feed = Feed(pipe.connection, 1)
+    await feed.put([Prompt(id="a", messages=[])], "", "1")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(feed.put, [Prompt(id="b", messages=[])], "1", "2")
+        await anyio.sleep(0.2)
+        await stop(pipe.connection, ANN)
+        with anyio.fail_after(1):
+            await pipe.connection.stopping.wait()
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_stop_is_for_those_who_were_there_and_not_for_the_next_start(pipe, pipe_on, redis_url):
+    await pipe.feed("a", "b")
+    await stop(pipe.connection, ANN)
+    async with connect(redis_url, pipe.connection.run) as later:
+        assert len((await pipe_on(later).stage("prompts").claim(1)).leases) == 1
+        assert not later.stopping.is_set()
+        await stop(later, ANN)
+        assert (await pipe_on(later).stage("prompts", "again").claim(1)).leases == []
+        assert later.stopping.is_set()
+
+
+async def test_two_requests_to_stop_are_two_even_where_the_clock_was_set_back(pipe, redis_url):
+    await pipe.connection.write_hash("meta", {"stop": str(8 * 10**15)})
+    async with connect(redis_url, pipe.connection.run) as later:
+        await stop(later, ANN)
+        await later.poll_stop()
+        assert later.stopping.is_set()
+
+
+@pytest.mark.parametrize(("signals", "finishes"), [(0, True), (1, True), (2, False)])
+async def test_a_drain_that_a_stop_began_is_not_cut_by_the_first_signal(pipe, redis_url, tmp_path, signals, finishes):
+    """The supervisor that hears of a stop sends everybody a signal, who have heard of it by themselves."""
+    finished = False
+
+    async def main(role: WorkerContext) -> None:
+        nonlocal finished
+        await stop(pipe.connection, ANN)
+        await pipe_stage(role).claim(1)
+        assert role.stopping.is_set()
+        for _ in range(signals):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await anyio.sleep(0.1)
+        await anyio.sleep(0.2)
+        finished = True
+
+    def pipe_stage(role: WorkerContext):
+        return type(pipe)(role.connection).stage("scored")
+
+    settings = settings_in(tmp_path, pipe.connection.run, delivery={"grace_s": 5.0})
+    with anyio.fail_after(4):
+        await _run_connected("score", settings, redis_url, main)
+    assert finished == finishes
+
+
+async def test_a_drain_that_a_stop_began_ends_with_the_grace_time(pipe, redis_url, tmp_path):
+    async def main(role: WorkerContext) -> None:
+        await stop(pipe.connection, ANN)
+        await role.connection.poll_stop()
+        await anyio.sleep(60)
+
+    settings = settings_in(tmp_path, pipe.connection.run, delivery={"grace_s": 0.2})
+    with anyio.fail_after(4):
+        await _run_connected("score", settings, redis_url, main)

@@ -1,0 +1,76 @@
+"""Looking at a run changes nothing, and tells all of it at one moment."""
+
+import anyio
+import pytest
+
+from stream.connection.run_connection import connect
+from stream.errors import PenstockError
+from stream.operator.run_status import read_status
+from stream.trainer.lease import GroupOutcome, TrainerLease
+
+
+async def dump(connection) -> dict[bytes, bytes]:
+    keys = sorted([key async for key in connection.redis.scan_iter(f"{{{connection.run}}}*")])
+    return {key: await connection.redis.dump(key) for key in keys}
+
+
+async def busy_run(pipe, tmp_path) -> None:
+    """One group in every state."""
+    await pipe.scored("trained", "waiting")
+    await pipe.rolled_out("unscored")
+    await pipe.feed("claimed", "delayed", "dead", "unclaimed")
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer = pipe.stage("scored", "trainer")
+    (lease,) = (await trainer.claim(1)).leases
+    await tenure.commit(trainer, [GroupOutcome(lease, "trained")], release_version=1)
+    await tenure.publish(0, tmp_path, 0, {"reward": 1.0})
+    worker = pipe.stage("prompts", "worker", backoff_s=100.0)
+    _claimed, delayed, dead = (await worker.claim(3)).leases
+    await worker.release(delayed, "infra", "no tool server")
+    await worker.bury(dead, "unreadable", "altered")
+
+
+async def test_a_look_tells_every_state(pipe, tmp_path):
+    await busy_run(pipe, tmp_path)
+    view = await read_status(pipe.connection)
+    prompts, groups, scored = (view.stages[name] for name in ("prompts", "groups", "scored"))
+    assert (prompts.depth, prompts.claimed, prompts.delayed, prompts.lag) == (3, 1, 1, 1)
+    assert prompts.consumers == {"worker": 1}
+    assert (groups.depth, groups.lag, groups.consumers) == (1, 1, {})
+    assert (scored.depth, scored.trained, scored.lag) == (2, 1, 1)
+    assert view.outstanding == 4  # claimed, unscored, waiting, and trained for a version yet to be published
+    assert (view.open, view.dead, view.version, view.metrics) == (5, 1, 0, {"reward": 1.0})
+    assert view.balance == {"fed": 7, "trained": 1, "dropped": 0, "dead": 1, "outstanding": 5}
+    assert 0 <= prompts.oldest_age_ms < 10_000
+
+
+async def test_a_look_is_read_only(pipe, tmp_path, redis_url):
+    await busy_run(pipe, tmp_path)
+    before = await dump(pipe.connection)
+    async with connect(redis_url, pipe.connection.run, create=False) as visitor:
+        for _ in range(3):
+            await read_status(visitor)
+    assert await dump(pipe.connection) == before
+
+
+async def test_an_unknown_run_is_an_error_and_is_not_made(redis_url):
+    async with connect(redis_url, "nobody-ran-this", create=False) as visitor:
+        with pytest.raises(PenstockError, match="nobody-ran-this"):
+            await read_status(visitor)
+        assert await dump(visitor) == {}
+
+
+async def test_rates_are_entries_settled_a_second(pipe):
+    await pipe.rolled_out(*(f"p{i}" for i in range(10)))
+    rate = (await read_status(pipe.connection)).stages["prompts"].rate
+    assert 5 <= rate <= 10  # ten within this second, or this one and the one before
+    await anyio.sleep(2.0)
+    assert (await read_status(pipe.connection)).stages["prompts"].rate < rate
+    assert (await read_status(pipe.connection)).stages["groups"].rate == 0
+
+
+async def test_two_runs_on_one_server_do_not_see_each_other(pipe, redis_url, pipe_on):
+    await pipe.feed("a")
+    async with connect(redis_url, f"{pipe.connection.run}-too") as other:
+        stage = pipe_on(other).stage("prompts")
+        assert (await stage.claim(1)).leases == []

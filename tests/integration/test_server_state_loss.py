@@ -1,0 +1,137 @@
+"""A server that was killed, and came back without the last that it was told."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+
+import anyio
+import pytest
+
+from stream import server_process as server
+from stream.connection.keys import CONSUMER_GROUP
+from stream.connection.run_connection import connect
+from stream.errors import ServerError
+from stream.operator.dead_letters import list_dead_letters
+from stream.operator.run_status import read_status
+from stream.server_process import private_server
+from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.ledger import Ledger, LedgerRecord
+from workers.feed.worker import feed
+from workers.runtime.context import WorkerContext
+from workers.settings.toml_file import parse_settings
+
+
+async def until(condition: Callable, within_s: float = 10.0) -> None:
+    with anyio.fail_after(within_s):
+        while not await condition():
+            await anyio.sleep(0.02)
+
+
+async def test_a_private_server_that_is_killed_comes_back_with_its_data(tmp_path, run_name, pipe_on):
+    async with private_server(tmp_path / "redis", fsync="always") as url, connect(url, run_name) as connection:
+        await pipe_on(connection).feed("a")
+        before = await connection.redis.info("server")
+        os.kill(before["process_id"], signal.SIGKILL)
+        assert (await read_status(connection)).stages["prompts"].depth == 1
+        assert (await connection.redis.info("server"))["run_id"] != before["run_id"]
+
+
+async def test_a_private_server_that_cannot_come_back_ends_the_run_with_its_reason(tmp_path, run_name, monkeypatch):
+    monkeypatch.setattr(server, "_MAX_EXITS", 3)
+    with pytest.RaisesGroup(pytest.RaisesExc(ServerError, match=r"died 3 times .*server\.log")):
+        async with private_server(tmp_path / "redis") as url, connect(url, run_name) as connection:
+            pid = (await connection.redis.info("server"))["process_id"]
+            manifest = next((tmp_path / "redis").rglob("*.manifest"))
+            manifest.write_text("junk")
+            os.kill(pid, signal.SIGKILL)
+            await anyio.sleep(20)
+
+
+async def test_a_trainer_tells_it_again_which_version_there_is(pipe, tmp_path):
+    await pipe.scored("a")
+    await pipe.feed("b")
+    tenure = await TrainerLease.acquire(pipe.connection, 0.3)
+    trainer, rollout = pipe.stage("scored", "trainer"), pipe.stage("prompts", capacity=1)
+    (lease,) = (await trainer.claim(1)).leases
+    await tenure.commit(trainer, [GroupOutcome(lease, "trained")], release_version=4)
+    await tenure.publish(4, tmp_path, 2, {"step": 2})
+    key = pipe.connection.key
+    await pipe.connection.redis.hset(key("policy"), mapping={"version": "3", "step": "1"})
+    await pipe.connection.redis.zadd(key("places"), {lease.id: 4})
+    assert (await rollout.claim(1)).leases == []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(tenure.renew_forever)
+
+        async def told() -> bool:
+            view = await read_status(pipe.connection)
+            return (view.version, view.policy["step"], view.metrics) == (4, "2", {"step": 2})
+
+        await until(told)
+        tasks.cancel_scope.cancel()
+    assert len((await rollout.claim(1)).leases) == 1
+
+
+async def test_an_older_version_never_replaces_a_newer_one(pipe, tmp_path):
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    await tenure.publish(5, tmp_path, 5, {})
+    await tenure.publish(4, tmp_path, 4, {})
+    assert (await read_status(pipe.connection)).version == 5
+
+
+@pytest.mark.parametrize("when", ["as the run ends", "as a trainer begins"])
+async def test_the_second_copy_of_a_trained_prompt_that_dies_is_nobodys_end(pipe, tmp_path, when):
+    ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    await pipe.feed("a", "b")
+    rollout = pipe.stage("prompts")
+    for lease in (await rollout.claim(2)).leases:
+        await rollout.bury(lease, "infra", "its workers died")
+    await anyio.to_thread.run_sync(ledger.append, [LedgerRecord("a", "trained", 1, 0, "")])  # the server forgot that
+    assert (await pipe.balance())["dead"] == 2
+    if when == "as the run ends":
+        await tenure.reconcile_server(ledger)
+        await tenure.reconcile_server(ledger)
+    else:
+        await tenure.recover(ledger)
+    assert {letter.prompt_id: letter.ends_prompt for letter in await list_dead_letters(pipe.connection)} == {
+        "a": False,
+        "b": True,
+    }
+    balance = await pipe.balance()
+    assert (balance["trained"], balance["dead"]) == (1, 1)
+    assert (await read_status(pipe.connection)).counts["junk"] == 1
+    ledger.close()
+
+
+async def test_a_feeder_that_was_done_feeds_again_what_was_forgotten(pipe, tmp_path):
+    rows = [json.dumps({"prompt": f"Say {i}."}) for i in range(5)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    settings = parse_settings(
+        {
+            "run": {"name": pipe.connection.run, "folder": str(tmp_path / "run")},
+            "model": {"path": str(tmp_path)},
+            "data": {"path": str(tmp_path / "prompts.jsonl"), "shuffle": False},
+            "environments": {"calculator": "calculator"},
+        }
+    )
+    role = WorkerContext(
+        settings=settings, connection=pipe.connection, consumer="feed", stopping=pipe.connection.stopping
+    )
+    redis, key = pipe.connection.redis, pipe.connection.key
+
+    async def is_done() -> bool:
+        return await redis.hget(key("feed"), "done") == b"1"
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(feed, role)
+        await until(is_done)
+        # As it was before the feeder came.
+        await redis.delete(key("prompts"), key("open"), key("counts"), key("feed"))
+        await redis.xgroup_create(key("prompts"), CONSUMER_GROUP, id="0", mkstream=True)
+        await until(is_done)
+        assert (await read_status(pipe.connection)).stages["prompts"].depth == 5
+        assert (await pipe.balance())["fed"] == 5
+        # It goes home with the run.
+        tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+        await tenure.finish_run("all done")

@@ -1,0 +1,357 @@
+"""The trainer's right to a run: fencing, marks, acknowledgement, recovery."""
+
+import subprocess
+import sys
+import time
+
+import anyio
+import pytest
+
+from stream.errors import FencedError, RunMismatchError, ServerError
+from stream.operator.run_status import read_status
+from stream.queue.feed import Feed
+from stream.trainer.lease import GroupOutcome, TrainerLease, read_published_policy
+from stream.trainer.ledger import Ledger, LedgerRecord
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    found = Ledger(tmp_path / "ledger.jsonl")
+    yield found
+    found.close()
+
+
+def line(prompt: str, end: str = "trained") -> LedgerRecord:
+    return LedgerRecord(prompt, end, 1, 0, "")
+
+
+async def hold(ledger: Ledger, lines: list[LedgerRecord]) -> None:
+    await anyio.to_thread.run_sync(ledger.append, lines)
+
+
+async def train(pipe, tenure, ends: dict[str, str], ledger: Ledger | None = None) -> list[str]:
+    """Claim scored groups and end them; returns their entry ids."""
+    trainer = pipe.stage("scored", f"trainer-{tenure.token}")
+    leases = (await trainer.claim(100)).leases
+    mine = [GroupOutcome(lease, ends[lease.prompt_id]) for lease in leases if lease.prompt_id in ends]
+    if ledger is not None:
+        await hold(ledger, [line(end.lease.prompt_id, end.outcome) for end in mine if ":" not in end.outcome[:6]])
+    assert await tenure.commit(trainer, mine, frees_at=1) == []
+    return [end.lease.id for end in mine]
+
+
+async def test_a_second_trainer_is_refused_while_the_first_renews(pipe):
+    first = await TrainerLease.acquire(pipe.connection, 0.3)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(first.renew_forever)
+        with pytest.raises(FencedError, match=r"trains run .* already"):
+            await TrainerLease.acquire(pipe.connection, 0.3)
+        assert await first.reserve_version(0) == 1
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_trainer_that_falls_silent_is_succeeded_after_its_lease(pipe):
+    began = time.monotonic()
+    await TrainerLease.acquire(pipe.connection, 0.4)
+    await TrainerLease.acquire(pipe.connection, 0.4)
+    assert 0.35 < time.monotonic() - began < 1.0
+
+
+async def test_a_trainer_whose_process_is_gone_is_succeeded_at_once(pipe, redis_url):
+    code = f"""
+import anyio, os
+from stream.connection.run_connection import connect
+from stream.trainer.lease import Tenure
+async def main():
+    async with connect({redis_url!r}, {pipe.connection.run!r}) as link:
+        await TrainerLease.acquire(link, 600.0)
+        os.kill(os.getpid(), 9)
+anyio.run(main)
+"""
+    killed = await anyio.to_thread.run_sync(
+        lambda: subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL)
+    )
+    assert killed.returncode == -9
+    with anyio.fail_after(1):
+        await TrainerLease.acquire(pipe.connection, 0.3)
+
+
+async def test_a_trainer_that_gave_up_its_right_is_succeeded_at_once(pipe):
+    first = await TrainerLease.acquire(pipe.connection, 600.0)
+    await first.release()
+    with anyio.fail_after(1):
+        await TrainerLease.acquire(pipe.connection, 600.0)
+
+
+async def test_every_verb_of_a_zombie_is_refused(pipe, ledger, tmp_path):
+    await pipe.scored("a")
+    zombie = await TrainerLease.acquire(pipe.connection, 0.05)
+    trainer = pipe.stage("scored", "zombie")
+    (lease,) = (await trainer.claim(1)).leases
+    await anyio.sleep(0.06)
+    heir = await TrainerLease.acquire(pipe.connection, 30.0)
+    for verb in (
+        zombie.commit(trainer, [GroupOutcome(lease, "trained")], release_version=1),
+        zombie.acknowledge([lease.id]),
+        zombie.reserve_version(0),
+        zombie.publish(1, tmp_path, 1, {}),
+        zombie.finish_run("done"),
+        zombie.recover(ledger),
+    ):
+        with pytest.raises(FencedError, match="another trainer has taken over"):
+            await verb
+    with anyio.fail_after(1), pytest.raises(FencedError):
+        await zombie.renew_forever()
+    await zombie.release()  # gives up what it does not have
+    assert (await read_status(pipe.connection)).policy["owner"]
+    assert (await read_status(pipe.connection)).counts == {"fed": 1}
+    assert (await read_published_policy(pipe.connection)).version == -1
+    assert await heir.recover(ledger) == 0
+    assert await train(pipe, heir, {"a": "trained"})
+
+
+async def test_a_server_that_forgot_its_last_writes_still_knows_the_younger_trainer(pipe):
+    old = await TrainerLease.acquire(pipe.connection, 0.01)
+    await anyio.sleep(0.02)
+    young = await TrainerLease.acquire(pipe.connection, 30.0)
+    await pipe.connection.redis.hset(pipe.connection.key("policy"), "fence", old.token)
+    assert await young.reserve_version(0) == 1
+    with pytest.raises(FencedError):
+        await old.reserve_version(0)
+
+
+async def test_a_server_that_was_emptied_is_no_other_trainer(pipe):
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    await pipe.connection.redis.delete(pipe.connection.key("policy"))
+    with pytest.raises(ServerError, match="no longer knows run"):
+        await tenure.reserve_version(0)
+    heir = await TrainerLease.acquire(pipe.connection, 30.0)
+    assert heir.token > tenure.token
+
+
+async def test_a_token_is_above_what_the_folder_knows_on_a_server_whose_clock_is_behind(pipe):
+    ahead = 2**52
+    assert (await TrainerLease.acquire(pipe.connection, 0.01, min_token=ahead)).token == ahead + 1
+
+
+async def test_a_marked_group_stays_until_it_is_acknowledged(pipe):
+    await pipe.scored("a", "b", "c")
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    marked = await train(pipe, tenure, {"a": "trained", "b": "dropped:stale", "c": "trained"})
+    view = await read_status(pipe.connection)
+    assert (view.stages["scored"].depth, view.stages["scored"].trained, view.open) == (3, 3, 0)
+    assert view.counts == {"fed": 3, "trained": 2, "dropped:stale": 1}
+    assert (await pipe.stage("scored", "other").claim(10)).leases == []
+    await tenure.acknowledge(marked[:2])
+    await tenure.acknowledge(marked)  # a reply was lost
+    assert (await read_status(pipe.connection)).stages["scored"].depth == 0
+    assert await pipe.connection.redis.hlen(pipe.connection.key("scored:ended")) == 0
+    await pipe.balance()
+
+
+async def test_marks_outlive_every_lease(pipe):
+    await pipe.scored("a")
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer = pipe.stage("scored", "trainer", lease_s=0.02)
+    (lease,) = (await trainer.claim(1)).leases
+    await tenure.commit(trainer, [GroupOutcome(lease, "trained")], release_version=1)
+    assert trainer.held == {}
+    await anyio.sleep(0.03)
+    assert (await pipe.stage("scored", "other").claim(10)).leases == []
+
+
+async def test_a_commit_repeated_after_a_lost_reply_is_one_commit(pipe):
+    await pipe.scored("a")
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer = pipe.stage("scored", "trainer")
+    ends = [GroupOutcome(lease, "trained") for lease in (await trainer.claim(1)).leases]
+    for _ in range(2):
+        assert await tenure.commit(trainer, ends, release_version=1) == []
+    assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1}
+
+
+async def test_a_commit_says_what_was_lost_before_it(pipe):
+    await pipe.scored("a", "b")
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer = pipe.stage("scored", "trainer", lease_s=0.05)
+    kept, lost = (await trainer.claim(2)).leases
+    await anyio.sleep(0.06)
+    taken = (await pipe.stage("scored", "other").claim(1)).leases
+    kept, lost = (lost, kept) if taken[0].id == kept.id else (kept, lost)
+    answer = await tenure.commit(
+        trainer, [GroupOutcome(kept, "trained"), GroupOutcome(lost, "trained")], release_version=1
+    )
+    assert answer == [lost.id]
+    assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
+
+
+async def test_version_numbers_are_never_used_twice(pipe):
+    first = await TrainerLease.acquire(pipe.connection, 30.0)
+    assert [await first.reserve_version(-1), await first.reserve_version(-1)] == [0, 1]
+    await first.release()
+    second = await TrainerLease.acquire(pipe.connection, 30.0)
+    assert await second.reserve_version(0) == 2
+    assert await second.reserve_version(17) == 18  # an engine, or a checkpoint, knows more than a server that forgot
+
+
+async def test_the_published_policy_is_what_everybody_reads(pipe, tmp_path):
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    assert (await read_published_policy(pipe.connection)).version == -1
+    await tenure.publish(3, tmp_path / "v3", 12, {"reward": 0.5, "odd": float("nan")})
+    policy = await read_published_policy(pipe.connection)
+    assert (policy.version, policy.path, policy.step) == (3, str(tmp_path / "v3"), 12)
+    assert (await pipe.stage("prompts").claim(1)).version == 3
+    assert (await read_status(pipe.connection)).metrics == {"reward": 0.5, "odd": None}
+
+
+async def test_recovery_acknowledges_what_the_ledger_holds_and_brings_the_rest_again(pipe, ledger):
+    await pipe.scored("a", "b", "c", "d")
+    dead = await TrainerLease.acquire(pipe.connection, 0.01)
+    await train(pipe, dead, {"a": "trained", "b": "dropped:stale", "c": "trained", "d": "trained"})
+    await anyio.sleep(0.02)
+    await hold(ledger, [line("a"), line("b", "dropped:stale")])  # the checkpoint is older than the steps of c and d
+    heir = await TrainerLease.acquire(pipe.connection, 30.0)
+    assert await heir.recover(ledger) == 2
+    view = await read_status(pipe.connection)
+    assert (view.counts, view.open) == ({"fed": 4, "trained": 1, "dropped:stale": 1}, 2)
+    await pipe.balance()
+    claim = await pipe.stage("scored", "heir").claim(10)
+    assert sorted(lease.prompt_id for lease in claim.leases) == ["c", "d"]
+
+
+async def test_recovery_takes_back_what_the_dead_trainer_had_in_hand(pipe, ledger):
+    await pipe.scored("a", "b")
+    await TrainerLease.acquire(pipe.connection, 0.01)
+    await pipe.stage("scored", "dead").claim(2)
+    await anyio.sleep(0.02)
+    heir = await TrainerLease.acquire(pipe.connection, 30.0)
+    assert await heir.recover(ledger) == 0
+    assert len((await pipe.stage("scored", "heir").claim(10)).leases) == 2
+
+
+async def test_recovery_twice_is_recovery_once(pipe, ledger):
+    await pipe.scored("a", "b")
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    await train(pipe, tenure, {"a": "trained", "b": "trained"}, ledger)
+    ledger.ends.pop("b")
+    await tenure.recover(ledger)
+    await tenure.recover(ledger)
+    assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
+
+
+async def test_recovery_of_many_marks(pipe, ledger):
+    names = [f"p{i}" for i in range(1200)]
+    await pipe.scored(*names)
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer = pipe.stage("scored", "trainer")
+    leases = (await trainer.claim(1200)).leases
+    await tenure.commit(trainer, [GroupOutcome(lease, "trained") for lease in leases], release_version=1)
+    await hold(ledger, [line(name) for name in names[:600]])
+    assert await tenure.recover(ledger) == 600
+    assert await pipe.balance() == {"fed": 1200, "trained": 600, "dropped": 0, "dead": 0, "outstanding": 600}
+
+
+async def test_recovery_keeps_what_the_operator_dropped(pipe, ledger):
+    await pipe.feed("a")
+    await pipe.connection.redis.hincrby(pipe.connection.key("counts"), "dropped:operator", 1)
+    await pipe.connection.redis.hdel(pipe.connection.key("open"), "a")
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    await tenure.recover(ledger)
+    assert (await read_status(pipe.connection)).dropped == {"operator": 1}
+
+
+async def test_a_duplicate_of_a_group_that_was_trained_counts_as_one(pipe, ledger):
+    """P21, after the group has ended."""
+    await pipe.scored("a")
+    await pipe.connection.redis.xadd(pipe.connection.key("scored"), {"prompt": "a", "payload": "again"})
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer = pipe.stage("scored", "trainer")
+    first, second = (await trainer.claim(2)).leases
+    await tenure.commit(
+        trainer, [GroupOutcome(first, "trained"), GroupOutcome(second, "again:trained")], release_version=1
+    )
+    assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1, "duplicates": 1}
+    await pipe.balance()
+
+
+async def test_the_twin_of_a_group_in_hand_takes_no_place_and_ends_nothing(pipe, ledger):
+    """P21, before the group has ended."""
+    await pipe.scored("a")
+    await pipe.connection.redis.xadd(pipe.connection.key("scored"), {"prompt": "a", "payload": "again"})
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer = pipe.stage("scored", "trainer")
+    second, first = (await trainer.claim(2)).leases
+    await tenure.commit(trainer, [GroupOutcome(second, f"twin:{first.id}")], release_version=1)
+    view = await read_status(pipe.connection)
+    assert (view.counts, view.open, view.outstanding) == ({"fed": 1, "duplicates": 1}, 1, 1)
+    await tenure.commit(trainer, [GroupOutcome(first, "trained")], release_version=1)
+    await pipe.balance()
+    await tenure.recover(ledger)  # from before the step: both come again
+    assert len((await pipe.stage("scored", "trainer-2").claim(5)).leases) == 2
+    await pipe.balance()
+
+
+async def test_an_end_that_the_server_forgot_is_counted_again(pipe, ledger):
+    """The ledger holds the end, the server that lost its last writes does not: the group comes again."""
+    await pipe.scored("a")
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    await train(pipe, tenure, {"a": "again:trained"})
+    assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1}
+    await pipe.balance()
+
+
+async def test_an_end_that_the_server_forgot_is_not_counted_twice_by_a_new_trainer(pipe, ledger):
+    await pipe.scored("a", "b")
+    await hold(ledger, [line("a")])
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    await tenure.recover(ledger)
+    assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
+    await train(pipe, tenure, {"a": "again:trained"})
+    assert (await read_status(pipe.connection)).counts == {"fed": 2, "trained": 1, "duplicates": 1}
+    assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
+
+
+async def test_a_ledger_that_lacks_what_was_acknowledged_is_refused(pipe, ledger):
+    await pipe.scored("a", "b")
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    await tenure.acknowledge(await train(pipe, tenure, {"a": "trained", "b": "trained"}))
+    with pytest.raises(RunMismatchError, match="2 prompts of run"):
+        await tenure.recover(ledger)
+
+
+async def test_a_run_is_rebuilt_from_its_ledger_on_an_emptied_server(pipe, ledger):
+    await hold(ledger, [line("a"), line("b", "dropped:stale")])
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    await tenure.recover(ledger)
+    await pipe.feed("c")  # the feeder starts over, and passes by what the ledger holds
+    feed = Feed(pipe.connection, 10)
+    await feed.put([], await feed.cursor(), "3", already_ended=2)
+    assert await pipe.balance() == {"fed": 3, "trained": 1, "dropped": 1, "dead": 0, "outstanding": 1}
+
+
+async def test_recovery_says_how_much_of_the_ledger_counts(pipe, tmp_path):
+    def cut_to_a_line() -> tuple[Ledger, int]:
+        ledger = Ledger(tmp_path / "cut.jsonl")
+        ledger.append([line("a")])
+        length = ledger.sync()
+        ledger.append([line("b")])
+        ledger.close()
+        return Ledger(ledger.path, length), length
+
+    cut, length = await anyio.to_thread.run_sync(cut_to_a_line)
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    await tenure.recover(cut)
+    cut.close()
+    assert (await read_status(pipe.connection)).policy["ledger"] == str(length)
+
+
+async def test_the_end_of_the_run_is_told_to_every_worker(pipe, ledger):
+    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    claim = await pipe.stage("prompts").claim(1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(pipe.stage("prompts").wait, claim)
+        with anyio.fail_after(1):
+            await tenure.finish_run("trained 3 steps")
+    assert (await pipe.stage("prompts").claim(1)).finished == "trained 3 steps"
+    await tenure.recover(ledger)
+    assert (await pipe.stage("prompts").claim(1)).finished == ""

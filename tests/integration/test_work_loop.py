@@ -1,0 +1,165 @@
+"""The loop of rollout workers and scorers, on a real server: each way that work can end."""
+
+import anyio
+import pytest
+
+from stream.codec import decode
+from stream.errors import DataError, EngineUnavailableError
+from stream.operator.dead_letters import list_dead_letters
+from stream.operator.run_status import read_status
+from stream.queue.feed import Feed
+from stream.queue.stage import RetryPolicy, Stage
+from stream.records import Group, Prompt
+from workers.runtime.work_loop import work_loop
+
+TERMS = RetryPolicy(lease_s=5.0, infra_attempts=3, data_attempts=2, backoff_s=0.02)
+
+
+async def feed(connection, n):
+    prompts = [Prompt(id=f"d:0:{i}", messages=[{"role": "user", "content": str(i)}]) for i in range(n)]
+    await Feed(connection, 1000).put(prompts, "", str(n))
+
+
+async def pump_until(connection, work, done, at_once=4):
+    """Pump until `done()` is true of the view of the run."""
+    stage = Stage(connection, "prompts", "w1", TERMS)
+    stopping = anyio.Event()
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+
+            async def main():
+                await work_loop(
+                    stage, lambda lease, version: work(stage, lease), concurrency=at_once, stopping=stopping
+                )
+
+            tasks.start_soon(main)
+            while not done(await read_status(connection)):
+                await anyio.sleep(0.01)
+            stopping.set()
+    assert not stage.leases
+    return stage
+
+
+async def settle(stage, lease):
+    await stage.settle(lease, "groups", Group(prompt=decode(lease.payload, Prompt), completions=[]))
+
+
+async def test_everything_that_comes_is_settled(connection):
+    await feed(connection, 50)
+    await pump_until(connection, settle, lambda view: view.stages["groups"].depth == 50)
+
+
+async def test_no_more_is_held_than_there_is_room_for(connection):
+    await feed(connection, 20)
+    most = 0
+
+    async def work(stage, lease):
+        nonlocal most
+        most = max(most, len(stage.held))
+        await anyio.sleep(0.01)
+        await settle(stage, lease)
+
+    await pump_until(connection, work, lambda view: view.stages["groups"].depth == 20, at_once=3)
+    assert most == 3
+
+
+@pytest.mark.parametrize(("error", "reason"), [(RuntimeError("boom"), "infra"), (DataError("no such image"), "data")])
+async def test_what_keeps_failing_becomes_a_dead_letter_and_its_neighbours_do_not(connection, error, reason):
+    await feed(connection, 5)
+
+    async def work(stage, lease):
+        if lease.prompt_id == "d:0:2":
+            raise error
+        await settle(stage, lease)
+
+    await pump_until(connection, work, lambda view: view.dead == 1 and view.stages["groups"].depth == 4)
+    (letter,) = await list_dead_letters(connection)
+    assert (letter.prompt_id, letter.reason, letter.ends_prompt) == ("d:0:2", reason, True)
+    assert str(error) in letter.error
+    assert decode(letter.payload, Prompt).id == "d:0:2"
+
+
+async def test_an_engine_that_is_away_costs_no_attempt(connection):
+    await feed(connection, 1)
+    tries = 0
+
+    async def work(stage, lease):
+        nonlocal tries
+        tries += 1
+        if tries <= 6:
+            raise EngineUnavailableError("nothing answers")
+        await settle(stage, lease)
+
+    await pump_until(connection, work, lambda view: view.stages["groups"].depth == 1)
+    assert tries == 7
+
+
+async def test_junk_is_buried_at_once(connection):
+    await connection.write_hash("meta", {"data": "known"})
+    await connection.redis.xadd(connection.key("prompts"), {"prompt": "d:0:0", "payload": b"junk"})
+
+    async def work(stage, lease):
+        decode(lease.payload, Prompt)
+
+    await pump_until(connection, work, lambda view: view.dead == 1)
+    (letter,) = await list_dead_letters(connection)
+    assert (letter.reason, letter.ends_prompt) == ("unreadable", False)
+
+
+async def test_being_asked_to_stop_gives_back_what_is_not_done(connection):
+    await feed(connection, 3)
+    stage = Stage(connection, "prompts", "w1", TERMS)
+    stopping = anyio.Event()
+
+    async def forever(lease, version):
+        await anyio.sleep_forever()
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: work_loop(stage, forever, concurrency=4, stopping=stopping))
+            while len(stage.leases) < 3:
+                await anyio.sleep(0.01)
+            stopping.set()
+            await anyio.sleep(0.05)
+            tasks.cancel_scope.cancel()
+    view = await read_status(connection)
+    assert view.stages["prompts"].delayed == 3
+    assert view.stages["prompts"].claimed == 0
+    again = await Stage(connection, "prompts", "w2", TERMS).claim(10)
+    assert [lease.infra_failures + lease.data_failures for lease in again.leases] == [0, 0, 0]
+
+
+async def test_a_worker_goes_home_when_the_run_has_ended(connection):
+    await connection.write_hash("meta", {"finished": "trained 3 steps"})
+    stage = Stage(connection, "prompts", "w1", TERMS)
+
+    async def never(lease, version):
+        raise AssertionError
+
+    with anyio.fail_after(3):
+        await work_loop(stage, never, concurrency=4, stopping=anyio.Event())
+
+
+async def test_a_lost_lease_cancels_the_work(connection):
+    await feed(connection, 1)
+    stage = Stage(connection, "prompts", "w1", RetryPolicy(lease_s=0.3))
+    outcome = []
+
+    async def slow(lease, version):
+        try:
+            await anyio.sleep(3)
+        finally:
+            outcome.append(lease.lost)
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            stopping = anyio.Event()
+            tasks.start_soon(lambda: work_loop(stage, slow, concurrency=1, stopping=stopping))
+            while not stage.leases:
+                await anyio.sleep(0.01)
+            (entry,) = stage.leases
+            await connection.redis.xclaim(connection.key("prompts"), "penstock", "thief", 0, [entry])
+            while not outcome:
+                await anyio.sleep(0.01)
+            stopping.set()
+    assert outcome == [True]

@@ -1,0 +1,34 @@
+"""`penstock algorithms`: everything that is registered, with its formula and source."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from workers.cli import penstock
+from workers.settings.presets import PRESETS
+from workers.train.algorithms.advantages import ESTIMATORS
+from workers.train.algorithms.losses import LOSSES
+from workers.train.algorithms.rejection import REJECTIONS
+
+
+def test_every_name_is_listed_for_programs_with_formula_source_and_defaults():
+    result = CliRunner().invoke(penstock, ["algorithms", "--json"])
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    for kind, registry in (
+        ("estimator.name", ESTIMATORS),
+        ("loss.name", LOSSES),
+        ("correction.reject, rule", REJECTIONS),
+    ):
+        assert {entry["name"] for entry in found[kind]} == set(registry)
+        assert all(entry["formula"] and entry["source"] for entry in found[kind])
+    (grpo,) = (entry for entry in found["estimator.name"] if entry["name"] == "grpo")
+    assert grpo["options"] == {"normalize_std": True, "leave_one_out": False, "epsilon": 1e-4}
+    assert set(found["correction.preset"]) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", sorted({*ESTIMATORS, *LOSSES, *PRESETS}))
+def test_every_name_is_shown_to_people(name):
+    result = CliRunner().invoke(penstock, ["algorithms"])
+    assert f"\n  {name} " in result.stdout

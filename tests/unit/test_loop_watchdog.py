@@ -1,0 +1,55 @@
+"""Code that holds the event loop is named in the log."""
+
+import time
+
+import anyio
+import pytest
+from anyio import CapacityLimiter
+from structlog.testing import capture_logs
+
+from envs.call import CallRunner
+from workers.runtime.loop_watchdog import LoopWatchdog
+
+
+class Rude:
+    async def nap(self, until):
+        while not until():
+            time.sleep(0.01)  # noqa: ASYNC251  (what this is about)
+
+    async def deep(self, until):
+        await self.nap(until)
+
+
+@pytest.mark.parametrize("method", ["nap", "deep"])
+async def test_who_holds_the_loop_is_named_once(method, blockbuster):
+    found = []
+    rude = getattr(Rude(), method)
+    with capture_logs() as logs:
+
+        def until():
+            found[:] = [line for line in logs if line["event"] == "event_loop.blocked"]
+            return found
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(LoopWatchdog(0.1).watch)
+            await anyio.wait_all_tasks_blocked()
+            blockbuster.deactivate()  # a user's blocking call is what this is about
+            try:
+                await CallRunner(CapacityLimiter(1)).call(rude, {"until": until}, 60)
+            finally:
+                blockbuster.activate()
+            tasks.cancel_scope.cancel()
+    (line,) = found
+    assert "test_loop_watchdog.py:" in line["by"]
+    assert line["by"].endswith(f"Rude.{method}")
+
+
+async def test_a_loop_that_turns_is_not_told_of():
+    with capture_logs() as logs:
+        async with anyio.create_task_group() as tasks:
+            watch = LoopWatchdog(0.01)
+            tasks.start_soon(watch.watch)
+            while watch._beats < 20:
+                await anyio.sleep(0.001)
+            tasks.cancel_scope.cancel()
+    assert [line for line in logs if line["event"] == "event_loop.blocked" and "test_held_loop" in line["by"]] == []

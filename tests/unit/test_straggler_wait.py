@@ -1,0 +1,59 @@
+"""For whom a step waits, and how long."""
+
+import pytest
+
+from workers.train.groups import straggler_wait as stragglers
+from workers.train.groups.straggler_wait import StragglerWait
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(stragglers.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_it_waits_until_none_has_come_for_so_long(clock):
+    waiting = StragglerWait(10.0)
+    assert waiting.abandoned({"a": 3, "b": 3}) == set()
+    assert waiting.should_wait(["a", "b"], paused=False)
+    clock[0] += 9
+    assert waiting.remaining_s == pytest.approx(1.0, abs=0.01)
+    assert waiting.should_wait(["b"], paused=False)  # a has come
+    clock[0] += 9
+    assert waiting.should_wait(["b"], paused=False)
+    clock[0] += 2
+    assert not waiting.should_wait(["b"], paused=False)
+    assert waiting.pop_metrics() == {"stragglers/seconds": 20.0, "stragglers/abandoned": 1}
+    assert waiting.pop_metrics() == {"stragglers/seconds": 0.0, "stragglers/abandoned": 0}
+    assert waiting.abandoned({"b": 3}) == {"b"}
+
+
+def test_who_comes_in_time_is_not_given_up(clock):
+    waiting = StragglerWait(10.0)
+    waiting.abandoned({"a": 3})
+    assert waiting.should_wait(["a"], paused=False)
+    clock[0] += 4
+    assert not waiting.should_wait([], paused=False)
+    assert waiting.pop_metrics() == {"stragglers/seconds": 4.0, "stragglers/abandoned": 0}
+    assert waiting.abandoned({"a": 3}) == set()
+
+
+def test_begun_anew_it_is_awaited_like_any_other(clock):
+    waiting = StragglerWait(10.0)
+    waiting.abandoned({"a": 3})
+    waiting.should_wait(["a"], paused=False)
+    clock[0] += 11
+    assert not waiting.should_wait(["a"], paused=False)
+    assert waiting.abandoned({"a": 3, "b": 4}) == {"a"}
+    assert waiting.abandoned({"a": 4}) == set()
+    assert waiting.abandoned({"a": 3}) == set()
+
+
+def test_while_the_run_is_paused_time_does_not_count(clock):
+    waiting = StragglerWait(10.0)
+    waiting.abandoned({"a": 3})
+    for _ in range(5):
+        assert waiting.should_wait(["a"], paused=True)
+        clock[0] += 9
+    assert waiting.should_wait(["a"], paused=False)

@@ -1,0 +1,105 @@
+"""`penstock algorithms`: every registered function of the mathematics, with its options, formula and source."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+import click
+import msgspec
+from msgspec import Struct
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from workers.settings import sections
+from workers.settings.presets import PRESETS, Preset
+from workers.train.algorithms.advantages import ESTIMATORS
+from workers.train.algorithms.aggregation import AGGREGATIONS
+from workers.train.algorithms.divergence import DIVERGENCES
+from workers.train.algorithms.filters import FILTERS
+from workers.train.algorithms.importance import IMPORTANCE_LEVELS
+from workers.train.algorithms.losses import LOSSES
+from workers.train.algorithms.normalization import NORMALIZERS
+from workers.train.algorithms.registry import Registry, RegistryEntry
+from workers.train.algorithms.rejection import REJECTIONS
+from workers.train.algorithms.shaping import REWARD_SHAPINGS
+
+_KINDS: Final[tuple[tuple[str, Registry[Any]], ...]] = (
+    ("estimator.name", ESTIMATORS),
+    ("loss.name", LOSSES),
+    ("algorithm.aggregation", AGGREGATIONS),
+    ("algorithm.kl_divergence", DIVERGENCES),
+    ("reward_normalization, advantage_normalization", NORMALIZERS),
+    ("shaping", REWARD_SHAPINGS),
+    ("filter", FILTERS),
+    ("correction.weights", IMPORTANCE_LEVELS),
+    ("correction.reject, rule", REJECTIONS),
+)
+"""Each with the key of the settings that picks from it."""
+
+
+class AlgorithmEntry(Struct, kw_only=True):
+    """One function, as `--json` says it."""
+
+    name: str
+    options: dict[str, Any]
+    """With their defaults, where the settings have a table for this name; else null."""
+    formula: str
+    source: str
+
+
+def show_algorithms(*, as_json: bool) -> None:
+    """Print them all."""
+    found = {
+        kind: [_entry(kind, registry[name]) for name in _names_in_settings_order(kind, registry)]
+        for kind, registry in _KINDS
+    }
+    presets = {name: preset._asdict() for name, preset in PRESETS.items()}
+    if as_json:
+        click.echo(msgspec.json.encode(found | {"correction.preset": presets}))
+        return
+    console = Console()
+    for kind, entries in found.items():
+        _print(console, kind, {entry.name: _lines(entry) for entry in entries})
+    _print(console, "correction.preset", {name: _preset_lines(preset) for name, preset in PRESETS.items()})
+
+
+def _print(console: Console, kind: str, entries: Mapping[str, list[str]]) -> None:
+    """One kind: names on the left, what is to be said of each on the right."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="bold")
+    grid.add_column()
+    for name, lines in entries.items():
+        grid.add_row(name, Text("\n".join(lines)))
+    console.print(Text(kind, style="bold underline"), Padding(grid, (0, 0, 1, 2)))
+
+
+def _lines(entry: AlgorithmEntry) -> list[str]:
+    options = ", ".join(
+        f"{name} = {json.dumps(value)}" if value is not None else name for name, value in entry.options.items()
+    )
+    return [entry.formula, *([options] if options else []), entry.source]
+
+
+def _preset_lines(preset: Preset) -> list[str]:
+    weights = f"{preset.weights}, {preset.outside} outside {preset.lower:g} ... {preset.upper:g}"
+    rules = [f"reject {rule} {lower:g} ... {upper:g}" for rule, lower, upper in preset.reject]
+    told = [f"weights {weights}" if preset.weights != "none" else "no weights", *rules]
+    loss = "reinforce" if preset.loss == "reinforce" else "a loss with a ratio"
+    return ["; ".join([*told, f"proximal {'engine' if preset.bypass else 'recompute'}, {loss}"])]
+
+
+def _names_in_settings_order(kind: str, registry: Registry[Any]) -> list[str]:
+    """Names in the order of the settings, where these have an order."""
+    table = sections().get(kind.partition(".")[0], [])
+    return [str(k.__struct_config__.tag) for k in table] if len(table) > 1 else list(registry)
+
+
+def _entry(kind: str, entry: RegistryEntry[Any]) -> AlgorithmEntry:
+    defaults: dict[str, Any] = {}
+    for choice in sections().get(kind.partition(".")[0], []):
+        if choice.__struct_config__.tag == entry.name:
+            defaults = msgspec.structs.asdict(choice())
+    options = defaults or dict.fromkeys(entry.option_names)
+    return AlgorithmEntry(name=entry.name, options=options, formula=entry.formula, source=entry.source)

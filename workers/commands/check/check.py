@@ -1,0 +1,79 @@
+"""The command: check, print, and say by the exit code whether it can be used."""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import anyio
+import click
+import msgspec
+from rich.console import Console
+
+from envs.call import CallRunner, Ok
+from stream.errors import SettingsError
+from workers.commands.check.check_report import EnvironmentReport, RewardReport
+from workers.commands.check.environment_check import check_environment
+from workers.commands.check.rendering import render_report
+from workers.commands.check.reward_check import check_reward, is_reward_function
+from workers.runtime.aside import run_aside
+from workers.runtime.log_setup import configure_logging
+
+_LOAD_TIMEOUT_S = 120.0
+
+
+def check_reference(
+    ref: str,
+    fields: Mapping[str, object] | Iterable[str],
+    as_json: bool,
+    args: Mapping[str, object] | Iterable[str] = (),
+    environment: str = "",
+) -> int:
+    """Check, print, and return the exit code.
+
+    Args:
+        ref: an environment, or a reward function.
+        fields: of the row: by name, or as texts of the form `name=value`, where a value that is JSON is read as such.
+        as_json: print the report as JSON.
+        args: for the factory, or the reward function; as `fields`.
+        environment: for a reward function that looks at environments.
+
+    Returns:
+        0 if it can be used, 1 if not.
+
+    Raises:
+        SettingsError: a field or an argument is not of the form `name=value`.
+    """
+    row, given = _parse_pairs(fields, "--field"), _parse_pairs(args, "--args")
+    configure_logging("check")
+    report = run_aside(partial(_check, ref, row, given, environment))
+    if as_json:
+        encoded = msgspec.json.encode(report, enc_hook=str)
+        click.echo(msgspec.json.format(encoded, indent=2).decode())
+    else:
+        Console().print(render_report(report))
+    return 0 if report.ok else 1
+
+
+async def _check(
+    ref: str, row: dict[str, Any], args: dict[str, Any], environment: str
+) -> EnvironmentReport | RewardReport:
+    outcome = await CallRunner(anyio.CapacityLimiter(1)).call(
+        is_reward_function, {"ref": ref, "args": args}, _LOAD_TIMEOUT_S
+    )
+    if isinstance(outcome, Ok) and outcome.value:
+        return await check_reward(ref, row, args=args, environment=environment)
+    return await check_environment(ref, row, args=args)
+
+
+def _parse_pairs(given: Mapping[str, object] | Iterable[str], option: str) -> dict[str, Any]:
+    return dict(given) if isinstance(given, Mapping) else dict(_parse_pair(text, option) for text in given)
+
+
+def _parse_pair(text: str, option: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise SettingsError(f"{option} {text}: write it as name=value")
+    try:
+        return name, msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        return name, value

@@ -1,0 +1,215 @@
+"""An environment, played without a model.
+
+The episode goes through the same slot that a rollout worker uses, so that what is shown as a tool's answer, an
+observation or a reward is what a run would see. Arguments of tools are made up from their schemas; a tool that refuses
+them is in order, and is shown refusing.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import anyio
+
+from envs.call import CallRunner, Ok
+from envs.factory import EnvironmentFactory
+from envs.references import class_key
+from envs.rewards.env_reward import accepts_messages
+from envs.rewards.merge import merge_parts
+from envs.snapshot import omitted_attributes, thaw
+from envs.tools import ToolSpec
+from envs.tools.examples import example_arguments
+from stream.errors import PenstockError
+from stream.records import Failure, Message
+from stream.validity import Measured, RewardReason, Unmeasured
+from workers.commands.check.check_report import EnvironmentReport, ToolTrial, failure_reason
+from workers.rollout.environment_slot import EnvironmentSlot
+from workers.rollout.tool_formats.parsed_turn import ToolCall
+from workers.settings import Rollout
+
+_LOAD_TIMEOUT_S = 120.0
+_COMPARE_TIMEOUT_S = 30.0
+_MUTABLE = (list, dict, set, bytearray, deque)
+
+
+async def check_environment(
+    ref: str,
+    fields: dict[str, Any],
+    limits: Rollout | None = None,
+    args: Mapping[str, Any] = MappingProxyType({}),
+) -> EnvironmentReport:
+    """Load an environment and play one episode with it.
+
+    Args:
+        ref: an entry point's name, `package.module:attr`, or `path/to/file.py:attr`.
+        fields: the prompt's fields, for `reset`.
+        limits: deadlines and the snapshot's size; those of `[rollout]` unless given.
+        args: for the factory.
+    """
+    limits = limits or Rollout()
+    report = EnvironmentReport(ref=ref, fields=fields, args=dict(args))
+    caller = CallRunner(anyio.CapacityLimiter(4))
+    loaded = await caller.call(EnvironmentFactory.load, {"ref": ref, "args": args}, _LOAD_TIMEOUT_S)
+    if not isinstance(loaded, Ok):
+        report.errors.append(failure_reason(loaded))
+        return report
+    factory: EnvironmentFactory = loaded.value
+    report.reference_kind = factory.reference.kind
+    report.environment = class_key(factory.environment_class)
+    report.has_reward = factory.has_reward
+    slot = EnvironmentSlot(ref, factory, caller)
+    try:
+        await _play_episode(report, factory, slot, limits)
+    finally:
+        await slot.close()
+    if not report.errors:
+        await _compare_two_episodes(report, factory, caller, limits)
+    _inspect_class(report, factory)
+    report.ok = not report.errors
+    return report
+
+
+async def _play_episode(
+    report: EnvironmentReport, factory: EnvironmentFactory, slot: EnvironmentSlot, limits: Rollout
+) -> None:
+    observation = await slot.reset(report.fields, seed=0, index=0, timeout_s=limits.reset_timeout_s)
+    if isinstance(observation, Failure):
+        report.errors.append(f"{observation.detail}; reset gets the row's fields: give them with --field name=value")
+        return
+    report.observation = observation
+    if factory.runs_own_loop:
+        report.warnings.append(
+            "it leads its episodes itself: more than its reset can only be tried by a rollout worker"
+        )
+        return
+    for spec in factory.tools:
+        trial = await _try_tool(spec, slot, limits.tool_timeout_s)
+        report.tools.append(trial)
+        if trial.failure:
+            report.warnings.append(f"tool {spec.name} failed the episode: {trial.failure}")
+            return  # the instance is not to be trusted after that
+    if factory.has_reward:
+        report.parts = await slot.reward(limits.reward_timeout_s, _conversation(report.tools))
+        report.reward = merge_parts(report.parts)
+        if not isinstance(report.reward, Measured):
+            told = f"{report.reward.reason} {report.reward.detail}".rstrip()
+            report.warnings.append(
+                f"get_reward measured nothing after these calls ({told}); such completions are invalid"
+            )
+    data = await slot.freeze(limits.max_snapshot_bytes, limits.reward_timeout_s)
+    if isinstance(data, Failure):
+        report.errors.append(data.detail)
+        return
+    report.snapshot_bytes = len(data)
+    try:
+        report.omitted = dict(_all_omitted(await anyio.to_thread.run_sync(thaw, data, factory)))
+    except PenstockError as error:
+        report.errors.append(f"the snapshot cannot be read back: {error}")
+    for name, reason in report.omitted.items():
+        report.warnings.append(f"attribute {name} is not in snapshots: {reason}; reward functions cannot read it")
+
+
+def _conversation(trials: list[ToolTrial]) -> list[Message]:
+    """What would have been said: a turn for each call, and a last one without any."""
+    messages: list[Message] = []
+    for trial in trials:
+        call = {"type": "function", "function": {"name": trial.name, "arguments": trial.arguments}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "name": trial.name, "content": trial.reply})
+    return [*messages, {"role": "assistant", "content": ""}]
+
+
+async def _try_tool(spec: ToolSpec, slot: EnvironmentSlot, timeout_s: float) -> ToolTrial:
+    arguments = example_arguments(spec.schema["function"]["parameters"])
+    trial = ToolTrial(name=spec.name, description=spec.description, schema=spec.schema, arguments=arguments)
+    result = await slot.call_tool(ToolCall(spec.name, arguments, raw=""), timeout_s)
+    if isinstance(result, Failure):
+        trial.failure = result.detail
+    else:
+        trial.reply, trial.is_error = result.text, result.is_error
+    return trial
+
+
+async def _compare_two_episodes(
+    report: EnvironmentReport, factory: EnvironmentFactory, caller: CallRunner, limits: Rollout
+) -> None:
+    """Start two more episodes, and see what their instances have in common."""
+    instances: list[Any] = []
+    unseen: list[str] = []
+
+    def start() -> None:
+        instances.append(factory.make())
+
+    for i in range(2):
+        outcome = await caller.call(start, {}, limits.reset_timeout_s)
+        if isinstance(outcome, Ok):
+            arguments = factory.reset_arguments(instances[i], report.fields, 0, i)
+            unseen = [name for name in report.fields if name not in arguments]
+            outcome = await caller.call(instances[i].reset, arguments, limits.reset_timeout_s)
+        if not isinstance(outcome, Ok):
+            report.errors.append(
+                f"a second environment could not be started beside the first: {failure_reason(outcome)}"
+            )
+            break
+    else:
+        report.warnings += [f"reset takes no {name!r}: only reward functions see that field" for name in unseen]
+        found = await caller.call(_compare_instances, {"one": instances[0], "other": instances[1]}, _COMPARE_TIMEOUT_S)
+        report.warnings += found.value if isinstance(found, Ok) else [f"__copy__: {failure_reason(found)}"]
+    for instance in instances:
+        if callable(close := getattr(instance, "close", None)):
+            await caller.call(close, {}, limits.reset_timeout_s)
+
+
+def _compare_instances(one: object, other: object) -> Iterable[str]:
+    warnings = []
+    if one is other:
+        warnings.append("the factory returns the same object each time; every episode needs one of its own")
+    elif hasattr(one, "__dict__") and hasattr(other, "__dict__"):
+        shared = [n for n, v in vars(one).items() if isinstance(v, _MUTABLE) and vars(other).get(n) is v]
+        warnings += [
+            f"attribute {name} is the same object in two instances: what one episode changes, the other sees"
+            for name in shared
+        ]
+    if hasattr(type(one), "__copy__") and copy.copy(one) is one:
+        warnings.append("__copy__ returns the environment itself, so that nothing it should drop is dropped")
+    return warnings
+
+
+def _inspect_class(report: EnvironmentReport, factory: EnvironmentFactory) -> None:
+    """What can be seen without playing."""
+    cls = factory.environment_class
+    own = [c for c in cls.__mro__ if c.__module__.partition(".")[0] == cls.__module__.partition(".")[0]]
+    for home in own:
+        for name, value in vars(home).items():
+            if isinstance(value, _MUTABLE) and not name.startswith("__") and not name.isupper():
+                report.warnings.append(
+                    f"{home.__name__}.{name} is a {type(value).__name__} on the class, which all instances share; "
+                    "make it in __init__ or reset"
+                )
+    report.warnings += [f"tool {tool.name}: {problem}" for tool in factory.tools for problem in tool.problems]
+    if factory.tools and _returns_turn_rewards(report) and not accepts_messages(getattr(cls, "get_reward", None)):
+        report.warnings.append(
+            "get_reward returns a list but takes no messages, so it cannot know how many turns there were: one may "
+            "call several tools, or none that can be read; such completions are invalid"
+        )
+    if not factory.has_reward:
+        report.warnings.append("it has no get_reward: a run needs a reward function under [[rewards]]")
+
+
+def _returns_turn_rewards(report: EnvironmentReport) -> bool:
+    """Whether `get_reward` returned a list, be it of the wrong length."""
+    return any(
+        part.turn is not None or (isinstance(part.reward, Unmeasured) and part.reward.reason is RewardReason.SHAPE)
+        for part in report.parts
+    )
+
+
+def _all_omitted(snapshot: object, prefix: str = "", depth: int = 4) -> Iterator[tuple[str, str]]:
+    """What a snapshot lacks, also within its objects, by dotted name."""
+    for name, reason in omitted_attributes(snapshot).items():
+        yield f"{prefix}{name}", reason
+    for name, value in getattr(snapshot, "__dict__", {}).items() if depth else ():
+        if hasattr(value, "__dict__"):
+            yield from _all_omitted(value, f"{prefix}{name}.", depth - 1)

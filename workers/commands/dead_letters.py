@@ -1,0 +1,160 @@
+"""`penstock dead`: what no worker could finish, and what is to become of it."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from stream.codec import decode
+from stream.connection.run_connection import RunConnection
+from stream.errors import PenstockError, RecordError
+from stream.operator.dead_letters import DeadLetter, drop_dead_letters, list_dead_letters, retry_dead_letters
+from stream.operator.run_status import read_status
+from stream.records import Group, Prompt, Row
+from workers.run.run_info import find_run, with_run
+
+_HEX_BYTES = 512
+
+
+def list_dead(target: str | None, redis: str, ids: Sequence[str] = (), *, as_json: bool = False) -> None:
+    """Print what died where and why: all dead letters, unless some are named."""
+    found = _visit(target, redis, lambda connection: _select_letters(connection, ids))
+    if as_json:
+        _print_json([_metadata(letter) for letter in found])
+        return
+    console = Console(highlight=False, markup=False)
+    for letter in found:
+        failures = letter.infra_failures + letter.data_failures
+        head = (
+            (letter.id, "bold"),
+            f"  {_died_at(letter):%Y-%m-%d %H:%M:%S}  {letter.stage}",
+            (f"  {letter.reason}", "yellow"),
+            f"  after {failures} failure{'' if failures == 1 else 's'}" if failures else "",
+            (f"  {letter.prompt_id}" if letter.prompt_id else "  not one of the run's prompts", "bright_black"),
+        )
+        console.print(Text.assemble(*head), soft_wrap=True)
+        console.print(f"    {letter.error}", soft_wrap=True)
+    if not found:
+        console.print("no dead letters")
+
+
+def show_dead(target: str | None, redis: str, ids: Sequence[str] = (), *, as_json: bool = False) -> None:
+    """Print dead letters with their records, all of them unless some are named."""
+    found = _visit(target, redis, lambda connection: _select_letters(connection, ids))
+    told = [_metadata(letter) | read_payload(letter) for letter in found]
+    if as_json:
+        _print_json(told)
+        return
+    console = Console()
+    for letter in told:
+        dump = letter.pop("hex", "")
+        console.print_json(msgspec.json.encode(letter).decode())
+        if dump:
+            console.print(dump, highlight=False, markup=False)
+    if not told:
+        console.print("no dead letters")
+
+
+def retry_dead(target: str | None, redis: str, ids: Sequence[str], *, as_json: bool = False) -> None:
+    """Put dead letters back into their stages; all of them if none is named."""
+    _change_letters(target, redis, ids, as_json, retry_dead_letters, "retried")
+
+
+def drop_dead(target: str | None, redis: str, ids: Sequence[str], *, as_json: bool = False) -> None:
+    """Delete dead letters; all of them if none is named."""
+    _change_letters(target, redis, ids, as_json, drop_dead_letters, "dropped")
+
+
+def read_payload(letter: DeadLetter) -> dict[str, Any]:
+    """What is in a letter: `record` where it can be read, else `unreadable` (why) and `hex` (how it begins)."""
+    kind: type[Prompt | Group] = Prompt if letter.stage == "prompts" else Group
+    try:
+        return {"record": _to_plain(decode(letter.payload, kind))}
+    except RecordError as error:
+        return {"unreadable": str(error), "bytes": len(letter.payload), "hex": hex_dump(letter.payload[:_HEX_BYTES])}
+
+
+def hex_dump(data: bytes) -> str:
+    """Sixteen bytes a line: offset, hexadecimal, and the printable ones as text."""
+    lines = []
+    for start in range(0, len(data), 16):
+        part = data[start : start + 16]
+        text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in part)
+        lines.append(f"{start:06x}  {part.hex(' '):<47}  {text}")
+    return "\n".join(lines)
+
+
+def _visit(
+    target: str | None, redis: str, main: Callable[[RunConnection], Awaitable[list[DeadLetter]]]
+) -> list[DeadLetter]:
+    return with_run(find_run(target, redis), main)
+
+
+async def _select_letters(connection: RunConnection, ids: Sequence[str]) -> list[DeadLetter]:
+    """The letters with these ids, or all of them."""
+    if not ids:
+        view = await read_status(connection)
+        return await list_dead_letters(connection, count=max(1, view.dead))
+    found = [letter for one in ids for letter in await list_dead_letters(connection, letter_id=one)]
+    missing = sorted(set(ids) - {letter.id for letter in found})
+    if missing:
+        raise PenstockError(
+            f"run {connection.run!r} has no dead letter {', '.join(missing)}; `penstock dead list` shows them"
+        )
+    return found
+
+
+def _change_letters(
+    target: str | None,
+    redis: str,
+    ids: Sequence[str],
+    as_json: bool,
+    change: Callable[[RunConnection, Sequence[str]], Awaitable[None]],
+    past_tense: str,
+) -> None:
+    async def main(connection: RunConnection) -> list[DeadLetter]:
+        chosen = await _select_letters(connection, ids)
+        await change(connection, [letter.id for letter in chosen])
+        return chosen
+
+    chosen = _visit(target, redis, main)
+    if as_json:
+        _print_json({past_tense: [letter.id for letter in chosen]})
+    else:
+        Console().print(f"{past_tense} {len(chosen)} dead letter{'' if len(chosen) == 1 else 's'}")
+
+
+def _metadata(letter: DeadLetter) -> dict[str, Any]:
+    """A letter without its payload."""
+    facts = {name: getattr(letter, name) for name in letter.__struct_fields__ if name != "payload"}
+    return facts | {"died_at": _died_at(letter).isoformat(timespec="seconds")}
+
+
+def _died_at(letter: DeadLetter) -> datetime:
+    return datetime.fromtimestamp(int(letter.id.partition("-")[0]) / 1000, UTC)
+
+
+def _to_plain(value: Any) -> Any:
+    """A record as plain values, token buffers as numbers."""
+    if isinstance(value, Row):
+        fields = {name: getattr(value, name) for name in value.__struct_fields__}
+        buffers = {
+            "prompt_ids": value.prompt.tolist(),
+            "token_ids": value.tokens.tolist(),
+            "logprobs": value.sampled_logprobs.tolist(),
+        }
+        return msgspec.to_builtins(fields | buffers)
+    if isinstance(value, msgspec.Struct) and not value.__struct_config__.array_like:
+        plain = {name: _to_plain(getattr(value, name)) for name in value.__struct_fields__}
+        tag = value.__struct_config__.tag
+        return plain if tag is None else {str(value.__struct_config__.tag_field): tag} | plain
+    if isinstance(value, list):
+        return [_to_plain(item) for item in value]
+    return msgspec.to_builtins(value)
+
+
+def _print_json(what: Any) -> None:
+    print(msgspec.json.encode(what).decode(), flush=True)  # noqa: T201  (this is the command's output)

@@ -1,0 +1,140 @@
+"""`penstock eval`: a policy on the held-out prompts of a settings file, without a trainer."""
+
+import time
+from pathlib import Path
+
+import anyio
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from stream.errors import SettingsError
+from workers.commands.evaluate.evaluation_engine import with_existing_engine, with_started_engine
+from workers.commands.evaluate.standalone_rollout import roll_out_and_score
+from workers.feed.evaluation_prompts import read_evaluation_prompts
+from workers.run.role_process import run_async
+from workers.score.evaluation import evaluate_group
+from workers.settings import Lora, Settings
+from workers.settings.toml_file import load_settings
+from workers.train.checkpointing.checkpoint import MANIFEST, MODEL, CheckpointStore
+from workers.train.evaluation.results import EvaluationResult, summarize
+from workers.train.model.adapter import is_adapter
+
+
+def evaluate_and_print(
+    file: Path, overrides: tuple[str, ...], policy: Path | None, engine: str, *, as_json: bool = False
+) -> int:
+    """Evaluate a policy, and print what came of it. Returns the exit code.
+
+    Raises:
+        PenstockError: the settings name no held-out prompts, there is no such policy, or no engine answers.
+    """
+    settings = load_settings(file, overrides)
+    if not settings.eval.path:
+        raise SettingsError(f"{file}: eval.path is empty: it names the held-out prompts")
+    if policy is None and not engine:
+        raise SettingsError("name the policy with --policy PATH, or an engine that has one with --engine URL")
+    model = find_policy_folder(policy) if policy is not None else None
+    found = run_async(lambda: evaluate(settings, model, engine))
+    if as_json:
+        print(msgspec.json.encode(found).decode(), flush=True)  # noqa: T201  (this is the command's output)
+    else:
+        _show(found, settings, str(model or engine))
+    return 0
+
+
+def find_policy_folder(path: Path) -> Path:
+    """The model in Hugging Face form that a path means: itself, a checkpoint's, or a run's latest checkpoint's.
+
+    Raises:
+        SettingsError: there is none, or an adapter alone.
+    """
+    found = path
+    if (path / MANIFEST).is_file():
+        found = path / MODEL
+    elif (path / "checkpoints").is_dir() and not (path / "config.json").is_file():
+        latest = CheckpointStore(path / "checkpoints").latest()
+        found = path if latest is None else latest.model
+    if is_adapter(found):
+        raise SettingsError(
+            f"{found}: an adapter alone was trained; make a model of it with `penstock export`, and name its folder"
+        )
+    if (found / "config.json").is_file():
+        return found
+    raise SettingsError(f"{path}: no policy there: neither a model's folder, nor a checkpoint, nor a run with one")
+
+
+async def evaluate(settings: Settings, model: Path | None, engine: str) -> EvaluationResult:
+    """Sample and score every held-out prompt on one engine, and sum up.
+
+    Args:
+        settings: of a run, with `eval.path`.
+        model: the policy's folder; None: whatever the engine has.
+        engine: its URL; empty: one of its own, started for it.
+    """
+    prompts, _ = await anyio.to_thread.run_sync(read_evaluation_prompts, settings)
+    if model is not None:  # whole weights, even where a run's engines are given adapters
+        settings = msgspec.structs.replace(settings, lora=Lora())
+    began = time.monotonic()
+
+    async def use(url: str, version: int) -> EvaluationResult:
+        tokenizer = model or Path(settings.model.path)
+        groups = await roll_out_and_score(
+            settings.for_evaluation, [url], tokenizer, prompts, min_policy_version=version
+        )
+        outcomes = {group.prompt.id: evaluate_group(group, version, settings) for group in groups}
+        names = {prompt.id: (prompt.environment or "", prompt.group_size) for prompt in prompts}
+        score, environments = await anyio.to_thread.run_sync(summarize, outcomes, names)
+        seconds = time.monotonic() - began
+        return EvaluationResult(
+            version=version, step=0, time=time.time(), seconds=seconds, overall=score, environments=environments
+        )
+
+    if engine or model is None:
+        return await with_existing_engine(settings, engine, model, use)
+    return await with_started_engine(settings, model, use)
+
+
+def _show(found: EvaluationResult, settings: Settings, what: str) -> None:
+    console = Console(highlight=False)
+    temperature = settings.eval.temperature
+    console.print(
+        Text.assemble(
+            (what, "bold"),
+            f" on {settings.eval.path}: {found.overall.prompts} prompts, {settings.eval.group_size} completions each, ",
+            f"temperature {temperature:g}, {found.seconds:.1f} s",
+        ),
+        soft_wrap=True,
+    )
+    table = score_table(found)
+    console.width = max(console.width, console.measure(table).maximum)
+    console.print(table)
+    if found.overall.invalid:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in found.overall.invalid.items())
+        console.print(Text(f"invalid: {reasons}; figures are over valid completions / over all", "bright_black"))
+
+
+def score_table(found: EvaluationResult) -> Table:
+    """One row to an environment, and one to all of them; two figures where both denominators differ."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
+    table.add_column("")
+    ks = list(found.overall.pass_at)
+    for heading in ("prompts", "completions", "valid", "mixed", "mean", *(f"pass@{k}" for k in ks)):
+        table.add_column(heading, justify="right")
+    rows = {**found.environments, "all": found.overall} if len(found.environments) > 1 else {"all": found.overall}
+    for name, score in rows.items():
+        figures = [(score.mean_valid, score.mean_all)]
+        figures += [(score.pass_at.get(k, {}).get("valid"), score.pass_at.get(k, {}).get("all")) for k in ks]
+        table.add_row(
+            Text(name, "bold"),
+            *(f"{count:,}" for count in (score.prompts, score.n, score.valid)),
+            Text(f"{score.mixed:,}", "yellow" if score.mixed else "bright_black"),
+            *(_figure(*both) for both in figures),
+        )
+    return table
+
+
+def _figure(valid: float | None, every: float | None) -> str:
+    figures = ["-" if value is None else f"{value:.3f}" for value in (valid, every)]
+    return " / ".join(dict.fromkeys(figures))

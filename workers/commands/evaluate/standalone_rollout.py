@@ -1,0 +1,79 @@
+"""Prompts rolled out and scored in this process, on an engine that is there, as the workers of a run would do it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+
+from envs.factory import EnvironmentFactory
+from stream.records import Group, Prompt
+from workers.rollout.agent_endpoint.endpoint import serve_endpoint_if_needed
+from workers.rollout.chat.chat_setup import ChatSetup, load_chat_setups
+from workers.rollout.engine_client.client import EngineClient
+from workers.rollout.environment_pool import EnvironmentPool
+from workers.rollout.group import run_group
+from workers.runtime.reward_functions import load_factories, open_reward_functions
+from workers.score.worker import score_group
+from workers.settings import Settings
+
+MAX_GROUPS_IN_FLIGHT = 32
+"""Groups, at most."""
+
+
+async def roll_out_and_score(
+    settings: Settings, urls: Sequence[str], model: Path, prompts: Sequence[Prompt], *, min_policy_version: int = 0
+) -> list[Group]:
+    """Roll out and score each prompt, in the prompts' order.
+
+    Args:
+        settings: of the run: environments, rewards, and the limits and temperature of `rollout`.
+        urls: the engines, all of the same policy.
+        model: the policy's folder, for tokenizer and template.
+        prompts: what to complete, and how many times.
+        min_policy_version: oldest policy version that may sample; -1: any engine, numbered or not.
+
+    Raises:
+        EngineUnavailableError: no engine answers.
+        DataError: a prompt cannot be rendered.
+    """
+    limits = settings.rollout
+    factories, spoken = await anyio.to_thread.run_sync(_load, settings, model)
+    groups: dict[int, Group] = {}
+    room = anyio.CapacityLimiter(MAX_GROUPS_IN_FLIGHT)
+    most = max((prompt.group_size for prompt in prompts), default=1)
+    async with (
+        EngineClient.from_settings(settings, urls) as engine,
+        EnvironmentPool(factories, size=MAX_GROUPS_IN_FLIGHT * most) as pool,
+        open_reward_functions(settings, "rollout") as at_rollout,
+        open_reward_functions(settings, "score") as at_score,
+        serve_endpoint_if_needed(factories, settings.rollout.endpoint_host) as endpoint,
+    ):
+        await engine.wait_until_ready()
+
+        async def one(place: int, prompt: Prompt) -> None:
+            async with room:
+                chat, tool_format = spoken[prompt.environment]
+                group = await run_group(
+                    prompt,
+                    chat=chat,
+                    sampler=engine,
+                    pool=pool,
+                    limits=limits,
+                    tool_format=tool_format,
+                    rewards=at_rollout,
+                    factories=factories,
+                    min_policy_version=min_policy_version,
+                    endpoint=endpoint,
+                )
+                await score_group(group, at_score, factories, limits.reward_timeout_s)
+                groups[place] = group
+
+        async with anyio.create_task_group() as tasks:
+            for place, prompt in enumerate(prompts):
+                tasks.start_soon(one, place, prompt)
+    return [groups[place] for place in range(len(prompts))]
+
+
+def _load(settings: Settings, model: Path) -> tuple[dict[str, EnvironmentFactory], dict[str | None, ChatSetup]]:
+    factories = load_factories(settings)
+    return factories, load_chat_setups(settings, model, factories)

@@ -1,0 +1,245 @@
+"""`penstock rescore`: a run's groups scored again, with other reward functions, and nothing sampled.
+
+The groups come from the run's archive, the environments as they were frozen. What an environment measured itself (parts
+`env`, `env.KEY`) is kept, since nothing can play that episode again; every other part is replaced. The comparison goes
+into a folder of its own, and the run's files are only read::
+
+    RUN/rescored/NAME/  completions.jsonl   a line for each completion: old and new reward, old and new parts
+                        summary.json        what is printed
+"""
+
+import os
+import shutil
+import tomllib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import msgspec
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Table
+
+from envs.factory import EnvironmentFactory
+from envs.rewards import RewardFunction
+from stream.errors import PenstockError, SettingsError
+from stream.records import Completion, Group, RewardPart
+from stream.trainer.archive import ArchivedGroups
+from stream.trainer.ledger import read_ledger
+from stream.validity import Reward
+from workers.commands.rescore.rescore_summary import RescoreSummary, RewardComparison, summarize
+from workers.run.run_info import find_run
+from workers.runtime.reward_functions import load_factories, load_reward_function
+from workers.score.worker import score_group
+from workers.settings import Settings
+from workers.settings.toml_file import load_settings, parse_rewards
+
+_GROUPS_IN_FLIGHT = 8
+"""Groups that are scored together, so that a reward model gets batches."""
+
+
+class RescoredCompletion(Struct, kw_only=True):
+    """One line of `completions.jsonl`."""
+
+    prompt: str
+    hash: str
+    """Of the group, as in the ledger."""
+    outcome: str
+    """What became of the group: `trained`, `dropped:REASON`."""
+    completion: int
+    environment: str | None
+    old: Reward | None
+    new: Reward | None
+    old_parts: list[RewardPart]
+    new_parts: list[RewardPart]
+
+
+def rescore_and_print(
+    target: str, file: Path | None, refs: Sequence[str], *, name: str, out: Path | None, as_json: bool = False
+) -> None:
+    """Score a run's groups again, write the comparison, and print its summary.
+
+    Raises:
+        PenstockError: no such run, nothing archived, a reward function that is not there, or the folder is taken.
+    """
+    place = find_run(target, must_have_begun=False)
+    if place.folder is None or place.settings is None:
+        raise PenstockError(
+            f"run {place.run!r} is scored again from its archive: name its folder, or its settings file"
+        )
+    kept = place.folder / "run.toml"
+    settings = load_settings(kept) if kept.is_file() else place.settings
+    functions = _load_functions(file, refs)
+    folder = out or place.folder / "rescored" / (name or (file.stem if file else "rescored"))
+    if folder.exists():
+        raise PenstockError(f"{folder} is there already: give this comparison another --name, or remove that folder")
+    summary = anyio.run(rescore, settings, place.folder, functions, folder)
+    if as_json:
+        _print(msgspec.json.encode({"folder": str(folder)} | msgspec.to_builtins(summary)).decode())
+    else:
+        _show(summary, folder)
+
+
+def _load_functions(file: Path | None, refs: Sequence[str]) -> list[RewardFunction]:
+    if file is None:
+        return [RewardFunction.load(ref) for ref in refs]
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file}: not TOML: {error}") from error
+    return [load_reward_function(told) for told in parse_rewards(table, str(file))]
+
+
+async def rescore(
+    settings: Settings, run_folder: Path, functions: Sequence[RewardFunction], folder: Path
+) -> RescoreSummary:
+    """Score every archived group of a run again.
+
+    Args:
+        settings: of the run; its environments thaw the snapshots.
+        run_folder: read only.
+        functions: in place of the run's own.
+        folder: of the comparison; made, and there only once it is whole.
+
+    Raises:
+        PenstockError: nothing of the run is archived.
+    """
+    factories = await anyio.to_thread.run_sync(load_factories, settings)
+    archived = ArchivedRun(run_folder)
+    comparisons: list[RewardComparison] = []
+    async with _atomic_folder(folder) as making, AsyncExitStack() as stack:
+        ready = [await stack.enter_async_context(function.open()) for function in functions]
+        file = await stack.enter_async_context(await anyio.open_file(making / "completions.jsonl", "wb"))
+        async for lines in _rescore_in_chunks(archived, ready, factories, settings.rollout.reward_timeout_s):
+            await file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+            comparisons += [
+                RewardComparison(line.prompt, line.environment or "", line.old, line.new)
+                for line in lines
+                if line.new is not None
+            ]
+        if not comparisons:
+            raise PenstockError(f"{run_folder / 'groups'}: none of the run's groups is archived (archive.keep)")
+        summary = summarize(comparisons, groups=archived.groups_read, missing=archived.groups_missing)
+        told = msgspec.json.format(msgspec.json.encode(summary)) + b"\n"
+        await anyio.Path(making / "summary.json").write_bytes(told)
+    return summary
+
+
+@asynccontextmanager
+async def _atomic_folder(folder: Path) -> AsyncIterator[Path]:
+    """A folder beside it to write into, which takes its name at the end, or goes if it does not come to that."""
+    making = folder.with_name(f".{folder.name}.{os.getpid()}.making")
+    await anyio.Path(making).mkdir(parents=True)
+    try:
+        yield making
+        await anyio.Path(making).rename(folder)
+    except BaseException:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(partial(shutil.rmtree, making, ignore_errors=True))
+        raise
+
+
+class ArchivedRun:
+    """The groups of a run that count, in the order of its ledger: those that its archive still has."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self.groups_read = 0
+        """Groups."""
+        self.groups_missing = 0
+        """Groups of the ledger that are not archived, or not any more."""
+        self._folder = run_folder
+
+    def __iter__(self) -> Iterator[tuple[str, str, Group]]:
+        """End, hash and group."""
+        groups = ArchivedGroups(self._folder / "groups")
+        written, _ = read_ledger(self._folder / "ledger.jsonl")
+        for line in (each.record for each in written):
+            if (line.prompt, line.hash) not in groups:
+                self.groups_missing += 1
+                continue
+            self.groups_read += 1
+            yield line.outcome, line.hash, groups.read(line.prompt, line.hash)
+
+
+async def _rescore_in_chunks(
+    archived: ArchivedRun,
+    functions: Sequence[RewardFunction],
+    factories: dict[str, EnvironmentFactory],
+    timeout_s: float,
+) -> AsyncIterator[list[RescoredCompletion]]:
+    """A few groups at a time, in order."""
+    groups = iter(archived)
+    while chunk := await anyio.to_thread.run_sync(_next_chunk, groups):
+        found: dict[int, list[RescoredCompletion]] = {}
+
+        async def again(
+            position: int, end: str, content: str, group: Group, found: dict[int, list[RescoredCompletion]]
+        ) -> None:
+            found[position] = await _rescore_group(end, content, group, functions, factories, timeout_s)
+
+        async with anyio.create_task_group() as tasks:
+            for position, (end, content, group) in enumerate(chunk):
+                tasks.start_soon(again, position, end, content, group, found)
+        yield [line for position in range(len(chunk)) for line in found[position]]
+
+
+def _next_chunk(groups: Iterator[tuple[str, str, Group]]) -> list[tuple[str, str, Group]]:
+    return [group for _, group in zip(range(_GROUPS_IN_FLIGHT), groups, strict=False)]
+
+
+async def _rescore_group(
+    end: str,
+    content: str,
+    group: Group,
+    functions: Sequence[RewardFunction],
+    factories: dict[str, EnvironmentFactory],
+    timeout_s: float,
+) -> list[RescoredCompletion]:
+    """One group's lines."""
+    fresh = msgspec.structs.replace(group, completions=[_keep_environment_parts(c) for c in group.completions])
+    await score_group(fresh, functions, factories, timeout_s)
+    return [
+        RescoredCompletion(
+            prompt=group.prompt.id,
+            hash=content,
+            outcome=end,
+            completion=old.index,
+            environment=group.prompt.environment,
+            old=old.reward,
+            new=new.reward,
+            old_parts=old.parts,
+            new_parts=new.parts,
+        )
+        for old, new in zip(group.completions, fresh.completions, strict=True)
+    ]
+
+
+def _keep_environment_parts(completion: Completion) -> Completion:
+    """A copy with the environment's own parts alone."""
+    own = [part for part in completion.parts if part.name == "env" or part.name.startswith("env.")]
+    return msgspec.structs.replace(completion, parts=own, reward=None)
+
+
+def _show(summary: RescoreSummary, folder: Path) -> None:
+    """The summary for people."""
+    console = Console(highlight=False, markup=False)
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
+    table.add_column("environment")
+    for title in ("completions", "both measured", "old mean", "new mean", "correlation", "same order"):
+        table.add_column(title, justify="right")
+    for row in summary.environments:
+        numbers = (row.old_mean, row.new_mean, row.correlation, row.order_agreement)
+        told = ("-" if number is None else f"{number:.4g}" for number in numbers)
+        table.add_row(row.environment or "-", str(row.completions), str(row.both_measured), *told)
+    console.print(table)
+    for change, count in summary.validity.items():
+        console.print(f"{change}: {count}")
+    note = f", {summary.missing} more are not archived" if summary.missing else ""
+    console.print(f"{summary.groups} groups{note}; {folder / 'completions.jsonl'}", soft_wrap=True)
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)  # noqa: T201  (this is the command's output)

@@ -1,0 +1,63 @@
+"""The demo's score: held-out problems through the pipeline's own episode loop and reward, without the streams."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from stream.records import Completion, Group
+from stream.validity import Measured
+from workers.commands.evaluate.standalone_rollout import roll_out_and_score
+from workers.feed.row_mapping import row_to_prompt
+from workers.settings import Settings
+
+
+class DemoScore(Struct, kw_only=True):
+    """How a policy did on the held-out problems."""
+
+    sampled: float
+    """Mean reward of the measured episodes, several for each problem, at the run's temperature."""
+    greedy: float
+    """Mean reward of the measured episodes, one for each problem, at temperature 0."""
+    unmeasured: int
+    """Episodes that nobody could score, of both kinds."""
+    turns: float
+    """Mean turns of a sampled episode."""
+    samples: list[Completion]
+    """The first sampled episode of the first few problems, to be read."""
+
+
+async def score_policy(
+    settings: Settings, url: str, model: Path, rows: Sequence[dict[str, Any]], *, episodes: int = 4, show: int = 3
+) -> DemoScore:
+    """Play every row `episodes` times at the run's temperature, and once greedily, on the engine at `url`.
+
+    The reward is the run's own, except that a control's reward is replaced by the real one by the caller.
+    """
+    sampled = await _play(settings, url, model, rows, episodes, settings.rollout.temperature)
+    greedy = await _play(settings, url, model, rows, 1, 0.0)
+    completions = [c for group in sampled for c in group.completions]
+    return DemoScore(
+        sampled=_mean(completions),
+        greedy=_mean([c for group in greedy for c in group.completions]),
+        unmeasured=sum(not isinstance(c.reward, Measured) for g in (*sampled, *greedy) for c in g.completions),
+        turns=sum(c.turns for c in completions) / len(completions),
+        samples=[group.completions[0] for group in sampled[:show]],
+    )
+
+
+async def _play(
+    settings: Settings, url: str, model: Path, rows: Sequence[dict[str, Any]], episodes: int, temperature: float
+) -> list[Group]:
+    """One group for each row, in the rows' order."""
+    limits = msgspec.structs.replace(settings.rollout, temperature=temperature, group_size=episodes)
+    settings = msgspec.structs.replace(settings, rollout=limits)
+    prompts = [row_to_prompt(row, number, 0, settings=settings) for number, row in enumerate(rows)]
+    return await roll_out_and_score(settings, [url], model, prompts)
+
+
+def _mean(completions: Sequence[Completion]) -> float:
+    values = [c.reward.value for c in completions if isinstance(c.reward, Measured)]
+    return sum(values) / len(values) if values else float("nan")

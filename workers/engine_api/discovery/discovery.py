@@ -1,0 +1,114 @@
+"""Which engines a run has, now: those of the settings, those behind a DNS name, and an operator's list in Redis."""
+
+from collections.abc import Sequence
+
+import anyio
+import structlog
+
+from stream.connection.run_connection import RunConnection
+from stream.operator.engine_overrides import (
+    EngineOverride,
+    apply_engine_overrides,
+    read_engine_overrides,
+    watch_engine_overrides,
+)
+from workers.engine_api.discovery.addresses import merge_dns_answer, normalize_engine_url, resolve_engines
+from workers.settings.engine import Engine
+
+log = structlog.get_logger()
+
+_DNS_INTERVAL_S = 3.0
+"""Between two questions to the name server."""
+
+
+class EngineDiscovery:
+    """The engines of a run; whoever holds it sees every change, once it is watched.
+
+    Args:
+        urls: the engines that the settings name.
+        dns: a URL whose host name stands for engines, each address one; empty: none.
+        connection: to the server with the operator's list; None: there is none.
+
+    Raises:
+        SettingsError: one of them is no engine's URL.
+    """
+
+    def __init__(self, urls: Sequence[str], *, dns: str = "", connection: RunConnection | None = None) -> None:
+        self._configured_urls = tuple(normalize_engine_url(url, "engine.urls") for url in urls)
+        self._dns = normalize_engine_url(dns, "engine.dns") if dns else ""
+        self._dns_misses: dict[str, int] = {}
+        self._dns_failing = False
+        self._connection = connection
+        self._overrides: list[EngineOverride] = []
+        self.changed = anyio.Event()
+        """Set at the next change, which also puts another one in its place."""
+        self.urls = apply_engine_overrides(self._configured_urls, ())
+        """Base URLs without a slash at their end, each once."""
+
+    @property
+    def empty_reason(self) -> str:
+        """Where engines could have been named, and what came of it, for people."""
+        name = f"{self._dns} (engine.dns) resolves to no address" if self._dns else "engine.dns names none"
+        if self._dns_misses:
+            name = f"those of {self._dns} (engine.dns) were removed"
+        named = "those of engine.urls were removed" if self._configured_urls else "engine.urls names none"
+        return f"the run has no engine: {named}, {name}; `penstock engines add` adds one"
+
+    @classmethod
+    async def from_settings(cls, engine: Engine, connection: RunConnection) -> "EngineDiscovery":
+        """The engines of a run, as they are at this moment.
+
+        Raises:
+            SettingsError: the settings name something that is no engine's URL.
+        """
+        discovery = cls(engine.urls, dns=engine.dns, connection=connection)
+        if discovery._dns:
+            await discovery._resolve_dns()
+        discovery._set_overrides(await read_engine_overrides(connection))
+        return discovery
+
+    async def watch(self) -> None:
+        """Keep it current, for ever; run it beside the work."""
+        async with anyio.create_task_group() as tasks:
+            if self._dns:
+                tasks.start_soon(self._follow_dns)
+            if self._connection is not None:
+                tasks.start_soon(self._follow_overrides, self._connection)
+
+    async def _follow_overrides(self, connection: RunConnection) -> None:
+        async for words in watch_engine_overrides(connection):
+            self._set_overrides(words)
+
+    def _set_overrides(self, overrides: list[EngineOverride]) -> None:
+        self._overrides = overrides
+        self._refresh()
+
+    async def _follow_dns(self) -> None:
+        while True:
+            await anyio.sleep(_DNS_INTERVAL_S)
+            await self._resolve_dns()
+
+    async def _resolve_dns(self) -> None:
+        """Ask the name server; while it does not know the name, what it said before holds."""
+        try:
+            found = await resolve_engines(self._dns)
+        except (OSError, UnicodeError) as error:  # the latter: a label of the name is empty or too long
+            if not self._dns_failing:
+                self._dns_failing = True
+                why = str(error) or "no answer in time"
+                log.warning("engines.dns_failed", name=self._dns, why=why, known=len(self._dns_misses))
+            return
+        if self._dns_failing:
+            self._dns_failing = False
+            log.info("engines.dns_recovered", name=self._dns, engines=len(found))
+        self._dns_misses = merge_dns_answer(self._dns_misses, found)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        urls = apply_engine_overrides((*self._configured_urls, *self._dns_misses), self._overrides)
+        added, removed = sorted(set(urls) - set(self.urls)), sorted(set(self.urls) - set(urls))
+        self.urls = urls
+        if added or removed:
+            log.info("engines.changed", added=added, removed=removed)
+            changed, self.changed = self.changed, anyio.Event()
+            changed.set()

@@ -1,0 +1,152 @@
+"""A row of the prompt file becomes a prompt."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from stream.errors import DataError
+from stream.records import Message, Prompt
+from workers.feed.source import dataset_name
+from workers.settings import Settings
+
+_ENVIRONMENT = "environment"
+_SEED_MASK = 0x7FFF_FFFF
+"""Seeds are 31 bits, which every library's generator takes."""
+
+
+def prompt_id(dataset: str, epoch: int, row: int) -> str:
+    """What the prompt of a row is called, in every attempt and every life of the run."""
+    return f"{dataset}:{epoch}:{row}"
+
+
+def row_to_prompt(row: Mapping[str, Any], number: int, epoch: int, *, settings: Settings) -> Prompt:
+    """Turn a row into a prompt.
+
+    Args:
+        row: columns by name.
+        number: of the row in the file, from 0.
+        epoch: from 0.
+        settings: names of columns, environments, group size, seed.
+
+    Raises:
+        DataError: the row has no usable prompt, lacks a column, names an unknown environment, or holds a value that no
+            record can.
+
+    Example:
+        `{"prompt": "2 + 2?", "answer": "4"}` of `train.jsonl`, row 17, becomes
+        `Prompt(id="train:0:17", messages=[{"role": "user", "content": "2 + 2?"}], text=True, fields={"answer": "4"})`.
+    """
+    place = f"{settings.data.path}: row {number}"
+    messages, is_text = _messages(row.get(settings.data.prompt), settings, place)
+    fields = _fields(row, settings, place)
+    environment = _environment(fields, settings, place)
+    name = prompt_id(dataset_name(settings.data), epoch, number)
+    return Prompt(
+        id=name,
+        messages=messages,
+        is_plain_text=is_text,
+        fields={column: _storable(value, column, place) for column, value in fields.items()},
+        environment=environment,
+        group_size=settings.rollout.group_size,
+        epoch=epoch,
+        row=number,
+        seed=_seed(settings.run.seed, name),
+    )
+
+
+def _messages(value: Any, settings: Settings, place: str) -> tuple[list[Message], bool]:
+    """The prompt column as messages, and whether it was plain text."""
+    column = settings.data.prompt
+    system: list[Message] = [{"role": "system", "content": settings.data.system}] if settings.data.system else []
+    if not column:  # what `reset` returns is appended to it
+        return [*system, {"role": "user", "content": ""}], False
+    if isinstance(value, str) and value.strip():
+        return [*system, {"role": "user", "content": _text(value, column, place)}], True
+    if value is None or value in ("", []) or isinstance(value, str):
+        raise DataError(f"{place}: column {column!r} is missing or empty; data.prompt names the column with the prompt")
+    if not isinstance(value, list):
+        raise DataError(f"{place}: column {column!r} is {type(value).__name__}, neither text nor a list of messages")
+    messages = [_message(message, position, column, place) for position, message in enumerate(value)]
+    return ([*system, *messages] if messages[0]["role"] != "system" else messages), False
+
+
+def _message(value: Any, position: int, column: str, place: str) -> Message:
+    where = f"{place}: message {position} of column {column!r}"
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where} is {type(value).__name__}, not an object with 'role' and 'content'")
+    # Columnar formats give every message the keys of all, with nothing in them.
+    message = {key: item for key, item in value.items() if item is not None}
+    if not isinstance(message.get("role"), str):
+        raise DataError(f"{where} has no 'role'")
+    if not isinstance(message.get("content", "" if message.get("tool_calls") else None), str | list):
+        raise DataError(f"{where} has no 'content' that is text or a list of parts")
+    return {key: _storable(item, column, place) for key, item in message.items()}
+
+
+def _fields(row: Mapping[str, Any], settings: Settings, place: str) -> dict[str, Any]:
+    """All columns but the prompt, under the names that `data.columns` gives them."""
+    renames = settings.data.columns
+    for name, column in renames.items():
+        if column not in row:
+            raise DataError(
+                f"{place}: no column {column!r}, which data.columns calls {name!r}; there are: {_names(row)}"
+            )
+        if name in row and name != column and name not in renames.values() and name != settings.data.prompt:
+            raise DataError(f"{place}: data.columns calls {column!r} {name!r}, but there is a column of that name too")
+    taken = {settings.data.prompt, *renames.values()}
+    fields = {column: value for column, value in row.items() if column not in taken}
+    return fields | {name: row[column] for name, column in renames.items()}
+
+
+def _environment(fields: dict[str, Any], settings: Settings, place: str) -> str | None:
+    """The environment that the row asks for, taken out of its fields; the first one unless it asks."""
+    if not settings.environments:
+        return None
+    name = fields.pop(_ENVIRONMENT, None)
+    if name is None:
+        return settings.data.environment or next(iter(settings.environments))
+    if not isinstance(name, str) or name not in settings.environments:
+        raise DataError(
+            f"{place}: environment {name!r} is unknown; [environments] has: {_names(settings.environments)}"
+        )
+    return name
+
+
+def _seed(run_seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{run_seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & _SEED_MASK
+
+
+def _storable(value: Any, column: str, place: str) -> Any:
+    """The value in types that a record can hold: numpy's and pyarrow's scalars and arrays become Python's."""
+    try:
+        plain = _plain(value)
+        msgspec.msgpack.encode(plain)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise DataError(f"{place}: column {column!r} holds a value that cannot be passed on: {error}") from error
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, str | bool | int | float | bytes):
+        item = getattr(value, "item", None)  # numpy's float64 and str_ are a float and a str
+        return item() if callable(item) else value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    for conversion in ("as_py", "tolist"):
+        convert = getattr(value, conversion, None)
+        if callable(convert):
+            return _plain(convert())
+    return value
+
+
+def _text(value: str, column: str, place: str) -> str:
+    return str(_storable(value, column, place))
+
+
+def _names(mapping: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, mapping))

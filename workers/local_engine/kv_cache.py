@@ -1,0 +1,88 @@
+"""Keys and values of all sequences in preallocated slots, behind the interface that transformers' models know.
+
+Position-major memory, `[slot, position, head, channel]` per layer: writing one token of many rows is one `index_copy_`,
+moving a sequence one contiguous copy, and reading the first n slots up to the longest sequence is a view.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache
+
+
+class SlotKVCache(Cache):  # type: ignore[misc]
+    """A fixed number of slots, each for one sequence of at most `max_length` tokens.
+
+    Before each forward pass `aim` says which rows it is for; `update`, called by each attention layer, writes the new
+    keys and values at those places and returns everything that these rows may look at.
+    """
+
+    def __init__(self, slots: int, max_length: int) -> None:
+        super().__init__(layers=[])
+        self._slots = slots
+        self._max_length = max_length
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._rows = slice(0)
+        self._pass_length = 0
+        self._slot_mapping = torch.empty(0, dtype=torch.long)
+        self._unpadded: Tensor | None = None
+
+    def begin_pass(self, rows: slice, max_length: int, slot_mapping: Tensor, unpadded: Tensor | None) -> None:
+        """Say what the next forward pass is for.
+
+        Args:
+            rows: the slots it reads.
+            max_length: positions it reads, from 0.
+            slot_mapping: `slot * max_length + position` of each new token, in the order of the batch.
+            unpadded: indices of the batch's real tokens among all (rows x columns); None where none is padding.
+        """
+        self._rows, self._pass_length, self._slot_mapping, self._unpadded = rows, max_length, slot_mapping, unpadded
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write `[row, head, column, channel]` states and return those of the whole sequences."""
+        if layer_idx == len(self._keys):
+            self._keys.append(self._allocate(key_states))
+            self._values.append(self._allocate(value_states))
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        self._write(keys, key_states)
+        self._write(values, value_states)
+        return (
+            keys[self._rows, : self._pass_length].transpose(1, 2),
+            values[self._rows, : self._pass_length].transpose(1, 2),
+        )
+
+    def copy_slot(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of one slot to another."""
+        for layer in (*self._keys, *self._values):
+            layer[target, :length] = layer[source, :length]
+
+    def clear_slot(self, slot: int) -> None:
+        """Zero a slot: what is masked is multiplied by 0, which does not take away a NaN."""
+        for layer in (*self._keys, *self._values):
+            layer[slot].zero_()
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        """Nothing depends on it, positions and mask are always given; models ask nevertheless."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
+        """Keys that the next pass sees, and the position of the first."""
+        return self._pass_length, 0
+
+    def _allocate(self, states_BHTC: Tensor) -> Tensor:
+        """Memory for one layer; numpy's zeros are not touched, hence take no memory, before they are used."""
+        _, heads, _, channels = states_BHTC.shape
+        count = self._slots * self._max_length * heads * channels
+        memory = torch.from_numpy(np.zeros(count * states_BHTC.element_size(), dtype=np.uint8))
+        return memory.view(states_BHTC.dtype).view(self._slots, self._max_length, heads, channels)
+
+    def _write(self, layer: Tensor, states_BHTC: Tensor) -> None:
+        flat = states_BHTC.transpose(1, 2).reshape(-1, layer.shape[2] * layer.shape[3])
+        if self._unpadded is not None:
+            flat = flat[self._unpadded]
+        layer.view(-1, flat.shape[1]).index_copy_(0, self._slot_mapping, flat)

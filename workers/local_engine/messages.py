@@ -1,0 +1,146 @@
+"""What the event loop hands to the generation thread, and gets back: requests for tokens, and orders."""
+
+from array import array
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from stream.errors import EngineError, EngineRefusedError
+from workers.engine_api.wire import FinishReason, GenerateRequest, TokenLogprob, VersionSpan
+from workers.local_engine.stop_strings import make_matcher
+
+
+class Generation:
+    """One request while it runs. The generation thread owns it until `done` is called on the loop."""
+
+    __slots__ = (
+        "_version_starts",
+        "error",
+        "finish_reason",
+        "has_stale_kv",
+        "logprobs",
+        "max_length",
+        "params",
+        "prompt_key",
+        "prompt_length",
+        "rng",
+        "stop_matcher",
+        "stop_token_ids",
+        "tokens",
+        "top_logprobs",
+        "wake",
+    )
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        vocab_size: int,
+        max_length: int,
+        eos_token_ids: frozenset[int],
+        tokenizer: Any = None,
+        wake: Callable[[], None],
+    ) -> None:
+        """Check a request against the model.
+
+        Raises:
+            EngineRefusedError: an empty or too long prompt, a token that the model does not have, or a stop string
+                where nobody knows the text of tokens.
+        """
+        params, prompt = request.sampling_params, request.token_ids
+        if not prompt:
+            raise EngineRefusedError("token_ids is empty: there is nothing to continue")
+        if len(prompt) >= max_length:
+            raise EngineRefusedError(
+                f"the prompt has {len(prompt)} tokens and the maximum context length is {max_length}, "
+                "which leaves no room for a token more"
+            )
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise EngineRefusedError(f"token_ids holds an id outside the model's vocabulary of {vocab_size}")
+        foreign = sorted(t for t in (*params.logit_bias, *params.stop_token_ids) if not 0 <= t < vocab_size)
+        if foreign:
+            raise EngineRefusedError(
+                f"logit_bias or stop_token_ids holds {foreign[0]}, outside the model's vocabulary of {vocab_size}"
+            )
+        if params.min_tokens > params.max_tokens:
+            raise EngineRefusedError(f"min_tokens ({params.min_tokens}) is more than max_tokens ({params.max_tokens})")
+        self.params = params
+        self.prompt_length = len(prompt)
+        self.tokens = prompt
+        """Prompt, then what was sampled."""
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[list[TokenLogprob]] = []
+        """For each sampled token, where that was asked for."""
+        self.max_length = min(len(prompt) + params.max_tokens, max_length)
+        """Length of `tokens` at which it ends."""
+        self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.stop_matcher = make_matcher(tokenizer, prompt, params.stop)
+        self.rng = Random(params.seed) if params.seed is not None else Random()
+        self.prompt_key = array("i", prompt).tobytes()
+        """The prompt, to compare quickly."""
+        self.finish_reason: FinishReason | None = None
+        self.error: EngineError | None = None
+        self.wake = wake
+        self.has_stale_kv = False
+        """Some of its keys and values come from weights that the model has no more."""
+        self._version_starts: list[tuple[str, int]] = []
+
+    @property
+    def sampled(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def cached_length(self) -> int:
+        """Tokens whose keys and values the cache holds while it runs: all but the one sampled last."""
+        return len(self.tokens) - 1
+
+    @property
+    def banned_tokens(self) -> frozenset[int]:
+        """Tokens that may not be sampled next: before `min_tokens`, those that would end it."""
+        return self.stop_token_ids if len(self.logprobs) < self.params.min_tokens else frozenset()
+
+    def begin_version(self, version: str) -> None:
+        """From the next token on, this is the version of the weights."""
+        start = len(self.tokens) - self.prompt_length
+        if self._version_starts and self._version_starts[-1][1] == start:
+            self._version_starts.pop()
+        if not self._version_starts or self._version_starts[-1][0] != version:
+            self._version_starts.append((version, start))
+
+    def append_token(self, token: int, logprob: float, top_logprobs: list[TokenLogprob]) -> bool:
+        """Append a sampled token. Returns whether that was the last."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.top_logprobs.append(top_logprobs)
+        counts = len(self.logprobs) > self.params.min_tokens
+        said = self.stop_matcher is not None and self.stop_matcher.append(token, may_stop=counts)
+        if token in self.stop_token_ids or said:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.max_length:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def version_spans(self) -> list[VersionSpan]:
+        """Which version sampled which of the tokens; empty where there are none."""
+        count = len(self.tokens) - self.prompt_length
+        ends = [start for _, start in self._version_starts[1:]] + [count]
+        pairs = zip(self._version_starts, ends, strict=bool(self._version_starts))
+        return [VersionSpan(version, start, end) for (version, start), end in pairs if end > start]
+
+
+class ModelCommand:
+    """Something to do on the generation thread between two steps; a control route waits for its answer."""
+
+    __slots__ = ("action", "error", "wake")
+
+    def __init__(self, action: Callable[["ModelCommand"], bool], wake: Callable[[], None]) -> None:
+        self.action = action
+        """Returns whether the order is carried out; else whoever has kept it answers later."""
+        self.wake = wake
+        self.error: EngineError | None = None
+
+
+EngineMessage = Generation | ModelCommand
+Deliver = Callable[[list[Any]], None]
+"""Hands finished mail to the event loop, which calls `done` on each; one call for many."""

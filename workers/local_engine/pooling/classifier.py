@@ -1,0 +1,172 @@
+"""A Hugging Face sequence classifier that scores many conversations at once, each as if it were alone.
+
+A decoder's score is the head's output at the last token of the sequence. Padding stands on the right, where causal
+attention cannot look; the last token is known from the length, never guessed from which token pads, which may also be
+the one that ends a turn.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+from transformers.modeling_layers import GenericForSequenceClassification
+
+from stream.errors import EngineError, EngineRefusedError
+from workers.local_engine.model_folder import load_model
+
+log = structlog.get_logger()
+
+MAX_TOKENS_PER_PASS = 8192
+"""Tokens of one forward pass, padding included."""
+_DEFAULT_MAX_LENGTH = 4096
+"""Of a model that says nothing of its positions, where nothing was asked for."""
+ARCHITECTURE_SUFFIX = "ForSequenceClassification"
+"""How the names of the models end that are served here."""
+
+
+class Classifier:
+    """Model and tokenizer together. `score` is for one thread, `render` and `encode` for any other one.
+
+    Args:
+        model: of transformers' own kind, on the CPU.
+        tokenizer: with a chat template, where conversations are to be rendered.
+        max_length: tokens of a sequence, lowered to what the model knows positions for; 0: just that.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, max_length: int) -> None:
+        positions: int = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length
+        if positions < max_length:
+            log.warning("engine.max_length_reduced", asked=max_length, length=positions)
+        self.max_length = min(max_length or positions, positions) or _DEFAULT_MAX_LENGTH
+        self.num_classes: int = model.config.num_labels
+        self.labels: dict[int, str] = dict(model.config.id2label)
+        self._problem = model.config.problem_type
+        self._model = model.eval().requires_grad_(requires_grad=False)
+        self._tokenizer = tokenizer
+        self._is_decoder = isinstance(model, GenericForSequenceClassification)
+        if not self._is_decoder and getattr(model.config, "pad_token_id", None) is None:
+            raise EngineError(f"{type(model).__name__} has no padding token, and is none whose last token is scored")
+        self._pad: int = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
+
+    @classmethod
+    def load(cls, path: Path, *, max_length: int, dtype: str) -> "Classifier":
+        """Read a model folder.
+
+        Raises:
+            SettingsError: the folder holds no sequence classifier.
+            EngineError: no tokenizer.
+        """
+        model, tokenizer = load_classifier(path, dtype)
+        return cls(model, tokenizer, max_length)
+
+    def render(self, messages: Sequence[Any], **options: Any) -> list[int]:
+        """A conversation as tokens, by the chat template.
+
+        Raises:
+            EngineRefusedError: there is no template, or it refuses the messages; too long.
+        """
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+        except Exception as error:  # a template is code of the model's author, and fails in any way it likes
+            raise EngineRefusedError(
+                f"the chat template cannot render the messages: {type(error).__name__}: {error}"
+            ) from error
+        return self.encode(text, add_special_tokens=False)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """A text as tokens.
+
+        Raises:
+            EngineRefusedError: too long.
+        """
+        ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return self.check_tokens(ids)
+
+    def check_tokens(self, ids: list[int]) -> list[int]:
+        """Tokens that the model can be fed.
+
+        Raises:
+            EngineRefusedError: there are none, too many, or some that the model does not have.
+        """
+        if not ids:
+            raise EngineRefusedError("there is nothing to classify: no tokens")
+        if len(ids) > self.max_length:
+            raise EngineRefusedError(
+                f"the input has {len(ids)} tokens and the maximum context length is {self.max_length}"
+            )
+        vocabulary = self._model.config.get_text_config().vocab_size
+        if min(ids) < 0 or max(ids) >= vocabulary:
+            raise EngineRefusedError(f"the input holds an id outside the model's vocabulary of {vocabulary}")
+        return ids
+
+    @torch.inference_mode()
+    def score(self, sequences: Sequence[list[int]]) -> Tensor:
+        """The head's raw output.
+
+        Args:
+            sequences: tokens, at least one each.
+
+        Returns:
+            float32 logits [len(sequences), classes].
+        """
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+        logits_NC = torch.empty(len(sequences), self.num_classes)
+        while order:
+            # The longest that are left, and as many as fit beside them.
+            rows = max(1, MAX_TOKENS_PER_PASS // len(sequences[order[-1]]))
+            chosen, order = order[-rows:], order[:-rows]
+            logits_NC[chosen] = self._forward([sequences[i] for i in chosen])
+        return logits_NC
+
+    def apply_activation(self, logits: Tensor) -> Tensor:
+        """What vLLM makes of logits where it is not told otherwise: probabilities, or for a regression the same."""
+        if self._problem == "regression":
+            return logits
+        if self._problem == "multi_label_classification" or self.num_classes == 1:
+            return logits.sigmoid()
+        return logits.softmax(-1)
+
+    def _forward(self, sequences: Sequence[list[int]]) -> Tensor:
+        lengths = torch.tensor([len(ids) for ids in sequences])
+        width = int(lengths.max())
+        ids_BT = torch.tensor([ids + [self._pad] * (width - len(ids)) for ids in sequences])
+        mask_BT = (torch.arange(width) < lengths[:, None]).long()
+        if not self._is_decoder:
+            logits: Tensor = self._model(input_ids=ids_BT, attention_mask=mask_BT).logits
+            return logits.float()
+        body = getattr(self._model, self._model.base_model_prefix)
+        hidden_BTC = body(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).last_hidden_state
+        last_BC = hidden_BTC[torch.arange(len(sequences)), lengths - 1]
+        weight, bias = self._model.score.weight, getattr(self._model.score, "bias", None)
+        return torch.nn.functional.linear(last_BC.float(), weight.float(), None if bias is None else bias.float())
+
+
+def load_classifier(path: Path, dtype: str) -> tuple[Any, Any]:
+    """A sequence classifier and its tokenizer, from a model folder.
+
+    Raises:
+        SettingsError: there is no classifier; one whose head is not among its weights is none: it would score by
+            chance.
+        EngineError: there is no tokenizer.
+    """
+    model = load_model(path, "sequence classifier", getattr(torch, dtype), attn_implementation="sdpa")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise EngineError(f"{path}: its tokenizer cannot be loaded: {error}") from error
+    return model, tokenizer
+
+
+def is_classifier(path: Path) -> bool:
+    """Whether a model folder's configuration says that it is a sequence classifier."""
+    try:
+        config: Any = msgspec.json.decode((path / "config.json").read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return False  # whoever loads it says what ails it
+    architectures = config.get("architectures") if isinstance(config, dict) else None
+    return any(str(name).endswith(ARCHITECTURE_SUFFIX) for name in architectures or ())

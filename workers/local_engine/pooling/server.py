@@ -1,0 +1,155 @@
+"""A reward model served as vLLM serves it with `--runner pooling`: `POST /classify`, and what every server answers."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import structlog
+from aiohttp import web
+from torch import Tensor
+
+from stream.errors import EngineError, EngineRefusedError
+from workers.local_engine.info_routes import InfoRoutes, json_response
+from workers.local_engine.model_thread import LoopBridge, run_model_thread
+from workers.local_engine.pooling.classifier import Classifier
+from workers.local_engine.pooling.thread import PoolingRequest, PoolingThread
+from workers.local_engine.pooling.wire import (
+    Classification,
+    ClassifyRequest,
+    ClassifyResponse,
+    Usage,
+    decode_classify_request,
+)
+from workers.runtime.http_server import MAX_BODY_BYTES, error_middleware, error_response, listen
+
+log = structlog.get_logger()
+
+
+async def serve_pooling(
+    model_path: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int,
+    max_length: int,
+    threads: int,
+    dtype: str,
+    ready: Callable[[str], object] | None = None,
+) -> None:
+    """Serve a sequence classifier until cancelled; requests under way then are still answered, for two seconds.
+
+    Args:
+        model_path: a folder in Hugging Face form.
+        host: address to listen on.
+        port: 0 for a free one.
+        max_length: tokens of a conversation; 0: as many as the model knows positions for.
+        threads: torch threads.
+        dtype: `float32` or `bfloat16`.
+        ready: called with the URL once it listens.
+
+    Raises:
+        SettingsError: the folder holds no such model, or not all of one.
+        EngineError: this server cannot run it, the address cannot be listened on, or scoring failed.
+    """
+    load = partial(Classifier.load, model_path, max_length=max_length, dtype=dtype)
+    model = await anyio.to_thread.run_sync(load)
+    bridge = LoopBridge()
+    thread = PoolingThread(model, deliver=bridge.deliver, on_failure=bridge.fail)
+    release = await anyio.to_thread.run_sync(version, "penstock")
+    routes = PoolingRoutes(thread, model, str(model_path), release)
+    async with run_model_thread(thread, threads), listen(routes.application(), host, port) as url:
+        log.info("engine.listening", url=url, model=str(model_path), runner="pooling", classes=model.num_classes)
+        if ready is not None:
+            ready(url)
+        await bridge.wait_failed(thread, "scoring")
+
+
+class PoolingRoutes:
+    """The handlers.
+
+    Args:
+        thread: does the work.
+        model: renders conversations, and knows its classes.
+        model_name: the model's name in `/v1/models`.
+        penstock_version: Penstock's own.
+    """
+
+    def __init__(self, thread: PoolingThread, model: Classifier, model_name: str, penstock_version: str) -> None:
+        self._thread = thread
+        self._model = model
+        self._model_name = model_name
+        self._info = InfoRoutes(
+            thread,
+            "scoring",
+            self._metrics,
+            model_name=model_name,
+            max_length=model.max_length,
+            penstock_version=penstock_version,
+        )
+        self._rendering = anyio.CapacityLimiter(1)  # a tokenizer is no friend of several threads
+
+    def application(self) -> web.Application:
+        """All routes, with errors turned into answers."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[error_middleware])
+        app.router.add_post("/classify", self.classify)
+        app.router.add_routes(self._info.routes())
+        return app
+
+    async def classify(self, http: web.Request) -> web.Response:
+        """Score a conversation, or several texts."""
+        request = decode_classify_request(await http.read())
+        if request.model is not None and request.model != self._model_name:
+            return error_response(404, f"The model `{request.model}` does not exist.")
+        if (full := self._info.overload_response()) is not None:
+            return full
+        sequences = await anyio.to_thread.run_sync(self._tokens, request, limiter=self._rendering)
+        if not sequences:
+            raise EngineRefusedError("input is empty: there is nothing to classify")
+        logits_NC = await self._score(sequences)
+        probs = logits_NC if request.use_activation is False else self._model.apply_activation(logits_NC)
+        read = sum(map(len, sequences))
+        answer = ClassifyResponse(
+            model=self._model_name,
+            data=[self._classification(i, row) for i, row in enumerate(probs)],
+            usage=Usage(read, read),
+        )
+        return json_response(answer)
+
+    def _metrics(self) -> Iterable[tuple[str, str, float]]:
+        yield "vllm:num_requests_running", "gauge", self._thread.running
+        yield "vllm:num_requests_waiting", "gauge", self._thread.waiting
+        yield "vllm:prompt_tokens_total", "counter", self._thread.tokens_read
+
+    def _tokens(self, request: ClassifyRequest) -> list[list[int]]:
+        """What a request asks about, as tokens; in a thread."""
+        if request.messages is not None:
+            options = request.chat_template_kwargs | {
+                "add_generation_prompt": request.add_generation_prompt,
+                "continue_final_message": request.continue_final_message,
+            }
+            return [self._model.render(request.messages, **options)]
+        special = request.add_special_tokens is not False
+        return [
+            self._model.encode(entry, add_special_tokens=special)
+            if isinstance(entry, str)
+            else self._model.check_tokens(entry)
+            for entry in request.inputs()
+        ]
+
+    async def _score(self, sequences: list[list[int]]) -> Tensor:
+        done = anyio.Event()
+        pooling = PoolingRequest(sequences, done.set)
+        self._thread.submit(pooling)
+        try:
+            await done.wait()
+        finally:
+            pooling.is_cancelled = not done.is_set()
+        if pooling.error is not None or pooling.logits is None:
+            raise pooling.error or EngineError("the request came back without scores")
+        return pooling.logits
+
+    def _classification(self, index: int, probs_C: Tensor) -> Classification:
+        best = int(probs_C.argmax())
+        return Classification(index, self._model.labels.get(best), probs_C.tolist(), len(probs_C))

@@ -1,0 +1,86 @@
+"""What goes over HTTP to and from a classifier: the body and the answer of vLLM's `/classify`. No torch."""
+
+import time
+import uuid
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+from stream.errors import EngineRefusedError
+
+
+class ClassifyRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /classify`: one conversation in `messages`, or texts or token ids in `input`."""
+
+    messages: list[dict[str, Any]] | None = None
+    input: str | list[str | int | list[int]] | None = None
+    use_activation: bool | None = None
+    """None is vLLM's default, and that is: on."""
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    user: str | None = None
+    request_id: str = ""
+
+    def inputs(self) -> list[str | list[int]]:
+        """The texts, or token ids, of `input`, one for each sequence.
+
+        Raises:
+            EngineRefusedError: neither, or both mixed.
+        """
+        given = [self.input] if isinstance(self.input, str) else self.input or []
+        if given and all(isinstance(entry, int) for entry in given):
+            return [list(given)]  # type: ignore[arg-type]
+        if any(isinstance(entry, int) for entry in given):
+            raise EngineRefusedError("input: token ids, or a list of texts or of lists of token ids")
+        return given  # type: ignore[return-value]
+
+
+class Classification(Struct):
+    """One entry of `data`."""
+
+    index: int
+    label: str | None
+    probs: list[float]
+    """One for each class; logits, where no activation was asked for."""
+    num_classes: int
+
+
+class Usage(Struct):
+    """Tokens read."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
+
+
+class ClassifyResponse(Struct, kw_only=True):
+    """Answer of `POST /classify`."""
+
+    id: str = field(default_factory=lambda: f"classify-{uuid.uuid4().hex}")
+    object: str = "list"
+    created: int = field(default_factory=lambda: int(time.time()))
+    model: str
+    data: list[Classification]
+    usage: Usage
+
+
+_decoder = msgspec.json.Decoder(ClassifyRequest)
+
+
+def decode_classify_request(body: bytes) -> ClassifyRequest:
+    """Read the body of a request to classify.
+
+    Raises:
+        EngineRefusedError: says what is wrong with it.
+    """
+    try:
+        request = _decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise EngineRefusedError(f"bad request: {error}") from error
+    if (request.messages is None) == (request.input is None):
+        raise EngineRefusedError("bad request: either messages or input")
+    return request

@@ -1,0 +1,242 @@
+"""The local engine's HTTP side: vLLM's routes, kept thin, in front of the generation thread."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import anyio
+import anyio.to_thread
+import msgspec
+import structlog
+from aiohttp import web
+from tokenizers import Tokenizer
+
+from stream.errors import EngineRefusedError
+from workers.engine_api.wire import (
+    WEIGHT_TRANSFER_BACKEND,
+    FinishUpdateRequest,
+    PauseMode,
+    UpdateWeightsRequest,
+    WeightInfo,
+    build_response,
+    decode_generate_request,
+)
+from workers.local_engine.info_routes import InfoRoutes, json_response
+from workers.local_engine.messages import Generation, ModelCommand
+from workers.local_engine.model_thread import LoopBridge, run_model_thread
+from workers.local_engine.scheduler import Scheduler
+from workers.local_engine.slot_model import SlotModel
+from workers.local_engine.stop_strings import load_tokenizer
+from workers.local_engine.weight_download import download_weights
+from workers.runtime.http_server import MAX_BODY_BYTES, Handler, error_middleware, listen
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+
+async def serve_local_engine(
+    model_path: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int,
+    max_batch: int,
+    max_length: int,
+    threads: int,
+    dtype: str,
+    ready: Callable[[str], object] | None = None,
+) -> None:
+    """Serve a model until cancelled.
+
+    Args:
+        model_path: a folder in Hugging Face form.
+        host: address to listen on.
+        port: 0 for a free one.
+        max_batch: sequences decoded together.
+        max_length: tokens of a sequence, prompt included.
+        threads: torch threads.
+        dtype: `float32` or `bfloat16`.
+        ready: called with the URL once it listens.
+
+    Raises:
+        SettingsError: the folder holds no such model, or not all of one.
+        EngineError: this server cannot run it, the address cannot be listened on, or generation failed.
+    """
+    load = partial(SlotModel.load, model_path, slots=2 * max_batch, max_length=max_length, dtype=dtype)
+    model = await anyio.to_thread.run_sync(load)
+    bridge = LoopBridge()
+    scheduler = Scheduler(model, max_batch, deliver=bridge.deliver, on_failure=bridge.fail)
+    release = await anyio.to_thread.run_sync(version, "penstock")
+    tokenizer = await anyio.to_thread.run_sync(load_tokenizer, model_path)
+    routes = EngineRoutes(scheduler, model, str(model_path), release, tokenizer)
+    async with listen(routes.application(), host, port) as url, run_model_thread(scheduler, threads):
+        log.info("engine.listening", url=url, model=str(model_path), max_batch=max_batch, max_length=model.max_length)
+        if ready is not None:
+            ready(url)
+        await bridge.wait_failed(scheduler, "generation")
+
+
+class EngineRoutes:
+    """The handlers.
+
+    Args:
+        scheduler: does the work.
+        model: asked for its limits alone.
+        model_name: the model's name in `/v1/models`.
+        penstock_version: Penstock's own.
+        tokenizer: the model's, for stop strings; None where it has none.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        model: SlotModel,
+        model_name: str,
+        penstock_version: str,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._info = InfoRoutes(
+            scheduler,
+            "generation",
+            self._metrics,
+            model_name=model_name,
+            max_length=model.max_length,
+            penstock_version=penstock_version,
+        )
+        self._max_length = model.max_length
+        self._vocab_size = model.vocab_size
+        self._eos_token_ids = model.eos_token_ids
+        self._tokenizer = tokenizer
+
+    def application(self) -> web.Application:
+        """All routes, with errors turned into answers."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[error_middleware])
+        app.router.add_post("/inference/v1/generate", self.generate)
+        reads: list[tuple[str, Handler]] = [
+            ("/is_paused", self.is_paused),
+            ("/weight_info", self.weight_info),
+            ("/server_info", self.server_info),
+        ]
+        orders: list[tuple[str, Handler]] = [
+            ("/pause", self.pause),
+            ("/resume", self.resume),
+            ("/init_weight_transfer_engine", self.init_weight_transfer_engine),
+            ("/start_weight_update", self.start_weight_update),
+            ("/update_weights", self.update_weights),
+            ("/finish_weight_update", self.finish_weight_update),
+            ("/reset_prefix_cache", self.reset_prefix_cache),
+        ]
+        app.router.add_routes(self._info.routes())
+        app.router.add_routes([web.get(path, handler) for path, handler in reads])
+        app.router.add_routes([web.post(path, handler) for path, handler in orders])
+        return app
+
+    async def generate(self, http: web.Request) -> web.Response:
+        """Sample a continuation of token ids."""
+        request = decode_generate_request(await http.read())
+        if request.stream:
+            raise EngineRefusedError("stream: this engine answers in one piece; leave it false")
+        done = anyio.Event()
+        generation = Generation(
+            request,
+            vocab_size=self._vocab_size,
+            max_length=self._max_length,
+            eos_token_ids=self._eos_token_ids,
+            tokenizer=self._tokenizer,
+            wake=done.set,
+        )
+        if (full := self._info.overload_response()) is not None:
+            return full
+        self._scheduler.submit(generation)
+        try:
+            await done.wait()
+        finally:
+            if not done.is_set():
+                self._scheduler.abort(generation)
+        if generation.error is not None:
+            raise generation.error
+        reason = generation.finish_reason or "abort"
+        g = generation
+        return json_response(build_response(request, g.sampled, g.logprobs, reason, g.version_spans(), g.top_logprobs))
+
+    async def is_paused(self, _: web.Request) -> web.Response:
+        """Whether generation is frozen."""
+        return json_response({"is_paused": self._scheduler.state != "running"})
+
+    async def weight_info(self, _: web.Request) -> web.Response:
+        """The version of the weights; null before the first update."""
+        return json_response(WeightInfo(self._scheduler.version))
+
+    async def pause(self, http: web.Request) -> web.Response:
+        """Freeze generation; requests wait from then on."""
+        mode: Any = http.query.get("mode", "abort")
+        if mode not in get_args(PauseMode):
+            raise EngineRefusedError(f"mode={mode}: there are {', '.join(get_args(PauseMode))}")
+        keep_kv = http.query.get("clear_cache", "true").lower() in {"false", "0"}
+        return await self._run_command(lambda order: self._scheduler.pause(mode, order, keep_kv_cache=keep_kv))
+
+    async def resume(self, _: web.Request) -> web.Response:
+        """Go on."""
+        return await self._run_command(lambda _: self._scheduler.resume())
+
+    async def init_weight_transfer_engine(self, http: web.Request) -> web.Response:
+        """Nothing to set up: weights come as files."""
+        await http.read()
+        return json_response({})
+
+    async def start_weight_update(self, _: web.Request) -> web.Response:
+        """Open an update."""
+        return await self._run_command(lambda _: self._scheduler.start_weight_update())
+
+    async def update_weights(self, http: web.Request) -> web.Response:
+        """Load a safetensors file, or a model folder, into the live model; from here, or over HTTP."""
+        info = _decode(await http.read(), UpdateWeightsRequest).update_info
+        if (info.path is None) == (info.url is None):
+            raise EngineRefusedError("update_info has a path, or a url with files")
+        if info.path is not None:
+            return await self._load(Path(info.path))
+        async with download_weights(info.url or "", info.files) as folder:
+            return await self._load(folder)
+
+    async def _load(self, path: Path) -> web.Response:
+        return await self._run_command(lambda _: self._scheduler.update_weights(path))
+
+    async def server_info(self, _: web.Request) -> web.Response:
+        """How weights get here, where vLLM tells it."""
+        return json_response({"vllm_config": {"weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND}}})
+
+    async def finish_weight_update(self, http: web.Request) -> web.Response:
+        """Give the new weights their version."""
+        name = _decode(await http.read(), FinishUpdateRequest).weight_version
+        return await self._run_command(lambda _: self._scheduler.finish_weight_update(name))
+
+    async def reset_prefix_cache(self, _: web.Request) -> web.Response:
+        """Forget finished sequences' keys and values."""
+        return await self._run_command(lambda _: self._scheduler.reset_prefix_cache())
+
+    def _metrics(self) -> Iterable[tuple[str, str, float]]:
+        s = self._scheduler
+        yield "vllm:num_requests_running", "gauge", s.running
+        yield "vllm:num_requests_waiting", "gauge", s.waiting
+        yield "vllm:kv_cache_usage_perc", "gauge", s.kv_cache_usage
+        yield "vllm:prompt_tokens_total", "counter", s.tokens_prefilled
+        yield "vllm:generation_tokens_total", "counter", s.tokens_sampled
+
+    async def _run_command(self, action: Callable[[ModelCommand], bool]) -> web.Response:
+        """Have something done on the generation thread, and wait for it."""
+        done = anyio.Event()
+        order = ModelCommand(action, done.set)
+        self._scheduler.submit(order)
+        await done.wait()
+        if order.error is not None:
+            raise order.error
+        return json_response({})
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise EngineRefusedError(f"bad request: {error}") from error

@@ -1,0 +1,138 @@
+"""A Hugging Face causal model that extends many sequences at once, each in its own slot of the cache."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor
+
+from stream.errors import EngineError
+from workers.local_engine.kv_cache import SlotKVCache
+from workers.local_engine.model_folder import load_model
+
+log = structlog.get_logger()
+
+MAX_TOKENS_PER_PASS = 4096
+"""Tokens of one forward pass, padding included; a longer prompt goes in pieces."""
+
+
+class SlotModel:
+    """Model and cache together; not thread-safe, the generation thread owns it."""
+
+    def __init__(self, model: Any, *, slots: int, max_length: int) -> None:
+        """Take over a loaded model.
+
+        Args:
+            model: a causal model of transformers' own kind, on the CPU.
+            slots: sequences that can be held.
+            max_length: tokens of a sequence; lowered to what the model knows positions for.
+        """
+        config = model.config.get_text_config()
+        positions = getattr(config, "max_position_embeddings", None) or max_length
+        if positions < max_length:
+            log.warning("engine.max_length_reduced", asked=max_length, length=positions)
+        self.max_length: int = min(max_length, positions)
+        _check_attention(config, self.max_length)
+        self.slots = slots
+        self.vocab_size: int = config.vocab_size
+        self.model = model.eval().requires_grad_(requires_grad=False)
+        self.eos_token_ids = frozenset(
+            _eos_token_ids(model.config) + _eos_token_ids(getattr(model, "generation_config", None))
+        )
+        self._cache = SlotKVCache(slots, self.max_length)
+        self._positions = torch.arange(self.max_length)
+        self._visible = torch.zeros((), dtype=model.dtype)
+        self._masked = torch.full((), float("-inf"), dtype=model.dtype)
+
+    @classmethod
+    def load(cls, path: Path, *, slots: int, max_length: int, dtype: str) -> "SlotModel":
+        """Read a model folder.
+
+        Raises:
+            SettingsError: the folder holds no causal model, or not all of one.
+            EngineError: one that this engine cannot run.
+        """
+        model = load_model(path, "causal model", getattr(torch, dtype), attn_implementation="sdpa")
+        return cls(model, slots=slots, max_length=max_length)
+
+    def extend(self, first_slot: int, new_tokens: Sequence[Sequence[int]], cached_lengths: Sequence[int]) -> Tensor:
+        """Feed tokens to the sequences in slots `first`, `first + 1`, ...
+
+        Args:
+            first_slot: slot of the first sequence.
+            new_tokens: tokens to feed, at least one for each sequence.
+            cached_lengths: for each sequence the tokens that its slot already holds.
+
+        Returns:
+            float32 logits [len(suffixes), vocabulary] after the last token of each.
+        """
+        if len(new_tokens) == 1 and len(new_tokens[0]) > MAX_TOKENS_PER_PASS:
+            suffix, done = new_tokens[0], cached_lengths[0]
+            while len(suffix) > MAX_TOKENS_PER_PASS:
+                self._forward(first_slot, [suffix[:MAX_TOKENS_PER_PASS]], [done])
+                suffix, done = suffix[MAX_TOKENS_PER_PASS:], done + MAX_TOKENS_PER_PASS
+            return self._forward(first_slot, [suffix], [done])
+        rows = max(1, MAX_TOKENS_PER_PASS // max(map(len, new_tokens)))
+        parts = [
+            self._forward(first_slot + start, new_tokens[start : start + rows], cached_lengths[start : start + rows])
+            if rows > 1 or len(new_tokens) == 1
+            else self.extend(first_slot + start, new_tokens[start : start + 1], cached_lengths[start : start + 1])
+            for start in range(0, len(new_tokens), rows)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def copy_slot(self, source: int, target: int, length: int) -> None:
+        """Copy what one slot holds to another."""
+        self._cache.copy_slot(source, target, length)
+
+    def clear_slot(self, slot: int) -> None:
+        """Forget what a slot holds."""
+        self._cache.clear_slot(slot)
+
+    def _forward(self, first_slot: int, new_tokens: Sequence[Sequence[int]], cached_lengths: Sequence[int]) -> Tensor:
+        """One pass. Padding stands on the left, so that the last column is everybody's last token."""
+        count, width = len(new_tokens), max(map(len, new_tokens))
+        padded = width > 1 and any(len(suffix) < width for suffix in new_tokens)
+        ids_BT = torch.tensor([[0] * (width - len(suffix)) + [*suffix] for suffix in new_tokens])
+        lengths = [done + len(suffix) for done, suffix in zip(cached_lengths, new_tokens, strict=True)]
+        positions_BT = torch.tensor(lengths)[:, None] - width + self._positions[:width]
+        places_BT = torch.arange(first_slot, first_slot + count)[:, None] * self.max_length + positions_BT
+        wanted = None
+        if padded:
+            padding = torch.tensor([width - len(suffix) for suffix in new_tokens])[:, None]
+            wanted = (self._positions[:width] >= padding).flatten().nonzero().squeeze(1)
+            positions_BT = positions_BT.clamp_(min=0)
+        places = places_BT.flatten() if wanted is None else places_BT.flatten()[wanted]
+        longest = max(lengths)
+        mask_BTL = torch.where(self._positions[:longest] <= positions_BT[..., None], self._visible, self._masked)
+        self._cache.begin_pass(slice(first_slot, first_slot + count), longest, places, wanted)
+        output = self.model(
+            input_ids=ids_BT,
+            attention_mask=mask_BTL[:, None],
+            position_ids=positions_BT,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits_BV: Tensor = output.logits[:, -1].float()
+        return logits_BV
+
+
+def _eos_token_ids(config: Any) -> list[int]:
+    """The ids that end a turn, of a model's or a generation configuration."""
+    ids = getattr(config, "eos_token_id", None)
+    if ids is None:
+        return []
+    return [ids] if isinstance(ids, int) else list(ids)
+
+
+def _check_attention(config: Any, max_length: int) -> None:
+    """Refuse models whose layers keep something other than all keys and values."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    strange = kinds - {"full_attention", "sliding_attention"}
+    if strange or ("sliding_attention" in kinds and window and window < max_length):
+        what = ", ".join(sorted(strange)) or f"a sliding window of {window} tokens, less than max_length {max_length}"
+        raise EngineError(f"the local engine cannot run {config.model_type} with {what}; serve it with vLLM")

@@ -1,0 +1,72 @@
+"""Weights that come over HTTP: downloaded to a temporary folder, and checked, before anybody reads them."""
+
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import aiohttp
+import anyio.to_thread
+
+from stream.errors import EngineError, EngineRefusedError
+from workers.engine_api.wire import WeightFile
+
+_READ_TIMEOUT_S = 60.0
+"""Without one byte."""
+_CHUNK = 1 << 20
+
+
+@asynccontextmanager
+async def download_weights(url: str, files: Sequence[WeightFile]) -> AsyncIterator[Path]:
+    """A folder with these files, for as long as the context is open.
+
+    Args:
+        url: of the folder that holds them, ending in a slash.
+        files: what has to come.
+
+    Raises:
+        EngineRefusedError: the server does not have one of them, or the list is none.
+        EngineError: one did not come whole.
+    """
+    if not url.startswith(("http://", "https://")) or not url.endswith("/") or not files:
+        raise EngineRefusedError(
+            f"{url!r} with {len(files)} files: need an http(s) URL that ends in a slash, and files"
+        )
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=_READ_TIMEOUT_S, sock_connect=_READ_TIMEOUT_S)
+    folder = await anyio.to_thread.run_sync(lambda: TemporaryDirectory(prefix="penstock-weights-"))
+    try:
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            for file in files:
+                if file.name in {"", ".", ".."} or Path(file.name).name != file.name:
+                    raise EngineRefusedError(f"{file.name!r} is no plain name of a file; the old weights stay")
+                await _download(session, url + file.name, Path(folder.name) / file.name, file)
+        yield Path(folder.name)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(folder.cleanup)
+
+
+async def _download(session: aiohttp.ClientSession, url: str, to: Path, file: WeightFile) -> None:
+    hashed, came = hashlib.sha256(), 0
+    try:
+        async with session.get(url) as answer, await anyio.open_file(to, "wb") as written:
+            if answer.status != 200:
+                kind = EngineRefusedError if 400 <= answer.status < 500 else EngineError
+                raise kind(f"{file.name}: its server answers {answer.status}; the old weights stay")
+            async for chunk in answer.content.iter_chunked(_CHUNK):
+                came += len(chunk)
+                if came > file.size:
+                    break
+                await written.write(chunk)
+                await anyio.to_thread.run_sync(hashed.update, chunk)
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        why = str(error) or type(error).__name__
+        raise EngineError(f"{file.name} did not come over HTTP: {why}; the old weights stay") from error
+    if came != file.size:
+        more = " and more" if came > file.size else ""
+        raise EngineError(f"{file.name} came with {came} bytes{more} instead of {file.size}; the old weights stay")
+    if hashed.hexdigest() != file.sha256:
+        raise EngineError(
+            f"{file.name} came with sha256 {hashed.hexdigest()} instead of {file.sha256}; the old weights stay"
+        )

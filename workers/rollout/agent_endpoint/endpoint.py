@@ -1,0 +1,144 @@
+"""An OpenAI-compatible endpoint inside a rollout worker, for environments that lead their episodes themselves.
+
+Each episode has an address of its own, made of a secret that is forgotten with it::
+
+    POST http://host:port/SECRET/v1/chat/completions      {"messages": [...], "tools": [...], "stream": true}
+
+Of a request, messages and tools are read; temperature and limits are the settings', since they are what is trained.
+"""
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from envs.factory import EnvironmentFactory
+from stream.errors import EngineRefusedError, EngineUnavailableError
+from workers.rollout.agent_endpoint.openai_messages import Reply, to_openai_message
+from workers.rollout.agent_endpoint.recorder import Recorder
+from workers.runtime.http_server import MAX_BODY_BYTES, error_middleware, error_response, listen
+
+log = structlog.get_logger()
+
+MODEL_NAME = "policy"
+"""The one model that it serves."""
+
+
+class AgentEndpoint:
+    """Serves the episodes under way. Made by `serving`."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self._recorders: dict[str, Recorder] = {}
+
+    @contextmanager
+    def episode(self, recorder: Recorder) -> Iterator[str]:
+        """The base URL of one episode, while the context is open; a turn under way is given up then."""
+        secret = secrets.token_urlsafe(16)
+        self._recorders[secret] = recorder
+        try:
+            yield f"{self.url}/{secret}/v1"
+        finally:
+            del self._recorders[secret]
+            recorder.close()
+
+    def app(self) -> web.Application:
+        """What is served."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[error_middleware])
+        app.router.add_post("/{secret}/v1/chat/completions", self._complete)
+        app.router.add_get("/{secret}/v1/models", self._models)
+        return app
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": MODEL_NAME, "object": "model"}]})
+
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        recorder = self._recorders.get(http.match_info["secret"])
+        if recorder is None:
+            return error_response(404, "no such episode: it is over")
+        try:
+            request = msgspec.json.decode(await http.read(), type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise EngineRefusedError(f"the request is no JSON object: {error}") from error
+        is_retry = http.headers.get("x-stainless-retry-count", "0") != "0"
+        try:
+            reply = await recorder.complete(request, is_retry=is_retry)
+        except EngineUnavailableError as error:
+            return error_response(503, str(error))
+        answer = _response_body(reply)
+        if not request.get("stream"):
+            return web.json_response(answer)
+        return await _stream(http, answer, with_usage=bool((request.get("stream_options") or {}).get("include_usage")))
+
+
+@asynccontextmanager
+async def serve_endpoint(host: str) -> AsyncIterator[AgentEndpoint]:
+    """An endpoint on a free port.
+
+    Args:
+        host: the address to listen on, as programs elsewhere reach it.
+
+    Raises:
+        EngineError: it is no address of this machine.
+    """
+    endpoint = AgentEndpoint()
+    async with listen(endpoint.app(), host, 0) as url:
+        endpoint.url = url
+        yield endpoint
+
+
+@asynccontextmanager
+async def serve_endpoint_if_needed(
+    factories: Mapping[str, EnvironmentFactory], host: str
+) -> AsyncIterator[AgentEndpoint | None]:
+    """An endpoint, if one of these environments leads its episodes itself."""
+    if not any(factory.runs_own_loop for factory in factories.values()):
+        yield None
+        return
+    async with serve_endpoint(host) as endpoint:
+        log.info("endpoint.listening", url=endpoint.url)
+        yield endpoint
+
+
+def _response_body(reply: Reply) -> dict[str, Any]:
+    usage = {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.completion_tokens,
+        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+    }
+    choice = {"index": 0, "message": to_openai_message(reply), "finish_reason": reply.finish_reason, "logprobs": None}
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL_NAME,
+        "choices": [choice],
+        "usage": usage,
+    }
+
+
+async def _stream(http: web.Request, answer: dict[str, Any], *, with_usage: bool) -> web.StreamResponse:
+    """The whole answer as server-sent events: one with the message, one with its end."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(http)
+    (choice,) = answer["choices"]
+    delta = dict(choice["message"])
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    head = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    chunks: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
+    ]
+    if with_usage:
+        chunks.append({"choices": [], "usage": answer["usage"]})
+    for chunk in chunks:
+        await response.write(b"data: " + msgspec.json.encode(head | chunk) + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response

@@ -1,0 +1,106 @@
+"""OpenAI's chat messages, as programs send them and are told them, and as chat templates know them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from envs.messages import content_text
+from stream.errors import EngineRefusedError
+from stream.records import Message
+from workers.rollout.messages import assistant_message, call_id, storable_arguments, tool_call_entry
+from workers.rollout.tool_formats.parsed_turn import ParsedTurn
+
+
+@dataclass(slots=True)
+class Reply:
+    """A turn of the model, as the program is told it."""
+
+    message: Message
+    finish_reason: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+def parse_messages(messages: object) -> list[Message]:
+    """OpenAI's messages as chat templates know them: arguments decoded, text in one piece.
+
+    Calls are numbered anew in their order, whatever the program called them, by ids that all templates take.
+
+    Raises:
+        EngineRefusedError: they are no conversation.
+    """
+    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+        raise EngineRefusedError("messages: a list with at least one message expected")
+    known: dict[Any, tuple[str, str]] = {}
+    plain: list[Message] = []
+    count = 0
+    for message in messages:
+        role = "system" if message.get("role") == "developer" else message.get("role")
+        read: Message = {"role": role, "content": _content(message.get("content"))}
+        calls = []
+        for call in _calls(message):
+            count += 1
+            name = call["function"]["name"]
+            calls.append(_call(count, name, call["function"].get("arguments")))
+            known[call.get("id")] = call_id(count), name
+        if calls:
+            read["tool_calls"] = calls
+        if role == "tool" and message.get("tool_call_id") in known:
+            read["tool_call_id"], read["name"] = known[message.get("tool_call_id")]
+        plain.append(read)
+    return plain
+
+
+def _calls(message: Mapping[str, Any]) -> list[Any]:
+    try:
+        return [call for call in message.get("tool_calls") or [] if isinstance(call["function"]["name"], str)]
+    except (TypeError, KeyError) as error:
+        raise EngineRefusedError(f"tool_calls: not in the form of functions: {error}") from error
+
+
+def _content(content: object) -> Any:
+    """Text in one piece; parts stay parts where they are more than text."""
+    if content is None:
+        return ""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return content_text(content)
+    return content
+
+
+def to_template_message(turn: ParsedTurn, before: Sequence[Message]) -> Message:
+    """A turn in the form that `parse_messages` gives it when it comes back.
+
+    Args:
+        turn: what the model said.
+        before: the conversation so far.
+    """
+    first = 1 + sum(len(each.get("tool_calls", ())) for each in before)
+    calls = (_call(i, call.name, json.dumps(call.arguments)) for i, call in enumerate(turn.calls, first))
+    return assistant_message(turn.content, calls)
+
+
+def to_openai_message(reply: Reply) -> Message:
+    """A turn as OpenAI's message: a call's arguments are text there."""
+    message = dict(reply.message)
+    if "tool_calls" in message:
+        message["tool_calls"] = [
+            call | {"function": call["function"] | {"arguments": _text(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+    return message
+
+
+def _text(arguments: object) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def _call(number: int, name: str, arguments: object) -> dict[str, Any]:
+    """A call with its arguments decoded, as far as they are JSON that a record can hold."""
+    decoded = arguments
+    if isinstance(arguments, str):
+        try:
+            decoded = storable_arguments(json.loads(arguments), arguments)
+        except (ValueError, RecursionError):
+            decoded = arguments
+    return tool_call_entry(call_id(number), name, decoded)

@@ -1,0 +1,85 @@
+"""How one model talks with each environment: its chat, and the format of its tool calls, found out at start."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from envs.factory import EnvironmentFactory
+from stream.errors import SettingsError
+from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.chat.history_check import check_history
+from workers.rollout.tool_formats.detection import choose_tool_format
+from workers.rollout.tool_formats.parsed_turn import ToolFormat
+from workers.settings import Settings
+
+log = structlog.get_logger()
+
+
+class ChatSetup(NamedTuple):
+    """What an episode needs to turn messages into tokens and tokens into calls."""
+
+    chat: ChatTokenizer
+    tool_format: ToolFormat
+
+
+def load_chat_setups(
+    settings: Settings, model_path: Path, factories: Mapping[str, EnvironmentFactory]
+) -> dict[str | None, ChatSetup]:
+    """A chat for each environment, since its tools stand in the prompt; None for data without one. May block.
+
+    Where there are tools, the log says which format was taken, and whether a conversation goes on in one row or forks,
+    each with the reason.
+
+    Raises:
+        PenstockError: the folder is no model with a chat template, or its template knows no tool messages.
+        SettingsError: `model.tool_format` is `auto`, and the template does not say how the model calls a tool.
+    """
+    if not factories:
+        return {None: _without_tools(settings, model_path)}
+    return {name: _for_environment(name, factory, settings, model_path) for name, factory in factories.items()}
+
+
+def _for_environment(name: str, factory: EnvironmentFactory, settings: Settings, model_path: Path) -> ChatSetup:
+    if factory.runs_own_loop:
+        return _for_own_loop(settings, model_path)
+    if not factory.tools:  # one turn: nothing is read, and nothing ever continued
+        return _without_tools(settings, model_path)
+    schemas = [tool.schema for tool in factory.tools]
+    shown = schemas if settings.data.tool_schemas else None
+    chat = ChatTokenizer.load(model_path, settings.data.template_args, shown)
+    choice = choose_tool_format(settings.model.tool_format, chat.renderer.template, shown)
+    history = check_history(chat.renderer)
+    chat.rewrites_history = history.rewrites_history
+    prompt = chat.renderer.render_prompt([{"role": "user", "content": "u"}]) if shown else ""
+    if shown and not all(tool.name in prompt for tool in factory.tools):
+        log.warning(
+            "template.tools_not_rendered",
+            environment=name,
+            why="the chat template leaves the tools' schemas out: tell the model of them in data.system",
+        )
+    log.info(
+        "template.inspected",
+        environment=name,
+        tool_format=choice.name,
+        tool_format_why=choice.reason,
+        history="fork" if history.rewrites_history else "continue",
+        history_why=history.reason,
+    )
+    return ChatSetup(chat, choice.format)
+
+
+def _without_tools(settings: Settings, model_path: Path) -> ChatSetup:
+    chat = ChatTokenizer.load(model_path, settings.data.template_args, None)
+    return ChatSetup(chat, choose_tool_format("hermes", chat.renderer.template, None).format)
+
+
+def _for_own_loop(settings: Settings, model_path: Path) -> ChatSetup:
+    """For an environment that leads its episodes: which tools there are, each of its requests says."""
+    chat = ChatTokenizer.load(model_path, settings.data.template_args, None)
+    try:
+        return ChatSetup(chat, choose_tool_format(settings.model.tool_format, chat.renderer.template, None).format)
+    except SettingsError as error:  # only a request with tools would need one
+        log.warning("template.tool_format_unknown", why=str(error))
+        return _without_tools(settings, model_path)

@@ -1,0 +1,84 @@
+"""Content parts: which of them a template renders, and for which role.
+
+Some templates render lists of parts, some fail on them, and some silently write nothing in their place. So each is
+tried once: parts that a template renders are left alone; text alone is joined where it does not; an image that it would
+leave out is an error that says so.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from stream.errors import DataError
+from stream.records import Message
+from workers.rollout.chat.template import ChatTemplate
+
+_MARK = "part-5f1c"
+_CALL_ID = "call00000"
+
+
+class ContentAdapter:
+    """What one template does with content parts. Threads may share it."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._support: dict[tuple[str, str], bool] = {}
+
+    def adapt(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages in a form that the template renders.
+
+        Raises:
+            DataError: a part would not be rendered.
+        """
+        return [self._adapt(message) if isinstance(message.get("content"), list) else message for message in messages]
+
+    def _adapt(self, message: Message) -> Message:
+        role, parts = str(message.get("role")), message["content"]
+        kinds = sorted({str(part.get("type", "text")) for part in parts})
+        if all(self._supports(role, kind) for kind in kinds):
+            return message
+        other = [kind for kind in kinds if kind != "text"]
+        if other:
+            raise DataError(
+                f"the chat template of {self._template.folder} renders no content parts of type {other[0]!r} in "
+                f"messages of the role {role!r}: the model would never know of them"
+            )
+        return {**message, "content": "\n".join(str(part.get("text", "")) for part in parts)}
+
+    def _supports(self, role: str, kind: str) -> bool:
+        if (role, kind) not in self._support:
+            self._support[role, kind] = self._test_rendering(role, kind)
+        return self._support[role, kind]
+
+    def _test_rendering(self, role: str, kind: str) -> bool:
+        """Whether the template writes something in the place of such a part."""
+        with_part, without = self._render_parts(role, [_part(kind)]), self._render_parts(role, [])
+        if with_part is None:
+            return False
+        return _MARK in with_part if kind == "text" else with_part != without
+
+    def _render_parts(self, role: str, parts: list[dict[str, Any]]) -> str | None:
+        message: Message = {"role": role, "content": parts}
+        before: list[Message] = []
+        if role == "tool":
+            function = {"name": "f", "arguments": {}}
+            call = {"id": _CALL_ID, "type": "function", "function": function}
+            message |= {"name": "f", "tool_call_id": _CALL_ID}
+            before = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        elif role == "assistant":
+            before = [{"role": "user", "content": "u"}]
+        elif role == "system":
+            return self._try_render([message, {"role": "user", "content": "u"}])
+        return self._try_render([*before, message])
+
+    def _try_render(self, messages: list[Message]) -> str | None:
+        try:
+            return self._template.render(messages, None, add_generation_prompt=True)
+        except DataError:
+            return None
+
+
+def _part(kind: str) -> dict[str, Any]:
+    """A part of that type, with the fields that templates ask for."""
+    if kind == "image_url":
+        return {"type": kind, "image_url": {"url": _MARK}}
+    return {"type": kind, kind: _MARK}

@@ -1,0 +1,82 @@
+"""`POST /v1/completions` with token ids: what every vLLM has, but it says nothing of policy versions.
+
+Every parameter is written out: what is left out is taken from the model's `generation_config.json`, top-k and
+repetition penalty among it.
+"""
+
+from typing import Any, ClassVar
+
+import msgspec
+from msgspec import Struct, field
+
+from stream.errors import EngineError
+from stream.records import Span
+from workers.engine_api.connection import decode_response
+from workers.engine_api.wire import FinishReason
+from workers.rollout.engine_client.sampled_turn import SampledTurn, single_choice, validate_sample
+from workers.rollout.engine_client.sampling_api import SamplingRequest
+
+_encoder = msgspec.json.Encoder()
+_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}
+
+
+class _Logprobs(Struct):
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
+
+
+class _Choice(Struct):
+    finish_reason: FinishReason
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Response(Struct):
+    choices: list[_Choice]
+
+
+_decoder = msgspec.json.Decoder(_Response)
+
+
+class CompletionsApi:
+    """The route of any vLLM."""
+
+    path: ClassVar[str] = "/v1/completions"
+
+    def encode(self, request: SamplingRequest) -> bytes:
+        """Write a request; see `Route`."""
+        sampling = request.sampling.to_wire(request.top_logprobs)
+        params: dict[str, Any] = msgspec.to_builtins(sampling, str_keys=True)
+        return _encoder.encode(
+            {
+                "model": request.model,
+                "prompt": list(request.prompt_ids),
+                "return_token_ids": True,
+                "return_tokens_as_token_ids": True,
+                **_NEUTRAL,
+                **params,
+                **({"request_id": request.request_id} if request.request_id else {}),
+                **({"cache_salt": request.cache_salt} if request.cache_salt else {}),
+            }
+        )
+
+    def decode(self, status: int, payload: bytes, url: str, *, version: int) -> SampledTurn:
+        """Read the answer; see `Route`."""
+        choice = single_choice(decode_response(status, payload, url, _decoder).choices, url)
+        if choice.token_ids is None:
+            raise EngineError(
+                f"{url}{self.path} answers without token ids; it takes a vLLM that knows return_token_ids"
+            )
+        logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
+        spans = [Span(version, 0, len(choice.token_ids))]
+        return validate_sample(choice.token_ids, logprobs, choice.finish_reason, spans, url)
+
+    def reports_versions(self, _payload: bytes, /) -> bool:
+        """Never; see `Route`."""
+        return False
+
+    def first_top_logprobs(self, payload: bytes) -> list[float]:
+        """The first token's alternatives; see `Route`."""
+        choice = decode_response(200, payload, self.path, _decoder).choices[0]
+        first = choice.logprobs.top_logprobs[:1] if choice.logprobs else []
+        return sorted((first[0] or {}).values(), reverse=True) if first else []

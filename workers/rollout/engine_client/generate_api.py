@@ -1,0 +1,57 @@
+"""`POST /inference/v1/generate`: tokens in, tokens out, and the policy version of every one of them."""
+
+from typing import ClassVar
+
+import msgspec
+
+from stream.errors import EngineError
+from stream.records import Span
+from workers.engine_api.connection import decode_response
+from workers.engine_api.wire import NO_TOKEN_ID, GenerateRequest, GenerateResponse
+from workers.rollout.engine_client.sampled_turn import SampledTurn, single_choice, validate_sample, version_from_name
+from workers.rollout.engine_client.sampling_api import SamplingRequest
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(GenerateResponse)
+
+
+class GenerateApi:
+    """The route of the local engine, and of vLLM with `--enable-scale-out`."""
+
+    path: ClassVar[str] = "/inference/v1/generate"
+
+    def encode(self, request: SamplingRequest) -> bytes:
+        """Write a request; see `Route`."""
+        return _encoder.encode(
+            GenerateRequest(
+                model=request.model,
+                token_ids=list(request.prompt_ids),
+                sampling_params=request.sampling.to_wire(request.top_logprobs),
+                request_id=request.request_id,
+                cache_salt=request.cache_salt,
+            )
+        )
+
+    def decode(self, status: int, payload: bytes, url: str, *, version: int) -> SampledTurn:
+        """Read the answer; see `Route`."""
+        choice = single_choice(decode_response(status, payload, url, _decoder).choices, url)
+        if choice.weight_versions is None:  # a vLLM from before it counted them
+            spans = [Span(version, 0, len(choice.token_ids))]
+        else:
+            spans = [Span(version_from_name(span.version), span.start, span.end) for span in choice.weight_versions]
+        entries = choice.logprobs.content if choice.logprobs else []
+        if any(
+            entry.token_id not in (token, NO_TOKEN_ID) for entry, token in zip(entries, choice.token_ids, strict=False)
+        ):
+            raise EngineError(f"{url} answers log-probs of other tokens than those that it sampled")
+        return validate_sample(choice.token_ids, [entry.logprob for entry in entries], choice.finish_reason, spans, url)
+
+    def reports_versions(self, payload: bytes, /) -> bool:
+        """Whether spans come; see `Route`."""
+        return decode_response(200, payload, self.path, _decoder).choices[0].weight_versions is not None
+
+    def first_top_logprobs(self, payload: bytes) -> list[float]:
+        """The first token's alternatives; see `Route`."""
+        choice = decode_response(200, payload, self.path, _decoder).choices[0]
+        first = choice.logprobs.content[:1] if choice.logprobs else []
+        return sorted((entry.logprob for entry in first[0].top_logprobs), reverse=True) if first else []

@@ -1,0 +1,82 @@
+"""What the formats have in common: JSON that never raises more than a ValueError, and words for what is wrong."""
+
+import json
+import re
+from typing import Any, NoReturn
+
+from workers.rollout.tool_formats.parsed_turn import ToolCall
+
+_SPACE = re.compile(r"\s*")
+_ID = re.compile(r"[A-Za-z0-9]{9}")
+_MAX_ERROR = 300
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse)
+"""Raises ValueError, or RecursionError. `raw_decode` finds the end: a string may well contain a closing tag."""
+
+
+def to_tool_call(value: Any, raw: str, argument_names: tuple[str, ...] = ("arguments",)) -> ToolCall | str:
+    """Decoded JSON as a call, or what is wrong with it.
+
+    Args:
+        value: the JSON.
+        raw: its text.
+        argument_names: keys under which arguments may stand; the first that is there counts.
+    """
+    if not isinstance(value, dict):
+        return f"it must be a JSON object, not {json_type_name(value)}"
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return "it has no 'name'"
+    key = next((key for key in argument_names if key in value), argument_names[0])
+    arguments = value.get(key, {})
+    if isinstance(arguments, str):
+        try:
+            arguments = DECODER.decode(arguments)
+        except (ValueError, RecursionError) as error:
+            return f"its {key!r} are a string that is no JSON ({error})"
+    if not isinstance(arguments, dict):
+        return f"its {key!r} must be a JSON object, not {json_type_name(arguments)}"
+    return make_tool_call(name, arguments, raw, value.get("id"))
+
+
+def make_tool_call(name: str, arguments: dict[str, Any], raw: str, call_id: object = None) -> ToolCall | str:
+    """The call, if what it says can be stored and shown."""
+    try:
+        json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        return "it contains half of a surrogate pair, which is no character"
+    except RecursionError:
+        return "it is nested too deeply"
+    except ValueError as error:
+        return f"it holds a number that is none ({error})"
+    named = isinstance(call_id, str) and _ID.fullmatch(call_id) is not None
+    return ToolCall(name, arguments, raw, str(call_id) if named else None)
+
+
+def skip_whitespace(text: str, position: int) -> int:
+    """The next place that is no white space."""
+    found = _SPACE.match(text, position)
+    return found.end() if found else position
+
+
+def json_type_name(value: object) -> str:
+    """What JSON calls a value of this type."""
+    names = {
+        str: "a string",
+        list: "an array",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        dict: "an object",
+    }
+    return names.get(type(value), "null")
+
+
+def parse_error(problem: str) -> str:
+    """An error for the model to read."""
+    return f"Error: this tool call could not be read: {problem}"[:_MAX_ERROR]

@@ -1,0 +1,77 @@
+"""The engines that a run starts itself: several processes of one kind, each on a port of its own."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from workers.run.child_process import ChildProcess
+from workers.run.role_specs import MakeEngineSpec, RoleSpec
+from workers.settings import Settings
+
+log = structlog.get_logger()
+
+
+class EngineProcesses:
+    """What is to be kept running, and where it listens.
+
+    Args:
+        settings: of the run.
+        file: the settings file that the engines read.
+        log_folder: folder of their logs.
+        make_engine: the command line of an engine, on a port.
+    """
+
+    def __init__(self, settings: Settings, file: Path, log_folder: Path, make_engine: MakeEngineSpec) -> None:
+        self._settings = settings
+        self._file = file
+        self._make_engine = make_engine
+        self._urls: dict[int, str] = {}
+        self.processes = [ChildProcess(self._spec(number, 0), log_folder) for number in range(settings.engine.count)]
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of those that have ever listened, in their order."""
+        return tuple(url for _, url in sorted(self._urls.items()))
+
+    @property
+    def phase(self) -> str:
+        """How far the start has come, for people."""
+        count = len(self.processes)
+        if count > 1:
+            return f"starting {count} engines: {len(self._urls)} listen"
+        # It may take minutes.
+        told = f" ({self.processes[0].log_file} tells how far it is)" if self._settings.engine.server == "vllm" else ""
+        return f"starting the engine{told}"
+
+    @property
+    def all_listen(self) -> bool:
+        """Whether each has listened."""
+        return len(self._urls) == len(self.processes)
+
+    def listening_callback(self, child: ChildProcess, on_first: Callable[[], None]) -> Callable[[str], None]:
+        """What is to be called when a process says where it listens.
+
+        Its port stays its own, so that its URL holds good when it is started again.
+
+        Args:
+            child: the process.
+            on_first: called after the first time.
+        """
+
+        def announced(url: str) -> None:
+            number, known = child.spec.index, child.spec.index in self._urls
+            child.spec = self._spec(number, int(url.rsplit(":", 1)[1].strip("/")))
+            log.info("engine.announced", url=url, name=child.spec.name)
+            self._urls[number] = url
+            if not known:
+                on_first()
+
+        return announced
+
+    def _spec(self, number: int, port: int) -> RoleSpec:
+        spec = self._make_engine(self._settings, self._file, port)
+        devices = self._settings.engine.devices
+        environment = {"CUDA_VISIBLE_DEVICES": devices[number]} if devices else {}
+        return msgspec.structs.replace(spec, index=number, environment=environment)

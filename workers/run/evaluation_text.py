@@ -1,0 +1,37 @@
+"""Evaluations as people read them: one line, wherever they are shown."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from stream.operator.run_status import EvaluationStatus
+
+
+def format_progress(view: EvaluationStatus) -> str:
+    """How far the evaluation under way has come; empty where there is none."""
+    if not view.is_running:
+        return ""
+    dead = view.total - view.open - view.outcomes
+    return f"version {view.version}: {view.outcomes + dead} of {view.total} prompts" + (
+        f", {dead} dead" if dead else ""
+    )
+
+
+def format_result(line: Mapping[str, Any]) -> str:
+    """A line of `eval.jsonl`; empty where there is none.
+
+    Both denominators are told where they differ: over valid completions, and over all with the invalid ones as wrong.
+    """
+    if not line:
+        return ""
+    score = line["overall"]
+    told = [f"mean {_both(score['mean_valid'], score['mean_all'])}"]
+    told += [f"pass@{k} {_both(both.get('valid'), both.get('all'))}" for k, both in score["pass_at"].items()]
+    invalid = sum(score["invalid"].values())
+    told += [f"{score['valid']} of {score['n']} valid"] if invalid else []
+    told += [f"{score['mixed']} mixed"] if score["mixed"] else []
+    return f"version {line['version']}: {' · '.join(told)}"
+
+
+def _both(valid: float | None, every: float | None) -> str:
+    one, other = ("-" if value is None else f"{value:.3f}" for value in (valid, every))
+    return one if one == other else f"{one} ({other} of all)"

@@ -1,0 +1,266 @@
+"""What is shown while a run goes on: a quiet table on a terminal, one line every ten seconds elsewhere."""
+
+import sys
+import time
+from typing import Protocol, Self
+
+from msgspec import Struct, field
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from stream.operator.run_status import RunStatus
+from workers.run.display_metrics import metric_value
+from workers.run.evaluation_text import format_progress, format_result
+
+_LINE_EVERY_S = 10.0
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_HISTORY = 40
+_BAR = 46
+_ACCENT, _QUIET, _ALARM = "cyan", "bright_black", "yellow"
+
+
+class SupervisorState(Struct, kw_only=True):
+    """What the supervisor knows beside the streams."""
+
+    run: str
+    phase: str
+    seconds: float = 0.0
+    restarts: dict[str, int] = field(default_factory=dict)
+    """By process."""
+
+
+class ProgressDisplay(Protocol):
+    """Where progress is shown."""
+
+    def show(self, view: RunStatus | None, state: SupervisorState) -> None:
+        """Show a look at the run; None before there is anything to see."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def choose_display(quiet: bool) -> ProgressDisplay:
+    """What suits stderr: the table on a terminal, lines elsewhere, nothing if it shall be quiet."""
+    if quiet:
+        return SilentDisplay()
+    return TableDisplay(Console(stderr=True)) if sys.stderr.isatty() else LineDisplay()
+
+
+class SilentDisplay:
+    """Shows nothing."""
+
+    def show(self, view: RunStatus | None, state: SupervisorState) -> None:
+        """Show nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class LineDisplay(SilentDisplay):
+    """One plain line every ten seconds, and one whenever something else begins."""
+
+    def __init__(self, every_s: float = _LINE_EVERY_S) -> None:
+        self._every_s = every_s
+        self._next = 0.0
+        self._told: object = None
+
+    def show(self, view: RunStatus | None, state: SupervisorState) -> None:
+        """Write a line, if it is time."""
+        now, tells = time.monotonic(), (state.phase, view and view.paused)
+        if now < self._next and tells == self._told:
+            return
+        self._next, self._told = now + self._every_s, tells
+        print(format_line(view, state), file=sys.stderr, flush=True)  # noqa: T201  (this is the command's output)
+
+
+class TableDisplay:
+    """A live table on a terminal; its last state stays on the screen."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._rewards: dict[int, float] = {}
+
+    def show(self, view: RunStatus | None, state: SupervisorState) -> None:
+        """Draw it anew."""
+        if view is not None and (reward := metric_value(view.metrics, "reward")) is not None:
+            self._rewards[int(view.policy.get("step", 0))] = reward
+        recent = [self._rewards[step] for step in sorted(self._rewards)][-_HISTORY:]
+        self._live.update(render_table(view, state, recent), refresh=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+
+def format_line(view: RunStatus | None, state: SupervisorState) -> str:
+    """The run on one line."""
+    told = [f"{state.run} {format_duration(state.seconds)}", state.phase]
+    if view is not None:
+        balance = view.balance
+        depths = " ".join(f"{name} {stage.depth - stage.trained}" for name, stage in view.stages.items())
+        told += [
+            *([str(view.paused)] if view.paused else []),
+            f"step {view.policy.get('step', 0)}",
+            f"version {max(view.version, 0)}",
+            *(f"{name} {value}" for name, value in _metric_values(view)),
+            depths,
+            *_evaluation_parts(view),
+            " ".join(f"{name} {balance[name]}" for name in ("trained", "dropped", "dead", "outstanding", "fed")),
+        ]
+    if state.restarts:
+        told.append("restarts " + " ".join(f"{name} {count}" for name, count in sorted(state.restarts.items())))
+    return " | ".join(told)
+
+
+def render_table(view: RunStatus | None, state: SupervisorState, rewards: list[float]) -> RenderableType:
+    """The run as it is drawn on a terminal."""
+    head = Text.assemble(
+        (state.run, "bold"), "  ", (state.phase, _QUIET), "  ", (format_duration(state.seconds), _QUIET)
+    )
+    if view is None:
+        return Padding(head, (1, 2))
+    head.append_text(
+        Text.assemble(
+            ("   step ", _QUIET), (str(view.policy.get("step", 0)), "bold"),
+            ("  version ", _QUIET), (str(view.version) if view.version >= 0 else "-", "bold"),
+        )
+    )  # fmt: skip
+    paused = [Text(str(view.paused), _ALARM)] if view.paused else []
+    parts = [
+        head,
+        *paused,
+        *_bar(view),
+        Text(),
+        stage_table(view),
+        Text(),
+        _metric_text(view, rewards),
+        *evaluation_lines(view),
+        balance_text(view),
+    ]
+    if state.restarts:
+        told = ", ".join(f"{name} {count}x" for name, count in sorted(state.restarts.items()))
+        parts.append(Text.assemble(("restarted  ", _QUIET), (told, _ALARM)))
+    return Padding(Group(*parts), (1, 2))
+
+
+def stage_table(view: RunStatus) -> Table:
+    """One row a stage."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style=_QUIET)
+    table.add_column("stage")
+    for heading in ("depth", "claimed", "lag", "delayed", "oldest", "rate"):
+        table.add_column(heading, justify="right", min_width=11 if heading == "oldest" else 7)
+    evaluation = view.evaluation.stages if view.evaluation else {}
+    for name, stage in (view.stages | evaluation).items():
+        depth = stage.depth - stage.trained
+        table.add_row(
+            Text(name, "bold"),
+            _count(depth),
+            _count(stage.claimed),
+            _count(stage.lag),
+            _count(stage.delayed, _ALARM),
+            Text(format_duration(stage.oldest_age_ms / 1000) if depth else "-", "" if depth else _QUIET),
+            Text(f"{stage.rate:.1f}/s" if stage.rate else "-", _ACCENT if stage.rate else _QUIET),
+        )
+    return table
+
+
+def evaluation_lines(view: RunStatus) -> list[RenderableType]:
+    """The evaluation under way and the last result, if there is either."""
+    if view.evaluation is None:
+        return []
+    told = {"evaluating": format_progress(view.evaluation), "evaluation": format_result(view.evaluation.result)}
+    return [Text.assemble((f"{name} ", _QUIET), what) for name, what in told.items() if what]
+
+
+def balance_text(view: RunStatus) -> Text:
+    """Where the prompts that were fed are now."""
+    balance = view.balance
+    text = Text.assemble(("fed ", _QUIET), f"{balance['fed']:,}")
+    for sign, name in (("=", "trained"), ("+", "dropped"), ("+", "dead"), ("+", "outstanding")):
+        alarm = _ALARM if name == "dead" and balance[name] else ""
+        text.append_text(Text.assemble((f" {sign} {name} ", _QUIET), (f"{balance[name]:,}", alarm)))
+    if view.dropped:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(view.dropped.items()))
+        text.append(f"\ndropped: {reasons}", _QUIET)
+    return text
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _bar(view: RunStatus) -> list[RenderableType]:
+    """How far the run has come, if it is known how far it will go."""
+    total = int(view.feed.get("total", 0))
+    if not total:
+        return []
+    balance = view.balance
+    ended = balance["trained"] + balance["dropped"] + balance["dead"]
+    row = Table.grid(padding=(0, 2, 0, 0))
+    bar = ProgressBar(total=total, completed=ended, width=_BAR, complete_style=_ACCENT, finished_style=_ACCENT)
+    row.add_row(bar, Text.assemble(f"{ended:,}", (f" of {total:,} prompts", _QUIET), f"  {ended / total:.0%}"))
+    return [Text(), row]
+
+
+def _metric_text(view: RunStatus, rewards: list[float]) -> Text:
+    """The last step's metrics, as far as there are any."""
+    text = Text()
+    for name, value in _metric_values(view):
+        text.append(f"{name} ", _QUIET)
+        text.append(value, "bold" if name == "reward" else "")
+        if name == "reward":
+            text.append(f"  {sparkline(rewards)}\n" if len(rewards) > 1 else "\n", _ACCENT)
+        else:
+            text.append("   ")
+    return text or Text("no step yet", _QUIET)
+
+
+def sparkline(values: list[float]) -> str:
+    """Values as blocks, the lowest to the highest."""
+    low, high = min(values), max(values)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in values)
+
+
+def _metric_values(view: RunStatus) -> list[tuple[str, str]]:
+    """Names and values of the metrics that are there."""
+    metrics, told = view.metrics, []
+    if (reward := metric_value(metrics, "reward")) is not None:
+        told.append(("reward", f"{reward:.3f}"))
+    if (valid := metric_value(metrics, "valid")) is not None:
+        told.append(("valid", f"{valid:.1%}"))
+    if (mean := metric_value(metrics, "staleness")) is not None:
+        most = metric_value(metrics, "staleness_max")
+        told.append(("staleness", f"{mean:.2f}" + ("" if most is None else f" (max {most:g})")))
+    if (speed := metric_value(metrics, "tokens_per_second")) is not None:
+        told.append(("tokens/s", f"{speed:,.0f}"))
+    return told
+
+
+def _evaluation_parts(view: RunStatus) -> list[str]:
+    """The evaluation under way and the last result, for a line."""
+    if view.evaluation is None:
+        return []
+    now, last = format_progress(view.evaluation), format_result(view.evaluation.result)
+    return [*([f"evaluating {now}"] if now else []), *([f"eval {last}"] if last else [])]
+
+
+def _count(number: int, style: str = "") -> Text:
+    return Text(f"{number:,}", style if number else _QUIET)

@@ -1,0 +1,131 @@
+"""The command `penstock run`: prepare the folder, supervise, sum up."""
+
+import sys
+import time
+from pathlib import Path
+
+import anyio
+import msgspec
+import structlog
+from msgspec import Struct
+
+from stream.errors import PenstockError, RunFailedError
+from workers.run.progress_display import choose_display, format_duration
+from workers.run.role_specs import MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs
+from workers.run.run_folder import lock_folder, write_atomically, write_settings
+from workers.run.summary import RunSummary, latest_progress, summarize
+from workers.run.supervisor import RunOutcome, Supervisor
+from workers.runtime import log_setup as logs
+from workers.settings import Settings
+from workers.settings.toml_file import load_settings
+
+log = structlog.get_logger()
+
+_KILLED = 130
+"""What a shell says of a command that Ctrl-C ended."""
+
+
+class RunResult(Struct, kw_only=True):
+    """A run that was supervised to its end."""
+
+    outcome: RunOutcome
+    summary: RunSummary | None
+    """None where the server was gone before it could be asked."""
+
+
+def run(file: Path, overrides: tuple[str, ...] = (), *, as_json: bool = False, quiet: bool = False) -> int:
+    """Run, or resume, the run that a settings file describes. Returns the exit code.
+
+    Raises:
+        PenstockError: it cannot begin, or failed for good.
+    """
+    settings = load_settings(file, overrides)
+    result = supervise(settings, quiet=quiet)
+    outcome, summary = result.outcome, result.summary
+    if summary is not None and as_json:
+        print(msgspec.json.encode(summary).decode(), flush=True)  # noqa: T201  (this is the command's output)
+    elif summary is not None and not quiet:
+        print(format_summary(summary, settings), flush=True)  # noqa: T201
+    raise_for_failure(result, settings)
+    if outcome.interrupted:
+        tell = f"stopped; `penstock run {settings.folder / 'run.toml'}` resumes"
+        print(tell, file=sys.stderr, flush=True)  # noqa: T201
+    return _KILLED if outcome.interrupted and outcome.killed else 0
+
+
+def supervise(
+    settings: Settings,
+    *,
+    quiet: bool = False,
+    make_roles: MakeRoleSpecs = role_specs,
+    make_engine: MakeEngineSpec = engine_spec,
+) -> RunResult:
+    """Run to the end, write `summary.json` and `progress.png` to the run's folder.
+
+    Args:
+        settings: of the run.
+        quiet: show no progress.
+        make_roles: the command lines of all roles but the engine.
+        make_engine: the command line of an engine of the run's own.
+
+    Raises:
+        PenstockError: it cannot begin.
+    """
+    folder = settings.folder
+    with lock_folder(folder):
+        file = write_settings(settings)
+        (folder / "logs").mkdir(exist_ok=True)
+        with logs.log_to_file("run", folder / "logs" / "supervisor.log"):
+            before, began = latest_progress(folder), time.monotonic()
+            with choose_display(quiet) as display:
+                outcome = anyio.run(Supervisor(settings, file, display, make_roles, make_engine).run)
+            summary = None
+            if outcome.view is not None:
+                summary = summarize(outcome.view, before, latest_progress(folder), time.monotonic() - began)
+                write_atomically(folder / "summary.json", msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
+            _draw(folder)
+    return RunResult(outcome=outcome, summary=summary)
+
+
+def raise_for_failure(result: RunResult, settings: Settings) -> None:
+    """Raise what there is to complain about.
+
+    Raises:
+        RunFailedError: the run failed, or prompts are unaccounted for.
+    """
+    if result.outcome.failure is not None:
+        raise result.outcome.failure
+    if result.summary is None:
+        raise RunFailedError(f"run {settings.run.name!r} ended, but its server was gone before it could be asked how")
+    if not result.summary.is_balanced:
+        raise RunFailedError(f"the books of run {settings.run.name!r} do not balance: {result.summary.balance}")
+
+
+def format_summary(summary: RunSummary, settings: Settings) -> str:
+    """The summary for people."""
+    lines = [
+        f"{summary.steps} steps in {format_duration(summary.seconds)}; {summary.tokens_per_second:,.0f} trained tokens/s",
+        summary.balance,
+    ]
+    if summary.groups_dropped:
+        lines.append("dropped: " + ", ".join(f"{reason} {n}" for reason, n in sorted(summary.groups_dropped.items())))
+    if summary.rows:
+        lines.append("completions: " + ", ".join(f"{state} {n}" for state, n in sorted(summary.rows.items())))
+    if summary.staleness.mean is not None:
+        lines.append(f"staleness: mean {summary.staleness.mean:.2f}, max {summary.staleness.max:g} versions")
+    if summary.dead:
+        lines.append(f"`penstock dead list {settings.folder}` shows the dead letters")
+    return "\n".join(lines)
+
+
+def _draw(folder: Path) -> None:
+    """Draw the run's progress, where there is any, and matplotlib."""
+    try:
+        from workers.run.plot import draw_progress
+    except ImportError as error:
+        log.info("plot.skipped", why=str(error))
+        return
+    try:
+        draw_progress(folder)
+    except PenstockError as error:
+        log.info("plot.skipped", why=str(error))

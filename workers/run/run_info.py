@@ -1,0 +1,143 @@
+"""Finding a run: its folder says where its server is, while it goes on (`live.json`) and after."""
+
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, nullcontext
+from pathlib import Path
+from typing import TypeVar
+
+import anyio
+import msgspec
+from msgspec import Struct
+
+from stream.connection.address import has_secret
+from stream.connection.run_connection import RunConnection, connect
+from stream.errors import PenstockError
+from stream.server_process import private_server
+from workers.run.run_folder import lock_folder, write_atomically
+from workers.settings import Settings
+from workers.settings.toml_file import load_settings
+
+_RUNS = Path("runs")
+_RECONNECT_S = 10.0
+
+T = TypeVar("T")
+
+
+class RunInfo(Struct, kw_only=True):
+    """`live.json`: a run that goes on."""
+
+    run: str
+    redis: str
+    engines: tuple[str, ...] = ()
+    pid: int
+    """Of the supervisor."""
+
+
+class RunLocation(Struct, frozen=True, kw_only=True):
+    """Where a run can be looked at."""
+
+    run: str
+    url: str = ""
+    """Empty: its private server is at rest, and its data lie in `folder`."""
+    folder: Path | None = None
+    fsync: str = "everysec"
+    settings: Settings | None = None
+    """None where the server alone was named."""
+
+
+def write_run_info(folder: Path, info: RunInfo) -> None:
+    """Say that the run goes on; to its owner alone, where the server's URL bears a password."""
+    told = msgspec.json.format(msgspec.json.encode(info)) + b"\n"
+    write_atomically(folder / "live.json", told, private=has_secret(info.redis))
+
+
+def remove_run_info(folder: Path) -> None:
+    """Say that it does not any more."""
+    (folder / "live.json").unlink(missing_ok=True)
+
+
+def read_run_info(folder: Path) -> RunInfo | None:
+    """What the folder says of a run that goes on; None where it says nothing, or its supervisor is gone."""
+    try:
+        live = msgspec.json.decode((folder / "live.json").read_bytes(), type=RunInfo)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError as error:
+        raise PenstockError(
+            f"{folder / 'live.json'} is for another user to read; name the server with --redis"
+        ) from error
+    except msgspec.DecodeError as error:
+        raise PenstockError(f"{folder / 'live.json'} is broken: {error}; remove it if nothing runs there") from error
+    try:
+        os.kill(live.pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return live
+    return live
+
+
+def find_run(target: str | None, redis: str = "", *, must_have_begun: bool = True) -> RunLocation:
+    """Find the run that somebody means.
+
+    Args:
+        target: its folder, its settings file, or its name; None: the only one that goes on under `runs/`.
+        redis: URL of its server, where the folder does not say.
+        must_have_begun: refuse a run that has neither a server nor a server's data.
+
+    Raises:
+        PenstockError: no such run, or more than one that could be meant.
+    """
+    file = _only_running() / "run.toml" if target is None else find_settings_file(target)
+    if file is None:
+        if redis:
+            return RunLocation(run=str(target), url=redis)
+        raise PenstockError(
+            f"{target} is no run's folder, no settings file, and no run under {_RUNS}/; with --redis URL it may be the "
+            "name of a run there"
+        )
+    settings = load_settings(file)
+    folder = settings.folder if target and Path(target).is_file() else file.parent
+    live = read_run_info(folder)
+    url = redis or (live.redis if live else settings.run.redis)
+    if must_have_begun and not url and not (folder / "redis").is_dir():
+        raise PenstockError(f"the run in {folder} has not begun: there is no server, and no server's data")
+    return RunLocation(run=settings.run.name, url=url, folder=folder, fsync=settings.delivery.fsync, settings=settings)
+
+
+def with_run(location: RunLocation, main: Callable[[RunConnection], Awaitable[T]]) -> T:
+    """Connect to a run, creating nothing, and do something there.
+
+    A private server that is at rest is woken for as long as that takes; nobody can start the run meanwhile.
+    """
+
+    async def there() -> T:
+        async with AsyncExitStack() as stack:
+            url = location.url
+            if not url and location.folder is not None:
+                url = await stack.enter_async_context(private_server(location.folder / "redis", fsync=location.fsync))
+            connection = await stack.enter_async_context(
+                connect(url, location.run, reconnect_s=_RECONNECT_S, create=False)
+            )
+            return await main(connection)
+
+    at_rest = location.folder if not location.url else None
+    with lock_folder(at_rest) if at_rest else nullcontext():
+        return anyio.run(there)
+
+
+def _only_running() -> Path:
+    live = sorted(path.parent for path in _RUNS.glob("*/live.json") if read_run_info(path.parent) is not None)
+    if len(live) == 1:
+        return live[0]
+    if live:
+        raise PenstockError(f"{len(live)} runs go on: {', '.join(map(str, live))}; say which one")
+    raise PenstockError(f"no run goes on under {_RUNS}/; name a run's folder, or its settings file")
+
+
+def find_settings_file(target: str) -> Path | None:
+    """The settings file that a target means, or that lies in the folder it means."""
+    path = Path(target)
+    candidates = (path, path / "run.toml", _RUNS / target / "run.toml")
+    return next((file for file in candidates if file.is_file()), None)

@@ -1,0 +1,47 @@
+"""What is possible key by key, but not together: refused before anything starts, naming both keys and the remedy.
+
+::
+
+    data        [data], [[rewards]]            training    [train], [lora]
+    rollout     [rollout], [pacing], [eval]    estimators  [filter], [estimator], [shaping], normalizations, [critic]
+    engine      [engine], [weights]            losses      [loss], [correction]
+
+Each check takes the settings, and yields what is wrong with them.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from stream.errors import SettingsError
+from workers.settings.cross_checks import data, engine, estimators, losses, rollout, training
+from workers.settings.settings import Settings
+
+_CHECKS: Final[tuple[Callable[[Settings], Iterator[str]], ...]] = (
+    data.check_rewards,
+    data.check_datasets,
+    engine.check_engines,
+    engine.check_weights,
+    rollout.check_rollout,
+    rollout.check_sampling,
+    rollout.check_pacing,
+    rollout.check_evaluation,
+    estimators.check_filters,
+    estimators.check_estimator,
+    estimators.check_shaping,
+    training.check_trainer,
+    losses.check_loss,
+    losses.check_preset,
+    losses.check_correction,
+    training.check_lora,
+)
+
+
+def check_combinations(settings: Settings, source: str) -> None:
+    """Refuse combinations that cannot work, or in which a key would silently have no effect.
+
+    Raises:
+        SettingsError: the first of them.
+    """
+    for check in _CHECKS:
+        for problem in check(settings):
+            raise SettingsError(f"{source}: {problem}")

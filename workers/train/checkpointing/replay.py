@@ -1,0 +1,220 @@
+"""A finished run done again from its books: a fresh learner, the ledger's groups from the archive, step by step.
+
+Which groups were a step's batch follows from the ledger, in whose order they are: those that were trained, those that
+the step itself dropped, and before them those that were dropped on the way to it, which the rules of selection drop
+again. The learner is deterministic, so its weights and the optimizer's state must equal every checkpoint's bit for bit.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from msgspec import Struct
+
+from stream.errors import RunMismatchError
+from stream.records import Group
+from stream.trainer.archive import ArchivedGroups
+from stream.trainer.ledger import LedgerLine, read_ledger
+from workers.settings import Settings
+from workers.train.checkpointing.checkpoint import Checkpoint, CheckpointStore
+from workers.train.checkpointing.replay_comparison import (
+    CheckpointMatch,
+    ReplayMismatch,
+    ReplayMismatchFound,
+    compare_with_checkpoint,
+)
+from workers.train.step.batch import collate
+from workers.train.step.learner import Learner
+from workers.train.step.report import StepReport
+from workers.train.step.selection import check_group
+
+
+class ReplayReport(Struct, kw_only=True):
+    """What a replay came to."""
+
+    is_identical: bool
+    steps: int
+    """Done again."""
+    groups: int
+    """In their batches."""
+    dropped: int
+    """Groups dropped on the way to a step."""
+    matches: list[CheckpointMatch]
+    mismatch: ReplayMismatch | None
+    notes: list[str]
+
+
+def replay(
+    settings: Settings,
+    folder: Path,
+    on_match: Callable[[CheckpointMatch], None] = lambda _: None,
+    make_learner: Callable[[Settings], Learner] = Learner,
+) -> ReplayReport:
+    """Do a run again, up to its newest checkpoint. Nothing of it is changed.
+
+    The sums of another number of ranks than the run had are not, to the bit, the same.
+
+    Args:
+        settings: of the run, as it had them.
+        folder: the run's.
+        on_match: called with each checkpoint that was met.
+        make_learner: makes what is trained.
+
+    Raises:
+        RunMismatchError: there is no checkpoint; the ledger is broken, or is not the checkpoint's; the archive lacks a
+            group.
+        RecordError: a group in the archive was altered.
+    """
+    checkpoints = CheckpointStore(folder / "checkpoints")
+    last = checkpoints.latest()
+    if last is None:
+        raise RunMismatchError(f"{folder}: there is no sound checkpoint that a replay could be compared with")
+    lines = _lines(folder, last)
+    archive = ArchivedGroups(folder / "groups")
+    _refuse_gaps(lines, archive, settings)
+    replayed = _Replay(settings, make_learner(settings), checkpoints, last, on_match)
+    difference = None
+    try:
+        for step, found in groupby(lines, lambda written: written.record.step):
+            replayed.step(step, [(w, archive.read(w.record.prompt, w.record.hash)) for w in found])
+        replayed.end()
+    except ReplayMismatchFound as differs:
+        difference = differs.mismatch
+    return ReplayReport(
+        is_identical=difference is None,
+        steps=replayed.learner.steps,
+        groups=replayed.groups,
+        dropped=replayed.dropped,
+        matches=replayed.matches,
+        mismatch=difference,
+        notes=replayed.notes,
+    )
+
+
+class _Replay:
+    """A learner on its way through the ledger."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        learner: Learner,
+        checkpoints: CheckpointStore,
+        last: Checkpoint,
+        on_match: Callable[[CheckpointMatch], None],
+    ) -> None:
+        self.groups = self.dropped = 0
+        self.matches: list[CheckpointMatch] = []
+        self.notes: list[str] = []
+        self.learner = learner
+        self._settings = settings
+        self._checkpoints = checkpoints
+        self._last = last.progress.step
+        self._checkpoint_steps = {checkpoint.progress.step for checkpoint in checkpoints.list_all()}
+        self._on_match = on_match
+        self._compare(0)
+
+    def step(self, step: int, found: Sequence[tuple[LedgerLine, Group]]) -> None:
+        """All that the ledger has of one step."""
+        expected = self.learner.steps + 1
+        if step != expected:
+            raise _ledger_mismatch(found[0][0], expected, f"is of step {step} where one of step {expected} should come")
+        batch = found[self._dropped_before(found) :]
+        self.dropped += len(found) - len(batch)
+        self.groups += len(batch)
+        if not batch and step > self._last:
+            return  # of a step that never came
+        if not batch:
+            raise _ledger_mismatch(found[-1][0], step, "ends a step in which no group was left to train on")
+        version = batch[0][0].record.version
+        for written, _ in batch:
+            if written.record.version != version:
+                raise _ledger_mismatch(
+                    written, step, f"has version {written.record.version}, others of its step {version}"
+                )
+        report = self.learner.step(collate([group for _, group in batch]), version)
+        for written, _ in batch:
+            end = _outcome(report, written.record.prompt)
+            if written.record.outcome != end:
+                raise _ledger_mismatch(
+                    written, step, f"says {written.record.outcome} of {written.record.prompt}, the replay {end}"
+                )
+        self._compare(step)
+
+    def end(self) -> None:
+        """There are no more lines."""
+        if self.learner.steps < self._last:
+            what = f"the ledger has {self.learner.steps} steps, the checkpoint {self._last}"
+            raise ReplayMismatchFound(ReplayMismatch(step=self._last, description=what))
+        if not self.matches:
+            raise RunMismatchError(
+                f"{self._checkpoints.folder}: every checkpoint was removed while the run was replayed; replay it when "
+                "it is at rest"
+            )
+
+    def _dropped_before(self, found: Sequence[tuple[LedgerLine, Group]]) -> int:
+        """How many of the step's groups were dropped before they came to hand: what follows was its batch."""
+        for place, (written, group) in enumerate(found):
+            line = written.record
+            if line.outcome == "trained":
+                return place
+            reason, _ = check_group(group, self._settings, line.version, self.learner.vocab_size)
+            if reason is None:
+                return place
+            if line.outcome != f"dropped:{reason}":
+                raise _ledger_mismatch(
+                    written, line.step, f"says {line.outcome} of {line.prompt}, the replay dropped:{reason}"
+                )
+        return len(found)
+
+    def _compare(self, step: int) -> None:
+        """Compare with the checkpoint of this step, if there is one."""
+        if step not in self._checkpoint_steps:
+            return
+        try:
+            checkpoint = self._checkpoints.at_step(step)
+            agreement = None if checkpoint is None else compare_with_checkpoint(self.learner, checkpoint)
+        except FileNotFoundError:
+            agreement = None
+        if agreement is None:
+            self.notes.append(f"the checkpoint of step {step} was removed meanwhile, or altered, and not compared")
+            return
+        self.matches.append(agreement)
+        self._on_match(agreement)
+
+
+def _lines(folder: Path, last: Checkpoint) -> list[LedgerLine]:
+    """The ledger as that checkpoint holds it."""
+    path, upto = folder / "ledger.jsonl", last.progress.ledger_bytes
+    lines, broken = read_ledger(path)
+    if broken:
+        raise RunMismatchError(broken[0])
+    lines = [written for written in lines if written.end_offset <= upto]
+    if (lines[-1].end_offset if lines else 0) != upto:
+        raise RunMismatchError(
+            f"{path}: no line ends at byte {upto}, where it ended when {last.folder.name} was made; it was altered"
+        )
+    return lines
+
+
+def _refuse_gaps(lines: Sequence[LedgerLine], archive: ArchivedGroups, settings: Settings) -> None:
+    missing = [w for w in lines if (w.record.prompt, w.record.hash) not in archive]
+    if not missing:
+        return
+    first, keep = missing[0], settings.archive
+    bound = f" of {keep.megabytes} MB (archive.megabytes)" if keep.keep == "latest" else ""
+    raise RunMismatchError(
+        f"{archive.folder} lacks {len(missing)} of the {len(lines)} groups of the ledger, the first of them line "
+        f"{first.number}, {first.record.prompt} with hash {first.record.hash}. A replay needs all of them, and the run has "
+        f"archive.keep = {keep.keep!r}{bound}; set it to 'all' from the beginning of a run that is to be replayed"
+    )
+
+
+def _outcome(report: StepReport, prompt: str) -> str:
+    """What the trainer writes of a group of this batch."""
+    if prompt in report.dropped:
+        return f"dropped:{report.dropped[prompt]}"
+    return "trained" if report.trained else f"dropped:{report.skipped}"
+
+
+def _ledger_mismatch(written: LedgerLine, step: int, what: str) -> ReplayMismatchFound:
+    return ReplayMismatchFound(ReplayMismatch(step=step, description=f"ledger line {written.number} {what}"))

