@@ -53,7 +53,7 @@ def bounds_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "lower": float(lower) if lower else 0.0,
         "upper": float(upper),
-        "outside": "zero" if lower else "truncate",
+        "out_of_range": "zero" if lower else "truncate",
         "normalize": bool(config.get("rollout_is_batch_normalize", False)),
     }
 

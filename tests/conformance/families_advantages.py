@@ -62,7 +62,7 @@ def advantages_C(case: Case, estimator: str, params: Mapping[str, Any], **extra:
     """Estimate by the file's name of an estimator; `singleton` as the project has it unless told otherwise."""
     name, options = estimator_of(estimator, params)
     valid_C = case.mask("valid", [True] * len(case["group_ids"]))
-    if named(ESTIMATORS, name, "estimator").declared.level != "completion":
+    if named(ESTIMATORS, name, "estimator").traits.level != "completion":
         raise NotMappedError(f"{estimator!r} estimates by token, the case is one of rows")
     inputs = {
         "groups": Grouping(case.codes("group_ids"), valid_C),
@@ -81,7 +81,7 @@ def token_advantages(case: Case) -> None:
     """An advantage and a return to each token; the rows are completions, whole in one line each."""
     name, options = estimator_of(case["estimator"], case.get("params", {}), epsilon=1e-8)
     estimator = named(ESTIMATORS, name, "estimator")
-    if estimator.declared.level != "token":
+    if estimator.traits.level != "token":
         raise NotMappedError(f"{name!r} estimates by row, the case is one of tokens")
     mask_CT = case.mask("mask")
     valid_C = case.mask("valid", [True] * len(mask_CT))

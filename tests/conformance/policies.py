@@ -78,7 +78,7 @@ def loss_of(
         weights_RT: importance weights.
         forced: the aggregation that a loss insists on counts, as it does in the trainer.
     """
-    declared = named(LOSSES, name, "loss").declared
+    declared = named(LOSSES, name, "loss").traits
     selected_RT = None
     if declared.selector:
         named(SELECTORS, declared.selector, "selector")

@@ -22,8 +22,8 @@ from workers.train.algorithms.proximal import METHODS, interpolate_logprobs
 from workers.train.algorithms.rejection import REJECTIONS, RejectionRule, reject
 from workers.train.algorithms.token_selection import SELECTORS, select_tokens
 
-USUAL = {"lower": 0.5, "upper": 1.5, "outside": "truncate", "normalize": False}
-OTHERS = {"lower": 0.9, "upper": 1.1, "outside": "zero", "normalize": True}
+USUAL = {"lower": 0.5, "upper": 1.5, "out_of_range": "truncate", "normalize": False}
+OTHERS = {"lower": 0.9, "upper": 1.1, "out_of_range": "zero", "normalize": True}
 LEAST, MOST = 0.6, 1.7
 each_level, each_rule = pytest.mark.parametrize("name", IMPORTANCE_LEVELS), pytest.mark.parametrize("name", REJECTIONS)
 each_selector = pytest.mark.parametrize("name", SELECTORS)

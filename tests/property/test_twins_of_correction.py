@@ -30,7 +30,7 @@ OPTIONS = st.fixed_dictionaries(
         "level": st.sampled_from(sorted(IMPORTANCE_LEVELS)),
         "lower": st.sampled_from([0.0, 0.4951]),
         "upper": st.sampled_from([1.2049, 2.0101, math.inf]),
-        "outside": st.sampled_from(["truncate", "zero"]),
+        "out_of_range": st.sampled_from(["truncate", "zero"]),
         "normalize": st.booleans(),
     }
 )

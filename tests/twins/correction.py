@@ -119,18 +119,18 @@ LEVELS: dict[str, Callable[[list[tuple[float, float]]], list[float]]] = {
 }
 
 
-def bounded(weight: float, lower: float, upper: float, outside: str) -> float:
-    if outside == "zero":
+def bounded(weight: float, lower: float, upper: float, out_of_range: str) -> float:
+    if out_of_range == "zero":
         return weight if lower <= weight <= upper else 0.0
     return max(lower, min(upper, weight))
 
 
 def weights(
-    batch: Batch, *, level: str, lower: float, upper: float, outside: str, normalize: bool
+    batch: Batch, *, level: str, lower: float, upper: float, out_of_range: str, normalize: bool
 ) -> tuple[Weights, float]:
     """The weight of each token, and what it was divided by."""
     found = {
-        number: [bounded(raw, lower, upper, outside) for raw in LEVELS[level](tokens)]
+        number: [bounded(raw, lower, upper, out_of_range) for raw in LEVELS[level](tokens)]
         for number, tokens in batch.items()
     }
     factor = 1.0
@@ -218,11 +218,11 @@ def masked_fractions(batch: Batch, kept: Kept) -> dict[str, float]:
 
 
 def weight_metrics(
-    batch: Batch, *, level: str, lower: float, upper: float, outside: str, normalize: bool
+    batch: Batch, *, level: str, lower: float, upper: float, out_of_range: str, normalize: bool
 ) -> dict[str, float]:
     if not batch:
         return {}
-    options = {"level": level, "lower": lower, "upper": upper, "outside": outside}
+    options = {"level": level, "lower": lower, "upper": upper, "out_of_range": out_of_range}
     kept, _ = weights(batch, **options, normalize=False)
     raw = {number: LEVELS[level](tokens) for number, tokens in batch.items()}
     w, raw_w = ([value for values in each.values() for value in values] for each in (kept, raw))
@@ -230,7 +230,7 @@ def weight_metrics(
     raw_by_completion = [statistics.fmean(values) for values in raw.values()]
     judged = raw_by_completion if level == "sequence" else raw_w
     extremes = raw_by_completion if level == "sequence" else w
-    low = lower if outside == "zero" or lower > 0 else 1 / upper
+    low = lower if out_of_range == "zero" or lower > 0 else 1 / upper
     square = statistics.fmean(value * value for value in w)
     found = {
         "mean": statistics.fmean(w),
@@ -248,7 +248,7 @@ def weight_metrics(
         "seq_fraction_high": share([value > upper for value in raw_by_completion]),
         "seq_fraction_low": share([value < low for value in raw_by_completion]),
     }
-    if outside == "zero":
+    if out_of_range == "zero":
         found["oob_ratio"] = share([not lower <= value <= upper for value in raw_w])
     if normalize:
         found["batch_norm_factor"] = weights(batch, **options, normalize=True)[1]

@@ -20,7 +20,7 @@ TRAIN = torch.tensor([[-1.0, -3.0], [-2.0, math.nan], [-1.0, -1.0], [math.inf, m
 ROLLOUT = torch.tensor([[-1.0, -2.0], [-2.0, 1e30], [-1.0, -2.0], [math.nan, -math.inf]], dtype=torch.float64)
 MASK = torch.tensor([[1, 1], [1, 0], [1, 1], [0, 0]]).bool()
 IDS = torch.tensor([4, 4, 9, 6])
-BOUNDS = {"lower": 0.0, "upper": 2.0, "outside": "truncate", "normalize": False}
+BOUNDS = {"lower": 0.0, "upper": 2.0, "out_of_range": "truncate", "normalize": False}
 
 
 def floats(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -128,7 +128,7 @@ def test_weights_of_completions_are_counted_in_completions():
 def test_equal_weights_are_all_of_the_sample_and_zeroed_ones_none():
     one = importance_weights(TRAIN, TRAIN, MASK, IDS, level="token", **BOUNDS)
     assert float(weight_metrics(IDS, one)["rollout_is_eff_sample_size"]) == 1.0
-    none = importance_weights(TRAIN, TRAIN, MASK, IDS, level="token", **BOUNDS | {"upper": 0.5, "outside": "zero"})
+    none = importance_weights(TRAIN, TRAIN, MASK, IDS, level="token", **BOUNDS | {"upper": 0.5, "out_of_range": "zero"})
     found = floats(weight_metrics(IDS, none))
     assert (found["rollout_is_eff_sample_size"], found["rollout_is_oob_ratio"]) == (0.0, 1.0)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from workers.train.algorithms.importance import IMPORTANCE_LEVELS, ImportanceWeights, importance_weights, log_ratios
 
 E20 = math.exp(20)
-OFF = {"lower": 0.0, "upper": math.inf, "outside": "truncate", "normalize": False}
+OFF = {"lower": 0.0, "upper": math.inf, "out_of_range": "truncate", "normalize": False}
 
 
 def weigh(ratios: list[list[float]], ids: list[int] | None = None, **options) -> ImportanceWeights:
@@ -38,8 +38,8 @@ def test_a_completion_has_the_product_over_all_of_its_rows():
     [
         ({"upper": 2.0}, [0.1, 1.5, 2.0]),
         ({"upper": 2.0, "lower": 0.5}, [0.5, 1.5, 2.0]),
-        ({"upper": 2.0, "lower": 0.5, "outside": "zero"}, [0.0, 1.5, 0.0]),
-        ({"upper": 2.0, "outside": "zero"}, [0.1, 1.5, 0.0]),
+        ({"upper": 2.0, "lower": 0.5, "out_of_range": "zero"}, [0.0, 1.5, 0.0]),
+        ({"upper": 2.0, "out_of_range": "zero"}, [0.1, 1.5, 0.0]),
     ],
 )
 def test_bounds_truncate_or_zero(options, expected):
@@ -62,12 +62,12 @@ def test_weights_are_bounded_before_they_are_averaged():
 
 
 def test_zeroed_weights_count_in_the_mean():
-    found = weigh([[9.0, 1.0]], level="token", upper=3.0, outside="zero", normalize=True)
+    found = weigh([[9.0, 1.0]], level="token", upper=3.0, out_of_range="zero", normalize=True)
     assert lists(found.weights_RT) == [[0.0, 2.0]]
 
 
 def test_nothing_but_zeros_is_not_divided():
-    found = weigh([[9.0, 9.0]], level="token", upper=3.0, outside="zero", normalize=True)
+    found = weigh([[9.0, 9.0]], level="token", upper=3.0, out_of_range="zero", normalize=True)
     assert (lists(found.weights_RT), float(found.factor)) == ([[0.0, 0.0]], 1.0)
 
 
@@ -97,7 +97,7 @@ def test_an_unknown_word_is_an_error():
     with pytest.raises(KeyError, match="geometric"):
         weigh([[1.0]], level="geometric")
     with pytest.raises(ValueError, match="'clip'"):
-        weigh([[1.0]], level="token", outside="clip")
+        weigh([[1.0]], level="token", out_of_range="clip")
 
 
 def test_log_ratios_have_no_gradient_and_no_junk():

@@ -68,7 +68,7 @@ def logprob(found, tokens):
     """Log-prob that the learner's model gives to what was sampled of these tokens behind the prompt."""
     ids = torch.tensor([[1, 2, *tokens]])
     with torch.no_grad():
-        return float(token_logprobs(found.passes.policy, ids, (ids != 0) & (ids > 2), temperature=1.0).logprobs_N.sum())
+        return float(token_logprobs(found.runner.policy, ids, (ids != 0) & (ids > 2), temperature=1.0).logprobs_N.sum())
 
 
 def weights(found):

@@ -118,7 +118,7 @@ def test_what_the_policy_did_to_a_reward_is_told():
 
 def test_a_row_left_with_no_token_is_rejected_and_does_not_vote():
     rejected = torch.tensor([[False, True, True], [False, True, False]])
-    masks = one_row_each(facts([1.0, 0.0]), rejected={"too_old": rejected})
+    masks = one_row_each(facts([1.0, 0.0]), rejected_by_rule={"too_old": rejected})
     assert masks.baseline_C.tolist() == [False, True]
     assert masks.rejected_by_C.tolist() == [masks.rules.index("too_old"), NONE]
     assert masks.loss_tokens_RT.tolist() == [[False] * 3, [False, False, True]]
@@ -126,12 +126,12 @@ def test_a_row_left_with_no_token_is_rejected_and_does_not_vote():
 
 def test_the_rule_that_took_the_last_token_is_named():
     first, second = torch.tensor([[False, True, False]] * 2), torch.tensor([[False, False, True], [False, True, False]])
-    masks = one_row_each(facts([1.0, 0.0]), rejected={"too_old": first, "token_k1": second})
+    masks = one_row_each(facts([1.0, 0.0]), rejected_by_rule={"too_old": first, "token_k1": second})
     assert [masks.rules[code] if code != NONE else None for code in masks.rejected_by_C.tolist()] == ["token_k1", None]
 
 
 def test_what_is_invalid_anyway_is_not_called_rejected():
-    masks = one_row_each(facts([None, 0.0]), rejected={"too_old": torch.ones(2, 3).bool()})
+    masks = one_row_each(facts([None, 0.0]), rejected_by_rule={"too_old": torch.ones(2, 3).bool()})
     assert masks.rejected_by_C.tolist() == [NONE, masks.rules.index("too_old")]
 
 
@@ -151,7 +151,7 @@ def test_a_completion_votes_while_one_of_its_rows_is_left():
 def test_a_completion_that_bears_no_loss_may_hold_junk_log_probs():
     unusable = torch.ones(2, 3).bool()
     found = facts([1.0, 1.0], truncated={0: TruncationReason.LENGTH})
-    assert one_row_each(found, "baseline_only", unusable_RT=unusable).baseline_C.tolist() == [True, False]
+    assert one_row_each(found, "baseline_only", not_finite_RT=unusable).baseline_C.tolist() == [True, False]
 
 
 def test_a_completion_without_a_row_is_counted_and_does_not_vote():

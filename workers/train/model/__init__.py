@@ -18,6 +18,6 @@
 `varlen.py`          attention over packed rows
 `recomputing.py`     gradient checkpointing: layers that make their activations again
 `critic.py`          a value head on the last hidden states
-`shards.py`          tensors that ranks may hold in parts
+`sharded_model.py`   the model sharded over ranks
 ===================  ==================================================================
 """

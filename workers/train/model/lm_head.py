@@ -17,8 +17,8 @@ import structlog
 import torch
 from torch import Tensor, nn
 
+from workers.train.distributed.sharding import full_tensor
 from workers.train.model.logit_blocks import LogitTransform
-from workers.train.model.shards import full_tensor
 
 log = structlog.get_logger()
 

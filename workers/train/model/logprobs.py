@@ -28,7 +28,7 @@ class LogprobModel(NamedTuple):
     """It is given rows one behind another, without padding."""
     sharded_root: nn.Module | None = None
     """Whose forward pass all that is read has to be within, for there alone weights are whole that ranks have in shards
-    (`workers.train.distributed.sharding`); None where they are whole everywhere."""
+    (`sharded_model`); None where they are whole everywhere."""
 
     @classmethod
     def from_whole(cls, model: Any) -> Self:

@@ -11,11 +11,12 @@ from torch import Tensor
 from stream.errors import RunMismatchError
 from workers.settings import Settings
 from workers.train.distributed.ranks import Ranks
-from workers.train.distributed.sharding import gather_full, shard_model
+from workers.train.distributed.sharding import gather_full
 from workers.train.model.activation_checkpointing import checkpoint_layers
 from workers.train.model.adapter import Adapter, is_adapter
 from workers.train.model.logprobs import LogprobModel
 from workers.train.model.policy_folder import load_policy, save_policy
+from workers.train.model.sharded_model import shard_model
 
 
 class TrainableModel:
