@@ -93,7 +93,7 @@ def loss_of(
         advantages_RT=advantages_RT,
         mask_RT=mask_RT,
         completion_ids_R=torch.arange(len(mask_RT)),
-        factors_R=row_factors((forced and declared.aggregation) or aggregation, mask_RT, info),
+        factors_R=case_row_factors((forced and declared.aggregation) or aggregation, mask_RT, info),
         weights_RT=weights_RT,
         selected_RT=selected_RT,
         options=options,

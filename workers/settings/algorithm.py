@@ -132,7 +132,7 @@ class Correction(Section, frozen=True):
             weights=preset.weights,
             lower=preset.lower,
             upper=preset.upper,
-            outside=preset.outside,
+            outside=preset.out_of_range,
             normalize=preset.normalize,
             reject=tuple(Rejection(rule=rule, lower=lower, upper=upper) for rule, lower, upper in preset.reject),
         )

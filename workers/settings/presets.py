@@ -33,7 +33,7 @@ class Preset(NamedTuple):
     weights: Literal["none", "token", "sequence"] = "none"
     lower: float = 0.0
     upper: float = 2.0
-    outside: Literal["truncate", "zero"] = "truncate"
+    out_of_range: Literal["truncate", "zero"] = "truncate"
     normalize: bool = False
     reject: tuple[tuple[Rule, float, float], ...] = ()
     """Rule, lower and upper bound."""
@@ -51,7 +51,7 @@ PRESETS: Final = MappingProxyType(
         "disabled": Preset(),
         "decoupled_token_is": Preset("token"),
         "decoupled_seq_is": Preset("sequence"),
-        "decoupled_token_icepop": Preset("token", lower=0.5, upper=5.0, outside="zero"),
+        "decoupled_token_icepop": Preset("token", lower=0.5, upper=5.0, out_of_range="zero"),
         "decoupled_seq_is_rs": Preset("sequence", reject=(("seq_sum_k1", 0.5, 2.0),)),
         "decoupled_geo_rs": Preset(reject=_GEOMETRIC),
         "decoupled_geo_rs_seq_tis": Preset("sequence", reject=_GEOMETRIC),
@@ -63,7 +63,7 @@ PRESETS: Final = MappingProxyType(
         "bypass_ppo_clip_geo_rs": Preset(reject=_GEOMETRIC, bypass=True),
         "bypass_ppo_clip_k3_rs": Preset(reject=_K3, bypass=True),
         "bypass_pg_is": Preset("sequence", bypass=True, loss="reinforce"),
-        "bypass_pg_token_icepop": Preset("token", lower=0.5, upper=5.0, outside="zero", bypass=True, loss="reinforce"),
+        "bypass_pg_token_icepop": Preset("token", lower=0.5, upper=5.0, out_of_range="zero", bypass=True, loss="reinforce"),
         "bypass_pg_geo_rs": Preset(reject=_GEOMETRIC, bypass=True, loss="reinforce"),
         "bypass_pg_geo_rs_seq_tis": Preset("sequence", reject=_GEOMETRIC, bypass=True, loss="reinforce"),
         "bypass_pg_geo_rs_token_tis": Preset("token", reject=_GEOMETRIC, bypass=True, loss="reinforce"),
