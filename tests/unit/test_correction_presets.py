@@ -29,7 +29,9 @@ def test_a_name_says_all_of_its_preset(name):
     level = "token" if "token" in words else "sequence" if {"is", "tis"} & set(words) else "none"
     assert preset.weights == level
     icepop = "icepop" in words
-    assert (preset.lower, preset.upper, preset.out_of_range) == ((0.5, 5.0, "zero") if icepop else (0.0, 2.0, "truncate"))
+    assert (preset.lower, preset.upper, preset.out_of_range) == (
+        (0.5, 5.0, "zero") if icepop else (0.0, 2.0, "truncate")
+    )
     expected = {
         "geo": (("seq_mean_k1", 0.999, 1.001),),
         "k3": (("seq_mean_k3", 0.0, 0.01),),

@@ -187,7 +187,13 @@ def test_padding_and_batch_mates_do_not_change_a_rows_log_probs(rows):
 @pytest.mark.parametrize("name", PACKING)
 def test_packed_rows_are_the_same_rows(name, attention, rows):
     model, (tokens, chosen, lengths) = model_of(name), rows
-    options = {"temperature": 0.7, "lengths_M": lengths, "entropy": "gradient", "sum_pi_squared": True, "end_states": True}
+    options = {
+        "temperature": 0.7,
+        "lengths_M": lengths,
+        "entropy": "gradient",
+        "sum_pi_squared": True,
+        "end_states": True,
+    }
     apart = token_logprobs(readable(model), tokens, chosen, **options)
     expected = gradients(model, apart.logprobs_N.sum() + apart.entropy_N.sum())
     read = readable(model, packing="on", attention=attention)

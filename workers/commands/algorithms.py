@@ -83,7 +83,7 @@ def _lines(entry: AlgorithmEntry) -> list[str]:
 
 
 def _preset_lines(preset: Preset) -> list[str]:
-    weights = f"{preset.weights}, {preset.outside} outside {preset.lower:g} ... {preset.upper:g}"
+    weights = f"{preset.weights}, {preset.out_of_range} outside {preset.lower:g} ... {preset.upper:g}"
     rules = [f"reject {rule} {lower:g} ... {upper:g}" for rule, lower, upper in preset.reject]
     told = [f"weights {weights}" if preset.weights != "none" else "no weights", *rules]
     loss = "reinforce" if preset.loss == "reinforce" else "a loss with a ratio"

@@ -63,7 +63,9 @@ PRESETS: Final = MappingProxyType(
         "bypass_ppo_clip_geo_rs": Preset(reject=_GEOMETRIC, bypass=True),
         "bypass_ppo_clip_k3_rs": Preset(reject=_K3, bypass=True),
         "bypass_pg_is": Preset("sequence", bypass=True, loss="reinforce"),
-        "bypass_pg_token_icepop": Preset("token", lower=0.5, upper=5.0, out_of_range="zero", bypass=True, loss="reinforce"),
+        "bypass_pg_token_icepop": Preset(
+            "token", lower=0.5, upper=5.0, out_of_range="zero", bypass=True, loss="reinforce"
+        ),
         "bypass_pg_geo_rs": Preset(reject=_GEOMETRIC, bypass=True, loss="reinforce"),
         "bypass_pg_geo_rs_seq_tis": Preset("sequence", reject=_GEOMETRIC, bypass=True, loss="reinforce"),
         "bypass_pg_geo_rs_token_tis": Preset("token", reject=_GEOMETRIC, bypass=True, loss="reinforce"),
