@@ -1,0 +1,33 @@
+"""The mutants of `tests/mutants`: each applies to this tree, and names tests that there are. Running them takes longer."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.run import load
+
+ROOT = Path(__file__).parents[2]
+MUTANTS = load()
+
+
+def test_there_are_mutants_in_every_room():
+    rooms = Counter(mutant.room for mutant in MUTANTS)
+    assert sum(rooms.values()) >= 80
+    assert min(rooms.values()) >= 5
+
+
+def test_a_name_is_used_once():
+    names = Counter(mutant.name for mutant in MUTANTS)
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_applies_once_and_its_tests_exist(mutant):
+    assert mutant.problem() == ""
+    for test in mutant.tests:
+        path, _, name = test.partition("::")
+        if name:
+            function = name.rpartition("::")[2].partition("[")[0]
+            assert re.search(rf"def {function}\(", (ROOT / path).read_text()), f"{path} has no {function}"
