@@ -25,6 +25,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,7 @@ import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -168,10 +169,8 @@ def run_tests(copy: Path, tests: Sequence[str], *, stop_at_first: bool) -> tuple
     except subprocess.TimeoutExpired:
         return -1, [], f"no end within {TIME_LIMIT_S} s"
     finally:
-        try:
-            os.killpg(process.pid, 9)  # whatever the tests left behind
-        except ProcessLookupError:
-            pass
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # whatever the tests left behind
         process.wait()
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
     return process.returncode, failed, said[-600:]

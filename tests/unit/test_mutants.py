@@ -1,4 +1,4 @@
-"""The mutants of `tests/mutants`: each applies to this tree, and names tests that there are. Running them takes longer."""
+"""The mutants of `tests/mutants`: each applies to this tree exactly once, and the tests that it names exist."""
 
 import re
 from collections import Counter
