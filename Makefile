@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 SEED   ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-full test-gpu test-vllm clean
+.PHONY: help setup demo check test test-nightly test-gpu test-vllm clean
 
 help:  ## Show what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -32,8 +32,8 @@ check: setup  ## Format, lint, types, import contracts, spelling
 test: setup  ## Unit, property, integration and end-to-end tests
 	$(BIN)/pytest -m "not full and not gpu and not vllm" -n 2 --dist worksteal
 
-test-full: setup  ## What is too long for `make test`
-	$(BIN)/pytest -m full
+test-nightly: setup  ## What is too long for `make test`, with random examples; takes hours
+	$(BIN)/python tests/nightly.py
 
 test-gpu: setup  ## The trainer's step on a GPU; says so and skips where there is none
 	$(BIN)/pytest -m gpu tests/gpu

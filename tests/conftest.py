@@ -5,6 +5,7 @@ import subprocess
 import tempfile
 import time
 import uuid
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -28,8 +29,34 @@ from tests.cases.rows import sampled_row
 
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", max_examples=200, deadline=None, derandomize=True, print_blob=True)
+settings.register_profile(
+    "nightly", max_examples=100, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("thorough", max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+LONG_S = 300.0
+"""A test that may take longer than this is in no slice: it is run at night only."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slice", metavar="K/N", help="only one N-th of the tests, without those that take very long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one slice of the tests: by name, so that other tests stay in their slices when one is added."""
+    if not (chosen := config.getoption("--slice")):
+        return
+    number, count = map(int, chosen.split("/"))
+    kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % count == number and _limit_s(item) < LONG_S]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+def _limit_s(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0]) if marker is not None else 0.0
 
 
 @pytest.fixture(scope="session")

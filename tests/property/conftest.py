@@ -20,12 +20,14 @@ RESTED_ON = {
     *("whiten", "loss:clipped", "clipped"),
 }
 """Registered names that get `MOST` by hand, and so does every test of whitening and of the correction."""
+LIMITS_S = {"nightly": 900, "thorough": 0}
+"""Seconds that one test may take under these profiles; 0: any number."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if PROFILE == "thorough" and item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.timeout(0))
+        if PROFILE in LIMITS_S and item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(LIMITS_S[PROFILE]))
 
 
 @pytest.fixture(autouse=True)
@@ -50,4 +52,6 @@ def _examples(item: pytest.Item) -> int:
         subjects = " ".join(str(value) for value in item.callspec.params.values()) if hasattr(item, "callspec") else ""
         rested_on = RESTED_ON & set(subjects.split()) or "whitening" in item.name or "correction" in module
         return MOST if rested_on and not module.endswith("_the_path") else usual
+    if PROFILE == "nightly":
+        return usual
     return next((min(usual, number) for start, number in QUICK.items() if module.startswith(start)), usual)

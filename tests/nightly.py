@@ -1,0 +1,93 @@
+"""Run the tests that are too long for `make test`, with random examples whose seed is printed and kept.
+
+    python tests/nightly.py                    # all of them: hours (`make test-nightly`)
+    python tests/nightly.py --seed 123456      # again, with the examples of an earlier night
+    python tests/nightly.py --slice today      # today's share of those that take less than five minutes, as in CI
+    python tests/nightly.py --slice 7/30       # the same share again
+
+A whole night is everything marked `full`, then the property tests with more examples than `make test` shows them. Each
+run adds a line to `.nightly/runs.jsonl`: the command that repeats it (with its seed), commit, exit codes, failed tests.
+"""
+
+import argparse
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, date, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / ".nightly" / "runs.jsonl"
+SLICES = 30
+"""Of the tests marked `full`: CI runs each of those that take less than five minutes once in so many days."""
+_NOTHING_COLLECTED = 5
+"""pytest's exit code for a share that is empty."""
+
+
+def slice_of(text: str, today: date) -> tuple[int, int]:
+    """(number, of how many): `today` is the day's own, `K/N` the K-th of N, counted from 0."""
+    if text == "today":
+        return today.toordinal() % SLICES, SLICES
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no slice; write `today`, or K/N with K from 0 to N - 1")
+    return int(found[1]), int(found[2])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run them, and keep what is needed to run them again; returns pytest's exit code."""
+    parser = argparse.ArgumentParser(description="Run the long tests, with random examples whose seed is kept.")
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="of the property tests' examples")
+    parser.add_argument("--slice", default="", help="`today` or K/N: a share of the tests marked `full`, nothing else")
+    options, more = parser.parse_known_args(arguments)
+    again = f"python tests/nightly.py --seed {options.seed}"
+    parts = [["-m", "full"], ["tests/property"]]
+    if options.slice:
+        number, count = slice_of(options.slice, datetime.now(UTC).date())
+        again += f" --slice {number}/{count}"
+        parts = [["-m", "full", "--slice", f"{number}/{count}"]]
+    print(f"to run the same again: {again}", flush=True)
+    began = datetime.now(UTC)
+    codes, failed = [], []
+    for part in parts:
+        code, found = _run([*part, "--hypothesis-seed", str(options.seed), *more])
+        codes.append(0 if code == _NOTHING_COLLECTED else code)
+        failed += found
+    seconds = round((datetime.now(UTC) - began).total_seconds())
+    record = {"began": began.isoformat(timespec="seconds"), "seconds": seconds, "again": again, "commit": _commit()}
+    _keep(record | {"codes": codes, "failed": failed})
+    print(f"{len(failed)} failed in {seconds} s; to run the same again: {again}", flush=True)
+    return max(codes)
+
+
+def _run(arguments: Sequence[str]) -> tuple[int, list[str]]:
+    """pytest's exit code, and the tests that failed; what it says is passed on as it comes."""
+    failed = []
+    command = [sys.executable, "-m", "pytest", "-rfE", *arguments]
+    environment = {**os.environ, "HYPOTHESIS_PROFILE": "nightly"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if found := re.match(r"(?:FAILED|ERROR) (\S+)", line):
+                failed.append(found[1])
+    return process.returncode, failed
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+def _keep(record: dict[str, object]) -> None:
+    RECORD.parent.mkdir(exist_ok=True)
+    with RECORD.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
