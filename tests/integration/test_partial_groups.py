@@ -58,6 +58,13 @@ async def test_what_was_kept_is_there_after_a_drain_too(pipe, worker):
     assert [c.index for c in await worker.kept(await claimed(worker))] == [1]
 
 
+async def test_an_attempt_that_is_cancelled_for_its_age_leaves_nothing_to_the_next(pipe, worker):
+    lease = await claimed(worker)
+    await worker.keep_finished(lease, completion(pipe, 1))
+    await worker.release(lease, "late", "")
+    assert await worker.kept(await claimed(worker)) == []
+
+
 async def test_who_lost_the_lease_keeps_nothing_and_hears_of_it(pipe, worker):
     lease = await claimed(worker)
     await expire(pipe, lease)
@@ -107,6 +114,7 @@ async def test_whatever_ends_an_entry_removes_what_was_kept_of_it(pipe, worker, 
     assert await kept_keys(pipe)
     await end(pipe, worker, lease)
     assert await kept_keys(pipe) == []
+    assert await pipe.link.redis.hgetall(pipe.link.key("prompts:attempts")) == {}
 
 
 async def test_a_dead_letter_that_is_tried_again_begins_from_nothing(pipe, worker):

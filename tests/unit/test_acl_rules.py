@@ -80,6 +80,28 @@ def test_a_role_is_granted_every_write_that_its_scripts_spell_out(role):
         assert written(script) <= granted, script
 
 
+@pytest.mark.parametrize(
+    ("name", "writers"),
+    [
+        ("prompts:rate", {"rollout"}),
+        ("groups:rate", {"score"}),
+        ("published", {"train"}),
+        ("policy", {"train"}),
+        ("scored:ended", {"train"}),
+        ("places", {"train"}),
+        ("latest", {"train"}),
+        ("eval:outcomes", {"score", "train"}),
+        ("eval:set", {"feed"}),
+        ("feed", {"feed"}),
+        ("engines", {"operator"}),
+        ("removed", {"operator"}),
+    ],
+)
+def test_what_belongs_to_a_role_is_written_by_no_other(name, writers):
+    granted = {role for role, grants in _WRITING.items() if any(name in grant.keys for grant in grants)}
+    assert granted - {"run"} == writers
+
+
 def test_the_reading_of_scripts_here_finds_what_is_there():
     assert {"xclaim", "zadd", "hset", "time", "info", "xreadgroup"} <= commands("claim")
     assert ("xadd", "dead") in written("claim")

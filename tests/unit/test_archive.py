@@ -1,5 +1,6 @@
 """The archive of groups: what is written is found, whatever happened to the file, and it stays within its bound."""
 
+import os
 import resource
 
 import pytest
@@ -49,6 +50,17 @@ def test_what_was_written_is_found_by_prompt_and_content(tmp_path):
         assert found.read(made.prompt.id, content_hash(made)) == made
     assert len(found) == 2
     assert ("a", content_hash(group("a", token=2))) not in found
+
+
+def test_what_was_written_is_forced_to_the_disk_by_sync(tmp_path, monkeypatch):
+    forced = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: forced.add(os.fstat(descriptor).st_ino))
+    archive = Archive(tmp_path / "groups")
+    archive.write([ended(group("a"))])
+    assert not forced & {path.stat().st_ino for path in segments(tmp_path / "groups")}
+    archive.sync()
+    assert {path.stat().st_ino for path in [tmp_path / "groups", *segments(tmp_path / "groups")]} <= forced
+    archive.close()
 
 
 def test_a_record_tells_the_line_as_it_was_written(tmp_path):

@@ -24,6 +24,11 @@ def test_a_tie_is_dropped_and_a_single_completion_is_none():
     assert zero_variance(REWARDS, GROUPS).tolist() == [True, False, True, True]
 
 
+def test_rewards_that_differ_by_very_little_are_no_tie():
+    groups = Grouping(torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool))
+    assert zero_variance(torch.tensor([0.5, 0.5, 0.5 + 1e-9], dtype=torch.float64), groups).tolist() == [True]
+
+
 def test_a_failed_verifier_does_not_make_a_tie_worth_training():
     """[1, 1, 1, verifier failed]: scored 0 it would have counted as variance."""
     groups = Grouping(torch.zeros(4, dtype=torch.int64), torch.tensor([True, True, True, False]))
