@@ -88,10 +88,10 @@ async def test_a_version_that_no_engine_took_is_not_published(pipe, ledger):
     def refused(_version):
         raise OSError("no engine answers")
 
-    async with consume(pipe.link, ledger, 0, -1) as consumer:
+    async with consume(pipe.connection, ledger, 0, -1) as consumer:
         with pytest.raises(OSError, match="no engine answers"):
             await consumer.publish("weights", 0, refused)
-        assert (await look(pipe.link)).version == -1
+        assert (await read_status(pipe.connection)).version == -1
 
 
 async def test_what_the_ledger_holds_is_not_handed_out_again_and_a_second_copy_is_held_back(pipe, ledger):

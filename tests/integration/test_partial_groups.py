@@ -39,30 +39,30 @@ async def expire(pipe, lease) -> None:
 
 async def test_the_next_worker_finds_what_was_finished_whatever_became_of_it(pipe, worker):
     lease = await claimed(worker)
-    assert await worker.kept(lease) == []
+    assert await worker.load_partial(lease) == []
     whole, failed = completion(pipe, 2), completion(pipe, 0, FAILED)
     for each in (whole, failed):
-        await worker.keep_finished(lease, each)
+        await worker.save_partial(lease, each)
     await expire(pipe, lease)
     heir = pipe.stage("prompts", "second")
     again = await claimed(heir)
     assert (again.id, again.infra_failures) == (lease.id, 1)
-    assert sorted(await heir.kept(again), key=lambda c: c.index) == [failed, whole]
+    assert sorted(await heir.load_partial(again), key=lambda c: c.index) == [failed, whole]
     assert whole.rows[0].spans, "its tokens keep the version that sampled them"
 
 
 async def test_what_was_kept_is_there_after_a_drain_too(pipe, worker):
     lease = await claimed(worker)
-    await worker.keep_finished(lease, completion(pipe, 1))
+    await worker.save_partial(lease, completion(pipe, 1))
     await worker.release(lease, "none", "")
-    assert [c.index for c in await worker.kept(await claimed(worker))] == [1]
+    assert [c.index for c in await worker.load_partial(await claimed(worker))] == [1]
 
 
 async def test_an_attempt_that_is_cancelled_for_its_age_leaves_nothing_to_the_next(pipe, worker):
     lease = await claimed(worker)
-    await worker.keep_finished(lease, completion(pipe, 1))
+    await worker.save_partial(lease, completion(pipe, 1))
     await worker.release(lease, "late", "")
-    assert await worker.kept(await claimed(worker)) == []
+    assert await worker.load_partial(await claimed(worker)) == []
 
 
 async def test_who_lost_the_lease_keeps_nothing_and_hears_of_it(pipe, worker):
@@ -70,12 +70,12 @@ async def test_who_lost_the_lease_keeps_nothing_and_hears_of_it(pipe, worker):
     await expire(pipe, lease)
     heir = pipe.stage("prompts", "second")
     again = await claimed(heir)
-    await worker.keep_finished(lease, completion(pipe, 0))
+    await worker.save_partial(lease, completion(pipe, 0))
     assert lease.lost
     assert worker.held == {}
-    assert await heir.kept(again) == []
+    assert await heir.load_partial(again) == []
     await heir.settle(again, "groups", pipe.group("a"))
-    await worker.keep_finished(lease, completion(pipe, 0))
+    await worker.save_partial(lease, completion(pipe, 0))
     assert await kept_keys(pipe) == []
 
 
@@ -110,25 +110,25 @@ async def delete(pipe, stage, lease) -> None:
 @pytest.mark.parametrize("end", [settle, bury, exhaust, outlive, delete])
 async def test_whatever_ends_an_entry_removes_what_was_kept_of_it(pipe, worker, end):
     lease = await claimed(worker)
-    await worker.keep_finished(lease, completion(pipe, 0))
+    await worker.save_partial(lease, completion(pipe, 0))
     assert await kept_keys(pipe)
     await end(pipe, worker, lease)
     assert await kept_keys(pipe) == []
-    assert await pipe.link.redis.hgetall(pipe.link.key("prompts:attempts")) == {}
+    assert await pipe.connection.redis.hgetall(pipe.connection.key("prompts:attempts")) == {}
 
 
 async def test_a_dead_letter_that_is_tried_again_begins_from_nothing(pipe, worker):
     lease = await claimed(worker)
-    await worker.keep_finished(lease, completion(pipe, 0))
+    await worker.save_partial(lease, completion(pipe, 0))
     await bury(pipe, worker, lease)
     await retry_dead_letters(pipe.connection, [(await list_dead_letters(pipe.connection))[0].id])
-    assert await worker.kept(await claimed(worker)) == []
+    assert await worker.load_partial(await claimed(worker)) == []
 
 
 async def test_junk_among_what_was_kept_is_passed_by(pipe, worker):
     lease = await claimed(worker)
     sound = encode(completion(pipe, 1))
-    await worker.keep_finished(lease, completion(pipe, 3))
+    await worker.save_partial(lease, completion(pipe, 3))
     await pipe.connection.redis.hset(
         pipe.connection.key(f"prompts:kept:{lease.id}"),
         mapping={
@@ -139,15 +139,15 @@ async def test_junk_among_what_was_kept_is_passed_by(pipe, worker):
             b"\xff": encode(pipe.group("a")),
         },
     )
-    assert [c.index for c in await worker.kept(lease)] == [3]
+    assert [c.index for c in await worker.load_partial(lease)] == [3]
 
 
 async def test_what_is_kept_twice_is_kept_once(pipe, worker):
     """A reply was lost."""
     lease = await claimed(worker)
     for _ in range(2):
-        await worker.keep_finished(lease, completion(pipe, 1))
-    assert len(await worker.kept(lease)) == 1
+        await worker.save_partial(lease, completion(pipe, 1))
+    assert len(await worker.load_partial(lease)) == 1
 
 
 async def test_a_server_without_memory_to_spare_is_not_waited_for(pipe, make_server, pipe_on, run_name):

@@ -98,7 +98,7 @@ def test_a_role_is_granted_every_write_that_its_scripts_spell_out(role):
     ],
 )
 def test_what_belongs_to_a_role_is_written_by_no_other(name, writers):
-    granted = {role for role, grants in _WRITING.items() if any(name in grant.keys for grant in grants)}
+    granted = {role for role, grants in _WRITE_RULES.items() if any(name in grant.keys for grant in grants)}
     assert granted - {"run"} == writers
 
 
