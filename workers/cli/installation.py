@@ -12,7 +12,7 @@ def put_working_directory_last() -> None:
 
     It comes first with `python -m workers`, or with a PYTHONPATH that names it.
     """
-    here, ours = Path.cwd(), Path(__file__).resolve().parents[1]
+    here, ours = Path.cwd(), Path(__file__).resolve().parents[2]
     entries = [entry for entry in sys.path if Path(entry or ".").resolve() == here]
     if entries and here != ours:
         others = [entry for entry in sys.path if entry not in entries]
@@ -25,7 +25,7 @@ def check_package_origin() -> None:
     Raises:
         Failure: names the intruder.
     """
-    ours = Path(__file__).resolve().parents[1]
+    ours = Path(__file__).resolve().parents[2]
     for name in ("stream", "envs"):
         spec = find_spec(name)
         places = [] if spec is None else [spec.origin] if spec.origin else list(spec.submodule_search_locations or [])

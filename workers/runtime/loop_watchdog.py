@@ -15,7 +15,7 @@ import structlog
 
 log = structlog.get_logger()
 
-_OWN_FOLDERS = tuple(str(Path(__file__).parents[1] / package) + "/" for package in ("stream", "envs", "workers"))
+_OWN_FOLDERS = tuple(str(Path(__file__).parents[2] / package) + "/" for package in ("stream", "envs", "workers"))
 
 
 class LoopWatchdog:

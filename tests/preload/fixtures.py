@@ -1,0 +1,48 @@
+"""Where tests have the processes that they start forked from one that has imported everything already."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.preload.client import ADDRESS
+
+HERE = Path(__file__).parent
+REAL = "PENSTOCK_TEST_REAL_PROCESSES"
+"""Environment variable: set, every process is a real one, as users start it; so it is at night."""
+
+
+def start_fork_server() -> str:
+    """The executable that stands for Python; starts the fork server, once for all processes of a test run."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or f"alone-{os.getpid()}"
+    folder = Path(tempfile.gettempdir()) / f"penstock-fork-{run[:16]}"
+    folder.mkdir(exist_ok=True)
+    executable, address = folder / "python3", folder / "socket"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not executable.exists():
+            executable.write_text(f"#!{sys.executable} -IS\n{(HERE / 'client.py').read_text()}")
+            executable.chmod(0o755)
+            # It ends with the process that has started all of these: with xdist that is not ours.
+            parent = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            subprocess.Popen(
+                [sys.executable, str(HERE / "server.py"), str(address), str(executable), str(parent)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+    os.environ[ADDRESS] = str(address)
+    return str(executable)
+
+
+@pytest.fixture
+def preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that this test starts as `sys.executable` have all modules at once."""
+    if sys.platform != "linux" or os.environ.get(REAL):
+        return
+    monkeypatch.setattr(sys, "executable", start_fork_server())

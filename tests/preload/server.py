@@ -1,0 +1,212 @@
+"""Forks Python processes that have imported everything already: for tests that start hundreds of them.
+
+    python tests/preload/server.py SOCKET EXECUTABLE
+
+Importing torch and transformers takes seconds of a core, and a test of a whole run starts six processes that do. A
+process forked from this one has them at once, and is otherwise what it would be: its own session, arguments, folder,
+environment and streams. The client in whose place it runs gives it its signals; it is killed when the client is.
+
+Ends with the process that started it. Linux only.
+"""
+
+import atexit
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = (
+    "tests.chaos.run",
+    "tests.chaos.trainer",
+    "tests.chaos.engine",
+    "tests.chaos.witness",
+    "tests.evaluation.engine",
+    "tests.evaluation.trainer",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.tokenization_utils_tokenizers",
+    "transformers.utils.hub",
+    "torch.optim.adamw",
+    "uvloop",
+    "workers.cli",
+)
+"""Imported beside all modules of our own packages."""
+_PR_SET_PDEATHSIG = 1
+
+
+def import_everything() -> None:
+    """Import what tests of whole runs need; what cannot be imported here is left to the tests themselves."""
+    ours = (
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for package in ("stream", "envs", "workers")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if path.stem not in {"__main__", "__init__"}
+    )
+    for name in (*ours, *MODULES):
+        with suppress(ImportError):
+            importlib.import_module(name)
+
+
+class ForkServer:
+    """Forks, waits for what it has forked, and passes signals on."""
+
+    def __init__(self, address: str, executable: str) -> None:
+        self._executable = executable
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(address)
+        self._listener.listen(128)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def serve(self, parent: int) -> None:
+        """Serve until that process ends."""
+        self._selector.register(os.pidfd_open(parent), selectors.EVENT_READ, lambda: sys.exit(0))
+        while True:
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        try:
+            head, descriptors, *_ = socket.recv_fds(connection, 4, 3)
+            left, request = int.from_bytes(head, "little"), b""
+            while left and (more := connection.recv(left)):
+                request, left = request + more, left - len(more)
+        except OSError:  # its client was killed meanwhile
+            connection.close()
+            return
+        if left or len(descriptors) != 3:
+            connection.close()
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        child = os.fork()
+        if not child:
+            become(json.loads(request), descriptors, self._executable)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        Served(self._selector, connection, child)
+
+
+class Served:
+    """One process, and the client in whose place it runs."""
+
+    def __init__(self, selector: selectors.BaseSelector, connection: socket.socket, child: int) -> None:
+        self._selector, self._connection, self._child = selector, connection, child
+        self._exit = os.pidfd_open(child)
+        selector.register(self._exit, selectors.EVENT_READ, self._ended)
+        selector.register(connection, selectors.EVENT_READ, self._heard)
+
+    def _heard(self) -> None:
+        with suppress(ConnectionResetError):
+            if numbers := self._connection.recv(64):
+                for number in numbers:
+                    os.kill(self._child, number)
+                return
+        self._selector.unregister(self._connection)  # the client is dead
+        _kill_session(self._child)
+
+    def _ended(self) -> None:
+        _, status = os.waitpid(self._child, 0)
+        with suppress(OSError):
+            self._connection.sendall(status.to_bytes(4, "little"))
+        with suppress(KeyError):
+            self._selector.unregister(self._connection)
+        self._selector.unregister(self._exit)
+        os.close(self._exit)
+        self._connection.close()
+        _kill_session(self._child)
+
+
+def _kill_session(leader: int) -> None:
+    """Kill a process, and what it has started in its session."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def become(request: dict[str, Any], descriptors: list[int], executable: str) -> None:
+    """In the child: become the process that was asked for, and end as it does."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for standard, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, standard)
+    os.closerange(3, 4096)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.executable = executable
+    random.seed()
+    code = 1
+    try:
+        run(request["arguments"])
+        code = 0
+    except SystemExit as leaving:
+        code = exit_code(leaving)
+    except BaseException:
+        traceback.print_exc()
+    try:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def run(arguments: list[str]) -> None:
+    """What `python ARGUMENTS` does."""
+    is_safe_path = arguments[0] == "-P"
+    arguments = arguments[is_safe_path:]
+    sys.path[:] = [entry for entry in sys.path if entry not in ("", str(Path(__file__).parent))]
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        if not is_safe_path:
+            sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        if not is_safe_path:
+            sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def exit_code(leaving: SystemExit) -> int:
+    """The exit code of a process that was left by this."""
+    if leaving.code is None:
+        return 0
+    if isinstance(leaving.code, int):
+        return leaving.code & 0xFF
+    print(leaving.code, file=sys.stderr)
+    return 1
+
+
+def main(address: str, executable: str, parent: int) -> None:
+    """Import, then serve."""
+    sys.path.insert(0, str(ROOT))
+    server = ForkServer(address, executable)  # clients may come while it imports
+    try:
+        import_everything()
+        gc.collect()
+        gc.freeze()
+        server.serve(parent)
+    finally:
+        shutil.rmtree(Path(address).parent, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
