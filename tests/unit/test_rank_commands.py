@@ -30,7 +30,7 @@ class Overheard(Ranks):
         super().__init__()
         self.said = b""
 
-    def tell(self, message: bytes = b"") -> bytes:
+    def broadcast_bytes(self, message: bytes = b"") -> bytes:
         self.said = message or self.said
         return self.said
 

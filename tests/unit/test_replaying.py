@@ -154,15 +154,15 @@ def made(whole, base, tmp_path):
 
 def test_a_run_is_done_again_bit_for_bit_and_each_checkpoint_on_the_way_is_met(made, capsys):
     report = made.replay()
-    assert (report.equal, report.difference, report.notes) == (True, None, [])
-    assert [each.step for each in report.agreements] == [2, 4, STEPS]
+    assert (report.is_identical, report.mismatch, report.notes) == (True, None, [])
+    assert [each.step for each in report.matches] == [2, 4, STEPS]
     assert (report.steps, report.groups, report.dropped) == (STEPS, len(made.lines()) - 4, 4)
     assert show_replay(str(made.folder)) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("step 2: step-000002 is equal (")
     assert out[-1] == f"equal bit for bit after {STEPS} steps: {report.groups} groups, 4 dropped"
     assert show_replay(str(made.folder), as_json=True) == 0
-    assert json.loads(capsys.readouterr().out)["equal"] is True
+    assert json.loads(capsys.readouterr().out)["is_identical"] is True
 
 
 CASES = {
@@ -208,11 +208,11 @@ def test_other_weights_are_told_with_tensor_step_and_size(made, capsys):
     tensors[name].view(-1)[0] += 0.5
     forge(checkpoint, path, tensors)
     report = made.replay()
-    assert not report.equal
-    assert [each.step for each in report.agreements] == [2]
-    difference = report.difference
+    assert not report.is_identical
+    assert [each.step for each in report.matches] == [2]
+    difference = report.mismatch
     assert (difference.step, difference.checkpoint, difference.tensor) == (4, "step-000004", name)
-    assert difference.largest == pytest.approx(0.5, rel=1e-3)
+    assert difference.max_difference == pytest.approx(0.5, rel=1e-3)
     assert show_replay(str(made.folder)) == 1
     assert f"different: step 4: step-000004: weight {name} differs by up to 0.5" in capsys.readouterr().out
 
@@ -224,7 +224,7 @@ def test_the_last_bit_of_a_moment_is_seen(made):
     name = next(name for name in sorted(tensors) if name.startswith("exp_avg."))
     tensors[name].view(torch.int32).view(-1)[0] ^= 1
     forge(checkpoint, path, tensors)
-    assert made.replay().difference.tensor == name
+    assert made.replay().mismatch.tensor == name
 
 
 def forge(checkpoint, path: Path, tensors) -> None:
@@ -240,7 +240,7 @@ def forge(checkpoint, path: Path, tensors) -> None:
 
 def test_another_group_with_a_ledger_line_to_match_gives_other_weights(made):
     lines = made.lines()
-    place = next(i for i, line in enumerate(lines) if line.end == "trained")
+    place = next(i for i, line in enumerate(lines) if line.outcome == "trained")
     other = group(1000, lines[place].version)
     other.prompt.id = lines[place].prompt
     lines[place] = msgspec.structs.replace(lines[place], hash=content_hash(other))
@@ -248,10 +248,10 @@ def test_another_group_with_a_ledger_line_to_match_gives_other_weights(made):
     archive.write([(lines[place], encode(other))])
     archive.close()
     made.rewrite(lines)
-    difference = made.replay().difference
+    difference = made.replay().mismatch
     assert difference.step == 2
     assert difference.tensor
-    assert difference.largest > 0
+    assert difference.max_difference > 0
 
 
 @pytest.mark.parametrize("which", [0, -1])
@@ -273,7 +273,7 @@ def trained_line(lines: list[LedgerRecord]) -> int:
 
 ALTERED = {
     "version": ({"version": 7}, r"ledger line \d+ has version|has version \d, others of its step"),
-    "end": ({"end": "dropped:zero_variance"}, r"says dropped:zero_variance of .*, the replay trained"),
+    "end": ({"outcome": "dropped:zero_variance"}, r"says dropped:zero_variance of .*, the replay trained"),
     "step": ({"step": 5}, r"line 5 ends a step in which no group was left"),
 }
 
@@ -283,9 +283,9 @@ def test_an_altered_line_of_the_ledger_is_told_by_number(made, change, words):
     lines = made.lines()
     lines[trained_line(lines)] = msgspec.structs.replace(lines[trained_line(lines)], **change)
     made.rewrite(lines)
-    difference = made.replay().difference
+    difference = made.replay().mismatch
     assert difference is not None
-    assert re.search(words, difference.what), difference
+    assert re.search(words, difference.description), difference
 
 
 @pytest.mark.parametrize(
@@ -317,9 +317,9 @@ def test_a_line_that_is_missing_is_told_even_by_a_ledger_of_the_right_length(mad
     lines = made.lines()
     gone = trained_line(lines)
     made.rewrite(lines[:gone] + lines[gone + 1 :])
-    assert made.replay().difference.step == 2
+    assert made.replay().mismatch.step == 2
     made.rewrite([line for line in lines if line.step < STEPS])
-    assert made.replay().difference.what == f"the ledger has {STEPS - 1} steps, the checkpoint {STEPS}"
+    assert made.replay().mismatch.description == f"the ledger has {STEPS - 1} steps, the checkpoint {STEPS}"
 
 
 def test_a_bounded_archive_that_lost_a_group_is_told_with_its_setting(base, tmp_path):
@@ -338,7 +338,7 @@ def test_a_checkpoint_that_was_damaged_is_passed_over_and_the_one_before_is_the_
     content[-1] ^= 1
     path.write_bytes(content)
     report = made.replay()
-    assert report.equal
+    assert report.is_identical
     assert report.steps == 4
 
 
@@ -350,7 +350,7 @@ def test_without_a_checkpoint_there_is_nothing_to_compare_with(base, tmp_path):
 
 def test_settings_that_were_not_the_runs_are_told_by_a_difference(made):
     train = msgspec.structs.replace(made.settings.train, learning_rate=2e-2)
-    difference = made.replay(msgspec.structs.replace(made.settings, train=train)).difference
+    difference = made.replay(msgspec.structs.replace(made.settings, train=train)).mismatch
     assert difference.step == 2
 
 
