@@ -140,7 +140,7 @@ async def test_weights_that_never_come_make_the_engine_unavailable():
 
 
 async def test_an_engine_that_was_started_anew_while_nobody_asked_is_given_no_work_before_its_weights(monkeypatch):
-    monkeypatch.setattr("workers.rollout.engine_client.engine_state._TRUSTED_S", 0.0)
+    monkeypatch.setattr("workers.rollout.engine_client.engine_state._VERSION_FRESH_S", 0.0)
     async with ScriptedEngine(reply, version="3") as engine, client_of(engine.url) as client:
         await client.sample([1], SAMPLING, min_policy_version=3)
         engine.version = None

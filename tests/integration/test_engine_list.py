@@ -62,7 +62,7 @@ async def test_saying_it_twice_changes_nothing(connection):
 
 
 async def test_a_full_list_forgets_the_oldest_removals_and_never_an_engine_that_was_added(connection, monkeypatch):
-    monkeypatch.setattr("stream.operator.engine_overrides.MOST", 4)
+    monkeypatch.setattr("stream.operator.engine_overrides.MAX_ENGINES", 4)
     for name in ("a", "b", "c", "d"):
         await (remove_engine if name in "ac" else add_engine)(connection, name, ANN)
     await add_engine(connection, "e", ANN)
@@ -84,7 +84,7 @@ async def test_a_run_that_nobody_knows_has_no_list(redis_url):
 
 
 async def test_a_name_that_does_not_resolve_for_a_while_keeps_what_was_known_and_says_so_once(connection, monkeypatch):
-    monkeypatch.setattr("workers.engine_api.discovery.discovery._ASK_AGAIN_S", 0.02)
+    monkeypatch.setattr("workers.engine_api.discovery.discovery._DNS_INTERVAL_S", 0.02)
     answers = {"now": ["10.0.0.1", "10.0.0.2"]}
 
     async def getaddrinfo(host, port, **_):

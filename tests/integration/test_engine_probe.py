@@ -81,7 +81,7 @@ async def test_raw_logprobs_will_do_only_where_they_are_those_of_what_is_sampled
 
 
 @pytest.mark.parametrize("closed", [set(), {GenerateApi.path}], ids=["generate", "completions"])
-@pytest.mark.parametrize("sampling", [PLAIN, WARM], ids=lambda sampling: sampling.in_words)
+@pytest.mark.parametrize("sampling", [PLAIN, WARM], ids=lambda sampling: sampling.description)
 async def test_logits_are_no_logprobs_although_they_lie_as_far_apart(sampling, closed):
     async with ScriptedEngine(reply, version="0") as engine:
         engine.missing_routes, engine.reports_logits = closed, True

@@ -51,14 +51,14 @@ def forward(model, row) -> list[float]:
     ids = torch.tensor([[*row.prompt, *row.tokens]])
     with torch.no_grad():
         logprobs = torch.log_softmax(model(ids).logits[0].double(), dim=-1)
-    places = [len(row.prompt) + i for start, end in row.sampled for i in range(start, end)]
+    places = [len(row.prompt) + i for start, end in row.sampled_ranges for i in range(start, end)]
     return [logprobs[place - 1, ids[0, place]].item() for place in places]
 
 
 def versions(row) -> list[int]:
     """The policy version of each sampled token."""
     of = {i: span.version for span in row.spans for i in range(span.start, span.end)}
-    return [of[i] for start, end in row.sampled for i in range(start, end)]
+    return [of[i] for start, end in row.sampled_ranges for i in range(start, end)]
 
 
 class Watched:
@@ -166,7 +166,7 @@ async def test_a_three_turn_completion_is_stored_to_the_token(policies):
     chat = await anyio.to_thread.run_sync(ChatTokenizer.load, policies[0], {}, None)
     for completion in long:
         (row,) = completion.rows
-        assert len(row.sampled) == completion.turns
+        assert len(row.sampled_ranges) == completion.turns
         assert list(row.prompt) == chat.prompt_ids(completion.prompt_messages)
         # Each turn as it was sampled, each tool's answer as the template writes it; nothing else.
         text = chat.decode(list(row.tokens))
@@ -188,7 +188,7 @@ async def test_sampled_tokens_and_only_they_bear_loss(policies):
     rows = [row for group in groups for completion in group.completions for row in completion.rows]
     for r, row in enumerate(rows):
         bearing = {i - len(row.prompt) for i in torch.nonzero(masks.loss_tokens_RT[r]).flatten().tolist()}
-        assert bearing == {i for start, end in row.sampled for i in range(start, end)}
+        assert bearing == {i for start, end in row.sampled_ranges for i in range(start, end)}
 
 
 async def test_weights_pushed_in_flight_take_effect_at_the_token_that_the_spans_name(policies):

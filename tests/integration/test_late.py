@@ -43,7 +43,7 @@ async def test_a_prompt_is_begun_at_the_version_of_its_claim(pipe, tenure):
     await publish(tenure, 7)
     (second,) = (await rollout.claim(1)).leases
     assert await inflight_versions(pipe.connection) == {"a": 0, "b": 7}  # nothing is sampled before the first version
-    assert (first.begun, second.begun) == (0, 7)
+    assert (first.claimed_version, second.claimed_version) == (0, 7)
 
 
 async def test_it_stays_so_through_the_stages_until_it_ends(pipe, tenure, tmp_path):
@@ -51,7 +51,7 @@ async def test_it_stays_so_through_the_stages_until_it_ends(pipe, tenure, tmp_pa
     trainer = pipe.stage("scored", "trainer")
     a, b = (await trainer.claim(2)).leases
     assert await inflight_versions(pipe.connection) == {"a": 0, "b": 0}
-    await tenure.commit(trainer, [GroupOutcome(a, "trained")], frees_at=1)
+    await tenure.commit(trainer, [GroupOutcome(a, "trained")], release_version=1)
     await trainer.release(b, "none", "")
     assert await inflight_versions(pipe.connection) == {"b": 0}
 
@@ -77,7 +77,7 @@ async def test_taken_over_from_a_dead_worker_it_is_begun_anew_and_whoever_awaits
     await anyio.sleep(0.06)
     waiting = await pipe.stage("scored", "trainer").claim(1)
     assert (await pipe.stage("prompts", "next").claim(1)).leases
-    assert (await pipe.stage("scored", "trainer").claim(1)).wake != waiting.wake
+    assert (await pipe.stage("scored", "trainer").claim(1)).wake_id != waiting.wake_id
     assert await inflight_versions(pipe.connection) == {"a": 3}
 
 
@@ -85,7 +85,7 @@ async def test_a_dead_letter_is_no_longer_begun_and_revived_it_is_again_when_it_
     await pipe.feed("a")
     rollout = pipe.stage("prompts")
     (lease,) = (await rollout.claim(1)).leases
-    await rollout.bury(lease, "unreadable", "altered")
+    await rollout.dead_letter(lease, "unreadable", "altered")
     assert await inflight_versions(pipe.connection) == {}
     await retry_dead_letters(pipe.connection, [letter.id for letter in await list_dead_letters(pipe.connection)])
     assert await inflight_versions(pipe.connection) == {}
@@ -99,7 +99,7 @@ async def test_the_twin_of_a_group_in_hand_ends_nothing(pipe, tenure):
     ((_, fields),) = await pipe.connection.redis.xrange(pipe.connection.key("scored"))
     await pipe.connection.redis.xadd(pipe.connection.key("scored"), fields)
     first, twin = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [GroupOutcome(twin, f"twin:{first.id}")], frees_at=1)
+    await tenure.commit(trainer, [GroupOutcome(twin, f"twin:{first.id}")], release_version=1)
     assert await inflight_versions(pipe.connection) == {"a": 0}
 
 
@@ -107,7 +107,7 @@ async def test_what_a_resumed_trainer_lacks_comes_again_without_a_beginning(pipe
     await pipe.scored("a", "b")
     trainer = pipe.stage("scored", "trainer")
     a, _ = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [GroupOutcome(a, "trained")], frees_at=1)
+    await tenure.commit(trainer, [GroupOutcome(a, "trained")], release_version=1)
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger")
     await tenure.recover(ledger)
     ledger.close()
@@ -121,7 +121,7 @@ async def test_what_a_step_drops_keeps_its_place_until_the_version_that_the_step
     await pipe.feed("b", "c")
     trainer, rollout = pipe.stage("scored", "trainer"), pipe.stage("prompts", capacity=1)
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [GroupOutcome(lease, "dropped:advantage", in_step)], frees_at=1)
+    await tenure.commit(trainer, [GroupOutcome(lease, "dropped:advantage", in_step)], release_version=1)
     assert (await pipe.balance())["dropped"] == 1
     taken = (await rollout.claim(2)).leases
     assert len(taken) == free
@@ -145,9 +145,9 @@ async def test_what_was_cancelled_is_handed_out_before_what_is_fresh_and_says_ho
     rollout = pipe.stage("prompts")
     for times in range(3):
         (lease,) = (await rollout.claim(1)).leases
-        assert (lease.prompt_id, len(lease.cancelled_s)) == ("a", times)
+        assert (lease.prompt_id, len(lease.cancelled_attempts_s)) == ("a", times)
         assert (lease.infra_failures, lease.data_failures) == (0, 0)
-        assert all(0 <= seconds < 60 for seconds in lease.cancelled_s)
+        assert all(0 <= seconds < 60 for seconds in lease.cancelled_attempts_s)
         await rollout.release(lease, "late", "")
     view = await read_status(pipe.connection)
     assert view.counts["cancelled"] == queue_report("r", view).cancelled == 3
@@ -192,7 +192,7 @@ async def until(condition):
 
 
 def begins(engine, count):
-    return engine.count == count
+    return engine.request_count == count
 
 
 async def the_group(connection):
@@ -229,12 +229,12 @@ async def test_what_was_overtaken_between_its_claim_and_its_start_is_cancelled_a
     with anyio.CancelScope() as lease.scope:
         late.cancel_if_stale(lease)
         await anyio.lowlevel.checkpoint()
-    assert not lease.overtaken
+    assert not lease.stale
     late.version = 1
     with anyio.CancelScope() as lease.scope:
         late.cancel_if_stale(lease)
         await anyio.lowlevel.checkpoint()
-    assert lease.overtaken
+    assert lease.stale
     assert lease.scope.cancelled_caught
 
 
@@ -244,9 +244,9 @@ async def test_what_is_being_settled_is_not_cancelled(pipe):
     (lease,) = (await stage.claim(1)).leases
     with anyio.CancelScope() as lease.scope:
         lease.ending = True
-        stage.overtake(lease)
-        await stage.settle(lease, "groups", pipe.group("a"))
-    assert not lease.overtaken
+        stage.cancel_stale(lease)
+        await stage.complete(lease, "groups", pipe.group("a"))
+    assert not lease.stale
     assert (await read_status(pipe.connection)).stages["groups"].depth == 1
 
 

@@ -41,7 +41,7 @@ async def client_of(
         if isinstance(engines[0], EngineDiscovery)
         else [getattr(engine, "url", engine) for engine in engines]
     )
-    options = {"request_timeout_s": timeout_s, "attempts": attempts, "reconnect_s": reconnect_s, **more}
+    options = {"request_timeout_s": timeout_s, "max_attempts": attempts, "unavailable_timeout_s": reconnect_s, **more}
     async with EngineClient(urls, **options) as client:
         await client.wait_until_ready()
         yield client
@@ -154,19 +154,19 @@ async def test_an_engine_that_comes_back_is_looked_at_like_a_new_one_and_waits_f
         ScriptedEngine(reply, version="4") as first,
         client_of(stays, first) as client,
     ):
-        await ask_all(client, 8, at_least=4)
+        await ask_all(client, 8, min_policy_version=4)
         await first.__aexit__(None, None, None)
-        await ask_all(client, 8, at_least=4)
+        await ask_all(client, 8, min_policy_version=4)
         async with ScriptedEngine(reply, version=None, port=port_of(first)) as back:
             with anyio.fail_after(10):
                 while not back.query_counts["/weight_info"] > 1:
-                    await ask_all(client, 8, at_least=4)
+                    await ask_all(client, 8, min_policy_version=4)
             assert back.query_counts["/version"] == 1
             assert back.request_count == 0
             back.version = "5"
             with anyio.fail_after(10):
                 while not back.request_count:
-                    assert all(said.spans[0].version >= 4 for said in await ask_all(client, 8, at_least=4))
+                    assert all(said.spans[0].version >= 4 for said in await ask_all(client, 8, min_policy_version=4))
 
 
 async def test_an_engine_that_fails_every_request_is_ejected_although_it_says_that_it_is_well():
@@ -221,8 +221,8 @@ async def mute_proxy(engine: ScriptedEngine):
 
 
 async def test_an_engine_that_takes_connections_and_says_nothing_loses_its_requests_to_the_others(monkeypatch):
-    monkeypatch.setattr("workers.rollout.engine_client.health.QUESTION_S", 0.3)
-    monkeypatch.setattr("workers.rollout.engine_client.health._LOOKS_S", (0.05, 0.1))
+    monkeypatch.setattr("workers.rollout.engine_client.health.QUERY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("workers.rollout.engine_client.health._POLL_INTERVAL_S", (0.05, 0.1))
     async with (
         ScriptedEngine(reply, version="0") as good,
         ScriptedEngine(reply, version="0", delay_s=1.0) as slow,
@@ -244,7 +244,7 @@ async def test_an_engine_that_takes_connections_and_says_nothing_loses_its_reque
 
 
 async def test_a_pause_for_new_weights_is_no_failure_however_long_it_lasts(monkeypatch):
-    monkeypatch.setattr("workers.rollout.engine_client.health._LOOKS_S", (0.05, 0.1))
+    monkeypatch.setattr("workers.rollout.engine_client.health._POLL_INTERVAL_S", (0.05, 0.1))
     async with ScriptedEngine(reply, version="0") as one, ScriptedEngine(reply, version="0") as other:
         for engine in (one, other):
             engine.is_paused = True
@@ -273,7 +273,7 @@ async def test_an_engine_that_is_added_gets_work_once_it_has_weights_and_one_tha
         said = []
 
         async def ask() -> None:
-            said.append(await client.sample([1], sampling(), at_least=3))
+            said.append(await client.sample([1], sampling(), min_policy_version=3))
 
         await ask()
         await add_engine(connection, new.url, "me")
@@ -329,7 +329,7 @@ async def test_no_more_is_given_than_an_engine_may_have_and_who_waits_is_served_
     most = 0
     async with (
         ScriptedEngine(reply, version="0", delay_s=0.02) as engine,
-        client_of(engine, concurrency=(2, 4)) as client,
+        client_of(engine, concurrency_bounds=(2, 4)) as client,
         anyio.create_task_group() as tasks,
     ):
 
@@ -350,7 +350,7 @@ async def test_no_more_is_given_than_an_engine_may_have_and_who_waits_is_served_
 async def test_who_is_cancelled_while_waiting_takes_no_place_with_him():
     async with (
         ScriptedEngine(reply, version="0", delay_s=0.05) as engine,
-        client_of(engine, concurrency=(1, 2)) as client,
+        client_of(engine, concurrency_bounds=(1, 2)) as client,
     ):
         async with anyio.create_task_group() as tasks:
             for i in range(20):
@@ -361,11 +361,11 @@ async def test_who_is_cancelled_while_waiting_takes_no_place_with_him():
 
 
 async def test_an_engine_in_which_requests_wait_is_given_fewer(monkeypatch):
-    monkeypatch.setattr("workers.rollout.engine_client.health._LOOKS_S", (0.02, 0.03))
+    monkeypatch.setattr("workers.rollout.engine_client.health._POLL_INTERVAL_S", (0.02, 0.03))
     waited = []
     async with (
         ScriptedEngine(reply, version="0", delay_s=0.02, max_concurrency=10) as engine,
-        client_of(engine, concurrency=(2, 100)) as client,
+        client_of(engine, concurrency_bounds=(2, 100)) as client,
         anyio.create_task_group() as tasks,
     ):
 
@@ -385,7 +385,7 @@ async def test_an_engine_in_which_requests_wait_is_given_fewer(monkeypatch):
 
 
 async def test_an_engine_without_figures_is_given_a_fixed_number_which_is_said_once(monkeypatch):
-    monkeypatch.setattr("workers.rollout.engine_client.health._LOOKS_S", (0.01, 0.02))
+    monkeypatch.setattr("workers.rollout.engine_client.health._POLL_INTERVAL_S", (0.01, 0.02))
 
     async def nothing(self, _):
         return web.Response(status=404)
@@ -393,7 +393,7 @@ async def test_an_engine_without_figures_is_given_a_fixed_number_which_is_said_o
     monkeypatch.setattr(ScriptedEngine, "_metrics", nothing)
     async with ScriptedEngine(reply, version="0", delay_s=0.2) as engine:
         with capture_logs() as lines:
-            async with client_of(engine, concurrency=(2, 6)) as client:
+            async with client_of(engine, concurrency_bounds=(2, 6)) as client:
                 await ask_all(client, 18)
     assert [(line["url"], line["limit"]) for line in lines if line["event"] == "engine.metrics_missing"] == [
         (engine.url, 6)
@@ -401,7 +401,7 @@ async def test_an_engine_without_figures_is_given_a_fixed_number_which_is_said_o
 
 
 async def test_one_that_does_not_tell_its_figures_just_now_is_asked_again(monkeypatch):
-    monkeypatch.setattr("workers.rollout.engine_client.health._LOOKS_S", (0.01, 0.02))
+    monkeypatch.setattr("workers.rollout.engine_client.health._POLL_INTERVAL_S", (0.01, 0.02))
     told, figures = [], ScriptedEngine._metrics
 
     async def sometimes(self, http):
@@ -411,7 +411,7 @@ async def test_one_that_does_not_tell_its_figures_just_now_is_asked_again(monkey
     monkeypatch.setattr(ScriptedEngine, "_metrics", sometimes)
     async with ScriptedEngine(reply, version="0", delay_s=0.2) as engine:
         with capture_logs() as lines:
-            async with client_of(engine, concurrency=(2, 6)) as client:
+            async with client_of(engine, concurrency_bounds=(2, 6)) as client:
                 await ask_all(client, 18)
     assert sum(told) > 2
     assert not [line for line in lines if line["event"] == "engine.metrics_missing"]
@@ -421,7 +421,7 @@ async def test_while_all_places_are_taken_a_place_goes_to_a_request_whose_prefix
     async with (
         ScriptedEngine(reply, version="0", delay_s=0.1) as one,
         ScriptedEngine(reply, version="0", delay_s=0.1) as other,
-        client_of(one, other, concurrency=(2, 4)) as client,
+        client_of(one, other, concurrency_bounds=(2, 4)) as client,
         anyio.create_task_group() as tasks,
     ):
         urls = (one.url, other.url)  # which of them a group is near to hangs on their ports: as many groups to each

@@ -63,7 +63,7 @@ class Leading(AgentEnvironment):
     def reset(self):
         pass
 
-    async def drive(self, endpoint, sampling):
+    async def run_episode(self, endpoint, sampling):
         pass
 
 

@@ -115,7 +115,7 @@ def test_what_completions_answers_else_is_no_sample(changes, said):
 )
 def test_junk_is_no_sample(route, payload):
     with pytest.raises(EngineError):
-        route.read(200, payload, URL, version=0)
+        route.decode(200, payload, URL, version=0)
 
 
 @pytest.mark.parametrize("route", [GenerateApi(), CompletionsApi()])

@@ -207,7 +207,7 @@ async def test_three_turns_are_kept_token_by_token():
         SampledTurn(v := ids(third + END), [-2.0] * len(v), "stop", [Span(5, 0, len(v))]),
     ]
     sampler = Scripted(turns)
-    completion = await completion_of(sampler, chat=chat, at_least=3)
+    completion = await completion_of(sampler, chat=chat, min_policy_version=3)
     (row,) = completion.rows
 
     seen = [ids("\n<|im_start|>tool\nhas 1<|im_end|>\n<|im_start|>assistant\n")]
@@ -347,7 +347,7 @@ async def test_text_is_appended_to_a_prompt_of_parts_as_one_more():
 
 
 async def test_reset_gets_fields_prompt_seed_and_index():
-    group = await group_of(["Done."], prompt=make_prompt(fields={"answer": "4"}, group_size=2, text=True))
+    group = await group_of(["Done."], prompt=make_prompt(fields={"answer": "4"}, group_size=2, is_plain_text=True))
     seen = [thaw(c.snapshot, factory_of(Box)).row for c in group.completions]
     assert seen == [{"prompt": "Fill it.", "answer": "4", "seed": 100 + i, "completion_index": i} for i in range(2)]
 
@@ -677,7 +677,7 @@ async def test_reward_functions_serve_data_without_environments():
     def exact(completions, answer):
         return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 
-    prompt = make_prompt(environment=None, text=True, fields={"answer": "4"})
+    prompt = make_prompt(environment=None, is_plain_text=True, fields={"answer": "4"})
     function = RewardFunction(exact, "exact", run_in="rollout")
     (completion,) = (await group_of(["4"], env=None, prompt=prompt, rewards=[function])).completions
     assert [p.reward for p in completion.parts] == [Measured(1.0)]

@@ -150,7 +150,7 @@ async def played(chat, choice, tokenizer, texts, messages=(ASK,), environment=Su
 
 def assert_exact(completion, asked, said):
     """Each turn stands in one row alone, behind exactly what the engine was sent, with the engine's log-probs."""
-    turns = [(row, start, end) for row in completion.rows for start, end in row.sampled]
+    turns = [(row, start, end) for row in completion.rows for start, end in row.sampled_ranges]
     assert len(turns) == len(asked) == completion.turns
     logprobs = [value for row in completion.rows for value in row.sampled_logprobs]
     expected = []

@@ -16,7 +16,7 @@ class Stubborn(AgentEnvironment):
     def reset(self, turns):
         self.turns, self.said = turns, 0
 
-    async def drive(self, endpoint, sampling):
+    async def run_episode(self, endpoint, sampling):
         messages = [{"role": "user", "content": "Count."}]
         async with aiohttp.ClientSession(raise_for_status=True) as session:
             for _ in range(self.turns):

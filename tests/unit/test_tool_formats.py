@@ -195,13 +195,13 @@ def test_what_is_only_thought_is_not_called(name, opening, closing):
     call = CALLS[name]
     thought = f"{opening}\nOr:\n{call}\n"
     for text, thinking in [(thought, False), (thought.removeprefix(opening), True)]:
-        assert read(name, f"{text}{closing}\n{call}", thinking=thinking) == ONE
-        assert read(name, text, thinking=thinking) == [], "a block that is never closed"
+        assert read(name, f"{text}{closing}\n{call}", starts_in_reasoning=thinking) == ONE
+        assert read(name, text, starts_in_reasoning=thinking) == [], "a block that is never closed"
         turn = TOOL_FORMATS[name].parse(f"{text}{closing}\n{call}", starts_in_reasoning=thinking)
         assert turn.content == f"{text}{closing}".strip()
     begun_unseen = thought.removeprefix(opening) + closing
     assert read(name, f"{begun_unseen}\n{call}") == ONE
-    assert read(name, call, thinking=False) == ONE
+    assert read(name, call, starts_in_reasoning=False) == ONE
 
 
 def pieces():

@@ -93,7 +93,7 @@ def prompt(seed: int, length: int = LONG) -> list[int]:
 
 async def sample(client, ids, tokens=24, *, seed=1, min_policy_version=0, least=0):
     sampling = SamplingOptions(temperature=1.0, max_tokens=tokens, min_tokens=least, seed=seed)
-    return await client.sample(ids, sampling, at_least=min_policy_version)
+    return await client.sample(ids, sampling, min_policy_version=min_policy_version)
 
 
 async def next_version(publisher) -> int:

@@ -262,7 +262,7 @@ def test_tools_were_called_over_several_turns(played):
     turns = Counter(completion.turns for completion in completions)
     # Fewer and fewer: the rewards are by chance.
     assert sum(completion.tool_calls for completion in completions) >= 10, turns
-    assert any(len(row.sampled) > 1 for row in played.rows())
+    assert any(len(row.sampled_ranges) > 1 for row in played.rows())
 
 
 def test_each_token_has_the_log_prob_of_the_version_that_its_span_names(played, measured):
@@ -270,7 +270,7 @@ def test_each_token_has_the_log_prob_of_the_version_that_its_span_names(played, 
     worst, others = 0.0, []
     for row in played.rows():
         logprobs, place = array("f", row.logprobs), {}
-        for start, end in row.sampled:
+        for start, end in row.sampled_ranges:
             for token in range(start, end):
                 place[token] = len(place)
         tokens = list(row.tokens)
@@ -305,7 +305,7 @@ def test_nothing_that_an_engine_gave_up_was_trained(played):
         for completion in group.completions:
             assert completion.failure is None
             for row in completion.rows:
-                for first, last in row.sampled:
+                for first, last in row.sampled_ranges:
                     whole = row.tokens[last - 1] == end
                     cut += not whole
                     assert whole or last - first == TURN or completion.truncated is not None, (group.prompt.id, first)

@@ -110,7 +110,7 @@ async def cancel_in_the_middle(url, client):
     before = await metric(url, GENERATED)
     async with anyio.create_task_group() as tasks:
         for i in range(8):  # so many that a busy server is far from done when it reads that they are gone
-            tasks.start_soon(lambda i=i: client.sample([9 + i], LONG, at_least=-1))
+            tasks.start_soon(lambda i=i: client.sample([9 + i], LONG, min_policy_version=-1))
         await until(url, GENERATED, lambda n: n > before)
         tasks.cancel_scope.cancel()
     await until(url, RUNNING, lambda n: n == 0)
@@ -288,7 +288,7 @@ async def test_versions_are_exact_over_generate_and_the_older_one_over_completio
         before = await metric(tied.url, GENERATED)
 
         async def ask(name, client):
-            found[name] = await client.sample([9], sampling, at_least=first)
+            found[name] = await client.sample([9], sampling, min_policy_version=first)
 
         tasks.start_soon(ask, "generate", exact)
         tasks.start_soon(ask, "completions", bound)

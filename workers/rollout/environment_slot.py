@@ -133,7 +133,9 @@ class EnvironmentSlot:
         self, endpoint: str, sampling: dict[str, Any], timeout_s: float
     ) -> Failure | TruncationReason | None:
         """Have an environment lead its episode; None where it came to its end."""
-        outcome = await self._call(self._environment.drive, {"endpoint": endpoint, "sampling": sampling}, timeout_s)
+        outcome = await self._call(
+            self._environment.run_episode, {"endpoint": endpoint, "sampling": sampling}, timeout_s
+        )
         match outcome:
             case Ok():
                 return None

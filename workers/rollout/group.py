@@ -83,7 +83,7 @@ async def run_group(  # noqa: PLR0913  (by keyword, and each is a thing of its o
                     "sampler": sampler,
                     "limits": greedy_limits if is_greedy else limits,
                     "tool_format": tool_format,
-                    "at_least": min_policy_version,
+                    "min_policy_version": min_policy_version,
                 }
                 if slot is not None and slot.runs_own_loop:
                     if endpoint is None:

@@ -86,14 +86,17 @@ async def rollout(context: WorkerContext) -> None:
         async def work(lease: Lease, version: int) -> None:
             stale_canceller.cancel_if_stale(lease)
             prompt = lease.prompt()
-            more: dict[str, Any] = {"at_least": max(0, version), "greedy": with_greedy}
+            more: dict[str, Any] = {"min_policy_version": max(0, version), "with_greedy": with_greedy}
             if settings.rollout.partial:
-                more |= {"kept": await stage.load_partial(lease), "keep": partial(stage.save_partial, lease)}
+                more |= {
+                    "partials": await stage.load_partial(lease),
+                    "save_partial": partial(stage.save_partial, lease),
+                }
             await stage.complete(lease, "groups", await roll_out(lease, prompt, settings.rollout, pool, **more))
 
         async def evaluate(held_out: EvaluationRollout, lease: Lease, _version: int) -> None:
             prompt, version = held_out.read_lease(lease)
-            group = await roll_out(lease, prompt, held_out.limits, held_out.pool, at_least=version)
+            group = await roll_out(lease, prompt, held_out.limits, held_out.pool, min_policy_version=version)
             group.evaluated_version = version
             await held_out.stage.complete(lease, "eval:groups", group)
 
