@@ -13,7 +13,7 @@ from stream.records import Group, Prompt
 from tests.chaos.project import END, write_project
 from tests.e2e.harness import environment
 from tests.integration.test_supervisor import FINISH, Pipeline
-from workers.run import child, patience
+from workers.run import child_process, restart_policy
 from workers.run.role_process import RECYCLE
 from workers.testing.scripted_engine import ScriptedEngine
 
@@ -42,7 +42,7 @@ def make_pipeline(tmp_path, run_name, redis_url):
 
 
 async def test_a_worker_that_is_worn_out_is_started_again_and_that_is_no_crash(make_pipeline, monkeypatch):
-    monkeypatch.setattr(patience, "QUICK_EXIT_S", 0.0)
+    monkeypatch.setattr(restart_policy, "QUICK_EXIT_S", 0.0)
     worn = f"if len(lives('rollout')) < 5: print('worn out'); sys.exit({RECYCLE})\nstay()"
     train = "until(lambda: len(lives('rollout')) == 5);" + FINISH
     outcome = await make_pipeline({"rollout": worn, "train": train}, restarts=1).run()
@@ -55,8 +55,8 @@ async def test_a_worker_that_is_worn_out_at_once_and_again_fails_the_run(make_pi
 
 
 async def test_a_flood_of_output_neither_fills_the_disk_nor_stops_the_role(make_pipeline, monkeypatch):
-    monkeypatch.setattr(child, "_LARGEST_LOG", 1_000_000)
-    monkeypatch.setattr(child, "_KEPT_OF_LOG", 10_000)
+    monkeypatch.setattr(child_process, "_LARGEST_LOG", 1_000_000)
+    monkeypatch.setattr(child_process, "_KEPT_OF_LOG", 10_000)
     flood = (
         "for i in range(200): print('x' * 50_000)\n"
         "print('error: the last word', flush=True)\n"

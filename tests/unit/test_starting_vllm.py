@@ -68,8 +68,8 @@ def test_an_interpreter_is_a_file_or_a_virtual_environment_or_ours(tmp_path):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ('echo \'{"version": "", "cpu": false, "plugins": []}\'', "has no vLLM: install it there"),
-        ('echo \'{"version": "0.32.0", "cpu": true, "plugins": ["other"]}\'', "but not our plugin"),
+        ('echo \'{"version": "", "is_cpu_build": false, "plugins": []}\'', "has no vLLM: install it there"),
+        ('echo \'{"version": "0.32.0", "is_cpu_build": true, "plugins": ["other"]}\'', "but not our plugin"),
         ("echo broken >&2; exit 3", "does not run as an interpreter: broken; install it there"),
         ("printf %999s x >&2; exit 3", r"does not run as an interpreter:[ ]+x?; install it there"),
         ("echo hello", "is no interpreter"),
@@ -84,7 +84,7 @@ def test_an_interpreter_that_will_not_do_is_named_with_the_remedy(tmp_path, answ
 
 
 def test_no_plugin_is_needed_where_vllm_transfers_weights_itself(tmp_path):
-    python = a_python(tmp_path, 'echo \'{"version": "0.32.0", "cpu": false, "plugins": []}\'')
+    python = a_python(tmp_path, 'echo \'{"version": "0.32.0", "is_cpu_build": false, "plugins": []}\'')
     assert check_interpreter(python, needs_plugin=False) == VllmInstallation("0.32.0", False, [])
 
 
@@ -100,7 +100,7 @@ def test_the_usual_places_are_the_variable_then_the_checkouts_then_ours(tmp_path
         find_interpreter()
     monkeypatch.delenv("PENSTOCK_VLLM")
     (tmp_path / ".cache" / "vllm" / "bin").mkdir(parents=True)
-    python = a_python(tmp_path / ".cache/vllm/bin", 'echo \'{"version": "1", "cpu": true, "plugins": ["penstock"]}\'')
+    python = a_python(tmp_path / ".cache/vllm/bin", 'echo \'{"version": "1", "is_cpu_build": true, "plugins": ["penstock"]}\'')
     assert find_interpreter() == python
     with pytest.raises(SettingsError, match=r"/else: no such interpreter"):
         find_interpreter("/else")
@@ -150,7 +150,7 @@ def test_what_is_quoted_is_the_error_that_the_others_followed_from(output, told)
     assert words.last_error.startswith(told)
 
 
-READY = 'echo \'{"version": "0.32.0", "cpu": true, "plugins": ["penstock"]}\''
+READY = 'echo \'{"version": "0.32.0", "is_cpu_build": true, "plugins": ["penstock"]}\''
 
 
 async def test_a_model_that_is_not_there_is_named_before_vllm_is_started(tmp_path):
@@ -198,7 +198,7 @@ async def test_what_a_server_says_before_it_ends_is_quoted_although_it_is_read_l
         await anyio.sleep(0.02)
         await copy(process, words)
 
-    monkeypatch.setattr(server, "_copy", late)
+    monkeypatch.setattr(server, "_copy_output", late)
     settings = settings_of(tmp_path, "import sys; sys.exit('RuntimeError: no such device')")
     with anyio.fail_after(30), pytest.raises(EngineError, match="exited with code 1: RuntimeError: no such device"):
         await serve_vllm(settings, host="127.0.0.1", port=0, ready=pytest.fail)

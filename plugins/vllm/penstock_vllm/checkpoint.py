@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from penstock_vllm.verdict import FailedError, RefusedError
+from penstock_vllm.errors import FailedError, RefusedError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

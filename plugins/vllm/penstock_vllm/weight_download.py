@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 
-from penstock_vllm.verdict import FailedError, RefusedError
+from penstock_vllm.errors import FailedError, RefusedError
 
 _READ_TIMEOUT_S = 60.0
 """Without one byte."""
