@@ -60,7 +60,9 @@ def test_one_epoch_of_sixty_steps_sees_no_problem_twice():
 
 
 def test_a_seed_means_the_same_rows_in_another_process():
-    code = "from workers.demo.task import held_out_rows, training_rows; print(training_rows(50, 5), held_out_rows(50, 5))"
+    code = (
+        "from workers.demo.task import held_out_rows, training_rows; print(training_rows(50, 5), held_out_rows(50, 5))"
+    )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50).stdout
     assert told == f"{training_rows(50, 5)} {held_out_rows(50, 5)}\n"
     assert training_rows(50, 5) != training_rows(50, 6)

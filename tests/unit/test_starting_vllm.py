@@ -100,7 +100,9 @@ def test_the_usual_places_are_the_variable_then_the_checkouts_then_ours(tmp_path
         find_interpreter()
     monkeypatch.delenv("PENSTOCK_VLLM")
     (tmp_path / ".cache" / "vllm" / "bin").mkdir(parents=True)
-    python = a_python(tmp_path / ".cache/vllm/bin", 'echo \'{"version": "1", "is_cpu_build": true, "plugins": ["penstock"]}\'')
+    python = a_python(
+        tmp_path / ".cache/vllm/bin", 'echo \'{"version": "1", "is_cpu_build": true, "plugins": ["penstock"]}\''
+    )
     assert find_interpreter() == python
     with pytest.raises(SettingsError, match=r"/else: no such interpreter"):
         find_interpreter("/else")
