@@ -1,4 +1,4 @@
-"""The three policies of `pacing.late` on whole runs with lognormal completions and a trainer that takes no time.
+"""The three policies of `pacing.stale_policy` on whole runs with lognormal completions and a trainer that takes no time.
 
     python -m benchmarks.late [--groups 480] [--seed 1] [--json]
 
@@ -50,8 +50,8 @@ def describe(
     *,
     late: Late = "train",
     max_staleness: int = 1,
-    groups_per_step: int = 8,
-    checkpoint_every: int = 50,
+    batch_size: int = 8,
+    save_every: int = 50,
     straggler_timeout_s: float = 60.0,
 ) -> Settings:
     """A run on prompts that are these numbers; how each is meant to end, `tests.chaos.ends` says by the number."""
@@ -61,10 +61,12 @@ def describe(
             file.write(json.dumps({"prompt": [{"role": "user", "content": str(number)}], "number": number}) + "\n")
     settings = replace(
         base,
-        pacing=replace(base.pacing, late=late, max_staleness=max_staleness, straggler_timeout_s=straggler_timeout_s),
-        train=replace(base.train, groups_per_step=groups_per_step, checkpoint_every=checkpoint_every),
-        delivery=replace(base.delivery, lease_s=15.0),
-        guard=replace(base.guard, max_invalid_fraction=1.0),
+        pacing=replace(
+            base.pacing, stale_policy=late, max_staleness=max_staleness, straggler_timeout_s=straggler_timeout_s
+        ),
+        train=replace(base.train, batch_size=batch_size, save_every=save_every),
+        queue=replace(base.queue, lease_s=15.0),
+        abort=replace(base.abort, max_invalid_fraction=1.0),
     )
     in_flight = -(-settings.capacity // WORKERS)
     return replace(

@@ -1,4 +1,4 @@
-"""Makes docs/settings.md from the files of workers/settings: `python docs/settings_page.py > docs/settings.md`."""
+"""Generate docs/settings.md from workers/settings: `python docs/settings_page.py > docs/settings.md`."""
 
 import ast
 import sys
@@ -11,24 +11,82 @@ import msgspec
 from workers import settings
 from workers.settings import algorithm, presets
 
-LITERALS = {"Aggregation": algorithm.Aggregation, "Level": algorithm.Level, "Rule": presets.Rule}
-CHOICES = {
-    "estimator": "How rewards become advantages: `name` (default `grpo`) and the options of that one. `penstock "
-    "estimators` shows each with its formula and source.",
-    "loss": "The policy loss: `name` (default `clipped`) and the options of that one. `penstock algorithms` shows each "
-    "with its formula and source.",
+WORDS = {
+    "PositiveRange": "[low, high]",
+    "Range": "[low, high]",
+    "PositiveInt": "integer ≥ 1",
+    "NonNegativeInt": "integer ≥ 0",
+    "Seconds": "seconds > 0",
+    "Fraction": "0 … 1",
+    "PositiveFloat": "float > 0",
+    "NonNegativeFloat": "float ≥ 0",
+    "SamplingSettings": "table",
+    "tuple[DatasetSettings, ...]": "list of tables",
+    "tuple[MeanLevel, Level]": "[mean, std]",
+    "tuple[str, ...]": "list of strings",
+    "dict[str, str]": "table",
+    "dict[str, Any]": "table",
+    "dict[TruncationReason, TruncationPolicy]": "table",
+    "dict[Rule, PositiveRange]": "table",
+    "str": "string",
+    "bool": "true / false",
 }
+"""Type annotations in words, the longer names before the shorter ones that they contain."""
+CHOICES = {
+    "estimator": "Advantage estimator: `name` (default `grpo`) and its options. `penstock algorithms` shows each with its "
+    "formula and source.",
+    "loss": "Policy loss: `name` (default `clipped`) and its options. `penstock algorithms` shows each with its formula "
+    "and source.",
+}
+COMMON = (
+    "run.name",
+    "model.path",
+    "data.path",
+    "data.prompt",
+    "environments",
+    "rewards.ref",
+    "rewards.weight",
+    "rollout.workers",
+    "rollout.group_size",
+    "rollout.temperature",
+    "rollout.max_tokens",
+    "rollout.max_turns",
+    "engine.server",
+    "train.batch_size",
+    "train.learning_rate",
+    "train.max_steps",
+    "train.micro_batch_tokens",
+    "train.save_every",
+    "estimator.name",
+    "algorithm.kl_coefficient",
+)
+"""The keys that most runs set, in the order of the page."""
 HEAD = """# Settings
 
-Made from the docstrings in `workers/settings/`; do not edit by hand.
+With this page you can write a settings file, and look up every key. A run is one TOML file:
 
-A run is one TOML file. Every key can be overridden on the command line: `--set train.learning_rate=1e-5`. Unknown keys,
-wrong types and impossible combinations are refused before anything starts.
+```toml
+[model]
+path = "models/my-policy"
+
+[data]
+path = "prompts.jsonl"
+
+[environments]
+calculator = "calculator"
+
+[train]
+batch_size = 16
+learning_rate = 1e-6
+```
+
+Override any key on the command line: `--set train.learning_rate=1e-5`. Unknown keys, wrong types and combinations that
+cannot work are refused before anything starts. The page is generated from the docstrings in `workers/settings/`.
 """
 
 
 def docstrings() -> dict[str, dict[str, str]]:
-    """Class name -> field name (or the empty name for the class itself) -> docstring."""
+    """Return class name -> field name (empty: the class itself) -> docstring."""
     found: dict[str, dict[str, str]] = {}
     for node in _classes():
         fields = found[node.name] = {"": ast.get_docstring(node) or ""}
@@ -61,36 +119,33 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.default is not msgspec.NODEFAULT:
         value = str(field.default) if isinstance(field.default, float) else msgspec.json.encode(field.default).decode()
     elif field.default_factory is not msgspec.NODEFAULT:
-        value = msgspec.json.encode(field.default_factory()).decode()
+        made = field.default_factory()
+        value = "{}" if isinstance(made, settings.Section) else msgspec.json.encode(made).decode()
     else:
         return "required"
     return f"`{value}`"
 
 
 def _type(annotation: str) -> str:
-    names = {
-        "Positive": "integer ≥ 1",
-        "Count": "integer ≥ 0",
-        "Seconds": "seconds > 0",
-        "Fraction": "0 … 1",
-        "Above0": "float > 0",
-        "Least0": "float ≥ 0",
-    }
-    for name, words in names.items():
-        annotation = annotation.replace(name, words)
-    literals = {name: " · ".join(f"`{a}`" for a in get_args(kind)) for name, kind in LITERALS.items()}
-    annotation = literals.get(annotation, annotation)
-    if annotation.startswith("Literal["):
-        return " · ".join(f"`{part.strip(chr(39))}`" for part in annotation[8:-1].split(", "))
+    """Return an annotation in words; a choice of words as the words."""
+    choices = {"Aggregation": algorithm.Aggregation, "Rule": presets.Rule}
+    if annotation in choices:
+        return " · ".join(f"`{word}`" for word in get_args(choices[annotation]))
+    if annotation.startswith("Literal[") and annotation.endswith("]"):
+        return " · ".join(f"`{part.strip(chr(39))}`" for part in annotation[8:-1].split(", ") if part != "''")
     if annotation.startswith("Annotated["):
-        return annotation[10:].split(",")[0]
-    return annotation.replace("|", "or")
+        annotation = annotation[10:].split(",", maxsplit=1)[0]
+    if annotation in WORDS:
+        return WORDS[annotation]
+    for name, words in WORDS.items():
+        annotation = annotation.replace(name, words)
+    return annotation.replace("Literal['all', 'none']", "`all` · `none`").replace(" | ", " · ")
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     texts = docstrings()
-    parts = [HEAD]
+    parts = [HEAD, *_common(texts), "\n# All keys"]
     for name, kinds in settings.sections().items():
         if not kinds:
             parts += [f"\n## `[{name}]`\n\n{texts['Settings'][name]}"]
@@ -99,9 +154,27 @@ def page() -> str:
             parts += [_choice(kind, texts[kind.__name__]) for kind in kinds]
         else:
             parts += _table(f"[[{name}]]" if name == "rewards" else f"[{name}]", kinds[0], texts)
-        if name == "correction":
-            parts += _table("[[correction.reject]]", settings.Rejection, texts)
     return "\n".join(parts) + "\n"
+
+
+def _common(texts: dict[str, dict[str, str]]) -> list[str]:
+    """The table of the keys that most runs set."""
+    rows = [f"\n## The {len(COMMON)} keys that most runs set\n", "| key | default | meaning |", "|---|---|---|"]
+    for key in COMMON:
+        section, _, name = key.partition(".")
+        kinds = settings.sections()[section]
+        if not kinds or len(kinds) > 1:
+            default, text = ("`{}`", texts["Settings"][section]) if not kinds else _chosen(section)
+        else:
+            (field,) = (f for f in msgspec.structs.fields(kinds[0]) if f.name == name)
+            default, text = _default(field), texts[kinds[0].__name__][name]
+        rows.append(f"| `{key}` | {default} | {text} |")
+    return rows
+
+
+def _chosen(section: str) -> tuple[str, str]:
+    (field,) = (f for f in msgspec.structs.fields(settings.Settings) if f.name == section)
+    return f"`{field.default_factory().name}`", CHOICES[section].partition(":")[0] + "."
 
 
 def _table(heading: str, kind: type[settings.Section], texts: dict[str, dict[str, str]]) -> list[str]:

@@ -86,7 +86,7 @@ def settings_of(seed: int, arm: str, start: Path) -> Settings:
         model=replace(demo.model, path=str(start / "model")),
         data=replace(demo.data, path=str(start / "numbered" / "prompts.jsonl")),
         train=replace(demo.train, checkpoint_every=1, keep_last=1000),
-        guard=replace(demo.guard, max_invalid_fraction=0.5),
+        abort=replace(demo.abort, max_invalid_fraction=0.5),
     )
     _number(start / "prompts.jsonl", settings)
     if not ARMS[arm]:

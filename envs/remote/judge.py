@@ -62,7 +62,7 @@ class Judge:
         api_key_env: names the environment variable with the key; the key itself is in no setting and no message.
         options: further keys of the request, `max_tokens` or `seed` for one.
         concurrency: requests under way at once.
-        timeout_s: for one answer; `attempts` of them should fit into `rollout.reward_timeout_s`.
+        timeout_s: for one answer; `attempts` of them should fit into `rollout.call_timeout_s`.
         attempts: tries of one completion.
     """
 

@@ -57,7 +57,7 @@ class RewardModel:
         urls: servers of the same model; the one with least to do is asked.
         batch: conversations that are sent together, at most.
         wait_ms: how long the first of a batch waits for others.
-        timeout_s: for one answer. `attempts` of them should fit into `rollout.reward_timeout_s`, past which the
+        timeout_s: for one answer. `attempts` of them should fit into `rollout.call_timeout_s`, past which the
             reason is `timeout`.
         attempts: tries of one conversation.
         start_s: how long to wait for the servers at the start.

@@ -34,7 +34,7 @@ class PromptEvaluation(Struct, kw_only=True, omit_defaults=True):
     valid: int = 0
     """Completions sampled by the version alone, with a measured reward."""
     successes: int = 0
-    """Of those, the ones whose reward is at least `algorithm.correct_at`."""
+    """Of those, the ones whose reward is at least `algorithm.success_threshold`."""
     reward_sum: float = 0.0
     """Sum over those that are valid."""
     invalid: dict[str, int] = field(default_factory=dict)

@@ -132,7 +132,7 @@ class Archive:
     def _write_error(self, error: OSError) -> RunFailedError:
         return RunFailedError(
             f"a group could not be archived in {self._path}: {error}. Make room on that disk, or keep less "
-            "(archive.keep, archive.megabytes), and run again: the run resumes from its last checkpoint"
+            "(archive.keep), and run again: the run resumes from its last checkpoint"
         )
 
 
@@ -155,7 +155,7 @@ class ArchiveOffset(Struct, frozen=True):
                 file.seek(self.offset)
                 return file.read(self.size)
         except FileNotFoundError as error:
-            raise PenstockError(f"{self.file} was removed while it was read (archive.megabytes)") from error
+            raise PenstockError(f"{self.file} was removed while it was read (archive.keep)") from error
 
 
 class ArchivedGroups:

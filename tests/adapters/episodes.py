@@ -97,7 +97,7 @@ async def train(
     project.table["environments"] = {"it": {"ref": ref, "args": dict(args or {})}}
     project.table["rewards"] = [{"ref": reward}] if reward else []
     project.table["rollout"] |= {"max_tokens_per_turn": 200, "max_tokens": 2000, "groups_in_flight": 1, **limits}
-    project.table["train"] |= {"groups_per_step": 1}
+    project.table["train"] |= {"batch_size": 1}
     project.table["engine"]["max_length"] = 4096
     async with ScriptedEngine(reply, version="0") as engine:
         project.table["engine"]["urls"] = [engine.url]

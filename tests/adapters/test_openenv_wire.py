@@ -154,7 +154,7 @@ async def test_after_a_call_that_overran_the_next_episode_reads_its_own_reward(s
     """Upstream issue 1143: a client that goes on with the socket is off by one for ever."""
     factory = await load(server)
     async with EnvironmentPool({"it": factory}, size=1) as pool:
-        late = await completions(factory, [say(fault="late", reward=0.111), "Done."], pool=pool, tool_timeout_s=0.05)
+        late = await completions(factory, [say(fault="late", reward=0.111), "Done."], pool=pool, call_timeout_s=0.05)
         server.released.set()
         next_one = await completions(factory, [say(reward=0.999), "Done."], pool=pool)
     assert not isinstance(merge_parts(late[0].parts), Measured)

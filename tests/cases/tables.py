@@ -38,34 +38,34 @@ ALL = {"clip_cov": {"clip_cov_ratio": 1.0}, "kl_cov": {"kl_cov_ratio": 1.0}}
 """By selector: how many of the candidates it chooses. A lot knows of nothing but a token's place, so where places
 change all of them are chosen."""
 SHAPED: dict[str, Table] = {
-    "biased_scaled": {"shaping": {"bias": 0.5, "scale": 2.0}},
-    "clipped": {"shaping": {"clip": 0.75}},
-    "overlong": {"shaping": {"overlong_tokens": 11}, "algorithm": {"truncation": {"tool_errors": "penalty"}}},
+    "biased_scaled": {"algorithm": {"reward_bias": 0.5, "reward_scale": 2.0}},
+    "clipped": {"algorithm": {"reward_clip": 0.75}},
+    "overlong": {"algorithm": {"overlong_penalty": [11, 1.0], "truncation": {"tool_errors": "penalty"}}},
 }
 NORMALISED: dict[str, list[Table]] = {
     "whiten": [],  # in estimators
     "normalize": [
-        {"reward_normalization": {"mean": "group", "std": "none", "leave_one_out": True}},
-        {"reward_normalization": {"mean": "batch", "std": "group", "unbiased": False}},
+        {"algorithm": {"reward_normalization": ["group_leave_one_out", "none"]}},
+        {"algorithm": {"reward_normalization": ["batch", "group"]}},
     ],
     "normalize_tokens": [
-        {"advantage_normalization": {"mean": "batch", "std": "batch"}},
-        {"advantage_normalization": {"mean": "group", "std": "batch", "leave_one_out": True}},
+        {"algorithm": {"advantage_normalization": ["batch", "batch"]}},
+        {"algorithm": {"advantage_normalization": ["group_leave_one_out", "batch"]}},
     ],
 }
-BOUNDS: dict[str, Table] = {
-    "token_k1": {"lower": 0.2503, "upper": 4.0003},
-    "token_k2": {"upper": 1.0007},
-    "token_k3": {"upper": 1.0007},
-    "seq_sum_k1": {"lower": 0.0203, "upper": 2000.0003},
-    "seq_sum_k2": {"upper": 8.0007},
-    "seq_sum_k3": {"upper": 6.0007},
-    "seq_mean_k1": {"lower": 0.2003, "upper": 9.0003},
-    "seq_mean_k2": {"upper": 2.0007},
-    "seq_mean_k3": {"upper": 1.5007},
-    "seq_max_k2": {"upper": 5.0007},
-    "seq_max_k3": {"upper": 4.0007},
-    "m2po": {"upper": 1.5007},
+BOUNDS: dict[str, list[float]] = {
+    "token_k1": [0.2503, 4.0003],
+    "token_k2": [0.0, 1.0007],
+    "token_k3": [0.0, 1.0007],
+    "seq_sum_k1": [0.0203, 2000.0003],
+    "seq_sum_k2": [0.0, 8.0007],
+    "seq_sum_k3": [0.0, 6.0007],
+    "seq_mean_k1": [0.2003, 9.0003],
+    "seq_mean_k2": [0.0, 2.0007],
+    "seq_mean_k3": [0.0, 1.5007],
+    "seq_max_k2": [0.0, 5.0007],
+    "seq_max_k3": [0.0, 4.0007],
+    "m2po": [0.0, 1.5007],
 }
 """Of rejection rules: most of the cases' tokens are within them, some are not."""
 
@@ -86,22 +86,22 @@ def _slots() -> dict[str, dict[str, Table]]:
         "proximal": {f"proximal:{n}": {"algorithm": {"proximal": n}} for n in ("recompute", "engine", "interpolate")},
         "weights": {
             "": {},
-            **{f"{name}": {"correction": {"weights": name, "upper": 1.7}} for name in IMPORTANCE_LEVELS},
+            **{f"{name}": {"correction": {"weights": name, "weight_range": [0.0, 1.7]}} for name in IMPORTANCE_LEVELS},
             **{
                 f"{name} normalised": {
-                    "correction": {"weights": name, "lower": 0.4, "upper": 3.0, "outside": "zero", "normalize": True}
+                    "correction": {"weights": f"{name}-normalized", "weight_range": [0.4, 3.0], "out_of_range": "zero"}
                 }
                 for name in IMPORTANCE_LEVELS
             },
         },
         "rejection": {
-            **{name: {"correction": {"reject": [{"rule": name, **BOUNDS.get(name, {})}]}} for name in REJECTIONS},
+            **{name: {"correction": {"reject": {name: BOUNDS.get(name, [0.0, 2.0])}}} for name in REJECTIONS},
             "": {},
         },
         "aggregation": {name: {"algorithm": {"aggregation": name}} for name in AGGREGATIONS},
         "divergence": {
             "": {},
-            **{f"divergence:{n}": {"algorithm": {"kl_coefficient": 0.1, "kl_divergence": n}} for n in DIVERGENCES},
+            **{f"divergence:{n}": {"algorithm": {"kl_coefficient": 0.1, "kl_estimator": n}} for n in DIVERGENCES},
         },
         "shaping": {"": {}, **{f"shaping:{name}": table for name, table in SHAPED.items()}},
         "normaliser": {
@@ -110,7 +110,7 @@ def _slots() -> dict[str, dict[str, Table]]:
         },
         "zeroed": {"zero_reward": {"algorithm": {"truncation": {"max_turns": "zero_reward"}}}},
         "silent": {"baseline_only": {"algorithm": {"truncation": {"tool_calls": "baseline_only"}}}},
-        "singleton": {"": {}, "singleton:raw": {"algorithm": {"singleton": "raw"}}},
+        "single_sample_policy": {"": {}, "singleton:raw": {"algorithm": {"single_sample_policy": "raw"}}},
         "entropy": {"": {}, "entropy": {"algorithm": {"entropy_coefficient": 0.01}}},
     }
 

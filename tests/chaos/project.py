@@ -36,16 +36,15 @@ def write_project(folder: Path, groups: int, seed: int, fsync: str = "everysec")
         {
             "run": {"name": "chaos", "folder": str(folder / "run"), "seed": seed},
             "model": {"path": str(folder / "model")},
-            "data": {"path": str(folder / "prompts.jsonl"), "backlog": 32},
+            "data": {"path": str(folder / "prompts.jsonl"), "max_queued_prompts": 32},
             "rewards": [{"ref": f"{HERE / 'ends.py'}:reward"}],
             "rollout": {"workers": 2, "groups_in_flight": 4, "group_size": GROUP_SIZE}
             | {"max_tokens": 16, "max_tokens_per_turn": 16},
             "score": {"workers": 2},
-            "train": {"groups_per_step": 8, "checkpoint_every": 3},
+            "train": {"batch_size": 8, "save_every": 3},
             # No budget runs out: each prompt has the end that is meant for it, however often its workers die.
-            "delivery": {"lease_s": LEASE_S, "backoff_s": 0.02, "infra_attempts": _PLENTY, "restarts": _PLENTY}
-            | {"fsync": fsync},
-            "guard": {"max_invalid_fraction": 0.6, "stall_s": 120.0},
+            "queue": {"lease_s": LEASE_S, "max_attempts": _PLENTY, "max_restarts": _PLENTY} | {"fsync": fsync},
+            "abort": {"max_invalid_fraction": 0.6, "stall_timeout_s": 120.0},
         }
     )
 

@@ -26,11 +26,11 @@ class Project:
         self.table: dict[str, Any] = {
             "run": {"name": "test", "folder": str(folder / "run")},
             "model": {"path": str(model)},
-            "data": {"path": str(folder / "prompts.jsonl"), "tool_schemas": False},
+            "data": {"path": str(folder / "prompts.jsonl"), "chat_template_kwargs": {"tools": False}},
             "rollout": {"group_size": 4, "max_tokens_per_turn": 6, "max_tokens": 12, "groups_in_flight": 4},
-            "engine": {"max_length": 256, "max_batch": 32},
-            "train": {"groups_per_step": 4, "learning_rate": 1e-4, "checkpoint_every": 2},
-            "delivery": {"lease_s": 3.0, "backoff_s": 0.1},
+            "engine": {"max_model_len": 256, "max_batch_size": 32},
+            "train": {"batch_size": 4, "learning_rate": 1e-4, "save_every": 2},
+            "queue": {"lease_s": 3.0},
         }
         self.prompts(10)
         (folder / "rewards.py").write_text(

@@ -96,7 +96,7 @@ def with_one_of_each(settings: Settings, redis: str, reconnect_s: float) -> Sett
         run=replace(settings.run, redis=redis),
         rollout=replace(settings.rollout, workers=1),
         score=replace(settings.score, workers=1),
-        delivery=replace(settings.delivery, reconnect_s=reconnect_s),
+        queue=replace(settings.queue, reconnect_timeout_s=reconnect_s),
     )
 
 

@@ -22,7 +22,7 @@ class Engine:
     def start(self) -> None:
         command = self.project.command("serve", self.project.table["model"]["path"], "--port", str(self.port))
         self.process = subprocess.Popen(
-            [*command, "--set", "engine.max_length=256"],
+            [*command, "--set", "engine.max_model_len=256"],
             cwd=self.project.folder,
             env=environment(),
             stdout=subprocess.PIPE,

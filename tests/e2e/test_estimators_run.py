@@ -52,7 +52,7 @@ def test_a_group_whose_greedy_completion_nobody_measured_is_dropped_by_name(proj
         "estimator": {"name": "remax"},
         "environments": {"moody": f"{project.folder / 'moody.py'}:Moody"},
         "rewards": [],
-        "guard": {"max_invalid_fraction": 0.5},
+        "abort": {"max_invalid_fraction": 0.5},
     }
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert (summary["groups_trained"], summary["groups_dropped"]) == (0, {"no_baseline": 10})
@@ -66,7 +66,7 @@ def test_gae_trains_a_critic_on_rewards_by_turn_and_a_resumed_run_still_has_it(p
         "environments": {"talker": f"{project.folder / 'talker.py'}:Talker"},
         "rewards": [],
     }
-    project.table["train"] |= {"max_steps": 2, "checkpoint_every": 1}
+    project.table["train"] |= {"max_steps": 2, "save_every": 1}
     file = str(project.write())
     summary = summary_of(project.run("run", file, "--json"), project)
     assert summary["steps"] == 2
@@ -82,7 +82,7 @@ def test_gae_trains_a_critic_on_rewards_by_turn_and_a_resumed_run_still_has_it(p
 
 def test_groups_that_rollout_correction_rejects_end_by_name_and_a_run_of_nothing_else_says_so(project):
     """The engine's log-probs are the trainer's; a rule that wants them twice as large rejects every token."""
-    project.table["correction"] = {"reject": [{"rule": "token_k1", "lower": 2.0, "upper": 3.0}]}
+    project.table["correction"] = {"reject": {"token_k1": [2.0, 3.0]}}
     project.table["filter"] = {"zero_variance": False}
     result = project.run("run", str(project.write()), "--json")
     assert result.returncode == 1

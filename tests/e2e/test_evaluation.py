@@ -170,7 +170,9 @@ def test_with_several_engines_an_evaluation_is_of_one_version_too(tmp_path):
 
 @pytest.mark.full
 def test_an_evaluation_that_stands_still_holds_nothing_for_ever_and_what_it_lacks_is_set_apart(tmp_path):
-    settings = describe(tmp_path / "a", groups=24, held_out=4, eval={"every": 2, "hold_s": 0.3, "group_size": 2})
+    settings = describe(
+        tmp_path / "a", groups=24, held_out=4, eval={"every": 2, "publish_wait_s": 0.3, "group_size": 2}
+    )
     ended(settings, run(settings, "--delay", "1.5"))
     lines = read_evaluations(settings.folder)
     assert lines[0].overall.mixed + lines[0].overall.invalid.get("missing", 0) > 0

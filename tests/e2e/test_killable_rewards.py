@@ -26,7 +26,7 @@ def fragile(completions, number):
 def test_a_run_survives_its_reward_function(project):
     (project.folder / "fragile.py").write_text(REWARDS)
     ref = f"{project.folder / 'fragile.py'}:fragile"
-    project.table["rewards"] = [{"ref": ref, "processes": 2, "each": "row", "timeout_s": 0.5}]
+    project.table["rewards"] = [{"ref": ref, "processes": 2, "granularity": "row", "timeout_s": 0.5}]
     project.table["score"] = {"workers": 2}
     project.table["filter"] = {"zero_variance": False}
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)

@@ -20,7 +20,7 @@ def reply(prompt_ids, _request):
 @pytest.fixture
 async def file(project, run_name):
     project.table["run"]["name"] = run_name
-    project.table["delivery"]["lease_s"] = LEASE_S
+    project.table["queue"]["lease_s"] = LEASE_S
     return str(await anyio.to_thread.run_sync(project.write))
 
 
@@ -130,7 +130,7 @@ async def test_a_scorer_that_was_suspended_settles_nothing_and_goes_on(project, 
         (project.folder / "rewards.py").write_text(SLOW)
         project.table["rewards"] = [{"ref": f"{project.folder / 'rewards.py'}:slow"}]
         project.table["run"]["name"] = connection.run
-        project.table["delivery"]["lease_s"] = LEASE_S
+        project.table["queue"]["lease_s"] = LEASE_S
         return str(project.write())
 
     def calls() -> int:

@@ -92,10 +92,10 @@ async def test_each_limit_ends_a_completion_with_its_own_reason_in_the_queue_vie
             "engine": {"urls": [engine.url]},
             "filter": {"zero_variance": False},
         }
-        project.table["train"]["groups_per_step"] = 2
+        project.table["train"]["batch_size"] = 2
         project.table["rollout"] |= {
             "group_size": len(MODES), "max_tokens_per_turn": 400, "max_tokens": 3000, "max_turns": 3,
-            "max_tool_calls": 4, "max_tool_errors": 1, "wall_clock_s": 10.0,
+            "max_tool_calls": 4, "max_tool_errors": 1, "episode_timeout_s": 10.0,
         }  # fmt: skip
         result = await anyio.to_thread.run_sync(lambda: project.run("run", str(project.write()), "--json"))
         summary = await anyio.to_thread.run_sync(summary_of, result, project)

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_what_was_sampled_is_what_the_merged_weights_say_and_the_run_is_replayed_to_the_bit(project, random_model):
-    project.table["train"] |= {"groups_per_step": 2, "learning_rate": 3e-3, "checkpoint_every": 1, "keep_last": 99}
-    project.table["lora"] = {"rank": 4, "targets": ["q_proj", "v_proj", "down_proj"]}
+    project.table["train"] |= {"batch_size": 2, "learning_rate": 3e-3, "save_every": 1, "max_checkpoints": 99}
+    project.table["lora"] = {"rank": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
     project.table["algorithm"] = {"kl_coefficient": 0.05}
     project.table["archive"] = {"keep": "all"}
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)

@@ -39,7 +39,7 @@ def test_the_projects_own_unit_test_passes_however_pytest_is_called(copied, comm
 @pytest.mark.full
 @pytest.mark.timeout(200)
 def test_the_project_trains(copied, random_model):
-    overrides = {"model.path": random_model, "train.max_steps": 2, "rollout.group_size": 2, "train.groups_per_step": 4}
+    overrides = {"model.path": random_model, "train.max_steps": 2, "rollout.group_size": 2, "train.batch_size": 4}
     overrides["filter.zero_variance"] = "false"
     sets = [part for name, value in overrides.items() for part in ("--set", f"{name}={value}")]
     summary = summary_of(copied.run("run", "run.toml", "--json", *sets), copied)

@@ -1,4 +1,4 @@
-"""`rollout.partial`: a worker is killed when all completions of a group but one are finished."""
+"""`rollout.save_partial_groups`: a worker is killed when all completions of a group but one are finished."""
 
 import anyio
 import pytest
@@ -17,9 +17,9 @@ MISSING = SIZE - 1
 
 async def test_the_next_worker_samples_only_what_was_missing(project, redis_url, run_name, tmp_path):
     project.table["run"]["name"] = run_name
-    project.table["rollout"] |= {"partial": True, "group_size": SIZE}
+    project.table["rollout"] |= {"save_partial_groups": True, "group_size": SIZE}
     project.table["filter"] = {"zero_variance": False}
-    project.table["delivery"]["lease_s"] = 1.0
+    project.table["queue"]["lease_s"] = 1.0
     file = str(await anyio.to_thread.run_sync(project.write))
     async with (
         connect(redis_url, run_name, reconnect_s=30.0) as connection,

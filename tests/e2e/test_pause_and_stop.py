@@ -67,7 +67,7 @@ def until_at_rest(project) -> RunStatus:
 def test_a_run_is_paused_resumed_stopped_and_started_again(project):
     project.prompts(PROMPTS)
     project.table["filter"] = {"zero_variance": False}
-    project.table["data"]["backlog"] = 32
+    project.table["data"]["max_queued_prompts"] = 32
     project.table["score"] = {"groups_in_flight": 1}
     (project.folder / "rewards.py").write_text(SLOW)
     slowly = project.folder / "slowly"
@@ -129,7 +129,7 @@ async def test_roles_that_share_nothing_but_the_server_hear_of_a_stop_and_a_late
     """As in containers: there is no supervisor, and nobody sends a signal."""
     project.table["run"]["name"] = run_name
     project.table["filter"] = {"zero_variance": False}
-    project.table["data"] |= {"backlog": 8, "epochs": 1000}
+    project.table["data"] |= {"max_queued_prompts": 8, "epochs": 1000}
     file = str(await anyio.to_thread.run_sync(project.write))
     async with ScriptedEngine(lambda ids, request: ids[:1]) as engine, connect(redis_url, run_name) as connection:
         for _start in range(2):

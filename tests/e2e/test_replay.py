@@ -120,7 +120,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def killable(project, prompts: int, **table) -> None:
     project.prompts(prompts)
     project.table |= {"archive": {"keep": "all"}, **table}
-    project.table["delivery"] |= {"restarts": 100, "backoff_s": 0.02}
+    project.table["queue"] |= {"max_restarts": 100}
 
 
 @pytest.mark.full
@@ -153,11 +153,11 @@ LONG = {
     "gae with its critic": {"estimator": {"name": "gae"}, "filter": {"zero_variance": False}},
     "decoupled, with rejection and a bound on age": {
         "algorithm": {"proximal": "interpolate"},
-        "correction": {"weights": "sequence", "reject": [{"rule": "token_k1", "lower": 0.9, "upper": 1.1}]},
+        "correction": {"weights": "sequence", "reject": {"token_k1": [0.9, 1.1]}},
         "pacing": {"max_staleness": 4, "max_token_age": 2},
     },
     "bfloat16 on disk": {"model": {"dtype": "bfloat16"}},
-    "two threads": {"train": {"threads": 2}},
+    "two threads": {"run": {"threads": 2}},
 }
 
 

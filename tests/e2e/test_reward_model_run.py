@@ -59,7 +59,7 @@ def archived(folder: Path) -> list[Group]:
 def test_the_example_runs_as_it_stands_there(tmp_path, random_model, reward_folder):
     """Columns of OpenMathInstruct-2, a policy and a reward model in bfloat16, batches of 32, two scorers."""
     text = (EXAMPLE / "run.toml").read_text()
-    with served(reward_folder, "--dtype", "bfloat16", "--set", "engine.max_length=500") as url:
+    with served(reward_folder, "--dtype", "bfloat16", "--set", "engine.max_model_len=500") as url:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
             assert json.load(answer)["data"][0]["max_model_len"] == 500
         for there, here in {

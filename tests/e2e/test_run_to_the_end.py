@@ -52,7 +52,7 @@ def test_rewards_that_nobody_measured_are_counted_by_reason_and_leave_siblings_a
     project.prompts(prompts)
     project.table |= {"environments": {"moody": f"{project.folder / 'moody.py'}:Moody"}, "rewards": []}
     project.table["rollout"]["group_size"] = size
-    project.table["guard"] = {"max_invalid_fraction": 0.5}
+    project.table["abort"] = {"max_invalid_fraction": 0.5}
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     expected = {"valid": 0, "reward:missing": 0, "reward:raised": 0, "reward:not_finite": 0}
     for p in range(prompts):
@@ -80,7 +80,7 @@ def test_malformed_lines_are_told_and_the_others_are_fed(project):
     [
         ({"train": {"learning_speed": 1}}, ["train.learning_speed", "learning_rate"]),
         ({"rollout": {"group_size": "eight"}}, ["rollout.group_size", "int"]),
-        ({"run": {"redis": "redis://127.0.0.1:1/0"}, "delivery": {"reconnect_s": 1.0}}, ["127.0.0.1:1"]),
+        ({"run": {"redis": "redis://127.0.0.1:1/0"}, "queue": {"reconnect_timeout_s": 1.0}}, ["127.0.0.1:1"]),
         ({"environments": {"e": "no_such_environment"}}, ["no_such_environment", "entry point", "calculator"]),
         ({"model": {"path": "nowhere"}}, ["nowhere"]),
         ({"data": {"path": "nothing.jsonl"}}, ["nothing.jsonl"]),

@@ -157,7 +157,7 @@ def test_a_request_to_stop_lets_all_ranks_leave_in_peace(shared):
 )
 def test_what_the_first_rank_says_is_the_exit_code(shared, redis_url, change, code, words):
     shared.table["run"]["redis"] = redis_url
-    shared.table["delivery"]["reconnect_s"] = 1.0
+    shared.table["queue"]["reconnect_timeout_s"] = 1.0
     for section, keys in change.items():
         shared.table[section].update(keys)
     result = shared.run("train", str(shared.write()), timeout=100)

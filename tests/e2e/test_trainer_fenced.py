@@ -40,8 +40,8 @@ class Run:
             "data": {"path": settings.data.path},
             "rewards": [{"ref": settings.rewards[0].ref}],
             "rollout": {"group_size": 2, "max_tokens": 16, "max_tokens_per_turn": 16},
-            "train": {"groups_per_step": GROUPS_PER_STEP, "checkpoint_every": EVERY},
-            "delivery": {"lease_s": 1.0},
+            "train": {"batch_size": GROUPS_PER_STEP, "save_every": EVERY},
+            "queue": {"lease_s": 1.0},
         }
         self.file = folder / "run_me.toml"
         self.file.write_text(tomli_w.dumps(table))

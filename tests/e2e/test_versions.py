@@ -70,11 +70,11 @@ def _project(folder: Path, model: Path) -> Project:
     project = Project(folder, model)
     project.table["run"]["name"] = RUN
     project.table["rollout"]["group_size"] = 2
-    project.table["engine"] = {"max_length": 1024, "max_batch": 16}
-    project.table["train"] = {"groups_per_step": 1, "checkpoint_every": KEPT_AT, "learning_rate": 1e-3}
+    project.table["engine"] = {"max_model_len": 1024, "max_batch_size": 16}
+    project.table["train"] = {"batch_size": 1, "save_every": KEPT_AT, "learning_rate": 1e-3}
     project.table["pacing"] = {"max_staleness": LATE}
     project.table["filter"] = {"zero_variance": False}
-    project.table["delivery"]["lease_s"] = 2.0
+    project.table["queue"]["lease_s"] = 2.0
     return project
 
 
@@ -125,7 +125,7 @@ async def _tell(connection: RunConnection, roles: Cast, tasks, story: Story, red
 
     # The step after the checkpoint is to hold all of it, so that the first new version lasts until then.
     again = KILLED_AT - KEPT_AT
-    one_step = ("--set", f"train.groups_per_step={again + LATE}")
+    one_step = ("--set", f"train.batch_size={again + LATE}")
     trainer = await roles.start(project.command("train", file, *addresses, *one_step))
     await until(connection, lambda: _published(connection, KILLED_AT + 1))
     policy = await read_published_policy(connection)

@@ -15,7 +15,7 @@ async def test_where_no_engine_was_started_to_take_weights_the_run_ends_at_once_
     async with ScriptedEngine(lambda *_: [1]) as engine, ScriptedEngine(lambda *_: [1]) as other:
         engine.transfer_config, other.transfer_config = None, {"backend": "nccl"}
         project.table["engine"]["urls"] = [engine.url, other.url]
-        project.table["delivery"]["grace_s"] = 1.0
+        project.table["queue"]["shutdown_timeout_s"] = 1.0
         told = await anyio.to_thread.run_sync(partial(project.run, "run", str(project.write()), timeout=90))
     assert told.returncode == 1, told.stderr
     assert ", and that is for good: no engine took version" in " ".join(told.stderr.split())

@@ -91,8 +91,8 @@ def log_lines(project, role, event):
 
 
 def test_hung_threads_wear_the_worker_out_and_the_run_goes_to_its_end(world):
-    project = world("Hangs", reset_timeout_s=0.5)
-    project.table["delivery"] |= {"lost_threads": 4, "restarts": 0}  # no crash is forgiven: there is none
+    project = world("Hangs", call_timeout_s=0.5)
+    project.table["queue"] |= {"max_abandoned_threads": 4, "max_restarts": 0}  # no crash is forgiven: there is none
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert summary["fed"] == 10
     assert summary["rows"]["failed:env_reset"] == 8
@@ -108,7 +108,7 @@ def test_hung_threads_wear_the_worker_out_and_the_run_goes_to_its_end(world):
 
 
 def test_an_event_loop_held_for_longer_than_a_lease_loses_nothing_and_is_told_of(world):
-    project = world("Blocks", reset_timeout_s=1.0, workers=2)
+    project = world("Blocks", call_timeout_s=1.0, workers=2)
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert summary["fed"] == 10
     assert summary["dead"] == summary["outstanding"] == 0
@@ -122,7 +122,7 @@ def test_an_event_loop_held_for_longer_than_a_lease_loses_nothing_and_is_told_of
 
 
 def test_coroutines_that_swallow_their_cancellation_cost_their_completions_alone(world):
-    project = world("Unwilling", reset_timeout_s=0.5)
+    project = world("Unwilling", call_timeout_s=0.5)
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert summary["rows"] == {"failed:env_reset": 8, "valid": 32}
     assert summary["dead"] == summary["outstanding"] == 0
@@ -134,15 +134,15 @@ def test_coroutines_that_swallow_their_cancellation_cost_their_completions_alone
 def test_a_policy_that_makes_its_verifier_time_out_stops_the_run_which_says_so(project):
     (project.folder / "farmed.py").write_text(REWARDS)
     ref = f"{project.folder / 'farmed.py'}:farmed"
-    project.table["rewards"] = [{"ref": ref, "processes": 4, "each": "row", "timeout_s": 0.2}]
-    project.table["guard"] = {"window_groups": 6}
+    project.table["rewards"] = [{"ref": ref, "processes": 4, "granularity": "row", "timeout_s": 0.2}]
+    project.table["train"] |= {"batch_size": 2}  # so a window of 8 groups decides
     project.table["filter"] = {"zero_variance": False}
     project.prompts(40)
     result = project.run("run", str(project.write()), "--json")
     assert result.returncode != 0
     told = result.stderr.strip().splitlines()[-1]
     assert "reward:timeout" in told
-    assert "guard.max_invalid_fraction" in told
+    assert "abort.max_invalid_fraction" in told
     assert "mend the reward, or raise the bound" in told
     found = audited(project)
     assert (found["lost"], found["twice"]) == ([], [])

@@ -56,17 +56,17 @@ def describe(
     table: dict[str, Any] = {
         "run": {"name": "evaluated", "folder": str(folder / "run")},
         "model": {"path": str(folder / "model")},
-        "data": {"path": str(folder / "prompts.jsonl"), "tool_schemas": False},
+        "data": {"path": str(folder / "prompts.jsonl"), "chat_template_kwargs": {"tools": False}},
         "environments": {"sums": "calculator", "others": "calculator"},
         "rewards": [{"ref": f"{folder / 'rewards.py'}:by_chance"}],
         "rollout": {"workers": 2, "groups_in_flight": 4, "group_size": 3, "max_tokens": 200, "max_tokens_per_turn": 80},
-        "train": {"groups_per_step": 4, "checkpoint_every": 2},
+        "train": {"batch_size": 4, "save_every": 2},
         "pacing": {"max_staleness": 0},
-        "delivery": {"lease_s": 2.0, "backoff_s": 0.02, "restarts": 100, "infra_attempts": 100},
-        "guard": {"max_invalid_fraction": 1.0, "stall_s": 60.0},
+        "queue": {"lease_s": 2.0, "max_restarts": 100, "max_attempts": 100},
+        "abort": {"max_invalid_fraction": 1.0, "stall_timeout_s": 60.0},
     }
     if evaluate:
-        table["eval"] = {"path": str(folder / "held_out.jsonl"), "every": 2, "group_size": 4, "hold_s": 40.0}
+        table["eval"] = {"path": str(folder / "held_out.jsonl"), "every": 2, "group_size": 4, "publish_wait_s": 40.0}
     for name, section in sections.items():
         table[name] = table.get(name, {}) | section
     return parse_settings(table)

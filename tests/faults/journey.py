@@ -79,8 +79,8 @@ def begin(folder: Path, groups: int, *, redis: str = "", reconnect_s: float = 60
     return replace(
         settings,
         run=replace(settings.run, redis=redis),
-        engine=replace(settings.engine, request_timeout_s=_REQUEST_TIMEOUT_S, attempts=_PLENTY),
-        delivery=replace(settings.delivery, reconnect_s=reconnect_s),
+        engine=replace(settings.engine, request_timeout_s=_REQUEST_TIMEOUT_S, max_attempts=_PLENTY),
+        queue=replace(settings.queue, reconnect_timeout_s=reconnect_s),
     )
 
 

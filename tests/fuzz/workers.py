@@ -49,7 +49,7 @@ class Workers:
                 "data": {"path": str(folder / "prompts.jsonl")},
                 "environments": {"diary": f"{_DIARY}:Diary"},
                 "rewards": [{"ref": f"{_DIARY}:pages"}],
-                "guard": {"max_invalid_fraction": 1.0},
+                "abort": {"max_invalid_fraction": 1.0},
             }
         )
         self._factories = load_factories(self._settings)

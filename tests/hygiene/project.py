@@ -24,13 +24,13 @@ def write_project(folder: Path, groups: int) -> Settings:
         {
             "run": {"name": "hygiene", "folder": str(folder / "run")},
             "model": {"path": str(folder / "model")},
-            "data": {"path": str(folder / "prompts.jsonl"), "backlog": 64},
+            "data": {"path": str(folder / "prompts.jsonl"), "max_queued_prompts": 64},
             "rewards": [{"ref": f"{HERE / 'ends.py'}:reward"}],
             "rollout": {"workers": 2, "groups_in_flight": 16, "group_size": 2}
             | {"max_tokens": 16, "max_tokens_per_turn": 16},
             "score": {"workers": 2, "groups_in_flight": 16},
-            "train": {"groups_per_step": 32, "publish_every": 2, "checkpoint_every": 4},
-            "archive": {"megabytes": ARCHIVE_MB},
+            "train": {"batch_size": 32, "publish_every": 2, "save_every": 4},
+            "archive": {"keep": ARCHIVE_MB},
         }
     )
 

@@ -285,7 +285,7 @@ def test_a_vllm_of_our_own_is_started_for_adapters_where_these_are_published():
     least = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}}
     own = least | {"engine": {"server": "vllm"}}
     adapters = build_command(
-        parse_settings(own | {"lora": {"rank": 12, "publish": "adapter"}}),
+        parse_settings(own | {"lora": {"rank": 12}, "weights": {"transport": "adapter"}}),
         Path("python"),
         "127.0.0.1",
         1,

@@ -188,7 +188,7 @@ async def test_junk_among_its_entries_is_buried_and_counts_in_nothing(connection
 def settings(folder: Path, **section):
     table = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}], "run": {"folder": str(folder)}}
     return parse_settings(
-        table | {"eval": {"path": "held.jsonl", "every": 2, "group_size": 2, "hold_s": 30.0} | section}
+        table | {"eval": {"path": "held.jsonl", "every": 2, "group_size": 2, "publish_wait_s": 30.0} | section}
     )
 
 

@@ -77,7 +77,7 @@ def make_run(folder: Path, name: str) -> Path:
         "archive": {"keep": "all"},
         **RUNS[name],
     }
-    train = {"learning_rate": 1e-2, "groups_per_step": 3, "micro_batch_tokens": 56, "weight_decay": 0.01}
+    train = {"learning_rate": 1e-2, "batch_size": 3, "micro_batch_tokens": 56, "weight_decay": 0.01}
     table["train"] = train | table.get("train", {})
     table["model"] = {"path": str(folder / "base"), **table.get("model", {})}
     (folder / "run.toml").write_text(dump_settings(parse_settings(table)))

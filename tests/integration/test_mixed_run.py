@@ -58,10 +58,10 @@ async def test_a_mix_fed_in_two_lives_reaches_each_rows_own_environment_once(
         {
             "run": {"name": run_name, "folder": str(tmp_path / "run"), "redis": redis_url},
             "model": {"path": str(tmp_path / "model")},
-            "data": {"mix": mix, "backlog": 4},
+            "data": {"sets": mix, "max_queued_prompts": 4},
             "environments": {each.lower(): f"{tmp_path}/worlds.py:{each}" for each in ("Red", "Green", "Blue")},
             "rollout": {"group_size": 2, "max_tokens": 8, "max_tokens_per_turn": 8},
-            "train": {"groups_per_step": 50},
+            "train": {"batch_size": 50},
         }
     )
     file = tmp_path / "run.toml"

@@ -80,8 +80,8 @@ def worker(file: Path, url: str, engine: str, *settings: str) -> list[str]:
 @pytest.mark.parametrize(
     ("leak", "limit_s", "bound", "why"),
     [
-        (0, 0.2, "delivery.lost_threads=4", "4 threads hang"),
-        (10_000_000, 30, "delivery.memory_mb=260", "MiB of memory, of 260"),
+        (0, 0.2, "queue.max_abandoned_threads=4", "4 threads hang"),
+        (10_000_000, 30, "queue.max_memory_mb=260", "MiB of memory, of 260"),
     ],
     ids=["threads", "memory"],
 )
@@ -95,8 +95,8 @@ async def test_a_worker_drains_and_says_so_and_its_successors_lose_nothing(
     file.write_text(
         f'[run]\nname = "{run_name}"\nfolder = "{tmp_path}/run"\n[model]\npath = "{tmp_path}/model"\n'
         f'[data]\npath = "{tmp_path}/prompts.jsonl"\n[environments]\nsticky = "{tmp_path}/sticky.py:Sticky"\n'
-        f"[rollout]\ngroup_size = 2\ngroups_in_flight = 2\nreset_timeout_s = {limit_s}\nmax_tokens = 8\n"
-        "max_tokens_per_turn = 8\n[delivery]\nlost_threads = 1000\n"
+        f"[rollout]\ngroup_size = 2\ngroups_in_flight = 2\ncall_timeout_s = {limit_s}\nmax_tokens = 8\n"
+        "max_tokens_per_turn = 8\n[queue]\nmax_abandoned_threads = 1000\n"
     )
     fed = [
         Prompt(

@@ -179,7 +179,7 @@ async def test_a_look_says_who_paused_the_run_and_when(pipe, redis_url, capsys):
 
 async def test_a_trainer_does_not_call_a_paused_run_stalled(pipe, tmp_path):
     """It is woken four times a second: each time it could see that the time is over."""
-    settings = settings_in(tmp_path, pipe.connection.run, guard={"stall_s": 0.5})
+    settings = settings_in(tmp_path, pipe.connection.run, guard={"stall_timeout_s": 0.5})
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
     stage, hand = pipe.stage("scored"), GroupBuffer(settings, ledger, vocab_size=10)
     endings = OutcomeRecorder(ledger, None, stage)  # nothing comes that could end
@@ -187,7 +187,7 @@ async def test_a_trainer_does_not_call_a_paused_run_stalled(pipe, tmp_path):
     await pipe.feed("a")
     await pause(pipe.connection, ANN)
     resumed = False
-    with pytest.RaisesGroup(pytest.RaisesExc(RunFailedError, match=r"guard.stall_s = 0.5 s")):
+    with pytest.RaisesGroup(pytest.RaisesExc(RunFailedError, match=r"abort.stall_timeout_s = 0.5 s")):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(collector.collect, 0, 1)
             for _ in range(5):
@@ -334,7 +334,7 @@ async def test_a_drain_that_a_stop_began_is_not_cut_by_the_first_signal(pipe, re
     def pipe_stage(role: WorkerContext):
         return type(pipe)(role.connection).stage("scored")
 
-    settings = settings_in(tmp_path, pipe.connection.run, delivery={"grace_s": 5.0})
+    settings = settings_in(tmp_path, pipe.connection.run, queue={"shutdown_timeout_s": 5.0})
     with anyio.fail_after(4):
         await _run_connected("score", settings, redis_url, main)
     assert finished == finishes
@@ -346,6 +346,6 @@ async def test_a_drain_that_a_stop_began_ends_with_the_grace_time(pipe, redis_ur
         await role.connection.poll_stop()
         await anyio.sleep(60)
 
-    settings = settings_in(tmp_path, pipe.connection.run, delivery={"grace_s": 0.2})
+    settings = settings_in(tmp_path, pipe.connection.run, queue={"shutdown_timeout_s": 0.2})
     with anyio.fail_after(4):
         await _run_connected("score", settings, redis_url, main)

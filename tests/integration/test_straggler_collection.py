@@ -1,4 +1,4 @@
-"""What the trainer takes and waits for under `pacing.late = "wait"`, on a real server."""
+"""What the trainer takes and waits for under `pacing.stale_policy = "wait"`, on a real server."""
 
 import anyio
 import pytest
@@ -16,7 +16,7 @@ from workers.train.progress import Progress
 
 SETTINGS = parse_settings(
     {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "r:f"}], "filter": {"min_valid_rows": 1}}
-    | {"train": {"groups_per_step": 1}, "pacing": {"late": "wait", "max_staleness": 1, "straggler_timeout_s": 50.0}}
+    | {"train": {"batch_size": 1}, "pacing": {"stale_policy": "wait", "max_staleness": 1, "straggler_timeout_s": 50.0}}
 )
 
 

@@ -116,8 +116,8 @@ class Seen(SilentDisplay):
         self.statuses.append(status)
 
 
-def settings_in(folder: Path, run: str, redis: str, engine: dict, delivery: dict) -> Settings:
-    guard = {"stall_s": delivery.pop("stall_s", 60.0)}
+def settings_in(folder: Path, run: str, redis: str, engine: dict, queue: dict) -> Settings:
+    abort = {"stall_timeout_s": queue.pop("stall_timeout_s", 60.0)}
     return parse_settings(
         {
             "run": {"name": run, "folder": str(folder), "redis": redis},
@@ -125,8 +125,8 @@ def settings_in(folder: Path, run: str, redis: str, engine: dict, delivery: dict
             "data": {"path": "prompts.jsonl"},
             "rewards": [{"ref": "module:function"}],
             "engine": engine,
-            "delivery": {"backoff_s": 0.05, "grace_s": 5.0, "restarts": 3} | delivery,
-            "guard": guard,
+            "queue": {"lease_s": 1.5, "shutdown_timeout_s": 5.0, "max_restarts": 3} | queue,
+            "abort": abort,
         }
     )
 

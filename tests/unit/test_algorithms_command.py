@@ -19,7 +19,7 @@ def test_every_name_is_listed_for_programs_with_formula_source_and_defaults():
     for kind, registry in (
         ("estimator.name", ESTIMATORS),
         ("loss.name", LOSSES),
-        ("correction.reject, rule", REJECTIONS),
+        ("correction.reject", REJECTIONS),
     ):
         assert {entry["name"] for entry in found[kind]} == set(registry)
         assert all(entry["formula"] and entry["source"] for entry in found[kind])

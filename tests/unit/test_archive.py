@@ -226,5 +226,5 @@ def test_a_segment_that_is_removed_while_it_is_read_is_said(tmp_path):
     life(tmp_path, group("a"))
     found = ArchivedGroups(tmp_path)
     segments(tmp_path)[0].unlink()
-    with pytest.raises(PenstockError, match=r"was removed while it was read \(archive.megabytes\)"):
+    with pytest.raises(PenstockError, match=r"was removed while it was read \(archive.keep\)"):
         found.read("a", content_hash(group("a")))

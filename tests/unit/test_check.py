@@ -220,7 +220,7 @@ async def test_what_hangs_does_not_hang_the_check(environment):
                 "Never returns, as far as we are concerned."
                 time.sleep(2)
     """)
-    report = await check_environment(reference, {}, Rollout(tool_timeout_s=0.05))
+    report = await check_environment(reference, {}, Rollout(call_timeout_s=0.05))
     assert "did not answer within 0.05 s" in report.tools[0].reply
 
 
@@ -248,7 +248,7 @@ def test_a_thread_that_hangs_does_not_keep_the_command_from_ending(environment):
     """)
     code = (
         "import sys, workers.commands.check.environment_check as e, workers.commands.check as c; from workers.settings import Rollout; "
-        "e.Rollout = lambda: Rollout(reset_timeout_s=0.1); sys.exit(c.check_reference(sys.argv[1], {}, True))"
+        "e.Rollout = lambda: Rollout(call_timeout_s=0.1); sys.exit(c.check_reference(sys.argv[1], {}, True))"
     )
     began = time.monotonic()
     ran = subprocess.run([sys.executable, "-c", code, reference], capture_output=True, timeout=40, check=False)

@@ -78,7 +78,7 @@ async def test_one_that_looks_at_environments_gets_snapshots(function):
     ],
 )
 async def test_one_that_measures_nothing_cannot_be_used(function, code, reason, error):
-    report = await check_reward(function(code), {}, Rollout(reward_timeout_s=0.1))
+    report = await check_reward(function(code), {}, Rollout(call_timeout_s=0.1))
     assert not report.ok
     assert error in report.errors[0]
     assert all(isinstance(t.reward, Unmeasured) and t.reward.reason is reason for t in report.trials)

@@ -92,9 +92,9 @@ def test_a_setting_on_the_command_line_is_checked_too(tmp_path):
     (tmp_path / "run.toml").write_text(
         '[model]\npath = "m"\n[data]\npath = "d"\n[environments]\ncalculator = "calculator"\n'
     )
-    result = run_python("-m", "workers", "run", "run.toml", "--set", "train.groups_per_step=0", cwd=tmp_path)
+    result = run_python("-m", "workers", "run", "run.toml", "--set", "train.batch_size=0", cwd=tmp_path)
     assert result.returncode == 2
-    assert "train.groups_per_step" in result.stderr
+    assert "train.batch_size" in result.stderr
 
 
 def test_other_errors_of_ours_are_one_clear_line_and_exit_code_1(tmp_path):

@@ -41,7 +41,7 @@ def test_whoever_is_asked_for_tokens_answers_to_the_name_that_the_roles_know():
     names = {"engine", *SERVICES["vllm"]["networks"]["default"]["aliases"]}
     assert names == {"engine"}
     for role in ("rollout", "train"):
-        assert '--set=engine.dns="http://engine:8000"' in SERVICES[role]["command"]
+        assert '--set=engine.urls=["dns+http://engine:8000"]' in SERVICES[role]["command"]
 
 
 def test_vllm_is_started_as_a_run_would_start_it(tmp_path):

@@ -24,7 +24,7 @@ def make(tmp_path):
             lines = [json.dumps({"question": f"{name} {i}", "gold": i}) for i in range(rows)]
             path.write_text("".join(line + "\n" for line in lines))
             mix.append({"path": str(path), **keys})
-        table = {"model": {"path": "m"}, "data": {"mix": mix, "prompt": "question", **data}}
+        table = {"model": {"path": "m"}, "data": {"sets": mix, "prompt": "question", **data}}
         settings = parse_settings(table | {"environments": dict.fromkeys(environments, "calculator")})
         return open_dataset_mix(settings)
 
@@ -123,7 +123,7 @@ def test_a_fingerprint_follows_the_content_and_the_weights(make):
 def test_rows_that_only_name_their_environment_have_their_prompt_from_reset(tmp_path):
     path = tmp_path / "worlds.jsonl"
     path.write_text('{"environment": "second"}\n{}\n{"environment": "third"}\n')
-    data = {"path": str(path), "prompt": "", "environment": "first", "shuffle": False}
+    data = {"sets": [{"path": str(path), "environment": "first"}], "prompt": "", "shuffle": False}
     environments = {"zero": "calculator", "first": "calculator", "second": "calculator"}
     mixture = open_dataset_mix(parse_settings({"model": {"path": "m"}, "data": data, "environments": environments}))
     prompts, errors = mixture.read_prompts(0, 3)
@@ -131,7 +131,7 @@ def test_rows_that_only_name_their_environment_have_their_prompt_from_reset(tmp_
         ("second", [{"role": "user", "content": ""}]),
         ("first", [{"role": "user", "content": ""}]),
     ]
-    assert "environment 'third' is unknown; [environments] has: 'zero', 'first', 'second'" in str(errors[0])
+    assert "environment 'third' is unknown; [environments] has: 'first', 'zero', 'second'" in str(errors[0])
 
 
 def test_a_bad_row_of_one_set_is_told_with_its_file_and_the_others_are_fed(make, tmp_path):
@@ -145,7 +145,7 @@ def test_a_bad_row_of_one_set_is_told_with_its_file_and_the_others_are_fed(make,
 @pytest.mark.parametrize(
     ("sets", "error"),
     [
-        ({"a": (2, {"name": "x"}), "b": (2, {"name": "x"})}, "two data sets are called 'x'"),
+        ({"a": (2, {"name": "x"}), "b": (2, {"name": "x"})}, "two data sets have the name 'x'"),
         ({"a": (2, {"weight": 1}), "b": (200, {"weight": 1e-6})}, "bring the weights nearer"),
     ],
 )
@@ -157,13 +157,13 @@ def test_a_mix_that_makes_no_sense_is_refused(make, sets, error):
 @pytest.mark.parametrize(
     ("data", "error"),
     [
-        ({"path": "a", "mix": [{"path": "b"}]}, "both are set"),
+        ({"path": "a", "sets": [{"path": "b"}]}, "both are set"),
         ({}, "neither is set"),
-        ({"mix": [{"path": "a", "weight": 1}, {"path": "b"}]}, "some have none"),
-        ({"mix": [{"path": "a", "environment": "other"}]}, "environment 'other' is unknown"),
+        ({"sets": [{"path": "a", "weight": 1}, {"path": "b"}]}, "some have none"),
+        ({"sets": [{"path": "a", "environment": "other"}]}, "environment 'other' is unknown"),
         ({"path": "a", "environment": "other"}, "environment 'other' is unknown"),
-        ({"mix": [{"path": "a", "weight": -1}]}, "weight"),
-        ({"mix": [{"path": "a", "heft": 1}]}, "heft"),
+        ({"sets": [{"path": "a", "weight": -1}]}, "weight"),
+        ({"sets": [{"path": "a", "heft": 1}]}, "heft"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused_at_start(data, error):

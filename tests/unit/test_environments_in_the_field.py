@@ -124,14 +124,14 @@ def test_after_a_timeout_nobody_talks_to_that_instance_again():
             return self.answers
 
     async def main():
-        limits = Rollout(tool_timeout_s=0.05)
+        limits = Rollout(call_timeout_s=0.05)
         async with EnvironmentPool({"late": EnvironmentFactory.from_callable(Late)}, size=1) as pool:
             seen = []
             for _ in range(2):
                 async with pool.slot("late") as slot:
                     await slot.reset({}, 0, 0, 5.0)
                     seen.append(slot._environment)
-                    result = await slot.call_tool(_call("step"), limits.tool_timeout_s)
+                    result = await slot.call_tool(_call("step"), limits.call_timeout_s)
                     assert result.is_error
             assert seen[0] is not seen[1]
 
@@ -182,7 +182,7 @@ def test_a_tool_that_never_answers_costs_its_own_deadline_and_nothing_else():
         def get_reward(self):
             return 0.5
 
-    played = play(Stuck, [call("wait"), call("hang"), "gave up"], limits=Rollout(tool_timeout_s=0.05))
+    played = play(Stuck, [call("wait"), call("hang"), "gave up"], limits=Rollout(call_timeout_s=0.05))
     assert played.tool_replies == [f"Error: {name} did not answer within 0.05 s" for name in ("wait", "hang")]
     assert played.reward_value == 0.5
 

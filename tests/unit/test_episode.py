@@ -481,7 +481,7 @@ async def test_a_wall_clock_that_runs_out_in_a_tool_or_before_any_token():
 
 
 async def test_a_tool_past_its_deadline_goes_back_to_the_model():
-    completion = await completion_of([call("nap", '{"seconds": 0.4}'), "Done."], tool_timeout_s=0.05)
+    completion = await completion_of([call("nap", '{"seconds": 0.4}'), "Done."], call_timeout_s=0.05)
     assert completion.messages[1]["content"] == "Error: nap did not answer within 0.05 s"
     assert (completion.failure, completion.truncated, completion.tool_errors) == (None, None, 1)
     assert "did not answer within" in text_of(completion.rows[0].tokens)
@@ -559,7 +559,7 @@ async def test_siblings_of_a_failed_completion_are_unharmed():
             super().reset(completion_index)
             return str(completion_index)
 
-    group = await group_of(script, env=Told, prompt=make_prompt(group_size=6), reset_timeout_s=0.15)
+    group = await group_of(script, env=Told, prompt=make_prompt(group_size=6), call_timeout_s=0.15)
     reasons = [c.failure and c.failure.reason for c in group.completions]
     expected = [RolloutReason.ENV_RESET] * 2 + [RolloutReason.ENGINE, RolloutReason.ENV_STEP]
     assert reasons == [None, *expected, None]
@@ -594,7 +594,7 @@ async def test_a_reward_past_its_deadline_is_unmeasured_and_its_tokens_are_kept(
         def get_reward(self):
             time.sleep(0.4)
 
-    completion = await completion_of(["Done."], env=Slow, reward_timeout_s=0.05)
+    completion = await completion_of(["Done."], env=Slow, call_timeout_s=0.05)
     assert [p.reward.reason for p in completion.parts] == [RewardReason.TIMEOUT]
     assert (completion.failure, len(completion.rows)) == (None, 1)
 

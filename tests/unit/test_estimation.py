@@ -1,5 +1,6 @@
 """Rewards made ready for an estimator: by turn, shaped, too long, against a greedy rollout, cut off."""
 
+import math
 from array import array
 
 import pytest
@@ -64,18 +65,17 @@ def test_a_reward_that_counts_as_nothing_counts_as_nothing_by_turn_too():
 
 
 def test_rewards_are_shaped_in_order_overlong_bias_scale_clip():
-    shaping = {"overlong_tokens": 2, "overlong_penalty": 0.5, "bias": -0.25, "scale": 4.0, "clip": 2.5}
+    shaping = {"overlong_penalty": [2, 0.5], "reward_bias": -0.25, "reward_scale": 4.0, "reward_clip": 2.5}
     rollout = {"max_tokens": 4, "max_tokens_per_turn": 4}
     long, longer, short = completion(0, 1.0, turns=(3,)), completion(1, 1.0, turns=(4,)), completion(2, 1.0)
     # 1 - .25 - .25 = .5, 1 - .5 - .25 = .25, 1 - .25 = .75; times 4; clipped
-    found = values([long, longer, short], shaping=shaping, rollout=rollout, estimator={"name": "dr_grpo"})
+    found = values([long, longer, short], algorithm=shaping, rollout=rollout, estimator={"name": "dr_grpo"})
     assert found == pytest.approx([2.0 - 5.5 / 3, 1.0 - 5.5 / 3, 2.5 - 5.5 / 3])
 
 
 def test_what_was_cut_off_under_the_policy_penalty_bears_the_whole_penalty_however_short():
     sections = {
-        "algorithm": {"truncation": {"max_turns": "penalty"}},
-        "shaping": {"overlong_tokens": 2, "overlong_penalty": 0.5},
+        "algorithm": {"truncation": {"max_turns": "penalty"}, "overlong_penalty": [2, 0.5]},
         "rollout": {"max_tokens": 100, "max_tokens_per_turn": 100},
         "estimator": {"name": "dr_grpo"},
     }
@@ -111,18 +111,21 @@ def test_a_greedy_rollout_is_under_the_same_rules_as_its_siblings(reward, facts,
 
 def test_the_greedy_reward_is_shaped_like_the_others():
     rolled = [completion(0, 1.0), completion(1, 0.0), completion(2, 0.5, greedy=True)]
-    assert values(rolled, estimator={"name": "remax"}, shaping={"bias": 1.0, "scale": 2.0}) == [1.0, -1.0]
+    assert values(rolled, estimator={"name": "remax"}, algorithm={"reward_bias": 1.0, "reward_scale": 2.0}) == [
+        1.0,
+        -1.0,
+    ]
 
 
 @pytest.mark.parametrize(
     ("bounds", "expected"),
     [
-        ({"min_mean_reward": 0.4}, DropReason.DIFFICULTY),
-        ({"max_mean_reward": 0.3}, DropReason.DIFFICULTY),
-        ({"min_mean_reward": 0.25, "max_mean_reward": 0.4}, None),
-        ({"min_advantage": 0.7}, DropReason.ADVANTAGE),
-        ({"max_advantage": 0.6}, DropReason.ADVANTAGE),
-        ({"min_advantage": 0.6, "max_advantage": 0.7}, None),
+        ({"mean_reward_range": [0.4, 1.0]}, DropReason.DIFFICULTY),
+        ({"mean_reward_range": [0.0, 0.3]}, DropReason.DIFFICULTY),
+        ({"mean_reward_range": [0.25, 0.4]}, None),
+        ({"advantage_range": [0.7, math.inf]}, DropReason.ADVANTAGE),
+        ({"advantage_range": [0.0, 0.6]}, DropReason.ADVANTAGE),
+        ({"advantage_range": [0.6, 0.7]}, None),
     ],
 )
 def test_groups_out_of_bounds_are_dropped_by_reason(bounds, expected):
@@ -135,11 +138,12 @@ def test_a_row_that_is_in_the_baseline_only_counts_in_its_group_and_not_in_the_b
     silent = completion(2, 4.0, truncated=TruncationReason.LENGTH)
     rolled = [completion(0, 1.0), completion(1, 0.0), silent]
     algorithm = {"truncation": {"length": "baseline_only"}}
-    group = values(rolled, algorithm=algorithm, reward_normalization={"mean": "group"}, estimator={"name": "dr_grpo"})
+    of_group = {"algorithm": algorithm | {"reward_normalization": ["group", "none"]}}
+    group = values(rolled, **of_group, estimator={"name": "dr_grpo"})
     assert group[:2] == pytest.approx([1 - 5 / 3, -5 / 3])
-    batch = {"mean": "batch", "std": "batch", "unbiased": False, "epsilon": 1e-12}
-    found = values(rolled, algorithm=algorithm, reward_normalization=batch, **REWARD_TO_GO)
-    assert found[:2] == pytest.approx([1.0, -1.0])
+    of_batch = {"algorithm": algorithm | {"reward_normalization": ["batch", "batch"]}}
+    found = values(rolled, **of_batch, **REWARD_TO_GO)
+    assert found[:2] == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-4)
 
 
 def test_advantages_on_tokens_are_a_view_where_a_completion_has_one():

@@ -19,7 +19,7 @@ from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
 
 VOCABULARY = 24
-WIDE = {"lower": 1e-9, "upper": 1e9}
+WIDE = [1e-9, 1e9]
 """Bounds that keep what an untrained model is given here."""
 
 
@@ -88,19 +88,19 @@ CASES = {
     "estimator passk": {"estimator": {"name": "passk", "k": 2}},
     **{f"loss {name}": {"loss": {"name": name}} for name in LOSSES},
     **{f"aggregation {name}": {"algorithm": {"aggregation": name}} for name in AGGREGATIONS},
-    **{f"divergence {n}": {"algorithm": {"kl_coefficient": 0.1, "kl_divergence": n}} for n in DIVERGENCES},
+    **{f"divergence {n}": {"algorithm": {"kl_coefficient": 0.1, "kl_estimator": n}} for n in DIVERGENCES},
     **{f"proximal {n}": {"algorithm": {"proximal": n}} for n in ("recompute", "interpolate")},
     "proximal engine": {"algorithm": {"proximal": "engine"}, "correction": {"weights": "none"}},
-    "sequence weights": {"correction": {"weights": "sequence", "outside": "zero", **WIDE}},
-    "normalised weights": {"correction": {"weights": "sequence", "normalize": True}},
+    "sequence weights": {"correction": {"weights": "sequence", "out_of_range": "zero", "weight_range": WIDE}},
+    "normalised weights": {"correction": {"weights": "sequence-normalized"}},
     "entropy": {"algorithm": {"entropy_coefficient": 0.01}},
     "turn baseline": {"estimator": {"name": "tir_optimal_token_baseline"}, "loss": {"name": "geo_mean"}},
     "shaping": {
-        "shaping": {"bias": 0.5, "scale": 2.0, "clip": 1.5, "overlong_tokens": 510},
+        "algorithm": {"reward_bias": 0.5, "reward_scale": 2.0, "reward_clip": 1.5, "overlong_penalty": [510, 1.0]},
         "rollout": {"max_tokens": 512},
     },
     **{
-        f"{kind} {mean} {std}": {kind: {"mean": mean, "std": std}}
+        f"{kind} {mean} {std}": {"algorithm": {kind: [mean, std]}}
         for kind in ("reward_normalization", "advantage_normalization")
         for mean, std in (("group", "none"), ("batch", "batch"), ("group", "group"))
     },
@@ -108,7 +108,7 @@ CASES = {
 
 
 def rejecting(name):
-    return {"correction": {"reject": [{"rule": name, **(WIDE if name.endswith("k1") else {"upper": 1e9})}]}}
+    return {"correction": {"reject": {name: WIDE if name.endswith("k1") else [0.0, 1e9]}}}
 
 
 CASES |= {f"rejection {name}": rejecting(name) for name in REJECTIONS}
@@ -177,7 +177,7 @@ def test_a_rejected_completion_leaves_the_baseline_and_its_group_if_too_few_are_
     for one in far.completions[:3]:
         one.rows[0].logprobs = array("f", [-30.0] * one.rows[0].sampled_count).tobytes()
     chosen = {
-        "correction": {"reject": [{"rule": "seq_mean_k1", "lower": 0.2, "upper": 5.0}]},
+        "correction": {"reject": {"seq_mean_k1": [0.2, 5.0]}},
         "filter": {"min_valid_rows": 2},
     }
     report = learner(base, **chosen).step(collate([far, group("q", shift=1)]), 3)

@@ -22,4 +22,4 @@ def test_an_example_has_its_prompts_its_environment_and_its_reward(file, monkeyp
         assert factory.tools
         assert factory.has_reward
     for reward in settings.rewards:
-        assert RewardFunction.load(reward.ref, reward.weight, reward.where, reward.name, reward.args).name
+        assert RewardFunction.load(reward.ref, reward.weight, reward.run_in, reward.name, reward.args).name

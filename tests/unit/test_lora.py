@@ -217,12 +217,12 @@ def test_an_exported_run_is_an_ordinary_model_with_the_adapter_beside_it(base, t
 
 
 def test_what_engines_are_given_is_the_adapter_alone_where_that_is_asked_for(base, tmp_path):
-    trained(base, more={"publish": "adapter"}, engine={"urls": ["http://e"]}).save_weights(tmp_path / "v1")
+    trained(base, weights={"transport": "adapter"}, engine={"urls": ["http://e"]}).save_weights(tmp_path / "v1")
     assert {p.name for p in (tmp_path / "v1").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 def test_chosen_layers_alone_get_an_adapter(base):
-    found = lora(base, more={"targets": ["q_proj", "layers.1.mlp.down_proj"]})
+    found = lora(base, more={"target_modules": ["q_proj", "layers.1.mlp.down_proj"]})
     layers = {name.removeprefix("base_model.model.model.layers.").partition(".lora")[0] for name in found.parameters}
     assert layers == {"0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.down_proj"}
 
@@ -230,15 +230,15 @@ def test_chosen_layers_alone_get_an_adapter(base):
 @pytest.mark.parametrize(
     ("targets", "words"),
     [
-        (["q_proj", "v_projj"], ["lora.targets", "'v_projj'", "q_proj, up_proj, v_proj"]),
-        (["q_proj", "lm_head"], ["lora.targets", "'lm_head'", "leave it out"]),
-        (["embed_tokens"], ["lora.targets", "'embed_tokens'", "leave it out"]),
-        (["q_norm"], ["lora.targets", "q_norm|Qwen3RMSNorm"]),
+        (["q_proj", "v_projj"], ["lora.target_modules", "'v_projj'", "q_proj, up_proj, v_proj"]),
+        (["q_proj", "lm_head"], ["lora.target_modules", "'lm_head'", "leave it out"]),
+        (["embed_tokens"], ["lora.target_modules", "'embed_tokens'", "leave it out"]),
+        (["q_norm"], ["lora.target_modules", "q_norm|Qwen3RMSNorm"]),
     ],
 )
 def test_layers_that_cannot_get_an_adapter_are_refused(base, targets, words):
     with pytest.raises(SettingsError) as refused:
-        lora(base, more={"targets": targets})
+        lora(base, more={"target_modules": targets})
     assert all(any(part in str(refused.value) for part in word.split("|")) for word in words)
 
 
@@ -246,9 +246,8 @@ def test_layers_that_cannot_get_an_adapter_are_refused(base, targets, words):
     ("change", "words"),
     [
         ({"alpha": 8.0}, ["lora.alpha", "lora.rank is 0"]),
-        ({"publish": "adapter"}, ["lora.publish", "lora.rank is 0"]),
-        ({"rank": 4, "targets": []}, ["lora.targets"]),
-        ({"rank": 4, "targets": ["all-linear", "q_proj"]}, ["lora.targets", "all-linear"]),
+        ({"rank": 4, "target_modules": []}, ["lora.target_modules"]),
+        ({"rank": 4, "target_modules": ["all-linear", "q_proj"]}, ["lora.target_modules", "all-linear"]),
     ],
 )
 def test_settings_that_cannot_work_are_refused(change, words):
@@ -257,19 +256,20 @@ def test_settings_that_cannot_work_are_refused(change, words):
     assert all(word in str(refused.value) for word in words)
 
 
-@pytest.mark.parametrize("weights", [{"transport": "http"}, {"kv": "keep"}])
-def test_a_way_that_adapters_do_not_go_is_refused(weights):
-    with pytest.raises(SettingsError, match=rf"weights\.{next(iter(weights))} .* lora\.publish = 'adapter'"):
-        parse_settings(LEAST | {"lora": {"rank": 4, "publish": "adapter"}, "weights": weights})
+def test_publishing_adapters_needs_a_rank_and_does_not_keep_the_kv_cache():
+    with pytest.raises(SettingsError, match=r"weights\.transport is 'adapter', but lora\.rank is 0"):
+        parse_settings(LEAST | {"weights": {"transport": "adapter"}})
+    with pytest.raises(SettingsError, match=r"weights\.kv_cache is set, .* weights\.transport = 'adapter'"):
+        parse_settings(LEAST | {"lora": {"rank": 4}, "weights": {"transport": "adapter", "kv_cache": "keep"}})
 
 
 def test_the_local_engine_refuses_to_serve_a_run_that_publishes_adapters(base, tmp_path, capsys):
-    table = LEAST | {"lora": {"rank": 4, "publish": "adapter"}, "model": {"path": str(base)}}
+    table = LEAST | {"lora": {"rank": 4}, "weights": {"transport": "adapter"}, "model": {"path": str(base)}}
     (tmp_path / "run.toml").write_text(dump_settings(parse_settings(table)))
     assert run_engine(tmp_path / "run.toml", "127.0.0.1", 0, ()) == PERMANENT_FAILURE
     said = capsys.readouterr().err
-    assert "lora.publish" in said
-    assert "'merged'" in said
+    assert "weights.transport" in said
+    assert "'files'" in said
 
 
 def test_an_adapter_of_another_kind_of_run_is_refused_by_name(base, bases, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from envs import call
 from envs.call import AbandonedThreads, CallRunner, Ok, TimedOut
 from workers.runtime.recycling import WorkerRecycler
-from workers.settings import Delivery
+from workers.settings import Queue
 
 
 @pytest.fixture
@@ -65,18 +65,18 @@ async def test_who_waits_for_a_number_hears_of_it_at_once_and_not_before():
 
 async def test_a_worker_that_takes_more_memory_than_it_may_is_asked_to_stop():
     stopping = anyio.Event()
-    wear = WorkerRecycler(Delivery(memory_mb=1), stopping)
+    wear = WorkerRecycler(Queue(max_memory_mb=1), stopping)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(wear.watch)
         with anyio.fail_after(5):
             await stopping.wait()
         tasks.cancel_scope.cancel()
-    assert "delivery.memory_mb" in wear.reason
+    assert "queue.max_memory_mb" in wear.reason
 
 
 async def test_a_worker_that_is_stopping_already_is_not_worn_out():
     stopping = anyio.Event()
     stopping.set()
-    wear = WorkerRecycler(Delivery(memory_mb=1), stopping)
+    wear = WorkerRecycler(Queue(max_memory_mb=1), stopping)
     await wear._watch_memory()
     assert wear.reason == ""

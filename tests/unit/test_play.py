@@ -89,6 +89,6 @@ def test_a_reward_that_nobody_measured_is_no_number():
 
 
 def test_a_tool_that_hangs_keeps_nobody_waiting():
-    played = play(Sick, [call("act"), "done"], fields={"how": "hang"}, limits=Rollout(tool_timeout_s=0.05))
+    played = play(Sick, [call("act"), "done"], fields={"how": "hang"}, limits=Rollout(call_timeout_s=0.05))
     assert played.tool_replies == ["Error: act did not answer within 0.05 s"]
     assert played.reward_value == 1.0

@@ -18,7 +18,7 @@ from workers.run.progress_display import (
     sparkline,
 )
 from workers.run.restart_policy import RestartPolicy, StallDetector
-from workers.settings import Delivery
+from workers.settings import Queue
 
 METRICS = {"sampled/reward_mean": 0.75, "valid_fraction": 0.98, "staleness/mean": 0.5, "tokens_per_second": 1234.5}
 
@@ -142,7 +142,7 @@ def test_a_flat_sparkline_is_flat():
 
 
 def test_a_process_may_be_restarted_within_its_budget_and_again_when_the_window_has_passed():
-    restarts = RestartPolicy(Delivery(restarts=2, backoff_s=1.0))
+    restarts = RestartPolicy(Queue(max_restarts=2, lease_s=30.0))
     assert 0.5 <= restarts.decide(-9, 100, now=0) <= 1.0
     assert 1.0 <= restarts.decide(-9, 100, now=1) <= 2.0
     assert "restarted 2 times within 10 minutes" in restarts.decide(-9, 100, now=2)
@@ -150,14 +150,14 @@ def test_a_process_may_be_restarted_within_its_budget_and_again_when_the_window_
 
 
 def test_three_quick_ends_in_a_row_are_a_crash_loop_unless_one_of_them_lasted():
-    restarts = RestartPolicy(Delivery(restarts=50))
+    restarts = RestartPolicy(Queue(max_restarts=50))
     for lived_s in (1, 1, 60, 1, 1):
         assert isinstance(restarts.decide(1, lived_s, now=0), float)
     assert "3 times in a row" in restarts.decide(1, 1, now=0)
 
 
 def test_being_killed_is_no_crash_loop():
-    restarts = RestartPolicy(Delivery(restarts=5))
+    restarts = RestartPolicy(Queue(max_restarts=5))
     assert all(isinstance(restarts.decide(-9, 0.1, now=0), float) for _ in range(5))
 
 
@@ -166,7 +166,9 @@ def test_the_alarm_goes_off_only_when_nothing_ends_while_there_is_work():
     assert not alarm.observe(view(counts={"trained": 1}, is_open=3), now=9)
     assert not alarm.observe(view(counts={"trained": 2}, is_open=3), now=18)
     told = alarm.observe(view(counts={"trained": 2}, is_open=3, feed={"done": "1"}), now=28)
-    assert told.startswith("nothing was trained or dropped for 10 s (guard.stall_s), while 3 prompts are open: prompts")
+    assert told.startswith(
+        "nothing was trained or dropped for 10 s (abort.stall_timeout_s), while 3 prompts are open: prompts"
+    )
     assert "prompts has 3 waiting, 2 held by rollout-1 2, 0 given back" in told
 
 

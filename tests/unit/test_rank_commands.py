@@ -102,7 +102,7 @@ def test_settings_arrive_as_they_were():
             "environments": {"a": "calculator"},
             "estimator": {"name": "gae", "gae_lambda": 0.5},
             "loss": {"name": "gspo"},
-            "correction": {"reject": [{"rule": "token_k1", "lower": 0.9, "upper": 1.1}]},
+            "correction": {"reject": {"token_k1": [0.9, 1.1]}},
         }
     )
     assert passed_on(CreateLearner(settings, "float64")) == CreateLearner(settings, "float64")

@@ -239,7 +239,7 @@ def test_the_settings_reach_the_function():
         "model": {"path": "m"},
         "data": {"path": "d"},
         "rewards": [
-            {"ref": "mine.py:pid", "processes": 3, "each": "row", "timeout_s": 2.5},
+            {"ref": "mine.py:pid", "processes": 3, "granularity": "row", "timeout_s": 2.5},
             {"ref": "mine.py:asynchronous", "concurrency": 4, "per_second": 0.5},
             {"ref": "mine.py:Counting"},
         ],

@@ -172,7 +172,7 @@ async def test_one_nan_reward_costs_no_sibling_its_advantage():
     assert trained(group, **MEAN)[0] == [-1.0, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("shaping", [{}, {"shaping": {"clip": 20.0}}])
+@pytest.mark.parametrize("shaping", [{}, {"algorithm": {"reward_clip": 20.0}}])
 async def test_reward_inf_is_no_number_and_is_not_clipped_into_one(shaping):
     group = await scored(lambda completions: [1.0, 0.0, math.inf], completions=3)
     assert outcomes(group) == [1.0, 0.0, RewardReason.NOT_FINITE]
@@ -191,7 +191,7 @@ def test_masked_rows_still_vote():
 
 def test_an_invalid_reward_is_rescaled_to_nothing():
     group = group_of(completion(0, 1.0), completion(1, Unmeasured(RewardReason.TIMEOUT)), completion(2, 0.5))
-    shaping = {"shaping": {"bias": -0.5, "scale": 2.0}}  # an invalid 0 would be -1
+    shaping = {"algorithm": {"reward_bias": -0.5, "reward_scale": 2.0}}  # an invalid 0 would be -1
     assert trained(group, **MEAN, **shaping)[0] == pytest.approx([0.5, 0.0, -0.5])
 
 

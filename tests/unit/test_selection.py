@@ -43,7 +43,7 @@ def batch(*groups, truncated=None):
 
 
 def judge(found, policy="keep", singleton="zero", **chosen):
-    algorithm = {"truncation": {"length": policy}, "singleton": singleton}
+    algorithm = {"truncation": {"length": policy}, "single_sample_policy": singleton}
     settings = parse_settings(LEAST | {"filter": {"min_valid_rows": 1} | chosen, "algorithm": algorithm})
     return filter_reasons(found, mask_batch(found, settings, 0), settings)
 

@@ -27,7 +27,7 @@ def page_module():
 def test_the_least_that_a_run_needs():
     found = parse_settings(LEAST)
     assert found.folder == Path("runs/run")
-    assert found.capacity == 2 * found.train.groups_per_step
+    assert found.capacity == 2 * found.train.batch_size
     assert found.min_valid_rows == 4  # half of a group of 8
 
 
@@ -40,7 +40,7 @@ def test_settings_cannot_be_changed():
     ("section", "change", "words"),
     [
         ("train", {"lr": 1}, ["train.lr", "learning_rate"]),
-        ("rewards", [{"reff": "x"}], ["rewards[0].reff", "ref, name, args, weight, where"]),
+        ("rewards", [{"reff": "x"}], ["rewards[0].reff", "ref, name, args, weight, run_in"]),
         ("nonsense", {}, ["nonsense", "run, model, data"]),
         ("rollout", {"group_size": "8"}, ["rollout.group_size", "int"]),
         ("rollout", {"group_size": 0}, ["rollout.group_size", ">= 1"]),
@@ -51,7 +51,7 @@ def test_settings_cannot_be_changed():
         ("rollout", {"max_tokens": 10}, ["max_tokens_per_turn", "max_tokens"]),
         ("rollout", {"temperature": 0.0}, ["rollout.temperature", "train.learning_rate"]),
         ("rollout", {"group_size": 1}, ["filter.min_valid_rows", "rollout.group_size"]),
-        ("algorithm", {"truncation": {"length": "penalty"}}, ["algorithm.truncation", "shaping.overlong_tokens"]),
+        ("algorithm", {"truncation": {"length": "penalty"}}, ["algorithm.truncation", "algorithm.overlong_penalty"]),
         ("algorithm", {"truncation": {"boredom": "keep"}}, ["algorithm.truncation", "boredom"]),
     ],
 )
@@ -85,9 +85,9 @@ def test_what_is_written_is_read_back_equal():
         LEAST
         | {
             "environments": {"a": "calculator", "b": "x.py:Y"},
-            "rewards": [{"ref": "a:b", "weight": 0.5}, {"ref": "c:d", "where": "rollout"}],
+            "rewards": [{"ref": "a:b", "weight": 0.5}, {"ref": "c:d", "run_in": "rollout"}],
             "algorithm": {"truncation": {"length": "exclude"}},
-            "data": {"path": "d", "columns": {"answer": "gold"}, "template_args": {"enable_thinking": False}},
+            "data": {"path": "d", "columns": {"answer": "gold"}, "chat_template_kwargs": {"enable_thinking": False}},
         }
     )
     assert parse_settings(tomllib.loads(dump_settings(full))) == full
@@ -100,13 +100,13 @@ def test_only_load_and_the_wall_clock_are_excluded_by_default():
 
 
 def test_the_number_of_keys_does_not_creep_up():
-    assert len(setting_keys()) <= 180
+    assert len(setting_keys()) <= 120
 
 
 def test_every_key_is_explained_and_the_page_is_up_to_date():
     module = page_module()
     texts = module.docstrings()
-    for kinds in [*settings.sections().values(), [settings.Rejection]]:
+    for kinds in [*settings.sections().values(), [settings.SamplingSettings, settings.DatasetSettings]]:
         for kind in kinds:
             assert texts[kind.__name__][""]
             for field in msgspec.structs.fields(kind):
@@ -115,8 +115,8 @@ def test_every_key_is_explained_and_the_page_is_up_to_date():
 
 
 def test_a_model_folder_is_served_with_the_defaults_but_for_what_is_overridden(tmp_path):
-    made = settings_for_model(tmp_path, ("engine.max_length=64", "model.dtype=bfloat16"))
+    made = settings_for_model(tmp_path, ("engine.max_model_len=64", "model.dtype=bfloat16"))
     assert (made.model.path, made.model.dtype) == (str(tmp_path), "bfloat16")
-    assert (made.engine.max_length, made.engine.max_batch) == (64, Engine().max_batch)
+    assert (made.engine.max_model_len, made.engine.max_batch_size) == (64, Engine().max_batch_size)
     with pytest.raises(SettingsError, match=r"unknown key engine\.max_len"):
         settings_for_model(tmp_path, ("engine.max_len=64",))

@@ -1,4 +1,4 @@
-"""Which groups a step takes, and which it waits for, under `pacing.late = "wait"`."""
+"""Which groups a step takes, and which it waits for, under `pacing.stale_policy = "wait"`."""
 
 import random
 import zlib

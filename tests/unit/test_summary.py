@@ -105,10 +105,10 @@ def test_what_makes_it_another_run_is_named(changed, key):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"train": {"max_steps": 9, "threads": 2, "learning_rate": 1e-3}},
+        {"run": {"threads": 2}, "train": {"max_steps": 9, "learning_rate": 1e-3}},
         {"rollout": {"workers": 4}},
-        {"data": {"path": "d", "backlog": 9}},
-        {"delivery": {"restarts": 1}},
+        {"data": {"path": "d", "max_queued_prompts": 9}},
+        {"queue": {"max_restarts": 1}},
         {"run": {"redis": "redis://elsewhere"}},
     ],
 )

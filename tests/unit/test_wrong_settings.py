@@ -1,6 +1,7 @@
 """Wrong settings: each message names the key, what is wrong, and what to do."""
 
 import math
+import re
 import tomllib
 
 import pytest
@@ -12,6 +13,9 @@ from stream.errors import DataError, ReferenceNotFoundError, SettingsError
 from workers.commands.rescore.rescore import _load_functions
 from workers.feed.dataset_mix import open_dataset_mix
 from workers.feed.evaluation_prompts import read_evaluation_prompts
+from workers.settings import sections, setting_keys
+from workers.settings.estimators import Gae
+from workers.settings.renamed_keys import RENAMED_KEYS
 from workers.settings.toml_file import dump_settings, parse_settings
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"ref": "r.py:f"}]}
@@ -26,29 +30,24 @@ def measure(completions, number): return [1.0] * len(completions)
 @pytest.mark.parametrize(
     ("section", "change", "words"),
     [
-        ("data", {"mix": [{"path": "a", "share": 1.0}]}, ["data.mix[0].share", "path, weight, name"]),
-        ("data", {"mix": [{"path": "a", "weight": math.inf}]}, ["data.mix[0].weight", "inf"]),
-        ("data", {"mix": [{"path": "a", "weight": -1.0}]}, ["data.mix[0].weight", ">= 0"]),
+        ("data", {"sets": [{"path": "a", "share": 1.0}]}, ["data.sets[0].share", "path, weight, name"]),
+        ("data", {"sets": [{"path": "a", "weight": math.inf}]}, ["data.sets[0].weight", "inf"]),
+        ("data", {"sets": [{"path": "a", "weight": -1.0}]}, ["data.sets[0].weight", ">= 0"]),
         ("environments", {"a": "x:y", "b": {"ref": "x:y", "arg": {}}}, ["environments.b.arg", "ref, args"]),
         ("environments", {"a": "x:y", "b": {"args": {}}}, ["environments.b", "`ref`"]),
         ("rewards", [{"ref": "a:b", "weight": math.nan}], ["rewards[0].weight", "nan", "finite"]),
         ("rewards", [{"ref": "a:b", "weight": -math.inf}], ["rewards[0].weight", "-inf"]),
         ("rewards", [{"ref": "a:b"}, {"ref": "c:b"}], ["rewards[0]", "rewards[1]", "'b'", "name"]),
         ("rewards", [{"ref": "a:b", "name": "env"}], ["rewards[0].name", "'env'"]),
-        ("rewards", [{"ref": "a:b", "each": "rows"}], ["rewards[0].each", "'rows'", "'row', 'group'"]),
-        ("rollout", {"top_p": 0.9}, ["rollout.top_p", "ratio would not be 1", "rollout.restricted = true"]),
-        ("rollout", {"top_k": 5}, ["rollout.top_k", "rollout.restricted"]),
-        ("rollout", {"min_p": 0.1}, ["rollout.min_p", "rollout.restricted"]),
-        ("rollout", {"min_tokens": 2}, ["rollout.min_tokens", "rollout.restricted"]),
-        ("rollout", {"logit_bias": {"5": -1.0}}, ["rollout.logit_bias", "rollout.restricted"]),
-        ("rollout", {"restricted": True}, ["rollout.restricted", "top_p, top_k, min_p"]),
-        ("rollout", {"restricted": True, "logit_bias": {"-5": 1.0}}, ["rollout.logit_bias", "-5"]),
-        ("rollout", {"restricted": True, "logit_bias": {"5": 101.0}}, ["rollout.logit_bias", "100"]),
-        ("rollout", {"restricted": True, "logit_bias": {"5": math.nan}}, ["rollout.logit_bias"]),
-        ("rollout", {"restricted": True, "logit_bias": {"a": 1.0}}, ["rollout.logit_bias", "int"]),
-        ("rollout", {"restricted": True, "min_tokens": 600}, ["min_tokens (600)", "max_tokens_per_turn (512)"]),
-        ("rollout", {"top_p": 0.0}, ["rollout.top_p", "> 0"]),
-        ("rollout", {"stop": ["a", ""]}, ["rollout.stop", "empty string"]),
+        ("rewards", [{"ref": "a:b", "granularity": "rows"}], ["rewards[0].granularity", "'rows'", "'row', 'group'"]),
+        ("rollout", {"sampling": {"topp": 1.0}}, ["rollout.sampling.topp", "stop, top_p, top_k"]),
+        ("rollout", {"sampling": {"logit_bias": {"-5": 1.0}}}, ["rollout.sampling.logit_bias", "-5"]),
+        ("rollout", {"sampling": {"logit_bias": {"5": 101.0}}}, ["rollout.sampling.logit_bias", "100"]),
+        ("rollout", {"sampling": {"logit_bias": {"5": math.nan}}}, ["rollout.sampling.logit_bias"]),
+        ("rollout", {"sampling": {"logit_bias": {"a": 1.0}}}, ["rollout.sampling.logit_bias", "int"]),
+        ("rollout", {"sampling": {"min_tokens": 600}}, ["min_tokens (600)", "max_tokens_per_turn (512)"]),
+        ("rollout", {"sampling": {"top_p": 0.0}}, ["rollout.sampling.top_p", "> 0"]),
+        ("rollout", {"sampling": {"stop": ["a", ""]}}, ["rollout.sampling.stop", "empty string"]),
         ("rollout", {"temperature": 0.001}, ["rollout.temperature", "0.01"]),
         ("eval", {"path": "e", "temperature": 0.001}, ["eval.temperature", "0.01"]),
         ("model", {"path": "m", "tool_format": "hermess"}, ["model.tool_format", "'hermess'", "'hermes'"]),
@@ -61,10 +60,29 @@ def test_what_is_wrong_is_told_by_key_with_a_remedy(section, change, words):
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())
+def test_an_old_key_is_refused_with_its_new_name(old, new):
+    section, _, key = old.partition(".")
+    table = LEAST | {section: {key: 1} if key else {}}
+    if section in {"rewards", "model", "data"}:
+        table[section] = LEAST[section] | {key: 1} if section != "rewards" else [{"ref": "a:b", key: 1}]
+    with pytest.raises(SettingsError) as caught:
+        parse_settings(table)
+    assert old in str(caught.value)
+    assert (f"is now {new}" if new else "was removed") in str(caught.value)
+
+
+def test_new_names_of_old_keys_exist():
+    current = {*setting_keys(), *sections(), *(f"estimator.{name}" for name in Gae.trainer_options)}
+    named = {new for new in RENAMED_KEYS.values() if re.fullmatch(r"[a-z_.]+", new)}
+    assert named <= current
+    assert not RENAMED_KEYS.keys() & current
+
+
 def test_a_bias_by_token_id_is_read_and_written_back():
-    table = {"restricted": True, "top_p": 0.9, "stop": ["</answer>"], "logit_bias": {"5": -1.5}}
-    settings = parse_settings(LEAST | {"rollout": table})
-    assert settings.rollout.logit_bias == {5: -1.5}
+    table = {"top_p": 0.9, "stop": ["</answer>"], "logit_bias": {"5": -1.5}}
+    settings = parse_settings(LEAST | {"rollout": {"sampling": table}})
+    assert settings.rollout.sampling.logit_bias == {5: -1.5}
     assert parse_settings(tomllib.loads(dump_settings(settings))) == settings
 
 
@@ -73,8 +91,8 @@ def test_two_functions_of_one_name_are_told_apart_by_another():
 
 
 def test_a_prompt_file_that_is_not_there_is_named_with_the_key_that_names_it(tmp_path):
-    mix = parse_settings(LEAST | {"data": {"mix": [{"path": str(tmp_path / "gone.jsonl")}]}})
-    with pytest.raises(DataError, match=r"gone\.jsonl: no such file or folder; \[\[data\.mix\]\] path"):
+    mix = parse_settings(LEAST | {"data": {"sets": [{"path": str(tmp_path / "gone.jsonl")}]}})
+    with pytest.raises(DataError, match=r"gone\.jsonl: no such file or folder; \[\[data\.sets\]\] path"):
         open_dataset_mix(mix)
     with pytest.raises(DataError, match=r"gone\.jsonl: no such file or folder; eval\.path"):
         read_evaluation_prompts(parse_settings(LEAST | {"eval": {"path": str(tmp_path / "gone.jsonl")}}))
@@ -97,7 +115,7 @@ def test_a_function_is_called_in_a_second_scoring_as_in_the_run(tmp_path):
     (tmp_path / "mixed_up.py").write_text(CODE)
     file = tmp_path / "again.toml"
     file.write_text(
-        f'[[rewards]]\nref = "{tmp_path}/mixed_up.py:measure"\nprocesses = 2\neach = "row"\ntimeout_s = 1.5\n'
+        f'[[rewards]]\nref = "{tmp_path}/mixed_up.py:measure"\nprocesses = 2\ngranularity = "row"\ntimeout_s = 1.5\n'
     )
     (function,) = _load_functions(file, ())
     assert function.call_options == CallOptions(processes=2, granularity="row", timeout_s=1.5)

@@ -206,7 +206,7 @@ def played(tmp_path_factory) -> Played:
     project.table["rollout"] |= {
         "group_size": SIZE, "max_turns": 4, "max_tokens_per_turn": TURN, "max_tokens": 128, "groups_in_flight": 8,
     }  # fmt: skip
-    project.table["engine"] |= {"server": "vllm", "count": 2, "python": str(vllm_python()), "max_length": 384}
+    project.table["engine"] |= {"server": "vllm", "count": 2, "python": str(vllm_python()), "max_model_len": 384}
     project.table["train"] |= {"learning_rate": 1e-3}  # so that versions differ
     weights, kept = project.run_folder / "weights", folder / "kept"
     keeping = Kept(weights, kept)

@@ -29,12 +29,12 @@ _KINDS: Final[tuple[tuple[str, Registry[Any]], ...]] = (
     ("estimator.name", ESTIMATORS),
     ("loss.name", LOSSES),
     ("algorithm.aggregation", AGGREGATIONS),
-    ("algorithm.kl_divergence", DIVERGENCES),
-    ("reward_normalization, advantage_normalization", NORMALIZERS),
-    ("shaping", REWARD_SHAPINGS),
+    ("algorithm.kl_estimator", DIVERGENCES),
+    ("algorithm.reward_normalization, algorithm.advantage_normalization", NORMALIZERS),
+    ("algorithm.reward_bias, reward_scale, reward_clip, overlong_penalty", REWARD_SHAPINGS),
     ("filter", FILTERS),
     ("correction.weights", IMPORTANCE_LEVELS),
-    ("correction.reject, rule", REJECTIONS),
+    ("correction.reject", REJECTIONS),
 )
 """Each with the key of the settings that picks from it."""
 
@@ -83,8 +83,9 @@ def _lines(entry: AlgorithmEntry) -> list[str]:
 
 
 def _preset_lines(preset: Preset) -> list[str]:
-    weights = f"{preset.weights}, {preset.out_of_range} outside {preset.lower:g} ... {preset.upper:g}"
-    rules = [f"reject {rule} {lower:g} ... {upper:g}" for rule, lower, upper in preset.reject]
+    low, high = preset.weight_range
+    weights = f"{preset.weights}, {preset.out_of_range} outside {low:g} ... {high:g}"
+    rules = [f"reject {rule} {low:g} ... {high:g}" for rule, (low, high) in preset.reject.items()]
     told = [f"weights {weights}" if preset.weights != "none" else "no weights", *rules]
     loss = "reinforce" if preset.loss == "reinforce" else "a loss with a ratio"
     return ["; ".join([*told, f"proximal {'engine' if preset.bypass else 'recompute'}, {loss}"])]

@@ -27,6 +27,7 @@ from workers.engine_api.discovery.addresses import normalize_engine_url, resolve
 from workers.engine_api.wire import WeightInfo, policy_version
 from workers.run import run_info as live
 from workers.run.run_info import RunLocation, find_run, with_run
+from workers.settings.engine import DNS_PREFIX
 
 _PROBE_TIMEOUT_S = 3.0
 _OPENER = build_opener(ProxyHandler({}))
@@ -150,10 +151,11 @@ async def _configured_engines(place: RunLocation) -> tuple[dict[str, Source], li
         return found, []
     running = await anyio.to_thread.run_sync(live.read_run_info, place.folder) if place.folder else None
     for url in (*place.settings.engine.urls, *(running.engines if running else ())):
-        found[normalize_engine_url(url, "engine.urls")] = "settings"
+        if not url.startswith(DNS_PREFIX):
+            found[normalize_engine_url(url, "engine.urls")] = "settings"
     if not place.settings.engine.dns:
         return found, []
-    name = normalize_engine_url(place.settings.engine.dns, "engine.dns")
+    name = normalize_engine_url(place.settings.engine.dns, "engine.urls")
     try:
         at_name = await resolve_engines(name)
     except (OSError, UnicodeError) as error:  # it may resolve for the workers, elsewhere

@@ -72,7 +72,7 @@ class QueueReport(Struct, kw_only=True):
     """Foreign junk included."""
     duplicates: int
     cancelled: int
-    """Attempts that were cancelled for their age (`pacing.late = "cancel"`)."""
+    """Attempts that were cancelled for their age (`pacing.stale_policy = "cancel"`)."""
     rows: dict[str, int]
     """Completions of the last step by state: `valid`, or why not."""
     truncated: dict[str, int]

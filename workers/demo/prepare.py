@@ -35,7 +35,7 @@ def demo_settings(folder: Path, seed: int, control: NegativeControl | None = Non
         {
             "run": {"name": folder.name, "folder": str(folder), "seed": seed},
             "model": {"path": str(folder / "model")},
-            "data": {"path": str(folder / "prompts.jsonl"), "tool_schemas": False},
+            "data": {"path": str(folder / "prompts.jsonl"), "chat_template_kwargs": {"tools": False}},
             "environments": {"calculator": "calculator"},
             "rewards": [
                 {"ref": "workers.demo.controls:permuted_answer" if control == "permuted" else "calculator_answer"}
@@ -48,13 +48,12 @@ def demo_settings(folder: Path, seed: int, control: NegativeControl | None = Non
                 "max_tokens_per_turn": 40,
                 "max_tokens": 256,
             },
-            "engine": {"max_batch": 256, "max_length": 384, **server},
+            "engine": {"max_batch_size": 256, "max_model_len": 384, **server},
             "train": {
-                "groups_per_step": GROUPS_PER_STEP,
+                "batch_size": GROUPS_PER_STEP,
                 "learning_rate": 0.0 if control == "zero-lr" else 3e-4,
-                "betas": [0.9, 0.95],
                 "micro_batch_tokens": 4096,
-                "checkpoint_every": 10,
+                "save_every": 10,
             },
             "pacing": {"max_staleness": 1},
         },

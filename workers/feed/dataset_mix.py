@@ -20,8 +20,8 @@ import msgspec
 from stream.errors import DataError
 from stream.records import Prompt
 from workers.feed.row_mapping import prompt_id, row_to_prompt
-from workers.feed.source import Source, dataset_name, epoch_order, open_source
-from workers.settings import Data, Settings
+from workers.feed.source import Row, Source, default_dataset_name, epoch_order, open_source
+from workers.settings import Settings
 from workers.settings.data import DatasetSettings
 
 _MAX_REPEATS = 100
@@ -77,7 +77,7 @@ class DatasetMix:
         counts = [math.ceil(round(passes * weight, 6)) for weight in weights]
         if sum(counts) > _MAX_REPEATS * epochs * max(1, sum(self.sizes)):
             raise DataError(
-                f"[[data.mix]]: with these weights {sum(counts):,} prompts would be fed until each of "
+                f"[[data.sets]]: with these weights {sum(counts):,} prompts would be fed until each of "
                 f"{sum(self.sizes):,} rows was once; bring the weights nearer to the numbers of rows"
             )
         return counts
@@ -117,9 +117,7 @@ class DatasetMix:
             try:
                 if isinstance(row, DataError):
                     raise row
-                prompts.append(
-                    row_to_prompt(row, place.row, place.epoch, settings=self.datasets[place.dataset].settings)
-                )
+                prompts.append(_prompt(self.datasets[place.dataset], row, place.row, place.epoch))
             except DataError as error:
                 errors.append(error)
         return prompts, errors
@@ -162,6 +160,10 @@ class DatasetMix:
         return epoch_order(self.sizes[part], epoch, self._settings.run.seed, self._settings.data.shuffle)
 
 
+def _prompt(dataset: Dataset, row: Row, number: int, epoch: int) -> Prompt:
+    return row_to_prompt(row, number, epoch, settings=dataset.settings, dataset=dataset.name)
+
+
 def open_dataset_mix(settings: Settings) -> DatasetMix:
     """Open all that `[data]` names.
 
@@ -170,30 +172,35 @@ def open_dataset_mix(settings: Settings) -> DatasetMix:
     """
     data = settings.data
     parts: dict[str, Dataset] = {}
-    for each, weight in [(_single_dataset(data, m), m.weight) for m in data.mix] or [(data, 0.0)]:
-        name = dataset_name(each)
+    sets = data.sets or (DatasetSettings(path=data.path),)
+    for each in sets:
+        name = each.name or default_dataset_name(each.path)
         if name in parts:
             raise DataError(
-                f"two data sets are called {name!r}, {parts[name].settings.data.path} and {each.path}, and so would "
-                "their prompts be; give one of them another `name`"
+                f"two data sets have the name {name!r}, {parts[name].settings.data.path} and {each.path}, so their "
+                "prompts would have the same ids; give one of them another `name`"
             )
-        source = open_source(each, "[[data.mix]] path" if data.mix else "data.path")
-        parts[name] = Dataset(msgspec.structs.replace(settings, data=each), source, name, weight)
+        of_set = _settings_for(each, settings)
+        source = open_source(of_set.data, "[[data.sets]] path" if data.sets else "data.path")
+        parts[name] = Dataset(of_set, source, name, each.weight)
     return DatasetMix(settings, list(parts.values()))
 
 
-def _single_dataset(data: Data, each: DatasetSettings) -> Data:
-    """The table `[data]` as if it had this data set only."""
-    return msgspec.structs.replace(
+def _settings_for(dataset: DatasetSettings, settings: Settings) -> Settings:
+    """Return the settings as if this data set were the only one; its environment is the first, which is the default."""
+    data = settings.data
+    replaced = msgspec.structs.replace(
         data,
-        mix=(),
-        path=each.path,
-        name=each.name,
-        prompt=each.prompt or data.prompt,
-        columns=data.columns | each.columns,
-        system=each.system or data.system,
-        environment=each.environment or data.environment,
+        sets=(),
+        path=dataset.path,
+        prompt=dataset.prompt or data.prompt,
+        columns=data.columns | dataset.columns,
+        system=dataset.system or data.system,
     )
+    environments = settings.environments
+    if first := dataset.environment:
+        environments = {first: environments[first]} | environments
+    return msgspec.structs.replace(settings, data=replaced, environments=environments)
 
 
 @lru_cache(maxsize=2)

@@ -8,7 +8,7 @@ import msgspec
 
 from stream.errors import DataError
 from stream.records import Message, Prompt
-from workers.feed.source import dataset_name
+from workers.feed.source import default_dataset_name
 from workers.settings import Settings
 
 _ENVIRONMENT = "environment"
@@ -21,7 +21,7 @@ def prompt_id(dataset: str, epoch: int, row: int) -> str:
     return f"{dataset}:{epoch}:{row}"
 
 
-def row_to_prompt(row: Mapping[str, Any], number: int, epoch: int, *, settings: Settings) -> Prompt:
+def row_to_prompt(row: Mapping[str, Any], number: int, epoch: int, *, settings: Settings, dataset: str = "") -> Prompt:
     """Turn a row into a prompt.
 
     Args:
@@ -29,6 +29,7 @@ def row_to_prompt(row: Mapping[str, Any], number: int, epoch: int, *, settings: 
         number: of the row in the file, from 0.
         epoch: from 0.
         settings: names of columns, environments, group size, seed.
+        dataset: name of the data set; empty: the name of its file or folder.
 
     Raises:
         DataError: the row has no usable prompt, lacks a column, names an unknown environment, or holds a value that no
@@ -42,7 +43,7 @@ def row_to_prompt(row: Mapping[str, Any], number: int, epoch: int, *, settings: 
     messages, is_text = _messages(row.get(settings.data.prompt), settings, place)
     fields = _fields(row, settings, place)
     environment = _environment(fields, settings, place)
-    name = prompt_id(dataset_name(settings.data), epoch, number)
+    name = prompt_id(dataset or default_dataset_name(settings.data.path), epoch, number)
     return Prompt(
         id=name,
         messages=messages,
@@ -106,7 +107,7 @@ def _environment(fields: dict[str, Any], settings: Settings, place: str) -> str 
         return None
     name = fields.pop(_ENVIRONMENT, None)
     if name is None:
-        return settings.data.environment or next(iter(settings.environments))
+        return next(iter(settings.environments))
     if not isinstance(name, str) or name not in settings.environments:
         raise DataError(
             f"{place}: environment {name!r} is unknown; [environments] has: {_names(settings.environments)}"

@@ -77,11 +77,6 @@ def default_dataset_name(path: str) -> str:
     return (found.stem if found.suffix in {".jsonl", ".parquet"} else found.name) + (f"#{split}" if split else "")
 
 
-def dataset_name(data: Data) -> str:
-    """What a data set is called in the ids of its prompts."""
-    return data.name or default_dataset_name(data.path)
-
-
 class JsonLinesSource:
     """One JSON object a line; blank lines do not count as rows."""
 

@@ -39,7 +39,7 @@ async def feed(context: WorkerContext) -> None:
             if settings.eval.path:
                 await upload_evaluation_prompts(context)
             await _feed_all(context, dataset_mix, total)
-            await Feed(context.connection, settings.data.backlog).finish()
+            await Feed(context.connection, settings.data.max_queued_prompts).finish()
             log.info("feed.finished", rows=total)
             if await _run_has_ended(context):
                 break
@@ -66,7 +66,7 @@ async def _stop_when(stopping: anyio.Event, scope: anyio.CancelScope) -> None:
 
 
 async def _feed_all(context: WorkerContext, dataset_mix: DatasetMix, total: int) -> None:
-    feed = Feed(context.connection, context.settings.data.backlog)
+    feed = Feed(context.connection, context.settings.data.max_queued_prompts)
     cursor, bad = await feed.cursor(), 0
     known = await _ended_prompts(context, cursor)
     while int(cursor or 0) < total:
@@ -100,12 +100,12 @@ async def _ended_prompts(context: WorkerContext, cursor: str) -> dict[str, str]:
     path = context.settings.folder / "ledger.jsonl"
     if cursor or not await anyio.Path(path).exists() or not (await anyio.Path(path).stat()).st_size:
         return {}
-    deadline, told = anyio.current_time() + context.settings.guard.stall_s, False
+    deadline, told = anyio.current_time() + context.settings.abort.stall_timeout_s, False
     while not (policy := await context.connection.read_hash("policy")).get("ledger"):
         if anyio.current_time() > deadline:
             raise RunFailedError(
-                f"{path} tells of an earlier life of this run, but no trainer has taken it up for guard.stall_s = "
-                f"{context.settings.guard.stall_s:g} s; start one"
+                f"{path} tells of an earlier life of this run, but no trainer has taken it up for abort.stall_timeout_s = "
+                f"{context.settings.abort.stall_timeout_s:g} s; start one"
             )
         if not told:
             log.info("trainer.waiting", why="the run has a ledger, but its server knows nothing of it")

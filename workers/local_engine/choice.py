@@ -34,21 +34,21 @@ def choose_server(target: Path, overrides: tuple[str, ...], runner: str, dtype: 
         from workers.local_engine.pooling.server import serve_pooling
 
         # A reward model reads what its positions allow, unless somebody says otherwise.
-        said = not target.is_dir() or any(override.startswith("engine.max_length=") for override in overrides)
-        length = engine.max_length if said else 0
-        return partial(serve_pooling, model, max_length=length, threads=engine.threads, dtype=dtype)
+        said = not target.is_dir() or any(override.startswith("engine.max_model_len=") for override in overrides)
+        length = engine.max_model_len if said else 0
+        return partial(serve_pooling, model, max_length=length, threads=settings.run.threads, dtype=dtype)
     if settings.publishes_adapters:
         raise SettingsError(
-            f"{target}: lora.publish is 'adapter', but the local engine knows no adapters; set it to 'merged', or "
-            "serve the model with vLLM and --enable-lora"
+            f"{target}: weights.transport is 'adapter', but the local engine does not support adapters; set it to "
+            "'files', or serve the model with vLLM and --enable-lora"
         )
     from workers.local_engine.server import serve_local_engine
 
     return partial(
         serve_local_engine,
         model,
-        max_batch=engine.max_batch,
-        max_length=engine.max_length,
-        threads=engine.threads,
+        max_batch=engine.max_batch_size,
+        max_length=engine.max_model_len,
+        threads=settings.run.threads,
         dtype=dtype,
     )

@@ -36,6 +36,9 @@ from workers.rollout.tool_result import ToolResult, returning_tool_result
 
 log = structlog.get_logger()
 
+MAX_SNAPSHOT_BYTES = 1_000_000
+"""Size limit of one frozen environment; its largest attributes are omitted beyond it."""
+
 T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 10.0

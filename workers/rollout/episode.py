@@ -76,7 +76,7 @@ async def run_episode(
     episode = _Episode(prompt, index, chat, sampler, slot, limits, tool_format, min_policy_version)
     ending: EpisodeEnd = await episode.reset()
     if ending is None:
-        with anyio.move_on_after(limits.wall_clock_s) as clock:
+        with anyio.move_on_after(limits.episode_timeout_s) as clock:
             ending = await episode.run_turns()
         if clock.cancelled_caught:
             ending = TruncationReason.WALL_CLOCK
@@ -113,7 +113,7 @@ class _Episode:
             index = self.completion.index
             with timed(self.completion, "reset"):
                 observation = await self.slot.reset(
-                    reset_fields(self.prompt), self.prompt.seed + index, index, self.limits.reset_timeout_s
+                    reset_fields(self.prompt), self.prompt.seed + index, index, self.limits.call_timeout_s
                 )
             if isinstance(observation, Failure):
                 return observation
@@ -214,7 +214,7 @@ class _Episode:
         return messages + [tool_message(text, self._new_id()) for text in turn.errors]
 
     async def _call_all(self, calls: list[ToolCall]) -> list[ToolResult | Failure]:
-        slot, timeout_s = self.slot, self.limits.tool_timeout_s
+        slot, timeout_s = self.slot, self.limits.call_timeout_s
         if slot is None or not calls:
             return []
         if len(calls) == 1:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from stream.records import Completion, Failure, Prompt
-from workers.rollout.environment_slot import EnvironmentSlot
+from workers.rollout.environment_slot import MAX_SNAPSHOT_BYTES, EnvironmentSlot
 from workers.settings import Rollout
 
 
@@ -40,8 +40,8 @@ async def measure(completion: Completion, slot: EnvironmentSlot, limits: Rollout
         return
     if slot.has_reward:
         with timed(completion, "reward"):
-            completion.parts = await slot.reward(limits.reward_timeout_s, completion.messages)
-    frozen = await slot.freeze(limits.max_snapshot_bytes, limits.reward_timeout_s)
+            completion.parts = await slot.reward(limits.call_timeout_s, completion.messages)
+    frozen = await slot.freeze(MAX_SNAPSHOT_BYTES, limits.call_timeout_s)
     if isinstance(frozen, Failure):
         completion.failure = frozen
     else:

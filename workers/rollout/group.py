@@ -110,7 +110,7 @@ async def run_group(  # noqa: PLR0913  (by keyword, and each is a thing of its o
     if errors:
         raise errors[0]
     group = Group(prompt=prompt, completions=[completions[index] for index in sorted(completions)])
-    await add_reward_parts(group, rewards, factories or {}, limits.reward_timeout_s)
+    await add_reward_parts(group, rewards, factories or {}, limits.call_timeout_s)
     return group
 
 

@@ -1,4 +1,4 @@
-"""`pacing.late = "cancel"`: what newer policies have overtaken is cancelled, at the engine too, and begun anew."""
+"""`pacing.stale_policy = "cancel"`: what newer policies have overtaken is cancelled, at the engine too, and begun anew."""
 
 import structlog
 

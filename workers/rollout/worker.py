@@ -26,6 +26,7 @@ from workers.runtime.context import WorkerContext
 from workers.runtime.reward_functions import load_factories, open_reward_functions
 from workers.runtime.work_loop import work_loop
 from workers.settings import Rollout
+from workers.settings.rollout import TRUNCATING
 
 log = structlog.get_logger()
 
@@ -34,10 +35,14 @@ async def rollout(context: WorkerContext) -> None:
     """Roll out prompts until the run has ended."""
     settings = context.settings
     discovery = await EngineDiscovery.from_settings(settings.engine, context.connection)
-    if not discovery.urls and not settings.engine.dns:
+    if not discovery.urls and not settings.engine.urls:
         raise SettingsError(
-            "engine.urls and engine.dns are empty, no --engine was given, and `penstock engines add` has named none: a "
-            "rollout worker needs an engine"
+            "engine.urls is empty, no --engine was given, and `penstock engines add` has added none: a rollout worker "
+            "needs an engine"
+        )
+    if truncating := settings.rollout.sampling.non_default(*TRUNCATING):
+        log.warning(
+            "rollout.truncated_sampling", keys=truncating, effect="the ratio to the engine's log-probs is not 1"
         )
     factories = await anyio.to_thread.run_sync(load_factories, settings)
     _check_rewards(settings.rewards, factories)
@@ -55,7 +60,7 @@ async def rollout(context: WorkerContext) -> None:
         pool,
         evaluation.pool if evaluation else nullcontext(),
         open_reward_functions(settings, "rollout") as rewards,
-        serve_endpoint_if_needed(factories, settings.rollout.endpoint_host) as endpoint,
+        serve_endpoint_if_needed(factories, settings.run.host) as endpoint,
     ):
         await engine.wait_until_ready()
 
@@ -87,7 +92,7 @@ async def rollout(context: WorkerContext) -> None:
             stale_canceller.cancel_if_stale(lease)
             prompt = lease.prompt()
             more: dict[str, Any] = {"min_policy_version": max(0, version), "with_greedy": with_greedy}
-            if settings.rollout.partial:
+            if settings.rollout.save_partial_groups:
                 more |= {
                     "partials": await stage.load_partial(lease),
                     "save_partial": partial(stage.save_partial, lease),
@@ -101,7 +106,7 @@ async def rollout(context: WorkerContext) -> None:
             await held_out.stage.complete(lease, "eval:groups", group)
 
         async with anyio.create_task_group() as tasks:
-            if settings.pacing.late == "cancel":
+            if settings.pacing.stale_policy == "cancel":
                 tasks.start_soon(stale_canceller.watch)
             async with anyio.create_task_group() as pumps:
                 pumps.start_soon(partial(work_loop, stage, work, concurrency=concurrency, stopping=context.stopping))

@@ -6,7 +6,7 @@ from collections import deque
 
 from stream.operator.run_status import RunStatus
 from workers.run.role_process import RECYCLE
-from workers.settings import Delivery
+from workers.settings import Queue
 
 RESTART_WINDOW_S = 600.0
 MAX_QUICK_EXITS = 3
@@ -18,13 +18,13 @@ class RestartPolicy:
     """How often one process was restarted, and whether it may be once more.
 
     Args:
-        delivery: the budget, and the first back-off.
+        queue: the budget, and the first back-off.
     """
 
-    def __init__(self, delivery: Delivery) -> None:
+    def __init__(self, queue: Queue) -> None:
         self.total = 0
-        self._limit = delivery.restarts
-        self._backoff_s = delivery.backoff_s
+        self._limit = queue.max_restarts
+        self._backoff_s = queue.retry_delay_s
         self._recent: deque[float] = deque()
         self._quick_exits = 0
 
@@ -49,7 +49,7 @@ class RestartPolicy:
         while self._recent and now - self._recent[0] > RESTART_WINDOW_S:
             self._recent.popleft()
         if len(self._recent) >= self._limit:
-            return f"it was restarted {len(self._recent)} times within {RESTART_WINDOW_S / 60:g} minutes (delivery.restarts)"
+            return f"it was restarted {len(self._recent)} times within {RESTART_WINDOW_S / 60:g} minutes (queue.max_restarts)"
         self._recent.append(now)
         self.total += 1
         return float(random.uniform(0.5, 1.0) * self._backoff_s * min(2.0 ** (len(self._recent) - 1), 60.0))
@@ -85,7 +85,7 @@ class StallDetector:
         if now - self._since < self._timeout_s:
             return ""
         return (
-            f"nothing was trained or dropped for {self._timeout_s:g} s (guard.stall_s), while {view.open} prompts are "
+            f"nothing was trained or dropped for {self._timeout_s:g} s (abort.stall_timeout_s), while {view.open} prompts are "
             f"open: {'; '.join(_describe_stages(view))}"
         )
 

@@ -195,15 +195,15 @@ def _report_error(error: PenstockError) -> int:
 
 async def _run_connected(name: str, settings: Settings, url: str, main: RoleMain) -> int:
     consumer = f"{name}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    delivery = settings.delivery
-    async with connect(url, settings.run.name, reconnect_s=delivery.reconnect_s) as connection:
+    queue = settings.queue
+    async with connect(url, settings.run.name, reconnect_s=queue.reconnect_timeout_s) as connection:
         role = WorkerContext(settings=settings, connection=connection, consumer=consumer, stopping=connection.stopping)
-        wear = WorkerRecycler(delivery, role.stopping)
+        wear = WorkerRecycler(queue, role.stopping)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wear.watch)
-            tasks.start_soon(LoopWatchdog(delivery.lease_s / 3).watch)
+            tasks.start_soon(LoopWatchdog(queue.lease_s / 3).watch)
             tasks.start_soon(_watch_signals, role.stopping, tasks.cancel_scope)
-            tasks.start_soon(_limit_drain, role.stopping, delivery.grace_s, tasks.cancel_scope)
+            tasks.start_soon(_limit_drain, role.stopping, queue.shutdown_timeout_s, tasks.cancel_scope)
             log.info("role.started", consumer=consumer)
             await main(role)
             log.info("role.ended", drained=role.stopping.is_set())

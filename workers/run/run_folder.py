@@ -37,14 +37,10 @@ _SAME_RUN = (
     "loss",
     "algorithm",
     "filter",
-    "shaping",
-    "reward_normalization",
-    "advantage_normalization",
     "correction",
-    "critic",
 )
 """What makes a run this one. All else may change when it is resumed: steps, workers, threads, limits, patience."""
-_MAY_CHANGE = ("data.backlog",)
+_MAY_CHANGE = ("data.max_queued_prompts",)
 
 
 @contextlib.contextmanager

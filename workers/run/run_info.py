@@ -103,7 +103,7 @@ def find_run(target: str | None, redis: str = "", *, must_have_begun: bool = Tru
     url = redis or (live.redis if live else settings.run.redis)
     if must_have_begun and not url and not (folder / "redis").is_dir():
         raise PenstockError(f"the run in {folder} has not begun: there is no server, and no server's data")
-    return RunLocation(run=settings.run.name, url=url, folder=folder, fsync=settings.delivery.fsync, settings=settings)
+    return RunLocation(run=settings.run.name, url=url, folder=folder, fsync=settings.queue.fsync, settings=settings)
 
 
 def with_run(location: RunLocation, main: Callable[[RunConnection], Awaitable[T]]) -> T:

@@ -92,7 +92,7 @@ class Supervisor:
         self._make_roles = make_roles
         self._make_engine = make_engine
         self._logs = settings.folder / "logs"
-        self._children = ChildProcesses(settings.delivery.grace_s + _EXIT_MARGIN_S)
+        self._children = ChildProcesses(settings.queue.shutdown_timeout_s + _EXIT_MARGIN_S)
         self._restarts: Counter[str] = Counter()
         self._began = time.monotonic()
         self._phase = "starting"
@@ -118,15 +118,15 @@ class Supervisor:
             if url:
                 outcome = await self._run_on(url)
             else:
-                fsync = self._settings.delivery.fsync
+                fsync = self._settings.queue.fsync
                 async with private_server(self._settings.folder / "redis", fsync=fsync) as url:
                     outcome = await self._run_on(url)
             listening.cancel_scope.cancel()
         return outcome
 
     async def _run_on(self, url: str) -> RunOutcome:
-        name, delivery = self._settings.run.name, self._settings.delivery
-        async with connect(url, name, reconnect_s=delivery.reconnect_s) as self._link:
+        name, queue = self._settings.run.name, self._settings.queue
+        async with connect(url, name, reconnect_s=queue.reconnect_timeout_s) as self._link:
             await self._reopen()
             try:
                 async with anyio.create_task_group() as tasks:
@@ -158,7 +158,7 @@ class Supervisor:
                 tasks.start_soon(self._keep_running, child)
 
         engine = self._settings.engine
-        if engine.urls or engine.dns:
+        if engine.urls:
             return await start(engine.urls)
         own = EngineProcesses(self._settings, self._file, self._logs, self._make_engine)
         self._phase = own.phase
@@ -180,7 +180,7 @@ class Supervisor:
 
     async def _keep_running(self, child: ChildProcess, announced: Callable[[str], None] | None = None) -> None:
         """Keep one role going until it has done its work, the run stops, or its budget is exhausted."""
-        restarts = RestartPolicy(self._settings.delivery)
+        restarts = RestartPolicy(self._settings.queue)
         try:
             while not self._stopping.is_set():
                 began = time.monotonic()
@@ -264,7 +264,7 @@ class Supervisor:
         while True:
             view = await self._refresh()
             if self._phase == _RUNNING:  # engines that start have a deadline of their own
-                alarm = alarm or StallDetector(self._settings.guard.stall_s)
+                alarm = alarm or StallDetector(self._settings.abort.stall_timeout_s)
             if alarm and not self._over.is_set() and (stalled := alarm.observe(view)):
                 self._fail(RunFailedError(stalled))
             await self._children.trim_logs()

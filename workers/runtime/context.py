@@ -23,12 +23,11 @@ class WorkerContext(Struct, kw_only=True, eq=False):
     @property
     def retry_policy(self) -> RetryPolicy:
         """Lease time and retry budgets."""
-        d = self.settings.delivery
+        d = self.settings.queue
         return RetryPolicy(
             lease_s=d.lease_s,
-            infra_attempts=d.infra_attempts,
-            data_attempts=d.data_attempts,
-            backoff_s=d.backoff_s,
+            infra_attempts=d.max_attempts,
+            backoff_s=d.retry_delay_s,
         )
 
 

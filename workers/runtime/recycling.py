@@ -11,7 +11,7 @@ import anyio
 import structlog
 
 from envs.call import abandoned_threads
-from workers.settings import Delivery
+from workers.settings import Queue
 
 log = structlog.get_logger()
 
@@ -24,38 +24,38 @@ class WorkerRecycler:
     """Watches this process.
 
     Args:
-        delivery: the bounds.
+        queue: the bounds.
         stopping: set when one of them is reached.
     """
 
-    def __init__(self, delivery: Delivery, stopping: anyio.Event) -> None:
+    def __init__(self, queue: Queue, stopping: anyio.Event) -> None:
         self.reason = ""
         """What wore it out; empty while nothing has."""
-        self._delivery = delivery
+        self._queue = queue
         self._stopping = stopping
 
     async def watch(self) -> None:
         """Watch until a bound is reached, or the process ends."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch_threads)
-            if self._delivery.memory_mb:
+            if self._queue.max_memory_mb:
                 tasks.start_soon(self._watch_memory)
 
     async def _watch_threads(self) -> None:
-        limit = self._delivery.lost_threads
+        limit = self._queue.max_abandoned_threads
         await abandoned_threads.wait_for_count(limit)
         self._request_recycle(
-            f"{limit} threads hang in the code of environments or reward functions (delivery.lost_threads)"
+            f"{limit} threads hang in the code of environments or reward functions (queue.max_abandoned_threads)"
         )
 
     async def _watch_memory(self) -> None:
-        limit = self._delivery.memory_mb
+        limit = self._queue.max_memory_mb
         while True:
             resident = await anyio.to_thread.run_sync(resident_bytes) // _MIB
             if resident >= limit:
                 break
             await anyio.sleep(_POLL_S)  # nobody tells when a process grows
-        self._request_recycle(f"it takes {resident} MiB of memory, of {limit} that it may (delivery.memory_mb)")
+        self._request_recycle(f"it takes {resident} MiB of memory, of {limit} that it may (queue.max_memory_mb)")
 
     def _request_recycle(self, why: str) -> None:
         if not self.reason and not self._stopping.is_set():

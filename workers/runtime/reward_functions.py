@@ -33,15 +33,19 @@ def load_factories(settings: Settings, *, with_tools: bool = True) -> dict[str, 
 
 def load_reward_functions(settings: Settings, *where: str) -> list[RewardFunction]:
     """The reward functions of a run that are called there: `score`, `rollout`. Imports and constructs, may block."""
-    return [load_reward_function(r) for r in settings.rewards if r.where in where]
+    return [load_reward_function(r) for r in settings.rewards if r.run_in in where]
 
 
 def load_reward_function(settings: RewardSettings) -> RewardFunction:
     """One of `[[rewards]]`, called as it says. Imports and constructs, and so may block."""
     calling = CallOptions(
-        settings.processes, settings.each, settings.timeout_s, settings.concurrency, settings.per_second
+        settings.processes,
+        settings.granularity,
+        settings.timeout_s,
+        settings.max_concurrency,
+        settings.calls_per_second,
     )
-    return RewardFunction.load(settings.ref, settings.weight, settings.where, settings.name, settings.args, calling)
+    return RewardFunction.load(settings.ref, settings.weight, settings.run_in, settings.name, settings.args, calling)
 
 
 @asynccontextmanager

@@ -30,7 +30,7 @@ def evaluate_group(group: Group, version: int, settings: Settings) -> PromptEval
     return PromptEvaluation(
         environment=group.prompt.environment or "",
         valid=len(rewards),
-        successes=sum(reward >= settings.algorithm.correct_at for reward in rewards),
+        successes=sum(reward >= settings.algorithm.success_threshold for reward in rewards),
         reward_sum=math.fsum(rewards),
         invalid=dict(invalid),
         mixed_versions=mixed,

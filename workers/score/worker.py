@@ -36,7 +36,7 @@ async def score(context: WorkerContext) -> None:
 
         async def work(lease: Lease, _version: int) -> None:
             group = lease.group()
-            await score_group(group, functions, factories, settings.rollout.reward_timeout_s)
+            await score_group(group, functions, factories, settings.rollout.call_timeout_s)
             group.scored_at = time.time()
             await stage.complete(lease, "scored", group)
 
@@ -44,12 +44,12 @@ async def score(context: WorkerContext) -> None:
             group = lease.group()
             if group.evaluated_version is None:
                 raise RecordError("it does not say which policy version it evaluates")
-            await score_group(group, functions, factories, settings.rollout.reward_timeout_s)
+            await score_group(group, functions, factories, settings.rollout.call_timeout_s)
             await held_out.record_evaluation(
                 lease, msgspec.json.encode(evaluate_group(group, group.evaluated_version, settings))
             )
 
-        room = ConcurrencyLimit(settings.score.groups_in_flight)
+        room = ConcurrencyLimit(settings.rollout.groups_in_flight)
         async with anyio.create_task_group() as pumps:
             pumps.start_soon(partial(work_loop, stage, work, concurrency=room, stopping=context.stopping))
             if settings.eval.path:

@@ -1,62 +1,52 @@
-"""Every setting of a run: typed, frozen, nothing unknown.
+"""All settings of a run: typed and frozen; unknown keys are errors.
 
 ::
 
-    section   what a table is             pipeline    [run], [model], [score], [archive], [delivery], [guard]
-    engine    [engine]                    data        [data], [environments], [[rewards]]
-    presets   published corrections       rollout     [rollout], [eval], [pacing]
-    file      TOML in, TOML out           training    [train], [lora], [weights]
-    whole     Settings: all of them       estimators  [estimator]: one class to a name, its options
-    combinations/   what cannot go        losses      [loss]: the same
-                    together              algorithm   [algorithm], [filter], [shaping], [correction], [critic], ...
+    section        base class of every table        pipeline    [run], [model], [score], [archive], [queue], [abort]
+    settings       Settings: the whole file         data        [data], [environments], [[rewards]]
+    toml_file      reading and writing TOML         rollout     [rollout], [eval], [pacing]
+    renamed_keys   old keys and their new names     engine      [engine]
+    cross_checks/  combinations that cannot work    training    [train], [lora], [weights]
+    presets        published corrections            algorithm   [algorithm], [filter], [correction]
+    estimators, losses                              [estimator], [loss]: one class per name, with its options
 """
 
-from workers.settings.algorithm import (
-    Algorithm,
-    Correction,
-    Critic,
-    Filter,
-    Normalization,
-    Rejection,
-    Shaping,
-    TruncationPolicy,
-)
-from workers.settings.data import Data, EnvironmentSettings, RewardSettings
+from workers.settings.algorithm import Algorithm, Correction, Filter, Normalization, TruncationPolicy
+from workers.settings.data import Data, DatasetSettings, EnvironmentSettings, RewardSettings
 from workers.settings.engine import Engine
 from workers.settings.estimators import Estimator
 from workers.settings.losses import Loss
-from workers.settings.pipeline import Archive, Delivery, Guard, Model, Run, Score
-from workers.settings.rollout import Eval, Pacing, Rollout
+from workers.settings.pipeline import Abort, Archive, Model, Queue, Run, Score
+from workers.settings.rollout import Eval, Pacing, Rollout, SamplingSettings
 from workers.settings.section import Section
 from workers.settings.settings import Settings, sections, setting_keys
 from workers.settings.training import Lora, Train, Weights
 
 __all__ = [
+    "Abort",
     "Algorithm",
     "Archive",
     "Correction",
-    "Critic",
     "Data",
-    "Delivery",
+    "DatasetSettings",
     "Engine",
     "EnvironmentSettings",
     "Estimator",
     "Eval",
     "Filter",
-    "Guard",
     "Lora",
     "Loss",
     "Model",
     "Normalization",
     "Pacing",
-    "Rejection",
+    "Queue",
     "RewardSettings",
     "Rollout",
     "Run",
+    "SamplingSettings",
     "Score",
     "Section",
     "Settings",
-    "Shaping",
     "Train",
     "TruncationPolicy",
     "Weights",

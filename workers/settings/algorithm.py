@@ -1,124 +1,120 @@
-"""What the trainer does with rewards and log-probs around the estimator and the loss."""
+"""Settings of the algorithm around the estimator and the loss."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 import msgspec
-from msgspec import Meta, field
+from msgspec import Meta, Struct, field
 
 from stream.validity import TruncationReason
 from workers.settings.presets import PRESETS, Rule
-from workers.settings.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from workers.settings.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, Section
 
 TruncationPolicy = Literal["exclude", "keep", "zero_reward", "penalty", "baseline_only"]
 Level = Literal["none", "group", "batch"]
+MeanLevel = Literal["none", "group", "batch", "group_leave_one_out", "batch_leave_one_out"]
 Aggregation = Literal[
     "auto", "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 ]
+Range = tuple[float, float]
+PositiveRange = tuple[NonNegativeFloat, PositiveFloat]
+
+
+class Normalization(Struct, frozen=True, kw_only=True):
+    """Keyword arguments of a normalizer."""
+
+    mean: Level = "none"
+    std: Level = "none"
+    leave_one_out: bool = False
+    unbiased: bool = True
+    """Divide the sum of squares by n - 1."""
+    epsilon: float = 1e-5
+    """Added to the standard deviation."""
+
+    @classmethod
+    def from_levels(cls, levels: tuple[MeanLevel, Level]) -> Self:
+        """Build it from the pair in the settings, for example `("group_leave_one_out", "none")`."""
+        mean, std = levels
+        level: Level = "none" if mean == "none" else "group" if mean.startswith("group") else "batch"
+        return cls(mean=level, std=std, leave_one_out=mean.endswith("leave_one_out"))
 
 
 class Algorithm(Section, frozen=True):
-    """`[algorithm]`: what counts, and what is added to the policy loss."""
+    """`[algorithm]`: rewards, KL, entropy, truncation and aggregation."""
 
-    aggregation: Aggregation = "auto"
-    """How much of the loss each token is; `auto`: what the loss is defined with, `token-mean` where that is any."""
-    aggregation_constant: NonNegativeInt = 0
-    """What `seq-mean-token-sum-norm` divides by; 0: `rollout.max_tokens`."""
-    proximal: Literal["recompute", "interpolate", "engine"] = "recompute"
-    """Log-probs that ratios are taken against: the trainer's when the batch is formed, between the engine's and the
-    trainer's by the age of each token, or the engine's."""
     kl_coefficient: NonNegativeFloat = 0.0
-    """Of the divergence from the policy that the run began with."""
-    kl_divergence: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = "k3"
-    """Its estimator; with `+` the value of that one and the gradient of k2."""
+    """Coefficient of the KL divergence from the initial policy; 0: no reference model."""
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = "k3"
+    """KL estimator; with `+` the value of that estimator and the gradient of k2."""
     entropy_coefficient: NonNegativeFloat = 0.0
-    """Of the entropy bonus."""
-    correct_at: float = 1.0
-    """A completion whose reward is at least this is right: for pass@k."""
+    """Coefficient of the entropy bonus."""
+    aggregation: Aggregation = "auto"
+    """How token losses are averaged; `auto`: as the loss defines it, else `token-mean`. `seq-mean-token-sum-norm`
+    divides by `rollout.max_tokens`."""
+    proximal: Literal["recompute", "interpolate", "engine"] = "recompute"
+    """Log-probs in the denominator of the ratio. `recompute`: the trainer's before the first update; `interpolate`:
+    between the engine's and the trainer's by the age of each token; `engine`: the engine's."""
+    reward_bias: float = 0.0
+    """Added to every reward."""
+    reward_scale: float = 1.0
+    """Factor of every reward, after the bias."""
+    reward_clip: PositiveFloat = float("inf")
+    """Rewards are clipped to ± this value, after bias and scale."""
+    overlong_penalty: tuple[NonNegativeInt, NonNegativeFloat] = (0, 1.0)
+    """`[tokens, penalty]`: over the last `tokens` tokens before `rollout.max_tokens` a penalty for length grows from 0 to
+    `penalty` (DAPO's soft overlong punishment); 0 tokens: none."""
+    reward_normalization: tuple[MeanLevel, Level] = ("none", "none")
+    """`[mean, std]`: subtract the mean and divide by the standard deviation of the group or the batch. The mean may also
+    be `group_leave_one_out` or `batch_leave_one_out`."""
+    advantage_normalization: tuple[MeanLevel, Level] = ("none", "none")
+    """As `reward_normalization`, over the advantages of tokens."""
+    success_threshold: float = 1.0
+    """Reward from which a completion counts as correct, for pass@k."""
     truncation: dict[TruncationReason, TruncationPolicy] = field(default_factory=dict)
-    """Policy by reason; `keep` unless set, `wall_clock` `exclude` unless set."""
-    singleton: Literal["zero", "drop", "raw"] = "zero"
-    """A group with one valid row: advantage 0, dropped, or its own reward."""
+    """Treatment of truncated completions by reason; default `keep`, and `exclude` for `wall_clock`."""
+    single_sample_policy: Literal["zero", "drop", "raw"] = "zero"
+    """A group with one valid completion: advantage 0, drop the group, or the raw reward as advantage."""
 
 
 class Filter(Section, frozen=True):
-    """`[filter]`: groups that are not worth training; they give their place back, and are counted by reason."""
+    """`[filter]`: groups to drop before training. They free their place and are counted by reason."""
 
     min_valid_rows: NonNegativeInt = 0
-    """Groups with fewer valid completions are dropped; 0: max(2, half the group size, rounded up), or 1 with estimators
-    that do not compare within a group."""
+    """Drop groups with fewer valid completions; 0: max(2, half the group size, rounded up), or 1 with estimators that
+    do not compare within a group."""
     zero_variance: bool = True
     """Drop groups whose valid rewards are all equal, with estimators that compare within a group."""
-    min_mean_reward: float = float("-inf")
-    """Drop groups that are too hard: mean reward below it."""
-    max_mean_reward: float = float("inf")
-    """Drop groups that are too easy: mean reward above it."""
-    min_advantage: NonNegativeFloat = 0.0
-    """Drop groups whose largest advantage, up or down, is below it."""
-    max_advantage: PositiveFloat = float("inf")
-    """Drop groups whose largest advantage, up or down, is above it."""
+    mean_reward_range: Range = (float("-inf"), float("inf"))
+    """`[low, high]`: drop groups whose mean reward is outside."""
+    advantage_range: PositiveRange = (0.0, float("inf"))
+    """`[low, high]`: drop groups whose largest absolute advantage is outside."""
 
 
-class Shaping(Section, frozen=True):
-    """`[shaping]`: what is done to rewards before they are compared: first overlong, then bias and scale, then clip."""
-
-    bias: float = 0.0
-    """Added to a reward."""
-    scale: float = 1.0
-    """What the sum is multiplied by."""
-    clip: PositiveFloat = float("inf")
-    """Rewards are clipped to ± this."""
-    overlong_tokens: NonNegativeInt = 0
-    """Sampled tokens before `rollout.max_tokens` over which the penalty for length grows from 0 to whole; 0: none."""
-    overlong_penalty: NonNegativeFloat = 1.0
-    """The whole penalty."""
-
-
-class Normalization(Section, frozen=True):
-    """`[reward_normalization]`, `[advantage_normalization]`: by mean and standard deviation, of the level chosen."""
-
-    mean: Level = "none"
-    """Subtract the mean of the group, or of the batch."""
-    std: Level = "none"
-    """Divide by the standard deviation around that mean, of the group or of the batch."""
-    leave_one_out: bool = False
-    """The mean of the others."""
-    unbiased: bool = True
-    """Divide the sum of squares by n - 1."""
-    epsilon: PositiveFloat = 1e-5
-    """Added to the standard deviation."""
-
-
-class Rejection(Section, frozen=True):
-    """`[[correction.reject]]`: one rule; a token must pass all of them."""
+class RejectionBounds(NamedTuple):
+    """A rejection rule and its bounds. For k1 they bound the ratio engine / trainer; other rules use `upper` only."""
 
     rule: Rule
-    """Level and estimator of the divergence between trainer and engine; `m2po` bounds the second moment."""
-    lower: NonNegativeFloat = 0.0
-    """For k1, the least ratio engine / trainer; not used by the others."""
-    upper: PositiveFloat = 2.0
-    """For k1, the largest ratio engine / trainer; for k2, k3 and m2po the largest value."""
+    lower: float
+    upper: float
 
 
 class Correction(Section, frozen=True):
-    """`[correction]`: of the difference between the policy that sampled and the one that is trained."""
+    """`[correction]`: correct for the difference between the sampling policy and the trained policy."""
 
     preset: Annotated[str, Meta(pattern=r"^[a-z0-9_]*$")] = ""
-    """A published set of the keys below by name (see `penstock algorithms`); leave the others out then."""
-    weights: Literal["none", "token", "sequence"] = "token"
-    """Importance weights trainer / engine, of each token or of the whole completion."""
-    lower: NonNegativeFloat = 0.0
-    """Weights below are set to 0 with `outside = "zero"`, else raised to it."""
-    upper: PositiveFloat = 2.0
-    """Weights above are set to 0 with `outside = "zero"`, else cut to it."""
-    outside: Literal["truncate", "zero"] = "truncate"
-    """What becomes of a weight out of bounds."""
-    normalize: bool = False
-    """Divide weights by their mean over the batch, after rejection."""
-    reject: tuple[Rejection, ...] = ()
-    """Rules that take tokens, or whole completions, out of the batch before anything is compared."""
+    """A published combination of the keys below (`penstock algorithms` lists them); leave the others out then."""
+    weights: Literal["none", "token", "sequence", "token-normalized", "sequence-normalized"] = "token"
+    """Importance weights trainer / engine, for each token or for the whole completion; `-normalized` divides them by
+    their mean over the batch, after rejection."""
+    weight_range: PositiveRange = (0.0, 2.0)
+    """`[low, high]` of importance weights."""
+    out_of_range: Literal["truncate", "zero"] = "truncate"
+    """Weights outside `weight_range`: clip them to the bound, or set them to 0."""
+    reject: dict[Rule, PositiveRange] = field(default_factory=dict)
+    """Rejection rules, each with `[low, high]`: `{ seq_mean_k1 = [0.99, 1.01], seq_max_k3 = [0.0, 10.0] }`. For k1 they
+    bound the ratio engine / trainer; the other rules have no lower bound. A token must pass all of them."""
 
     def resolved(self) -> Self:
-        """The same with the preset's keys in place of its name.
+        """Return a copy with the preset's keys in place of its name.
 
         Raises:
             KeyError: there is no such preset.
@@ -130,21 +126,24 @@ class Correction(Section, frozen=True):
             self,
             preset="",
             weights=preset.weights,
-            lower=preset.lower,
-            upper=preset.upper,
-            outside=preset.out_of_range,
-            normalize=preset.normalize,
-            reject=tuple(Rejection(rule=rule, lower=lower, upper=upper) for rule, lower, upper in preset.reject),
+            weight_range=preset.weight_range,
+            out_of_range=preset.out_of_range,
+            reject=dict(preset.reject),
         )
         return resolved
 
+    @property
+    def rejections(self) -> tuple[RejectionBounds, ...]:
+        """The rejection rules of the preset, or of `reject`."""
+        return tuple(RejectionBounds(rule, *bounds) for rule, bounds in self.resolved().reject.items())
 
-class Critic(Section, frozen=True):
-    """`[critic]`: the value head that `gae` trains beside the policy, on its last hidden states."""
+    @property
+    def level(self) -> Literal["none", "token", "sequence"]:
+        """Level of the importance weights."""
+        level: Literal["none", "token", "sequence"] = self.weights.removesuffix("-normalized")  # type: ignore[assignment]
+        return level
 
-    width: PositiveInt = 128
-    """Units of its hidden layer."""
-    learning_rate: NonNegativeFloat = 1e-3
-    """Of its own AdamW."""
-    value_clip: PositiveFloat = float("inf")
-    """A value may move this far from its old one before its loss is clipped."""
+    @property
+    def normalize(self) -> bool:
+        """Weights are divided by their mean over the batch."""
+        return self.weights.endswith("-normalized")

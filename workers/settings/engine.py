@@ -1,42 +1,47 @@
-"""Settings of the engines: which there are, and how they are asked."""
+"""Settings of the inference engines."""
 
-from typing import Literal
+from typing import Final, Literal
 
 from workers.settings.section import PositiveInt, Seconds, Section
 
+DNS_PREFIX: Final = "dns+"
+"""Prefix of the entry of `engine.urls` that is a DNS name."""
+
 
 class Engine(Section, frozen=True):
-    """`[engine]`: who samples tokens."""
+    """`[engine]`: the servers that sample tokens."""
 
     urls: tuple[str, ...] = ()
-    """Servers that speak vLLM's HTTP API. With neither these nor `dns`, `penstock run` starts engines of its own, each
-    on a free port."""
-    dns: str = ""
-    """`http://NAME:PORT`, whose every address is an engine as well, asked for again every few seconds."""
-    min_concurrency: PositiveInt = 8
-    """Requests of a rollout worker that one engine gets at least, however busy it says it is."""
-    max_concurrency: PositiveInt = 512
-    """Requests of a rollout worker that one engine works on at once, at most; how many between the two, its own figures
-    decide."""
+    """Servers with vLLM's HTTP API. `dns+http://NAME:PORT` stands for every address behind a DNS name, resolved again
+    every few seconds. Empty: `penstock run` starts engines, each on a free port."""
     server: Literal["local", "vllm"] = "local"
-    """Engines of our own: which server. `vllm` needs an interpreter that has it, with our plugin (docs/vllm.md)."""
+    """Server that `penstock run` starts. `vllm` needs an interpreter with vLLM and Penstock's plugin (docs/vllm.md)."""
     count: PositiveInt = 1
-    """Engines of our own: how many."""
+    """Number of engines to start."""
     devices: tuple[str, ...] = ()
-    """Engines of our own: the GPUs of each, as CUDA_VISIBLE_DEVICES has them: `["1", "2,3"]`. Empty: all."""
+    """GPUs of each started engine, as in CUDA_VISIBLE_DEVICES: `["1", "2,3"]`. Empty: all."""
     start_timeout_s: Seconds = 900.0
-    """Engines of our own: time to load the model and to listen. Half a minute for vLLM, minutes for large models."""
+    """Time for a started engine to load its model and listen: half a minute for vLLM, minutes for large models."""
     python: str = ""
-    """vLLM: the interpreter that has it, or its virtual environment's folder. Empty: the one that runs Penstock."""
+    """vLLM's interpreter, or its virtual environment; empty: the interpreter that runs Penstock."""
     flags: tuple[str, ...] = ()
-    """vLLM: further flags, `["--gpu-memory-utilization", "0.6"]` for one; they win over ours."""
+    """Further vLLM flags, for example `["--gpu-memory-utilization", "0.6"]`; they override Penstock's."""
     request_timeout_s: Seconds = 300.0
-    """For one turn."""
-    attempts: PositiveInt = 3
-    """Tries of one request before its completion is invalid."""
-    max_batch: PositiveInt = 128
-    """Engines of our own: sequences decoded together."""
-    max_length: PositiveInt = 1024
-    """Engines of our own: tokens of a sequence, prompt included."""
-    threads: PositiveInt = 1
-    """Engines of our own: threads that compute, where no GPU does."""
+    """Deadline of one turn."""
+    max_attempts: PositiveInt = 3
+    """Attempts of one request before its completion is invalid."""
+    max_batch_size: PositiveInt = 128
+    """Sequences that a started engine decodes together."""
+    max_model_len: PositiveInt = 1024
+    """Tokens of a sequence in a started engine, prompt included."""
+
+    @property
+    def static_urls(self) -> tuple[str, ...]:
+        """The engines that are named one by one."""
+        return tuple(url for url in self.urls if not url.startswith(DNS_PREFIX))
+
+    @property
+    def dns(self) -> str:
+        """`http://NAME:PORT` whose every address is an engine; empty if no URL begins with `dns+`."""
+        names = (url.removeprefix(DNS_PREFIX) for url in self.urls if url.startswith(DNS_PREFIX))
+        return next(names, "")

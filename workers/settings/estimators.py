@@ -1,87 +1,94 @@
-"""`[estimator]`: how rewards become advantages, and the options that each estimator has.
+"""`[estimator]`: advantage estimators and their options.
 
-One class to a name of `workers.train.algorithms.advantages.ESTIMATORS`, with the keyword-only parameters of the
-function as its fields: a test holds the two together. Defaults stand here alone.
+There is one class for each name in `workers.train.algorithms.advantages.ESTIMATORS`. Its fields are the keyword-only
+parameters of the registered function (a test compares them); their defaults are defined here.
 """
 
 from typing import ClassVar
 
-from workers.settings.section import EstimatorChoice, Fraction, PositiveFloat, PositiveInt
+from workers.settings.section import EstimatorChoice, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 class Grpo(EstimatorChoice, frozen=True, tag="grpo"):
-    """Against the mean of the group."""
+    """GRPO: reward minus the mean of the group."""
 
     normalize_std: bool = True
     """Divide by the group's standard deviation."""
     leave_one_out: bool = False
-    """Against the mean of the others instead."""
+    """Use the mean of the other completions."""
     epsilon: PositiveFloat = 1e-4
     """Added to the standard deviation."""
 
 
 class DrGrpo(EstimatorChoice, frozen=True, tag="dr_grpo"):
-    """The same without standard deviation; goes with aggregation `seq-mean-token-sum-norm`."""
+    """Dr. GRPO: GRPO without the standard deviation; use it with aggregation `seq-mean-token-sum-norm`."""
 
 
 class Rloo(EstimatorChoice, frozen=True, tag="rloo"):
-    """Against the mean of the others."""
+    """RLOO: reward minus the mean of the other completions."""
 
 
 class ReinforcePlusPlus(EstimatorChoice, frozen=True, tag="reinforce_plus_plus"):
-    """Discounted reward to go of each token, whitened over the batch."""
+    """REINFORCE++: discounted reward-to-go of each token, whitened over the batch."""
 
     within_group: ClassVar[bool] = False
     per_token: ClassVar[bool] = True
 
     discount: Fraction = 1.0
-    """Of a token's reward by each trainable token before it."""
+    """Discount factor per trainable token."""
     whiten: bool = True
-    """Mean 0 and variance 1 over the batch's tokens."""
+    """Normalize to mean 0 and variance 1 over the batch's tokens."""
 
 
 class ReinforcePlusPlusBaseline(EstimatorChoice, frozen=True, tag="reinforce_plus_plus_baseline"):
-    """Against the mean of the group, whitened over the batch's tokens."""
+    """REINFORCE++ baseline: reward minus the mean of the group, whitened over the batch's tokens."""
 
     within_group: ClassVar[bool] = False
 
 
 class Gae(EstimatorChoice, frozen=True, tag="gae"):
-    """Generalised advantage estimation, with a value head trained beside the policy (`[critic]`)."""
+    """Generalized advantage estimation, with a value head that is trained on the policy's last hidden states."""
 
     within_group: ClassVar[bool] = False
     per_token: ClassVar[bool] = True
+    trainer_options: ClassVar[tuple[str, ...]] = ("critic_width", "critic_learning_rate", "critic_value_clip")
 
     discount: Fraction = 1.0
-    """Of what comes later, by token."""
+    """Discount factor per token."""
     gae_lambda: Fraction = 0.95
-    """Between one step (0) and the whole episode (1)."""
+    """Lambda: 0 uses one step, 1 the whole episode."""
     whiten: bool = True
-    """Mean 0 and variance 1 over the batch's tokens."""
+    """Normalize to mean 0 and variance 1 over the batch's tokens."""
+    critic_width: PositiveInt = 128
+    """Hidden units of the value head."""
+    critic_learning_rate: NonNegativeFloat = 1e-3
+    """Learning rate of the value head's AdamW."""
+    critic_value_clip: PositiveFloat = float("inf")
+    """Distance from its old value at which a value is clipped in the loss."""
 
 
 class Remax(EstimatorChoice, frozen=True, tag="remax"):
-    """Against one more rollout of each prompt, at temperature 0."""
+    """ReMax: reward minus that of a greedy completion of the same prompt."""
 
     within_group: ClassVar[bool] = False
     per_token: ClassVar[bool] = True
 
 
 class Opo(EstimatorChoice, frozen=True, tag="opo"):
-    """Against the mean of the group weighted by length."""
+    """OPO: reward minus the length-weighted mean of the group."""
 
 
 class Gpg(EstimatorChoice, frozen=True, tag="gpg"):
-    """Against the mean of the group, scaled up by the fraction of the batch whose reward is not 0."""
+    """GPG: reward minus the mean of the group, scaled up by the fraction of the batch whose reward is not 0."""
 
     within_group: ClassVar[bool] = False
 
     f_norm: PositiveFloat = 1.0
-    """What the difference is divided by."""
+    """Divisor of the difference."""
 
 
 class GrpoPassk(EstimatorChoice, frozen=True, tag="grpo_passk"):
-    """Only the best of a group learns: its lead over the second."""
+    """Only the best completion of a group has an advantage: its lead over the second best."""
 
     normalize_std: bool = True
     """Divide by the group's standard deviation."""
@@ -90,16 +97,16 @@ class GrpoPassk(EstimatorChoice, frozen=True, tag="grpo_passk"):
 
 
 class Passk(EstimatorChoice, frozen=True, tag="passk"):
-    """Analytic advantage of pass@k: right or wrong, by `algorithm.correct_at`."""
+    """Analytic advantage of pass@k; `algorithm.success_threshold` decides what is correct."""
 
     reads: ClassVar[str] = "correct"
 
     k: PositiveInt = 4
-    """Tries of which one must be right; at most `rollout.group_size`."""
+    """Attempts of which one must be correct; at most `rollout.group_size`."""
 
 
 class Gdpo(EstimatorChoice, frozen=True, tag="gdpo"):
-    """Every part of the reward normalised on its own, then weighted, added and whitened."""
+    """GDPO: each reward part is normalized on its own, then weighted, summed and whitened."""
 
     within_group: ClassVar[bool] = False
     reads: ClassVar[str] = "parts"
@@ -109,29 +116,29 @@ class Gdpo(EstimatorChoice, frozen=True, tag="gdpo"):
 
 
 class OptimalTokenBaseline(EstimatorChoice, frozen=True, tag="optimal_token_baseline"):
-    """A baseline to each token place, weighted by the gradient's size."""
+    """A baseline for each token position, weighted by the size of the gradient."""
 
     per_token: ClassVar[bool] = True
 
     zero_tail: bool = True
-    """No baseline where one completion alone goes on."""
+    """No baseline at positions that only one completion reaches."""
     epsilon: PositiveFloat = 1e-8
     """Added to the sum of weights."""
 
 
 class TirOptimalTokenBaseline(EstimatorChoice, frozen=True, tag="tir_optimal_token_baseline"):
-    """The same, counting trainable tokens alone (tool turns)."""
+    """Optimal token baseline that counts only trainable tokens (for tool turns)."""
 
     per_token: ClassVar[bool] = True
 
     zero_tail: bool = True
-    """No baseline where one completion alone goes on."""
+    """No baseline at positions that only one completion reaches."""
     epsilon: PositiveFloat = 1e-8
     """Added to the sum of weights."""
 
 
 class MaxRl(EstimatorChoice, frozen=True, tag="max_rl"):
-    """Against the mean of the group, divided by that mean: hard prompts weigh more. For rewards of 0 and more."""
+    """MaxRL: reward minus the mean of the group, divided by that mean. Hard prompts weigh more; rewards must be >= 0."""
 
     epsilon: PositiveFloat = 1e-6
     """Added to the mean."""
@@ -154,4 +161,4 @@ Estimator = (
     | TirOptimalTokenBaseline
     | MaxRl
 )
-"""Any of them."""
+"""Any estimator."""

@@ -1,7 +1,7 @@
-"""`[loss]`: the policy loss, and the options that each has.
+"""`[loss]`: policy losses and their options.
 
-One class to a name of `workers.train.algorithms.losses.LOSSES`, with the keyword-only parameters of the function as its
-fields: a test holds the two together. Defaults stand here alone.
+There is one class for each name in `workers.train.algorithms.losses.LOSSES`. Its fields are the keyword-only parameters
+of the registered function (a test compares them); their defaults are defined here.
 """
 
 from typing import ClassVar, Literal
@@ -10,20 +10,21 @@ from workers.settings.section import Fraction, LossChoice, NonNegativeFloat, Pos
 
 
 class Clipped(LossChoice, frozen=True, tag="clipped"):
-    """PPO's."""
+    """PPO: clipped ratio."""
 
     clip_low: Fraction = 0.2
     """The ratio is clipped at 1 - clip_low."""
     clip_high: NonNegativeFloat = 0.2
     """The ratio is clipped at 1 + clip_high."""
     dual_clip: NonNegativeFloat = 0.0
-    """Where the advantage is negative, the loss is at most this often the advantage; above 1, or 0: no such bound."""
+    """Dual-clip bound: with a negative advantage the loss is at most this many times the advantage; above 1, or 0 for
+    none."""
     level: Literal["token", "sequence"] = "token"
-    """Ratio of each token, or the geometric mean over the completion."""
+    """Ratio of each token, or its geometric mean over the completion."""
 
 
 class Dapo(LossChoice, frozen=True, tag="dapo"):
-    """PPO's with more room upwards."""
+    """DAPO: PPO with a higher upper clip (clip-higher)."""
 
     clip_low: Fraction = 0.2
     """The ratio is clipped at 1 - clip_low."""
@@ -32,7 +33,7 @@ class Dapo(LossChoice, frozen=True, tag="dapo"):
 
 
 class Gspo(LossChoice, frozen=True, tag="gspo"):
-    """One ratio to a completion, the geometric mean of its tokens'."""
+    """GSPO: one ratio per completion, the geometric mean of its tokens' ratios."""
 
     aggregation: ClassVar[str] = "seq-mean-token-mean"
 
@@ -43,7 +44,7 @@ class Gspo(LossChoice, frozen=True, tag="gspo"):
 
 
 class Cispo(LossChoice, frozen=True, tag="cispo"):
-    """The ratio is clipped as a weight; every token keeps its gradient."""
+    """CISPO: the ratio is a clipped, detached weight; every token keeps its gradient."""
 
     clip_low: Fraction = 0.2
     """The weight is at least 1 - clip_low."""
@@ -52,18 +53,18 @@ class Cispo(LossChoice, frozen=True, tag="cispo"):
 
 
 class Sapo(LossChoice, frozen=True, tag="sapo"):
-    """A soft gate instead of a clip."""
+    """SAPO: a soft gate instead of clipping."""
 
     aggregation: ClassVar[str] = "seq-mean-token-mean"
 
     tau_positive: PositiveFloat = 1.0
-    """Steepness where the advantage is positive."""
+    """Temperature of the gate for positive advantages."""
     tau_negative: PositiveFloat = 1.05
-    """Steepness where it is negative."""
+    """Temperature of the gate for negative advantages."""
 
 
 class GeoMean(LossChoice, frozen=True, tag="geo_mean"):
-    """Geometric mean of the clipped token ratios (GMPO)."""
+    """GMPO: geometric mean of the clipped token ratios."""
 
     aggregation: ClassVar[str] = "seq-mean-token-mean"
 
@@ -74,69 +75,69 @@ class GeoMean(LossChoice, frozen=True, tag="geo_mean"):
 
 
 class GpgLoss(LossChoice, frozen=True, tag="gpg"):
-    """Log-probability times advantage; no ratio."""
+    """GPG: log-probability times advantage, without a ratio."""
 
     on_policy: ClassVar[bool] = True
 
 
 class ClipCov(LossChoice, frozen=True, tag="clip_cov"):
-    """PPO's, without gradient on a few tokens whose log-prob and advantage vary together."""
+    """Clip-Cov: PPO without gradient on some tokens with a high covariance of log-prob and advantage."""
 
     clip_low: Fraction = 0.2
     """The ratio is clipped at 1 - clip_low."""
     clip_high: NonNegativeFloat = 0.2
     """The ratio is clipped at 1 + clip_high."""
     clip_cov_ratio: Fraction = 2e-4
-    """Fraction of the batch's tokens that are taken out, at least one."""
+    """Fraction of the batch's tokens without gradient; at least one token."""
     clip_cov_low: float = 1.0
-    """Covariance above which a token may be taken out."""
+    """Only tokens with a higher covariance are candidates."""
     clip_cov_high: float = 5.0
-    """And below which."""
+    """Only tokens with a lower covariance are candidates."""
 
 
 class KlCov(LossChoice, frozen=True, tag="kl_cov"):
-    """The plain ratio, with a penalty on the tokens of the largest covariance."""
+    """KL-Cov: the plain ratio, with a KL penalty on the tokens with the largest covariance."""
 
     kl_cov_ratio: Fraction = 2e-4
-    """Fraction of the batch's tokens that are penalised, at least one."""
+    """Fraction of the batch's tokens with a penalty; at least one token."""
     kl_cov_coefficient: NonNegativeFloat = 1.0
-    """Of the penalty."""
+    """Coefficient of the penalty."""
 
 
 class DppoTv(LossChoice, frozen=True, tag="dppo_tv"):
-    """Tokens whose probability moved too far, by total variation, bear no gradient."""
+    """DPPO: no gradient on tokens whose probability moved too far, by total variation."""
 
     clip_low: Fraction = 0.15
-    """How far it may fall."""
+    """Largest decrease of the probability."""
     clip_high: Fraction = 0.15
-    """How far it may rise."""
+    """Largest increase of the probability."""
     ratio_cap: PositiveFloat = 20.0
-    """The ratio is at most this."""
+    """Upper bound of the ratio."""
 
 
 class DppoKl(LossChoice, frozen=True, tag="dppo_kl"):
-    """The same by the divergence of the binary distributions."""
+    """DPPO with the KL divergence of binary distributions as the measure."""
 
     clip_low: NonNegativeFloat = 0.05
-    """Bound where the probability falls."""
+    """Bound where the probability decreases."""
     clip_high: NonNegativeFloat = 0.05
-    """Bound where it rises."""
+    """Bound where the probability increases."""
     ratio_cap: PositiveFloat = 20.0
-    """The ratio is at most this."""
+    """Upper bound of the ratio."""
 
 
 class Dro(LossChoice, frozen=True, tag="dro"):
-    """Direct reward optimisation: a squared penalty on the log-ratio."""
+    """DRO: a squared penalty on the log-ratio."""
 
     dro_beta: PositiveFloat = 0.1
-    """Of the penalty."""
+    """Coefficient of the penalty."""
 
 
 class Reinforce(LossChoice, frozen=True, tag="reinforce"):
-    """Log-probability times advantage, times the importance weight of `[correction]`."""
+    """REINFORCE: log-probability times advantage times the importance weight of `[correction]`."""
 
     on_policy: ClassVar[bool] = True
 
 
 Loss = Clipped | Dapo | Gspo | Cispo | Sapo | GeoMean | GpgLoss | ClipCov | KlCov | DppoTv | DppoKl | Dro | Reinforce
-"""Any of them."""
+"""Any loss."""

@@ -1,6 +1,7 @@
-"""The pipeline itself: where things are, how many, how long."""
+"""Settings of the pipeline: names and places, process counts, queues, when to abort."""
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from msgspec import Meta
 
@@ -8,78 +9,93 @@ from workers.settings.section import Fraction, NonNegativeInt, PositiveInt, Seco
 
 
 class Run(Section, frozen=True):
-    """`[run]`: what it is called and where it lives."""
+    """`[run]`: name, folder and server of the run."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
-    """Every Redis key begins with it, in braces."""
+    """Name of the run; prefix of all its Redis keys, in braces."""
     folder: str = ""
-    """Checkpoints, ledger, logs; `runs/NAME` unless set. Relative paths start at the working directory."""
+    """Folder for checkpoints, ledger and logs; empty: `runs/NAME`. Relative to the working directory."""
     redis: str = ""
-    """URL of a Redis >= 7 or Valkey server (`redis://`, `rediss://`, `unix://`); empty: a private server."""
+    """URL of a Redis >= 7 or Valkey server (`redis://`, `rediss://`, `unix://`); empty: start a private server."""
     seed: int = 0
-    """Of shuffling and of the prompts' own seeds."""
+    """Seed for shuffling and for sampling."""
+    threads: PositiveInt = 1
+    """CPU threads of each trainer process, and of each started engine that has no GPU."""
+    address: str = "127.0.0.1"
+    """`HOST` or `HOST:PORT` by which other machines reach this process: engines that download weights from the trainer
+    (`weights.transport = "http"`, at this port, else at a free one), and environment servers that request turns from a
+    rollout worker."""
+
+    @property
+    def host(self) -> str:
+        """The host of `address`."""
+        return urlsplit(f"//{self.address}").hostname or self.address
+
+    @property
+    def port(self) -> int:
+        """The port of `address`; 0 if it has none."""
+        return urlsplit(f"//{self.address}").port or 0
 
 
 class Model(Section, frozen=True):
-    """`[model]`: the policy to begin with."""
+    """`[model]`: the policy that the run starts from."""
 
     path: str
-    """A folder in Hugging Face form: config, safetensors, tokenizer with a chat template."""
+    """Folder in Hugging Face format: config, safetensors, tokenizer with a chat template."""
     tool_format: Literal["auto", "deepseek", "hermes", "llama3_json", "mistral", "pythonic"] = "auto"
-    """How the model writes tool calls; `auto`: as its chat template does."""
+    """Format of the model's tool calls; `auto`: detect it from the chat template."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights that are published; the optimizer always works in float32."""
+    """Type of the published weights; the optimizer always works in float32."""
 
 
 class Score(Section, frozen=True):
     """`[score]`: the scoring stage."""
 
     workers: NonNegativeInt = 1
-    """Processes that `penstock run` starts."""
-    groups_in_flight: PositiveInt = 8
-    """Groups that one scorer works on at once."""
+    """Scorer processes that `penstock run` starts."""
 
 
 class Archive(Section, frozen=True):
-    """`[archive]`: the groups that were trained or dropped, on disk in the run's folder."""
+    """`[archive]`: trained and dropped groups, stored in the run's folder."""
 
-    keep: Literal["latest", "all", "none"] = "latest"
-    """`all`: `penstock replay` needs every group of a run; `latest`: within `megabytes`; `none`: nothing is kept."""
-    megabytes: PositiveInt = 1024
-    """With `latest`: beyond so many the oldest groups are removed."""
+    keep: Literal["all", "none"] | PositiveInt = 1024
+    """Megabytes to keep; the oldest groups are removed first. `"all"`: keep every group, which `penstock replay` needs;
+    `"none"`: store nothing."""
 
 
-class Delivery(Section, frozen=True):
-    """`[delivery]`: leases and retries."""
+class Queue(Section, frozen=True):
+    """`[queue]`: leases, retries and restarts."""
 
     lease_s: Seconds = 15.0
-    """A claimed entry whose owner has been silent for so long goes to somebody else."""
-    infra_attempts: PositiveInt = 5
-    """Workers an entry may outlive, failing engines included, before it is a dead letter."""
-    data_attempts: PositiveInt = 2
-    """Times its own content may fail before it is a dead letter."""
-    backoff_s: Seconds = 0.5
-    """First back-off; doubles, with jitter, up to 60 times itself."""
-    reconnect_s: Seconds = 60.0
-    """How long a worker tries to reach Redis, or any engine, before it gives up."""
-    grace_s: Seconds = 20.0
-    """Time to finish, or give back, what is held when asked to stop."""
-    lost_threads: PositiveInt = 64
-    """Threads of one worker that user code may keep beyond its deadline; at so many the worker drains, and restarts."""
-    memory_mb: NonNegativeInt = 0
-    """Resident memory, in MiB, at which a rollout worker or scorer drains, and restarts; 0: never."""
-    restarts: NonNegativeInt = 5
-    """Times `penstock run` restarts one role within ten minutes."""
+    """Lease time: an entry whose worker has not renewed its lease for this long is given to another worker. The first
+    retry of a failed entry or role waits 1/30 of it; the delay doubles, with jitter, up to 60 times."""
+    max_attempts: PositiveInt = 5
+    """Deliveries of one entry, worker and engine failures included, before it becomes a dead letter. An entry whose own
+    content fails becomes one after two."""
+    reconnect_timeout_s: Seconds = 60.0
+    """How long a worker tries to reach Redis or an engine before it gives up."""
+    shutdown_timeout_s: Seconds = 20.0
+    """Time for a stopping worker to finish or release what it holds."""
+    max_abandoned_threads: PositiveInt = 64
+    """Threads stuck in user code past their deadline at which a worker drains and is restarted."""
+    max_memory_mb: NonNegativeInt = 0
+    """Resident memory in MiB at which a rollout worker or scorer drains and is restarted; 0: no limit."""
+    max_restarts: NonNegativeInt = 5
+    """Restarts of one role by `penstock run` within ten minutes."""
     fsync: Literal["always", "everysec"] = "everysec"
-    """The private server's `appendfsync`."""
+    """`appendfsync` of the private server."""
+
+    @property
+    def retry_delay_s(self) -> float:
+        """Delay before the first retry; it doubles, with jitter, up to 60 times."""
+        return self.lease_s / 30
 
 
-class Guard(Section, frozen=True):
-    """`[guard]`: when a run is too sick to go on."""
+class Abort(Section, frozen=True):
+    """`[abort]`: conditions that stop the run with an error."""
 
     max_invalid_fraction: Fraction = 0.2
-    """Of one environment's completions, for one reason, over the window."""
-    window_groups: PositiveInt = 64
-    """Groups of one environment looked at together."""
-    stall_s: Seconds = 600.0
-    """No group trained or dropped for so long, while there is work: the run stops and says so."""
+    """Largest fraction of one environment's completions that may be invalid for one reason, over its last
+    4 x `train.batch_size` groups."""
+    stall_timeout_s: Seconds = 600.0
+    """Longest time without a trained or dropped group while there is work."""

@@ -1,12 +1,13 @@
-"""Published settings of rollout correction by name.
+"""Published combinations of rollout-correction settings, by name.
 
-`decoupled_*`: three policies; ratios are taken against the trainer's log-probs of the moment when the batch was formed,
-and importance weights correct for the engine. `bypass_*`: two policies; ratios are taken against the engine's own
-log-probs (`ppo_clip`), or there is no ratio and the importance weights are all of the correction (`pg`).
+`decoupled_*` (three policies): the ratio is taken against the trainer's log-probs from before the first update, and
+importance weights correct for the engine. `bypass_*` (two policies): the ratio is taken against the engine's log-probs
+(`ppo_clip`), or there is no ratio and importance weights are the only correction (`pg`).
 
 Source: verl, `verl/trainer/config/algorithm.py`, class RolloutCorrectionConfig.
 """
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple
 
@@ -24,35 +25,33 @@ Rule = Literal[
     "seq_max_k3",
     "m2po",
 ]
-"""Rules of rejection: level and estimator of the divergence; `m2po` bounds the second moment."""
+"""Rejection rules: level and estimator of the divergence between trainer and engine. `m2po` bounds the second moment
+of the log-ratio."""
 
 
 class Preset(NamedTuple):
-    """What a name stands for; the first six are keys of `[correction]`."""
+    """Values that a preset's name stands for; the first four are keys of `[correction]`."""
 
     weights: Literal["none", "token", "sequence"] = "none"
-    lower: float = 0.0
-    upper: float = 2.0
+    weight_range: tuple[float, float] = (0.0, 2.0)
     out_of_range: Literal["truncate", "zero"] = "truncate"
-    normalize: bool = False
-    reject: tuple[tuple[Rule, float, float], ...] = ()
-    """Rule, lower and upper bound."""
+    reject: Mapping[Rule, tuple[float, float]] = MappingProxyType({})
     bypass: bool = False
-    """Ratios are taken against the engine's log-probs."""
+    """The ratio is taken against the engine's log-probs."""
     loss: str = "clipped"
-    """`clipped`: any loss with a ratio; `reinforce`: none."""
+    """`clipped`: any loss with a ratio; `reinforce`: a loss without one."""
 
 
-_GEOMETRIC: Final[tuple[tuple[Rule, float, float], ...]] = (("seq_mean_k1", 0.999, 1.001),)
-_K3: Final[tuple[tuple[Rule, float, float], ...]] = (("seq_mean_k3", 0.0, 0.01),)
+_GEOMETRIC: Final[Mapping[Rule, tuple[float, float]]] = {"seq_mean_k1": (0.999, 1.001)}
+_K3: Final[Mapping[Rule, tuple[float, float]]] = {"seq_mean_k3": (0.0, 0.01)}
 
 PRESETS: Final = MappingProxyType(
     {
         "disabled": Preset(),
         "decoupled_token_is": Preset("token"),
         "decoupled_seq_is": Preset("sequence"),
-        "decoupled_token_icepop": Preset("token", lower=0.5, upper=5.0, out_of_range="zero"),
-        "decoupled_seq_is_rs": Preset("sequence", reject=(("seq_sum_k1", 0.5, 2.0),)),
+        "decoupled_token_icepop": Preset("token", weight_range=(0.5, 5.0), out_of_range="zero"),
+        "decoupled_seq_is_rs": Preset("sequence", reject={"seq_sum_k1": (0.5, 2.0)}),
         "decoupled_geo_rs": Preset(reject=_GEOMETRIC),
         "decoupled_geo_rs_seq_tis": Preset("sequence", reject=_GEOMETRIC),
         "decoupled_geo_rs_token_tis": Preset("token", reject=_GEOMETRIC),
@@ -64,11 +63,11 @@ PRESETS: Final = MappingProxyType(
         "bypass_ppo_clip_k3_rs": Preset(reject=_K3, bypass=True),
         "bypass_pg_is": Preset("sequence", bypass=True, loss="reinforce"),
         "bypass_pg_token_icepop": Preset(
-            "token", lower=0.5, upper=5.0, out_of_range="zero", bypass=True, loss="reinforce"
+            "token", weight_range=(0.5, 5.0), out_of_range="zero", bypass=True, loss="reinforce"
         ),
         "bypass_pg_geo_rs": Preset(reject=_GEOMETRIC, bypass=True, loss="reinforce"),
         "bypass_pg_geo_rs_seq_tis": Preset("sequence", reject=_GEOMETRIC, bypass=True, loss="reinforce"),
         "bypass_pg_geo_rs_token_tis": Preset("token", reject=_GEOMETRIC, bypass=True, loss="reinforce"),
     }
 )
-"""By name."""
+"""Presets by name."""

@@ -1,4 +1,4 @@
-"""What every table of the settings is made of."""
+"""Base classes and number types for the tables of a settings file."""
 
 from typing import Annotated, Any, ClassVar
 
@@ -14,43 +14,49 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of the TOML file."""
+    """One table of the settings file. Frozen; an unknown key is an error."""
 
     def non_default(self, *keys: str) -> list[str]:
-        """Those of these keys, or of all, that are not as they are unless set; of a table that need not be there."""
+        """Return the names of keys that differ from their defaults: among these, or among all if none is given.
+
+        Every key of the section must have a default.
+        """
         defaults = type(self)()
         return [key for key in keys or self.__struct_fields__ if getattr(self, key) != getattr(defaults, key)]
 
 
 class Choice(Section, frozen=True, tag_field="name"):
-    """A table whose key `name` picks a registered function; the other keys are that function's own options."""
+    """A table whose key `name` selects a registered function; its other keys are that function's options."""
+
+    trainer_options: ClassVar[tuple[str, ...]] = ()
+    """Options that the trainer reads and the function does not take."""
 
     @property
     def name(self) -> str:
-        """The name it is registered under."""
+        """The name under which the function is registered."""
         return str(self.__struct_config__.tag)
 
     @property
     def options(self) -> dict[str, Any]:
-        """The function's options by name."""
-        return msgspec.structs.asdict(self)
+        """The function's keyword arguments."""
+        return {key: value for key, value in msgspec.structs.asdict(self).items() if key not in self.trainer_options}
 
 
 class EstimatorChoice(Choice, frozen=True):
-    """What checks across keys must know of an estimator; its registration declares the same (a test compares them)."""
+    """Facts about an estimator that the cross-checks need. Its registration declares the same; a test compares them."""
 
     within_group: ClassVar[bool] = True
-    """A completion is compared with its siblings, and with nothing else."""
+    """It compares a completion only with the other completions of its group."""
     per_token: ClassVar[bool] = False
-    """Each token has an advantage of its own."""
+    """Each token has its own advantage."""
     reads: ClassVar[str] = "rewards"
-    """`rewards`, `parts` (of the reward, unmerged) or `correct` (right or wrong)."""
+    """What it computes with: `rewards`, `parts` (unmerged) or `correct` (right or wrong)."""
 
 
 class LossChoice(Choice, frozen=True):
-    """What checks across keys must know of a loss; its registration declares the same (a test compares them)."""
+    """Facts about a loss that the cross-checks need. Its registration declares the same; a test compares them."""
 
     on_policy: ClassVar[bool] = False
-    """It has no ratio to the proximal policy, so it is right for the first update of a batch alone."""
+    """It uses no ratio to the proximal policy, so it is valid only for the first update of a batch."""
     aggregation: ClassVar[str] = ""
-    """The only aggregation that its definition knows; empty: any."""
+    """The aggregation that defines it; empty: any."""

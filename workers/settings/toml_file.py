@@ -1,7 +1,6 @@
-"""Settings as a TOML file: read, overridden with `--set a.b=c`, checked, written.
+"""The settings file: read it, apply `--set a.b=c`, check it, write it.
 
-The supervisor writes the resolved settings to the run's folder, so that `penstock run runs/NAME/run.toml` resumes the
-run.
+The supervisor writes the resolved settings to the run's folder, so `penstock run runs/NAME/run.toml` resumes the run.
 """
 
 import re
@@ -13,18 +12,19 @@ import msgspec
 import tomli_w
 
 from stream.errors import SettingsError
-from workers.settings.algorithm import Rejection
 from workers.settings.cross_checks import check_combinations
 from workers.settings.data import DatasetSettings, EnvironmentSettings, RewardSettings
+from workers.settings.renamed_keys import explain_renamed
+from workers.settings.rollout import SamplingSettings
 from workers.settings.section import Section
 from workers.settings.settings import Settings, sections
 
-_NESTED_TABLES: Final[dict[str, type[Section]]] = {"reject": Rejection, "mix": DatasetSettings}
-"""Tables within tables, by their last name."""
+_NESTED_TABLES: Final[dict[str, type[Section]]] = {"sampling": SamplingSettings, "sets": DatasetSettings}
+"""Tables inside tables, by key."""
 
 
 def load_settings(path: Path, overrides: tuple[str, ...] = ()) -> Settings:
-    """Read a TOML file and apply overrides such as `train.learning_rate=0`.
+    """Read a settings file and apply overrides such as `train.learning_rate=0`.
 
     Raises:
         SettingsError: names the key, what is wrong with it, and what is allowed.
@@ -34,7 +34,7 @@ def load_settings(path: Path, overrides: tuple[str, ...] = ()) -> Settings:
     except FileNotFoundError as error:
         raise SettingsError(f"{path}: no such file") from error
     except PermissionError as error:
-        raise SettingsError(f"{path}: it is for another user to read") from error
+        raise SettingsError(f"{path}: permission denied: only another user may read it") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: not TOML: {error}") from error
     for override in overrides:
@@ -43,19 +43,19 @@ def load_settings(path: Path, overrides: tuple[str, ...] = ()) -> Settings:
 
 
 def settings_for_model(folder: Path, overrides: tuple[str, ...] = ()) -> Settings:
-    """The settings of a model folder that is served by itself: all defaults, but for the overrides.
+    """Return settings to serve a model folder without a run: defaults and the overrides.
 
     Raises:
-        SettingsError: as `load`.
+        SettingsError: as `load_settings`.
     """
     table: dict[str, Any] = {"model": {"path": str(folder)}, "data": {"path": ""}}
     for override in overrides:
         _apply_override(table, override)
-    return _convert(table, str(folder))  # there is no run whose keys could be at odds
+    return _convert(table, str(folder))  # no cross-checks: there is no run
 
 
 def parse_settings(table: dict[str, Any], source: str = "settings") -> Settings:
-    """Check a table of settings.
+    """Convert and check a table of settings.
 
     Raises:
         SettingsError: names the key, what is wrong with it, and what is allowed.
@@ -65,6 +65,28 @@ def parse_settings(table: dict[str, Any], source: str = "settings") -> Settings:
     return settings
 
 
+def parse_rewards(table: dict[str, Any], source: str) -> tuple[RewardSettings, ...]:
+    """Return the reward functions of a settings file, or of a file that holds only `[[rewards]]`.
+
+    Raises:
+        SettingsError: there are none, or a key is wrong.
+    """
+    if unknown := sorted(table.keys() - set(Settings.__struct_fields__)):
+        old = explain_renamed(unknown[0], table[unknown[0]])
+        raise SettingsError(f"{source}: {old or f'unknown key {unknown[0]}; only [[rewards]] is read'}")
+    if not table.get("rewards"):
+        raise SettingsError(f"{source}: no [[rewards]], so there is nothing to score with")
+    try:
+        return msgspec.convert(table["rewards"], tuple[RewardSettings, ...])
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{source}: {_explain(str(error).replace('`$', '`$.rewards'), table)}") from error
+
+
+def dump_settings(settings: Settings) -> str:
+    """Return the settings as TOML; `load_settings` reads an equal value back."""
+    return tomli_w.dumps(msgspec.to_builtins(settings, str_keys=True))
+
+
 def _convert(table: dict[str, Any], source: str) -> Settings:
     try:
         return msgspec.convert(table, Settings, str_keys=True)
@@ -72,29 +94,8 @@ def _convert(table: dict[str, Any], source: str) -> Settings:
         raise SettingsError(f"{source}: {_explain(str(error), table)}") from error
 
 
-def parse_rewards(table: dict[str, Any], source: str) -> tuple[RewardSettings, ...]:
-    """The reward functions of a table of settings, which may be a whole file or `[[rewards]]` alone.
-
-    Raises:
-        SettingsError: there are none, or a key is wrong.
-    """
-    if unknown := sorted(table.keys() - set(Settings.__struct_fields__)):
-        raise SettingsError(f"{source}: unknown key {unknown[0]}; [[rewards]] is read from there")
-    if not table.get("rewards"):
-        raise SettingsError(f"{source}: it has no [[rewards]], so there is nothing to score with")
-    try:
-        return msgspec.convert(table["rewards"], tuple[RewardSettings, ...])
-    except msgspec.ValidationError as error:
-        raise SettingsError(f"{source}: rewards: {error}") from error
-
-
-def dump_settings(settings: Settings) -> str:
-    """The settings as TOML that `load` reads back equal."""
-    return tomli_w.dumps(msgspec.to_builtins(settings, str_keys=True))
-
-
 def _apply_override(table: dict[str, Any], override: str) -> None:
-    """Set one dotted key; the value is TOML, or a bare string."""
+    """Set one dotted key; the value is TOML or a bare string."""
     dotted, equals, text = override.partition("=")
     if not equals:
         raise SettingsError(f"--set {override}: write it as section.key=value")
@@ -111,25 +112,26 @@ def _apply_override(table: dict[str, Any], override: str) -> None:
 
 
 def _explain(message: str, table: dict[str, Any]) -> str:
-    """Turn msgspec's message into one that names the key as it stands in the file, and the allowed ones."""
-    text, _, where = message.partition(" - at `$")
-    path = (
-        where.rstrip("`").lstrip(".").replace("environments[...]", f"environments.{_first_invalid_environment(table)}")
-    )
+    """Return msgspec's message with the key as it is written in the file, and the allowed keys or values."""
+    text, _, where = message.replace(" - at `key` in `$", " - at `$").partition(" - at `$")
+    environment = f"environments.{_first_invalid_environment(table)}"
+    path = where.rstrip("`").lstrip(".").replace("environments[...]", environment)
     if "unknown field" in text:
-        unknown = text.rsplit("`", 2)[1]
-        allowed = ", ".join(_allowed_keys(re.sub(r"\[.*?\]", "", path), table))
-        return f"unknown key {'.'.join(filter(None, [path, unknown]))}; allowed there: {allowed}"
+        key = ".".join(filter(None, [re.sub(r"\[.*?\]", "", path), text.rsplit("`", 2)[1]]))
+        if old := explain_renamed(key, table.get(key)):
+            return old
+        shown = ".".join(filter(None, [path, text.rsplit("`", 2)[1]]))
+        return f"unknown key {shown}; allowed there: {', '.join(_allowed_keys(key.rpartition('.')[0], table))}"
     section = path.partition(".")[0]
     if len(kinds := sections().get(section, [])) > 1 and ("Invalid value" in text or "missing" in text):
         names = ", ".join(str(kind.__struct_config__.tag) for kind in kinds)
         return f"{section}.name: {text[:1].lower()}{text[1:]}; use one of {names}"
-    choices = _allowed_values(path) if "enum value" in text else ""
-    return f"{path or 'settings'}: {text[:1].lower()}{text[1:]}{choices}"
+    allowed = _allowed_values(path) if "enum value" in text else ""
+    return f"{path or 'settings'}: {text[:1].lower()}{text[1:]}{allowed}"
 
 
 def _allowed_values(path: str) -> str:
-    """What a key may be, where that is one of several words."""
+    """Return the words that a key accepts, if it accepts only words."""
     section, _, key = re.sub(r"\[.*?\]", "", path).partition(".")
     for kind in sections().get(section, []):
         words = get_args(get_type_hints(kind).get(key))
@@ -139,7 +141,7 @@ def _allowed_values(path: str) -> str:
 
 
 def _first_invalid_environment(table: dict[str, Any]) -> str:
-    """The first of `[environments]` that is neither a reference nor a table for one; msgspec does not name it."""
+    """Return the name of the first entry of `[environments]` that is invalid; msgspec's message does not have it."""
     environments = table.get("environments")
     for name, environment in environments.items() if isinstance(environments, dict) else ():
         try:
@@ -150,7 +152,7 @@ def _first_invalid_environment(table: dict[str, Any]) -> str:
 
 
 def _allowed_keys(path: str, table: dict[str, Any]) -> list[str]:
-    """Keys of the table at this path; of one that picks a function, that function's."""
+    """Return the keys of the table at this path; for `estimator` and `loss`, the options of the selected name."""
     if not path:
         return list(Settings.__struct_fields__)
     section, _, inner = path.partition(".")

@@ -90,7 +90,7 @@ class Trainer:
             if progress.step - published >= settings.publish_every or not more or progress.step == settings.max_steps:
                 await self._publish(metrics)
                 published = progress.step
-            if progress.step - self._last_checkpoint[0] >= settings.checkpoint_every:
+            if progress.step - self._last_checkpoint[0] >= settings.save_every:
                 await self._checkpoint()
         await self._checkpoint()
         if not self.stopping.is_set():

@@ -48,11 +48,11 @@ async def train(context: WorkerContext, make_learner: Callable[[Settings], Learn
         tasks.start_soon(discovery.watch)
         last_known_token = await anyio.to_thread.run_sync(last_token, settings.folder)
         trainer_lease = await TrainerLease.acquire(
-            context.connection, settings.delivery.lease_s, min_token=last_known_token
+            context.connection, settings.queue.lease_s, min_token=last_known_token
         )
         tasks.start_soon(trainer_lease.renew_forever)
         fence = await anyio.to_thread.run_sync(RunFolderLock.acquire, settings.folder, trainer_lease.token)
-        checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.train.keep_last, fence)
+        checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.train.max_checkpoints, fence)
         learner, progress = await anyio.to_thread.run_sync(_load, settings, checkpoints, make_learner)
         ledger = await anyio.to_thread.run_sync(Ledger, settings.folder / "ledger.jsonl", progress.ledger_bytes, fence)
         requeued = await trainer_lease.recover(ledger)
@@ -108,7 +108,9 @@ def _load(
 
 def _retention_s(settings: Settings) -> float:
     """An engine reads an adapter again that it had no room for, as long as a request goes on with it."""
-    return settings.engine.request_timeout_s + settings.delivery.reconnect_s if settings.publishes_adapters else 0.0
+    return (
+        settings.engine.request_timeout_s + settings.queue.reconnect_timeout_s if settings.publishes_adapters else 0.0
+    )
 
 
 def _open_evaluation_log(settings: Settings, progress: Progress, fence: RunFolderLock) -> EvaluationLog | None:
@@ -116,7 +118,7 @@ def _open_evaluation_log(settings: Settings, progress: Progress, fence: RunFolde
 
 
 def _open_archive(settings: Settings, fence: RunFolderLock | None) -> Archive | None:
-    keep, megabytes = settings.archive.keep, settings.archive.megabytes
+    keep = settings.archive.keep
     if keep == "none":
         return None
-    return Archive(settings.folder / "groups", megabytes * 1_000_000 if keep == "latest" else None, fence)
+    return Archive(settings.folder / "groups", None if keep == "all" else keep * 1_000_000, fence)

@@ -75,7 +75,7 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
     log.info("engine.started", vllm=installed.version, cpu=installed.is_cpu_build, command=" ".join(started))
     if not _is_loopback(host):
         log.warning("engine.exposed", host=host, why="whoever reaches it may change its weights")
-    env = build_environment(os.environ, threads=engine.threads, is_cpu_build=installed.is_cpu_build)
+    env = build_environment(os.environ, threads=settings.run.threads, is_cpu_build=installed.is_cpu_build)
     async with _start_process(started, env, tail) as (process, warden), anyio.create_task_group() as tasks:
         url, gone, silent = server_url(host, port), anyio.Event(), anyio.Event()
 

@@ -25,7 +25,7 @@ from stream.errors import PenstockError
 from stream.records import Failure, Message
 from stream.validity import Measured, RewardReason, Unmeasured
 from workers.commands.check.check_report import EnvironmentReport, ToolTrial, failure_reason
-from workers.rollout.environment_slot import EnvironmentSlot
+from workers.rollout.environment_slot import MAX_SNAPSHOT_BYTES, EnvironmentSlot
 from workers.rollout.tool_formats.parsed_turn import ToolCall
 from workers.settings import Rollout
 
@@ -74,7 +74,7 @@ async def check_environment(
 async def _play_episode(
     report: EnvironmentReport, factory: EnvironmentFactory, slot: EnvironmentSlot, limits: Rollout
 ) -> None:
-    observation = await slot.reset(report.fields, seed=0, index=0, timeout_s=limits.reset_timeout_s)
+    observation = await slot.reset(report.fields, seed=0, index=0, timeout_s=limits.call_timeout_s)
     if isinstance(observation, Failure):
         report.errors.append(f"{observation.detail}; reset gets the row's fields: give them with --field name=value")
         return
@@ -85,20 +85,20 @@ async def _play_episode(
         )
         return
     for spec in factory.tools:
-        trial = await _try_tool(spec, slot, limits.tool_timeout_s)
+        trial = await _try_tool(spec, slot, limits.call_timeout_s)
         report.tools.append(trial)
         if trial.failure:
             report.warnings.append(f"tool {spec.name} failed the episode: {trial.failure}")
             return  # the instance is not to be trusted after that
     if factory.has_reward:
-        report.parts = await slot.reward(limits.reward_timeout_s, _conversation(report.tools))
+        report.parts = await slot.reward(limits.call_timeout_s, _conversation(report.tools))
         report.reward = merge_parts(report.parts)
         if not isinstance(report.reward, Measured):
             told = f"{report.reward.reason} {report.reward.detail}".rstrip()
             report.warnings.append(
                 f"get_reward measured nothing after these calls ({told}); such completions are invalid"
             )
-    data = await slot.freeze(limits.max_snapshot_bytes, limits.reward_timeout_s)
+    data = await slot.freeze(MAX_SNAPSHOT_BYTES, limits.call_timeout_s)
     if isinstance(data, Failure):
         report.errors.append(data.detail)
         return
@@ -143,11 +143,11 @@ async def _compare_two_episodes(
         instances.append(factory.make())
 
     for i in range(2):
-        outcome = await caller.call(start, {}, limits.reset_timeout_s)
+        outcome = await caller.call(start, {}, limits.call_timeout_s)
         if isinstance(outcome, Ok):
             arguments = factory.reset_arguments(instances[i], report.fields, 0, i)
             unseen = [name for name in report.fields if name not in arguments]
-            outcome = await caller.call(instances[i].reset, arguments, limits.reset_timeout_s)
+            outcome = await caller.call(instances[i].reset, arguments, limits.call_timeout_s)
         if not isinstance(outcome, Ok):
             report.errors.append(
                 f"a second environment could not be started beside the first: {failure_reason(outcome)}"
@@ -159,7 +159,7 @@ async def _compare_two_episodes(
         report.warnings += found.value if isinstance(found, Ok) else [f"__copy__: {failure_reason(found)}"]
     for instance in instances:
         if callable(close := getattr(instance, "close", None)):
-            await caller.call(close, {}, limits.reset_timeout_s)
+            await caller.call(close, {}, limits.call_timeout_s)
 
 
 def _compare_instances(one: object, other: object) -> Iterable[str]:

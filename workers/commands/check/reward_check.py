@@ -19,7 +19,7 @@ from stream.errors import PenstockError, ReferenceNotFoundError
 from stream.records import Failure
 from stream.validity import Measured, Reward, Unmeasured
 from workers.commands.check.check_report import RewardReport, RewardTrial, failure_reason
-from workers.rollout.environment_slot import EnvironmentSlot
+from workers.rollout.environment_slot import MAX_SNAPSHOT_BYTES, EnvironmentSlot
 from workers.settings import Rollout
 
 _LOAD_TIMEOUT_S = 120.0
@@ -122,7 +122,7 @@ async def _call_function(
 
 async def _rewards(function: RewardFunction, batch: RewardBatch, limits: Rollout) -> list[Reward]:
     """What each completion is worth to it, several parts merged as a run would."""
-    return [merge_parts(function.to_parts(entry)) for entry in await function(batch, limits.reward_timeout_s)]
+    return [merge_parts(function.to_parts(entry)) for entry in await function(batch, limits.call_timeout_s)]
 
 
 def _summarize(report: RewardReport, measured: dict[str, list[Reward]]) -> None:
@@ -168,9 +168,9 @@ async def _snapshots(ref: str, fields: dict[str, Any], limits: Rollout, count: i
     factory = await anyio.to_thread.run_sync(EnvironmentFactory.load, ref)
     slot = EnvironmentSlot(ref, factory, CallRunner(anyio.CapacityLimiter(1)))
     try:
-        begun = await slot.reset(fields, seed=0, index=0, timeout_s=limits.reset_timeout_s)
+        begun = await slot.reset(fields, seed=0, index=0, timeout_s=limits.call_timeout_s)
         frozen = begun if isinstance(begun, Failure) else None
-        data = await slot.freeze(limits.max_snapshot_bytes, limits.reset_timeout_s) if frozen is None else frozen
+        data = await slot.freeze(MAX_SNAPSHOT_BYTES, limits.call_timeout_s) if frozen is None else frozen
     finally:
         await slot.close()
     if isinstance(data, Failure):

@@ -46,7 +46,7 @@ async def roll_out_and_score(
         EnvironmentPool(factories, size=MAX_GROUPS_IN_FLIGHT * most) as pool,
         open_reward_functions(settings, "rollout") as at_rollout,
         open_reward_functions(settings, "score") as at_score,
-        serve_endpoint_if_needed(factories, settings.rollout.endpoint_host) as endpoint,
+        serve_endpoint_if_needed(factories, settings.run.host) as endpoint,
     ):
         await engine.wait_until_ready()
 
@@ -65,7 +65,7 @@ async def roll_out_and_score(
                     min_policy_version=min_policy_version,
                     endpoint=endpoint,
                 )
-                await score_group(group, at_score, factories, limits.reward_timeout_s)
+                await score_group(group, at_score, factories, limits.call_timeout_s)
                 groups[place] = group
 
         async with anyio.create_task_group() as tasks:

@@ -113,7 +113,7 @@ async def rescore(
     async with _atomic_folder(folder) as making, AsyncExitStack() as stack:
         ready = [await stack.enter_async_context(function.open()) for function in functions]
         file = await stack.enter_async_context(await anyio.open_file(making / "completions.jsonl", "wb"))
-        async for lines in _rescore_in_chunks(archived, ready, factories, settings.rollout.reward_timeout_s):
+        async for lines in _rescore_in_chunks(archived, ready, factories, settings.rollout.call_timeout_s):
             await file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
             comparisons += [
                 RewardComparison(line.prompt, line.environment or "", line.old, line.new)

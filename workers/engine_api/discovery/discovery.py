@@ -35,7 +35,7 @@ class EngineDiscovery:
 
     def __init__(self, urls: Sequence[str], *, dns: str = "", connection: RunConnection | None = None) -> None:
         self._configured_urls = tuple(normalize_engine_url(url, "engine.urls") for url in urls)
-        self._dns = normalize_engine_url(dns, "engine.dns") if dns else ""
+        self._dns = normalize_engine_url(dns, "engine.urls") if dns else ""
         self._dns_misses: dict[str, int] = {}
         self._dns_failing = False
         self._connection = connection
@@ -48,11 +48,14 @@ class EngineDiscovery:
     @property
     def empty_reason(self) -> str:
         """Where engines could have been named, and what came of it, for people."""
-        name = f"{self._dns} (engine.dns) resolves to no address" if self._dns else "engine.dns names none"
-        if self._dns_misses:
-            name = f"those of {self._dns} (engine.dns) were removed"
-        named = "those of engine.urls were removed" if self._configured_urls else "engine.urls names none"
-        return f"the run has no engine: {named}, {name}; `penstock engines add` adds one"
+        if not self._configured_urls and not self._dns:
+            reason = "engine.urls is empty"
+        elif self._dns and not self._dns_misses:
+            reason = f"{self._dns} (engine.urls) resolves to no address"
+            reason += ", and the others in engine.urls were removed" if self._configured_urls else ""
+        else:
+            reason = "those in engine.urls were removed"
+        return f"the run has no engine: {reason}; `penstock engines add` adds one"
 
     @classmethod
     async def from_settings(cls, engine: Engine, connection: RunConnection) -> "EngineDiscovery":
@@ -61,7 +64,7 @@ class EngineDiscovery:
         Raises:
             SettingsError: the settings name something that is no engine's URL.
         """
-        discovery = cls(engine.urls, dns=engine.dns, connection=connection)
+        discovery = cls(engine.static_urls, dns=engine.dns, connection=connection)
         if discovery._dns:
             await discovery._resolve_dns()
         discovery._set_overrides(await read_engine_overrides(connection))

@@ -47,7 +47,7 @@ async def run_agent_episode(
         completion, chats, sampler, limits, tool_format, min_policy_version, prompt.seed + index, prompt.id
     )
     with timed(completion, "reset"):
-        observation = await slot.reset(reset_fields(prompt), prompt.seed + index, index, limits.reset_timeout_s)
+        observation = await slot.reset(reset_fields(prompt), prompt.seed + index, index, limits.call_timeout_s)
     if isinstance(observation, Failure):
         completion.failure = observation
     else:
@@ -64,7 +64,7 @@ async def _run_environment(recorder: Recorder, endpoint: AgentEndpoint, slot: En
     completion = recorder.completion
     sampling = {"temperature": limits.temperature, "max_tokens": limits.max_tokens_per_turn}
     with endpoint.episode(recorder) as url:
-        failed = await slot.run_episode(url, sampling, limits.wall_clock_s)
+        failed = await slot.run_episode(url, sampling, limits.episode_timeout_s)
     if recorder.failure is not None:  # what the program made of it is no sample of what the policy does
         completion.failure = recorder.failure
     elif completion.truncated is not None:

@@ -47,8 +47,9 @@ def _for_environment(name: str, factory: EnvironmentFactory, settings: Settings,
     if not factory.tools:  # one turn: nothing is read, and nothing ever continued
         return _without_tools(settings, model_path)
     schemas = [tool.schema for tool in factory.tools]
-    shown = schemas if settings.data.tool_schemas else None
-    chat = ChatTokenizer.load(model_path, settings.data.template_args, shown)
+    template_kwargs = dict(settings.data.chat_template_kwargs)
+    shown = schemas if template_kwargs.pop("tools", True) else None
+    chat = ChatTokenizer.load(model_path, template_kwargs, shown)
     choice = choose_tool_format(settings.model.tool_format, chat.renderer.template, shown)
     history = check_history(chat.renderer)
     chat.rewrites_history = history.rewrites_history
@@ -71,13 +72,13 @@ def _for_environment(name: str, factory: EnvironmentFactory, settings: Settings,
 
 
 def _without_tools(settings: Settings, model_path: Path) -> ChatSetup:
-    chat = ChatTokenizer.load(model_path, settings.data.template_args, None)
+    chat = ChatTokenizer.load(model_path, settings.data.chat_template_kwargs, None)
     return ChatSetup(chat, choose_tool_format("hermes", chat.renderer.template, None).format)
 
 
 def _for_own_loop(settings: Settings, model_path: Path) -> ChatSetup:
     """For an environment that leads its episodes: which tools there are, each of its requests says."""
-    chat = ChatTokenizer.load(model_path, settings.data.template_args, None)
+    chat = ChatTokenizer.load(model_path, settings.data.chat_template_kwargs, None)
     try:
         return ChatSetup(chat, choose_tool_format(settings.model.tool_format, chat.renderer.template, None).format)
     except SettingsError as error:  # only a request with tools would need one

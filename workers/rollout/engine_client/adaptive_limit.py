@@ -9,6 +9,10 @@ from typing import Final
 
 from workers.rollout.engine_client.engine_metrics import EngineMetrics
 
+MIN_CONCURRENCY: Final = 8
+"""Requests that a rollout worker may always have at one engine."""
+MAX_CONCURRENCY: Final = 512
+"""Requests that a rollout worker may have at one engine at most."""
 INCREASE: Final = 8
 """Requests more, at a look."""
 DECREASE: Final = 0.8

@@ -24,6 +24,7 @@ from envs.remote.service_client import back_off
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
 from workers.engine_api.connection import ConnectionPool, RequestTimeoutError, UnreachableError
 from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.rollout.engine_client.adaptive_limit import MAX_CONCURRENCY, MIN_CONCURRENCY
 from workers.rollout.engine_client.attempt import Attempt, StaleWeightsError
 from workers.rollout.engine_client.engine_state import EngineState
 from workers.rollout.engine_client.health import HealthMonitor
@@ -32,7 +33,6 @@ from workers.rollout.engine_client.router import Router, RouteRequest
 from workers.rollout.engine_client.sampled_turn import UNVERSIONED, IncompatibleEngineError, SampledTurn
 from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.settings import Settings
-from workers.settings.engine import Engine
 
 log = structlog.get_logger()
 
@@ -61,7 +61,7 @@ class EngineClient:
         unavailable_timeout_s: float,
         sampling_options: Sequence[SamplingOptions] = (),
         uses_adapters: bool = False,
-        concurrency_bounds: tuple[int, int] = (Engine().min_concurrency, Engine().max_concurrency),
+        concurrency_bounds: tuple[int, int] = (MIN_CONCURRENCY, MAX_CONCURRENCY),
         salts_prefix_cache: bool = False,
     ) -> None:
         self.sampling_options = tuple(sampling_options)
@@ -83,12 +83,11 @@ class EngineClient:
         return cls(
             engines,
             request_timeout_s=settings.engine.request_timeout_s,
-            max_attempts=settings.engine.attempts,
+            max_attempts=settings.engine.max_attempts,
             unavailable_timeout_s=settings.engine_wait_s,
             sampling_options=[SamplingOptions.from_settings(limits, max_tokens=limits.max_tokens) for limits in played],
             uses_adapters=settings.publishes_adapters,
-            concurrency_bounds=(settings.engine.min_concurrency, settings.engine.max_concurrency),
-            salts_prefix_cache=settings.weights.kv == "keep",
+            salts_prefix_cache=settings.weights.kv_cache == "keep",
         )
 
     async def __aenter__(self) -> Self:

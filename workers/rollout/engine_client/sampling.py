@@ -49,15 +49,16 @@ class SamplingOptions(Struct, frozen=True, kw_only=True):
         completion: int = 0,
     ) -> "SamplingOptions":
         """As a run's settings have it."""
+        sampling = limits.sampling
         return cls(
             temperature=limits.temperature,
             max_tokens=max_tokens,
-            min_tokens=limits.min_tokens,
-            top_p=limits.top_p,
-            top_k=limits.top_k,
-            min_p=limits.min_p,
-            logit_bias=limits.logit_bias,
-            stop=limits.stop,
+            min_tokens=sampling.min_tokens,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            logit_bias=sampling.logit_bias,
+            stop=sampling.stop,
             stop_token_ids=stop_token_ids,
             seed=seed,
             group=group,

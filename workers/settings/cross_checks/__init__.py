@@ -1,12 +1,12 @@
-"""What is possible key by key, but not together: refused before anything starts, naming both keys and the remedy.
+"""Checks across keys: combinations that cannot work, or in which a key would have no effect, are refused before a start.
 
 ::
 
     data        [data], [[rewards]]            training    [train], [lora]
-    rollout     [rollout], [pacing], [eval]    estimators  [filter], [estimator], [shaping], normalizations, [critic]
+    rollout     [rollout], [pacing], [eval]    estimators  [filter], [estimator], [algorithm]
     engine      [engine], [weights]            losses      [loss], [correction]
 
-Each check takes the settings, and yields what is wrong with them.
+Each check takes the settings and yields messages that name both keys and the remedy.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,20 +27,22 @@ _CHECKS: Final[tuple[Callable[[Settings], Iterator[str]], ...]] = (
     rollout.check_evaluation,
     estimators.check_filters,
     estimators.check_estimator,
-    estimators.check_shaping,
+    estimators.check_estimator_inputs,
+    estimators.check_overlong,
     training.check_trainer,
     losses.check_loss,
     losses.check_preset,
     losses.check_correction,
+    losses.check_rejection,
     training.check_lora,
 )
 
 
 def check_combinations(settings: Settings, source: str) -> None:
-    """Refuse combinations that cannot work, or in which a key would silently have no effect.
+    """Refuse the first combination that cannot work.
 
     Raises:
-        SettingsError: the first of them.
+        SettingsError: names both keys and the remedy.
     """
     for check in _CHECKS:
         for problem in check(settings):

@@ -1,4 +1,4 @@
-"""Where prompts come from, and what judges completions."""
+"""Checks of `[data]`, `[environments]` and `[[rewards]]`."""
 
 import math
 from collections.abc import Iterator
@@ -7,39 +7,37 @@ from workers.settings.settings import Settings
 
 
 def check_rewards(s: Settings) -> Iterator[str]:
-    """`[[rewards]]`: something measures, and what it measures can be told apart."""
+    """`[[rewards]]`: something measures a reward, and the parts have different names."""
     if not s.environments and not s.rewards:
         yield "neither [environments] nor [[rewards]] is set, so nothing would measure a reward; add one"
     names = [reward.name or reward.ref.rpartition(":")[2] for reward in s.rewards]
-    for place, name in enumerate(names):
-        if name in names[:place]:
+    for index, name in enumerate(names):
+        if name in names[:index]:
             yield (
-                f"rewards[{names.index(name)}] and rewards[{place}] are both called {name!r}, so that their parts "
-                "could not be told apart; give one of them another name"
+                f"rewards[{names.index(name)}] and rewards[{index}] both have the name {name!r}, so their parts could "
+                "not be told apart; give one of them another name"
             )
         if name == "env":
-            yield f"rewards[{place}].name is 'env', as the environment's own part is called; set it to another name"
-    for place, reward in enumerate(s.rewards):
+            yield f"rewards[{index}].name is 'env', the name of the environment's own part; choose another name"
+    for index, reward in enumerate(s.rewards):
         if not math.isfinite(reward.weight):
-            yield f"rewards[{place}].weight is {reward.weight}, so no reward would be a finite number; set it to one"
+            yield f"rewards[{index}].weight is {reward.weight}, so no reward would be finite; set a finite number"
 
 
 def check_datasets(s: Settings) -> Iterator[str]:
-    """`[data]`: one data set or several, and environments that there are."""
-    if bool(s.data.path) == bool(s.data.mix):
+    """`[data]`: one data set or several, and environments that exist."""
+    if bool(s.data.path) == bool(s.data.sets):
         both = "both are" if s.data.path else "neither is"
-        yield f"data.path names one data set and [[data.mix]] several, and {both} set; set one of them"
-    if s.data.mix and s.data.name:
-        yield "data.name is of a single data set; give each of [[data.mix]] its own"
-    for number, each in enumerate(s.data.mix):
-        if math.isinf(each.weight):
-            yield f"data.mix[{number}].weight is inf, which is no share of the prompts; set it to a finite number"
-    has_weight = [each.weight > 0 for each in s.data.mix]
+        yield f"data.path names one data set and [[data.sets]] several, and {both} set; set one of them"
+    for index, dataset in enumerate(s.data.sets):
+        if math.isinf(dataset.weight):
+            yield f"data.sets[{index}].weight is inf; set a finite share of the prompts"
+    has_weight = [dataset.weight > 0 for dataset in s.data.sets]
     if any(has_weight) and not all(has_weight):
-        yield "some of [[data.mix]] have a weight and some have none; give all of them one, or none"
-    for place, name in [("data", s.data.environment), *((f"data.mix {m.path!r}", m.environment) for m in s.data.mix)]:
-        if name and name not in s.environments:
+        yield "some of [[data.sets]] have a weight and some have none; give all of them a weight, or none"
+    for index, dataset in enumerate(s.data.sets):
+        if dataset.environment and dataset.environment not in s.environments:
             known = ", ".join(s.environments) or "none"
-            yield f"{place}: environment {name!r} is unknown; [environments] has: {known}"
+            yield f"data.sets[{index}].environment {dataset.environment!r} is unknown; [environments] has: {known}"
     if not s.data.prompt and not s.environments:
-        yield "data.prompt is empty, so that prompts come from reset, but there are no [environments]; name the column"
+        yield "data.prompt is empty, so prompts come from reset, but [environments] is empty; name the prompt column"

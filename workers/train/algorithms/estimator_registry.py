@@ -39,7 +39,7 @@ ESTIMATORS: Final[Registry[EstimatorTraits]] = Registry(
         "loss_lengths_C": "int64, the same of those that bear loss; 0 outside of L",
         "parts_PC": "float64, parts of the rewards; anything outside of B",
         "part_weights_P": "float64, weight of each part",
-        "correct_C": "bool, completions whose reward is at least `algorithm.correct_at`; anything outside of B",
+        "correct_C": "bool, completions whose reward is at least `algorithm.success_threshold`; anything outside of B",
         "token_rewards_CT": "float, reward credited to each token; anything outside of the mask",
         "mask_CT": "bool, tokens that count; a completion's tokens in order, tool tokens between them",
         "values_CT": "float, the critic's value before each token; anything outside of the mask",

@@ -200,12 +200,11 @@ def _refuse_gaps(lines: Sequence[LedgerLine], archive: ArchivedGroups, settings:
     missing = [w for w in lines if (w.record.prompt, w.record.hash) not in archive]
     if not missing:
         return
-    first, keep = missing[0], settings.archive
-    bound = f" of {keep.megabytes} MB (archive.megabytes)" if keep.keep == "latest" else ""
+    first, keep = missing[0], settings.archive.keep
     raise RunMismatchError(
         f"{archive.folder} lacks {len(missing)} of the {len(lines)} groups of the ledger, the first of them line "
         f"{first.number}, {first.record.prompt} with hash {first.record.hash}. A replay needs all of them, and the run has "
-        f"archive.keep = {keep.keep!r}{bound}; set it to 'all' from the beginning of a run that is to be replayed"
+        f"archive.keep = {keep!r}; set it to 'all' from the beginning of a run that is to be replayed"
     )
 
 

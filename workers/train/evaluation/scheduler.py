@@ -7,7 +7,7 @@
 
 The engines have version v for as long as the evaluation of v is sampled, so its spans name v alone. Nothing that it
 waits for waits for the trainer: prompts of an evaluation need no place in pacing. Still each wait is bounded, by
-`eval.hold_s` without anything new; what is sampled after that is counted as mixed.
+`eval.publish_wait_s` without anything new; what is sampled after that is counted as mixed.
 
 A trainer that was killed begins from a checkpoint, under a new version number: the evaluation that was under way is
 given up, and done again where the step that the weights are of has no line yet.
@@ -82,7 +82,7 @@ class EvaluationScheduler:
         while after := await self._trainer_lease.begin_evaluation(version, step, self._settings_digest):
             if self._stopping.is_set():
                 return
-            left_s = self._settings.hold_s - (time.monotonic() - since)
+            left_s = self._settings.publish_wait_s - (time.monotonic() - since)
             if left_s <= 0:
                 log.error("evaluation.skipped", version=version, why="no feeder has brought the held-out prompts")
                 return
@@ -96,7 +96,7 @@ class EvaluationScheduler:
             return
         self._timed_out = not await self._wait_until(self._running, lambda seen: not seen.unsampled)
         if self._timed_out and not self._stopping.is_set():
-            log.warning("evaluation.timed_out", version=self._running[0], hold_s=self._settings.hold_s)
+            log.warning("evaluation.timed_out", version=self._running[0], hold_s=self._settings.publish_wait_s)
 
     async def end_if_complete(self) -> None:
         """Write down the evaluation under way, if all of it has come."""
@@ -170,7 +170,7 @@ class EvaluationScheduler:
                 return True
             if now.version == version and (now.unsampled, now.unfinished) != seen:
                 seen, last = (now.unsampled, now.unfinished), time.monotonic()
-            left_s = self._settings.hold_s - (time.monotonic() - last)
+            left_s = self._settings.publish_wait_s - (time.monotonic() - last)
             if left_s <= 0 or self._stopping.is_set():
                 return False
             await self._wait(now.wake_id, left_s)

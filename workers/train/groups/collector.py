@@ -58,7 +58,7 @@ class Collector:
         self._outcomes = outcomes
         self._progress = progress
         self._stopping = stopping
-        self._waits_for_stragglers = settings.pacing.late == "wait"
+        self._waits_for_stragglers = settings.pacing.stale_policy == "wait"
         self._stragglers = StragglerWait(settings.pacing.straggler_timeout_s)
         self._idle_logger = IdleLogger(stage.name)
 
@@ -70,9 +70,9 @@ class Collector:
             steps_left: until the next version is published, this one included.
 
         Raises:
-            RunFailedError: nothing came for `guard.stall_s`, or too much of what came is invalid.
+            RunFailedError: nothing came for `abort.stall_timeout_s`, or too much of what came is invalid.
         """
-        wanted, stall_s = self._settings.train.groups_per_step, self._settings.guard.stall_s
+        wanted, stall_s = self._settings.train.batch_size, self._settings.abort.stall_timeout_s
         last = time.monotonic()
         while True:
             # Who waits for some has to see all that has come, and holds it meanwhile: as much as may be outstanding.
@@ -98,7 +98,7 @@ class Collector:
                 continue
             if not full and time.monotonic() - last > stall_s:
                 raise RunFailedError(
-                    f"no group came to be trained for guard.stall_s = {stall_s:g} s, while {claim.unfinished_prompts} "
+                    f"no group came to be trained for abort.stall_timeout_s = {stall_s:g} s, while {claim.unfinished_prompts} "
                     "prompts have met no end; `penstock queues` shows where they are, the workers' logs why"
                 )
             await self._wait(claim)
@@ -120,7 +120,7 @@ class Collector:
         course = VersionSchedule(
             version=version,
             steps_left=steps_left,
-            groups_per_step=self._settings.train.groups_per_step,
+            groups_per_step=self._settings.train.batch_size,
             groups_per_version=self._settings.groups_per_version,
             max_staleness=self._settings.pacing.max_staleness,
         )

@@ -50,10 +50,10 @@ class GroupBuffer:
         self._ledger = ledger
         self._vocab_size = vocab_size
         self._invalid_reward_monitor = InvalidRewardMonitor(
-            settings.guard.max_invalid_fraction, settings.guard.window_groups
+            settings.abort.max_invalid_fraction, settings.abort_window_groups
         )
         self._dropped: Counter[DropReason] = Counter()
-        self._filtered: deque[Group] = deque(maxlen=_FILTERED_STEPS * settings.train.groups_per_step)
+        self._filtered: deque[Group] = deque(maxlen=_FILTERED_STEPS * settings.train.batch_size)
 
     def offer(self, lease: Lease, version: int) -> Decision:
         """Take an entry into hand, or say what becomes of it.

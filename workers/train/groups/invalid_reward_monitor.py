@@ -45,7 +45,7 @@ class InvalidRewardMonitor:
             if n > self._max_invalid_fraction * completions:
                 raise RunFailedError(
                     f"{n} of the last {completions} completions of {environment} are invalid for one reason, {reason}, "
-                    f"more than guard.max_invalid_fraction = {self._max_invalid_fraction:g} allows. Nobody measured what they are "
+                    f"more than abort.max_invalid_fraction = {self._max_invalid_fraction:g} allows. Nobody measured what they are "
                     "worth, so the run stops instead of training on the rest; mend the reward, or raise the bound"
                 )
 

@@ -1,4 +1,4 @@
-"""Which groups a step takes, and which it waits for, under `pacing.late = "wait"`.
+"""Which groups a step takes, and which it waits for, under `pacing.stale_policy = "wait"`.
 
 A group begun at version s can be trained without being over age K (`max_staleness`) as long as the version is s + K at
 most. With N groups trained for each version, so many more can be trained in time after this step::

@@ -1,4 +1,4 @@
-"""Those for whom a step waits, and how long (`pacing.late = "wait"`)."""
+"""Those for whom a step waits, and how long (`pacing.stale_policy = "wait"`)."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -165,7 +165,7 @@ def merge_adapter(folder: Path, out: Path) -> None:
     base = Path(config["base_model_name_or_path"])
     if not (base / "config.json").is_file():
         raise SettingsError(f"{folder}: the adapter was trained beside {base}, which is gone; put it back there")
-    lora = Lora(rank=config["r"], alpha=config["lora_alpha"], targets=tuple(config["target_modules"]))
+    lora = Lora(rank=config["r"], alpha=config["lora_alpha"], target_modules=tuple(config["target_modules"]))
     adapter = Adapter(load_policy(base, getattr(torch, dtype_name)), base, lora, seed=0)
     with torch.no_grad():
         for name, tensor in adapter.load(folder).items():
@@ -199,21 +199,21 @@ def _inject(model: Any, base: Path, lora: Lora) -> Any:
         raise SettingsError("lora.rank is set, which needs peft: pip install 'penstock[lora]'") from error
     ends = {model.get_input_embeddings(), model.get_output_embeddings()}
     names = {name: module for name, module in model.named_modules() if name}
-    for target in lora.targets:
+    for target in lora.target_modules:
         if target == "all-linear":
             continue
         meant = [name for name in names if name == target or name.endswith(f".{target}")]
         if not meant:
             fit = {n.rpartition(".")[2] for n, m in names.items() if isinstance(m, torch.nn.Linear) and m not in ends}
-            raise SettingsError(f"lora.targets: {base} has no layer {target!r}; it has {', '.join(sorted(fit))}")
+            raise SettingsError(f"lora.target_modules: {base} has no layer {target!r}; it has {', '.join(sorted(fit))}")
         if any(names[name] in ends for name in meant):
             raise SettingsError(
-                f"lora.targets: {target!r} is the model's embedding or output layer, which get no adapter; leave it out"
+                f"lora.target_modules: {target!r} is the model's embedding or output layer, which get no adapter; leave it out"
             )
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        target_modules="all-linear" if "all-linear" in lora.targets else list(lora.targets),
+        target_modules="all-linear" if "all-linear" in lora.target_modules else list(lora.target_modules),
         lora_dropout=0.0,  # a policy with dropout is not the one that the engine samples from
         bias="none",
         task_type="CAUSAL_LM",
@@ -223,7 +223,7 @@ def _inject(model: Any, base: Path, lora: Lora) -> Any:
     try:
         peft.inject_adapter_in_model(config, model, _NAME)
     except ValueError as error:
-        raise SettingsError(f"lora.targets on {base}: {error}") from error
+        raise SettingsError(f"lora.target_modules on {base}: {error}") from error
     config.target_modules = sorted(
         name for name, module in model.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)
     )

@@ -43,7 +43,7 @@ class AdapterUpdate:
         except EngineRefusedError as error:
             raise EngineRefusedError(
                 f"{engine.url} takes no adapters: it is the local engine, or a vLLM without VLLM_SERVER_DEV_MODE=1 "
-                f"({error}); set lora.publish = 'merged', or {self._start_hint}"
+                f"({error}); set weights.transport = 'files', or {self._start_hint}"
             ) from error
         if config is None:
             raise EngineRefusedError(f"{engine.url} was started without --enable-lora; {self._start_hint}")
@@ -82,7 +82,7 @@ class AdapterUpdate:
             if _NOT_FOUND in told:
                 raise EngineRefusedError(
                     f"{engine.url} finds no adapter at {path}: it must see the run's folder under the same path; share "
-                    "it, or set lora.publish = 'merged', which [weights] can send over HTTP"
+                    "it, or set weights.transport = 'http'"
                 ) from error
             if any(f"answers {status}" in told for status in _ROUTE_DISABLED):
                 raise EngineRefusedError(f"{engine.url} loads no adapters while it runs; {self._start_hint}") from error

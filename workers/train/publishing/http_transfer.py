@@ -103,7 +103,7 @@ async def serve_weights(host: str, port: int) -> AsyncIterator[HttpTransfer]:
     except EngineError as error:
         if served.base_url:
             raise
-        raise SettingsError(f"weights.port: {error}") from error
+        raise SettingsError(f"run.address: {error}") from error
 
 
 def _bind_address(host: str) -> str:

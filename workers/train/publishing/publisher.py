@@ -18,6 +18,8 @@ from workers.train.publishing.transport import WeightTransport, open_transport
 
 log = structlog.get_logger()
 
+UPDATE_TIMEOUT_S = 600.0
+"""Deadline of one engine for taking a version."""
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 2.0
 _TRIES_AFTER_SUCCESS = 5
 """Tries at an engine once another one has taken the weights; `refresh` will come back to it."""
@@ -263,6 +265,6 @@ async def open_publisher(settings: Settings, discovery: EngineDiscovery) -> Asyn
     Raises:
         SettingsError: the way that the settings name needs what this machine does not have.
     """
-    patience_s, timeout_s = settings.engine_wait_s, settings.weights.timeout_s
+    patience_s, timeout_s = settings.engine_wait_s, UPDATE_TIMEOUT_S
     async with open_transport(settings) as way:
         yield WeightPublisher(discovery, way, retry_timeout_s=patience_s, update_timeout_s=timeout_s)

@@ -56,12 +56,12 @@ async def open_transport(settings: Settings) -> AsyncIterator[WeightTransport]:
     elif chosen.transport == "http":
         from workers.train.publishing.http_transfer import serve_weights
 
-        async with serve_weights(chosen.host, chosen.port) as served:
-            yield PausedUpdate(served, keep_kv=chosen.kv == "keep")
+        async with serve_weights(settings.run.host, settings.run.port) as served:
+            yield PausedUpdate(served, keep_kv=chosen.kv_cache == "keep")
     elif chosen.transport == "nccl":
         from workers.train.publishing.nccl_transfer import NcclTransfer
 
-        with NcclTransfer(chosen.host) as nccl:
-            yield PausedUpdate(nccl, keep_kv=chosen.kv == "keep")
+        with NcclTransfer(settings.run.host) as nccl:
+            yield PausedUpdate(nccl, keep_kv=chosen.kv_cache == "keep")
     else:
-        yield PausedUpdate(SharedFolderTransfer(), keep_kv=chosen.kv == "keep")
+        yield PausedUpdate(SharedFolderTransfer(), keep_kv=chosen.kv_cache == "keep")

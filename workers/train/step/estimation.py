@@ -53,7 +53,9 @@ def estimate_advantages(
     needs = {need: getattr(inputs, need) for need in ESTIMATORS[name].input_names}
     # The singleton policy speaks of the reward as it was made ready, whatever the estimator compares.
     needs |= {"rewards_C": inputs.rewards_C, "groups": inputs.groups}
-    found = estimate(name, needs, settings.estimator.options, single_sample_policy=settings.algorithm.singleton)
+    found = estimate(
+        name, needs, settings.estimator.options, single_sample_policy=settings.algorithm.single_sample_policy
+    )
     ids_R = batch.completion_ids_R
     if isinstance(found, TokenAdvantages):
         tokens_RT = inputs.trajectories.to_rows(found.advantages_CT)
@@ -61,7 +63,7 @@ def estimate_advantages(
     else:
         tokens_RT = found[ids_R].unsqueeze(1).expand(masks.loss_tokens_RT.shape)
         returns_RT = None
-    chosen = settings.advantage_normalization
+    chosen = Normalization.from_levels(settings.algorithm.advantage_normalization)
     if chosen == Normalization():
         values_C = found if not isinstance(found, TokenAdvantages) else None
     else:
@@ -108,15 +110,17 @@ class _Inputs:
 
     @cached_property
     def rewards_C(self) -> Tensor:
-        masks, shaping, chosen = self._masks, self._settings.shaping, self._settings.reward_normalization
+        masks, algorithm = self._masks, self._settings.algorithm
+        chosen = Normalization.from_levels(algorithm.reward_normalization)
+        tail, factor = algorithm.overlong_penalty
         rewards_C = masks.rewards_C
-        if shaping.overlong_tokens:
+        if tail:
             rewards_C = rewards_C + overlong_penalty(
                 self._completion_lengths_C(),
                 masks.penalised_C,
                 max_length=self._settings.rollout.max_tokens,
-                tail=shaping.overlong_tokens,
-                factor=shaping.overlong_penalty,
+                tail=tail,
+                factor=factor,
             )
         rewards_C = self._scaled(rewards_C, masks.baseline_C)
         if chosen == Normalization():
@@ -125,9 +129,9 @@ class _Inputs:
         return normal_C
 
     def _scaled(self, rewards: Tensor, known: Tensor) -> Tensor:
-        shaping = self._settings.shaping
-        scaled: Tensor = shift_and_scale(rewards, known, bias=shaping.bias, scale=shaping.scale)
-        bounded: Tensor = clip_rewards(scaled, known, limit=shaping.clip)
+        algorithm = self._settings.algorithm
+        scaled: Tensor = shift_and_scale(rewards, known, bias=algorithm.reward_bias, scale=algorithm.reward_scale)
+        bounded: Tensor = clip_rewards(scaled, known, limit=algorithm.reward_clip)
         return bounded
 
     @cached_property
@@ -148,7 +152,7 @@ class _Inputs:
 
     @property
     def correct_C(self) -> Tensor:
-        return self._masks.baseline_C & (self._masks.rewards_C >= self._settings.algorithm.correct_at)
+        return self._masks.baseline_C & (self._masks.rewards_C >= self._settings.algorithm.success_threshold)
 
     @cached_property
     def trajectories(self) -> CompletionLayout:
@@ -167,7 +171,7 @@ class _Inputs:
         masks, ids_R = self._masks, self._batch.completion_ids_R
         speaking_R = (masks.loss_C & ~masks.zeroed_C)[ids_R]
         turns_RT = torch.where(masks.loss_tokens_RT & speaking_R.unsqueeze(1), self._batch.turn_rewards_RT, 0.0)
-        turns_RT = turns_RT * self._settings.shaping.scale
+        turns_RT = turns_RT * self._settings.algorithm.reward_scale
         turns_C = self.rewards_C.new_zeros(len(masks.loss_C)).index_add(0, ids_R, turns_RT.sum(dim=1))
         rest_C = torch.where(masks.loss_C, self.rewards_C, 0.0) - turns_C
         return self.trajectories.to_dense(turns_RT) + self.trajectories.on_last_token(rest_C)

@@ -15,6 +15,7 @@ from torch import Tensor
 from stream.errors import RunMismatchError, SettingsError
 from stream.validity import DropReason
 from workers.settings import Settings
+from workers.settings.estimators import Gae
 from workers.train.algorithms.masks import too_old_tokens
 from workers.train.checkpointing.durable import create_folder_atomically
 from workers.train.distributed.ranks import Ranks
@@ -78,12 +79,14 @@ class Learner:
             raise SettingsError(
                 f"train.schedule is {settings.train.schedule!r}, but where it ends is unknown; set train.max_steps"
             )
-        torch.set_num_threads(settings.train.threads)
+        torch.set_num_threads(settings.run.threads)
         self.ranks = Ranks(device)
         self.device, self.dtype = self.ranks.device, dtype
         self.policy = TrainableModel(settings, Path(folder or settings.model.path), self.ranks, dtype)
         self.model, self.parameters = self.policy.model, self.policy.parameters
-        self.critic = _critic(self.model, settings).to(self.device, dtype) if settings.estimator.name == "gae" else None
+        self.critic = None
+        if isinstance(settings.estimator, Gae):
+            self.critic = _critic(self.model, settings, settings.estimator.critic_width).to(self.device, dtype)
         self.critic_parameters = {f"critic.{n}": p for n, p in self.critic.named_parameters()} if self.critic else {}
         reference, as_begun = self.policy.reference() if settings.algorithm.kl_coefficient else (None, nullcontext)
         self.runner = ModelRunner(
@@ -153,7 +156,7 @@ class Learner:
     def save_weights(self, folder: Path) -> None:
         """Write what engines are given to a new folder, which is there whole or not at all.
 
-        That is the policy in Hugging Face form, with the adapter merged if there is one; with `lora.publish =
+        That is the policy in Hugging Face form, with the adapter merged if there is one; with `weights.transport =
         "adapter"` it is the adapter alone.
 
         Raises:
@@ -245,8 +248,8 @@ class Learner:
         return ""
 
 
-def _critic(model: Any, settings: Settings) -> Critic:
+def _critic(model: Any, settings: Settings, width: int) -> Critic:
     try:
-        return Critic(hidden_size(model), settings.critic.width, settings.run.seed)
+        return Critic(hidden_size(model), width, settings.run.seed)
     except ValueError as error:
         raise SettingsError(f"model.path = {settings.model.path!r} with estimator.name = 'gae': {error}") from error

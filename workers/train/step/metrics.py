@@ -127,7 +127,7 @@ def step_metrics(
         **_summary("reward", rewards),
         "reward/count": len(rewards),
         **_parts(batch, masks),
-        **_pass_at_k([(batch, masks), *([filtered] if filtered else [])], settings.algorithm.correct_at),
+        **_pass_at_k([(batch, masks), *([filtered] if filtered else [])], settings.algorithm.success_threshold),
         **_mean("sampled/reward_mean", sampled_rewards),
         "sampled/reward_count": len(sampled_rewards),
         **_summary("advantage", advantages_C[masks.loss_C]),

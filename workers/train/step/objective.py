@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from workers.settings import Settings
+from workers.settings.estimators import Gae
 from workers.train.algorithms.aggregation import BatchTotals, row_factors
 from workers.train.algorithms.correction_metrics import correction_metrics
 from workers.train.algorithms.divergence import DIVERGENCES
@@ -81,17 +82,18 @@ def compute_importance_weights(
 ) -> ImportanceWeights | None:
     """The importance weights that the settings ask for, if they do."""
     correction = settings.correction.resolved()
-    if correction.weights == "none":
+    if correction.level == "none":
         return None
+    lower, upper = correction.weight_range
     return importance_weights(
         compared_RT,
         rollout_logprobs_RT,
         mask_RT,
         completion_ids_R,
-        level=correction.weights,
-        lower=correction.lower,
-        upper=correction.upper,
-        out_of_range=correction.outside,
+        level=correction.level,
+        lower=lower,
+        upper=upper,
+        out_of_range=correction.out_of_range,
         normalize=correction.normalize,
     )
 
@@ -136,7 +138,7 @@ class Objective:
             settings.aggregation,
             lengths.lengths_S[lengths.codes_R],
             self.totals,
-            constant=settings.algorithm.aggregation_constant or settings.rollout.max_tokens,
+            constant=settings.rollout.max_tokens,
         )
         self.selected_RT = self._choose(seed)
 
@@ -190,17 +192,23 @@ class Objective:
                 loss = loss - algorithm.entropy_coefficient * _weighted_sum(entropy, factors_M)
         if reference_N is not None:
             pair = {"logprobs": found.logprobs_N, "reference": reference_N}
-            divergence = _scatter(mask, DIVERGENCES[algorithm.kl_divergence](pair, {}))
+            divergence = _scatter(mask, DIVERGENCES[algorithm.kl_estimator](pair, {}))
             sums["reference/kl"] = divergence.detach().sum()
             loss = loss + algorithm.kl_coefficient * _weighted_sum(divergence, factors_M)
-        if values_N is not None and self.survey is not None and self.advantages.returns_RT is not None:
+        estimator = self.settings.estimator
+        if (
+            values_N is not None
+            and isinstance(estimator, Gae)
+            and self.survey is not None
+            and self.advantages.returns_RT is not None
+        ):
             learnt = value_loss(
                 _scatter(mask, values_N),
                 self.survey.values_RT[rows, :width],
                 self.advantages.returns_RT[rows, :width],
                 mask,
                 factors_M,
-                clip=self.settings.critic.value_clip,
+                clip=estimator.critic_value_clip,
             )
             loss, sums = loss + learnt.loss, sums | learnt.sums
         return LossOutput(loss=loss, sums=sums, maxima=maxima)

@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from workers.settings import Settings
+from workers.settings.estimators import Gae
 from workers.train.algorithms.schedule import learning_rate_factor
 from workers.train.distributed.ranks import Ranks
 from workers.train.distributed.sharding import broadcast_into, clip_grad_norm
+
+_BETAS = (0.9, 0.95)
 
 
 class Optimizer:
@@ -30,12 +33,14 @@ class Optimizer:
         groups = [
             {"params": [p for p in policy.values() if p.ndim >= 2], "peak": peak},
             {"params": [p for p in policy.values() if p.ndim < 2], "weight_decay": 0.0, "peak": peak},
-            {"params": [*critic.values()], "weight_decay": 0.0, "peak": settings.critic.learning_rate},
         ]
+        if isinstance(settings.estimator, Gae):
+            critic_peak = settings.estimator.critic_learning_rate
+            groups.append({"params": [*critic.values()], "weight_decay": 0.0, "peak": critic_peak})
         self.adamw = torch.optim.AdamW(
             cast("list[dict[str, Any]]", [group for group in groups if group["params"]]),
             lr=peak,
-            betas=settings.train.betas,
+            betas=_BETAS,
             weight_decay=settings.train.weight_decay,
         )
 

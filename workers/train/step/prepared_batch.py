@@ -85,7 +85,7 @@ def needs_forward_statistics(settings: Settings) -> bool:
 
 def _reject(batch: Batch, masks: Masks, seen: ForwardStatistics, settings: Settings) -> Rejection:
     return reject(
-        [RejectionRule(rule.rule, rule.lower, rule.upper) for rule in settings.correction.resolved().reject],
+        [RejectionRule(*bounds) for bounds in settings.correction.rejections],
         seen.old_logprobs_RT,
         batch.rollout_logprobs_RT,
         masks.loss_tokens_RT,

@@ -59,16 +59,17 @@ def filter_reasons(batch: Batch, masks: Masks, settings: Settings) -> list[DropR
     failing: list[tuple[DropReason, Tensor]] = [(DropReason.NO_VALID_ROW, groups.count_G == 0)]
     if settings.estimator.name == "remax":
         failing.append((DropReason.NO_BASELINE, ~greedy_baseline(batch, settings)[1]))
-    if settings.algorithm.singleton == "drop":
+    if settings.algorithm.single_sample_policy == "drop":
         failing.append((DropReason.SINGLETON, single_G))
     least = {"min_valid_rows": settings.min_valid_rows}
     failing.append((DropReason.MIN_VALID_ROWS, ~FILTERS["min_valid_rows"](inputs, least)))
     if settings.drops_zero_variance:
         failing.append((DropReason.ZERO_VARIANCE, ~FILTERS["zero_variance"](inputs, {}) & ~single_G))
-    difficulty = {"min_mean_reward": chosen.min_mean_reward, "max_mean_reward": chosen.max_mean_reward}
+    low, high = chosen.mean_reward_range
+    difficulty = {"min_mean_reward": low, "max_mean_reward": high}
     failing.append((DropReason.DIFFICULTY, ~FILTERS["difficulty"](inputs, difficulty)))
-    bounds = {"min_advantage": chosen.min_advantage, "max_advantage": chosen.max_advantage}
-    if bounds != {"min_advantage": 0.0, "max_advantage": float("inf")}:
+    bounds = {"min_advantage": chosen.advantage_range[0], "max_advantage": chosen.advantage_range[1]}
+    if chosen.non_default("advantage_range"):
         inputs["advantages_C"] = estimate_advantages(batch, masks, settings).values_C
         failing.append((DropReason.ADVANTAGE, ~FILTERS["advantage_bounds"](inputs, bounds)))
     found: list[DropReason | None] = [None] * batch.facts.num_groups
