@@ -52,11 +52,13 @@ def rollout_correction_presets(case: Case) -> None:
 
 
 def _preset(config: Mapping[str, Any]) -> Preset:
-    weights = weights_of(config)
+    weights, bounds = weights_of(config), bounds_of(config)
+    level = weights["level"] if weights else "none"
     return Preset(
-        weights=weights["level"] if weights else "none",
-        **bounds_of(config),
-        reject=tuple((rule.name, rule.lower, rule.upper) for rule in rules_of(config)),
+        weights=f"{level}-normalized" if bounds["normalize"] else level,
+        weight_range=(bounds["lower"], bounds["upper"]),
+        out_of_range=bounds["out_of_range"],
+        reject={rule.name: (rule.lower, rule.upper) for rule in rules_of(config)},
         bypass=bool(config.get("bypass_mode", False)),
         loss=named(LOSS_TYPES, config.get("loss_type", "ppo_clip"), "loss_type"),
     )

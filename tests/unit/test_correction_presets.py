@@ -29,24 +29,21 @@ def test_a_name_says_all_of_its_preset(name):
     level = "token" if "token" in words else "sequence" if {"is", "tis"} & set(words) else "none"
     assert preset.weights == level
     icepop = "icepop" in words
-    assert (preset.lower, preset.upper, preset.out_of_range) == (
-        (0.5, 5.0, "zero") if icepop else (0.0, 2.0, "truncate")
-    )
+    assert (*preset.weight_range, preset.out_of_range) == ((0.5, 5.0, "zero") if icepop else (0.0, 2.0, "truncate"))
     expected = {
-        "geo": (("seq_mean_k1", 0.999, 1.001),),
-        "k3": (("seq_mean_k3", 0.0, 0.01),),
-        "is": (("seq_sum_k1", 0.5, 2.0),),
+        "geo": {"seq_mean_k1": (0.999, 1.001)},
+        "k3": {"seq_mean_k3": (0.0, 0.01)},
+        "is": {"seq_sum_k1": (0.5, 2.0)},
     }
     kind = next((word for word in ("geo", "k3", "is") if word in words), "")
-    assert preset.reject == (expected[kind] if "rs" in words else ())
-    assert not preset.normalize
+    assert preset.reject == (expected[kind] if "rs" in words else {})
 
 
 @each_preset
 def test_its_words_are_registered(name):
     preset = PRESETS[name]
     assert preset.weights in {"none", *IMPORTANCE_LEVELS}
-    assert {rule for rule, _, _ in preset.reject} <= set(REJECTIONS)
+    assert set(preset.reject) <= set(REJECTIONS)
 
 
 def test_they_load_without_torch():

@@ -32,7 +32,7 @@ def make(tmp_path):
 
 
 def names(mixture, start=0, stop=None):
-    prompts, errors = mixture.read(start, mixture.total if stop is None else stop)
+    prompts, errors = mixture.read_prompts(start, mixture.total_prompts if stop is None else stop)
     assert not errors
     return [prompt.id for prompt in prompts]
 
@@ -56,7 +56,7 @@ def test_with_weights_the_smaller_set_begins_again_until_the_last_one_was_passed
 def test_each_set_has_its_own_columns_system_message_and_environment(make):
     keys = {"columns": {"answer": "gold"}, "system": "Be brief.", "environment": "second", "name": "maths"}
     mixture = make({"plain": (1, {}), "other": (1, keys)}, shuffle=False, system="Hello.")
-    plain, other = mixture.read(0, 2)[0]
+    plain, other = mixture.read_prompts(0, 2)[0]
     assert (plain.id, plain.environment, plain.fields) == ("plain:0:0", "first", {"gold": 0})
     assert (other.id, other.environment, other.fields) == ("maths:0:0", "second", {"answer": 0})
     assert [plain.messages[0]["content"], other.messages[0]["content"]] == ["Hello.", "Be brief."]
@@ -107,7 +107,7 @@ def test_nothing_comes_twice_every_row_comes_and_shares_hold_at_any_moment(sizes
 def test_what_was_fed_is_told_from_the_cursor(make):
     mixture = make({"a": (5, {"weight": 2}), "b": (3, {"weight": 1})}, epochs=2)
     roll = PromptIndex(mixture)
-    for cursor in range(mixture.total + 1):
+    for cursor in range(mixture.total_prompts + 1):
         assert roll.ids_before(cursor) == set(names(mixture, 0, cursor))
     assert "a:2:0" not in roll
     assert "c:0:0" not in roll
@@ -136,7 +136,7 @@ def test_rows_that_only_name_their_environment_have_their_prompt_from_reset(tmp_
 
 def test_a_bad_row_of_one_set_is_told_with_its_file_and_the_others_are_fed(make, tmp_path):
     mixture = make({"a": (2, {}), "b": (2, {"prompt": "gold"})}, shuffle=False)
-    prompts, errors = mixture.read(0, 4)
+    prompts, errors = mixture.read_prompts(0, 4)
     assert [prompt.id for prompt in prompts] == ["a:0:0", "a:0:1"]
     assert all("b.jsonl:" in str(error) for error in errors)
     assert PromptIndex(mixture).invalid_ids(["b:0:0", "b:0:1", "a:0:0"]) == {"b:0:0", "b:0:1"}
@@ -151,7 +151,7 @@ def test_a_bad_row_of_one_set_is_told_with_its_file_and_the_others_are_fed(make,
 )
 def test_a_mix_that_makes_no_sense_is_refused(make, sets, error):
     with pytest.raises(DataError, match=error):
-        _ = make(sets).total
+        _ = make(sets).total_prompts
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,7 @@ def test_a_mix_that_makes_no_sense_is_refused(make, sets, error):
         ({"path": "a", "sets": [{"path": "b"}]}, "both are set"),
         ({}, "neither is set"),
         ({"sets": [{"path": "a", "weight": 1}, {"path": "b"}]}, "some have none"),
-        ({"sets": [{"path": "a", "environment": "other"}]}, "environment 'other' is unknown"),
-        ({"path": "a", "environment": "other"}, "environment 'other' is unknown"),
+        ({"sets": [{"path": "a", "environment": "other"}]}, r"data.sets\[0\].environment 'other' is unknown"),
         ({"sets": [{"path": "a", "weight": -1}]}, "weight"),
         ({"sets": [{"path": "a", "heft": 1}]}, "heft"),
     ],

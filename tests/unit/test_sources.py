@@ -17,7 +17,7 @@ def jsonl(path, lines):
 
 
 def all_rows(source):
-    return dict(source.rows(range(len(source))))
+    return dict(source.read_rows(range(len(source))))
 
 
 def test_rows_of_a_jsonl_file_come_by_number_in_any_order(tmp_path):
@@ -177,7 +177,7 @@ def test_reading_any_kind_of_source_loads_no_torch(tmp_path):
     datasets.Dataset.from_list([{"prompt": "a"}]).save_to_disk(str(tmp_path / "plain"))
     code = (
         "import sys; from workers.feed.source import open_source; from workers.settings import Data\n"
-        f"list(open_source(Data(path={str(tmp_path / 'plain')!r})).rows([0]))\n"
+        f"list(open_source(Data(path={str(tmp_path / 'plain')!r})).read_rows([0]))\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

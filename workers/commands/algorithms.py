@@ -55,7 +55,7 @@ def show_algorithms(*, as_json: bool) -> None:
         kind: [_entry(kind, registry[name]) for name in _names_in_settings_order(kind, registry)]
         for kind, registry in _KINDS
     }
-    presets = {name: preset._asdict() for name, preset in PRESETS.items()}
+    presets = {name: preset._asdict() | {"reject": dict(preset.reject)} for name, preset in PRESETS.items()}
     if as_json:
         click.echo(msgspec.json.encode(found | {"correction.preset": presets}))
         return
