@@ -154,7 +154,7 @@ def test_an_epochs_order_holds_every_row_once_and_depends_on_seed_and_epoch_alon
     assert first != list(range(50))
     assert first != list(epoch_order(50, 1, 7, True))
     assert first != list(epoch_order(50, 0, 8, True))
-    code = "from workers.feed.source import order; print(list(order(50, 0, 7, True)))"
+    code = "from workers.feed.source import epoch_order; print(list(epoch_order(50, 0, 7, True)))"
     elsewhere = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert elsewhere.stdout.strip() == str(first)
 
