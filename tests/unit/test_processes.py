@@ -149,12 +149,12 @@ async def test_a_child_that_leaks_is_replaced_and_one_job_that_takes_all_memory_
 
 def test_a_stricter_limit_of_the_machine_is_kept():
     program = """
-from envs.processes.confine import limit
+from envs.processes.confine import set_limit
 from resource import RLIMIT_DATA, getrlimit, setrlimit
 setrlimit(RLIMIT_DATA, (2 << 30, 3 << 30))
-limit(RLIMIT_DATA, 4 << 30, 4 << 30)
+set_limit(RLIMIT_DATA, 4 << 30, 4 << 30)
 print(*getrlimit(RLIMIT_DATA))
-limit(RLIMIT_DATA, 1 << 30, 4 << 30)
+set_limit(RLIMIT_DATA, 1 << 30, 4 << 30)
 print(*getrlimit(RLIMIT_DATA))
 """
     path = os.pathsep.join(sys.path)

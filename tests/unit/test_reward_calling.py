@@ -102,7 +102,7 @@ async def test_by_row_or_by_group_or_by_group_and_then_by_row():
     given = batch("a", "b", "c")
     for processes in (0, 1):
         for each, expected in (("", 3.0), ("group", 3.0), ("row", 1.0)):
-            async with opened("sizes", processes=processes, each=each) as function:
+            async with opened("sizes", processes=processes, granularity=each) as function:
                 assert facts(await function(given, 30)) == [expected] * 3, (processes, each)
 
 
@@ -123,7 +123,7 @@ async def test_one_bad_row_of_a_call_in_processes_costs_only_itself(bad, reason)
 @pytest.mark.parametrize("processes", [0, 1])
 async def test_a_function_that_compares_completions_sees_the_whole_group_or_nothing(processes):
     """By row it would return numbers that nobody measured."""
-    async with opened("rank", each="group", processes=processes) as function:
+    async with opened("rank", granularity="group", processes=processes) as function:
         assert facts(await function(batch("c", "a", "b"), 30)) == [1.0, 0.0, 0.5]
         assert facts(await function(batch("c", "raise", "b"), 30)) == [RewardReason.RAISED] * 3
 
@@ -153,7 +153,7 @@ async def test_a_class_may_say_how_its_instances_are_called_and_the_setting_wins
     async with opened("Counting", {"start": 10}) as function:
         found = facts(await function(batch("a", "b"), 30))
         assert sorted(found) == [111.0, 112.0]  # one process, prepared once, one row a call
-    async with opened("Counting", each="group") as function:
+    async with opened("Counting", granularity="group") as function:
         assert facts(await function(batch("a", "b"), 30)) == [1101.0, 1101.0]
 
 
@@ -190,7 +190,7 @@ async def test_so_many_calls_of_an_asynchronous_function_at_once():
 
 @pytest.mark.parametrize("processes", [0, 1])
 async def test_calls_begin_no_faster_than_the_rate(processes):
-    async with opened("sizes", each="row", per_second=50, processes=processes) as function:
+    async with opened("sizes", granularity="row", calls_per_second=50, processes=processes) as function:
         began = anyio.current_time()
         assert facts(await function(batch(*"abcdef"), 30)) == [1.0] * 6
         assert anyio.current_time() - began >= 5 / 50 - 0.001  # six calls, five gaps: never less, however slow we are
