@@ -1,15 +1,19 @@
-"""Bytes that are on the disk: written to the last one, forced there, and their file's name with them."""
+"""Durable writes: bytes, files and whole folders that survive a crash of the machine, or are absent."""
 
 import io
 import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 
 def write_all(file: io.FileIO, data: bytes) -> None:
-    """Write all of `data` to an unbuffered file: the system may take it in parts.
+    """Write all of `data` to an unbuffered file; one call of `write` may accept only a part.
 
     Raises:
-        OSError: the disk is full, or refuses; part of it may have been written.
+        OSError: the disk is full or fails; part of the data may have been written.
     """
     view = memoryview(data)
     while view:
@@ -17,9 +21,63 @@ def write_all(file: io.FileIO, data: bytes) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Force a file, or a folder with the names in it, to the disk: `fsync` of a new file alone leaves out its name."""
+    """Force a file, or a folder's list of names, to the disk. A new file needs both: its own `fsync` omits its name."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def create_folder_atomically(
+    target: Path, rename_guard: AbstractContextManager[object] | None = None
+) -> Iterator[Path]:
+    """Yield an empty folder that is renamed to `target` when the block succeeds, and is removed when it fails.
+
+    After the block all files, and the folder's name, are on the disk.
+
+    Args:
+        target: the final path.
+        rename_guard: entered around the rename; if it raises, nothing is renamed.
+
+    Raises:
+        FileExistsError: `target` exists.
+        OSError: the disk is full or fails; nothing is left behind.
+    """
+    if target.exists():
+        raise FileExistsError(f"{target} exists already; nothing was written")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
+    temporary.mkdir()
+    try:
+        yield temporary
+        for folder, _, names in os.walk(temporary):
+            for name in names:
+                fsync_path(Path(folder) / name)
+            fsync_path(Path(folder))
+        with rename_guard or nullcontext():
+            temporary.rename(target)
+            fsync_path(target.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder if possible. It is renamed first, so a kill never leaves half of its files under its name."""
+    with suppress(OSError):
+        renamed = folder.rename(folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp"))
+        shutil.rmtree(renamed, ignore_errors=True)
+
+
+def remove_leftovers(parent: Path) -> int:
+    """Remove folders that a killed process left half written or half removed.
+
+    Returns:
+        How many were removed.
+    """
+    leftovers = list(parent.glob(".*.tmp"))
+    for leftover in leftovers:
+        shutil.rmtree(leftover, ignore_errors=True)
+    return len(leftovers)

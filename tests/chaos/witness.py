@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from stream.durable import create_folder_atomically
 from tests.chaos.ends import VOCABULARY
 from workers.feed.source import open_source
 from workers.settings import Settings
-from workers.train.checkpointing.durable import create_folder_atomically
 from workers.train.step.batch import Batch
 from workers.train.step.report import StepReport
 

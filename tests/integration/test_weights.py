@@ -2,10 +2,10 @@
 
 import anyio
 
+from stream.durable import create_folder_atomically
 from stream.trainer.lease import TrainerLease
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.testing.scripted_engine import ScriptedEngine
-from workers.train.checkpointing.durable import create_folder_atomically
 from workers.train.publishing.paused_update import PausedUpdate
 from workers.train.publishing.policy_versions import PolicyVersions
 from workers.train.publishing.publisher import WeightPublisher

@@ -62,7 +62,7 @@ async def test_what_is_refused_or_comes_damaged_leaves_the_old_weights(policies)
         with pytest.raises(EngineRefusedError, match="missing: model"):
             await publisher_of(engine, carrier).push(policies["other"], 1)
         await carrier.prepare(policies["B"])
-        carrier._offers[next(reversed(carrier._offers))].files[0]["sha256"] = "0" * 64
+        carrier.server.find(policies["B"]).files[0]["sha256"] = "0" * 64
         with pytest.raises(EngineUnavailableError, match=r"instead of 0000.*the old weights stay"):
             await publisher_of(engine, carrier, patience_s=0.3).push(policies["B"], 1)
         await assert_serves(engine, policies["A"])
@@ -75,15 +75,16 @@ async def test_a_version_that_is_offered_no_more_is_an_error_and_not_a_crash(pol
         for number in range(3):
             await anyio.to_thread.run_sync(shutil.copytree, policies["A"], tmp_path / str(number))
             await carrier.prepare(tmp_path / str(number))
-        with pytest.raises(EngineError, match="is not offered any more"):
+        with pytest.raises(EngineError, match="is no longer served"):
             await carrier.transfer(EngineControlClient("http://127.0.0.1:9", 5), policies["A"], 1)
 
 
 async def test_only_offered_files_are_served_and_only_to_who_knows_the_path(policies, tmp_path):
     async with serve_weights("127.0.0.1", 0) as carrier, aiohttp.ClientSession() as session:
         await carrier.prepare(policies["A"])
-        (name,) = carrier._offers
-        here = f"{carrier.base_url}/{carrier._secret}/{name}"
+        offered = carrier.server.find(policies["A"])
+        _, secret, name, _ = offered.url_path.split("/")
+        here = f"{carrier.base_url}/{secret}/{name}"
 
         async def status(url: str) -> int:
             async with session.get(url) as response:
@@ -94,9 +95,9 @@ async def test_only_offered_files_are_served_and_only_to_who_knows_the_path(poli
             f"{here}/config.json",
             f"{here}/..%2F..%2Fpyproject.toml",
             f"{here}/",
-            f"{carrier.base_url}/{carrier._secret}/",
+            f"{carrier.base_url}/{secret}/",
             f"{carrier.base_url}/{'x' * 43}/{name}/model.safetensors",
-            f"{carrier.base_url}/{carrier._secret}/0000/model.safetensors",
+            f"{carrier.base_url}/{secret}/0000/model.safetensors",
         ):
             assert await status(url) == 404, url
         async with session.put(f"{here}/model.safetensors", data=b"x") as response:

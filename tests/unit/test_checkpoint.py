@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from stream.durable import create_folder_atomically
 from stream.errors import FencedError, RunFailedError, RunMismatchError
 from stream.records import Completion, Group, Prompt
 from stream.trainer.folder_lock import RunFolderLock
@@ -21,7 +22,6 @@ from tests.cases.models import write_small_qwen3
 from tests.cases.rows import sampled_row
 from workers import settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
-from workers.train.checkpointing.durable import create_folder_atomically
 from workers.train.checkpointing.export import export
 from workers.train.progress import Progress
 from workers.train.step.batch import collate
@@ -178,7 +178,7 @@ def test_what_a_killed_trainer_left_half_written_is_no_checkpoint_and_goes(base,
     script = f"""
 import sys
 from pathlib import Path
-from workers.train.checkpointing.durable import create_folder_atomically
+from stream.durable import create_folder_atomically
 with create_folder_atomically(Path({str(tmp_path / "step-000009")!r})) as folder:
     (folder / "checkpoint.json").write_text("half")
     print("there", flush=True)

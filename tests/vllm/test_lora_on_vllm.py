@@ -97,7 +97,7 @@ async def sample(client, ids, tokens=24, *, seed=1, min_policy_version=0, least=
 
 
 async def next_version(publisher) -> int:
-    (has,) = (await publisher.versions()).values()
+    (has,) = (await publisher.engine_versions()).values()
     return 0 if has is None else has + 1
 
 
@@ -109,7 +109,7 @@ async def test_each_version_is_served_as_transformers_says_on_prompts_that_the_o
         for version in range(first, first + 3):
             path = versions.paths[version]
             await publisher.push(path, version)
-            assert await publisher.versions() == {url: version}
+            assert await publisher.engine_versions() == {url: version}
             for seed in range(3):
                 sampled = await sample(client, prompt(seed), seed=seed, min_policy_version=version)
                 assert {span.version for span in sampled.spans} == {version}

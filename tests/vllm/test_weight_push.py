@@ -76,7 +76,7 @@ async def test_at_rest_each_push_is_what_is_served_also_behind_cached_prefixes(s
     for policy in (1, 2, 0):
         await served.push(policy)
         await served.assert_serves(policy, long)
-    assert await served.publisher().versions() == {served.url: served.version}
+    assert await served.publisher().engine_versions() == {served.url: served.version}
     measured(f"largest difference from transformers so far {served.furthest:.1e}")
 
 
@@ -117,7 +117,7 @@ async def test_kept_keys_and_values_are_a_mixture_and_only_in_requests_that_were
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(long_request)
         await tied.while_tokens_are_sampled()
-        await tied.push(1, tied.publisher(PausedUpdate(SharedFolderTransfer(), keep_kv=True)))
+        await tied.push(1, tied.publisher(PausedUpdate(SharedFolderTransfer(), keep_kv_cache=True)))
         await tied.while_tokens_are_sampled()
         await tied.end_endless()
     ((ids, logprobs, spans),) = found
@@ -205,7 +205,7 @@ async def test_refused_weights_leave_the_old_ones_serving_under_their_name(serve
         with pytest.raises(EngineRefusedError, match=words.replace("(", r"\(")) as caught:
             await served.publisher().push(folder, version + 1)
         assert "the old weights stay" in str(caught.value)
-        assert await served.publisher().versions() == {served.url: version}
+        assert await served.publisher().engine_versions() == {served.url: version}
         ids, logprobs, _ = await served.sample(long[0], 4)
         assert difference(served.judges[0].logprobs(long[0], ids), logprobs) < CLOSE
     await served.push(1)
@@ -217,25 +217,24 @@ async def test_files_that_come_otherwise_than_announced_are_not_loaded(tied):
     version = await tied.push(0)
     async with serve_weights("127.0.0.1", 0) as carrier:
         await carrier.prepare(tied.folders[1])
-        (offer,) = carrier._offers.values()
-        offer.files[0]["sha256"] = "0" * 64
+        carrier.server.find(tied.folders[1]).files[0]["sha256"] = "0" * 64
         with pytest.raises(EngineUnavailableError, match=r"instead of 0000.*the old weights stay"):
             await tied.publisher(PausedUpdate(carrier), patience_s=0.5).push(tied.folders[1], version + 1)
-    assert await tied.publisher().versions() == {tied.url: version}
+    assert await tied.publisher().engine_versions() == {tied.url: version}
     await tied.assert_serves(0, long)
 
 
 KILLED = """
 import os, signal, sys
 import anyio
-from workers.train.publishing.engine_control import Control
+from workers.train.publishing.engine_control import EngineControlClient
 
 async def main():
-    engine = Control(sys.argv[1], 60)
+    engine = EngineControlClient(sys.argv[1], 60)
     input("ready")
-    await engine.pause(keep_kv=False)
+    await engine.pause(keep_kv_cache=False)
     await engine.start_update()
-    await engine.update({"path": sys.argv[2]})
+    await engine.update_weights({"path": sys.argv[2]})
     os.kill(os.getpid(), signal.SIGKILL)
 
 anyio.run(main)
@@ -274,7 +273,7 @@ async def test_vllms_own_reload_is_wrong_where_embeddings_are_tied(tied, measure
     long = prompts(1, 640, seed=8)
     await tied.push(0)
     engine = EngineControlClient(tied.url, 60)
-    await engine.pause(keep_kv=False)
+    await engine.pause(keep_kv_cache=False)
     async with aiohttp.ClientSession() as session:
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(tied.folders[1])}}
         async with session.post(f"{tied.url}/collective_rpc", json=reload) as response:

@@ -28,9 +28,9 @@ from msgspec import Struct
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from stream.durable import create_folder_atomically, remove_folder, remove_leftovers
 from stream.errors import RunFailedError
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
-from workers.train.checkpointing.durable import create_folder_atomically, remove_folder, remove_leftovers
 from workers.train.progress import Progress
 
 if TYPE_CHECKING:

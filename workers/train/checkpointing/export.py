@@ -7,9 +7,9 @@ from typing import Literal
 import structlog
 from safetensors import SafetensorError
 
+from stream.durable import create_folder_atomically
 from stream.errors import RunFailedError, RunMismatchError
 from workers.train.checkpointing.checkpoint import Checkpoint, CheckpointStore
-from workers.train.checkpointing.durable import create_folder_atomically
 from workers.train.model.adapter import is_adapter, merge_adapter
 
 log = structlog.get_logger()

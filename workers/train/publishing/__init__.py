@@ -1,14 +1,14 @@
-"""How new weights get to the engines while they run.
+"""Weights to the engines while they serve requests.
 
 ===================  ================================================================
-`weights.py`         a version: its number, its folder, given to engines, then known to everybody
-`publisher.py`       which engine is given what, when, and how often it is tried
-`way.py`             what a way of giving them is; `open_publisher` takes the one that the settings name
-`in_flight.py`       whole weights, while requests under way are frozen: pause, send, resume
-`files.py`           sent as a path on a file system that engines share
-`over_http.py`       sent as files that engines download from the trainer
-`nccl.py`            sent from GPU to GPU, by vLLM's own code
-`adapters.py`        LoRA adapters, a new one to each version, beside those that requests under way go on with
-`control.py`         one engine's control routes
+`policy_versions.py` one policy version: its number, its folder, the push, the announcement
+`publisher.py`       which engine gets which version, when, and how often a push is tried
+`transport.py`       `WeightTransport`, and which one the settings name
+`paused_update.py`   whole weights: pause, transfer, resume
+`shared_folder.py`   transfer: engines read the folder on a shared file system
+`http_transfer.py`   transfer: engines download the files from the trainer
+`nccl_transfer.py`   transfer: GPU to GPU, by vLLM's own code
+`adapter_update.py`  LoRA adapters, one per version, loaded beside those in use
+`engine_control.py`  HTTP client of one engine's control routes
 ===================  ================================================================
 """

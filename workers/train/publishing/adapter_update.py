@@ -1,12 +1,11 @@
-"""LoRA adapters into an engine that goes on: each version under a name of its own, read from a folder of its own.
+"""LoRA adapters: each policy version is loaded under a name and from a folder of its own.
 
-A request is sampled by one adapter from its first token to its last, so its version is known from the beginning; those
-under way go on with theirs while newer ones come. Nothing is frozen, and no cache is forgotten: vLLM keeps cached
-prefixes apart by the adapter's name and path, and neither is ever used twice.
+One adapter samples a whole request, so the request's version is known from the start; running requests finish on their
+adapter while newer ones are loaded. Nothing is paused and no cache is cleared: vLLM keeps cached prefixes apart by the
+adapter's name and path, and neither is used twice.
 
-vLLM can also replace an adapter under its name (`load_inplace`). It is not used: requests under way then go on with the
-new weights and the keys and values of the old, or fall back to the old weights at their next step, which they still
-name, and nothing that the engine says tells which.
+vLLM's `load_inplace`, which replaces an adapter under its name, is not used: running requests then continue with new
+weights on the old KV cache, or fall back to the old weights under the same name, and no answer reveals which.
 """
 
 from pathlib import Path
@@ -16,28 +15,28 @@ from workers.engine_api.wire import ADAPTER_PREFIX, adapter_name
 from workers.train.publishing.engine_control import EngineControlClient
 
 _LOADED_VERSIONS = 2
-"""Newest adapters that an engine takes requests for: one may have been named by a client just now."""
+"""Newest adapters that stay loaded: a client may have named the older one a moment ago."""
 
 _NOT_FOUND = "No adapter found"
-"""In these words vLLM says that there is nothing at a path."""
+"""vLLM's message for a path without an adapter."""
 _ROUTE_DISABLED = (403, 404, 405)
 
 
 class AdapterUpdate:
-    """Load under a new name, announce, unload the old; a `Way`.
+    """Loads the new adapter, sets the engine's version, unloads old adapters. A `WeightTransport`.
 
     Args:
-        rank: of the adapters.
+        rank: LoRA rank of the adapters.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
     async def prepare(self, path: Path) -> None:
-        """It is there."""
+        """Nothing to do: the files are in place."""
 
     async def check(self, engine: EngineControlClient) -> None:
-        """See `Way`."""
+        """See `WeightTransport`."""
         try:
             config = await engine.server_config("lora_config")
         except EngineRefusedError as error:
@@ -59,7 +58,7 @@ class AdapterUpdate:
             )
 
     async def send(self, engine: EngineControlClient, path: Path, version: int) -> None:
-        """See `Way`. Requests name the new version as soon as the engine says that it has it, so that comes second."""
+        """See `WeightTransport`. Sets the version last: from then on requests name the new adapter."""
         name = adapter_name(version)
         loaded = await engine.loaded_adapters()
         if loaded.get(name) != str(path):
@@ -67,10 +66,13 @@ class AdapterUpdate:
                 await engine.unload_adapter(name)
             await self._load(engine, name, path)
         await engine.set_weight_version(version)
-        numbers = (other.removeprefix(ADAPTER_PREFIX) for other in loaded if other.startswith(ADAPTER_PREFIX))
+        numbers = (other.removeprefix(ADAPTER_PREFIX) for other in loaded if other.startswith(ADAPTER))
         older = sorted(number for number in map(int, filter(str.isdecimal, numbers)) if number != version)
         for number in older[: -(_LOADED_VERSIONS - 1)]:
             await engine.unload_adapter(adapter_name(number))
+
+    async def abort(self, engine: EngineControlClient, error: Exception) -> None:
+        """Nothing to do: the engine was never paused."""
 
     async def _load(self, engine: EngineControlClient, name: str, path: Path) -> None:
         try:
@@ -78,18 +80,17 @@ class AdapterUpdate:
         except EngineRefusedError:
             raise
         except EngineError as error:
-            told = str(error)
-            if _NOT_FOUND in told:
+            message = str(error)
+            if _NOT_FOUND in message:
                 raise EngineRefusedError(
                     f"{engine.url} finds no adapter at {path}: it must see the run's folder under the same path; share "
                     "it, or set weights.transport = 'http'"
                 ) from error
-            if any(f"answers {status}" in told for status in _ROUTE_DISABLED):
-                raise EngineRefusedError(f"{engine.url} loads no adapters while it runs; {self._start_hint}") from error
+            if any(f"answers {status}" in message for status in _ROUTE_DISABLED):
+                raise EngineRefusedError(
+                    f"{engine.url} cannot load adapters at run time; {self._start_hint}"
+                ) from error
             raise
-
-    async def abort(self, engine: EngineControlClient, error: Exception) -> None:
-        """Nothing was taken from it."""
 
     @property
     def _start_hint(self) -> str:

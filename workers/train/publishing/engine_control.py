@@ -1,4 +1,4 @@
-"""One engine's control routes: what it is told, and what its answers mean."""
+"""HTTP client of one engine's control routes: pause, update weights, load adapters, read versions."""
 
 from typing import Any, TypeVar
 
@@ -14,78 +14,78 @@ log = structlog.get_logger()
 
 _INFO_TIMEOUT_S = 5.0
 _STEP_TIMEOUT_S = 60.0
-"""Calls that only wait for a step of the engine."""
+"""For calls that wait for at most one step of the engine."""
 _UNVERSIONED_NAMES = ("default", UNNAMED_WEIGHTS, None)
-"""What engines call weights that were never given a version."""
+"""Names that engines give to weights without a version."""
 _REFUSED, _UNCHANGED, _ALREADY_OPEN = "penstock-vllm refuses", "the old weights stay", "already active"
-"""Words in the body of a 500: vLLM answers every exception of a worker so."""
+"""Phrases in the body of a 500: vLLM answers every exception in a worker with that status."""
 
 _JsonObject = dict[str, Any]
 T = TypeVar("T")
 
 
 class PartialUpdateError(EngineError):
-    """Nobody knows whether the engine holds the old weights, the new ones or a mixture: it must not go on."""
+    """The engine may hold old weights, new weights or a mixture: it must not resume."""
 
 
 class EngineControlClient:
-    """One engine, as a publisher knows it.
+    """Client of one engine's control routes.
 
-    Every call is a connection of its own: after a 500 vLLM resets the one that was kept alive. Whatever goes wrong with
-    one is an `EngineError`.
+    Every call opens a connection of its own: after a 500 vLLM resets connections that were kept alive. Every failure is
+    an `EngineError`.
 
     Args:
-        url: its base URL, without a slash at its end.
-        update_timeout_s: for one call that moves weights.
+        url: base URL of the engine, without a trailing slash.
+        update_timeout_s: timeout of a call that moves weights.
     """
 
     def __init__(self, url: str, update_timeout_s: float) -> None:
         self.url = url
         self.update_timeout_s = update_timeout_s
         self._update_left_open = False
-        """An update of ours was refused in its last step, which leaves it open in one of the workers."""
+        """Our last update was refused in its final step, which leaves it open in one of the engine's workers."""
         self._logged_foreign_version: str | None = None
-        """What somebody else has called its weights, so that it is told once."""
+        """Name that another client gave to the weights; logged once."""
 
-    async def pause(self, *, keep_kv: bool) -> None:
-        """Freeze the requests under way.
+    async def pause(self, *, keep_kv_cache: bool) -> None:
+        """Pause running requests.
 
         Args:
-            keep_kv: leave the keys and values that they have; else they are computed again with the new weights, and
-                cached prefixes are forgotten.
+            keep_kv_cache: keep the KV cache. Otherwise it is recomputed with the new weights, and cached prefixes are
+                cleared.
         """
-        await self._post(f"/pause?mode=keep&clear_cache={str(not keep_kv).lower()}")
+        await self._post(f"/pause?mode=keep&clear_cache={str(not keep_kv_cache).lower()}")
 
     async def resume(self) -> None:
-        """Go on."""
+        """Resume paused requests."""
         await self._post("/resume")
 
     async def start_update(self) -> None:
-        """Open an update, or take over one that a trainer left open which was killed."""
+        """Open an update, or continue one that a killed trainer left open."""
         try:
             await self._post("/start_weight_update")
         except EngineError as error:
             if _ALREADY_OPEN not in str(error):
                 raise
             if not self._update_left_open and (workers := await self.world_size()) > 1:
-                # Each worker's refusal is an answer, of which vLLM reads the first: the others are taken for answers of
-                # later calls.
-                raise EngineRefusedError(  # another try would mix up more of them
-                    f"{self.url} has an update open that nobody finished, and {workers} workers, whose answers vLLM "
-                    "mixes up from here on; restart it"
+                # vLLM reads one worker's refusal and takes the others for answers to later calls. Another try would
+                # leave more of them unread.
+                raise EngineRefusedError(
+                    f"{self.url} has an unfinished weight update and {workers} workers, whose answers vLLM mixes up "
+                    "after this error; restart it"
                 ) from error
         self._update_left_open = False
 
     async def update_weights(self, info: dict[str, Any]) -> None:
-        """Tell it where the weights are, or that they come."""
+        """Send the location of the weights, or announce a transfer."""
         await self._post("/update_weights", {"update_info": info}, sends_weights=True)
 
     async def finish_update(self, version: int) -> None:
-        """Close the update under its version.
+        """Finish the update and set the weights' version.
 
         Raises:
-            EngineRefusedError: the weights are not its model's; it has the old ones.
-            PartialUpdateError: it failed, and does not say that it has the old ones.
+            EngineRefusedError: the weights do not fit the engine's model; it keeps the old ones.
+            PartialUpdateError: the update failed, and the engine does not confirm that it kept the old weights.
         """
         try:
             await self._post("/finish_weight_update", {"weight_version": str(version)}, sends_weights=True)
@@ -99,36 +99,36 @@ class EngineControlClient:
             raise PartialUpdateError(str(error)) from error
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
-        """Have it set up its side of a transfer."""
+        """Set up the engine's side of a transfer."""
         await self._post("/init_weight_transfer_engine", {"init_info": info}, sends_weights=True)
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Have it read an adapter, which takes requests by that name from then on.
+        """Load an adapter; from then on the engine accepts requests that name it.
 
         Raises:
-            EngineRefusedError: it has another one of that name.
-            EngineError: it cannot read it, or has no such route.
+            EngineRefusedError: another adapter has that name.
+            EngineError: the engine cannot read it, or has no such route.
         """
         await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, sends_weights=True)
 
     async def unload_adapter(self, name: str) -> None:
-        """Have it take no more requests by that name; those under way go on."""
+        """Stop accepting requests that name this adapter; running ones finish."""
         await self._post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def loaded_adapters(self) -> dict[str, str]:
-        """The path of each adapter that it takes requests for, by name."""
+        """Return the path of each loaded adapter, by name."""
         models = (await self._get("/v1/models", _JsonObject)).get("data", [])
         return {str(model["id"]): str(model["root"]) for model in models if model.get("parent")}
 
     async def set_weight_version(self, version: int) -> None:
-        """Give a version to what it has."""
+        """Set the version of the weights that the engine holds."""
         await self._post("/update_weight_version", {"new_version": str(version)})
 
     async def server_config(self, name: str) -> Any:
-        """A part of the configuration that it was started with, None where it was started without that part.
+        """Return one part of the configuration that the engine was started with; None if it has no such part.
 
         Raises:
-            EngineRefusedError: it does not say.
+            EngineRefusedError: the engine does not report it.
         """
         told = await self._get("/server_info?config_format=json", _JsonObject, timeout_s=_STEP_TIMEOUT_S)
         try:
@@ -137,10 +137,10 @@ class EngineControlClient:
             raise EngineRefusedError(f"{self.url}/server_info says nothing of {name}") from error
 
     async def weight_version(self) -> int | None:
-        """Of its weights; None where they have none, or one that is not ours.
+        """Return the policy version of the engine's weights; None if it is not a number of ours.
 
         Raises:
-            EngineError: it does not say.
+            EngineError: the engine does not answer.
         """
         name = (await self._get("/weight_info", WeightInfo)).weight_version
         version = policy_version(name)
@@ -150,21 +150,21 @@ class EngineControlClient:
         return version
 
     async def is_paused(self) -> bool:
-        """Whether it is frozen."""
+        """Whether the engine is paused."""
         return bool((await self._get("/is_paused", _JsonObject)).get("is_paused"))
 
     async def world_size(self) -> int:
-        """Its workers; an engine that does not say has one."""
+        """Return the number of the engine's workers; 1 if it does not report it."""
         try:
             return int((await self._get("/get_world_size", _JsonObject)).get("world_size", 1))
         except (EngineRefusedError, TypeError, ValueError):
             return 1
 
     async def transfer_backend(self) -> str | None:
-        """The weight-transfer backend that it was started with; None where it does not say.
+        """Return the weight-transfer backend that the engine was started with; None if it does not report it.
 
         Raises:
-            EngineRefusedError: it has no control routes, or was started without one; says what is missing.
+            EngineRefusedError: the engine has no control routes; the message names the missing option.
         """
         try:
             await self._get("/weight_info", _JsonObject)
@@ -180,7 +180,7 @@ class EngineControlClient:
             return None
 
     async def is_healthy(self) -> bool:
-        """Whether there is an engine that answers."""
+        """Whether the engine answers 200 at `/health`."""
         try:
             status, _ = await self._send("GET", "/health", _INFO_TIMEOUT_S)
         except EngineError:
@@ -197,7 +197,7 @@ class EngineControlClient:
         if status == 200:
             return
         told = describe_response(self.url + path, status, payload)
-        # A 400 is a fact about what was sent only where something was.
+        # A 400 is a verdict on the weights only if the call sent any.
         refused = (sends_weights and status == 400) or _REFUSED in told
         raise (EngineRefusedError if refused else EngineError)(told)
 

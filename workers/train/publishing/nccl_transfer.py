@@ -1,6 +1,6 @@
-"""Weights from GPU to GPU, by vLLM's own trainer side. Unverified: no GPU has run this yet.
+"""Whole weights from GPU to GPU, by vLLM's own NCCL trainer side. Unverified: never run on a GPU.
 
-Each engine is a group of its own with the trainer as rank 0, so one that restarts, or comes later, needs no other one.
+Each engine forms a process group with the trainer as rank 0, so an engine that restarts or is added affects no other.
 """
 
 import socket
@@ -23,17 +23,17 @@ from workers.train.publishing.engine_control import EngineControlClient, Partial
 log = structlog.get_logger()
 
 _SUPPORTED_VLLM = "0.32"
-"""The vLLM whose trainer side this was written against."""
+"""The vLLM version whose trainer API this code uses."""
 
 
 class NcclTransfer:
-    """vLLM's native NCCL transfer; a `Carrier`, and a context.
+    """Broadcasts with vLLM's NCCL transfer engine. A `Transfer` and a context manager.
 
     Args:
-        host: by which engines reach this machine.
+        host: name or address at which engines reach this machine.
 
     Raises:
-        SettingsError: no GPU, no vLLM beside the trainer, or one without a trainer side.
+        SettingsError: there is no GPU, or no vLLM with a trainer API in this environment.
     """
 
     backend: ClassVar[str] = "nccl"
@@ -68,19 +68,19 @@ class NcclTransfer:
             self._close_group(url)
 
     async def prepare(self, path: Path) -> None:
-        """It is there."""
+        """Nothing to do: the files are in place."""
 
     async def transfer(self, engine: EngineControlClient, path: Path, version: int) -> None:
-        """Broadcast it to the engine's workers; see `Carrier`."""
+        """Broadcast the weights to the engine's workers; see `Transfer`."""
         async with self._lock:
-            if await engine.weight_version() is None:  # it was started anew: its side of the group is gone
+            if await engine.weight_version() is None:  # the engine restarted: its side of the group is gone
                 await anyio.to_thread.run_sync(self._close_group, engine.url)
             try:
                 await self._send(engine, path, version)
             except EngineError as error:
                 await anyio.to_thread.run_sync(self._close_group, engine.url)
                 raise PartialUpdateError(f"{engine.url}: nccl: {error}") from error
-            except Exception as error:  # NCCL's and vLLM's own, of any type
+            except Exception as error:  # NCCL and vLLM raise errors of any type
                 await anyio.to_thread.run_sync(self._close_group, engine.url)
                 raise PartialUpdateError(f"{engine.url}: nccl: {error!r}") from error
 
@@ -107,7 +107,7 @@ class NcclTransfer:
 
 
 class _VllmClient:
-    """What vLLM's trainer side calls, in threads of its own (`VLLMWeightSyncClient`)."""
+    """The client that vLLM's trainer side calls from its threads (its protocol `VLLMWeightSyncClient`)."""
 
     def __init__(self, portal: BlockingPortal, engine: EngineControlClient, version: int) -> None:
         self._portal = portal
@@ -123,12 +123,12 @@ class _VllmClient:
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self._portal.call(self._engine.update_weights, update_info)
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None:  # noqa: ARG002  (it gives none)
+    def finish_weight_update(self, weight_version: str | None = None) -> None:  # noqa: ARG002  (vLLM passes none)
         self._portal.call(self._engine.finish_update, self._version)
 
 
 class _FolderSource:
-    """A folder's tensors, on the GPU one after the other (`WeightSource`)."""
+    """A folder's tensors, loaded to the GPU one by one (vLLM's protocol `WeightSource`)."""
 
     def __init__(self, folder: Path) -> None:
         from vllm.distributed.weight_transfer import ParamMeta
@@ -137,7 +137,7 @@ class _FolderSource:
         self._metadata = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors("cpu")]
 
     def metadata(self) -> list[Any]:
-        """Names, types and shapes, in the order in which the tensors come."""
+        """Return names, dtypes and shapes, in the order of iteration."""
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Whole weights into an engine that goes on: it is frozen between two tokens, given them, and thaws."""
+"""Whole weights: pause the engine between two tokens, transfer the weights, resume."""
 
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -12,42 +12,42 @@ log = structlog.get_logger()
 
 
 class Transfer(Protocol):
-    """What brings the weights into an engine that is frozen."""
+    """Moves whole weights into a paused engine."""
 
     backend: ClassVar[str]
-    """The weight-transfer backend that the engine needs."""
+    """vLLM weight-transfer backend that the engine must run."""
     start_hint: ClassVar[str]
-    """What it needs besides `--weight-transfer-config`, for people."""
+    """What the engine needs besides `--weight-transfer-config`; appended to error messages."""
 
     async def prepare(self, path: Path) -> None:
-        """Make a folder ready to be sent."""
+        """Prepare a folder for sending."""
 
     async def transfer(self, engine: EngineControlClient, path: Path, version: int) -> None:
-        """Start, update, finish.
+        """Start an update, send the weights, finish the update.
 
         Raises:
-            PartialUpdateError: nobody knows which weights it has now.
+            PartialUpdateError: which weights the engine holds is unknown.
         """
 
 
 class PausedUpdate:
-    """Pause, carry, resume; a `Way`.
+    """Pauses, transfers and resumes. A `WeightTransport`.
 
     Args:
-        transfer: brings the weights.
-        keep_kv: requests under way keep the keys and values that old weights have computed.
+        transfer: moves the weights.
+        keep_kv_cache: running requests keep the KV cache that old weights computed.
     """
 
-    def __init__(self, transfer: Transfer, *, keep_kv: bool = False) -> None:
+    def __init__(self, transfer: Transfer, *, keep_kv_cache: bool = False) -> None:
         self._transfer = transfer
-        self._keep_kv = keep_kv
+        self._keep_kv_cache = keep_kv_cache
 
     async def prepare(self, path: Path) -> None:
-        """See `Way`."""
+        """See `WeightTransport`."""
         await self._transfer.prepare(path)
 
     async def check(self, engine: EngineControlClient) -> None:
-        """See `Way`."""
+        """See `WeightTransport`."""
         has, needs = await engine.transfer_backend(), self._transfer.backend
         if has is None:
             log.info("engine.backend_unknown", url=engine.url, needs=needs)
@@ -59,17 +59,17 @@ class PausedUpdate:
             )
 
     async def send(self, engine: EngineControlClient, path: Path, version: int) -> None:
-        """See `Way`. A try that failed is begun anew from the pause on, without a resume in between."""
-        await engine.pause(keep_kv=self._keep_kv)
+        """See `WeightTransport`. A repeated try pauses again, without a resume in between."""
+        await engine.pause(keep_kv_cache=self._keep_kv_cache)
         await self._transfer.transfer(engine, path, version)
         await engine.resume()
 
     async def abort(self, engine: EngineControlClient, error: Exception) -> None:
-        """See `Way`."""
+        """See `WeightTransport`. An engine whose weights are unknown stays paused."""
         if isinstance(error, PartialUpdateError):
             log.warning("engine.left_paused", url=engine.url, why=str(error))
             return
         try:
             await engine.resume()
-        except EngineError as trouble:
-            log.warning("engine.resume_failed", url=engine.url, why=str(trouble))
+        except EngineError as resume_error:
+            log.warning("engine.resume_failed", url=engine.url, why=str(resume_error))

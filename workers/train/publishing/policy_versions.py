@@ -8,9 +8,9 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
+from stream.durable import remove_folder, remove_leftovers
 from stream.errors import EngineRefusedError, RunFailedError
 from stream.trainer.lease import TrainerLease
-from workers.train.checkpointing.durable import remove_folder, remove_leftovers
 from workers.train.publishing.publisher import WeightPublisher
 
 log = structlog.get_logger()

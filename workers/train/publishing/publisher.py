@@ -1,16 +1,17 @@
-"""Hands weights to the engines of a run while they work: to all at once, and to those that missed a version."""
+"""Pushes policy versions to the engines of a run: to all of them concurrently, and later to those that missed one."""
 
 import math
-import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import anyio
 import structlog
-from anyio.abc import TaskStatus
+from anyio.abc import ObjectReceiveStream, TaskStatus
 
+from stream.backoff import Backoff
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
+from workers.engine_api.availability import EngineAvailability
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.settings import Settings
 from workers.train.publishing.engine_control import EngineControlClient
@@ -19,22 +20,49 @@ from workers.train.publishing.transport import WeightTransport, open_transport
 log = structlog.get_logger()
 
 UPDATE_TIMEOUT_S = 600.0
-"""Deadline of one engine for taking a version."""
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 2.0
+"""Timeout of one call that moves weights into an engine."""
+_BACKOFF = Backoff(0.1, 2.0)
+_POLL_S = 0.1
 _TRIES_AFTER_SUCCESS = 5
-"""Tries at an engine once another one has taken the weights; `refresh` will come back to it."""
+"""Tries at an engine once another engine has the version; `refresh` comes back to it later."""
 _GRACE_S = 5.0
-"""An engine is left behind when it takes this much longer than twice the time of the slowest that was done."""
+"""A push stops waiting for an engine that takes this much longer than twice the time of the slowest finished one."""
+
+
+class TargetEngine:
+    """One engine that receives weights.
+
+    Args:
+        client: of its control routes.
+    """
+
+    def __init__(self, client: EngineControlClient) -> None:
+        self.url = client.url
+        self.client = client
+        self.availability = EngineAvailability(client.url)
+        self.is_compatible = False
+        """It was found able to receive weights by the transport, and no push has failed since."""
+        self.is_busy = False
+        """A push to it is in progress."""
+
+    @contextmanager
+    def pushing(self) -> Iterator[None]:
+        """Mark the engine busy for the duration of a push."""
+        self.is_busy = True
+        try:
+            yield
+        finally:
+            self.is_busy = False
 
 
 class WeightPublisher:
-    """The trainer's way to its engines.
+    """Pushes policy versions to the engines of a run.
 
     Args:
-        discovery: which there are; looked at anew each time.
-        transport: how they are given weights.
-        retry_timeout_s: how long to try to reach one.
-        update_timeout_s: for one call that moves weights.
+        discovery: the run's engines; read at every call.
+        transport: how weights reach them.
+        retry_timeout_s: how long to keep trying one engine.
+        update_timeout_s: timeout of one call that moves weights.
     """
 
     def __init__(
@@ -44,227 +72,224 @@ class WeightPublisher:
         self._transport = transport
         self._retry_timeout_s = retry_timeout_s
         self._update_timeout_s = update_timeout_s
-        self._clients: dict[str, EngineControlClient] = {}
-        self._compatible: set[str] = set()
-        """Engines that were found able to take weights this way, since they last failed."""
-        self._busy: set[str] = set()
-        """Engines that are being given weights now, by whichever push or refresh."""
-        self._unreachable: set[str] = set()
-        """Engines that did not answer when they were last looked at."""
+        self._targets: dict[str, TargetEngine] = {}
         self._latest_version = -1
-        """Version that was pushed last."""
+        """The version pushed last."""
 
     async def push(
         self, path: Path, version: int, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
-        """Give every engine these weights, all at once; requests under way freeze for the moment and go on with them.
+        """Push a version to every engine concurrently.
 
-        Engines that are busy with an older version, or silent, are left to `refresh`, if there are others.
+        Engines that are busy with an older version or unreachable are left to `refresh`, unless there are no others.
 
         Args:
             path: a folder in Hugging Face form.
-            version: its number.
-            task_status: told when the version may be published: all engines were tried, or some have it and the others
-                are left behind, to be done when they are.
+            version: its policy version.
+            task_status: started when the version may be announced: every engine was tried, or some engines have it and
+                the push no longer waits for the rest. Pushes to the rest continue until this call returns.
 
         Raises:
-            EngineRefusedError: every engine of the run refused them, since they are not the model's, or since it was
-                not started to take any: another push would end the same way.
-            EngineUnavailableError: no engine took them.
+            EngineRefusedError: every engine of the run refused; repeating the push cannot help.
+            EngineUnavailableError: no engine received the version.
         """
         absolute = Path(await anyio.Path(path).absolute())
         await self._transport.prepare(absolute)
         self._latest_version = version
-        failed: dict[str, EngineError] = {}
-        taken = anyio.Event()
-        engines = await self._wait_for_engines()
-        left = {engine.url for engine in engines}
-        done, outcomes = anyio.create_memory_object_stream[str](len(engines))
+        targets = await self._wait_for_targets()
+        failures: dict[str, EngineError] = {}
+        any_success = anyio.Event()
+        finish, finished = anyio.create_memory_object_stream[str](len(targets))
 
-        async def push(engine: EngineControlClient) -> None:
+        async def push_to(target: TargetEngine) -> None:
             try:
-                with self._mark_busy(engine):
-                    await self._push_with_retry(engine, absolute, version, taken)
-                taken.set()
+                with target.pushing():
+                    await self._push_with_retry(target, absolute, version, any_success)
+                any_success.set()
             except EngineError as error:
-                failed[engine.url] = error
-                log.warning("engine.push_failed", url=engine.url, version=version, why=str(error))
-            done.send_nowait(engine.url)
+                failures[target.url] = error
+                log.warning("engine.push_failed", url=target.url, version=version, why=str(error))
+            finish.send_nowait(target.url)
 
-        with done, outcomes:
+        with finish, finished:
             async with anyio.create_task_group() as tasks:
-                for engine in engines:
-                    tasks.start_soon(push, engine)
-                begun, grace_s = anyio.current_time(), math.inf
-                while left:
-                    with anyio.move_on_after(grace_s) as wait:
-                        left.remove(url := await outcomes.receive())
-                        if url not in failed:
-                            grace_s = anyio.current_time() - begun + _GRACE_S
-                    if wait.cancelled_caught:
-                        log.warning(
-                            "engine.push_timed_out", urls=sorted(left), version=version, after_s=round(grace_s, 1)
-                        )
-                        break
-                if len(failed) < len(engines):
+                for target in targets:
+                    tasks.start_soon(push_to, target)
+                await _wait_until_finished(finished, {target.url for target in targets}, failures, version)
+                if len(failures) < len(targets):
                     task_status.started()
-        if len(failed) == len(engines):
-            refused = all(isinstance(error, EngineRefusedError) for error in failed.values())
-            whys = "; ".join(f"{url}: {why}".replace(f"{url}: {url}", url) for url, why in failed.items())
-            if refused and failed.keys() >= {engine.url for engine in self._engines()}:  # none was left out
-                raise EngineRefusedError(f"no engine took version {version}: {whys}")
-            raise EngineUnavailableError(f"no engine took version {version} within {self._retry_timeout_s:g} s: {whys}")
+        if len(failures) == len(targets):
+            raise self._push_error(version, failures)
 
     async def engine_versions(self) -> dict[str, int | None]:
-        """The version that each engine has; None where it has none, or does not answer.
+        """Return the policy version of each engine by URL; None for one without a version.
 
-        Those that others know to be silent or busy are not waited for.
+        Engines that are busy, or were unreachable at the last request, count as None without a request.
         """
-        found: dict[str, int | None] = {}
+        versions: dict[str, int | None] = {}
 
-        async def ask(engine: EngineControlClient) -> None:
-            found[engine.url] = None
-            if engine.url in self._unreachable | self._busy:
+        async def fetch(target: TargetEngine) -> None:
+            versions[target.url] = None
+            if target.is_busy or not target.availability.is_available:
                 return
             try:
-                found[engine.url] = await engine.weight_version()
+                versions[target.url] = await target.client.weight_version()
             except EngineError as error:
-                log.info("engine.unreachable", url=engine.url, why=str(error))
-                self._unreachable.add(engine.url)
+                target.availability.mark_unavailable(error)
 
         async with anyio.create_task_group() as tasks:
-            for engine in self._engines():
-                tasks.start_soon(ask, engine)
-        return found
+            for target in self._current_targets():
+                tasks.start_soon(fetch, target)
+        return versions
 
-    async def outdated_engines(self, version: int) -> list[EngineControlClient]:
-        """The engines that answer but do not work with this version: new, restarted, left out, or still frozen.
+    async def outdated_engines(self, version: int) -> list[TargetEngine]:
+        """Return reachable engines that do not serve `version`: new, restarted, missed by a push, or paused.
 
-        Those that are being given weights are not among them; they will be, if those are not these.
+        Engines with a push in progress are excluded; if that push installs another version, a later call returns them.
         """
-        found: list[EngineControlClient] = []
+        outdated: list[TargetEngine] = []
 
-        async def look(engine: EngineControlClient) -> None:
+        async def fetch(target: TargetEngine) -> None:
             try:
-                if await engine.weight_version() != version or await engine.is_paused():
-                    found.append(engine)
-                self._unreachable.discard(engine.url)
+                if await target.client.weight_version() != version or await target.client.is_paused():
+                    outdated.append(target)
+                target.availability.mark_available()
             except EngineError as error:
-                log.debug("engine.unreachable", url=engine.url, why=str(error))
-                self._unreachable.add(engine.url)
+                target.availability.mark_unavailable(error)
 
         async with anyio.create_task_group() as tasks:
-            for engine in self._idle_engines():
-                tasks.start_soon(look, engine)
-        return found
+            for target in self._idle_targets():
+                tasks.start_soon(fetch, target)
+        return outdated
 
     async def refresh(
         self,
-        engines: list[EngineControlClient],
+        targets: list[TargetEngine],
         path: Path,
         version: int,
         *,
         task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Give a version to these engines alone; `task_status` is told as soon as they count as busy with it."""
+        """Push a version to these engines only; `task_status` starts as soon as they are marked busy."""
         absolute = Path(await anyio.Path(path).absolute())
         await self._transport.prepare(absolute)
-        hurry = anyio.Event()
-        hurry.set()
+        limit_tries = anyio.Event()
+        limit_tries.set()
 
-        async def push(engine: EngineControlClient, *, task_status: TaskStatus[None]) -> None:
-            with self._mark_busy(engine):
+        async def push_to(target: TargetEngine, *, task_status: TaskStatus[None]) -> None:
+            with target.pushing():
                 task_status.started()
                 try:
-                    await self._push_with_retry(engine, absolute, version, hurry)
+                    await self._push_with_retry(target, absolute, version, limit_tries)
                 except EngineError as error:
-                    log.warning("engine.push_failed", url=engine.url, version=version, why=str(error))
+                    log.warning("engine.push_failed", url=target.url, version=version, why=str(error))
                 else:
-                    log.info("engine.refreshed", url=engine.url, version=version)
+                    log.info("engine.refreshed", url=target.url, version=version)
 
         async with anyio.create_task_group() as tasks:
-            for engine in engines:
-                await tasks.start(push, engine)
+            for target in targets:
+                await tasks.start(push_to, target)
             task_status.started()
 
     async def any_healthy(self) -> bool:
-        """Whether any engine answers."""
-        return any([await engine.is_healthy() for engine in self._engines()])
+        """Whether at least one engine answers."""
+        return any([await target.client.is_healthy() for target in self._current_targets()])
 
-    def _engines(self) -> list[EngineControlClient]:
-        """Those that there are now."""
-        urls = self._discovery.urls
-        self._clients = {
-            url: self._clients.get(url) or EngineControlClient(url, self._update_timeout_s) for url in urls
+    def _current_targets(self) -> list[TargetEngine]:
+        """Return the engines that the run has now."""
+        self._targets = {
+            url: self._targets.get(url) or TargetEngine(EngineControlClient(url, self._update_timeout_s))
+            for url in self._discovery.urls
         }
-        self._compatible &= set(urls)
-        self._unreachable &= set(urls)
-        return list(self._clients.values())
+        return list(self._targets.values())
 
-    def _idle_engines(self) -> list[EngineControlClient]:
-        """Those that are not being given weights."""
-        return [engine for engine in self._engines() if engine.url not in self._busy]
+    def _idle_targets(self) -> list[TargetEngine]:
+        return [target for target in self._current_targets() if not target.is_busy]
 
-    async def _wait_for_engines(self) -> list[EngineControlClient]:
-        """Those that answered when last heard of, else all that are free; where there are none, whoever comes first."""
+    async def _wait_for_targets(self) -> list[TargetEngine]:
+        """Return the idle engines that were reachable last time, or all idle ones; waits for a first one."""
         deadline = anyio.current_time() + self._retry_timeout_s
-        while not (engines := self._idle_engines()):
-            if anyio.current_time() > deadline and self._busy:
-                busy = ", ".join(sorted(self._busy))
-                raise EngineUnavailableError(f"{busy} not done with older weights within {self._retry_timeout_s:g} s")
+        while not (idle := self._idle_targets()):
             if anyio.current_time() > deadline:
-                raise EngineUnavailableError(f"{self._discovery.empty_reason}; waited {self._retry_timeout_s:g} s")
-            await anyio.sleep(_FIRST_DELAY_S)
-        return [engine for engine in engines if engine.url not in self._unreachable] or engines
+                if busy := ", ".join(sorted(url for url, target in self._targets.items() if target.is_busy)):
+                    problem = f"{busy} did not finish an older version within {self._retry_timeout_s:g} s"
+                else:
+                    problem = f"{self._discovery.empty_reason}; waited {self._retry_timeout_s:g} s"
+                raise EngineUnavailableError(problem)
+            await anyio.sleep(_POLL_S)
+        return [target for target in idle if target.availability.is_available] or idle
 
-    @contextmanager
-    def _mark_busy(self, engine: EngineControlClient) -> Iterator[None]:
-        self._busy.add(engine.url)
-        try:
-            yield
-        finally:
-            self._busy.discard(engine.url)
+    async def _push_with_retry(self, target: TargetEngine, path: Path, version: int, limit_tries: anyio.Event) -> None:
+        """Push to one engine, with retries until the timeout.
 
-    async def _push_with_retry(self, engine: EngineControlClient, path: Path, version: int, hurry: anyio.Event) -> None:
-        """One engine; tries again until the time is over, or a few times in a hurry, or there is a newer version."""
-        deadline, delay, tries = anyio.current_time() + self._retry_timeout_s, _FIRST_DELAY_S, 0
-        asked = False
+        Args:
+            target: the engine.
+            path: absolute path of the folder.
+            version: its policy version.
+            limit_tries: once set, gives up after `_TRIES_AFTER_SUCCESS` tries, or as soon as there is a newer version.
+        """
+        deadline, tries, sent = anyio.current_time() + self._retry_timeout_s, 0, False
         while True:
             try:
-                # One that was fit is given weights at once, though it may be another by now: that vLLM takes seconds to
-                # tell what it was started with. If it fails, it is asked.
-                if engine.url not in self._compatible:
-                    await self._transport.check(engine)
-                    self._compatible.add(engine.url)
-                asked = True
-                await self._transport.send(engine, path, version)
+                # vLLM takes seconds to report how it was started, so this is asked once, and again after a failure.
+                if not target.is_compatible:
+                    await self._transport.check(target.client)
+                    target.is_compatible = True
+                sent = True
+                await self._transport.send(target.client, path, version)
             except EngineError as error:
                 tries += 1
-                self._compatible.discard(engine.url)
-                why = str(error)
-                if tries == 1:
-                    log.warning("engine.waiting", url=engine.url, version=version, why=why)
+                target.is_compatible = False
+                target.availability.log_waiting("push", error)
                 refused = isinstance(error, EngineRefusedError)
-                hurried = hurry.is_set() and (tries >= _TRIES_AFTER_SUCCESS or version < self._latest_version)
-                if refused or hurried or anyio.current_time() + delay > deadline:
-                    if asked:
-                        await self._transport.abort(engine, error)
-                    raise (EngineRefusedError if refused else EngineError)(why) from error
+                out_of_tries = tries >= _TRIES_AFTER_SUCCESS or version < self._latest_version
+                delay_s = _BACKOFF.delay_s(tries)
+                if refused or (limit_tries.is_set() and out_of_tries) or anyio.current_time() + delay_s > deadline:
+                    if sent:
+                        await self._transport.abort(target.client, error)
+                    raise (EngineRefusedError if refused else EngineError)(str(error)) from error
+                await anyio.sleep(delay_s)
             else:
-                if tries:
-                    log.info("engine.recovered", url=engine.url, version=version)
+                target.availability.log_recovered("push")
                 return
-            await anyio.sleep(random.uniform(delay / 2, delay))
-            delay = min(2 * delay, _LONGEST_DELAY_S)
+
+    def _push_error(self, version: int, failures: Mapping[str, EngineError]) -> EngineError:
+        """Return the error for a version that no engine received."""
+        reasons = "; ".join(f"{url}: {error}".replace(f"{url}: {url}", url) for url, error in failures.items())
+        all_refused = all(isinstance(error, EngineRefusedError) for error in failures.values())
+        all_tried = failures.keys() >= {target.url for target in self._current_targets()}
+        if all_refused and all_tried:
+            return EngineRefusedError(f"no engine took version {version}: {reasons}")
+        return EngineUnavailableError(f"no engine took version {version} within {self._retry_timeout_s:g} s: {reasons}")
+
+
+async def _wait_until_finished(
+    finished: ObjectReceiveStream[str], urls: set[str], failures: Mapping[str, EngineError], version: int
+) -> None:
+    """Wait for the pushes to these engines, but not for engines that take far longer than the slowest success."""
+    started, timeout_s = anyio.current_time(), math.inf
+    while urls:
+        with anyio.move_on_after(timeout_s) as wait:
+            url = await finished.receive()
+            urls.remove(url)
+            if url not in failures:
+                timeout_s = anyio.current_time() - started + _GRACE_S
+        if wait.cancelled_caught:
+            log.warning("engine.push_timed_out", urls=sorted(urls), version=version, after_s=round(timeout_s, 1))
+            return
 
 
 @asynccontextmanager
 async def open_publisher(settings: Settings, discovery: EngineDiscovery) -> AsyncIterator[WeightPublisher]:
-    """The publisher of a run, for as long as the context is open.
+    """Yield the publisher of a run.
 
     Raises:
-        SettingsError: the way that the settings name needs what this machine does not have.
+        SettingsError: this machine lacks something that the transport needs.
     """
-    patience_s, timeout_s = settings.engine_wait_s, UPDATE_TIMEOUT_S
-    async with open_transport(settings) as way:
-        yield WeightPublisher(discovery, way, retry_timeout_s=patience_s, update_timeout_s=timeout_s)
+    async with open_transport(settings) as transport:
+        yield WeightPublisher(
+            discovery,
+            transport,
+            retry_timeout_s=settings.engine_wait_s,
+            update_timeout_s=UPDATE_TIMEOUT_S,
+        )

@@ -1,4 +1,4 @@
-"""Weights as a path on a file system that trainer and engines share."""
+"""Whole weights through a file system that trainer and engines share."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -8,16 +8,16 @@ from workers.train.publishing.engine_control import EngineControlClient
 
 
 class SharedFolderTransfer:
-    """Engines read the folder; a `Carrier`."""
+    """Sends the folder's path; the engine reads the files. A `Transfer`."""
 
     backend: ClassVar[str] = WEIGHT_TRANSFER_BACKEND
     start_hint: ClassVar[str] = ", with penstock-vllm installed beside vLLM"
 
     async def prepare(self, path: Path) -> None:
-        """It is there."""
+        """Nothing to do: the files are in place."""
 
     async def transfer(self, engine: EngineControlClient, path: Path, version: int) -> None:
-        """Tell where it is; see `Carrier`."""
+        """Send the path; see `Transfer`."""
         await engine.start_update()
         await engine.update_weights({"path": str(path)})
         await engine.finish_update(version)

@@ -1,4 +1,4 @@
-"""What a way of giving weights to engines is, and which one the settings name."""
+"""How weights reach engines: the `WeightTransport` protocol, and the transport that the settings name."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,58 +10,58 @@ from workers.train.publishing.engine_control import EngineControlClient
 
 
 class WeightTransport(Protocol):
-    """How one version of the policy gets from its folder to one engine."""
+    """Moves one policy version from its folder to one engine."""
 
     async def prepare(self, path: Path) -> None:
-        """Make a folder ready to be sent; once, before any engine is told of it.
+        """Prepare a folder for sending; called once per version, before any engine is contacted.
 
         Args:
-            path: a folder in Hugging Face form; absolute.
+            path: absolute path of a folder in Hugging Face form.
         """
 
     async def check(self, engine: EngineControlClient) -> None:
-        """See whether an engine can be given weights this way.
+        """Check that an engine can receive weights by this transport.
 
         Raises:
-            EngineRefusedError: it cannot; says what it has to be started with.
+            EngineRefusedError: it cannot; the message says how the engine must be started.
         """
 
     async def send(self, engine: EngineControlClient, path: Path, version: int) -> None:
-        """One try to give it a version that was prepared.
+        """Try once to give an engine a prepared version. After an `EngineError` it may be called again.
 
         Raises:
-            EngineRefusedError: it says that these are not its model's weights; it goes on with the old ones.
-            EngineError: anything else; this may be called again, with nothing between.
+            EngineRefusedError: the weights do not fit the engine's model; the engine continues with its old weights.
+            EngineError: any other failure.
         """
 
     async def abort(self, engine: EngineControlClient, error: Exception) -> None:
-        """After the last try failed with that error: let it go on with its old weights, if it has them."""
+        """Let an engine continue with its old weights, if it still has them, after the last `send` failed."""
 
 
 @asynccontextmanager
 async def open_transport(settings: Settings) -> AsyncIterator[WeightTransport]:
-    """The way that the settings name, for as long as the context is open.
+    """Yield the transport that the settings name.
 
     Raises:
-        SettingsError: it needs what this machine does not have.
+        SettingsError: this machine lacks something that the transport needs.
     """
     from workers.train.publishing.paused_update import PausedUpdate
     from workers.train.publishing.shared_folder import SharedFolderTransfer
 
-    chosen = settings.weights
+    weights = settings.weights
     if settings.publishes_adapters:
         from workers.train.publishing.adapter_update import AdapterUpdate
 
         yield AdapterUpdate(settings.lora.rank)
-    elif chosen.transport == "http":
+    elif weights.transport == "http":
         from workers.train.publishing.http_transfer import serve_weights
 
-        async with serve_weights(settings.run.host, settings.run.port) as served:
-            yield PausedUpdate(served, keep_kv=chosen.kv_cache == "keep")
-    elif chosen.transport == "nccl":
+        async with serve_weights(settings.run.host, settings.run.port) as http_transfer:
+            yield PausedUpdate(http_transfer, keep_kv_cache=weights.kv_cache == "keep")
+    elif weights.transport == "nccl":
         from workers.train.publishing.nccl_transfer import NcclTransfer
 
-        with NcclTransfer(settings.run.host) as nccl:
-            yield PausedUpdate(nccl, keep_kv=chosen.kv_cache == "keep")
+        with NcclTransfer(settings.run.host) as nccl_transfer:
+            yield PausedUpdate(nccl_transfer, keep_kv_cache=weights.kv_cache == "keep")
     else:
-        yield PausedUpdate(SharedFolderTransfer(), keep_kv=chosen.kv_cache == "keep")
+        yield PausedUpdate(SharedFolderTransfer(), keep_kv_cache=weights.kv_cache == "keep")

@@ -12,12 +12,12 @@ import structlog
 import torch
 from torch import Tensor
 
+from stream.durable import create_folder_atomically
 from stream.errors import RunMismatchError, SettingsError
 from stream.validity import DropReason
 from workers.settings import Settings
 from workers.settings.estimators import Gae
 from workers.train.algorithms.masks import too_old_tokens
-from workers.train.checkpointing.durable import create_folder_atomically
 from workers.train.distributed.ranks import Ranks
 from workers.train.distributed.sharding import gather_full
 from workers.train.model.critic import Critic, hidden_size

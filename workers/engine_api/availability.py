@@ -1,0 +1,48 @@
+"""Whether an engine answers, logged once when it stops and once when it answers again."""
+
+import structlog
+
+from stream.errors import EngineError
+
+log = structlog.get_logger()
+
+
+class EngineAvailability:
+    """What one client knows about one engine's availability.
+
+    Args:
+        url: the engine's base URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.problem: EngineError | None = None
+        """Why the last request failed; None if it succeeded, or before the first."""
+        self._waiting_for: set[str] = set()
+
+    @property
+    def is_available(self) -> bool:
+        """The last request succeeded, or there was none."""
+        return self.problem is None
+
+    def mark_available(self) -> None:
+        """Record that the engine answers."""
+        self.problem = None
+        self.log_recovered("answer")
+
+    def mark_unavailable(self, error: EngineError) -> None:
+        """Record that the engine does not answer."""
+        self.problem = error
+        self.log_waiting("answer", error)
+
+    def log_waiting(self, what: str, error: EngineError) -> None:
+        """Log that `what` of this engine is awaited: once, however often it is called until `log_recovered`."""
+        if what not in self._waiting_for:
+            self._waiting_for.add(what)
+            log.warning("engine.waiting", url=self.url, what=what, why=str(error))
+
+    def log_recovered(self, what: str) -> None:
+        """Log that `what` has come, if it was awaited."""
+        if what in self._waiting_for:
+            self._waiting_for.discard(what)
+            log.info("engine.recovered", url=self.url, what=what)
