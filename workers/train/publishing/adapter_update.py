@@ -66,7 +66,7 @@ class AdapterUpdate:
                 await engine.unload_adapter(name)
             await self._load(engine, name, path)
         await engine.set_weight_version(version)
-        numbers = (other.removeprefix(ADAPTER_PREFIX) for other in loaded if other.startswith(ADAPTER))
+        numbers = (other.removeprefix(ADAPTER_PREFIX) for other in loaded if other.startswith(ADAPTER_PREFIX))
         older = sorted(number for number in map(int, filter(str.isdecimal, numbers)) if number != version)
         for number in older[: -(_LOADED_VERSIONS - 1)]:
             await engine.unload_adapter(adapter_name(number))
