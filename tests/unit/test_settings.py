@@ -99,6 +99,18 @@ def test_only_load_and_the_wall_clock_are_excluded_by_default():
     assert {reason for reason, policy in policies.items() if policy != "keep"} == {TruncationReason.WALL_CLOCK}
 
 
+@pytest.mark.parametrize(
+    ("sampling", "keys"),
+    [
+        ({"stop": ["</answer>"]}, []),
+        ({"top_p": 0.9, "logit_bias": {"5": 1.0}}, ["top_p", "logit_bias"]),
+        ({"top_k": 5, "min_p": 0.1, "min_tokens": 2}, ["top_k", "min_p", "min_tokens"]),
+    ],
+)
+def test_settings_know_which_keys_change_the_sampled_distribution(sampling, keys):
+    assert parse_settings(LEAST | {"rollout": {"sampling": sampling}}).truncated_sampling == keys
+
+
 def test_the_number_of_keys_does_not_creep_up():
     assert len(setting_keys()) <= 120
 

@@ -26,7 +26,6 @@ from workers.runtime.context import WorkerContext
 from workers.runtime.reward_functions import load_factories, open_reward_functions
 from workers.runtime.work_loop import work_loop
 from workers.settings import Rollout
-from workers.settings.rollout import TRUNCATING
 
 log = structlog.get_logger()
 
@@ -40,7 +39,7 @@ async def rollout(context: WorkerContext) -> None:
             "engine.urls is empty, no --engine was given, and `penstock engines add` has added none: a rollout worker "
             "needs an engine"
         )
-    if truncating := settings.rollout.sampling.non_default(*TRUNCATING):
+    if truncating := settings.truncated_sampling:
         log.warning(
             "rollout.truncated_sampling", keys=truncating, effect="the ratio to the engine's log-probs is not 1"
         )

@@ -1,13 +1,10 @@
 """Settings of sampling and evaluation, and of how far rollouts may run ahead of the trainer."""
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
 from workers.settings.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Seconds, Section
-
-TRUNCATING: Final = ("top_p", "top_k", "min_p", "min_tokens", "logit_bias")
-"""Keys of `rollout.sampling` that change the distribution from which tokens are sampled."""
 
 
 class SamplingSettings(Section, frozen=True):

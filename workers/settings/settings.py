@@ -99,6 +99,11 @@ class Settings(Section, frozen=True, kw_only=True):
         return chosen if chosen != "auto" else self.loss.aggregation or "token-mean"
 
     @property
+    def truncated_sampling(self) -> list[str]:
+        """Keys of `rollout.sampling` by which the sampled distribution differs from the trained one."""
+        return self.rollout.sampling.non_default("top_p", "top_k", "min_p", "min_tokens", "logit_bias")
+
+    @property
     def publishes_adapters(self) -> bool:
         """Engines get LoRA adapters instead of whole weights."""
         return self.weights.transport == "adapter"
@@ -121,7 +126,7 @@ class Settings(Section, frozen=True, kw_only=True):
 
     def evaluation_groups_in_flight(self, groups_in_flight: int) -> int:
         """Groups of an evaluation that one worker processes concurrently, out of all its groups in flight."""
-        return max(1, min(groups_in_flight - 1, round(EVALUATION_FRACTION * groups_in_flight)))
+        return max(1, round(EVALUATION_FRACTION * groups_in_flight))
 
     def truncation_policy(self, reason: TruncationReason) -> TruncationPolicy:
         """Treatment of completions that were truncated for this reason."""
