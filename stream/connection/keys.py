@@ -5,7 +5,7 @@ from typing import Literal, get_args
 CONSUMER_GROUP = "penstock"
 """The consumer group of every stage."""
 
-RESERVED_CONSUMERS = ("released", "trained")
+RESERVED_CONSUMERS = ("released", "marked")
 """Consumers in it that are nobody: entries given back, and entries marked by the trainer."""
 
 StageName = Literal["prompts", "groups", "scored"]

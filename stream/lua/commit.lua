@@ -1,40 +1,41 @@
 #!lua flags=allow-oom
--- The trainer ends groups: marks them as trained or dropped, to be acknowledged at a durable checkpoint.
--- ARGV: consumer, fencing token, version that gives the places of trained ones back, then id, prompt id, end, ...
---       (end: trained · dropped:REASON · again:END, where the ledger holds that END of the prompt already ·
---       twin:ENTRY, of which another copy, ENTRY, is in hand: held without a place, it ends nothing, and carries on no more;
---       `step:` before it: one that a step dropped gives its place back with the version, like a trained one)
--- Returns {1, ids it had lost} · {0} where another trainer has taken over.
+-- Mark groups with their outcome; they are deleted when a durable checkpoint acknowledges them.
+-- ARGV: consumer, fencing token, version whose publication frees the capacity of trained groups, then id, prompt id,
+--       outcome, ...
+--       outcome: `trained` · `dropped:REASON` · `already:OUTCOME` if the ledger has that OUTCOME of the prompt already ·
+--       `duplicate:ENTRY` if ENTRY, a newer entry of the prompt, replaces this one, which ends nothing and uses no capacity
+--       `step:` before it: the group was part of a step, so its capacity is freed by the version even if it was dropped
+-- Returns {1, ids whose lease was lost} · {0} if another trainer has taken over.
 if not is_trainer(ARGV[2]) then return {0} end
-local lost, ended = {}, 0
+local lost, marked = {}, 0
 for i = 4, #ARGV, 3 do
-  local id, prompt, ending = ARGV[i], ARGV[i + 1], string.gsub(ARGV[i + 2], '^step:', '')
-  local in_step = ending ~= ARGV[i + 2]
-  local who = owner('scored', id)
-  if who == ARGV[1] then
-    hand_over('scored', id, 'trained')
+  local id, prompt, outcome = ARGV[i], ARGV[i + 1], string.gsub(ARGV[i + 2], '^step:', '')
+  local in_step = outcome ~= ARGV[i + 2]
+  local holder = owner('scored', id)
+  if holder == ARGV[1] then
+    assign('scored', id, 'marked')
     redis.call('ZREM', key('scored:leases'), id)
-    redis.call('HSET', key('scored:ended'), id, prompt)
-    if ending == 'trained' or in_step then redis.call('ZADD', key('places'), ARGV[3], id) end
-    local heir = string.match(ending, '^twin:(.+)$')
-    local open = not heir and redis.call('HDEL', key('open'), prompt)
-    if not heir then no_longer_begun(prompt) end
-    local known = string.match(ending, '^again:(.*)')
-    if heir then
-      if carries(prompt, 'scored', id) then carry(prompt, 'scored', heir) end
+    redis.call('HSET', key('scored:marked'), id, prompt)
+    if outcome == 'trained' or in_step then redis.call('ZADD', key('unpublished'), ARGV[3], id) end
+    local kept = string.match(outcome, '^duplicate:(.+)$')
+    local was_unfinished = not kept and redis.call('HDEL', key('unfinished'), prompt)
+    if not kept then clear_inflight_version(prompt) end
+    local recorded = string.match(outcome, '^already:(.*)')
+    if kept then
+      if is_current(prompt, 'scored', id) then set_current(prompt, 'scored', kept) end
       redis.call('HINCRBY', key('counts'), 'duplicates', 1)
-    elseif not known then
-      redis.call('HINCRBY', key('counts'), ending, 1)
-    elseif open == 1 then -- a server that lost its last writes forgot the end that the ledger remembers
-      redis.call('HINCRBY', key('counts'), known, 1)
+    elseif not recorded then
+      redis.call('HINCRBY', key('counts'), outcome, 1)
+    elseif was_unfinished == 1 then -- the server lost the write of an outcome that the ledger has
+      redis.call('HINCRBY', key('counts'), recorded, 1)
     else
       redis.call('HINCRBY', key('counts'), 'duplicates', 1)
     end
-    ended = ended + 1
-  elseif who ~= 'trained' then
+    marked = marked + 1
+  elseif holder ~= 'marked' then
     lost[#lost + 1] = id
   end
 end
-tick('scored', now_ms(), ended)
+count_completed('scored', marked)
 wake()
 return {1, lost}

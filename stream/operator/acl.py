@@ -14,10 +14,10 @@ from msgspec import Struct
 from stream.connection.keys import EVALUATION_STAGES, STAGES, EvaluationStage, StageName, key, key_prefix
 from stream.errors import PenstockError
 
-AclRole = Literal["feed", "rollout", "score", "train", "run", "operator", "look"]
+AclRole = Literal["feed", "rollout", "score", "train", "run", "operator", "viewer"]
 ACL_ROLES: tuple[AclRole, ...] = get_args(AclRole)
 """The four roles; `run`: `penstock run`, which starts them all under its own user; `operator`: pause, resume, stop,
-dead letters and the list of engines; `look`: `penstock queues` and `audit`, which write nothing."""
+dead letters and the list of engines; `viewer`: `penstock queues` and `audit`, which write nothing."""
 
 
 class AclRule(Struct, frozen=True):
@@ -58,26 +58,30 @@ def _worker_rules(stage: StageName | EvaluationStage) -> tuple[AclRule, ...]:
         AclRule(("zadd", "zrem"), _subkeys(stage, "leases", "retries")),
         AclRule(("hincrby", "hdel"), _subkeys(stage, "attempts")),
         AclRule(("hset",), _subkeys(stage, "rate")),
-        AclRule(("unlink",), _subkeys(stage, "kept:*")),
-        AclRule(("hset", "hdel"), ("open" if of_training else "eval:open",)),
-        *((AclRule(("zadd", "zrem"), ("started",)), AclRule(("hincrby",), ("counts",))) if of_training else ()),
+        AclRule(("unlink",), _subkeys(stage, "partials:*")),
+        AclRule(("hset", "hdel"), ("unfinished" if of_training else "eval:unfinished",)),
+        *(
+            (AclRule(("zadd", "zrem"), ("inflight_versions",)), AclRule(("hincrby",), ("counts",)))
+            if of_training
+            else ()
+        ),
         AclRule(("xadd",), ("dead",)),
         *_SERVER_RESTARTED,
     )
 
 
 _FEED = (
-    AclRule(("hset",), ("open",)),
+    AclRule(("hset",), ("unfinished",)),
     AclRule(("xadd",), ("prompts",)),
     AclRule(("hset",), ("feed", "meta")),
     AclRule(("hset", "hdel"), ("eval",)),
-    AclRule(("hset", "unlink"), ("eval:set",)),
+    AclRule(("hset", "unlink"), ("eval:dataset",)),
     AclRule(("hincrby",), ("counts",)),
 )
 _ROLLOUT = (
     *_worker_rules("prompts"),
     AclRule(("xadd",), ("groups",)),
-    AclRule(("hset",), _subkeys("prompts", "attempts", "kept:*")),
+    AclRule(("hset",), _subkeys("prompts", "attempts", "partials:*")),
     *_worker_rules("eval:prompts"),
     AclRule(("xadd",), ("eval:groups",)),
 )
@@ -85,20 +89,20 @@ _SCORE = (
     *_worker_rules("groups"),
     AclRule(("xadd",), ("scored",)),
     *_worker_rules("eval:groups"),
-    AclRule(("hset",), ("eval:outcomes",)),
+    AclRule(("hset",), ("eval:results",)),
 )
 _EVALUATE = (
     AclRule(("xadd", "unlink"), EVALUATION_STAGES),
     AclRule(("unlink",), tuple(name for stage in EVALUATION_STAGES for name in _subkeys(stage, *_SUBKEYS[:3]))),
-    AclRule(("hset", "unlink"), ("eval:open",)),
-    AclRule(("unlink",), ("eval:outcomes",)),
+    AclRule(("hset", "unlink"), ("eval:unfinished",)),
+    AclRule(("unlink",), ("eval:results",)),
     AclRule(("hset", "hdel"), ("eval",)),
 )
 _TRAIN = (
     *_worker_rules("scored"),
-    AclRule(("hset", "hdel"), ("scored:ended", "policy", "meta", "counts", "latest")),
-    AclRule(("zadd", "zrem", "zremrangebyscore"), ("places",)),
-    AclRule(("hset",), ("open",)),
+    AclRule(("hset", "hdel"), ("scored:marked", "policy", "meta", "counts", "latest")),
+    AclRule(("zadd", "zrem", "zremrangebyscore"), ("unpublished",)),
+    AclRule(("hset",), ("unfinished",)),
     AclRule(("xadd", "xdel"), ("dead",)),
     AclRule(("xadd",), ("published",)),
     *_EVALUATE,
@@ -107,8 +111,8 @@ _OPERATOR = (
     AclRule(("hset", "hdel"), ("meta",)),
     AclRule(("xadd",), (*STAGES, "engines")),
     AclRule(("xdel",), ("dead",)),
-    AclRule(("sadd",), ("removed",)),
-    AclRule(("hset",), ("open",)),
+    AclRule(("sadd",), ("dropped_dead",)),
+    AclRule(("hset",), ("unfinished",)),
     AclRule(("hincrby",), ("counts",)),
 )
 _WRITE_RULES: dict[AclRole, tuple[AclRule, ...]] = {
@@ -118,7 +122,7 @@ _WRITE_RULES: dict[AclRole, tuple[AclRule, ...]] = {
     "train": (*_TRAIN, _STREAMS, _WAKE),
     "run": (*_FEED, *_ROLLOUT, *_SCORE, *_TRAIN, _STREAMS, _WAKE),
     "operator": (*_OPERATOR, _WAKE),
-    "look": (),
+    "viewer": (),
 }
 
 

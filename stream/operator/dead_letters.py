@@ -48,7 +48,7 @@ async def drop_dead_letters(connection: RunConnection, letter_ids: Sequence[str]
 
 async def _resolve(connection: RunConnection, letter_ids: Sequence[str], action: Literal["retry", "drop"]) -> None:
     for letter_id in letter_ids:
-        answer = await connection.run_script("revive", _check_id(connection, letter_id), action)
+        answer = await connection.run_script("resolve_dead_letter", _check_id(connection, letter_id), action)
         if answer[0] == 0:
             raise _unknown_letter(connection, letter_id)
         if answer[0] == -1:
@@ -81,6 +81,6 @@ def _parse_letter(entry_id: str, fields: dict[bytes, bytes]) -> DeadLetter:
         error=text(b"error"),
         infra_failures=int(text(b"infra") or 0),
         data_failures=int(text(b"data") or 0),
-        ends_prompt=text(b"fed") == "1",
+        ends_prompt=text(b"ends_prompt") == "1",
         payload=fields.get(b"f:payload", b""),
     )

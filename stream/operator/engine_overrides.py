@@ -73,7 +73,7 @@ def apply_engine_overrides(configured: Sequence[str], overrides: Sequence[Engine
 
 
 async def _set_override(connection: RunConnection, url: str, action: Literal["add", "remove"], by: str) -> bool:
-    (status,) = await connection.run_script("engine", url, action, by, MAX_ENGINES)
+    (status,) = await connection.run_script("set_engine_override", url, action, by, MAX_ENGINES)
     if status == -2:
         raise PenstockError(f"the server knows no run called {connection.run!r}")
     if status == -3:

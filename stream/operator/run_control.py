@@ -42,7 +42,7 @@ async def stop(connection: RunConnection, by: str) -> bool:
 
 
 async def _send_command(connection: RunConnection, command: ControlCommand, by: str) -> bool:
-    status, *rest = await connection.run_script("steer", command, by)
+    status, *rest = await connection.run_script("set_control", command, by)
     match status:
         case 1:
             return bool(rest[0])

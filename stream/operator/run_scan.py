@@ -77,7 +77,7 @@ async def scan_run(connection: RunConnection) -> RunScan:
 
 async def scan_dead_entries(connection: RunConnection) -> list[DeadEntry]:
     """All dead letters, without their payloads; those of evaluations are no prompts of the run."""
-    fields = ("stage", "prompt", "reason", "error", "fed")
+    fields = ("stage", "prompt", "reason", "error", "ends_prompt")
     return [
         DeadEntry(letter, came_from, prompt, reason, error, fed == "1")
         async for letter, _, (came_from, prompt, reason, error, fed) in _scan_entries(connection, "dead", *fields)
@@ -90,7 +90,7 @@ async def _scan_entries(
 ) -> AsyncIterator[tuple[str, bool, list[str]]]:
     """Each entry's id, whether it is marked, and some of its fields."""
     after = "-"
-    while batch := await connection.run_script("census", stream, after, _ENTRIES_PER_SCRIPT, *fields):
+    while batch := await connection.run_script("scan_entries", stream, after, _ENTRIES_PER_SCRIPT, *fields):
         for entry_id, marked, *values in batch:
             after = entry_id.decode()
             yield after, bool(marked), [value.decode(errors="replace") for value in values]

@@ -19,7 +19,7 @@ class StageStatus(Struct, kw_only=True):
     claimed: int
     delayed: int
     """Given back, waiting for a back-off to pass."""
-    trained: int
+    marked: int
     """Marked by the trainer, waiting for a checkpoint to be durable (`scored` only)."""
     lag: int
     """Entries that nobody has claimed yet."""
@@ -50,10 +50,10 @@ class EvaluationStatus(Struct, kw_only=True):
     step: int = 0
     total: int = 0
     """Its prompts."""
-    open: int = 0
+    unfinished: int = 0
     """Of those, the prompts that are yet to be sampled and scored."""
-    outcomes: int = 0
-    over: str = ""
+    results: int = 0
+    finished: str = ""
     """`1` once it is."""
     latest: str = ""
 
@@ -65,7 +65,7 @@ class EvaluationStatus(Struct, kw_only=True):
     @property
     def is_running(self) -> bool:
         """Whether one is under way."""
-        return self.version >= 0 and not self.over
+        return self.version >= 0 and not self.finished
 
 
 class RunStatus(Struct, kw_only=True):
@@ -73,7 +73,7 @@ class RunStatus(Struct, kw_only=True):
 
     now_ms: float
     stages: dict[str, StageStatus]
-    open: int
+    unfinished: int
     """Prompts fed that have met no end yet."""
     outstanding: int
     """Groups that pacing counts: claimed, waiting to be scored or trained."""
@@ -116,7 +116,7 @@ class RunStatus(Struct, kw_only=True):
             "trained": self.counts.get("trained", 0),
             "dropped": sum(self.dropped.values()),
             "dead": self.counts.get("dead", 0),
-            "outstanding": self.open,
+            "outstanding": self.unfinished,
         }
 
 
@@ -126,7 +126,7 @@ async def read_status(connection: RunConnection) -> RunStatus:
     Raises:
         PenstockError: the server knows no run of that name.
     """
-    view = msgspec.json.decode(await connection.run_script("look"), type=RunStatus, strict=False)
+    view = msgspec.json.decode(await connection.run_script("run_status"), type=RunStatus, strict=False)
     if not view.meta and not view.counts and not view.policy:
         raise PenstockError(f"the server knows no run called {connection.run!r}")
     if view.evaluation is not None:  # in the order of the flow

@@ -74,30 +74,34 @@ async def replace_evaluation_prompts(
         data_fingerprint: the file's fingerprint.
     """
     there = await connection.read_hash("eval")
-    if (there.get("of"), there.get("data")) == (settings_digest, data_fingerprint):
+    if (there.get("settings"), there.get("data")) == (settings_digest, data_fingerprint):
         return
-    await connection.with_retry(lambda: cast("Awaitable[Any]", connection.redis.hdel(connection.key("eval"), "of")))
-    await connection.with_retry(lambda: cast("Awaitable[Any]", connection.redis.unlink(connection.key("eval:set"))))
+    await connection.with_retry(
+        lambda: cast("Awaitable[Any]", connection.redis.hdel(connection.key("eval"), "settings"))
+    )
+    await connection.with_retry(lambda: cast("Awaitable[Any]", connection.redis.unlink(connection.key("eval:dataset"))))
     for start in range(0, len(prompts), _CHUNK):
         chunk: Any = {prompt.id: encode(prompt) for prompt in prompts[start : start + _CHUNK]}
         await connection.with_retry(partial(_store_prompts, connection, chunk))
-    await connection.write_hash("eval", {"data": data_fingerprint, "prompts": str(len(prompts)), "of": settings_digest})
+    await connection.write_hash(
+        "eval", {"data": data_fingerprint, "prompts": str(len(prompts)), "settings": settings_digest}
+    )
 
 
 def _store_prompts(connection: RunConnection, chunk: dict[Any, Any]) -> Awaitable[Any]:
-    return cast("Awaitable[Any]", connection.redis.hset(connection.key("eval:set"), mapping=chunk))
+    return cast("Awaitable[Any]", connection.redis.hset(connection.key("eval:dataset"), mapping=chunk))
 
 
 async def read_evaluation_progress(connection: RunConnection) -> EvaluationProgress:
     """How far the evaluation under way has come."""
-    wake, version, unsampled, open_prompts = await connection.run_script("gauge")
+    wake, version, unsampled, open_prompts = await connection.run_script("evaluation_progress")
     return EvaluationProgress(wake.decode(), version, unsampled, open_prompts)
 
 
 async def read_prompt_evaluations(connection: RunConnection) -> dict[str, PromptEvaluation]:
     """What came of each prompt so far, by its id."""
     found: Any = await connection.with_retry(
-        lambda: cast("Awaitable[Any]", connection.redis.hgetall(connection.key("eval:outcomes")))
+        lambda: cast("Awaitable[Any]", connection.redis.hgetall(connection.key("eval:results")))
     )
     return {prompt.decode(): msgspec.json.decode(told, type=PromptEvaluation) for prompt, told in found.items()}
 
@@ -105,7 +109,7 @@ async def read_prompt_evaluations(connection: RunConnection) -> dict[str, Prompt
 async def read_evaluation_environments(connection: RunConnection) -> dict[str, tuple[str, int]]:
     """The held-out prompts by id, each with its environment and the completions that are sampled of it."""
     found: Any = await connection.with_retry(
-        lambda: cast("Awaitable[Any]", connection.redis.hgetall(connection.key("eval:set")))
+        lambda: cast("Awaitable[Any]", connection.redis.hgetall(connection.key("eval:dataset")))
     )
     prompts = [decode(payload, Prompt) for payload in found.values()]
     return {prompt.id: (prompt.environment or "", prompt.group_size) for prompt in prompts}

@@ -22,8 +22,8 @@ from stream.records import Completion, Group, Prompt
 
 log = structlog.get_logger()
 
-ReleaseReason = Literal["infra", "data", "none", "late"]
-"""Whose fault a release is: the world's, the record's own, or nobody's: a drain, an engine that is away, `late`: the
+ReleaseReason = Literal["infra", "data", "none", "stale"]
+"""Whose fault a release is: the world's, the record's own, or nobody's: a drain, an engine that is away, `stale`: the
 attempt was cancelled for its age."""
 
 
@@ -62,7 +62,7 @@ class Lease(Struct, kw_only=True, eq=False):
     """Set by whoever works on it: cancelled the moment the lease is known to be lost, or overtaken."""
     lost: bool = False
     stale: bool = False
-    """The work was cancelled for its age; whoever does it gives the entry back as `late`."""
+    """The work was cancelled for its age; whoever does it gives the entry back as `stale`."""
     ending: bool = False
     """The verb that ends it is under way, and will itself say whether it still held."""
 
@@ -194,13 +194,13 @@ class Stage:
         payload = encode(completion)
         with anyio.move_on_after(self.retry_policy.lease_s):
             if not await self.connection.run_script(
-                "keep", self.name, self.consumer, lease.id, completion.index, payload
+                "save_partial", self.name, self.consumer, lease.id, completion.index, payload
             ):
                 self._mark_lost(lease.id)
 
     async def load_partial(self, lease: Lease) -> list[Completion]:
         """What was kept by those who had this entry before; junk among it is passed by, and played again."""
-        key = self.connection.key(f"{self.name}:kept:{lease.id}")
+        key = self.connection.key(f"{self.name}:partials:{lease.id}")
         records: Any = await self.connection.with_retry(
             lambda: cast("Awaitable[Any]", self.connection.redis.hgetall(key))
         )
@@ -222,7 +222,7 @@ class Stage:
             LeaseLostError: it did not; the output is thrown away.
         """
         payload = await anyio.to_thread.run_sync(encode, group) if len(group.completions) > 64 else encode(group)
-        await self._end_lease(lease, "settle", next_stage, lease.prompt_id, payload)
+        await self._end_lease(lease, "complete", next_stage, lease.prompt_id, payload)
 
     async def record_evaluation(self, lease: Lease, outcome: bytes) -> None:
         """End a scored group of an evaluation: what came of it is kept, in JSON, the group is not.
@@ -230,13 +230,13 @@ class Stage:
         Raises:
             LeaseLostError: the lease did not hold any more; the outcome is thrown away.
         """
-        await self._end_lease(lease, "tally", lease.prompt_id, outcome)
+        await self._end_lease(lease, "record_evaluation", lease.prompt_id, outcome)
 
     async def release(self, lease: Lease, reason: ReleaseReason, error: str) -> bool:
         """Give an entry back. Returns True where it became a dead letter, because a budget is exhausted."""
         failures = {"infra": lease.infra_failures, "data": lease.data_failures}.get(reason, 0)
         limit = {"infra": self.retry_policy.infra_attempts, "data": self.retry_policy.data_attempts}.get(reason, 0)
-        at_once = reason == "late" or (reason == "none" and not error)
+        at_once = reason == "stale" or (reason == "none" and not error)
         delay_ms = 0 if at_once else int(1000 * self.retry_policy.delay_s(failures))
         held_ms = int(1000 * (time.monotonic() - lease.claimed_at))
         log.info("entry.released", stage=self.name, prompt=lease.prompt_id, kind=reason, error=error[:300])
@@ -245,7 +245,7 @@ class Stage:
     async def dead_letter(self, lease: Lease, reason: str, error: str) -> None:
         """Make an entry a dead letter at once."""
         log.warning("entry.dead_lettered", stage=self.name, prompt=lease.prompt_id, reason=reason, error=error[:300])
-        await self._end_lease(lease, "bury", reason, error[:4000])
+        await self._end_lease(lease, "dead_letter", reason, error[:4000])
 
     def cancel_stale(self, lease: Lease) -> None:
         """Cancel the work on a lease for its age, unless it is being ended at this moment."""
@@ -261,7 +261,7 @@ class Stage:
             if not ids:
                 continue
             lease_ms = int(self.retry_policy.lease_s * 1000)
-            lost, stop = await self.connection.run_script("renew", self.name, self.consumer, lease_ms, *ids)
+            lost, stop = await self.connection.run_script("renew_leases", self.name, self.consumer, lease_ms, *ids)
             self.connection.observe_stop(stop)
             for entry_id in lost:
                 self._mark_lost(entry_id.decode())

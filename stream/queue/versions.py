@@ -12,7 +12,7 @@ async def inflight_versions(connection: RunConnection) -> dict[str, int]:
     Those that come again after they had ended (a trainer resumed, a dead letter revived) are not among them.
     """
     found: Any = await connection.with_retry(
-        lambda: connection.redis.zrange(connection.key("started"), 0, -1, withscores=True)
+        lambda: connection.redis.zrange(connection.key("inflight_versions"), 0, -1, withscores=True)
     )
     return {prompt.decode(errors="replace"): int(version) for prompt, version in found}
 

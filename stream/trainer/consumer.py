@@ -160,11 +160,11 @@ class Consumer:
                 group = lease.group()
                 before = hand.get(group.prompt.id)
                 if group.prompt.id in self._ledger.outcomes:
-                    ends.append(GroupOutcome(lease, f"again:{self._ledger.outcomes[group.prompt.id]}"))
+                    ends.append(GroupOutcome(lease, f"already:{self._ledger.outcomes[group.prompt.id]}"))
                 else:  # a new one, one that had slipped from our hand while we were suspended, or a younger copy of one
                     hand[group.prompt.id] = LeasedGroup(lease, group)
                     if before is not None and before.lease.id != lease.id:
-                        ends.append(GroupOutcome(before.lease, f"twin:{lease.id}"))
+                        ends.append(GroupOutcome(before.lease, f"duplicate:{lease.id}"))
             except NewerSchemaError as error:
                 await _ignore_lost_lease(self._stage.release(lease, "none", str(error)))
             except RecordError as error:

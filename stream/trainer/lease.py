@@ -86,7 +86,7 @@ class TrainerLease:
         me = f"{here}/{os.getpid()}/{secrets.token_hex(4)}"
         deadline, known_dead, told = anyio.current_time() + 1.5 * lease_s + 1, "", False
         while True:
-            answer = await connection.run_script("enlist", me, int(lease_s * 1000), known_dead, min_token)
+            answer = await connection.run_script("acquire_trainer", me, int(lease_s * 1000), known_dead, min_token)
             if answer[0]:
                 return cls(connection, answer[0], lease_s)
             holder = answer[1].decode()
@@ -115,17 +115,17 @@ class TrainerLease:
     async def renew(self) -> None:
         """Renew the right once; also a way to ask whether one still has it, before a step that no script guards."""
         published = self._published
-        held, *told = await self.connection.run_script("stay", self.token, int(self._lease_s * 1000))
+        held, *told = await self.connection.run_script("renew_trainer", self.token, int(self._lease_s * 1000))
         self._raise_if_fenced(held)
         stop, version = told
         self.connection.observe_stop(stop)
         if published is not None and version < published[0]:
             log.warning("policy.state_lost", version=published[0], server_has=version)
-            self._raise_if_fenced(await self.connection.run_script("publish", self.token, *published))
+            self._raise_if_fenced(await self.connection.run_script("publish_version", self.token, *published))
 
     async def release(self) -> None:
         """Give the right up, so that a successor need not wait."""
-        await self.connection.run_script("stay", self.token, 0)
+        await self.connection.run_script("renew_trainer", self.token, 0)
 
     async def recover(self, ledger: Ledger) -> int:
         """Meet what an earlier trainer left behind: acknowledge what the ledger holds, let the rest come again.
@@ -138,7 +138,7 @@ class TrainerLease:
         Raises:
             RunMismatchError: prompts have ended on the server that neither the ledger nor a mark remembers.
         """
-        marked = await self.connection.read_hash("scored:ended")
+        marked = await self.connection.read_hash("scored:marked")
         again = {entry: prompt for entry, prompt in marked.items() if prompt not in ledger.outcomes}
         counts = await self.connection.read_hash("counts")
         ended = sum(int(n) for name, n in counts.items() if name == "trained" or name.startswith("dropped:"))
@@ -150,7 +150,7 @@ class TrainerLease:
             )
         await self.reconcile_server(ledger)
         open_prompts: Any = await self.connection.with_retry(
-            lambda: self.connection.redis.hkeys(self.connection.key("open"))
+            lambda: self.connection.redis.hkeys(self.connection.key("unfinished"))
         )
         closed = [prompt for prompt in open_prompts if prompt.decode(errors="replace") in ledger.outcomes]
         self._raise_if_fenced(
@@ -182,8 +182,8 @@ class TrainerLease:
         ]
         for i in range(0, len(copies), _CHUNK):
             flat = [item for copy in copies[i : i + _CHUNK] for item in (copy.id, ledger.outcomes[copy.prompt])]
-            self._raise_if_fenced(await self.connection.run_script("disown", self.token, *flat))
-        marked = await self.connection.read_hash("scored:ended")
+            self._raise_if_fenced(await self.connection.run_script("mark_duplicates", self.token, *flat))
+        marked = await self.connection.read_hash("scored:marked")
         await self.acknowledge([entry for entry, prompt in marked.items() if prompt in ledger.outcomes])
 
     async def commit(self, stage: Stage, ended: Sequence[GroupOutcome], release_version: int) -> list[str]:
@@ -210,14 +210,14 @@ class TrainerLease:
 
     async def reserve_version(self, known: int) -> int:
         """A policy version number that nobody has used, above `known` (the highest the checkpoint or an engine has)."""
-        number: int = await self.connection.run_script("reserve", self.token, known)
+        number: int = await self.connection.run_script("reserve_version", self.token, known)
         self._raise_if_fenced(number + 1)
         return number
 
     async def publish(self, version: int, path: Path, step: int, metrics: dict[str, Any]) -> None:
         """Say that the engines have a version."""
         said = (version, str(path), step, msgspec.json.encode(metrics))
-        self._raise_if_fenced(await self.connection.run_script("publish", self.token, *said))
+        self._raise_if_fenced(await self.connection.run_script("publish_version", self.token, *said))
         self._published = said
 
     async def begin_evaluation(self, version: int, step: int, settings_digest: str) -> str:
@@ -231,17 +231,17 @@ class TrainerLease:
         Returns:
             Empty where it has begun; else the `wake` entry to wait after: the feeder has yet to bring those prompts.
         """
-        status, *rest = await self.connection.run_script("examine", self.token, version, step, settings_digest)
+        status, *rest = await self.connection.run_script("begin_evaluation", self.token, version, step, settings_digest)
         self._raise_if_fenced(1 + status)
         return "" if status == 1 else str(rest[0].decode())
 
     async def end_evaluation(self, latest: bytes) -> None:
         """The evaluation under way is over, or given up; `latest`: the last result that there is, in JSON."""
-        self._raise_if_fenced(await self.connection.run_script("conclude", self.token, latest))
+        self._raise_if_fenced(await self.connection.run_script("end_evaluation", self.token, latest))
 
     async def finish_run(self, reason: str) -> None:
         """End the run: whoever waits for work goes home."""
-        self._raise_if_fenced(await self.connection.run_script("finish", self.token, reason))
+        self._raise_if_fenced(await self.connection.run_script("finish_run", self.token, reason))
 
     def _raise_if_fenced(self, answer: int) -> None:
         if not answer:

@@ -88,6 +88,6 @@ async def _ask(connection: RunConnection) -> tuple[RunStatus, list[DeadLetter]]:
 
 
 def _unsettled(view: RunStatus, trained: int, dropped: dict[str, int], dead: int) -> int:
-    left = sum(stage.depth for stage in view.stages.values()) + view.open + view.outstanding
+    left = sum(stage.depth for stage in view.stages.values()) + view.unfinished + view.outstanding
     books = {"trained": trained, "dead": dead, **{f"dropped:{reason}": n for reason, n in dropped.items()}}
     return left + sum(abs(view.counts.get(name, 0) - n) for name, n in books.items())

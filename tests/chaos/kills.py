@@ -145,7 +145,7 @@ class Executioner:
         newest = max((self.folder / "checkpoints").glob("step-*"), key=lambda path: path.stat().st_mtime_ns)
         manifest = msgspec.json.decode((newest / MANIFEST).read_bytes(), type=Manifest)
         ends = Ledger.read_outcomes(self.folder / "ledger.jsonl", manifest.progress.ledger_bytes)
-        marked = await connection.read_hash("scored:ended")
+        marked = await connection.read_hash("scored:marked")
         return any(prompt in ends for prompt in marked.values())
 
 

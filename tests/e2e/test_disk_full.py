@@ -42,7 +42,7 @@ def test_a_disk_without_room_for_a_checkpoint_stops_the_run_and_acknowledges_not
     behind = {json.loads(line)["prompt"] for line in ledger[checkpoint.progress.ledger_bytes :].splitlines()}
     assert behind, "nothing was done after the checkpoint"
     assert not behind & Ledger.read_outcomes(settings.folder / "ledger.jsonl", checkpoint.progress.ledger_bytes).keys()
-    marked = with_run(find_run(str(settings.folder)), lambda connection: connection.read_hash("scored:ended"))
+    marked = with_run(find_run(str(settings.folder)), lambda connection: connection.read_hash("scored:marked"))
     assert behind <= set(marked.values())
 
     (settings.folder / heavy_trainer.FULL_AFTER).unlink()

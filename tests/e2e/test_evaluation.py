@@ -104,7 +104,7 @@ def one_blow(role):
 
     async def meddle(view, _link):
         now = view.evaluation
-        if not struck and now is not None and now.under_way and now.step > 0 and now.outcomes and now.open:
+        if not struck and now is not None and now.is_running and now.step > 0 and now.results and now.unfinished:
             os.kill(min(processes()[role]), signal.SIGKILL)
             struck.append(now.version)
 

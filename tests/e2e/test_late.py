@@ -18,7 +18,7 @@ def ended_well(settings, watched, numbers):
     meant = Counter(intended(number) for number in numbers)
     assert view.counts["trained"] == meant[TRAINED]
     assert view.dropped == ({"zero_variance": meant[NO_SIGNAL]} if meant[NO_SIGNAL] else {})
-    assert (view.open, view.outstanding, view.dead) == (0, 0, 0)
+    assert (view.unfinished, view.outstanding, view.dead) == (0, 0, 0)
     weights = witness.testimony(CheckpointStore(settings.folder / "checkpoints").latest().model).tolist()
     assert weights == [float(intended(number) == TRAINED) for number in numbers]
     return view

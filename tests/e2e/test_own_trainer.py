@@ -111,7 +111,7 @@ async def test_a_foreign_trainer_killed_at_every_moment_has_trained_each_prompt_
                 assert await run.run(run.trainer(DYING, moment, call)) == -signal.SIGKILL, moment
                 if moment == "after_save":
                     kept = await anyio.to_thread.run_sync(run.kept)
-                    assert kept & set((await connection.read_hash("scored:ended")).values()), "it was not in between"
+                    assert kept & set((await connection.read_hash("scored:marked")).values()), "it was not in between"
             assert await run.run(run.trainer(TRAINER)) == 0, (run.logs / "all.log").read_text()[-3000:]
             balance = (await read_status(connection)).balance
         meant = [row for row in range(groups) if ends.intended(row) != ends.REFUSED]

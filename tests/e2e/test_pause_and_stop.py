@@ -49,7 +49,7 @@ def see(project) -> RunStatus:
 def in_hand(view: RunStatus) -> int:
     """Groups that somebody works on, or will without a new claim of a prompt."""
     prompts, groups, scored = (view.stages[name] for name in ("prompts", "groups", "scored"))
-    return prompts.claimed + groups.depth + scored.depth - scored.trained
+    return prompts.claimed + groups.depth + scored.depth - scored.marked
 
 
 def until_at_rest(project) -> RunStatus:
@@ -149,7 +149,7 @@ async def test_roles_that_share_nothing_but_the_server_hear_of_a_stop_and_a_late
             view = await read_status(connection)
             assert "finished" not in view.meta
             assert view.balance["outstanding"] > 0
-            assert view.stages["scored"].trained == 0, "the trainer kept a checkpoint, and acknowledged what is in it"
+            assert view.stages["scored"].marked == 0, "the trainer kept a checkpoint, and acknowledged what is in it"
             assert view.stages["prompts"].claimed == view.stages["groups"].claimed == 0, "they let go of what they held"
 
 

@@ -71,7 +71,7 @@ class Killer:
         newest = CheckpointStore(self.checkpoints).latest()
         os.kill(self.server_pid, signal.SIGCONT)
         ends = Ledger.read_outcomes(self.project.run_folder / "ledger.jsonl", newest.progress.ledger_bytes)
-        return any(prompt.decode() in ends for prompt in self.server.hvals("{test}:scored:ended"))
+        return any(prompt.decode() in ends for prompt in self.server.hvals("{test}:scored:marked"))
 
     def stopped_in_time(self) -> bool:
         """Stop the server while a checkpoint is being written, and wait for that one to be there."""

@@ -79,7 +79,7 @@ async def scored(pipe, rows: range) -> None:
     for stage, into in (("prompts", "groups"), ("groups", "scored")):
         worker = pipe.stage(stage, f"passing-{stage}")
         for lease in (await worker.claim(len(rows))).leases:
-            await worker.settle(lease, into, _group(lease.prompt_id))
+            await worker.complete(lease, into, _group(lease.prompt_id))
 
 
 def _group(prompt_id: str) -> Group:

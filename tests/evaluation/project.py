@@ -152,7 +152,7 @@ def ended(settings: Settings, watched: Watched) -> RunStatus:
     assert watched.outcome.failure is None, told
     view = watched.outcome.view
     assert view is not None
-    assert (view.open, view.outstanding) == (0, 0)
+    assert (view.unfinished, view.outstanding) == (0, 0)
     return view
 
 

@@ -71,7 +71,7 @@ class Litterer:
 
     async def _look_around(self, connection: RunConnection) -> None:
         """Remember some of the run's own records, under the names of prompts that have no end yet."""
-        carried = list((await connection.read_hash("open")).items())
+        carried = list((await connection.read_hash("unfinished")).items())
         for name, where in self._chance.sample(carried, min(_AT_ONCE, len(carried))):
             stage, entry_id = where.split(":")
             for _, entry in await connection.redis.xrange(connection.key(stage), entry_id, entry_id):

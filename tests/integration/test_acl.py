@@ -68,9 +68,9 @@ async def links(server, admin, run_name):
     async with AsyncExitStack() as stack:
         yield {
             role: await stack.enter_async_context(
-                connect(url_of(server, role, run_name), run_name, create=role not in {"operator", "look"})
+                connect(url_of(server, role, run_name), run_name, create=role not in {"operator", "viewer"})
             )
-            for role in ("feed", "rollout", "score", "train", "run", "operator", "look")
+            for role in ("feed", "rollout", "score", "train", "run", "operator", "viewer")
         }
 
 
@@ -95,16 +95,16 @@ async def test_an_evaluation_passes_with_a_user_to_each_role(links, admin, pipe_
     sampling, scoring = of["rollout"].stage("eval:prompts"), of["score"].stage("eval:groups", data_attempts=1)
     one, other, dying, back = (await sampling.claim(9)).leases
     for lease in (one, other):
-        await sampling.settle(lease, "eval:groups", of["rollout"].group(lease.prompt_id))
-    await sampling.bury(dying, "unreadable", "no record")
+        await sampling.complete(lease, "eval:groups", of["rollout"].group(lease.prompt_id))
+    await sampling.dead_letter(dying, "unreadable", "no record")
     await sampling.release(back, "infra", "the engine said no")
     scored, failed = (await scoring.claim(9)).leases
-    await scoring.tally(scored, b"{}")
+    await scoring.record_evaluation(scored, b"{}")
     await scoring.release(failed, "data", "no such reward")
     assert list(await read_prompt_evaluations(links["train"])) == [scored.prompt_id]
     assert len(await read_evaluation_environments(links["train"])) == 4
     assert (await read_evaluation_progress(links["train"])).unfinished == 1
-    assert (await read_status(links["look"])).evaluation.outcomes == 1
+    assert (await read_status(links["viewer"])).evaluation.results == 1
     await drop_dead_letters(links["operator"], [letter.id for letter in await list_dead_letters(links["operator"])])
     await tenure.end_evaluation(b"{}")
     assert not denied(admin)
@@ -124,20 +124,20 @@ async def test_groups_pass_through_all_stages_with_a_user_to_each_role(links, ad
     rollout = of["rollout"].stage("prompts", "r", capacity=8)
     first = (await rollout.claim(6)).leases
     for lease in first[:4]:
-        await rollout.settle(lease, "groups", rollout_group(of, lease))
+        await rollout.complete(lease, "groups", rollout_group(of, lease))
     assert await rollout.release(first[4], "infra", "no engine answers") is False
-    await rollout.bury(first[5], "unreadable", "altered")
+    await rollout.dead_letter(first[5], "unreadable", "altered")
     await anyio.sleep(0.02)
     (again,) = (await rollout.claim(1)).leases
     await rollout.release(again, "none", "")
     (again,) = (await rollout.claim(1)).leases
-    await links["rollout"].script("renew", "prompts", "r", 30_000, again.id)
-    await rollout.settle(again, "groups", rollout_group(of, again))
+    await links["rollout"].run_script("renew_leases", "prompts", "r", 30_000, again.id)
+    await rollout.complete(again, "groups", rollout_group(of, again))
 
     score = of["score"].stage("groups", "s", data_attempts=1)
     leases = (await score.claim(5)).leases
     for lease in leases[:4]:
-        await score.settle(lease, "scored", rollout_group(of, lease))
+        await score.complete(lease, "scored", rollout_group(of, lease))
     assert await score.release(leases[4], "data", "no such image") is True
 
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
@@ -149,7 +149,7 @@ async def test_groups_pass_through_all_stages_with_a_user_to_each_role(links, ad
     await anyio.sleep(0.06)
     leases = (await of["train"].stage("scored", "t2").claim(10)).leases
     train = of["train"].stage("scored", "t2")
-    endings = ("trained", "trained", "dropped:stale", "twin:1-1")
+    endings = ("trained", "trained", "dropped:stale", "duplicate:1-1")
     assert (
         await tenure.commit(
             train, [GroupOutcome(*each) for each in zip(leases, endings, strict=True)], release_version=1
@@ -157,13 +157,13 @@ async def test_groups_pass_through_all_stages_with_a_user_to_each_role(links, ad
         == []
     )
     await tenure.publish(await tenure.reserve_version(0), tmp_path, 1, {"reward": 1.0})
-    assert await links["train"].script("stay", tenure.token, 30_000) == [1, 0, 1]
+    assert await links["train"].run_script("renew_trainer", tenure.token, 30_000) == [1, 0, 1]
     await tenure.acknowledge([leases[0].id])
     await anyio.to_thread.run_sync(ledger.append, [LedgerRecord("a", "trained", 1, 0, "")])
     assert await tenure.recover(ledger) == 3
 
-    assert (await read_status(links["look"])).counts["fed"] == 6
-    assert len((await scan_run(links["look"])).dead) == 2
+    assert (await read_status(links["viewer"])).counts["fed"] == 6
+    assert len((await scan_run(links["viewer"])).dead) == 2
     operator = links["operator"]
     assert await add_engine(operator, "http://e:8000", "me")
     assert await remove_engine(operator, "http://e:8000", "me")
@@ -175,7 +175,7 @@ async def test_groups_pass_through_all_stages_with_a_user_to_each_role(links, ad
     await retry_dead_letters(operator, [image.id])
     await drop_dead_letters(operator, [unreadable.id])
     await stop(operator, "me")
-    await links["feed"].listen()
+    await links["feed"].poll_stop()
     assert links["feed"].stopping.is_set()
     await tenure.finish_run("enough")
     await tenure.release()
@@ -202,7 +202,7 @@ async def test_leases_start_anew_after_a_restart_whoever_of_the_roles_finds_out(
         await anyio.sleep(0.06)
         assert (await worker.claim(1)).leases == []
         assert denied(admin) == []
-        await worker.bury(lease, "unreadable", "over")
+        await worker.dead_letter(lease, "unreadable", "over")
 
 
 async def test_the_supervisors_user_can_do_the_work_of_all_roles(links, admin, pipe_on, tmp_path):
@@ -216,7 +216,7 @@ async def test_the_supervisors_user_can_do_the_work_of_all_roles(links, admin, p
     await tenure.publish(await tenure.reserve_version(0), tmp_path, 1, {})
     await tenure.acknowledge([lease.id for lease in leases])
     await tenure.finish_run("enough")
-    await connection.patiently(lambda: connection.redis.hdel(connection.key("meta"), "finished"))
+    await connection.with_retry(lambda: connection.redis.hdel(connection.key("meta"), "finished"))
     assert denied(admin) == []
 
 
@@ -224,19 +224,19 @@ WORKER_SECRETS = [
     ("HSET", "{run}:policy", "version", "9"),
     ("HSET", "{run}:meta", "finished", "now"),
     ("HSET", "{run}:latest", "metrics", "{}"),
-    ("ZREM", "{run}:places", "1-1"),
-    ("HSET", "{run}:scored:ended", "1-1", "a"),
+    ("ZREM", "{run}:unpublished", "1-1"),
+    ("HSET", "{run}:scored:marked", "1-1", "a"),
     ("XCLAIM", "{run}:scored", "penstock", "w", "0", "1-1"),
     ("HSET", "{run}:feed", "cursor", "0"),
     ("HSET", "{run}:counts", "trained", "99"),
     ("DEL", "{run}:prompts"),
-    ("SREM", "{run}:removed", "a"),
+    ("SREM", "{run}:dropped_dead", "a"),
 ]
 REFUSED = {
     "feed": [
         *(("XREADGROUP", "GROUP", "penstock", "f", "STREAMS", "{run}:prompts", ">"), ("XDEL", "{run}:prompts", "1-1")),
         *(("XADD", "{run}:scored", "*", "prompt", "a"), ("HSET", "{run}:policy", "version", "9")),
-        *(("HDEL", "{run}:open", "a"), ("HSET", "{run}:scored:ended", "1-1", "a")),
+        *(("HDEL", "{run}:unfinished", "a"), ("HSET", "{run}:scored:marked", "1-1", "a")),
     ],
     "rollout": [*WORKER_SECRETS, ("XADD", "{run}:scored", "*", "prompt", "a"), ("HSET", "{run}:feed", "done", "1"),
                 ("XADD", "{run}:engines", "*", "http://e", "add 0 me")],
@@ -244,11 +244,11 @@ REFUSED = {
     "train": [("XADD", "{run}:prompts", "*", "prompt", "a"), ("XADD", "{run}:groups", "*", "prompt", "a"),
               ("HSET", "{run}:feed", "cursor", "0"),
               ("XREADGROUP", "GROUP", "penstock", "t", "STREAMS", "{run}:groups", ">")],
-    "run": [("SREM", "{run}:removed", "a"), ("SADD", "{run}:removed", "a"), ("DEL", "{run}:prompts")],
+    "run": [("SREM", "{run}:dropped_dead", "a"), ("SADD", "{run}:dropped_dead", "a"), ("DEL", "{run}:prompts")],
     "operator": [("HSET", "{run}:policy", "version", "9"), ("XDEL", "{run}:scored", "1-1"),
-                 ("ZADD", "{run}:places", "1", "a")],
-    "look": [("HSET", "{run}:meta", "paused", "me"), ("XADD", "{run}:wake", "*", "e", ""), ("SET", "{run}", "x"),
-             ("XGROUP", "CREATE", "{run}:prompts", "g", "0"), ("HDEL", "{run}:open", "a"),
+                 ("ZADD", "{run}:unpublished", "1", "a")],
+    "viewer": [("HSET", "{run}:meta", "paused", "me"), ("XADD", "{run}:wake", "*", "e", ""), ("SET", "{run}", "x"),
+             ("XGROUP", "CREATE", "{run}:prompts", "g", "0"), ("HDEL", "{run}:unfinished", "a"),
              ("XREADGROUP", "GROUP", "penstock", "l", "STREAMS", "{run}:prompts", ">")],
 }  # fmt: skip
 FOR_NOBODY = [
@@ -287,12 +287,12 @@ async def test_work_that_the_rules_do_not_allow_is_an_error_at_once_that_names_t
     remedy = r"ACL refuses us.*`penstock acl RUN`"
     with anyio.fail_after(5):
         with pytest.raises(ServerError, match=remedy):
-            await pause(links["look"], "me")
+            await pause(links["viewer"], "me")
         with pytest.raises(ServerError, match=remedy):
             await pipe_on(links["rollout"]).feed("a")
         with pytest.raises(ServerError, match=remedy):
             await links["score"].write_hash("counts", {"fed": "1"})
-    assert (await links["look"].read_hash("meta")).get("paused") is None
+    assert (await links["viewer"].read_hash("meta")).get("paused") is None
 
 
 async def test_an_unknown_user_and_a_user_without_a_password_are_refused(server, admin, run_name):
@@ -306,12 +306,12 @@ async def test_an_unknown_user_and_a_user_without_a_password_are_refused(server,
 def test_the_command_prints_an_aclfile_that_the_server_loads(make_server, tmp_path, run_name):
     printed = CliRunner().invoke(penstock, ["acl", run_name]).stdout
     assert [line.split()[1] for line in printed.splitlines()] == [acl_user(role, run_name) for role in ACL_ROLES]
-    only = CliRunner().invoke(penstock, ["acl", run_name, "--role", "look", "--role", "feed"]).stdout
-    assert [line.split()[1] for line in only.splitlines()] == [acl_user(role, run_name) for role in ("look", "feed")]
+    only = CliRunner().invoke(penstock, ["acl", run_name, "--role", "viewer", "--role", "feed"]).stdout
+    assert [line.split()[1] for line in only.splitlines()] == [acl_user(role, run_name) for role in ("viewer", "feed")]
     with_passwords = "\n".join(f"{line} >secret" for line in printed.splitlines())
     (tmp_path / "users.acl").write_text(f"user default on nopass ~* &* +@all\n{with_passwords}\n")
     server = make_server("--aclfile", str(tmp_path / "users.acl")).start()
-    with Redis.from_url(server.url.replace("unix://", f"unix://{acl_user('look', run_name)}:secret@")) as redis:
+    with Redis.from_url(server.url.replace("unix://", f"unix://{acl_user('viewer', run_name)}:secret@")) as redis:
         assert redis.xlen(f"{{{run_name}}}:prompts") == 0
         with pytest.raises(NoPermissionError):
             redis.flushall()

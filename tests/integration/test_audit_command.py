@@ -168,7 +168,7 @@ async def test_a_stream_entry_that_was_deleted_is_a_prompt_lost(small, audited, 
 async def test_a_prompt_that_the_server_forgot_altogether_is_lost(small, audited):
     ((id_, prompt),) = await ids_in(small.connection, "groups")
     await small.connection.redis.xdel(small.connection.key("groups"), id_)
-    await small.connection.redis.hdel(small.connection.key("open"), prompt)
+    await small.connection.redis.hdel(small.connection.key("unfinished"), prompt)
     assert whose((await audited(small))["lost"]) == [prompt]
 
 
@@ -342,7 +342,7 @@ async def test_a_run_that_goes_on_is_never_called_unclean(
     script = RunConnection.run_script
 
     async def dawdling(self, name, *arguments):
-        if name == "census":
+        if name == "scan_entries":
             await anyio.sleep(0.01)
         return await script(self, name, *arguments)
 

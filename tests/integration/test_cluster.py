@@ -80,7 +80,7 @@ async def test_a_half_moved_run_is_waited_for_and_nothing_is_begun_anew_where_it
         done = []
 
         async def settle() -> None:
-            await pipe.stage("prompts").settle(lease, "groups", pipe.group("a"))
+            await pipe.stage("prompts").complete(lease, "groups", pipe.group("a"))
             done.append("settled")
 
         async def claim() -> None:

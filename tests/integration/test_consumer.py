@@ -51,7 +51,7 @@ async def test_groups_are_taken_marked_kept_and_forgotten_and_the_run_finished(p
         assert names(last) == ["b"]  # fewer: no more will come
         await consumer.commit(last, 2)
         await consumer.publish("weights", 2, saved.append, {"loss": 0.5})
-        assert (await read_status(pipe.connection)).stages["scored"].trained == 3
+        assert (await read_status(pipe.connection)).stages["scored"].marked == 3
         await consumer.checkpoint(lambda length, version: saved.append((length, version)))
         assert await consumer.claim(2) == []
         await consumer.finish("done")
@@ -79,7 +79,7 @@ async def test_a_checkpoint_that_cannot_be_saved_acknowledges_nothing(pipe, ledg
     with pytest.raises(ExceptionGroup) as caught:
         await train()
     assert caught.group_contains(OSError, match="no space left")
-    assert (await read_status(pipe.connection)).stages["scored"].trained == 1
+    assert (await read_status(pipe.connection)).stages["scored"].marked == 1
     async with consume(pipe.connection, ledger, 0, -1) as again:  # the checkpoint before it had nothing
         assert names(await again.claim(1)) == ["a"]
 
@@ -106,11 +106,11 @@ async def test_what_the_ledger_holds_is_not_handed_out_again_and_a_second_copy_i
         )
     await finish_feeding(pipe)
     async with consume(pipe.connection, ledger, *lengths, 0) as consumer:
-        taken = await consumer.take(5)
+        taken = await consumer.claim(5)
         assert names(taken) == ["b"]
-        await consumer.mark(taken, 2)
-        assert await consumer.take(5) == []
-        await consumer.keep(lambda *_: None)
+        await consumer.commit(taken, 2)
+        assert await consumer.claim(5) == []
+        await consumer.checkpoint(lambda *_: None)
     view = await read_status(pipe.connection)
     assert (view.counts, view.stages["scored"].depth) == ({"fed": 2, "trained": 2, "duplicates": 3}, 0)
 

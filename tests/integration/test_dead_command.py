@@ -64,8 +64,8 @@ async def test_the_list_says_what_died_where_and_why(connection, run_command):
     assert second.startswith(junk)
     first, second = json.loads(await run_command(list_dead, as_json=True))
     assert (first["id"], first["stage"], first["prompt_id"], first["reason"]) == (letter, "prompts", "a", "data")
-    assert (first["data_failures"], first["fed"], first["error"]) == (1, True, "its image does not decode")
-    assert (second["id"], second["fed"], second["reason"]) == (junk, False, "unreadable")
+    assert (first["data_failures"], first["ends_prompt"], first["error"]) == (1, True, "its image does not decode")
+    assert (second["id"], second["ends_prompt"], second["reason"]) == (junk, False, "unreadable")
     assert "payload" not in first
 
 

@@ -13,7 +13,7 @@ async def bury(pipe, stage="prompts", reason="data") -> None:
     if reason == "data":
         assert await worker.release(lease, "data", "does not render")
     else:
-        await worker.bury(lease, reason, "altered")
+        await worker.dead_letter(lease, reason, "altered")
 
 
 async def test_letters_are_listed_oldest_first(pipe):
@@ -71,7 +71,7 @@ async def test_junk_under_an_open_prompts_name_is_not_its_end(pipe, stage, junk_
     await bury(pipe, junk_in, reason="unreadable")
     assert await pipe.balance() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 1}
     assert (await read_status(pipe.connection)).counts == {"fed": 1, "junk": 1}
-    await own.bury(lease, "unreadable", "altered")
+    await own.dead_letter(lease, "unreadable", "altered")
     assert await pipe.balance() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 1, "outstanding": 0}
     assert [letter.ends_prompt for letter in await list_dead_letters(pipe.connection)] == [False, True]
 

@@ -47,17 +47,19 @@ async def sample(pipe, stage, count):
     """Take so many prompts to the scoring stage; returns their ids."""
     done = (await stage.claim(count)).leases
     for lease in done:
-        await stage.settle(lease, "eval:groups", pipe.group(lease.prompt_id))
+        await stage.complete(lease, "eval:groups", pipe.group(lease.prompt_id))
     return [lease.prompt_id for lease in done]
 
 
 async def score(stage, count, **outcome):
     for lease in (await stage.claim(count)).leases:
-        await stage.tally(lease, msgspec.json.encode(PromptEvaluation(**{"environment": "e", "valid": 2, **outcome})))
+        await stage.record_evaluation(
+            lease, msgspec.json.encode(PromptEvaluation(**{"environment": "e", "valid": 2, **outcome}))
+        )
 
 
 async def test_its_prompts_come_in_the_order_of_the_file_with_the_version_that_is_to_sample_them(connection, tenure):
-    assert not await tenure.examine(7, 3, OF)
+    assert not await tenure.begin_evaluation(7, 3, OF)
     claim = await worker(connection).claim(100)
     assert [lease.prompt_id for lease in claim.leases] == [prompt.id for prompt in PROMPTS]
     assert {lease.evaluated_version for lease in claim.leases} == {7}
@@ -66,22 +68,22 @@ async def test_its_prompts_come_in_the_order_of_the_file_with_the_version_that_i
 
 async def test_nothing_of_it_is_counted_among_the_runs_own(connection, pipe, tenure):
     await pipe.feed("a", "b")
-    await tenure.examine(0, 0, OF)
+    await tenure.begin_evaluation(0, 0, OF)
     stage = worker(connection)
     await sample(pipe, stage, 5)
     await stage.claim(3)
     view = await read_status(connection)
-    assert (view.outstanding, view.open, view.counts) == (0, 2, {"fed": 2})
+    assert (view.outstanding, view.unfinished, view.counts) == (0, 2, {"fed": 2})
     training = await pipe.stage("prompts", capacity=1).claim(5)
     assert len(training.leases) == 1, "its place is free, whatever the evaluation holds"
-    assert training.leases[0].evaluates is None
-    assert training.open_prompts == 2
+    assert training.leases[0].evaluated_version is None
+    assert training.unfinished_prompts == 2
     assert {stage.depth for stage in (await read_status(connection)).evaluation.stages.values()} == {7, 5}
     await pipe.balance()
 
 
 async def test_a_group_done_twice_leaves_one_outcome(connection, pipe, tenure):
-    await tenure.examine(0, 0, OF)
+    await tenure.begin_evaluation(0, 0, OF)
     first, second = worker(connection, name="first", lease_s=0.05), worker(connection, name="second")
     (slow, *_) = (await first.claim(1)).leases
     await anyio.sleep(0.06)
@@ -97,7 +99,7 @@ async def test_a_group_done_twice_leaves_one_outcome(connection, pipe, tenure):
 
 
 async def test_a_second_copy_of_a_prompt_that_has_an_outcome_changes_nothing(connection, pipe, tenure):
-    await tenure.examine(0, 0, OF)
+    await tenure.begin_evaluation(0, 0, OF)
     (done, *_) = await sample(pipe, worker(connection), 1)
     await score(worker(connection, "eval:groups"), 9, valid=1)
     for copy in (done, "x"):
@@ -108,14 +110,14 @@ async def test_a_second_copy_of_a_prompt_that_has_an_outcome_changes_nothing(con
 
 
 async def test_the_next_one_forgets_the_last_and_whoever_works_on_it_has_lost_its_lease(connection, pipe, tenure):
-    await tenure.examine(0, 0, OF)
+    await tenure.begin_evaluation(0, 0, OF)
     late = worker(connection, name="late")
     leases = (await late.claim(2)).leases
     await sample(pipe, worker(connection), 4)
     scorer = worker(connection, "eval:groups")
     (unscored, *_) = (await scorer.claim(3)).leases
     await score(worker(connection, "eval:groups", "another"), 1)
-    await tenure.examine(1, 1, OF)
+    await tenure.begin_evaluation(1, 1, OF)
     with pytest.raises(LeaseLostError):
         await late.complete(leases[0], "eval:groups", pipe.group(leases[0].prompt_id))
     with pytest.raises(LeaseLostError):
@@ -127,27 +129,27 @@ async def test_the_next_one_forgets_the_last_and_whoever_works_on_it_has_lost_it
 
 
 async def test_it_begins_only_with_prompts_that_its_own_settings_made(connection, tenure):
-    after = await tenure.examine(0, 0, "other settings")
+    after = await tenure.begin_evaluation(0, 0, "other settings")
     assert after
     assert (await read_evaluation_progress(connection)).unfinished == 0
     await replace_evaluation_prompts(connection, PROMPTS[:3], settings_digest="other settings", data_fingerprint="file")
-    assert not await tenure.examine(0, 0, "other settings")
+    assert not await tenure.begin_evaluation(0, 0, "other settings")
     assert (await read_evaluation_progress(connection)).unfinished == 3
     assert len(await read_evaluation_environments(connection)) == 3
 
 
 async def test_only_the_runs_trainer_begins_and_concludes(connection, tenure):
-    await tenure.end()
+    await tenure.release()
     await TrainerLease.acquire(connection, 30.0)
     with pytest.raises(FencedError):
-        await tenure.examine(0, 0, OF)
+        await tenure.begin_evaluation(0, 0, OF)
     with pytest.raises(FencedError):
-        await tenure.conclude(b"")
+        await tenure.end_evaluation(b"")
 
 
 async def test_a_paused_run_finishes_the_evaluation_under_way(connection, pipe, tenure):
     await pipe.feed("a")
-    await tenure.examine(0, 0, OF)
+    await tenure.begin_evaluation(0, 0, OF)
     await pause(connection, "test")
     assert not (await pipe.stage("prompts").claim(5)).leases
     assert len((await worker(connection).claim(5)).leases) == 5
@@ -155,7 +157,7 @@ async def test_a_paused_run_finishes_the_evaluation_under_way(connection, pipe, 
 
 async def test_what_dies_of_it_is_no_end_of_the_run_and_is_not_retried(connection, pipe, tenure):
     await pipe.feed(PROMPTS[0].id)  # the held-out file may be called as the run's own
-    await tenure.examine(0, 0, OF)
+    await tenure.begin_evaluation(0, 0, OF)
     stage = worker(connection)
     (lease,) = (await stage.claim(1)).leases
     assert await stage.release(lease, "data", "no such image") is False
@@ -176,7 +178,7 @@ async def test_what_dies_of_it_is_no_end_of_the_run_and_is_not_retried(connectio
 
 
 async def test_junk_among_its_entries_is_buried_and_counts_in_nothing(connection, tenure):
-    await tenure.examine(0, 0, OF)
+    await tenure.begin_evaluation(0, 0, OF)
     await connection.redis.xadd(connection.key("eval:prompts"), {"prompt": "x", "payload": b"junk"})
     stage = worker(connection)
     junk = [lease for lease in (await stage.claim(99)).leases if lease.prompt_id == "x"]
@@ -280,7 +282,7 @@ async def test_a_server_that_forgot_the_evaluation_is_told_again(tmp_path, conne
     evaluating, book = await made(tmp_path, tenure)
     await evaluating.begin_if_due(4, 0)
     await sample(pipe, worker(connection), 5)
-    await tenure.conclude(b"")
+    await tenure.end_evaluation(b"")
     await connection.redis.hset(connection.key("eval"), "version", "3")
     await evaluating.end_if_complete()
     assert not book.results, "nothing of it has come"

@@ -112,7 +112,7 @@ async def test_a_script_whose_reply_was_garbled_is_run_again_and_changes_nothing
     before = proxy.connections
     proxy.next_reply(WAYS[way])
     with pytest.raises(LeaseLostError):  # it was settled the first time, and is told so when it tries again
-        await worker.settle(lease, "groups", pipe.group("a"))
+        await worker.complete(lease, "groups", pipe.group("a"))
     assert proxy.connections > before
     proxy.next_reply(WAYS[way])
     await pipe.feed("c")
@@ -142,8 +142,8 @@ async def test_under_random_garbling_calls_end_well_or_say_that_the_server_does_
     connection.reconnect_s = 0.5
     pool = connection.redis.connection_pool
     pool.connection_kwargs["socket_timeout"] = 0.05  # a length that grew is waited for
-    for connection in pool._available_connections:
-        connection.socket_timeout = 0.05
+    for idle in pool._available_connections:
+        idle.socket_timeout = 0.05
     for _ in range(60):
         proxy.garble = one_byte
         with contextlib.suppress(ServerError):

@@ -29,7 +29,7 @@ async def test_twice_as_many_workers_as_work_wait_quietly_and_take_what_comes(pi
 
         async def work(lease, version) -> None:
             await release.wait()
-            await stage.settle(lease, "groups", Group(prompt=decode(lease.payload, Prompt), completions=[]))
+            await stage.complete(lease, "groups", Group(prompt=decode(lease.payload, Prompt), completions=[]))
 
         await work_loop(stage, work, concurrency=1, stopping=stopping)
 

@@ -56,7 +56,7 @@ async def test_it_stays_so_through_the_stages_until_it_ends(pipe, tenure, tmp_pa
     assert await inflight_versions(pipe.connection) == {"b": 0}
 
 
-@pytest.mark.parametrize("kind", ["infra", "data", "none", "late"])
+@pytest.mark.parametrize("kind", ["infra", "data", "none", "stale"])
 async def test_given_back_it_is_no_longer_begun_and_taken_again_it_is_begun_anew(pipe, tenure, kind):
     await pipe.feed("a")
     rollout = pipe.stage("prompts", backoff_s=0.001)
@@ -99,7 +99,7 @@ async def test_the_twin_of_a_group_in_hand_ends_nothing(pipe, tenure):
     ((_, fields),) = await pipe.connection.redis.xrange(pipe.connection.key("scored"))
     await pipe.connection.redis.xadd(pipe.connection.key("scored"), fields)
     first, twin = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [GroupOutcome(twin, f"twin:{first.id}")], release_version=1)
+    await tenure.commit(trainer, [GroupOutcome(twin, f"duplicate:{first.id}")], release_version=1)
     assert await inflight_versions(pipe.connection) == {"a": 0}
 
 
@@ -148,7 +148,7 @@ async def test_what_was_cancelled_is_handed_out_before_what_is_fresh_and_says_ho
         assert (lease.prompt_id, len(lease.cancelled_attempts_s)) == ("a", times)
         assert (lease.infra_failures, lease.data_failures) == (0, 0)
         assert all(0 <= seconds < 60 for seconds in lease.cancelled_attempts_s)
-        await rollout.release(lease, "late", "")
+        await rollout.release(lease, "stale", "")
     view = await read_status(pipe.connection)
     assert view.counts["cancelled"] == queue_report("r", view).cancelled == 3
     assert view.balance["outstanding"] == 3  # it is no end

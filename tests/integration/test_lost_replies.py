@@ -25,7 +25,7 @@ async def settle(pipe, lose, folder):
     lease, _ = (await worker.claim(2)).leases
     lose()
     with suppress(LeaseLostError):  # it is settled, and we do not know
-        await worker.settle(lease, "groups", pipe.group("a"))
+        await worker.complete(lease, "groups", pipe.group("a"))
 
 
 async def release(pipe, lose, folder):
@@ -43,7 +43,7 @@ async def bury(pipe, lose, folder):
     (lease,) = (await worker.claim(1)).leases
     lose()
     with suppress(LeaseLostError):
-        await worker.bury(lease, "unreadable", "altered")
+        await worker.dead_letter(lease, "unreadable", "altered")
 
 
 async def commit(pipe, lose, folder):
@@ -106,7 +106,7 @@ async def state(pipe) -> object:
     return (
         await pipe.balance(),
         stages,
-        view.open,
+        view.unfinished,
         view.outstanding,
         view.dead,
         view.counts,
@@ -153,7 +153,7 @@ async def test_a_dead_letter_whose_reply_was_lost_is_gone_once(pipe, redis_url, 
     await pipe.feed("a")
     worker = pipe.stage("prompts")
     (lease,) = (await worker.claim(1)).leases
-    await worker.bury(lease, "data", "no such image")
+    await worker.dead_letter(lease, "data", "no such image")
     (letter,) = await list_dead_letters(pipe.connection)
     async with lossy(redis_url, pipe.connection.run, pipe_on, 2) as (unlucky, lose, _):
         lose()

@@ -49,7 +49,7 @@ def full_disk(at: int):
 
 async def test_a_group_that_ended_is_in_the_archive_as_it_was_leased(books, tmp_path):
     endings, ended = books
-    again = EndedGroup(ended[2].lease, "again:trained", None)
+    again = EndedGroup(ended[2].lease, "already:trained", None)
     await endings.end([*ended[:2], again], step=1, version=0)
     await endings.sync()
 
@@ -78,7 +78,7 @@ async def test_an_archive_that_is_full_ends_the_run_with_nothing_marked(books, p
     with full_disk(100), pytest.raises(RunFailedError, match=r"groups/000001.groups"):
         await endings.end(ended, step=1, version=0)
     assert (await pipe.balance())["trained"] == 0
-    assert (await read_status(pipe.connection)).open == 3
+    assert (await read_status(pipe.connection)).unfinished == 3
     assert endings.ledger.ends == {}
     assert (tmp_path / "ledger.jsonl").stat().st_size == 0
     await endings.end(ended, step=1, version=0)

@@ -17,10 +17,10 @@ async def test_groups_claimed_waiting_to_be_scored_and_to_be_trained_hold_places
     rollout, score = pipe.stage("prompts", capacity=3), pipe.stage("groups")
     first, second, _third = (await rollout.claim(10)).leases
     assert (await rollout.claim(10)).leases == []
-    await rollout.settle(first, "groups", pipe.group("a"))
-    await rollout.settle(second, "groups", pipe.group("b"))
+    await rollout.complete(first, "groups", pipe.group("a"))
+    await rollout.complete(second, "groups", pipe.group("b"))
     (lease,) = (await score.claim(1)).leases
-    await score.settle(lease, "scored", pipe.group("a"))
+    await score.complete(lease, "scored", pipe.group("a"))
     assert (await rollout.claim(10)).leases == []
     assert await outstanding(pipe) == 3
 
@@ -40,7 +40,7 @@ async def test_what_was_given_back_waits_for_a_place_like_everything_else(pipe):
     await rollout.release(lease, "none", "")
     (lease,) = (await other.claim(2)).leases
     assert (await rollout.claim(2)).leases == []
-    await other.bury(lease, "unreadable", "")
+    await other.dead_letter(lease, "unreadable", "")
     assert len((await rollout.claim(2)).leases) == 1
 
 
@@ -80,7 +80,7 @@ async def test_a_trained_group_gives_its_place_back_when_its_version_is_publishe
     await pipe.feed("b")
     rollout, trainer = pipe.stage("prompts", capacity=1), pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [GroupOutcome(lease, "trained")], frees_at=1)
+    await tenure.commit(trainer, [GroupOutcome(lease, "trained")], release_version=1)
     await tenure.publish(0, tmp_path, 0, {})
     assert (await rollout.claim(1)).leases == []
     waiting = await rollout.claim(1)
@@ -95,7 +95,7 @@ async def test_a_checkpoint_between_two_versions_gives_no_place_back(pipe, tenur
     await pipe.feed("b")
     rollout, trainer = pipe.stage("prompts", capacity=1), pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [GroupOutcome(lease, "trained")], frees_at=1)
+    await tenure.commit(trainer, [GroupOutcome(lease, "trained")], release_version=1)
     await tenure.acknowledge([lease.id])
     assert (await read_status(pipe.connection)).stages["scored"].depth == 0
     assert (await rollout.claim(1)).leases == []
@@ -103,13 +103,13 @@ async def test_a_checkpoint_between_two_versions_gives_no_place_back(pipe, tenur
     assert len((await rollout.claim(1)).leases) == 1
 
 
-@pytest.mark.parametrize("ending", ["dropped:zero_variance", "again:trained"])
+@pytest.mark.parametrize("ending", ["dropped:zero_variance", "already:trained"])
 async def test_a_group_that_is_not_trained_gives_its_place_back_at_once(pipe, tenure, ending):
     await pipe.scored("a")
     await pipe.feed("b")
     trainer = pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [GroupOutcome(lease, ending)], frees_at=1)
+    await tenure.commit(trainer, [GroupOutcome(lease, ending)], release_version=1)
     assert len((await pipe.stage("prompts", capacity=1).claim(1)).leases) == 1
 
 
@@ -121,7 +121,7 @@ async def test_p22_after_so_many_groups_are_discarded_there_is_room_for_as_many(
     leases = (await trainer.claim(4)).leases
     assert (await rollout.claim(9)).leases == []
     await tenure.commit(
-        trainer, [GroupOutcome(lease, "dropped:zero_variance") for lease in leases[:discarded]], frees_at=1
+        trainer, [GroupOutcome(lease, "dropped:zero_variance") for lease in leases[:discarded]], release_version=1
     )
     assert len((await rollout.claim(9)).leases) == discarded
     assert (await rollout.claim(9)).leases == []
@@ -133,7 +133,7 @@ async def test_a_dead_letter_gives_its_place_back_at_once(pipe):
     await pipe.feed("b")
     score = pipe.stage("groups")
     (lease,) = (await score.claim(1)).leases
-    await score.bury(lease, "unreadable", "altered")
+    await score.dead_letter(lease, "unreadable", "altered")
     assert len((await pipe.stage("prompts", capacity=1).claim(1)).leases) == 1
 
 
@@ -141,7 +141,7 @@ async def test_a_group_that_comes_again_takes_its_place_again(pipe, tenure, tmp_
     await pipe.scored("a", "b")
     trainer = pipe.stage("scored", "trainer")
     leases = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [GroupOutcome(lease, "trained") for lease in leases], frees_at=1)
+    await tenure.commit(trainer, [GroupOutcome(lease, "trained") for lease in leases], release_version=1)
     await tenure.publish(1, tmp_path, 1, {})
     assert await outstanding(pipe) == 0
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger")

@@ -18,7 +18,7 @@ def completion(pipe, index: int, failure: Failure | None = None) -> Completion:
 
 
 async def kept_keys(pipe) -> list[bytes]:
-    return await pipe.connection.redis.keys(pipe.connection.key("*:kept:*"))
+    return await pipe.connection.redis.keys(pipe.connection.key("*:partials:*"))
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ async def test_what_was_kept_is_there_after_a_drain_too(pipe, worker):
 async def test_an_attempt_that_is_cancelled_for_its_age_leaves_nothing_to_the_next(pipe, worker):
     lease = await claimed(worker)
     await worker.save_partial(lease, completion(pipe, 1))
-    await worker.release(lease, "late", "")
+    await worker.release(lease, "stale", "")
     assert await worker.load_partial(await claimed(worker)) == []
 
 
@@ -72,19 +72,19 @@ async def test_who_lost_the_lease_keeps_nothing_and_hears_of_it(pipe, worker):
     again = await claimed(heir)
     await worker.save_partial(lease, completion(pipe, 0))
     assert lease.lost
-    assert worker.held == {}
+    assert worker.leases == {}
     assert await heir.load_partial(again) == []
-    await heir.settle(again, "groups", pipe.group("a"))
+    await heir.complete(again, "groups", pipe.group("a"))
     await worker.save_partial(lease, completion(pipe, 0))
     assert await kept_keys(pipe) == []
 
 
 async def settle(pipe, stage, lease) -> None:
-    await stage.settle(lease, "groups", pipe.group("a"))
+    await stage.complete(lease, "groups", pipe.group("a"))
 
 
 async def bury(_pipe, stage, lease) -> None:
-    await stage.bury(lease, "unreadable", "altered")
+    await stage.dead_letter(lease, "unreadable", "altered")
 
 
 async def exhaust(_pipe, stage, lease) -> None:
@@ -130,7 +130,7 @@ async def test_junk_among_what_was_kept_is_passed_by(pipe, worker):
     sound = encode(completion(pipe, 1))
     await worker.save_partial(lease, completion(pipe, 3))
     await pipe.connection.redis.hset(
-        pipe.connection.key(f"prompts:kept:{lease.id}"),
+        pipe.connection.key(f"prompts:partials:{lease.id}"),
         mapping={
             b"0": b"junk",
             b"1": sound[:-1] + bytes([sound[-1] ^ 1]),
@@ -158,8 +158,8 @@ async def test_a_server_without_memory_to_spare_is_not_waited_for(pipe, make_ser
         stage = mine.stage("prompts", lease_s=0.3)
         lease = await claimed(stage)
         await connection.redis.config_set("maxmemory", "1")
-        await stage.keep_finished(lease, completion(mine, 0))
+        await stage.save_partial(lease, completion(mine, 0))
         await connection.redis.config_set("maxmemory", "0")
-        assert await stage.kept(lease) == []
+        assert await stage.load_partial(lease) == []
         assert not lease.lost
-        await stage.settle(lease, "groups", mine.group("a"))
+        await stage.complete(lease, "groups", mine.group("a"))

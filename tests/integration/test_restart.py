@@ -29,7 +29,7 @@ async def test_kills_of_a_server_that_syncs_always_lose_nothing_and_double_nothi
                         if chance.random() < 0.2:
                             await stage.release(lease, "none", "")
                         else:
-                            await stage.settle(lease, "groups", pipe.group(lease.prompt_id))
+                            await stage.complete(lease, "groups", pipe.group(lease.prompt_id))
                     except LeaseLostError:
                         continue  # the reply was lost, not the work
                 if not claim.leases:
@@ -58,20 +58,20 @@ async def test_leases_start_anew_when_the_server_comes_back(make_server, run_nam
         await pipe.feed("a", "b")
         first = pipe.stage("prompts", "first", lease_s=0.6)
         renewed, forgotten = (await first.claim(2)).leases
-        del first.held[forgotten.id]
+        del first.leases[forgotten.id]
         server.kill()
         await anyio.sleep(0.7)
         server.start()
         other = pipe.stage("prompts", "other", lease_s=0.6)
         claim = await other.claim(2)
         assert claim.leases == []
-        assert claim.due_s == pytest.approx(0.6, abs=0.1)
+        assert claim.next_due_s == pytest.approx(0.6, abs=0.1)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(first.keep)
+            tasks.start_soon(first.renew_leases)
             await anyio.sleep(0.7)
             tasks.cancel_scope.cancel()
         assert [lease.id for lease in (await other.claim(2)).leases] == [forgotten.id]
-        await first.settle(renewed, "groups", pipe.group("a"))
+        await first.complete(renewed, "groups", pipe.group("a"))
 
 
 async def test_a_trainers_hold_starts_anew_when_the_server_comes_back(make_server, run_name, pipe_on):
@@ -109,7 +109,7 @@ async def test_a_server_that_lost_its_last_second_is_caught_up_with(make_server,
             path.write_bytes(content)
         server.start()
         with pytest.raises(LeaseLostError):
-            await worker.settle(lease, "groups", pipe.group("a"))
+            await worker.complete(lease, "groups", pipe.group("a"))
         assert await pipe.balance() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 1}
         await pipe.feed("b")
         claim = await worker.claim(5)

@@ -140,10 +140,10 @@ async def test_out_of_memory_is_back_pressure(server, run_name, pipe_on):
         tenure = await TrainerLease.acquire(connection, 30.0)
         await connection.redis.config_set("maxmemory", 1)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(worker.settle, settling, "groups", pipe.group("c"))
-            tasks.start_soon(worker.keep)
+            tasks.start_soon(worker.complete, settling, "groups", pipe.group("c"))
+            tasks.start_soon(worker.renew_leases)
             await anyio.sleep(0.6)
-            assert list(worker.held) == [settling.id, buried.id]
+            assert list(worker.leases) == [settling.id, buried.id]
             leases = (await trainer.claim(2)).leases  # one of them ran out
             assert (
                 await tenure.commit(trainer, [GroupOutcome(lease, "trained") for lease in leases], release_version=1)
@@ -151,7 +151,7 @@ async def test_out_of_memory_is_back_pressure(server, run_name, pipe_on):
             )
             await tenure.publish(await tenure.reserve_version(0), server.socket, 1, {})
             await tenure.acknowledge([lease.id for lease in leases])
-            await worker.bury(buried, "unreadable", "altered")
+            await worker.dead_letter(buried, "unreadable", "altered")
             assert (await read_status(connection)).stages["groups"].depth == 0
             await connection.redis.config_set("maxmemory", 0)
             while (await read_status(connection)).stages["groups"].depth == 0:

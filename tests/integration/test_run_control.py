@@ -63,7 +63,7 @@ async def test_a_paused_run_hands_out_no_prompt_whether_fresh_given_back_or_expi
     await anyio.sleep(0.06)
     claim = await pipe.stage("prompts", "other").claim(10)
     assert (claim.leases, claim.paused) == ([], True)
-    assert claim.due_s is None, "it would ask again and again until the pause is over"
+    assert claim.next_due_s is None, "it would ask again and again until the pause is over"
     await resume(pipe.connection, ANN)
     claim = await pipe.stage("prompts", "other").claim(10)
     assert (len(claim.leases), claim.paused) == (4, False)
@@ -76,16 +76,16 @@ async def test_what_is_in_hand_is_finished_scored_and_trained_while_the_run_is_p
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     (lease,) = (await rollout.claim(1)).leases
     await pause(pipe.connection, ANN)
-    await rollout.settle(lease, "groups", pipe.group("a"))
+    await rollout.complete(lease, "groups", pipe.group("a"))
     (lease,) = (await score.claim(1)).leases
     await score.release(lease, "infra", "the verifier crashed")  # retries of other stages go on
     await anyio.sleep(0.03)
     await pipe.stage("groups", "dies", lease_s=0.05).claim(1)  # and so do takeovers
     waiting = await score.claim(1)
-    assert waiting.due_s is not None
+    assert waiting.next_due_s is not None
     await anyio.sleep(0.06)
     (lease,) = (await score.claim(1)).leases
-    await score.settle(lease, "scored", pipe.group("a"))
+    await score.complete(lease, "scored", pipe.group("a"))
     (lease,) = (await train.claim(1)).leases
     assert await tenure.commit(train, [GroupOutcome(lease, "trained")], 1) == []
     await tenure.publish(1, tmp_path, 1, {})
@@ -105,7 +105,7 @@ async def test_resume_wakes_a_worker_that_waits_without_asking_again_and_again(p
         return await claim_once(count)
 
     async def work(lease, _version):
-        await worker.settle(lease, "groups", pipe.group("a"))
+        await worker.complete(lease, "groups", pipe.group("a"))
         got.set()
 
     worker.claim = counted
@@ -256,7 +256,7 @@ async def test_whoever_is_asked_to_stop_gets_nothing_more_and_hears_why(pipe):
     await stop(pipe.connection, ANN)
     assert not pipe.connection.stopping.is_set()
     claim = await pipe.stage("scored").claim(1)
-    assert (claim.leases, claim.due_s) == ([], None)
+    assert (claim.leases, claim.next_due_s) == ([], None)
     assert pipe.connection.stopping.is_set()
 
 
@@ -265,7 +265,7 @@ async def test_a_worker_that_is_full_hears_of_a_stop_when_it_renews(pipe):
     worker = pipe.stage("prompts", lease_s=0.3)
     await worker.claim(1)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(worker.keep)
+        tasks.start_soon(worker.renew_leases)
         await anyio.sleep(0.15)
         assert not pipe.connection.stopping.is_set()
         await stop(pipe.connection, ANN)

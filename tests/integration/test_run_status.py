@@ -27,7 +27,7 @@ async def busy_run(pipe, tmp_path) -> None:
     worker = pipe.stage("prompts", "worker", backoff_s=100.0)
     _claimed, delayed, dead = (await worker.claim(3)).leases
     await worker.release(delayed, "infra", "no tool server")
-    await worker.bury(dead, "unreadable", "altered")
+    await worker.dead_letter(dead, "unreadable", "altered")
 
 
 async def test_a_look_tells_every_state(pipe, tmp_path):
@@ -37,9 +37,9 @@ async def test_a_look_tells_every_state(pipe, tmp_path):
     assert (prompts.depth, prompts.claimed, prompts.delayed, prompts.lag) == (3, 1, 1, 1)
     assert prompts.consumers == {"worker": 1}
     assert (groups.depth, groups.lag, groups.consumers) == (1, 1, {})
-    assert (scored.depth, scored.trained, scored.lag) == (2, 1, 1)
+    assert (scored.depth, scored.marked, scored.lag) == (2, 1, 1)
     assert view.outstanding == 4  # claimed, unscored, waiting, and trained for a version yet to be published
-    assert (view.open, view.dead, view.version, view.metrics) == (5, 1, 0, {"reward": 1.0})
+    assert (view.unfinished, view.dead, view.version, view.metrics) == (5, 1, 0, {"reward": 1.0})
     assert view.balance == {"fed": 7, "trained": 1, "dropped": 0, "dead": 1, "outstanding": 5}
     assert 0 <= prompts.oldest_age_ms < 10_000
 

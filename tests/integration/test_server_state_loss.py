@@ -58,7 +58,7 @@ async def test_a_trainer_tells_it_again_which_version_there_is(pipe, tmp_path):
     await tenure.publish(4, tmp_path, 2, {"step": 2})
     key = pipe.connection.key
     await pipe.connection.redis.hset(key("policy"), mapping={"version": "3", "step": "1"})
-    await pipe.connection.redis.zadd(key("places"), {lease.id: 4})
+    await pipe.connection.redis.zadd(key("unpublished"), {lease.id: 4})
     assert (await rollout.claim(1)).leases == []
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(tenure.renew_forever)
@@ -86,7 +86,7 @@ async def test_the_second_copy_of_a_trained_prompt_that_dies_is_nobodys_end(pipe
     await pipe.feed("a", "b")
     rollout = pipe.stage("prompts")
     for lease in (await rollout.claim(2)).leases:
-        await rollout.bury(lease, "infra", "its workers died")
+        await rollout.dead_letter(lease, "infra", "its workers died")
     await anyio.to_thread.run_sync(ledger.append, [LedgerRecord("a", "trained", 1, 0, "")])  # the server forgot that
     assert (await pipe.balance())["dead"] == 2
     if when == "as the run ends":
@@ -127,7 +127,7 @@ async def test_a_feeder_that_was_done_feeds_again_what_was_forgotten(pipe, tmp_p
         tasks.start_soon(feed, role)
         await until(is_done)
         # As it was before the feeder came.
-        await redis.delete(key("prompts"), key("open"), key("counts"), key("feed"))
+        await redis.delete(key("prompts"), key("unfinished"), key("counts"), key("feed"))
         await redis.xgroup_create(key("prompts"), CONSUMER_GROUP, id="0", mkstream=True)
         await until(is_done)
         assert (await read_status(pipe.connection)).stages["prompts"].depth == 5

@@ -16,9 +16,9 @@ async def test_a_settled_entry_is_in_the_next_stage_alone(pipe):
     worker = pipe.stage("prompts")
     (lease,) = (await worker.claim(10)).leases
     assert (lease.prompt_id, lease.infra_failures, lease.data_failures) == ("a", 0, 0)
-    await worker.settle(lease, "groups", pipe.group("a"))
+    await worker.complete(lease, "groups", pipe.group("a"))
     stages = (await read_status(pipe.connection)).stages
-    assert (stages["prompts"].depth, stages["groups"].depth, worker.held) == (0, 1, {})
+    assert (stages["prompts"].depth, stages["groups"].depth, worker.leases) == (0, 1, {})
     assert not await pipe.connection.redis.exists(
         pipe.connection.key("prompts:leases"), pipe.connection.key("prompts:attempts")
     )
@@ -28,7 +28,7 @@ async def test_the_output_bears_the_prompt_of_the_entry_that_it_came_from(pipe):
     await pipe.feed("a")
     worker = pipe.stage("prompts")
     (lease,) = (await worker.claim(1)).leases
-    await worker.settle(lease, "groups", pipe.group("somebody else's"))
+    await worker.complete(lease, "groups", pipe.group("somebody else's"))
     assert (await pipe.stage("groups").claim(1)).leases[0].prompt_id == "a"
 
 
@@ -37,9 +37,9 @@ async def test_settling_twice_says_that_the_lease_is_gone(pipe):
     await pipe.feed("a")
     worker = pipe.stage("prompts")
     (lease,) = (await worker.claim(1)).leases
-    await worker.settle(lease, "groups", pipe.group("a"))
+    await worker.complete(lease, "groups", pipe.group("a"))
     with pytest.raises(LeaseLostError, match="a in prompts"):
-        await worker.settle(lease, "groups", pipe.group("a"))
+        await worker.complete(lease, "groups", pipe.group("a"))
     assert lease.lost
     assert (await read_status(pipe.connection)).stages["groups"].depth == 1
 
@@ -53,13 +53,13 @@ async def test_whoever_lost_an_entry_cannot_end_it(pipe, verb):
     (new,) = (await quick.claim(1)).leases
     assert (new.id, new.infra_failures) == (old.id, 1)
     too_late = {
-        "settle": lambda: slow.settle(old, "groups", pipe.group("a")),
+        "settle": lambda: slow.complete(old, "groups", pipe.group("a")),
         "release": lambda: slow.release(old, "infra", "too late"),
-        "bury": lambda: slow.bury(old, "unreadable", "too late"),
+        "bury": lambda: slow.dead_letter(old, "unreadable", "too late"),
     }
     with pytest.raises(LeaseLostError):
         await too_late[verb]()
-    await quick.settle(new, "groups", pipe.group("a"))
+    await quick.complete(new, "groups", pipe.group("a"))
     stages = (await read_status(pipe.connection)).stages
     assert (stages["prompts"].depth, stages["groups"].depth) == (0, 1)
 
@@ -70,7 +70,7 @@ async def test_nobody_takes_an_entry_before_its_lease_runs_out(pipe):
     other = pipe.stage("prompts", "other")
     claim = await other.claim(1)
     assert claim.leases == []
-    assert claim.due_s == pytest.approx(0.3, abs=0.1)
+    assert claim.next_due_s == pytest.approx(0.3, abs=0.1)
     await other.wait(claim)
     assert len((await other.claim(1)).leases) == 1
 
@@ -80,12 +80,12 @@ async def test_renewal_keeps_a_long_job(pipe):
     worker, other = pipe.stage("prompts", "long", lease_s=0.3), pipe.stage("prompts", "other")
     (lease,) = (await worker.claim(1)).leases
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(worker.keep)
+        tasks.start_soon(worker.renew_leases)
         for _ in range(10):
             await anyio.sleep(0.08)
             assert (await other.claim(1)).leases == []
         tasks.cancel_scope.cancel()
-    await worker.settle(lease, "groups", pipe.group("a"))
+    await worker.complete(lease, "groups", pipe.group("a"))
 
 
 async def test_renewal_finds_out_what_is_lost_and_stops_the_work(pipe):
@@ -96,10 +96,10 @@ async def test_renewal_finds_out_what_is_lost_and_stops_the_work(pipe):
     await anyio.sleep(0.16)
     await pipe.stage("prompts", "other").claim(1)
     with anyio.move_on_after(0.1):
-        await worker.keep()
+        await worker.renew_leases()
     assert (lost.lost, kept.lost) == (True, False)
     assert (lost.scope.cancel_called, kept.scope.cancel_called) == (True, False)
-    assert list(worker.held) == [kept.id]
+    assert list(worker.leases) == [kept.id]
 
 
 async def test_renewal_leaves_the_work_alone_that_is_being_settled(pipe):
@@ -107,11 +107,11 @@ async def test_renewal_leaves_the_work_alone_that_is_being_settled(pipe):
     worker = pipe.stage("prompts", lease_s=0.06)
     (lease,) = (await worker.claim(1)).leases
     lease.scope, lease.ending = anyio.CancelScope(), True
-    await pipe.connection.script(
-        "settle", "prompts", "w", lease.id, "groups", "a", b""
+    await pipe.connection.run_script(
+        "complete", "prompts", "w", lease.id, "groups", "a", b""
     )  # done, the reply still under way
     with anyio.move_on_after(0.1):
-        await worker.keep()
+        await worker.renew_leases()
     assert not lease.scope.cancel_called
 
 
@@ -124,7 +124,7 @@ async def test_a_worker_that_claims_its_own_lost_entry_stops_its_older_work(pipe
     (new,) = (await worker.claim(1)).leases
     assert old.lost
     assert old.scope.cancel_called
-    assert worker.held == {new.id: new}
+    assert worker.leases == {new.id: new}
 
 
 async def test_a_back_off_is_honoured(pipe):
@@ -135,7 +135,7 @@ async def test_a_back_off_is_honoured(pipe):
     assert not await worker.release(lease, "infra", "no tool server")
     claim = await other.claim(1)
     assert claim.leases == []
-    assert 0.1 < claim.due_s <= 0.4
+    assert 0.1 < claim.next_due_s <= 0.4
     while not claim.leases:
         await other.wait(claim)
         claim = await other.claim(1)
@@ -202,8 +202,8 @@ async def test_foreign_junk_is_one_dead_letter_and_the_stream_goes_on(pipe, fiel
     worker = pipe.stage("prompts")
     junk, good = (await worker.claim(10)).leases
     assert (junk.payload, junk.prompt_id) == (b"", "")
-    await worker.bury(junk, "unreadable", "0 bytes are no record")
-    await worker.settle(good, "groups", pipe.group("a"))
+    await worker.dead_letter(junk, "unreadable", "0 bytes are no record")
+    await worker.complete(good, "groups", pipe.group("a"))
     (letter,) = await list_dead_letters(pipe.connection)
     assert (letter.reason, letter.ends_prompt, letter.payload) == ("unreadable", False, b"")
     assert (await read_status(pipe.connection)).counts == {"fed": 1, "junk": 1}
@@ -227,7 +227,7 @@ async def test_a_thousand_entries_in_one_call(pipe):
     worker = pipe.stage("prompts", lease_s=0.2)
     leases = (await worker.claim(1000)).leases
     assert len(leases) == 1000
-    await pipe.connection.script("renew", "prompts", "w", 100, *worker.held)
+    await pipe.connection.run_script("renew_leases", "prompts", "w", 100, *worker.leases)
     await anyio.sleep(0.12)
     again = (await pipe.stage("prompts", "other").claim(1000)).leases
     assert {lease.id for lease in again} == {lease.id for lease in leases}
@@ -258,7 +258,7 @@ async def test_a_waiter_is_woken_at_once(pipe, what):
             case "feed":
                 await pipe.feed("b")
             case "settle":
-                await worker.settle(lease, "groups", pipe.group("a"))
+                await worker.complete(lease, "groups", pipe.group("a"))
             case "release":
                 await worker.release(lease, "none", "")
     assert woken_after[0] < 0.1
@@ -286,7 +286,7 @@ async def calls(pipe) -> int:
     return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "xread"))
 
 
-@pytest.mark.parametrize("name", ["released", "trained"])
+@pytest.mark.parametrize("name", ["released", "marked"])
 async def test_names_of_nobody_are_no_workers_names(pipe, name):
     with pytest.raises(PenstockError, match=name):
         pipe.stage("prompts", name)
@@ -307,7 +307,7 @@ async def test_an_emptied_server_is_recognised(pipe):
     worker = pipe.stage("prompts")
     (lease,) = (await worker.claim(1)).leases
     await pipe.connection.redis.delete(*await pipe.connection.redis.keys(f"{{{pipe.connection.run}}}*"))
-    for call in (worker.claim(1), worker.settle(lease, "groups", pipe.group("a"))):
+    for call in (worker.claim(1), worker.complete(lease, "groups", pipe.group("a"))):
         with pytest.raises(ServerError, match="no longer knows run"):
             await call
 

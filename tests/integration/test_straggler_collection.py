@@ -40,9 +40,9 @@ class Trainer:
     async def finish(self, *prompts):
         score = self.pipe.stage("groups", "score")
         for prompt in prompts:
-            await self.rollout.settle(self.under_way.pop(prompt), "groups", self.pipe.group(prompt))
+            await self.rollout.complete(self.under_way.pop(prompt), "groups", self.pipe.group(prompt))
             (lease,) = (await score.claim(1)).leases
-            await score.settle(lease, "scored", self.pipe.group(prompt))
+            await score.complete(lease, "scored", self.pipe.group(prompt))
 
     async def collect(self):
         with anyio.fail_after(20):
@@ -124,7 +124,7 @@ async def test_dead_it_is_awaited_no_more(make_trainer):
     await trainer.step()
     await trainer.claim()
     await trainer.finish("c")
-    collected = await trainer.meanwhile(lambda: trainer.rollout.bury(trainer.under_way["a"], "unreadable", ""))
+    collected = await trainer.meanwhile(lambda: trainer.rollout.dead_letter(trainer.under_way["a"], "unreadable", ""))
     assert collected.batch == ["c"]
 
 
@@ -195,7 +195,7 @@ async def test_what_has_ended_already_is_not_awaited_though_the_server_has_forgo
     await trainer.step()
     await trainer.claim()
     await trainer.finish("c", "a")
-    await connection.redis.zadd(connection.key("started"), {"b": 0})
+    await connection.redis.zadd(connection.key("inflight_versions"), {"b": 0})
     assert await trainer.step() == ["a"]
     assert await trainer.step() == ["c"]
 

@@ -36,7 +36,7 @@ async def train(pipe, tenure, ends: dict[str, str], ledger: Ledger | None = None
     mine = [GroupOutcome(lease, ends[lease.prompt_id]) for lease in leases if lease.prompt_id in ends]
     if ledger is not None:
         await hold(ledger, [line(end.lease.prompt_id, end.outcome) for end in mine if ":" not in end.outcome[:6]])
-    assert await tenure.commit(trainer, mine, frees_at=1) == []
+    assert await tenure.commit(trainer, mine, release_version=1) == []
     return [end.lease.id for end in mine]
 
 
@@ -61,10 +61,10 @@ async def test_a_trainer_whose_process_is_gone_is_succeeded_at_once(pipe, redis_
     code = f"""
 import anyio, os
 from stream.connection.run_connection import connect
-from stream.trainer.lease import Tenure
+from stream.trainer.lease import TrainerLease
 async def main():
-    async with connect({redis_url!r}, {pipe.connection.run!r}) as link:
-        await TrainerLease.acquire(link, 600.0)
+    async with connect({redis_url!r}, {pipe.connection.run!r}) as connection:
+        await TrainerLease.acquire(connection, 600.0)
         os.kill(os.getpid(), 9)
 anyio.run(main)
 """
@@ -139,13 +139,13 @@ async def test_a_marked_group_stays_until_it_is_acknowledged(pipe):
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     marked = await train(pipe, tenure, {"a": "trained", "b": "dropped:stale", "c": "trained"})
     view = await read_status(pipe.connection)
-    assert (view.stages["scored"].depth, view.stages["scored"].trained, view.open) == (3, 3, 0)
+    assert (view.stages["scored"].depth, view.stages["scored"].marked, view.unfinished) == (3, 3, 0)
     assert view.counts == {"fed": 3, "trained": 2, "dropped:stale": 1}
     assert (await pipe.stage("scored", "other").claim(10)).leases == []
     await tenure.acknowledge(marked[:2])
     await tenure.acknowledge(marked)  # a reply was lost
     assert (await read_status(pipe.connection)).stages["scored"].depth == 0
-    assert await pipe.connection.redis.hlen(pipe.connection.key("scored:ended")) == 0
+    assert await pipe.connection.redis.hlen(pipe.connection.key("scored:marked")) == 0
     await pipe.balance()
 
 
@@ -155,7 +155,7 @@ async def test_marks_outlive_every_lease(pipe):
     trainer = pipe.stage("scored", "trainer", lease_s=0.02)
     (lease,) = (await trainer.claim(1)).leases
     await tenure.commit(trainer, [GroupOutcome(lease, "trained")], release_version=1)
-    assert trainer.held == {}
+    assert trainer.leases == {}
     await anyio.sleep(0.03)
     assert (await pipe.stage("scored", "other").claim(10)).leases == []
 
@@ -213,7 +213,7 @@ async def test_recovery_acknowledges_what_the_ledger_holds_and_brings_the_rest_a
     heir = await TrainerLease.acquire(pipe.connection, 30.0)
     assert await heir.recover(ledger) == 2
     view = await read_status(pipe.connection)
-    assert (view.counts, view.open) == ({"fed": 4, "trained": 1, "dropped:stale": 1}, 2)
+    assert (view.counts, view.unfinished) == ({"fed": 4, "trained": 1, "dropped:stale": 1}, 2)
     await pipe.balance()
     claim = await pipe.stage("scored", "heir").claim(10)
     assert sorted(lease.prompt_id for lease in claim.leases) == ["c", "d"]
@@ -233,7 +233,7 @@ async def test_recovery_twice_is_recovery_once(pipe, ledger):
     await pipe.scored("a", "b")
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     await train(pipe, tenure, {"a": "trained", "b": "trained"}, ledger)
-    ledger.ends.pop("b")
+    ledger.outcomes.pop("b")
     await tenure.recover(ledger)
     await tenure.recover(ledger)
     assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
@@ -254,7 +254,7 @@ async def test_recovery_of_many_marks(pipe, ledger):
 async def test_recovery_keeps_what_the_operator_dropped(pipe, ledger):
     await pipe.feed("a")
     await pipe.connection.redis.hincrby(pipe.connection.key("counts"), "dropped:operator", 1)
-    await pipe.connection.redis.hdel(pipe.connection.key("open"), "a")
+    await pipe.connection.redis.hdel(pipe.connection.key("unfinished"), "a")
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     await tenure.recover(ledger)
     assert (await read_status(pipe.connection)).dropped == {"operator": 1}
@@ -268,7 +268,7 @@ async def test_a_duplicate_of_a_group_that_was_trained_counts_as_one(pipe, ledge
     trainer = pipe.stage("scored", "trainer")
     first, second = (await trainer.claim(2)).leases
     await tenure.commit(
-        trainer, [GroupOutcome(first, "trained"), GroupOutcome(second, "again:trained")], release_version=1
+        trainer, [GroupOutcome(first, "trained"), GroupOutcome(second, "already:trained")], release_version=1
     )
     assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1, "duplicates": 1}
     await pipe.balance()
@@ -281,9 +281,9 @@ async def test_the_twin_of_a_group_in_hand_takes_no_place_and_ends_nothing(pipe,
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     trainer = pipe.stage("scored", "trainer")
     second, first = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [GroupOutcome(second, f"twin:{first.id}")], release_version=1)
+    await tenure.commit(trainer, [GroupOutcome(second, f"duplicate:{first.id}")], release_version=1)
     view = await read_status(pipe.connection)
-    assert (view.counts, view.open, view.outstanding) == ({"fed": 1, "duplicates": 1}, 1, 1)
+    assert (view.counts, view.unfinished, view.outstanding) == ({"fed": 1, "duplicates": 1}, 1, 1)
     await tenure.commit(trainer, [GroupOutcome(first, "trained")], release_version=1)
     await pipe.balance()
     await tenure.recover(ledger)  # from before the step: both come again
@@ -295,7 +295,7 @@ async def test_an_end_that_the_server_forgot_is_counted_again(pipe, ledger):
     """The ledger holds the end, the server that lost its last writes does not: the group comes again."""
     await pipe.scored("a")
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
-    await train(pipe, tenure, {"a": "again:trained"})
+    await train(pipe, tenure, {"a": "already:trained"})
     assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1}
     await pipe.balance()
 
@@ -306,7 +306,7 @@ async def test_an_end_that_the_server_forgot_is_not_counted_twice_by_a_new_train
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     await tenure.recover(ledger)
     assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
-    await train(pipe, tenure, {"a": "again:trained"})
+    await train(pipe, tenure, {"a": "already:trained"})
     assert (await read_status(pipe.connection)).counts == {"fed": 2, "trained": 1, "duplicates": 1}
     assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
 
@@ -352,6 +352,6 @@ async def test_the_end_of_the_run_is_told_to_every_worker(pipe, ledger):
         tasks.start_soon(pipe.stage("prompts").wait, claim)
         with anyio.fail_after(1):
             await tenure.finish_run("trained 3 steps")
-    assert (await pipe.stage("prompts").claim(1)).finished == "trained 3 steps"
+    assert (await pipe.stage("prompts").claim(1)).finish_reason == "trained 3 steps"
     await tenure.recover(ledger)
-    assert (await pipe.stage("prompts").claim(1)).finished == ""
+    assert (await pipe.stage("prompts").claim(1)).finish_reason == ""

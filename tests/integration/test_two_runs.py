@@ -53,7 +53,7 @@ async def live(pipe, folder, ledger: Ledger) -> None:
     delayed, *dead = (await worker.claim(3)).leases
     await worker.release(delayed, "infra", "no tool server")
     for lease in dead:
-        await worker.bury(lease, "unreadable", "altered")
+        await worker.dead_letter(lease, "unreadable", "altered")
     first, last = await list_dead_letters(pipe.connection)
     await retry_dead_letters(pipe.connection, [first.id])
     await drop_dead_letters(pipe.connection, [last.id])

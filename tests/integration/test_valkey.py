@@ -53,8 +53,8 @@ async def test_a_run_from_the_first_prompt_to_the_end(pipe, ledger, tmp_path):
     await anyio.sleep(0.06)
     (taken,) = [lease for lease in (await other.claim(1)).leases if lease.id == first.id]
     with pytest.raises(LeaseLostError):
-        await worker.settle(first, "groups", pipe.group("d"))
-    await other.bury(taken, "unreadable", "altered")
+        await worker.complete(first, "groups", pipe.group("d"))
+    await other.dead_letter(taken, "unreadable", "altered")
     (letter,) = await list_dead_letters(pipe.connection)
     await retry_dead_letters(pipe.connection, [letter.id])
 
@@ -101,14 +101,14 @@ async def test_out_of_memory_holds_new_payloads_back_and_nothing_else(pipe):
     settling, released = (await worker.claim(2)).leases
     await pipe.connection.redis.config_set("maxmemory", 1)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(worker.settle, settling, "groups", pipe.group("a"))
-        tasks.start_soon(worker.keep)
+        tasks.start_soon(worker.complete, settling, "groups", pipe.group("a"))
+        tasks.start_soon(worker.renew_leases)
         await anyio.sleep(0.3)
-        assert settling.id in worker.held
+        assert settling.id in worker.leases
         await worker.release(released, "infra", "no tool server")
         assert (await read_status(pipe.connection)).stages["groups"].depth == 0
         await pipe.connection.redis.config_set("maxmemory", 0)
-        while worker.held:
+        while worker.leases:
             await anyio.sleep(0.02)
         tasks.cancel_scope.cancel()
     assert (await read_status(pipe.connection)).stages["groups"].depth == 1

@@ -41,7 +41,7 @@ async def pump_until(connection, work, done, at_once=4):
 
 
 async def settle(stage, lease):
-    await stage.settle(lease, "groups", Group(prompt=decode(lease.payload, Prompt), completions=[]))
+    await stage.complete(lease, "groups", Group(prompt=decode(lease.payload, Prompt), completions=[]))
 
 
 async def test_everything_that_comes_is_settled(connection):
@@ -55,7 +55,7 @@ async def test_no_more_is_held_than_there_is_room_for(connection):
 
     async def work(stage, lease):
         nonlocal most
-        most = max(most, len(stage.held))
+        most = max(most, len(stage.leases))
         await anyio.sleep(0.01)
         await settle(stage, lease)
 

@@ -98,16 +98,16 @@ class Run(RuleBasedStateMachine):
         assert self.call(read_status, self.connection).outstanding <= max(before, CAPACITY)
 
     @precondition(lambda self: self.leases)
-    @rule(pick=picks, how=st.sampled_from(["settle", "settle", "settle", "infra", "data", "none", "late", "bury"]))
+    @rule(pick=picks, how=st.sampled_from(["settle", "settle", "settle", "infra", "data", "none", "stale", "bury"]))
     def end_a_lease(self, pick, how) -> None:
         stage, lease = self.leases.pop(pick % len(self.leases))
         try:
             match how:
                 case "settle":
                     group = Group(prompt=Prompt(id=lease.prompt_id, messages=[]), completions=[])
-                    self.call(stage.settle, lease, NEXT[stage.name], group)
+                    self.call(stage.complete, lease, NEXT[stage.name], group)
                 case "bury":
-                    self.call(stage.bury, lease, "unreadable", "altered")
+                    self.call(stage.dead_letter, lease, "unreadable", "altered")
                 case _:
                     self.call(stage.release, lease, how, "")
         except LeaseLostError:
@@ -118,7 +118,7 @@ class Run(RuleBasedStateMachine):
     def keep_a_completion(self, pick, index) -> None:
         """By whoever has the lease, or had it long ago."""
         stage, lease = self.leases[pick % len(self.leases)]
-        self.call(stage.keep_finished, lease, Completion(index=index))
+        self.call(stage.save_partial, lease, Completion(index=index))
 
     @precondition(lambda self: self.leases)
     @rule(pick=picks)
@@ -127,7 +127,7 @@ class Run(RuleBasedStateMachine):
         stage, lease = self.leases[pick % len(self.leases)]
         self.end_a_lease(pick, "settle")
         again = self.call(
-            self.connection.run_script, "settle", stage.name, stage.consumer, lease.id, NEXT[stage.name], "twice", b""
+            self.connection.run_script, "complete", stage.name, stage.consumer, lease.id, NEXT[stage.name], "twice", b""
         )
         assert again == 0
 
@@ -153,7 +153,7 @@ class Run(RuleBasedStateMachine):
         ends, lines = [], []
         for lease in self.call(self.trainer.claim, count).leases:
             known = self.ledger.outcomes.get(lease.prompt_id)
-            ends.append(GroupOutcome(lease, f"again:{known}" if known else ending))
+            ends.append(GroupOutcome(lease, f"already:{known}" if known else ending))
             if not known:
                 lines.append(LedgerRecord(lease.prompt_id, ending, 1, self.version, ""))
         self.ledger.append(lines)
@@ -232,8 +232,8 @@ class Run(RuleBasedStateMachine):
         """The open prompts, the marks, and for each stage its entries, who owns them, leases and retries."""
         key = self.connection.key
         async with self.connection.redis.pipeline(transaction=True) as all_at_once:
-            all_at_once.hgetall(key("open")).hkeys(key("scored:ended"))
-            all_at_once.zrange(key("started"), 0, -1, withscores=True)
+            all_at_once.hgetall(key("unfinished")).hkeys(key("scored:marked"))
+            all_at_once.zrange(key("inflight_versions"), 0, -1, withscores=True)
             for stage in STAGES:
                 all_at_once.xrange(key(stage)).xpending_range(key(stage), "penstock", "-", "+", 1000)
                 all_at_once.zrange(key(f"{stage}:leases"), 0, -1).zrange(key(f"{stage}:retries"), 0, -1)
@@ -250,11 +250,11 @@ class Run(RuleBasedStateMachine):
                     self.end_a_lease(0, "settle")
             self.train(CAPACITY, "trained")
             self.publish()
-            if not self.call(read_status, self.connection).open:
+            if not self.call(read_status, self.connection).unfinished:
                 break
         self.checkpoint()
         view = self.call(read_status, self.connection)
-        assert (view.open, view.outstanding) == (0, 0)
+        assert (view.unfinished, view.outstanding) == (0, 0)
         assert [view.stages[stage].depth for stage in STAGES] == [0, 0, 0]
         notes = ("leases", "retries", "attempts", "ended")
         left = [

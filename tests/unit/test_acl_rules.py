@@ -12,19 +12,20 @@ from stream.operator.acl import _READ_COMMANDS, _SERVER_COMMANDS, _WRITE_RULES, 
 LUA = Path(__file__).parents[2] / "stream" / "lua"
 SCRIPTS = {
     "feed": ["feed"],
-    "rollout": ["claim", "renew", "settle", "release", "bury", "keep"],
-    "score": ["claim", "renew", "settle", "release", "bury", "tally"],
+    "rollout": ["claim", "renew_leases", "complete", "release", "dead_letter", "save_partial"],
+    "score": ["claim", "renew_leases", "complete", "release", "dead_letter", "record_evaluation"],
     "train": [
-        *("claim", "renew", "release", "bury", "enlist", "stay", "recover", "commit", "reserve", "publish"),
-        *("disown", "census"),
-        *("examine", "gauge", "conclude"),
-        *("acknowledge", "finish"),
+        *("claim", "renew_leases", "release", "dead_letter", "acquire_trainer", "renew_trainer", "recover", "commit"),
+        *("reserve_version", "publish_version", "mark_duplicates", "scan_entries", "acknowledge", "finish_run"),
+        *("begin_evaluation", "evaluation_progress", "end_evaluation"),
     ],
-    "operator": ["look", "steer", "revive", "engine"],
-    "look": ["look", "census"],
+    "operator": ["run_status", "set_control", "resolve_dead_letter", "set_engine_override"],
+    "viewer": ["run_status", "scan_entries"],
 }
-"""What each role calls; `run` calls all of the first four's."""
-SCRIPTS["run"] = sorted({name for role in ("feed", "rollout", "score", "train") for name in SCRIPTS[role]} | {"look"})
+"""The scripts that each role calls; `run` calls those of the first four."""
+SCRIPTS["run"] = sorted(
+    {name for role in ("feed", "rollout", "score", "train") for name in SCRIPTS[role]} | {"run_status"}
+)
 
 
 def code(name: str) -> str:
@@ -105,8 +106,8 @@ def test_what_belongs_to_a_role_is_written_by_no_other(name, writers):
 def test_the_reading_of_scripts_here_finds_what_is_there():
     assert {"xclaim", "zadd", "hset", "time", "info", "xreadgroup"} <= commands("claim")
     assert ("xadd", "dead") in written("claim")
-    assert ("hset", "policy") in written("stay")
-    assert commands("look") <= {*_READ_COMMANDS, "time"}
+    assert ("hset", "policy") in written("renew_trainer")
+    assert commands("run_status") <= {*_READ_COMMANDS, "time"}
 
 
 def test_every_script_is_some_roles():
@@ -118,14 +119,14 @@ def test_nobody_writes_to_another_runs_keys_or_to_all_of_its_own():
     for role in _WRITE_RULES:
         patterns: list[str] = re.findall(r"[%RW]*~[^ )]+", " ".join(acl_rules(role, "demo")))
         assert all(pattern.lstrip("%R").startswith("~{demo}") for pattern in patterns), role
-        wide = {pattern for pattern in patterns if "*" in pattern and ":kept:" not in pattern}
+        wide = {pattern for pattern in patterns if "*" in pattern and ":partials:" not in pattern}
         assert wide == {"%R~{demo}:*"}, role
 
 
 def test_a_name_stands_for_itself_alone():
-    assert "~{a\\*b\\[c\\]\\?}" in acl_rules("look", "a*b[c]?")
+    assert "~{a\\*b\\[c\\]\\?}" in acl_rules("viewer", "a*b[c]?")
     with pytest.raises(PenstockError, match="spaces"):
-        acl_rules("look", "a b")
+        acl_rules("viewer", "a b")
 
 
 def test_no_rule_grants_a_category_or_all_commands():

@@ -36,10 +36,10 @@ def test_each_trainer_takes_the_folder_from_the_one_before(tmp_path):
 
 
 def test_who_has_a_successor_holds_the_folder_no_more_and_cannot_take_it_back(tmp_path, zombie):
-    with zombie.held():
+    with zombie.hold():
         pass
     RunFolderLock.acquire(tmp_path, YOUNG)
-    with pytest.raises(FencedError, match="another trainer has taken over the folder"), zombie.held():
+    with pytest.raises(FencedError, match="another trainer has taken over the folder"), zombie.hold():
         pytest.fail("it was let in")
     with pytest.raises(FencedError, match="another trainer has taken over the folder"):
         RunFolderLock.acquire(tmp_path, OLD)
@@ -79,7 +79,7 @@ def in_a_write(tmp_path):
     """A process that has taken the folder, and has been in the middle of a change since."""
     code = (
         "import sys, time; from pathlib import Path; from stream.trainer.folder_lock import Fence\n"
-        f"with RunFolderLock.acquire(Path(sys.argv[1]), {OLD}).held():\n"
+        f"with RunFolderLock.acquire(Path(sys.argv[1]), {OLD}).hold():\n"
         "    print('in it', flush=True)\n"
         "    time.sleep(600)\n"
     )

@@ -88,7 +88,7 @@ def test_an_unmeasured_reward_is_not_a_number(hand):
 @pytest.mark.parametrize("end", ["trained", "dropped:zero_variance"])
 def test_what_the_ledger_holds_has_ended_already(hand, ledger, end):
     ledger.append([LedgerRecord("d:0:1", end, 1, 0, "h")])
-    assert hand.consider(lease("d:0:1", *GOOD), 0).ending == f"again:{end}"
+    assert hand.consider(lease("d:0:1", *GOOD), 0).ending == f"already:{end}"
 
 
 def test_a_second_copy_of_a_group_in_hand_takes_its_place(hand):

@@ -161,7 +161,7 @@ SEEN = {
     "prompt ids": lambda g: setattr(g.completions[0].rows[0], "prompt_ids", array("i", [9]).tobytes()),
     "token ids": lambda g: setattr(g.completions[0].rows[0], "token_ids", array("i", [2, 9]).tobytes()),
     "log-probs": lambda g: setattr(g.completions[0].rows[0], "logprobs", array("f", [-0.5, -1.1]).tobytes()),
-    "sampled": lambda g: setattr(g.completions[0].rows[0], "sampled", [(0, 1)]),
+    "sampled ranges": lambda g: setattr(g.completions[0].rows[0], "sampled_ranges", [(0, 1)]),
     "versions": lambda g: setattr(g.completions[0].rows[0], "spans", [Span(2, 0, 2)]),
     "reward": lambda g: setattr(g.completions[0], "reward", Measured(0.0)),
     "no reward": lambda g: setattr(g.completions[0], "reward", None),

@@ -52,4 +52,4 @@ async def test_a_loop_that_turns_is_not_told_of():
             while watch._beats < 20:
                 await anyio.sleep(0.001)
             tasks.cancel_scope.cancel()
-    assert [line for line in logs if line["event"] == "event_loop.blocked" and "test_held_loop" in line["by"]] == []
+    assert [line for line in logs if line["event"] == "event_loop.blocked" and "test_loop_watchdog" in line["by"]] == []

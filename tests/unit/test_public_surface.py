@@ -55,7 +55,7 @@ def test_every_script_says_first_how_it_is_to_be_run():
 
 
 def test_every_script_is_used():
-    code = "".join(path.read_text() for path in (REPOSITORY / "stream").glob("*.py"))
+    code = "".join(path.read_text() for path in (REPOSITORY / "stream").rglob("*.py"))
     for script in (REPOSITORY / "stream" / "lua").glob("*.lua"):
         assert script.stem == "common" or f'"{script.stem}"' in code, script
 

@@ -9,7 +9,7 @@ import click
 from workers.cli import options
 from workers.cli.command_group import current_command, log_errors_only
 
-_ACL_ROLES: Final = ("feed", "rollout", "score", "train", "run", "operator", "look")
+_ACL_ROLES: Final = ("feed", "rollout", "score", "train", "run", "operator", "viewer")
 
 
 @click.command()

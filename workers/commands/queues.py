@@ -141,7 +141,7 @@ def queue_report(run: str, view: RunStatus) -> QueueReport:
 def _stage_reports(stages: dict[str, StageStatus]) -> dict[str, StageReport]:
     return {
         name: StageReport(
-            depth=stage.depth - stage.trained,
+            depth=stage.depth - stage.marked,
             claimed=stage.claimed,
             delayed=stage.delayed,
             lag=stage.lag,
@@ -159,8 +159,8 @@ def _evaluation_report(view: EvaluationStatus) -> EvaluationReport:
         version=view.version,
         step=view.step,
         prompts=view.total,
-        open=view.open,
-        dead=view.total - view.open - view.outcomes if view.is_running else 0,
+        open=view.unfinished,
+        dead=view.total - view.unfinished - view.results if view.is_running else 0,
         under_way=view.is_running,
         result=view.result,
     )

@@ -10,10 +10,8 @@ def format_progress(view: EvaluationStatus) -> str:
     """How far the evaluation under way has come; empty where there is none."""
     if not view.is_running:
         return ""
-    dead = view.total - view.open - view.outcomes
-    return f"version {view.version}: {view.outcomes + dead} of {view.total} prompts" + (
-        f", {dead} dead" if dead else ""
-    )
+    dead = view.total - view.unfinished - view.results
+    return f"version {view.version}: {view.results + dead} of {view.total} prompts" + (f", {dead} dead" if dead else "")
 
 
 def format_result(line: Mapping[str, Any]) -> str:

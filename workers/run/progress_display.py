@@ -108,7 +108,7 @@ def format_line(view: RunStatus | None, state: SupervisorState) -> str:
     told = [f"{state.run} {format_duration(state.seconds)}", state.phase]
     if view is not None:
         balance = view.balance
-        depths = " ".join(f"{name} {stage.depth - stage.trained}" for name, stage in view.stages.items())
+        depths = " ".join(f"{name} {stage.depth - stage.marked}" for name, stage in view.stages.items())
         told += [
             *([str(view.paused)] if view.paused else []),
             f"step {view.policy.get('step', 0)}",
@@ -162,7 +162,7 @@ def stage_table(view: RunStatus) -> Table:
         table.add_column(heading, justify="right", min_width=11 if heading == "oldest" else 7)
     evaluation = view.evaluation.stages if view.evaluation else {}
     for name, stage in (view.stages | evaluation).items():
-        depth = stage.depth - stage.trained
+        depth = stage.depth - stage.marked
         table.add_row(
             Text(name, "bold"),
             _count(depth),

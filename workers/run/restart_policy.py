@@ -77,15 +77,15 @@ class StallDetector:
         evaluation = view.evaluation  # publications wait for it
         ended = (
             *(balance["trained"] + balance["dropped"] + balance["dead"],),
-            *((evaluation.version, evaluation.open) if evaluation else ()),
+            *((evaluation.version, evaluation.unfinished) if evaluation else ()),
         )
-        working = view.open > 0 or view.feed.get("done") != "1"
+        working = view.unfinished > 0 or view.feed.get("done") != "1"
         if ended != self._ended or not working or view.paused:
             self._ended, self._since = ended, now
         if now - self._since < self._timeout_s:
             return ""
         return (
-            f"nothing was trained or dropped for {self._timeout_s:g} s (abort.stall_timeout_s), while {view.open} prompts are "
+            f"nothing was trained or dropped for {self._timeout_s:g} s (abort.stall_timeout_s), while {view.unfinished} prompts are "
             f"open: {'; '.join(_describe_stages(view))}"
         )
 

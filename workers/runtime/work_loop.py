@@ -1,6 +1,6 @@
 """The loop that rollout workers and scorers share: claim entries of one stage, work on many at once, end each lease.
 
-What can happen to an entry, and what the pump does about it:
+What can happen to an entry, and what the work loop does about it:
 
 ==============================  ==========================================================================
 the work settles it             nothing more to do
@@ -82,7 +82,7 @@ async def _run_job(stage: Stage, lease: Lease, version: int, work: Work, room: C
         with anyio.CancelScope() as lease.scope:
             await work(lease, version)
         if lease.stale and lease.scope.cancelled_caught and not lease.lost:
-            await _release(stage, lease, "late", "")
+            await _release(stage, lease, "stale", "")
     except NewerSchemaError as error:
         await _release(stage, lease, "none", str(error))
     except RecordError as error:

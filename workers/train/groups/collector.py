@@ -152,7 +152,7 @@ class Collector:
             elif judgement.outcome:
                 ended.append(EndedGroup(lease, judgement.outcome, judgement.group))
             if judgement.replaced is not None:
-                ended.append(EndedGroup(judgement.replaced, f"twin:{lease.id}", None))
+                ended.append(EndedGroup(judgement.replaced, f"duplicate:{lease.id}", None))
             self._progress.count_states(judgement.completion_states)
         await self._outcomes.record(ended, self._progress.step + 1, version)
 

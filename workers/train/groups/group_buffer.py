@@ -70,7 +70,7 @@ class GroupBuffer:
             return Decision(unreadable=str(error))
         prompt = group.prompt.id
         if prompt in self._ledger.outcomes:
-            return Decision(outcome=f"again:{self._ledger.outcomes[prompt]}")
+            return Decision(outcome=f"already:{self._ledger.outcomes[prompt]}")
         if prompt in self.groups and self.groups[prompt][0].id == lease.id:
             # Ours ran out, while we were suspended or the network was away, and we were the next to claim it.
             self.groups[prompt] = (lease, group)

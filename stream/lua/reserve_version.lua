@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
--- A policy version number that was never used: above every number the server, or the caller, knows of.
+-- Reserve a policy version number that was never used: above every number that the server or the caller knows.
 -- ARGV: fencing token, highest number known to the caller
--- Returns the number, or -1 where another trainer has taken over.
+-- Returns the number, or -1 if another trainer has taken over.
 if not is_trainer(ARGV[1]) then return -1 end
 local policy = key('policy')
 local known = math.max(tonumber(redis.call('HGET', policy, 'next') or -1), tonumber(ARGV[2]))
-redis.call('HSET', policy, 'next', whole(known + 1))
+redis.call('HSET', policy, 'next', integer(known + 1))
 return known + 1

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Renew the leases that a consumer still owns.
 -- ARGV: stage, consumer, lease_ms, id...
--- Returns {ids it has lost, last request to stop}.
+-- Returns {ids whose lease it has lost, last stop request}.
 local stage, consumer, until_ms = ARGV[1], ARGV[2], now_ms() + ARGV[3]
 local lost = {}
 for i = 4, #ARGV do

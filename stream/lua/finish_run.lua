@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
--- The run has ended: whoever waits for work may go home, and nothing is left to pause.
--- ARGV: fencing token, why
+-- End the run: its workers exit, and a pause ends.
+-- ARGV: fencing token, reason
+-- Returns 1, or 0 if another trainer has taken over.
 if not is_trainer(ARGV[1]) then return 0 end
 redis.call('HSET', key('meta'), 'finished', ARGV[2])
 redis.call('HDEL', key('meta'), 'paused', 'paused_ms')
