@@ -182,7 +182,7 @@ async def test_a_consumer_that_is_asked_to_stop_gives_back_what_it_holds_and_doe
         tasks.start_soon(take)
         with anyio.fail_after(10):
             while not (await read_status(pipe.connection)).stages["scored"].claimed:
-                await pipe.connection.wait("$", 0.1)
+                await pipe.connection.wait_for_change("$", 0.1)
             pipe.connection.stopping.set()
             await pipe.connection.write_hash("meta", {"x": "y"})  # which wakes it
     assert taken == [[]]
