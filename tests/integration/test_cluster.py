@@ -163,7 +163,7 @@ async def test_work_goes_on_while_the_run_moves_to_and_fro(cluster, pipe_on, tmp
         assert moved[0] >= 4
         assert sorted(trained) == sorted(f"p{i}" for i in range(count))
         view = await read_status(connection)
-        assert (view.counts["trained"], view.counts.get("duplicates", 0), view.open) == (count, 0, 0)
+        assert (view.counts["trained"], view.counts.get("duplicates", 0), view.unfinished) == (count, 0, 0)
 
 
 async def test_a_cluster_that_is_down_is_waited_for(cluster, pipe_on):

@@ -79,7 +79,7 @@ async def test_a_run_from_the_first_prompt_to_the_end(pipe, ledger, tmp_path):
     await heir.acknowledge([lease.id for lease in leases])
     await heir.finish_run("enough")
     view = await read_status(pipe.connection)
-    assert (view.counts["trained"], view.open, view.version, view.stages["scored"].depth) == (3, 3, 1, 0)
+    assert (view.counts["trained"], view.unfinished, view.version, view.stages["scored"].depth) == (3, 3, 1, 0)
     assert (await pipe.stage("scored").claim(1)).finished == "enough"
     await pipe.balance()
 

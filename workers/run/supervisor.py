@@ -322,4 +322,4 @@ class Supervisor:
 
 def _empty_status() -> RunStatus:
     """A run that was stopped before it had begun."""
-    return RunStatus(now_ms=0.0, stages={}, open=0, outstanding=0, dead=0, counts={})
+    return RunStatus(now_ms=0.0, stages={}, unfinished=0, outstanding=0, dead=0, counts={})
