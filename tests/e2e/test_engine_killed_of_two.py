@@ -94,7 +94,7 @@ def test_one_of_two_is_killed_and_started_again_and_a_third_is_added_and_no_grou
     summary = json.loads(out)
     assert balanced(summary), err
     assert (summary["dead"], summary["groups_dropped"]) == (0, {})
-    assert set(summary["rows"]) == {"valid"}
+    assert set(summary["completion_states"]) == {"valid"}
     ends = [line["prompt"] for line in project.ledger()]
     assert len(ends) == len(set(ends)) == summary["groups_trained"]
     events = [json.loads(line) for line in (project.run_folder / "logs" / "rollout-0.log").read_text().splitlines()]

@@ -37,7 +37,7 @@ def test_remax_samples_one_greedy_completion_more_and_trains_against_it(project)
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert balanced(summary)
     # Every group of four is trained, tied or not: the greedy one is the baseline, and never among them.
-    assert (summary["groups_trained"], summary["rows"]) == (10, {"valid": 40})
+    assert (summary["groups_trained"], summary["completion_states"]) == (10, {"valid": 40})
 
 
 def test_a_group_whose_greedy_completion_nobody_measured_is_dropped_by_name(project):
@@ -70,7 +70,7 @@ def test_gae_trains_a_critic_on_rewards_by_turn_and_a_resumed_run_still_has_it(p
     file = str(project.write())
     summary = summary_of(project.run("run", file, "--json"), project)
     assert summary["steps"] == 2
-    assert summary["rows"] == {"valid": 32}
+    assert summary["completion_states"] == {"valid": 32}
     project.table["train"]["max_steps"] = 0
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert balanced(summary)

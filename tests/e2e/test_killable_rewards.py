@@ -30,7 +30,7 @@ def test_a_run_survives_its_reward_function(project):
     project.table["score"] = {"workers": 2}
     project.table["filter"] = {"zero_variance": False}
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
-    assert summary["rows"] == {"valid": 32, "reward:timeout": 4, "reward:raised": 4}
+    assert summary["completion_states"] == {"valid": 32, "reward:timeout": 4, "reward:raised": 4}
     assert summary["groups_trained"] == 8
     assert sum(summary["groups_dropped"].values()) == 2
     assert summary["dead"] == summary["duplicates"] == 0

@@ -22,7 +22,7 @@ def test_a_rollout_worker_the_scorer_and_the_trainer_are_killed_once_each(projec
             os.kill(children(process.pid)[role], signal.SIGKILL)
         summary = finish(process, project)
     assert_all_trained_once(project, summary, prompts)
-    assert summary["rows"]["valid"] == prompts * 4
+    assert summary["completion_states"]["valid"] == prompts * 4
 
 
 @pytest.mark.full
@@ -37,6 +37,6 @@ def test_the_engine_is_killed_and_gets_its_weights_back(project):
     assert balanced(summary)
     assert summary["groups_trained"] == prompts
     # Nothing that the engine failed to answer was trained, or scored, as if it had been an answer.
-    assert summary["rows"] == {"valid": prompts * 4}
+    assert summary["completion_states"] == {"valid": prompts * 4}
     events = [json.loads(line) for line in (project.run_folder / "logs" / "supervisor.log").read_text().splitlines()]
     assert [e["name"] for e in events if e["event"] == "role.restarted"] == ["engine-0"]

@@ -109,7 +109,7 @@ async def test_each_limit_ends_a_completion_with_its_own_reason_in_the_queue_vie
     (step,) = [json.loads(line) for line in (project.run_folder / "metrics.jsonl").read_text().splitlines()]
     assert {reason: step[f"truncated/{reason}"] for reason in cut} == cut
     assert {state: step[f"rows/{state}"] for state in states} == states
-    assert summary["rows"] == states
+    assert summary["completion_states"] == states
     # What only ends its turns, and what only calls, is scored: 0 and as much as was put.
     assert step["reward/min"] == 0.0
     assert step["reward/max"] == 4.0

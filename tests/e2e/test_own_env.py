@@ -44,5 +44,5 @@ def test_the_project_trains(copied, random_model):
     sets = [part for name, value in overrides.items() for part in ("--set", f"{name}={value}")]
     summary = summary_of(copied.run("run", "run.toml", "--json", *sets), copied)
     assert summary["steps"] == 2
-    assert summary["rows"]["valid"] >= 16
+    assert summary["completion_states"]["valid"] >= 16
     assert (copied.folder / "runs" / "till" / "ledger.jsonl").exists()

@@ -94,7 +94,7 @@ def test_the_example_runs_as_it_stands_there(tmp_path, random_model, reward_fold
     summary = json.loads(result.stdout)
     assert balanced(summary)
     assert (summary["fed"], summary["groups_trained"], summary["steps"]) == (32, 32, 8)
-    assert summary["rows"] == {"valid": 32 * 8}
+    assert summary["completion_states"] == {"valid": 32 * 8}
     events = [json.loads(line) for name in ("score-0.log", "score-1.log") for line in logs[name].splitlines()]
     told = [event for event in events if event["event"] == "reward_model.served"]
     assert sum(event["scored"] for event in told) == 32 * 8

@@ -17,7 +17,7 @@ def test_every_prompt_ends_once_and_the_last_smaller_batch_is_trained(project):
     assert summary["steps"] == 3  # 4 + 4 + 2
     assert summary["outstanding"] == summary["dead"] == summary["duplicates"] == 0
     assert balanced(summary)
-    assert summary["rows"]["valid"] == 40
+    assert summary["completion_states"]["valid"] == 40
     assert summary["tokens_per_second"] > 0
     ends = project.ledger()
     assert sorted(line["prompt"] for line in ends) == sorted({line["prompt"] for line in ends})
@@ -29,7 +29,7 @@ def test_a_finished_run_that_is_run_again_does_nothing_twice(project):
     file = str(project.write())
     first = summary_of(project.run("run", file, "--json"), project)
     again = summary_of(project.run("run", str(project.run_folder / "run.toml"), "--json"), project)
-    for key in ("fed", "groups_trained", "groups_dropped", "steps", "rows"):
+    for key in ("fed", "groups_trained", "groups_dropped", "steps", "completion_states"):
         assert again[key] == first[key], key
 
 
@@ -60,7 +60,7 @@ def test_rewards_that_nobody_measured_are_counted_by_reason_and_leave_siblings_a
             n = p + i
             reason = next((r for d, r in ((5, "missing"), (7, "raised"), (11, "not_finite")) if n % d == 0), None)
             expected[f"reward:{reason}" if reason else "valid"] += 1
-    assert summary["rows"] == expected
+    assert summary["completion_states"] == expected
     assert balanced(summary)
     assert summary["groups_trained"] + sum(summary["groups_dropped"].values()) == prompts
 
@@ -111,7 +111,7 @@ def test_a_project_with_a_folder_envs_of_its_own(project):
     project.table |= {"environments": {"parity": "envs.parity:Parity"}, "rewards": []}
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert summary["groups_trained"] == 10
-    assert summary["rows"] == {"valid": 40}
+    assert summary["completion_states"] == {"valid": 40}
 
 
 def test_a_run_in_which_nobody_measured_anything_fails_and_says_why(project):
@@ -132,6 +132,6 @@ def test_a_run_whose_server_was_emptied_is_rebuilt_from_its_ledger(project):
     ledger = project.ledger()
     shutil.rmtree(project.run_folder / "redis")
     again = summary_of(project.run("run", str(project.run_folder / "run.toml"), "--json"), project)
-    for key in ("fed", "groups_trained", "groups_dropped", "steps", "rows", "outstanding"):
+    for key in ("fed", "groups_trained", "groups_dropped", "steps", "completion_states", "outstanding"):
         assert again[key] == first[key], key
     assert project.ledger() == ledger

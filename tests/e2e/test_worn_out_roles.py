@@ -95,8 +95,8 @@ def test_hung_threads_wear_the_worker_out_and_the_run_goes_to_its_end(world):
     project.table["queue"] |= {"max_abandoned_threads": 4, "max_restarts": 0}  # no crash is forgiven: there is none
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert summary["fed"] == 10
-    assert summary["rows"]["failed:env_reset"] == 8
-    assert summary["rows"]["valid"] == 32
+    assert summary["completion_states"]["failed:env_reset"] == 8
+    assert summary["completion_states"]["valid"] == 32
     assert summary["dead"] == summary["outstanding"] == 0
     assert balanced(summary)
     worn = log_lines(project, "rollout-0", "worker.recycle_requested")
@@ -112,8 +112,10 @@ def test_an_event_loop_held_for_longer_than_a_lease_loses_nothing_and_is_told_of
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert summary["fed"] == 10
     assert summary["dead"] == summary["outstanding"] == 0
-    assert summary["rows"]["valid"] >= 39  # a completion that held the loop beyond its deadline has overrun
-    assert sum(summary["rows"].values()) == 40
+    assert (
+        summary["completion_states"]["valid"] >= 39
+    )  # a completion that held the loop beyond its deadline has overrun
+    assert sum(summary["completion_states"].values()) == 40
     assert balanced(summary)
     held = [line for n in (0, 1) for line in log_lines(project, f"rollout-{n}", "event_loop.blocked")]
     assert [line["by"].rpartition(" ")[2] for line in held] == ["Blocks.reset"]
@@ -124,7 +126,7 @@ def test_an_event_loop_held_for_longer_than_a_lease_loses_nothing_and_is_told_of
 def test_coroutines_that_swallow_their_cancellation_cost_their_completions_alone(world):
     project = world("Unwilling", call_timeout_s=0.5)
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
-    assert summary["rows"] == {"failed:env_reset": 8, "valid": 32}
+    assert summary["completion_states"] == {"failed:env_reset": 8, "valid": 32}
     assert summary["dead"] == summary["outstanding"] == 0
     assert log_lines(project, "rollout-0", "call.cancellation_ignored")
     found = audited(project)

@@ -545,7 +545,7 @@ async def test_when_generation_dies_every_request_is_answered_and_health_says_wh
 
     slots.model = broken
     loop = anyio.lowlevel.current_token().native_token
-    scheduler = Scheduler(slots, 2, lambda mail: loop.call_soon_threadsafe(lambda: [one.done() for one in mail]))
+    scheduler = Scheduler(slots, 2, lambda mail: loop.call_soon_threadsafe(lambda: [one.wake() for one in mail]))
     async with (
         listen(EngineRoutes(scheduler, slots, "broken", "0").application(), "127.0.0.1", 0) as url,
         aiohttp.ClientSession() as session,

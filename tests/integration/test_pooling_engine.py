@@ -126,7 +126,7 @@ def test_a_conversation_that_ends_with_the_padding_token_is_scored_at_that_token
 def test_passes_are_cut_by_tokens_and_every_score_finds_its_way_home(classifier, monkeypatch):
     ids = [classifier.render(chat) for chat in conversations(30, seed=3)]
     whole = classifier.score(ids)
-    monkeypatch.setattr("workers.local_engine.pooling.classifier.PASS_TOKENS", 300)
+    monkeypatch.setattr("workers.local_engine.pooling.classifier.MAX_TOKENS_PER_PASS", 300)
     assert torch.allclose(classifier.score(ids), whole, atol=CLOSE)
 
 

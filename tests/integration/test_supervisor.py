@@ -446,7 +446,7 @@ def test_a_run_is_summed_up_in_its_folder_and_its_books_balance(make_pipeline):
     ends = (
         "r = redis(); k = '{%s}:' % run; r.hset(k + 'counts', mapping={'fed': 3, 'trained': 2, 'dropped:operator': 1});"
         "c = home / 'run' / 'checkpoints' / 'step-000004'; c.mkdir(parents=True);"
-        '(c / \'checkpoint.json\').write_text(\'{"progress": {"step": 4, "tokens": 100, "rows": {"valid": 8}}}\');'
+        '(c / \'checkpoint.json\').write_text(\'{"progress": {"step": 4, "tokens": 100, "completion_states": {"valid": 8}}}\');'
     )
     pipeline = make_pipeline({"train": ends + FINISH})
     ended = supervise(pipeline.settings, quiet=True, make_roles=pipeline.roles, make_engine=pipeline.engine)
@@ -455,7 +455,7 @@ def test_a_run_is_summed_up_in_its_folder_and_its_books_balance(make_pipeline):
     assert told["steps"] == 4
     assert told["groups_trained"] == 2
     assert told["groups_dropped"] == {"operator": 1}
-    assert told["rows"] == {"valid": 8}
+    assert told["completion_states"] == {"valid": 8}
     assert told["tokens_per_second"] == pytest.approx(100 / told["seconds"], rel=0.01)
     events = [
         json.loads(line) for line in (pipeline.settings.folder / "logs" / "supervisor.log").read_text().splitlines()
@@ -504,13 +504,13 @@ import sys
 from pathlib import Path
 from workers.run.run_command import supervise
 from workers.run.role_specs import RoleSpec
-from workers.settings.toml_file import load
+from workers.settings.toml_file import load_settings
 
 def roles(settings, file, redis, engines):
     script = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
     return [RoleSpec(role=r, command=(sys.executable, "-c", script)) for r in ("feed", "rollout", "score", "train")]
 
-supervise(load(Path(sys.argv[1])), quiet=True, roles=roles)
+supervise(load_settings(Path(sys.argv[1])), quiet=True, make_roles=roles)
 """
 
 

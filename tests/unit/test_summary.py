@@ -14,7 +14,7 @@ from workers.settings.toml_file import parse_settings
 from workers.train.progress import Progress
 
 KEYS = [
-    "steps", "groups_trained", "groups_dropped", "rows", "score_before", "score_after", "staleness",
+    "steps", "groups_trained", "groups_dropped", "completion_states", "score_before", "score_after", "staleness",
     "tokens_per_second", "seconds", "fed", "outstanding", "dead", "duplicates",
 ]  # fmt: skip
 
@@ -54,7 +54,7 @@ def test_speed_is_that_of_this_start_and_staleness_that_of_the_whole_run():
     assert summary.tokens_per_second == 200.0
     assert summary.staleness.mean == 1.5
     assert summary.staleness.max == 3
-    assert summary.rows == {"valid": 7}
+    assert summary.completion_states == {"valid": 7}
 
 
 def test_what_was_not_measured_is_null_and_not_0():

@@ -32,7 +32,7 @@ def score_table(before: DemoScore, after: DemoScore, summary: RunSummary) -> Ren
     dropped = ", ".join(f"{reason} {n}" for reason, n in sorted(summary.groups_dropped.items())) or "none"
     staleness = summary.staleness
     known = staleness.mean is not None and math.isfinite(staleness.mean)
-    valid, rows = summary.rows.get("valid", 0), sum(summary.rows.values())
+    valid, rows = summary.completion_states.get("valid", 0), sum(summary.completion_states.values())
     for name, value in (
         ("steps", f"{summary.steps} in {format_duration(summary.seconds)}"),
         ("groups", f"{summary.groups_trained} trained · dropped: {dropped}"),

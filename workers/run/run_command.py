@@ -109,8 +109,10 @@ def format_summary(summary: RunSummary, settings: Settings) -> str:
     ]
     if summary.groups_dropped:
         lines.append("dropped: " + ", ".join(f"{reason} {n}" for reason, n in sorted(summary.groups_dropped.items())))
-    if summary.rows:
-        lines.append("completions: " + ", ".join(f"{state} {n}" for state, n in sorted(summary.rows.items())))
+    if summary.completion_states:
+        lines.append(
+            "completions: " + ", ".join(f"{state} {n}" for state, n in sorted(summary.completion_states.items()))
+        )
     if summary.staleness.mean is not None:
         lines.append(f"staleness: mean {summary.staleness.mean:.2f}, max {summary.staleness.max:g} versions")
     if summary.dead:

@@ -35,7 +35,7 @@ class RunSummary(Struct, kw_only=True):
     groups_trained: int
     groups_dropped: dict[str, int]
     """By reason."""
-    rows: dict[str, int]
+    completion_states: dict[str, int]
     """Completions by what became of them."""
     score_before: float | None = None
     score_after: float | None = None
@@ -79,7 +79,7 @@ def summarize(view: RunStatus, before: Progress, after: Progress, seconds: float
         steps=after.step,
         groups_trained=view.balance["trained"],
         groups_dropped=view.dropped,
-        rows=after.completion_states,
+        completion_states=after.completion_states,
         staleness=staleness,
         tokens_per_second=round(max(0, after.tokens - before.tokens) / seconds, 1),
         seconds=round(seconds, 3),
