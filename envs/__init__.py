@@ -1,50 +1,50 @@
-"""Environments: what a model is put into, how it is found, what remains of it, and what it was worth.
+"""Environments and rewards: find them, call them, freeze their state, score completions.
 
-An environment is any object with a `reset` method. Nothing has to be imported from here and nothing subclassed; a class
-written for TRL's `environment_factory` runs unchanged.
+An environment is any object with a `reset` method. It needs no import and no base class from here; a class written for
+TRL's `environment_factory` runs unchanged.
 
 =========================  ============================================================================================
 `reset(**row)`             starts an episode with the prompt's fields; returns None, a string, or a list of content
                            parts, which is appended to the last prompt message
-every other public method  a tool: name, Google-style docstring and type hints become its JSON schema. What it returns
-                           goes back to the model, and so does the text of what it raises, or that it overran
-`get_reward()`             optional: a number, None for "I do not know" (invalid, never 0), a mapping of named parts, or
-                           a list with a number for each turn of the model; may ask for `messages`, the conversation
-`close()`                  optional: called when an instance is retired
-`__copy__()`               optional: drop handles, keep facts; what it returns is frozen as the episode's snapshot
+every other public method  a tool: name, Google-style docstring and type hints become its JSON schema. The model reads
+                           the return value, the message of an exception, or that the call timed out
+`get_reward()`             optional: a number, None for "unknown" (invalid, never 0), a mapping of named parts, or a
+                           list with one number for each model turn; may take `messages`, the conversation
+`close()`                  optional: called before an instance is discarded
+`__copy__()`               optional: drop handles, keep data; the copy is frozen as the episode's snapshot
 =========================  ============================================================================================
 
-What speaks for a server may say itself what its tools are (`tool_schemas`, `call_tool`: `declares_tools`), or lead the
-whole episode and ask an endpoint for each turn (`Harness`).
+A client of a server may list its own tools (`tool_schemas` and `call_tool`, see `declares_tools`) or run the whole
+episode and request model turns from an endpoint (`AgentEnvironment`).
 
-Each may be `async`. Synchronous ones run in threads; every call has a deadline. Raise `EnvironmentFailure` where the
-world failed rather than the model: the completion is then invalid, and its siblings are unharmed.
+Each method may be `async`. Synchronous methods run in threads; every call has a deadline. Raise `EnvironmentFailure`
+if the environment failed and not the model: that completion becomes invalid, the others of its group stay valid.
 
-Where things are, and where to add to them::
+Files, and where to add something::
 
-    contract.py    the words of the contract
-    references.py  name, package.module:attr, path/to/file.py:attr, adapter:address -> object
-    factory.py     a reference that makes environments
-    call.py        calling code that is not ours, with deadlines
-    messages.py    the words in messages; prompt and completion as one conversation
-    extras.py      libraries that only some need, and the extra that brings each
-    tools/         methods as tools: schemas, a model's arguments; a kind of type hint is added in hints.py
-    snapshot/      an environment as bytes, and back; a type that should survive is added in values.py
-    rewards/       reward functions, get_reward, what came of calling them, and a completion's parts as one reward
-    processes/     processes with limits: a pool that can be killed, and what a sandbox runs in
-    served/        rewards that a server measures: a reward model's, a judge's
-    shipped/       environments and reward functions that come along; another one is a file here, and a line in
-                   pyproject.toml under "penstock.environments" or "penstock.rewards"
-    adapters/      environments that somebody else wrote: OpenEnv, verifiers, Gymnasium, MCP; README.md starts servers
+    contract.py    types and predicates of the table above
+    references.py  resolve a setting (entry point, package.module:attr, path/to/file.py:attr, adapter:address)
+    factory.py     make environments from a reference
+    call.py        run user code with deadlines
+    messages.py    the text of messages; prompt and completion as one conversation
+    extras.py      import libraries of optional extras
+    tools/         methods as tools: schemas and argument validation; new kinds of type hints go to type_hints.py
+    snapshot/      environments as bytes and back; new types that survive go to value_codec.py
+    rewards/       reward functions, get_reward, results of calls, merging the parts of a reward
+    processes/     processes with limits: a killable pool, and the sandbox of `builtin/python_sandbox.py`
+    remote/        rewards measured by an HTTP server: reward models, judges
+    builtin/       built-in environments and reward functions; a new one is a file here and an entry point in
+                   pyproject.toml ("penstock.environments" or "penstock.rewards")
+    adapters/      environments of other projects: OpenEnv, verifiers, Gymnasium, MCP; README.md starts their servers
 """
 
 import pkgutil
 
-__path__ = pkgutil.extend_path(__path__, __name__)  # a project's own folder `envs/` is part of this package, behind it
+__path__ = pkgutil.extend_path(__path__, __name__)  # a user's own folder `envs/` becomes part of this package
 
 from envs.contract import Environment, EnvironmentFailure
 from envs.factory import EnvironmentFactory
-from envs.rewards import RewardBatch, RewardFunction, batch_from_group, environment_reward, merge_parts
+from envs.rewards import RewardBatch, RewardFunction, environment_reward, merge_parts
 from envs.snapshot import freeze, thaw
 from envs.tools import ToolArgumentError, ToolSpec
 
@@ -56,7 +56,6 @@ __all__ = (
     "RewardFunction",
     "ToolArgumentError",
     "ToolSpec",
-    "batch_from_group",
     "environment_reward",
     "freeze",
     "merge_parts",

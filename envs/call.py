@@ -1,7 +1,13 @@
-"""Calling code that is not ours: on no event loop of ours if it is synchronous, and never for longer than allowed.
+"""Run user code (environments, reward functions) with a deadline, without letting it block or end a worker.
 
-What comes of a call is a value, so that nothing which an environment or a reward function raises, `SystemExit`
-included, ends a worker.
+Synchronous functions run in threads, coroutine functions on the event loop. A call returns an `Outcome` instead of
+raising, so nothing that user code raises, `SystemExit` included, reaches the worker::
+
+    outcome = await CallRunner(CapacityLimiter(8)).call(env.step, {"action": "left"}, timeout_s=5.0)
+    match outcome:
+        case Ok(value): ...
+        case Failed(error): ...
+        case TimedOut(timeout_s): ...
 """
 
 import inspect
@@ -21,26 +27,26 @@ log = structlog.get_logger()
 
 _MAX_TEXT = 2000
 _MAX_CANCELLATIONS = 1000
-"""Times in a row that a coroutine is told that it is cancelled before it is closed."""
+"""Consecutive cancellations a coroutine may swallow before it is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ok:
-    """It returned."""
+    """The call returned."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It raised."""
+    """The call raised."""
 
     error: BaseException
 
 
 @dataclass(frozen=True, slots=True)
 class TimedOut:
-    """It was still running when its time was over. A thread cannot be stopped: it may be running even now."""
+    """The call passed its deadline. A thread cannot be stopped, so the function may still be running."""
 
     timeout_s: float
 
@@ -49,54 +55,54 @@ Outcome = Ok | Failed | TimedOut
 
 
 class AbandonedThreads:
-    """The threads of this process that nobody waits for any more, while user code keeps them.
+    """Counts threads that still run user code past their deadline.
 
-    Each was replaced by another one, so that nothing waits behind it; but it holds memory, and the process cannot end
-    by itself. One that comes back after all is lost no longer.
+    Each is replaced, so no call waits behind it, but it holds memory and keeps the process from exiting. A thread whose
+    function returns late is no longer counted.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        """Lost at this moment."""
+        """Threads abandoned and still running."""
         self._lock = Lock()
         self._changed: anyio.Event | None = None
 
     async def wait_for_count(self, count: int) -> None:
-        """Wait until so many are lost."""
+        """Wait until at least `count` threads are abandoned."""
         while self.count < count:
             self._changed = anyio.Event()
             await self._changed.wait()
 
     def add(self) -> None:
-        """Another one is lost. To be called on the event loop."""
+        """Count one more thread. Call it on the event loop."""
         with self._lock:
             self.count += 1
         if self._changed is not None:
             self._changed.set()
 
     def remove(self) -> None:
-        """One came back. To be called in any thread."""
+        """Count one thread less. Safe to call in any thread."""
         with self._lock:
             self.count -= 1
 
 
 abandoned_threads = AbandonedThreads()
-"""Of this process."""
+"""The counter of this process."""
 
 
 class CallRunner:
-    """Calls functions with deadlines; at most so many of the synchronous ones at once.
+    """Calls functions with deadlines.
 
     Args:
-        limiter: bounds the threads. Waiting for one is our load, and is not taken from a function's time.
+        limiter: bounds the threads for synchronous functions. Waiting for a thread does not count towards a deadline.
     """
 
     def __init__(self, limiter: CapacityLimiter) -> None:
         self._limiter = limiter
-        self._unlimited = CapacityLimiter(math.inf)  # for anyio, which would else count each call a second time
+        self._unlimited = CapacityLimiter(math.inf)  # `_limiter` already counts each call
 
     async def call(self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float) -> Outcome:
-        """Call a function, or await a coroutine function."""
+        """Call a function, or await a coroutine function. Never raises what the function raises."""
         if is_async(function):
             return await self._with_deadline(
                 timeout_s, lambda scope: _await_outcome(partial(function, **arguments), scope)
@@ -107,7 +113,7 @@ class CallRunner:
     async def _with_deadline(self, timeout_s: float, start: Callable[[CancelScope], Awaitable[Outcome]]) -> Outcome:
         with anyio.move_on_after(timeout_s) as scope:
             outcome = await start(scope)
-            if not scope.cancel_called:  # code that turns being cancelled into an error of its own has overrun too
+            if not scope.cancel_called:  # user code may turn the cancellation into an error; that is a timeout too
                 return outcome
         return TimedOut(timeout_s)
 
@@ -126,10 +132,10 @@ class CallRunner:
 
 
 class RateLimiter:
-    """Lets so many calls begin in a second, evenly spaced.
+    """Spaces calls evenly.
 
     Args:
-        per_second: calls; 0: as many as there are.
+        per_second: calls that may start in one second; 0: no limit.
     """
 
     def __init__(self, per_second: float) -> None:
@@ -137,23 +143,23 @@ class RateLimiter:
         self._next_start = -math.inf
 
     async def acquire(self) -> None:
-        """Wait for the next turn."""
+        """Wait until the next call may start."""
         if self._interval_s:
-            turn = max(anyio.current_time(), self._next_start)
-            self._next_start = turn + self._interval_s
-            await anyio.sleep_until(turn)
+            start = max(anyio.current_time(), self._next_start)
+            self._next_start = start + self._interval_s
+            await anyio.sleep_until(start)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine: an `async def`, or an object whose `__call__` is one."""
+    """Return whether a call gives a coroutine: an `async def`, or an object whose `__call__` is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def filter_kwargs(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what is offered, the keyword arguments that the function takes: all with `**kwargs`, else those it names."""
+    """Return the available keyword arguments that a function accepts: all if it has `**kwargs`, else those it names."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C, without a signature
+    except (TypeError, ValueError):  # a C function without a signature
         return dict(available)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(available)
@@ -162,28 +168,28 @@ def filter_kwargs(function: Callable[..., Any], available: Mapping[str, Any]) ->
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception as one text: its type and what it says, never longer than a page."""
+    """Return an exception's type and message as one text of at most 2,000 characters."""
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001  (its __str__ is not ours either)
+    except Exception:  # noqa: BLE001  (__str__ is user code too)
         text = "(its message cannot be read)"
     name = type(error).__name__
     return replace_surrogates(f"{name}: {text}" if text else name)[:_MAX_TEXT]
 
 
 def describe_failure(outcome: Outcome) -> str:
-    """Why a call came to nothing, in words."""
+    """Return why a call has no result, as text."""
     match outcome:
         case Failed(error):
             return describe_error(error)
-        case TimedOut(seconds):
-            return f"it did not return within {seconds:g} s"
+        case TimedOut(timeout_s):
+            return f"it did not return within {timeout_s:g} s"
         case Ok():
             return "it returned"
 
 
 def replace_surrogates(text: str) -> str:
-    """The text without halves of surrogate pairs, which neither a tokenizer nor a record can hold."""
+    """Replace lone surrogates, which neither tokenizers nor records accept, by question marks."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -197,16 +203,15 @@ async def _await_outcome(start: Callable[[], Awaitable[Any]], scope: CancelScope
     except anyio.get_cancelled_exc_class() as error:
         if scope.cancel_called or anyio.get_current_task().has_pending_cancellation():
             raise
-        return Failed(error)  # it was cancelled by its own doing, not by ours
+        return Failed(error)  # user code cancelled itself
     except BaseException as error:  # noqa: BLE001  (user code: whatever it raises is an outcome)
         return Failed(error)
 
 
 class _ForceClosable:
-    """An awaitable of user code that may clean up when it is cancelled, but not go on for ever.
+    """Awaits user code that may clean up when it is cancelled, but may not ignore cancellation forever.
 
-    Who is cancelled is told so again at each await, by anyio. What has been told so often, without one await that came
-    to its end, does not mean to stop: it is closed, wherever it stands.
+    anyio cancels again at each await. Code that swallows `_MAX_CANCELLATIONS` of these in a row is closed where it is.
     """
 
     def __init__(self, awaitable: Awaitable[Any]) -> None:
@@ -218,22 +223,26 @@ class _ForceClosable:
         cancellations = 0
         while True:
             try:
-                waits_for = advance()
+                awaited = advance()
             except StopIteration as end:
                 return end.value
             try:
-                value = yield waits_for
+                value = yield awaited
             except GeneratorExit:
                 _close(steps)
                 raise
             except anyio.get_cancelled_exc_class() as error:
                 cancellations += 1
                 if cancellations > _MAX_CANCELLATIONS:
-                    log.warning("call.cancellation_ignored", told=cancellations, where=_code_location(self._awaitable))
+                    log.warning(
+                        "call.cancellation_ignored",
+                        cancellations=cancellations,
+                        where=_code_location(self._awaitable),
+                    )
                     _close(steps)
                     raise
                 advance = partial(_throw, steps, error)
-            except BaseException as error:  # noqa: BLE001  (it is for the awaitable, whatever it is)
+            except BaseException as error:  # noqa: BLE001  (whatever it is, the awaitable handles it)
                 advance = partial(_throw, steps, error)
             else:
                 cancellations = 0
@@ -246,19 +255,19 @@ def _send(steps: Any, value: Any) -> Any:
 
 def _throw(steps: Any, error: BaseException) -> Any:
     throw = getattr(steps, "throw", None)
-    if throw is None:  # an iterator that is no generator
+    if throw is None:  # an iterator without generator methods
         raise error
     return throw(error)
 
 
 def _close(steps: Any) -> None:
-    """End it where it stands; what it raises or does against that is its own."""
+    """Close an awaitable's iterator; what user code raises meanwhile is ignored."""
     with suppress(BaseException):
         getattr(steps, "close", lambda: None)()
 
 
 def _code_location(awaitable: Any) -> str:
-    """The innermost of the coroutines that wait for one another, as file:line and name."""
+    """Return where the innermost coroutine stands, as `file:line name`."""
     while inspect.iscoroutine(getattr(awaitable, "cr_await", None)):
         awaitable = awaitable.cr_await
     code, frame = getattr(awaitable, "cr_code", None), getattr(awaitable, "cr_frame", None)
@@ -268,7 +277,7 @@ def _code_location(awaitable: Any) -> str:
 
 
 def call_inline(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Outcome:
-    """Call it in this thread, for as long as it takes."""
+    """Call a function in this thread, without a deadline."""
     try:
         return Ok(function(**arguments))
     except BaseException as error:  # noqa: BLE001  (user code: whatever it raises is an outcome)
@@ -276,7 +285,7 @@ def call_inline(function: Callable[..., Any], arguments: Mapping[str, Any]) -> O
 
 
 class _ThreadCall:
-    """One call in a thread, which may be given up while it runs."""
+    """One call in a thread, which may be abandoned while it runs."""
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         self._function = function
@@ -286,7 +295,7 @@ class _ThreadCall:
         self._abandoned_in: AbandonedThreads | None = None
 
     def run(self) -> Outcome:
-        """Call the function; in the thread."""
+        """Call the function. Runs in the thread."""
         try:
             return call_inline(self._function, self._arguments)
         finally:
@@ -296,7 +305,7 @@ class _ThreadCall:
                     self._abandoned_in.remove()
 
     def abandon(self) -> None:
-        """Nobody waits for it any more; on the event loop."""
+        """Count this thread as abandoned until the function returns. Runs on the event loop."""
         with self._lock:
             if not self._finished:
                 self._abandoned_in = abandoned_threads

@@ -1,4 +1,4 @@
-"""The words of the environment contract; the table of members is in the package's docstring."""
+"""Types and predicates of the environment contract. The table of members is in the docstring of `envs`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,21 +12,22 @@ __all__ = (
     "Environment",
     "EnvironmentFailure",
     "Observation",
+    "ToolError",
     "declares_tools",
     "is_content_parts",
     "is_observation",
 )
 
 RESERVED_METHODS = frozenset({"reset", "get_reward", "close"})
-"""Public methods that the pipeline calls itself; every other one is a tool."""
+"""Public methods that the pipeline calls itself. Every other public method is a tool."""
 
 Observation = str | list[dict[str, Any]] | None
-"""What `reset` returns: appended to the last prompt message, unless it is None."""
+"""What `reset` returns: text or content parts, appended to the last prompt message, or None for no observation."""
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """All that is asked of an environment.
+    """The minimal environment: an object with a `reset` method.
 
     Example::
 
@@ -45,11 +46,11 @@ class Environment(Protocol):
     """
 
     reset: Callable[..., Any]
-    """Takes the prompt's fields as keyword arguments, as many as it names (all with `**row`); sync or async."""
+    """Receives the prompt's fields as keyword arguments: all if it has `**row`, else those it names. Sync or async."""
 
 
 def is_observation(value: object) -> bool:
-    """Whether `reset` may return this."""
+    """Return whether `reset` may return this value."""
     is_parts = isinstance(value, list) and all(isinstance(part, dict) for part in value)
     return value is None or isinstance(value, str) or is_parts
 
@@ -58,7 +59,7 @@ _PART_TYPES = ("text", "image", "image_url")
 
 
 def is_content_parts(value: object) -> bool:
-    """Whether a tool's result is a list of content parts, and no other list of mappings."""
+    """Return whether a tool's result is a non-empty list of content parts (text, image, image_url)."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -68,32 +69,36 @@ def is_content_parts(value: object) -> bool:
 
 
 def declares_tools(env: object) -> bool:
-    """Whether it says itself what its tools are, as what speaks for a server must; its methods are then no tools.
+    """Return whether an environment lists its own tools, as a client of a tool server does; its methods are no tools.
 
-    Such a class has both of these, sync or async: `tool_schemas()`, which is called once at start and returns tools in
-    OpenAI's form, and `call_tool(name, arguments)`, which answers, or raises, as a tool does. One of them alone is a
-    tool like any other method.
+    Such a class has two methods, sync or async: `tool_schemas()`, called once at start-up, returns tools in OpenAI's
+    form; `call_tool(name, arguments)` returns a result or raises, as a tool does. A class with only one of them has
+    that method as an ordinary tool.
     """
     cls = type(env)
     return callable(getattr(cls, "tool_schemas", None)) and callable(getattr(cls, "call_tool", None))
 
 
 class AgentEnvironment(ABC):
-    """An environment that leads the episode itself: it asks an OpenAI-compatible endpoint for every turn of the model.
+    """An environment with its own agent loop: it requests each model turn from an OpenAI-compatible endpoint.
 
-    The rollout worker serves that endpoint, for this episode alone, from its own engine client: it records the tokens
-    that were sampled and what the model saw before each, so that what comes back over the wire is never believed. The
-    class derives from this one, since no method's name is free to mean it; it has a `reset` like every environment.
+    The rollout worker serves that endpoint for one episode and records the sampled tokens and their contexts itself,
+    so tokens never have to be trusted from outside. Derive from this class; `reset` is required as in every
+    environment.
     """
 
     @abstractmethod
     async def run_episode(self, endpoint: str, sampling: dict[str, Any]) -> None:
-        """Play one episode, to its end.
+        """Run one episode to its end.
 
         Args:
-            endpoint: base URL, `http://host:port/SECRET/v1`; `POST {endpoint}/chat/completions` samples a turn.
-            sampling: `temperature` and `max_tokens` for each turn, as the settings have them.
+            endpoint: base URL, `http://host:port/SECRET/v1`; `POST {endpoint}/chat/completions` samples one turn.
+            sampling: `temperature` and `max_tokens` of each turn, from the settings.
 
         Raises:
-            EnvironmentFailure: nobody knows what the policy would have done.
+            EnvironmentFailure: the episode failed for a reason other than the policy; the completion is invalid.
         """
+
+
+class ToolError(Exception):
+    """A tool's error message from a server; the model reads it as the tool's result."""

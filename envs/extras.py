@@ -1,4 +1,4 @@
-"""Libraries that only some environments need."""
+"""Import libraries that only some environments need."""
 
 import importlib
 from types import ModuleType
@@ -7,18 +7,18 @@ from stream.errors import PenstockError
 
 
 class MissingExtraError(PenstockError, ImportError):
-    """A library is not installed; the message names the extra that brings it."""
+    """A library is not installed; the message names the extra that installs it."""
 
 
 def import_extra(module: str, extra: str) -> ModuleType:
     """Import a library of an optional extra.
 
     Args:
-        module: what to import.
-        extra: the extra of this package that installs it.
+        module: name of the module.
+        extra: the extra of this distribution that installs it.
 
     Raises:
-        MissingExtraError: it is not there.
+        MissingExtraError: the library is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -29,5 +29,5 @@ def import_extra(module: str, extra: str) -> ModuleType:
 
 
 def missing_extra(module: str, extra: str) -> MissingExtraError:
-    """To be raised where that library is not there."""
+    """Return the error for a library that is not installed."""
     return MissingExtraError(f'{module} is not installed; pip install "penstock[{extra}]"')

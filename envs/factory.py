@@ -1,4 +1,4 @@
-"""Factories: what makes environments, and what is known of them before the first episode."""
+"""Make environments from a reference, and inspect one of them before the first episode."""
 
 import copy
 import inspect
@@ -24,14 +24,14 @@ from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 log = structlog.get_logger()
 
 ENTRY_POINT_GROUP = "penstock.environments"
-"""Entry points of environments."""
+"""Group of the entry points of environments."""
 
 _CLOSE_TIMEOUT_S = 10.0
 _SCHEMAS_TIMEOUT_S = 60.0
 
 
 class EnvironmentFactory:
-    """A callable that makes environments: a class, or a function. It takes no argument but those of the settings.
+    """Makes environments by calling a class or function with the arguments from the settings.
 
     Example:
         factory = Factory.load("calculator")
@@ -45,34 +45,33 @@ class EnvironmentFactory:
         self.ref = reference.ref
         self.reference = reference
         self.environment_class: type = type(sample)
-        """The class of what is made; snapshots of this factory thaw to it, whatever their bytes may say."""
+        """Class of the environments. Snapshots always thaw to this class, whatever their bytes name."""
         self.runs_own_loop: bool = isinstance(sample, AgentEnvironment)
-        """It leads its episodes itself, and asks an endpoint for each turn; it has no tools of its own."""
+        """The environments derive from `AgentEnvironment`: they request model turns themselves and have no tools."""
         self.declares_tools: bool = declares_tools(sample) and not self.runs_own_loop
-        """Its tools are called by `call_tool(name, arguments)`."""
+        """Tools are called through `call_tool(name, arguments)`."""
         self.tools: list[ToolSpec] = self._tools_of(sample) if with_tools else []
         self.has_reward: bool = callable(getattr(sample, "get_reward", None))
         self.known_classes: dict[str, type] = _known_classes(reference, type(sample))
-        """The closed table for thawing, `module:qualname` to class: what the factory's own modules define, and the
-        enums and dataclasses that they import by name."""
+        """Classes that snapshots may contain, by `module:qualname`: those defined in the environment's modules, and the
+        enums, dataclasses and structs imported there."""
         self._call = call
 
     @classmethod
     def load(
         cls, ref: str, args: Mapping[str, Any] = MappingProxyType({}), *, with_tools: bool = True
     ) -> "EnvironmentFactory":
-        """Resolve a reference, and make one environment to see what it is; that one is closed again.
+        """Resolve a reference, and make and close one environment to inspect it.
 
-        Imports and constructs, and so may block: on an event loop, call it in a thread.
+        Runs imports and constructors, which may block: on an event loop, call it in a thread.
 
         Args:
-            ref: one of the three spellings.
-            args: keyword arguments for the factory, the same for each environment.
-            with_tools: find out its tools, for which a server may have to answer; who only thaws snapshots needs none.
+            ref: a reference, see `envs.references`.
+            args: keyword arguments of the factory, the same for each environment.
+            with_tools: inspect the tools, which may need a running server; thawing snapshots works without them.
 
         Raises:
-            ReferenceNotFoundError: the reference leads nowhere, or to something that makes no environment, or takes
-                other arguments.
+            ReferenceNotFoundError: the reference does not resolve, makes no environment, or takes other arguments.
         """
         return cls._from_reference(resolve(ref, ENTRY_POINT_GROUP), args, with_tools=with_tools)
 
@@ -80,10 +79,10 @@ class EnvironmentFactory:
     def from_callable(
         cls, target: Callable[..., object], args: Mapping[str, Any] = MappingProxyType({})
     ) -> "EnvironmentFactory":
-        """A factory of what is at hand, a class or a function: for tests, where no settings name it.
+        """Make a factory from a class or function instead of a reference, for tests.
 
         Raises:
-            ReferenceNotFoundError: as `load`.
+            ReferenceNotFoundError: see `load`.
         """
         home = sys.modules[getattr(target, "__module__", None) or type(target).__module__]
         name = getattr(target, "__qualname__", type(target).__qualname__)
@@ -104,7 +103,7 @@ class EnvironmentFactory:
             sample = call()
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # SystemExit too: it is user code
+        except BaseException as error:  # user code may even raise SystemExit
             raise ReferenceNotFoundError(
                 f"{ref!r} was found, but making an environment, {_callable_name(call)}(), raised {describe_error(error)}"
                 f"{_reward_function_hint(call)}"
@@ -126,14 +125,14 @@ class EnvironmentFactory:
             raise
         except Exception as error:
             raise ReferenceNotFoundError(
-                f"{self.ref!r} was found, but not its tools: {describe_error(error)}"
+                f"{self.ref!r} was found, but listing its tools raised {describe_error(error)}"
             ) from error
 
     def make(self) -> object:
         """Make an environment.
 
         Raises:
-            EnvironmentFailure: it could not be made, although one could at start-up; the cause is attached.
+            EnvironmentFailure: the factory raised, although it worked at start-up; the cause is attached.
         """
         try:
             return self._call()
@@ -141,37 +140,30 @@ class EnvironmentFactory:
             raise EnvironmentFailure(f"making an environment of {self.ref!r} raised {describe_error(error)}") from error
 
     def reset_arguments(self, env: object, fields: dict[str, Any], seed: int, completion_index: int) -> dict[str, Any]:
-        """Keyword arguments for `reset`; the function of this name."""
-        return reset_arguments(env, fields, seed, completion_index)
+        """Return the keyword arguments for `reset`.
 
+        A `reset(self, **row)` receives all fields, plus `seed` and `completion_index` unless the row has such fields;
+        without `**row` it receives only the parameters it names.
 
-def reset_arguments(env: object, fields: dict[str, Any], seed: int, completion_index: int) -> dict[str, Any]:
-    """What `reset` is called with.
-
-    A `reset(self, **row)` gets all fields, and `seed` and `completion_index` where no field is called so; one without
-    `**` gets just what it names.
-
-    Args:
-        env: the environment.
-        fields: the prompt's fields.
-        seed: of this completion.
-        completion_index: its position within the group, from 0.
-    """
-    reset: Callable[..., Any] = env.reset  # type: ignore[attr-defined]
-    return filter_kwargs(reset, {"seed": seed, "completion_index": completion_index} | fields)
+        Args:
+            env: the environment.
+            fields: the prompt's fields.
+            seed: seed of this completion.
+            completion_index: position of the completion in its group, from 0.
+        """
+        reset: Callable[..., Any] = env.reset  # type: ignore[attr-defined]
+        return filter_kwargs(reset, {"seed": seed, "completion_index": completion_index} | fields)
 
 
 def _check_environment(ref: str, call: Callable[..., object], sample: object) -> None:
     if inspect.isawaitable(sample):
         if inspect.iscoroutine(sample):
             sample.close()
-        raise ReferenceNotFoundError(
-            f"{ref!r} is async; a factory is a plain callable (await things in an async reset)"
-        )
+        raise ReferenceNotFoundError(f"{ref!r} is async; a factory is a plain callable (use an async reset to await)")
     if not callable(getattr(sample, "reset", None)):
         raise ReferenceNotFoundError(
-            f"{ref!r} was found, but what {_callable_name(call)}() makes, of type {type(sample).__name__}, has no reset method, "
-            "so it is no environment"
+            f"{ref!r} was found, but {_callable_name(call)}() makes an object of type {type(sample).__name__} without "
+            "a reset method, which is no environment"
         )
 
 
@@ -187,7 +179,7 @@ def _known_classes(reference: Reference, environment: type) -> dict[str, type]:
 
 
 def _is_record(cls: type) -> bool:
-    """Made to hold data, so that one which is merely imported by name is known too."""
+    """Return whether a class only holds data, so that snapshots may contain it even if it is merely imported."""
     return issubclass(cls, Enum | msgspec.Struct) or is_dataclass(cls)
 
 
@@ -199,22 +191,22 @@ def _nested_classes(cls: type) -> Iterator[type]:
 
 
 def _close(sample: Any, ref: str) -> None:
-    """Close the sample, for a limited time."""
+    """Close the inspected environment, with a deadline."""
     close = getattr(sample, "close", None)
     if not callable(close):
         return
     try:
         _run_in_thread(close, _CLOSE_TIMEOUT_S, ref)
-    except Exception as error:  # noqa: BLE001  (user code; the sample is thrown away whatever happens)
+    except Exception as error:  # noqa: BLE001  (user code; the environment is discarded anyway)
         log.warning("environment.close_failed", environment=ref, why=describe_error(error))
 
 
 def _run_in_thread(function: Callable[[], Any], timeout_s: float, ref: str) -> Any:
-    """Call a function in a thread of its own; what it returns is awaited there.
+    """Call a sync or async function in a new thread with its own event loop, and return its result.
 
     Raises:
-        TimeoutError: it did not return in time.
-        Exception: what it raised.
+        TimeoutError: the function did not return in time.
+        Exception: the function raised it.
     """
     returned: list[Any] = []
     raised: list[BaseException] = []
@@ -227,7 +219,7 @@ def _run_in_thread(function: Callable[[], Any], timeout_s: float, ref: str) -> A
         try:
             value = function()
             returned.append(anyio.run(wait, value) if inspect.isawaitable(value) else value)
-        except BaseException as error:  # noqa: BLE001  (SystemExit too: it is user code; raised where it was called)
+        except BaseException as error:  # noqa: BLE001  (user code may raise SystemExit; raised again below)
             raised.append(error)
 
     thread = Thread(target=run, daemon=True, name=f"{getattr(function, '__name__', 'call')} {ref}")
@@ -242,14 +234,13 @@ def _run_in_thread(function: Callable[[], Any], timeout_s: float, ref: str) -> A
 
 
 def _reward_function_hint(call: Callable[..., object]) -> str:
-    """A word on a reward function that stands where an environment should."""
+    """Return a hint for an error message if a reward function is configured as an environment."""
     try:
         parameters = inspect.signature(call).parameters
-    except (TypeError, ValueError):  # written in C, without a signature
+    except (TypeError, ValueError):  # a C function without a signature
         return ""
-    return "; it asks for completions, as reward functions do: those belong into [[rewards]]" * (
-        "completions" in parameters
-    )
+    hint = "; it takes `completions` like a reward function: reward functions belong into [[rewards]]"
+    return hint if "completions" in parameters else ""
 
 
 def _callable_name(call: object) -> str:

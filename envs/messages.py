@@ -1,4 +1,4 @@
-"""Messages: the words in them, and a prompt and its completion as one conversation."""
+"""The text of chat messages, and a prompt and its completion as one conversation."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,22 +8,22 @@ from stream.records import Message
 
 
 def content_text(content: Any) -> str:
-    """The text of a message's content; of parts, what in them is text."""
+    """Return the text of a message's content: a string, or the text of its content parts."""
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
     return str(content or "")
 
 
 def messages_text(messages: Sequence[Message]) -> str:
-    """The text of messages, a line for each; of content parts, those that are text."""
+    """Return the text of messages, joined by line breaks; empty messages are skipped."""
     return "\n".join(filter(None, (content_text(message.get("content")) for message in messages)))
 
 
 def last_assistant_text(completion: Any) -> str:
-    """What the model said last: of a conversation its last message, of a plain text all of it.
+    """Return the text of the model's last message in a conversation; a plain string is returned whole.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: the completion is neither a string nor a list of messages.
     """
     if isinstance(completion, str):
         return completion
@@ -33,11 +33,11 @@ def last_assistant_text(completion: Any) -> str:
 
 
 def build_conversation(prompt: Any, completion: Any) -> list[Message]:
-    """The whole conversation: what the model was shown, and what followed.
+    """Join prompt and completion into one list of messages in OpenAI's form.
 
     Args:
-        prompt: a string, which becomes a message of the user, or messages.
-        completion: a string, which becomes a message of the assistant, or messages.
+        prompt: messages, or a string, which becomes a user message.
+        completion: messages, or a string, which becomes an assistant message.
 
     Example:
         >>> conversation("2 + 2?", "4")
@@ -47,7 +47,7 @@ def build_conversation(prompt: Any, completion: Any) -> list[Message]:
 
 
 def format_transcript(messages: Any) -> str:
-    """Messages as text for a reader; a string as it is."""
+    """Format messages as plain text, each under a line with its role; a string is returned unchanged."""
     if isinstance(messages, str):
         return messages
     if len(messages) == 1 and isinstance(messages[0].get("content"), str) and not messages[0].get("tool_calls"):
@@ -62,7 +62,7 @@ def _as_messages(value: Any, role: str) -> list[Message]:
 
 
 def _normalize_message(message: Mapping[str, Any]) -> Message:
-    """Arguments of tool calls as the text that OpenAI's form wants; templates take either."""
+    """Write the arguments of tool calls as JSON text, as OpenAI's form requires; chat templates accept both."""
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)

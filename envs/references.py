@@ -1,14 +1,14 @@
-"""References: how a setting names an environment or a reward function.
+"""Resolve references: strings in the settings that name an environment or a reward function.
 
 ===========================  ==========================================================================================
-`calculator`                 the name of an entry point, in group `penstock.environments` or `penstock.rewards`
-`package.module:attr`        an importable module; the working directory is importable, behind everything else
-`path/to/file.py:attr`       a file, relative to the working directory; its folder is importable, behind everything else
-`openenv:ws://host:port`     a server, by the name of the adapter that speaks its protocol (`ADAPTERS`) and its address
+`calculator`                 an entry point, in group `penstock.environments` or `penstock.rewards`
+`package.module:attr`        an importable module; the working directory is at the end of the import path
+`path/to/file.py:attr`       a file, relative to the working directory; its folder is at the end of the import path
+`openenv:ws://host:port`     a server, by the name of an adapter (`ADAPTERS`) and an address
 ===========================  ==========================================================================================
 
-There is no fallback from one spelling to another. Folders are *appended* to the path, so that nobody's `stream/` or
-`workers/` hides ours. References come from settings alone; nothing that came over the wire is ever resolved.
+One kind never falls back to another. Folders are appended to the import path, so a user's `stream/` or `workers/` does
+not hide this project's packages. Only settings are resolved, never data from the network.
 """
 
 import difflib
@@ -38,13 +38,13 @@ ADAPTERS = {
     "verifiers": "envs.adapters.verifiers_server:VerifiersServer",
     "mcp": "envs.adapters.mcp_tools:McpTools",
 }
-"""What speaks to a server, by the word before its address; its first argument is the address."""
+"""Adapter classes by the word before the address; their first argument is the address."""
 
 _GROUP_DESCRIPTIONS = {
     "penstock.environments": "an environment, which belongs into [environments]",
     "penstock.rewards": "a reward function, which belongs into [[rewards]]",
 }
-"""What the entry points of a group are."""
+"""What the entry points of each group name, for error messages."""
 
 _FILE_MODULE_PREFIX = "penstock_plugin_"
 _loading = RLock()
@@ -52,24 +52,24 @@ _loading = RLock()
 
 @dataclass(frozen=True)
 class Reference:
-    """Where a reference led."""
+    """A resolved reference."""
 
     ref: str
     kind: ReferenceKind
     target: object
     module: ModuleType
-    """The module that the target was found in."""
+    """The module in which the target was found."""
 
 
 def resolve(ref: str, group: str | None) -> Reference:
-    """Find what a reference names.
+    """Find the object that a reference names.
 
     Args:
-        ref: one of the three spellings.
-        group: the group of entry points in which a plain name is looked up; None if plain names mean nothing here.
+        ref: a reference of any kind in the module's table.
+        group: the entry point group in which plain names are looked up; None refuses plain names.
 
     Raises:
-        ReferenceNotFoundError: says which spelling was tried, and what was found in place of the target.
+        ReferenceNotFoundError: the message says how the reference was read and what was found instead.
     """
     adapter, _, address = ref.partition(":")
     if "://" in address:
@@ -90,16 +90,16 @@ def resolve(ref: str, group: str | None) -> Reference:
 
 
 def check_arguments(reference: Reference, arguments: Mapping[str, object]) -> None:
-    """See at start that the target takes what the settings give it.
+    """Check that the target accepts the arguments from the settings.
 
     Raises:
-        ReferenceNotFoundError: it does not; says what it takes.
+        ReferenceNotFoundError: it does not; the message lists the arguments it accepts.
     """
     if not arguments or not callable(reference.target):
         return
     try:
         parameters = inspect.signature(reference.target).parameters.values()
-    except (TypeError, ValueError):  # written in C, without a signature
+    except (TypeError, ValueError):  # a C function without a signature
         return
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = [name for name in arguments if name not in named]
@@ -110,7 +110,7 @@ def check_arguments(reference: Reference, arguments: Mapping[str, object]) -> No
 
 
 def class_key(cls: type) -> str:
-    """`module:qualname`, the same on every machine, also for a class from a file, whose module name is made up."""
+    """Return `module:qualname`, the same on every machine; for a class from a file, `file.py:qualname`."""
     module = cls.__module__
     if module.startswith(_FILE_MODULE_PREFIX):
         module = module.removeprefix(_FILE_MODULE_PREFIX).rpartition("_")[0] + ".py"
@@ -124,7 +124,7 @@ def _from_entry_point(ref: str, group: str | None) -> Reference:
     available = entry_points(group=group)
     found = {entry.value: entry for entry in available if entry.name == ref}
     if not found:
-        names = ", ".join(sorted({entry.name for entry in available})) or "none at all"
+        names = ", ".join(sorted({entry.name for entry in available})) or "none"
         hint = f"; for a module write {ref.rpartition('.')[0]}:{ref.rpartition('.')[2]}" if "." in ref else ""
         for other, place in _GROUP_DESCRIPTIONS.items():
             if other != group and entry_points(group=other, name=ref):
@@ -143,7 +143,7 @@ def _from_entry_point(ref: str, group: str | None) -> Reference:
 def _from_module(ref: str, name: str, attribute: str) -> Reference:
     tried = f"{ref!r} was read as module {name!r}"
     if not all(part.isidentifier() for part in name.split(".")):
-        raise ReferenceNotFoundError(f"{tried}, which is no name that a module can have; a file ends in .py")
+        raise ReferenceNotFoundError(f"{tried}, which is not a valid module name; a file ends in .py")
     _append_to_path(Path.cwd())
     module = _import(lambda: importlib.import_module(name), tried, name)
     return Reference(ref, "module", _attribute(module, attribute, tried), module)
@@ -158,7 +158,7 @@ def _from_file(ref: str, place: str, attribute: str) -> Reference:
         raise ReferenceNotFoundError(f"{tried}, which does not exist ({beside})")
     _append_to_path(path.parent)
     _append_to_path(Path.cwd())
-    with _loading:  # another thread must not find the module half loaded
+    with _loading:  # no other thread may see the module half loaded
         module = _import(lambda: _load(path), tried)
     return Reference(ref, "file", _attribute(module, attribute, tried), module)
 
@@ -174,7 +174,7 @@ def _from_address(ref: str, adapter: str, address: str) -> Reference:
 
 
 def _load(path: Path) -> ModuleType:
-    """Load a file once, under a name of its own; a second reference to it finds the same classes."""
+    """Load a file once, under a unique module name, so that a second reference finds the same classes."""
     name = f"{_FILE_MODULE_PREFIX}{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -192,7 +192,7 @@ def _load(path: Path) -> ModuleType:
 
 
 def _append_to_path(folder: Path) -> None:
-    """Make a folder importable, behind everything else; its own folder `envs/` becomes part of this package."""
+    """Append a folder to the import path; a folder `envs/` in it becomes part of this package."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     importlib.invalidate_caches()
@@ -205,7 +205,7 @@ def _import(load: Callable[[], ModuleType], tried: str, name: str = "") -> Modul
         return load()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # user code runs, and may even call sys.exit
+    except BaseException as error:  # user code may even call sys.exit
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (name == missing or name.startswith(f"{missing}.")):
             raise ReferenceNotFoundError(
@@ -216,7 +216,7 @@ def _import(load: Callable[[], ModuleType], tried: str, name: str = "") -> Modul
 
 
 def _raise_import_error(tried: str, error: BaseException) -> NoReturn:
-    """Name the line of the user's that failed: the last one outside the import machinery."""
+    """Raise an error that names the failing line: the last one outside the import machinery."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     lines = [f for f in frames if f.filename != __file__]
     where = f" ({lines[-1].filename}, line {lines[-1].lineno})" if lines else ""
@@ -224,7 +224,7 @@ def _raise_import_error(tried: str, error: BaseException) -> NoReturn:
 
 
 def _attribute(module: ModuleType, dotted: str, tried: str) -> object:
-    """Follow a dotted name into a module."""
+    """Look up a dotted name in a module."""
     target: object = module
     for name in dotted.split("."):
         try:
@@ -241,11 +241,11 @@ def _suggestions(target: object, name: str) -> str:
     close = difflib.get_close_matches(name, own, n=3)
     if close:
         return f"did you mean {' or '.join(close)}?"
-    return f"it defines: {', '.join(sorted(own)[:20]) or 'nothing that could be meant'}"
+    return f"it defines: {', '.join(sorted(own)[:20]) or 'no public callables'}"
 
 
 def _is_suggestible(name: str, value: object, target: object) -> bool:
-    """Whether a name is worth suggesting: public, callable, and defined there rather than imported."""
+    """Return whether a name is worth suggesting: public, callable, and defined there rather than imported."""
     home = getattr(value, "__module__", None)
     imported = inspect.ismodule(target) and home != target.__name__
     return not name.startswith("_") and callable(value) and not imported

@@ -1,10 +1,10 @@
-"""Processes of our own, each with limits: a pool whose children can be killed, and what a sandbox runs a program in.
+"""Child processes with limits: a killable worker pool, and the launcher of the Python sandbox.
 
-===============  =================================================================
-`pool.py`        so many children, and the jobs that wait for them
-`handle.py`      the parent's hand on one child: jobs with deadlines, SIGKILL
-`jobs.py`        what waits, and who waits for it
-`child.py`       the child's side: one job after another, in its main thread
-`confine.py`     a process that sets itself limits and becomes another program
-===============  =================================================================
+===================  ==================================================================
+`pool.py`            a pool of child processes and its queue of jobs
+`child_process.py`   the parent's side of one child: run jobs, enforce deadlines, kill
+`jobs.py`            jobs, their results and errors
+`child_main.py`      the child's side: run one job after another in the main thread
+`confine.py`         set resource limits, then replace this process by another program
+===================  ==================================================================
 """

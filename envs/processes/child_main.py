@@ -1,8 +1,8 @@
-"""The child's side of a `ProcessPool`: one job after another, each in the main thread.
+"""The child's side of a `ProcessPool`: runs one job after another in the main thread.
 
-A request is one frame, a list of jobs; each job's answer is a frame of its own, written as soon as it is there, so that
-the parent always knows which job is at work. A frame is four bytes of length, little-endian, and msgpack. What the jobs
-print goes nowhere: the pipes to the parent are not their standard input and output.
+A request is one frame with a list of jobs. Each result is a frame of its own, written as soon as the job ends, so the
+parent knows which job is running. A frame is a length (4 bytes, little-endian) and msgpack. Jobs print to /dev/null:
+the pipes to the parent are not their standard streams.
 """
 
 import importlib
@@ -25,91 +25,90 @@ Handler = Callable[[bytes], bytes]
 
 _HEADER = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size
-"""Bytes before a frame's own."""
+"""Length of a frame's header."""
 
 
 def encode_frame(data: bytes) -> bytes:
-    """As it goes through a pipe, in either direction."""
+    """Prefix data with its length."""
     return _HEADER.pack(len(data)) + data
 
 
 def frame_length(header: bytes) -> int:
-    """How many bytes follow."""
+    """Return the length that a frame's header states."""
     return int(_HEADER.unpack(header)[0])
 
 
 class ChildConfig(msgspec.Struct, kw_only=True):
-    """What a child is told on its command line, as JSON."""
+    """Configuration of a child, JSON on its command line."""
 
     parent_pid: int
-    """Its process id."""
     handler: str
-    """`module:name` of what makes the handler."""
+    """`module:name` of the callable that makes the handler."""
     args: dict[str, Any]
-    """Keyword arguments for it."""
+    """Keyword arguments of that callable."""
     recycle_bytes: int
-    """A child that holds more after a job says so, and is replaced."""
+    """Resident memory above which the child ends after its job."""
     max_bytes: int
-    """A job that asks for more gets a MemoryError."""
+    """Data memory above which a job gets a MemoryError."""
 
 
 class ReadyMessage(msgspec.Struct):
-    """The first frame: ready, or the reason why not."""
+    """The first frame: ready if `error` is empty."""
 
     error: str = ""
 
 
 class JobResult(msgspec.Struct, array_like=True):
-    """What became of one job."""
+    """Result of one job: a value, or the error that the job raised."""
 
-    result: bytes = b""
+    value: bytes = b""
     error: str | None = None
     is_last: bool = False
-    """This child takes no further job."""
+    """The child runs no further job."""
 
 
 def main() -> NoReturn:
-    """Serve until the parent closes the pipe; `sys.argv[1]` is a `Spec`."""
-    spec = msgspec.json.decode(sys.argv[1], type=ChildConfig)
-    die_with_parent(spec.parent_pid)
-    requests, answers = os.dup(0), os.dup(1)  # not inherited by what a job may start
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(nowhere, standard)
+    """Run jobs until the parent closes the pipe; `sys.argv[1]` is a `ChildConfig`."""
+    config = msgspec.json.decode(sys.argv[1], type=ChildConfig)
+    die_with_parent(config.parent_pid)
+    requests, results = os.dup(0), os.dup(1)  # processes started by a job do not inherit them
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
     set_limit(resource.RLIMIT_CORE, 0, 0)
-    set_limit(resource.RLIMIT_DATA, spec.max_bytes, spec.max_bytes)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    set_limit(resource.RLIMIT_DATA, config.max_bytes, config.max_bytes)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     try:
-        handler = _load(spec)
-    except BaseException:  # noqa: BLE001  (user code may run here; the parent tells what it was)
-        _write(answers, ReadyMessage(error=traceback.format_exc(limit=-1)))
+        handler = _load(config)
+    except BaseException:  # noqa: BLE001  (user code may run here; the parent reports the error)
+        _write(results, ReadyMessage(error=traceback.format_exc(limit=-1)))
         os._exit(1)
-    _write(answers, ReadyMessage())
-    _serve(handler, requests, answers, spec.recycle_bytes)
-    os._exit(0)  # whatever threads a job has left behind
+    _write(results, ReadyMessage())
+    _serve(handler, requests, results, config.recycle_bytes)
+    os._exit(0)  # also ends threads that jobs left behind
 
 
-def _load(spec: ChildConfig) -> Handler:
-    module, _, name = spec.handler.partition(":")
-    handler: Handler = getattr(importlib.import_module(module), name)(**spec.args)
+def _load(config: ChildConfig) -> Handler:
+    module, _, name = config.handler.partition(":")
+    handler: Handler = getattr(importlib.import_module(module), name)(**config.args)
     return handler
 
 
-def _serve(handler: Handler, requests: int, answers: int, recycle_bytes: int) -> None:
+def _serve(handler: Handler, requests: int, results: int, recycle_bytes: int) -> None:
     while (request := _read(requests)) is not None:
         for job in msgspec.msgpack.decode(request, type=list[bytes]):
-            answer = _run_job(handler, job)
-            answer.is_last = _resident_bytes() > recycle_bytes
-            _write(answers, answer)
-            if answer.is_last:
+            value, error = _run_job(handler, job)
+            is_last = _resident_bytes() > recycle_bytes
+            _write(results, JobResult(value, error, is_last))
+            if is_last:
                 return
 
 
-def _run_job(handler: Handler, job: bytes) -> JobResult:
+def _run_job(handler: Handler, job: bytes) -> tuple[bytes, str | None]:
     try:
-        return JobResult(handler(job))
-    except BaseException as error:  # noqa: BLE001  (a verifier's timeout, or SystemExit, is no Exception)
-        return JobResult(error=f"{type(error).__name__}: {error}")
+        return handler(job), None
+    except BaseException as error:  # noqa: BLE001  (a verifier's timeout and SystemExit are no Exception)
+        return b"", f"{type(error).__name__}: {error}"
 
 
 def _resident_bytes() -> int:
@@ -120,22 +119,22 @@ def _resident_bytes() -> int:
 
 
 def _read(pipe: int) -> bytes | None:
-    """The next frame; None once the parent has closed the pipe."""
-    head = _read_exactly(pipe, HEADER_BYTES)
-    return None if head is None else _read_exactly(pipe, frame_length(head))
+    """Read the next frame; None if the parent has closed the pipe."""
+    header = _read_exactly(pipe, HEADER_BYTES)
+    return None if header is None else _read_exactly(pipe, frame_length(header))
 
 
 def _read_exactly(pipe: int, size: int) -> bytes | None:
-    found = bytearray()
-    while len(found) < size:
-        more = os.read(pipe, size - len(found))
-        if not more:
+    data = bytearray()
+    while len(data) < size:
+        chunk = os.read(pipe, size - len(data))
+        if not chunk:
             return None
-        found += more
-    return bytes(found)
+        data += chunk
+    return bytes(data)
 
 
 def _write(pipe: int, message: object) -> None:
-    left = memoryview(encode_frame(msgspec.msgpack.encode(message)))
-    while left:
-        left = left[os.write(pipe, left) :]
+    remaining = memoryview(encode_frame(msgspec.msgpack.encode(message)))
+    while remaining:
+        remaining = remaining[os.write(pipe, remaining) :]

@@ -1,7 +1,8 @@
-"""Become a program with limits: `python -I -S confine.py LIMITS PROGRAM...`, LIMITS as JSON.
+"""Set resource limits, then run another program: `python -I -S confine.py LIMITS PROGRAM...`, LIMITS as JSON.
 
-Run by path and without our packages. Standard output is a pipe to whoever started it, and says one thing: `begun`, and
-then no more, or why the program could not be. The program itself has standard error, a file, for both its outputs.
+Runs by path, without this project's packages. Standard output is a pipe to the parent and carries one message:
+`begun` right before the program starts, or the error that prevented it. The program writes both of its output streams
+to standard error, a file.
 """
 
 import ctypes
@@ -24,7 +25,7 @@ _LIMITS = {
 
 
 def set_limit(resource_id: int, soft: int, hard: int) -> None:
-    """Set a limit of this process; where a stricter one stands, that one is kept."""
+    """Set a resource limit of this process; a stricter existing limit is kept."""
     _, most = resource.getrlimit(resource_id)
     if most != resource.RLIM_INFINITY:
         soft, hard = min(soft, most), min(hard, most)
@@ -32,9 +33,9 @@ def set_limit(resource_id: int, soft: int, hard: int) -> None:
 
 
 def main(limits: dict[str, int], program: list[str]) -> None:
-    """Set the limits, give up what root may, tie this process to its parent, and become the program."""
+    """Set the limits, drop root privileges, die with the parent, and execute the program."""
     parent = os.getppid()
-    report = os.dup(1)  # closes when the program begins
+    report = os.dup(1)  # closed when the program starts
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)
@@ -46,7 +47,7 @@ def main(limits: dict[str, int], program: list[str]) -> None:
         for name, value in limits.items():
             kind = _LIMITS[name]
             if kind is not None:
-                set_limit(kind, value, value + (name == "cpu_s"))  # first a signal that has a name
+                set_limit(kind, value, value + (name == "cpu_s"))  # SIGXCPU comes one second before SIGKILL
         if sys.platform == "linux":
             kernel = ctypes.CDLL(None, use_errno=True)
             kernel.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -58,7 +59,7 @@ def main(limits: dict[str, int], program: list[str]) -> None:
             raise PermissionError(f"{program[0]} cannot be executed")  # noqa: TRY301
         os.write(report, b"begun")
         os.execve(program[0], program, environment)  # noqa: S606  (a fixed argument list, no shell)
-    except BaseException as error:  # noqa: BLE001  (told to the parent, whatever it is)
+    except BaseException as error:  # noqa: BLE001  (reported to the parent)
         os.write(report, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
 

@@ -1,4 +1,4 @@
-"""Jobs for children: what waits, and who waits for it."""
+"""Jobs for the children of a process pool."""
 
 from dataclasses import dataclass, field
 
@@ -9,16 +9,16 @@ from stream.errors import PenstockError
 
 
 class ProcessPoolError(PenstockError):
-    """A child could not be started, or ended under a job."""
+    """A child could not be started, or ended while it ran a job."""
 
 
 class JobError(Exception):
-    """What a job raised in its child; reads as it did there."""
+    """A job raised in its child; the message holds the original type and text."""
 
 
 @dataclass(eq=False)
 class JobBatch:
-    """The jobs that one caller waits for."""
+    """The jobs of one `ProcessPool.map` call."""
 
     remaining: int
     done: anyio.Event = field(default_factory=anyio.Event)
@@ -27,17 +27,17 @@ class JobBatch:
 
 @dataclass(eq=False)
 class Job:
-    """One of them: bytes for the handler."""
+    """One job of a batch: bytes for the handler."""
 
     payload: bytes
     timeout_s: float
     batch: JobBatch
     attempts: int = 0
-    """Children that ended under it."""
+    """Children that ended while they ran this job."""
     outcome: Outcome | None = None
 
     def finish(self, outcome: Outcome) -> None:
-        """This came of it; the first that is said counts."""
+        """Set the outcome; only the first call counts."""
         if self.outcome is None:
             self.outcome = outcome
             self.batch.remaining -= 1

@@ -1,20 +1,20 @@
-"""Rewards: how a function that measures them is found and called, and what came of it. No failure becomes a number.
+"""Reward functions: load them, call them, classify what they return. A failure never becomes a number.
 
-==================  =========================================================================
-`calling.py`        a reference as a function, and how it wants to be called
-`function.py`       a reward function: called with TRL's signature, its results classified
-`process.py`        one that runs in processes that can be killed
-`batch.py`          a group as reward functions see it
-`environment.py`    what an environment measures itself
-`results.py`        what a call returned, as rewards, or why there is none
-`merge.py`          a completion's parts as one reward
-==================  =========================================================================
+=======================  ===========================================================================
+`loading.py`             resolve a reference to a reward function, and how it is called
+`reward_function.py`     a reward function with TRL's signature; validates what it returns
+`reward_processes.py`    reward functions in killable child processes
+`reward_batch.py`        a group in the form that reward functions receive
+`env_reward.py`          rewards from an environment's `get_reward`
+`call_results.py`        what a call returned, as rewards or the reason why there is none
+`merge.py`               merge the parts of a completion's reward into one
+=======================  ===========================================================================
 """
 
 from envs.rewards.env_reward import environment_reward
 from envs.rewards.loading import CallOptions
 from envs.rewards.merge import merge_parts
-from envs.rewards.reward_batch import RewardBatch, batch_from_group
+from envs.rewards.reward_batch import RewardBatch
 from envs.rewards.reward_function import RewardFunction
 
-__all__ = ("CallOptions", "RewardBatch", "RewardFunction", "batch_from_group", "environment_reward", "merge_parts")
+__all__ = ("CallOptions", "RewardBatch", "RewardFunction", "environment_reward", "merge_parts")

@@ -1,4 +1,4 @@
-"""What a reward function returned, classified: each entry is a reward, or several named parts of one."""
+"""Classify what a reward function returned: for each completion a reward, or several named ones."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,31 +10,38 @@ from stream.validity import Measured, Reward, RewardReason, Unmeasured, measure
 
 
 class NamedRewards(msgspec.Struct, frozen=True, tag="parts"):
-    """Several parts of one completion's reward, each with its own validity."""
+    """Several named rewards of one completion, each with its own validity."""
 
     by_name: dict[str, Reward]
 
 
 RowResult = Measured | Unmeasured | NamedRewards
-"""What is known of one completion after one call."""
+"""Result for one completion."""
 
 
 class CallResult(msgspec.Struct):
-    """What came of one call."""
+    """Results of one call."""
 
     rows: list[RowResult]
-    """One for each row."""
+    """One result for each completion of the call."""
     rows_retryable: bool = False
-    """The call raised, or was ended, so that a row of it may be to blame, and the others are worth another one."""
+    """The call raised or was killed: calling again for each completion may give results for some of them."""
 
 
-def classify_call(outcome: Outcome, rows: int) -> CallResult:
-    """What came of a call for so many rows; where it did not return in time, nobody says that it can be repeated."""
-    return CallResult(classify_rows(outcome, rows), isinstance(outcome, Failed))
+def classify_call(outcome: Outcome, rows: int, *, timeout_is_retryable: bool = False) -> CallResult:
+    """Classify the outcome of one call.
+
+    Args:
+        outcome: of the call.
+        rows: number of completions in the call.
+        timeout_is_retryable: a timed-out call is known to have ended; in a thread it may still be running.
+    """
+    retryable = isinstance(outcome, Failed) or (timeout_is_retryable and isinstance(outcome, TimedOut))
+    return CallResult(classify_rows(outcome, rows), retryable)
 
 
 def classify_rows(outcome: Outcome, rows: int) -> list[RowResult]:
-    """What came of one call, as one entry for each of its rows."""
+    """Return one result for each completion of a call."""
     if not isinstance(outcome, Ok):
         return [failure_reward(outcome)] * rows
     values, wrong = read_values(outcome.value, rows, "one for each completion")
@@ -44,7 +51,7 @@ def classify_rows(outcome: Outcome, rows: int) -> list[RowResult]:
 
 
 def rewards_by_name(value: Mapping[Any, Any]) -> dict[str, Reward]:
-    """A mapping's entries by name, each measured for itself."""
+    """Convert each entry of a mapping to a reward."""
     return {str(key): to_reward(entry) for key, entry in value.items()}
 
 
@@ -53,15 +60,15 @@ def _classify_row(value: Any) -> RowResult:
         return to_reward(value)
     try:
         by_name = rewards_by_name(value)
-    except Exception as error:  # noqa: BLE001  (a mapping of the user's runs the user's code)
+    except Exception as error:  # noqa: BLE001  (the mapping may be a user's class)
         return Unmeasured(
             RewardReason.NOT_NUMERIC, f"returned {_type_description(value)}, which raised {describe_error(error)}"
         )
-    return NamedRewards(by_name) if by_name else Unmeasured(RewardReason.MISSING, "returned a mapping without a part")
+    return NamedRewards(by_name) if by_name else Unmeasured(RewardReason.MISSING, "returned an empty mapping")
 
 
 def is_per_turn(result: Any) -> bool:
-    """A list, a tuple, or an array of one dimension; arrays of none are numbers."""
+    """Return whether a result is a list, a tuple or a 1-d array; 0-d arrays are numbers."""
     try:
         shape = getattr(result, "shape", None)
         return isinstance(result, list | tuple) or (isinstance(shape, tuple) and len(shape) == 1)
@@ -70,7 +77,13 @@ def is_per_turn(result: Any) -> bool:
 
 
 def read_values(result: Any, count: int, per: str) -> tuple[list[Any], str]:
-    """The entries of a result, or what is wrong with its shape. Never cut to fit, never repeated to fill."""
+    """Return the values of a result, or what is wrong with its shape. Values are never truncated or repeated.
+
+    Args:
+        result: a list, tuple, array, tensor or series.
+        count: expected number of values.
+        per: what each value stands for, for the message.
+    """
     expected = f"a list of {count} numbers expected, {per}"
     if not isinstance(result, list | tuple):
         shape = getattr(result, "shape", None)  # numpy arrays, tensors, series
@@ -88,9 +101,9 @@ def read_values(result: Any, count: int, per: str) -> tuple[list[Any], str]:
 
 
 def to_reward(value: Any) -> Reward:
-    """`measure`, for whatever user code may return: a number that cannot be read is none."""
+    """Convert any returned value to a reward; what is no finite number is `Unmeasured`."""
     if isinstance(value, Measured):
-        value = value.value  # user code may put anything into it
+        value = value.value  # user code may have put anything into it
     try:
         return measure(value)
     except Exception as error:  # noqa: BLE001  (conversion runs the value's own code)
@@ -100,7 +113,7 @@ def to_reward(value: Any) -> Reward:
 
 
 def failure_reward(outcome: Failed | TimedOut) -> Unmeasured:
-    """The reason why a call measured nothing."""
+    """Return the reward of a call that failed or timed out."""
     if isinstance(outcome, Failed):
         return Unmeasured(RewardReason.RAISED, describe_error(outcome.error))
     return Unmeasured(RewardReason.TIMEOUT, f"did not return within {outcome.timeout_s:g} s")

@@ -1,4 +1,4 @@
-"""What an environment measures itself, by its `get_reward`."""
+"""Rewards from an environment's own `get_reward`."""
 
 import copy
 import inspect
@@ -16,19 +16,19 @@ from stream.validity import RewardReason, Unmeasured
 async def environment_reward(
     env: object, timeout_s: float, runner: CallRunner | None = None, messages: Sequence[Message] = ()
 ) -> list[RewardPart]:
-    """What the environment itself measured, by its `get_reward`.
+    """Call an environment's `get_reward` and classify the result.
 
     Args:
-        env: the live environment, at the end of an episode.
-        timeout_s: for the call.
+        env: the live environment at the end of an episode.
+        timeout_s: deadline of the call.
         runner: bounds the threads; without one the call has its own.
-        messages: what followed the prompt. Each of the assistant's is a turn of the model; a `get_reward` with a
-            parameter of this name gets a copy.
+        messages: the conversation after the prompt. Each assistant message is one model turn. A `get_reward` with a
+            parameter `messages` gets a copy.
 
     Returns:
-        Nothing without a `get_reward`; one part `env` for a number or a failure; one part `env.KEY` for each entry of
-        a mapping; for a list, tuple or array of one dimension one part `env` for each turn of the model, or a single
-        unmeasured one (`shape`) where their numbers differ.
+        No part without a `get_reward`; one part `env` for a number or a failure; one part `env.KEY` for each entry of
+        a mapping; one part `env` for each model turn for a list, tuple or 1-d array, or a single unmeasured part
+        (`shape`) if its length is not the number of turns.
     """
     get_reward = getattr(env, "get_reward", None)
     if not callable(get_reward):
@@ -43,20 +43,20 @@ async def environment_reward(
 
 
 def accepts_messages(get_reward: Any) -> bool:
-    """Whether it names a parameter `messages`; `**kwargs` is none, since it may belong to a wrapper."""
+    """Return whether `get_reward` has a parameter `messages`; `**kwargs` does not count, it may be a wrapper's."""
     try:
         return "messages" in inspect.signature(get_reward).parameters
-    except (TypeError, ValueError):  # no function, or written in C, without a signature
+    except (TypeError, ValueError):  # not a function, or a C function without a signature
         return False
 
 
 def _to_parts(value: Any, turns: int) -> list[RewardPart]:
-    """What `get_reward` returned, after so many turns of the model."""
+    """Classify what `get_reward` returned after a number of model turns."""
     if isinstance(value, Mapping):
         return [RewardPart(name=f"env.{key}", reward=reward) for key, reward in rewards_by_name(value).items()]
     if not is_per_turn(value):
         return [RewardPart(name="env", reward=to_reward(value))]
-    values, wrong = read_values(value, turns, "one for each turn of the model")
+    values, wrong = read_values(value, turns, "one for each model turn")
     if wrong:
         return [RewardPart(name="env", reward=Unmeasured(RewardReason.SHAPE, wrong))]
     return [RewardPart(name="env", reward=to_reward(entry), turn=turn) for turn, entry in enumerate(values)]

@@ -1,4 +1,4 @@
-"""A reference as a function that can be called, and how it wants to be called."""
+"""Load a reward function from a reference, with the options of how to call it."""
 
 import copy
 import inspect
@@ -13,21 +13,21 @@ from envs.references import Reference, check_arguments, resolve
 from stream.errors import ReferenceNotFoundError
 
 ENTRY_POINT_GROUP = "penstock.rewards"
-"""Entry points of reward functions."""
+"""Group of the entry points of reward functions."""
 
 
 @dataclass(frozen=True)
 class CallOptions:
-    """How a reward function is called. A function, or its class, may say so itself in an attribute `calling`.
+    """How a reward function is called. A function or class may define them as its attribute `call_options`.
 
     Args:
-        processes: children of a pool that call it, in their main thread; 0: a thread of the worker does. A call past
-            its deadline is then ended by SIGKILL.
-        granularity: `group`: once for all completions of a prompt, and never otherwise. `row`: once for each
-            completion. Empty: as `group`, and where that raised (or was killed) once more for each completion.
-        timeout_s: for each call; 0: what the settings say for all.
-        max_concurrency: calls of an asynchronous function at once; 0: as many as there are.
-        calls_per_second: calls that begin in a second, at most; 0: as many as there are.
+        processes: size of a pool of child processes that call it in their main thread, where a call past its deadline
+            is killed; 0: call it in a thread of the worker.
+        granularity: `group`: one call for all completions of a prompt, never fewer. `row`: one call for each
+            completion. Empty: as `group`, and if that call raises or is killed, one call for each completion.
+        timeout_s: deadline of each call; 0: the setting `rollout.call_timeout_s`.
+        max_concurrency: concurrent calls of an asynchronous function; 0: no limit.
+        calls_per_second: rate limit; 0: none.
     """
 
     processes: int = 0
@@ -37,7 +37,7 @@ class CallOptions:
     calls_per_second: float = 0.0
 
     def with_defaults(self, defaults: "CallOptions") -> "CallOptions":
-        """Of each field this one's value if it is set, else the other's."""
+        """Return these options, with unset fields taken from `defaults`."""
         return CallOptions(
             **{each.name: getattr(self, each.name) or getattr(defaults, each.name) for each in fields(self)}
         )
@@ -45,7 +45,7 @@ class CallOptions:
 
 @dataclass(frozen=True)
 class LoadedRewardFunction:
-    """What a reference led to."""
+    """A reward function, its name and the call options that it defines itself."""
 
     function: Callable[..., Any]
     name: str
@@ -53,22 +53,25 @@ class LoadedRewardFunction:
 
 
 def load_reward_function(ref: str, args: Mapping[str, Any] = MappingProxyType({})) -> LoadedRewardFunction:
-    """Resolve a reference. A function is called with `args` besides; a class is made an instance of, with `args`.
+    """Resolve a reference to a function, or to a class that is instantiated.
 
-    Imports and constructs, and so may block.
+    Runs imports and constructors, which may block.
+
+    Args:
+        ref: a reference, see `envs.references`.
+        args: extra keyword arguments of each call, or of the constructor if the reference names a class.
 
     Raises:
-        ReferenceNotFoundError: the reference leads nowhere, to something that is no function and makes none, or takes
-            other arguments.
+        ReferenceNotFoundError: the reference does not resolve, is not callable, or takes other arguments.
     """
     reference = resolve(ref, ENTRY_POINT_GROUP)
     check_arguments(reference, args)
     function = _instantiate(reference, args) if isinstance(reference.target, type) else reference.target
     if not callable(function):
-        is_world = callable(getattr(function, "reset", None))
+        is_env = callable(getattr(function, "reset", None))
         raise ReferenceNotFoundError(
-            f"{ref!r} is of type {type(function).__name__}; a function, or a class whose instances have __call__, "
-            "expected" + ("; it has a reset, as environments have: those belong into [environments]" * is_world)
+            f"{ref!r} is of type {type(function).__name__}; expected a function, or a class whose instances have "
+            "__call__" + ("; it has a reset method like an environment: those belong into [environments]" * is_env)
         )
     wish = inspect.getattr_static(function, "call_options", None)
     if args and not isinstance(reference.target, type):
@@ -82,7 +85,7 @@ def _instantiate(reference: Reference, args: Mapping[str, Any]) -> object:
         return reference.target(**copy.deepcopy(dict(args)))  # type: ignore[operator]
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit too: it is user code
+    except BaseException as error:  # user code may even raise SystemExit
         raise ReferenceNotFoundError(
-            f"{reference.ref!r} was found, but making one of it raised {describe_error(error)}"
+            f"{reference.ref!r} was found, but its constructor raised {describe_error(error)}"
         ) from error

@@ -1,4 +1,4 @@
-"""The parts of a completion's reward, merged into one."""
+"""Merge the parts of a completion's reward into one reward."""
 
 import math
 from collections.abc import Sequence
@@ -8,16 +8,16 @@ from stream.validity import Measured, Reward, RewardReason, Unmeasured
 
 
 def merge_parts(parts: Sequence[RewardPart]) -> Reward:
-    """The weighted sum of the parts; unmeasured as soon as one of them is.
+    """Return the weighted sum of the parts, or `Unmeasured` if any part is unmeasured.
 
-    A part of weight 0 is required like any other: what is asked for must be known.
+    A part with weight 0 must be measured too.
 
     Example:
         >>> merge([Part(name="env", reward=Measured(1.0)), Part(name="short", reward=Measured(0.5), weight=0.2)])
         Measured(value=1.1)
     """
     if not parts:
-        return Unmeasured(RewardReason.MISSING, "nothing measured this completion")
+        return Unmeasured(RewardReason.MISSING, "no reward was measured for this completion")
     unmeasured = [part for part in parts if isinstance(part.reward, Unmeasured)]
     if unmeasured:
         if len(parts) == 1:
@@ -25,7 +25,7 @@ def merge_parts(parts: Sequence[RewardPart]) -> Reward:
         return Unmeasured(RewardReason.COMPONENT, "; ".join(_describe_part(part) for part in unmeasured))
     total = sum(part.weight * part.reward.value for part in parts if isinstance(part.reward, Measured))
     if not math.isfinite(total):
-        return Unmeasured(RewardReason.NOT_FINITE, "the weighted sum of the parts is beyond the range of a float")
+        return Unmeasured(RewardReason.NOT_FINITE, "the weighted sum of the parts is not finite")
     return Measured(float(total))
 
 

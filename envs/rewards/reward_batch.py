@@ -1,4 +1,4 @@
-"""A group as its reward functions see it."""
+"""The arguments of a reward function: one group, or one completion of it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +9,9 @@ from stream.records import Completion, Group, Message, Prompt
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """What a reward function is called with: the same number of entries in each, one for each completion.
+    """Arguments of one call: lists with one entry for each completion.
 
-    Example, for one completion of a plain-text prompt::
+    Example, one completion of a plain-text prompt::
 
         RewardBatch(prompts=["2 + 2?"], completions=["4"], completion_ids=[[19]], environments=None,
                     columns={"answer": ["4"]})
@@ -20,13 +20,34 @@ class RewardBatch:
     prompts: list[Any]
     """Strings, or lists of messages."""
     completions: list[Any]
-    """Strings, or lists of messages; as the prompts."""
+    """Strings or lists of messages, like the prompts."""
     completion_ids: list[list[int]]
-    """Tokens after the prompt, sampled ones and tools' alike."""
+    """All tokens after the prompt: sampled ones, tool results and observations."""
     environments: list[Any] | None = None
-    """What remains of each completion's environment; None where there is none, and then it is not passed at all."""
+    """Thawed snapshots of the environments; None, and then not passed, if there are none."""
     columns: dict[str, list[Any]] | None = None
-    """The prompt's fields, each repeated."""
+    """The prompt's fields, repeated for each completion."""
+
+    @classmethod
+    def from_group(cls, group: Group, environments: list[Any] | None) -> "RewardBatch":
+        """Build the arguments for one group.
+
+        Args:
+            group: the completions of one prompt.
+            environments: thawed snapshots in the order of the completions; None if there are none.
+        """
+        completions, prompt = group.completions, group.prompt
+        if prompt.is_plain_text:
+            prompts: list[Any] = [messages_text(prompt.messages[-1:])] * len(completions)
+            answers: list[Any] = [
+                messages_text([m for m in c.messages if m.get("role") == "assistant"]) for c in completions
+            ]
+        else:
+            prompts = [_prompt_messages(prompt, c) for c in completions]
+            answers = [list(c.messages) for c in completions]
+        columns = {name: [value] * len(completions) for name, value in prompt.fields.items()}
+        ids = [[token for row in c.rows for token in row.tokens] for c in completions]  # all rows, in order
+        return cls(prompts, answers, ids, environments, columns)
 
     @property
     def size(self) -> int:
@@ -34,13 +55,13 @@ class RewardBatch:
         return len(self.completions)
 
     def row(self, i: int) -> "RewardBatch":
-        """The batch of completion i alone."""
+        """Return the batch of completion `i` alone."""
         environments = None if self.environments is None else [self.environments[i]]
         columns = {name: [values[i]] for name, values in (self.columns or {}).items()}
         return RewardBatch([self.prompts[i]], [self.completions[i]], [self.completion_ids[i]], environments, columns)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments for TRL's signature; new lists, so that no function can shorten another one's."""
+        """Return keyword arguments for TRL's signature; the lists are copies that a function may change."""
         own: dict[str, list[Any]] = {
             "prompts": self.prompts,
             "completions": self.completions,
@@ -51,25 +72,6 @@ class RewardBatch:
         return {name: list(values) for name, values in ((self.columns or {}) | own).items()}
 
 
-def batch_from_group(group: Group, environments: list[Any] | None) -> RewardBatch:
-    """A group as its reward functions see it.
-
-    Args:
-        group: one prompt's completions.
-        environments: what remains of each completion's environment, in their order; None where there is none.
-    """
-    completions, prompt = group.completions, group.prompt
-    if prompt.is_plain_text:
-        prompts: list[Any] = [messages_text(prompt.messages[-1:])] * len(completions)
-        said: list[Any] = [messages_text([m for m in c.messages if m.get("role") == "assistant"]) for c in completions]
-    else:
-        prompts = [_prompt_messages(prompt, c) for c in completions]
-        said = [list(c.messages) for c in completions]
-    columns = {name: [value] * len(completions) for name, value in prompt.fields.items()}
-    ids = [[token for row in c.rows for token in row.tokens] for c in completions]  # rows of a fork, one after another
-    return RewardBatch(prompts, said, ids, environments, columns)
-
-
 def _prompt_messages(prompt: Prompt, completion: Completion) -> list[Message]:
-    """The prompt as this completion saw it, the environment's observation included."""
+    """Return the prompt that this completion saw, including the environment's first observation."""
     return list(completion.prompt_messages or prompt.messages)

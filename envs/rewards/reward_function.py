@@ -1,7 +1,7 @@
-"""Reward functions: found, called with TRL's signature, and every result classified.
+"""Reward functions: called with TRL's signature, and every result validated.
 
-`reward(prompts, completions, completion_ids, environments, **columns) -> list[float | None]`, sync or async, asking for
-as few of those as it likes. Nothing that such a function does becomes a number, but a number that it returned.
+`reward(prompts, completions, completion_ids, environments, **columns) -> list[float | None]`, sync or async, with any
+subset of these parameters. An exception, a timeout, None or a result of the wrong shape is `Unmeasured`, never a number.
 """
 
 import inspect
@@ -29,17 +29,24 @@ log = structlog.get_logger()
 
 
 class RewardFunction:
-    """A reward function, its weight, and `where` it runs: in the scoring stage (`score`) or the `rollout` worker.
+    """A reward function with a name, a weight, and where it runs: `score` (scoring stage) or `rollout` (rollout worker).
 
-    Synchronous ones run in a thread, one call at a time, since none was promised that two threads would be in it; or,
-    with `calling.processes`, in the main threads of processes that are killed past their deadline.
-    One that is an asynchronous context manager is entered before the first call and left after the last (`opened`):
-    the place to open connections, to see that a server answers, to start processes.
+    A synchronous function runs in a thread, one call at a time, or with `call_options.processes` in killable child
+    processes. Enter `open` before the first call: it starts the processes, or enters a function that is an
+    asynchronous context manager (to open connections, or wait for a server).
 
     Example:
         exact = RewardFunction.load("calculator_answer", weight=1.0)
-        async with exact.opened():
-            rewards = await exact(batch_from_group(group, environments), timeout_s=30)
+        async with exact.open():
+            rewards = await exact(RewardBatch.from_group(group, environments), timeout_s=30)
+
+    Args:
+        function: the callable.
+        name: name of its reward part.
+        weight: weight of the part in the completion's reward.
+        run_in: `score` or `rollout`.
+        call_options: how it is called.
+        source: reference and arguments from which a child process can load it.
     """
 
     def __init__(
@@ -48,7 +55,8 @@ class RewardFunction:
         name: str,
         weight: float = 1.0,
         run_in: str = "score",
-        call_options: CallOptions = CallOptions(),  # noqa: B008  (it is frozen)
+        call_options: CallOptions = CallOptions(),  # noqa: B008  (frozen)
+        source: tuple[str, Mapping[str, Any]] = ("", MappingProxyType({})),
     ) -> None:
         self.function = function
         self.name = name
@@ -58,7 +66,7 @@ class RewardFunction:
         self._runner = CallRunner(CapacityLimiter(1))
         self._limiter = CapacityLimiter(call_options.max_concurrency or math.inf)
         self._rate_limiter = RateLimiter(call_options.calls_per_second)
-        self._source: tuple[str, Mapping[str, Any]] = ("", {})
+        self._source = source
         self._process_pool: RewardProcessPool | None = None
 
     @classmethod
@@ -71,29 +79,35 @@ class RewardFunction:
         args: Mapping[str, Any] = MappingProxyType({}),
         call_options: CallOptions = CallOptions(),  # noqa: B008
     ) -> "RewardFunction":
-        """Resolve a reference. A function is called with `args` besides; a class is made an instance of, with `args`.
+        """Resolve a reference to a function, or to a class that is instantiated.
 
-        Imports and constructs, and so may block.
+        Runs imports and constructors, which may block.
+
+        Args:
+            ref: a reference, see `envs.references`.
+            weight: weight of the part in the completion's reward.
+            run_in: `score` or `rollout`.
+            name: name of the reward part; empty: the name in `ref`.
+            args: extra keyword arguments of each call, or of the constructor if the reference names a class.
+            call_options: how it is called; unset fields come from the function's own `call_options`.
 
         Raises:
-            ReferenceNotFoundError: the reference leads nowhere, to something that is no function and makes none, takes
-                other arguments, or cannot be called in the way that is asked for.
+            ReferenceNotFoundError: the reference does not resolve, is not callable, takes other arguments, or cannot
+                be called with these options.
         """
-        found = load_reward_function(ref, args)
-        call_options = call_options.with_defaults(found.call_options)
+        loaded = load_reward_function(ref, args)
+        call_options = call_options.with_defaults(loaded.call_options)
         if call_options.processes:
-            _check_process_compatible(ref, found.function)
-        made = cls(found.function, name or found.name, weight, run_in, call_options)
-        made._source = (ref, args)
-        return made
+            _check_process_compatible(ref, loaded.function)
+        return cls(loaded.function, name or loaded.name, weight, run_in, call_options, (ref, args))
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator["RewardFunction"]:
-        """Ready to be called: entered, where the function is an asynchronous context manager; its processes started."""
+        """Start the child processes, or enter the function if it is an asynchronous context manager."""
         if self.call_options.processes:
             ref, args = self._source
-            async with RewardProcessPool.open(ref, args, self.call_options.processes) as processes:
-                self._process_pool = processes
+            async with RewardProcessPool.open(ref, args, self.call_options.processes) as pool:
+                self._process_pool = pool
                 try:
                     yield self
                 finally:
@@ -105,7 +119,7 @@ class RewardFunction:
             yield self
 
     def to_parts(self, result: RowResult) -> list[RewardPart]:
-        """A completion's entry as parts of its reward: one of the function's name, or a `NAME.KEY` for each named."""
+        """Convert one completion's result to reward parts: one `NAME`, or `NAME.KEY` for each named reward."""
         if not isinstance(result, NamedRewards):
             return [RewardPart(name=self.name, reward=result, weight=self.weight)]
         return [
@@ -114,46 +128,46 @@ class RewardFunction:
         ]
 
     async def __call__(self, batch: RewardBatch, timeout_s: float) -> list[RowResult]:
-        """Measure a batch.
+        """Compute the rewards of a batch.
 
         Args:
             batch: the completions.
-            timeout_s: for each call of the function, unless it has a deadline of its own.
+            timeout_s: deadline of each call, unless `call_options` has one.
 
         Returns:
-            One entry for each completion. Where the call raised, it is repeated row by row, so that only rows that
-            raise by themselves are unmeasured (unless `calling.each` says otherwise); a result of the wrong shape, or
-            none in time, is so for all of them.
+            One result for each completion. If the call raises, it is repeated for each completion (unless
+            `call_options.granularity` is `group`), so only completions that raise on their own are unmeasured. A
+            result of the wrong shape, or a timeout in a thread, makes all of them unmeasured.
         """
         if batch.size == 0:
             return []
         timeout_s = self.call_options.timeout_s or timeout_s
         if self.call_options.granularity != "row":
-            (verdict,) = await self._call_batches([batch], timeout_s)
-            if not verdict.rows_retryable or batch.size == 1 or self.call_options.granularity == "group":
-                return verdict.rows
-            log.warning("reward.call_failed", reward=self.name, rows=batch.size, why=_first_detail(verdict))
-        rows = await self._call_batches([batch.row(i) for i in range(batch.size)], timeout_s)
-        return list(chain.from_iterable(verdict.rows for verdict in rows))
+            (result,) = await self._call_batches([batch], timeout_s)
+            if not result.rows_retryable or batch.size == 1 or self.call_options.granularity == "group":
+                return result.rows
+            log.warning("reward.call_failed", reward=self.name, rows=batch.size, why=_first_detail(result))
+        results = await self._call_batches([batch.row(i) for i in range(batch.size)], timeout_s)
+        return list(chain.from_iterable(result.rows for result in results))
 
     async def _call_batches(self, batches: Sequence[RewardBatch], timeout_s: float) -> list[CallResult]:
-        """One call for each batch, all at once as far as the function can take it."""
+        """Call the function once for each batch, concurrently within its limits."""
         if self._process_pool is not None and not self.call_options.calls_per_second:
             return await self._process_pool.call([self._kwargs_for(batch) for batch in batches], timeout_s)
-        found: dict[int, CallResult] = {}
+        results: dict[int, CallResult] = {}
 
-        async def call(place: int) -> None:
-            found[place] = await self._call_batch(batches[place], timeout_s)
+        async def call(i: int) -> None:
+            results[i] = await self._call_batch(batches[i], timeout_s)
 
         async with anyio.create_task_group() as calls:
-            for place in range(len(batches)):
-                calls.start_soon(call, place)
-        return [found[place] for place in range(len(batches))]
+            for i in range(len(batches)):
+                calls.start_soon(call, i)
+        return [results[i] for i in range(len(batches))]
 
     async def _call_batch(self, batch: RewardBatch, timeout_s: float) -> CallResult:
         if self.call_options.processes and self._process_pool is None:
             raise RuntimeError(
-                f"reward function {self.name!r} runs in processes: enter its opened() before the first call"
+                f"reward function {self.name!r} runs in processes: enter its open() before the first call"
             )
         async with self._limiter:
             await self._rate_limiter.acquire()
@@ -163,7 +177,7 @@ class RewardFunction:
             return classify_call(await self._runner.call(self.function, arguments, timeout_s), batch.size)
 
     def _kwargs_for(self, batch: RewardBatch) -> tuple[int, dict[str, Any]]:
-        """How many rows, and what the function is called with."""
+        """Return the number of completions and the keyword arguments of a call."""
         arguments = batch.to_kwargs()
         if self.call_options.processes:
             arguments.pop("environments", None)  # objects of this process
@@ -173,17 +187,17 @@ class RewardFunction:
 def _check_process_compatible(ref: str, function: Callable[..., Any]) -> None:
     if is_async(function) or isinstance(function, AbstractAsyncContextManager):
         raise ReferenceNotFoundError(
-            f"{ref!r} is asynchronous, and processes are for synchronous functions; leave out `processes`"
+            f"{ref!r} is asynchronous, and processes run synchronous functions only; leave out `processes`"
         )
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # written in C, without a signature
+    except (TypeError, ValueError):  # a C function without a signature
         return
     if "environments" in parameters:
         raise ReferenceNotFoundError(
-            f"{ref!r} asks for `environments`, which are objects of the worker's own process; leave out `processes`"
+            f"{ref!r} takes `environments`, which are objects of the worker's own process; leave out `processes`"
         )
 
 
-def _first_detail(verdict: CallResult) -> str:
-    return next((entry.detail for entry in verdict.rows if isinstance(entry, Unmeasured)), "")
+def _first_detail(result: CallResult) -> str:
+    return next((row.detail for row in result.rows if isinstance(row, Unmeasured)), "")

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from envs.factory import EnvironmentFactory
-from envs.rewards import RewardFunction, batch_from_group
+from envs.rewards import RewardBatch, RewardFunction
 from envs.snapshot import thaw
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.records import Group, Prompt
@@ -68,7 +68,7 @@ async def test_a_reward_function_measures_from_what_was_called(stdio):
         return [float(env.calls[-1]["text"].split()[0]) for env in environments]
 
     group = Group(prompt=Prompt(id="p", messages=[]), completions=[completion])
-    assert await RewardFunction(notes, "notes")(batch_from_group(group, [kept]), 10) == [Measured(2.0)]
+    assert await RewardFunction(notes, "notes")(RewardBatch.from_group(group, [kept]), 10) == [Measured(2.0)]
 
 
 @pytest.mark.full

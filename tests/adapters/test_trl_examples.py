@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from envs.factory import EnvironmentFactory
-from envs.rewards import RewardFunction, batch_from_group
+from envs.rewards import RewardBatch, RewardFunction
 from envs.rewards.merge import merge_parts
 from envs.snapshot import thaw
 from stream.records import Group, Prompt
@@ -42,7 +42,9 @@ async def rewards(file, factory, found, name="reward_func"):
     function = await anyio.to_thread.run_sync(partial(RewardFunction.load, f"{file}:{name}"))
     assert [completion.failure for completion in found] == [None] * len(found)
     kept = [thaw(completion.snapshot, factory) for completion in found]
-    return await function(batch_from_group(Group(prompt=Prompt(id="p", messages=[]), completions=found), kept), 10)
+    return await function(
+        RewardBatch.from_group(Group(prompt=Prompt(id="p", messages=[]), completions=found), kept), 10
+    )
 
 
 @pytest.fixture(scope="module")

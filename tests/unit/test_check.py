@@ -127,7 +127,7 @@ async def test_an_environment_that_counts_turns_by_its_calls_is_warned(environme
 
 async def test_a_list_without_the_turn_that_calls_nothing_is_of_the_wrong_length(environment):
     report = await check_environment(environment(BY_TURN.format(messages="", returns="self.calls")), {})
-    assert "returned 2 values; a list of 3 numbers expected, one for each turn of the model" in report.warnings[0]
+    assert "returned 2 values; a list of 3 numbers expected, one for each model turn" in report.warnings[0]
     assert "takes no messages" in report.warnings[1]
 
 

@@ -32,4 +32,4 @@ async def test_many_jobs_that_end_their_processes_cost_their_neighbours_nothing(
             assert outcome == Ok(job)
         else:
             assert isinstance(outcome, Failed)
-            assert "ended under it, twice" in str(outcome.error)
+            assert "processes ended while they ran it" in str(outcome.error)

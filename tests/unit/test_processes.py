@@ -15,7 +15,7 @@ import pytest
 
 from envs.call import Failed, Ok, TimedOut
 from envs.processes.jobs import ProcessPoolError
-from envs.processes.pool import ProcessPool
+from envs.processes.pool import ChildLimits, ProcessPool
 
 HERE = "processes_under_test"
 HANDLER = f"{HERE}:handler"
@@ -137,7 +137,7 @@ async def test_megabytes_of_output_are_nobodys():
 
 
 async def test_a_child_that_leaks_is_replaced_and_one_job_that_takes_all_memory_is_refused():
-    async with ProcessPool.open(HANDLER, {}, 1, recycle_bytes=120 << 20, max_bytes=400 << 20) as pool:
+    async with ProcessPool.open(HANDLER, {}, 1, ChildLimits(recycle_bytes=120 << 20, max_bytes=400 << 20)) as pool:
         jobs = [b"pid", f"keep {130 << 20}".encode(), b"pid", f"keep {900 << 20}".encode(), b"pid"]
         first, kept, second, refused, third = await pool.map(jobs, 30)
         assert kept == Ok(jobs[1])
@@ -166,7 +166,7 @@ print(*getrlimit(RLIMIT_DATA))
 
 @pytest.mark.full
 async def test_a_child_is_replaced_after_so_many_jobs():
-    async with ProcessPool.open(HANDLER, {}, 1, max_jobs_per_child=3) as pool:
+    async with ProcessPool.open(HANDLER, {}, 1, ChildLimits(max_jobs=3)) as pool:
         pids = [(await pool.map([b"pid"], 30))[0].value for _ in range(7)]
     assert [pids.index(pid) for pid in pids] == [0, 0, 0, 3, 3, 3, 6]
 

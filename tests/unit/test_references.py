@@ -207,8 +207,8 @@ def test_a_function_is_a_factory_too_and_its_sample_is_closed(project):
     ("code", "told"),
     [
         ("Env = [1]", "of type list"),
-        ("class Env:\n    pass", "no reset method"),
-        ("class Env:\n    reset = 3", "no reset method"),
+        ("class Env:\n    pass", "without a reset method"),
+        ("class Env:\n    reset = 3", "without a reset method"),
         ("class Env:\n    def __init__(self): raise OSError('no display')", "OSError: no display"),
         ("class Env:\n    def __init__(self, size): pass", "missing 1 required positional argument"),
         ("class Env:\n    def reset(self): pass\n    def go(self, x, /): pass", "positional-only"),

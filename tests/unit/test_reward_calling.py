@@ -240,7 +240,7 @@ def test_the_settings_reach_the_function():
         "data": {"path": "d"},
         "rewards": [
             {"ref": "mine.py:pid", "processes": 3, "granularity": "row", "timeout_s": 2.5},
-            {"ref": "mine.py:asynchronous", "concurrency": 4, "per_second": 0.5},
+            {"ref": "mine.py:asynchronous", "max_concurrency": 4, "calls_per_second": 0.5},
             {"ref": "mine.py:Counting"},
         ],
     }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from envs.rewards import RewardBatch, RewardFunction, batch_from_group, environment_reward
+from envs.rewards import RewardBatch, RewardFunction, environment_reward
 from envs.rewards.merge import merge_parts
 from stream.errors import EnvironmentFailure
 from stream.records import Completion, Group, Prompt, RewardPart, Row
@@ -273,7 +273,7 @@ def group_of(text):
 
 
 def test_a_group_of_plain_text_is_a_batch_of_strings():
-    built = batch_from_group(group_of(text=True), None)
+    built = RewardBatch.from_group(group_of(text=True), None)
     assert built.prompts == ["2 + 2?", "2 + 2?"]
     assert built.completions == ["I call.\nAnswer: 4", ""]
     assert built.completion_ids == [[9, 1, 2, 3], []]  # all of a fork's rows
@@ -283,7 +283,7 @@ def test_a_group_of_plain_text_is_a_batch_of_strings():
 
 def test_a_group_of_conversations_is_a_batch_of_messages_as_each_completion_saw_them():
     group = group_of(text=False)
-    built = batch_from_group(group, ["e0", "e1"])
+    built = RewardBatch.from_group(group, ["e0", "e1"])
     assert built.prompts == [group.completions[0].prompt_messages, group.prompt.messages]
     assert built.completions == [group.completions[0].messages, group.completions[1].messages]
     assert built.row(1).environments == ["e1"]
@@ -361,7 +361,7 @@ async def test_a_list_is_a_part_for_each_turn(result):
 async def test_a_list_that_is_not_one_number_for_each_turn_is_never_cut_to_fit(result):
     (part,) = await environment_reward(Env(result), 5.0, messages=TWO_TURNS)
     assert (part.name, part.turn, part.reward.reason) == ("env", None, RewardReason.SHAPE)
-    assert "a list of 2 numbers expected, one for each turn of the model" in part.reward.detail
+    assert "a list of 2 numbers expected, one for each model turn" in part.reward.detail
     assert merge_parts([part]).reason is RewardReason.SHAPE
 
 

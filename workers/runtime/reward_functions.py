@@ -8,7 +8,7 @@ import anyio
 import msgspec
 
 from envs.factory import EnvironmentFactory
-from envs.rewards import RewardFunction, batch_from_group
+from envs.rewards import RewardBatch, RewardFunction
 from envs.rewards.call_results import RowResult
 from envs.rewards.loading import CallOptions
 from envs.snapshot import thaw
@@ -97,13 +97,15 @@ async def _measure(
     timeout_s: float,
 ) -> list[RowResult]:
     if factory is None:
-        return await function(batch_from_group(msgspec.structs.replace(group, completions=judged), None), timeout_s)
+        return await function(
+            RewardBatch.from_group(msgspec.structs.replace(group, completions=judged), None), timeout_s
+        )
     thawed = await anyio.to_thread.run_sync(_thaw_all, judged, factory)
     readable = [
         completion for completion, state in zip(judged, thawed, strict=True) if not isinstance(state, Unmeasured)
     ]
     states = [state for state in thawed if not isinstance(state, Unmeasured)]
-    batch = batch_from_group(msgspec.structs.replace(group, completions=readable), states)
+    batch = RewardBatch.from_group(msgspec.structs.replace(group, completions=readable), states)
     rewards = iter(await function(batch, timeout_s) if readable else [])
     return [state if isinstance(state, Unmeasured) else next(rewards) for state in thawed]
 

@@ -1,4 +1,4 @@
-"""The parent's hand on a child: started, given jobs, killed."""
+"""The parent's side of one child of a process pool."""
 
 import os
 import signal
@@ -16,16 +16,16 @@ from envs.processes.child_main import HEADER_BYTES, ChildConfig, JobResult, Read
 from envs.processes.jobs import Job, JobError, ProcessPoolError
 
 START_TIMEOUT_S = 120.0
-"""For a child to import what it needs."""
+"""Time for a child to import the handler."""
 _MAX_ATTEMPTS = 2
 _EXIT_TIMEOUT_S = 5.0
-# The path is the parent's, entry by entry: a folder of the user's must not hide a module of ours in the child alone.
+# The child gets the parent's import path, so both import the same modules.
 _PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from envs.processes.child_main import main; main()"
 _PIPE_ERRORS = (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 
 
-class ChildProcess:
-    """One child process; gets jobs, gives answers, is killed."""
+class PoolChild:
+    """One child process: runs jobs with deadlines, and is killed when one passes its deadline."""
 
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None  # noqa: S101  (for mypy: both are pipes)
@@ -37,15 +37,15 @@ class ChildProcess:
         self._ended = False
 
     @classmethod
-    async def start(cls, spec: ChildConfig) -> "ChildProcess":
-        """Start one.
+    async def start(cls, config: ChildConfig) -> "PoolChild":
+        """Start a child process.
 
         Raises:
-            ProcessPoolError: the machine does not let us.
+            ProcessPoolError: the process cannot be started.
         """
-        command = [sys.executable, "-c", _PROGRAM, msgspec.json.encode(spec).decode(), *sys.path]
+        command = [sys.executable, "-c", _PROGRAM, msgspec.json.encode(config).decode(), *sys.path]
         try:
-            with anyio.CancelScope(shield=True):  # cut off half-way it would be a process that nobody knows
+            with anyio.CancelScope(shield=True):  # cancelled half-way, the process would leak
                 process = await anyio.open_process(command, stderr=None, start_new_session=True)
         except OSError as error:
             raise ProcessPoolError(f"a child cannot be started: {error}") from error
@@ -53,35 +53,35 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, and that of its session."""
+        """Process id, also the id of its session."""
         return self._process.pid
 
     def is_usable(self, max_jobs: int) -> bool:
-        """Whether it may be given further jobs."""
+        """Return whether the child is alive and has run fewer than `max_jobs` jobs."""
         return not self._ended and self._process.returncode is None and self._jobs_done < max_jobs
 
     async def wait_ready(self) -> None:
-        """Wait until it is ready.
+        """Wait until the child has loaded the handler.
 
         Raises:
-            ProcessPoolError: it is not, and why.
+            ProcessPoolError: it ended, timed out, or the handler cannot be loaded.
         """
         with anyio.move_on_after(START_TIMEOUT_S):
             try:
-                hello = msgspec.msgpack.decode(await self._receive(), type=ReadyMessage)
+                ready = msgspec.msgpack.decode(await self._receive(), type=ReadyMessage)
             except _PIPE_ERRORS as error:
                 raise ProcessPoolError("a child ended before it was ready") from error
-            if hello.error:
-                raise ProcessPoolError(f"a child could not prepare itself:\n{hello.error.rstrip()}")
+            if ready.error:
+                raise ProcessPoolError(f"a child could not load its handler:\n{ready.error.rstrip()}")
             return
         raise ProcessPoolError(f"a child was not ready within {START_TIMEOUT_S:g} s")
 
     async def run_jobs(self, jobs: deque[Job]) -> bool:
-        """Let it do jobs; those that are done leave the queue, those that it could not begin remain.
+        """Run jobs; finished ones leave the queue, those not started stay in it.
 
         Returns:
-            Whether a job is nearer to its end: answered, killed, or one try poorer. Where none is, the child is to
-            blame, and not the job that it ended under.
+            Whether any job made progress: finished, timed out, or used up an attempt. If none did, the child is at
+            fault rather than a job.
         """
         before = _attempts_left(jobs)
         request = msgspec.msgpack.encode([job.payload for job in jobs])
@@ -93,27 +93,28 @@ class ChildProcess:
         return _attempts_left(jobs) < before
 
     async def _send(self, request: bytes, timeout_s: float) -> bool:
-        """Whether it was there to read a request."""
+        """Send a request; return whether the child read it."""
         with anyio.move_on_after(timeout_s), suppress(*_PIPE_ERRORS):
             await self._requests.send(encode_frame(request))
             return True
         return False
 
     async def _receive_result(self, jobs: deque[Job]) -> None:
-        """Wait for the answer to the first of the jobs."""
+        """Wait for the result of the first job and finish it."""
         job = jobs[0]
         with anyio.move_on_after(job.timeout_s) as scope:
             try:
-                answer = msgspec.msgpack.decode(await self._receive(), type=JobResult)
+                result = msgspec.msgpack.decode(await self._receive(), type=JobResult)
             except _PIPE_ERRORS:
                 self._ended = True
                 job.attempts += 1
                 if job.attempts >= _MAX_ATTEMPTS:
-                    jobs.popleft().finish(Failed(ProcessPoolError("the process ended under it, twice")))
+                    message = f"{_MAX_ATTEMPTS} processes ended while they ran it"
+                    jobs.popleft().finish(Failed(ProcessPoolError(message)))
                 return
             self._jobs_done += 1
-            self._ended = answer.is_last
-            jobs.popleft().finish(Ok(answer.result) if answer.error is None else Failed(JobError(answer.error)))
+            self._ended = result.is_last
+            jobs.popleft().finish(Ok(result.value) if result.error is None else Failed(JobError(result.error)))
         if scope.cancelled_caught:
             self.kill()
             jobs.popleft().finish(TimedOut(job.timeout_s))
@@ -122,13 +123,13 @@ class ChildProcess:
         return await self._results.receive_exactly(frame_length(await self._results.receive_exactly(HEADER_BYTES)))
 
     def kill(self) -> None:
-        """End it, and what it has started in its session."""
+        """Kill the child and all processes of its session."""
         self._ended = True
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """Kill it, and see that it is gone."""
+        """Kill the child and wait until it has exited."""
         self.kill()
         with anyio.CancelScope(shield=True), anyio.move_on_after(_EXIT_TIMEOUT_S), suppress(OSError):
             await self._process.aclose()
