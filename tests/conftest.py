@@ -26,7 +26,7 @@ from stream.records import Completion, Group, Prompt
 from stream.server_process import command_line, find_server
 from stream.validity import Measured
 from tests.cases.rows import sampled_row
-from tests.preload.fixtures import preloaded  # noqa: F401  (a fixture)
+from tests.preload.fixtures import preloaded, pytest_collection_finish  # noqa: F401  (a fixture, a hook)
 
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", max_examples=200, deadline=None, derandomize=True, print_blob=True)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.harness import balanced, summary_of
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("preloaded")]
 
 
 def test_every_prompt_ends_once_and_the_last_smaller_batch_is_trained(project):

@@ -14,6 +14,19 @@ from tests.preload.client import ADDRESS
 HERE = Path(__file__).parent
 REAL = "PENSTOCK_TEST_REAL_PROCESSES"
 """Environment variable: set, every process is a real one, as users start it; so it is at night."""
+_started: list[subprocess.Popen[bytes]] = []
+"""The fork server, if it was started here; it is never waited for."""
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let it import while other tests run."""
+    if any("preloaded" in getattr(item, "fixturenames", ()) for item in session.items) and is_used():
+        start_fork_server()
+
+
+def is_used() -> bool:
+    """Whether there can be a fork server, and is to be one."""
+    return sys.platform == "linux" and not os.environ.get(REAL)
 
 
 def start_fork_server() -> str:
@@ -30,11 +43,13 @@ def start_fork_server() -> str:
             # It ends with the process that has started all of these: with xdist that is not ours.
             parent = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-            subprocess.Popen(
-                [sys.executable, str(HERE / "server.py"), str(address), str(executable), str(parent)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
+            _started.append(
+                subprocess.Popen(
+                    [sys.executable, str(HERE / "server.py"), str(address), str(executable), str(parent)],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
             )
     os.environ[ADDRESS] = str(address)
     return str(executable)
@@ -43,6 +58,5 @@ def start_fork_server() -> str:
 @pytest.fixture
 def preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that this test starts as `sys.executable` have all modules at once."""
-    if sys.platform != "linux" or os.environ.get(REAL):
-        return
-    monkeypatch.setattr(sys, "executable", start_fork_server())
+    if is_used():
+        monkeypatch.setattr(sys, "executable", start_fork_server())
