@@ -68,7 +68,7 @@ def _run(arguments: Sequence[str]) -> tuple[int, list[str]]:
     """pytest's exit code, and the tests that failed; what it says is passed on as it comes."""
     failed = []
     command = [sys.executable, "-m", "pytest", "-rfE", *arguments]
-    environment = {**os.environ, "HYPOTHESIS_PROFILE": "nightly"}
+    environment = {**os.environ, "HYPOTHESIS_PROFILE": "nightly", "PENSTOCK_TEST_REAL_PROCESSES": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -25,7 +25,7 @@ FILE = "model.safetensors"
 class Witness:
     """What the trainer asks of a `Learner`, with one parameter for each row of the prompt file."""
 
-    vocabulary = VOCABULARY
+    vocab_size = VOCABULARY
 
     def __init__(self, settings: Settings) -> None:
         torch.set_num_threads(1)
@@ -56,9 +56,9 @@ class Witness:
     def save_weights(self, folder: Path) -> None:
         """Write the weights to a new folder."""
         with create_folder_atomically(folder) as temporary:
-            self.write_weights(temporary)
+            self.write_trained_weights(temporary)
 
-    def write_weights(self, folder: Path) -> None:
+    def write_trained_weights(self, folder: Path) -> None:
         """Write the weights into an existing folder."""
         save_file({"counts": self.counts.detach()}, folder / FILE)
 

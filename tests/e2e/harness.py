@@ -16,6 +16,7 @@ import tomli_w
 from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
 from stream.operator.run_status import read_status
+from tests.preload.fixtures import pid_of
 
 
 class Project:
@@ -137,6 +138,7 @@ def balanced(summary: dict[str, Any]) -> bool:
 def children(pid: int) -> dict[str, int]:
     """Role -> pid of one process that the supervisor started."""
     found = {}
+    pid = pid_of(pid)
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
         if "workers" in command:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.harness import running, summary_of, wait_for_trained
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.usefixtures("preloaded")]
 
 PROMPTS = 60
 

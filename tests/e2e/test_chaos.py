@@ -5,6 +5,8 @@ import pytest
 from tests.chaos.schedule import SERVER, SLOTS, schedule
 from tests.chaos.survival import survives
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 
 @pytest.mark.timeout(150)
 def test_fifteen_kills_lose_nothing_and_train_nothing_twice():

@@ -15,6 +15,9 @@ from workers.run.role_specs import RoleSpec
 from workers.run.run_info import find_run, with_run
 from workers.train.checkpointing.checkpoint import CheckpointStore
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+
 GROUPS = 60
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.harness import Project, balanced, environment, stop, wait_for_trained
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.usefixtures("preloaded")]
 
 
 class Engine:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.harness import balanced, summary_of
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("preloaded")]
 
 BY_TURN = '''
 import zlib
@@ -87,5 +87,5 @@ def test_groups_that_rollout_correction_rejects_end_by_name_and_a_run_of_nothing
     result = project.run("run", str(project.write()), "--json")
     assert result.returncode == 1
     assert "not one of the run's 40 completions was valid (rejected:token_k1 40)" in result.stderr
-    assert {line["end"] for line in project.ledger()} == {"dropped:no_valid_row"}
+    assert {line["outcome"] for line in project.ledger()} == {"dropped:no_valid_row"}
     assert len(project.ledger()) == 10

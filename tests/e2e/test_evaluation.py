@@ -24,7 +24,7 @@ from workers.run.run_info import find_run
 from workers.testing.scripted_engine import ScriptedEngine
 from workers.train.evaluation.results import read_evaluations
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("preloaded")]
 
 GROUPS, HELD_OUT = 24, 10
 ENGINE = Path(__file__).parents[1] / "evaluation" / "engine.py"
@@ -62,9 +62,10 @@ def test_evaluation_changes_no_training_ledger(tmp_path, finished):
     assert ended(without, run(without)).evaluation is None
     assert ledger(settings) == ledger(without)
     assert len(ledger(settings)) == GROUPS
-    assert sum(line["end"] == "trained" for line in ledger(settings)) >= GROUPS // 2
+    assert sum(line["outcome"] == "trained" for line in ledger(settings)) >= GROUPS // 2
     assert view.counts == {"fed": GROUPS} | {
-        end: sum(line["end"] == end for line in ledger(without)) for end in {line["end"] for line in ledger(without)}
+        end: sum(line["outcome"] == end for line in ledger(without))
+        for end in {line["outcome"] for line in ledger(without)}
     }
     clean(settings)
 
@@ -122,7 +123,7 @@ def test_killed_in_the_middle_of_an_evaluation_nothing_is_lost_or_counted_twice(
     assert list(scores(settings)) == list(scores(finished[0]))
     assert len(read_evaluations(settings.folder)) == len(scores(settings)), "a line to a step"
     assert clean(settings).fed == GROUPS
-    contents = [{(line["prompt"], line["end"]) for line in ledger(each)} for each in (settings, finished[0])]
+    contents = [{(line["prompt"], line["outcome"]) for line in ledger(each)} for each in (settings, finished[0])]
     assert contents[0] == contents[1]
 
 
@@ -178,7 +179,7 @@ def test_an_evaluation_that_stands_still_holds_nothing_for_ever_and_what_it_lack
     assert lines[0].overall.mixed + lines[0].overall.invalid.get("missing", 0) > 0
     for line in lines:
         assert line.overall.n == line.overall.valid + sum(line.overall.invalid.values()) + line.overall.mixed
-    assert sum(line["end"] == "trained" for line in ledger(settings)) > 0
+    assert sum(line["outcome"] == "trained" for line in ledger(settings)) > 0
     clean(settings)
 
 

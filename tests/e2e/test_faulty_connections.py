@@ -9,6 +9,9 @@ from tests.chaos.audit import acquitted
 from tests.faults.journey import Journey, begin, travel
 from tests.faults.proxy import Fault, at_random, first_of
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+
 LATE = Fault("delay", 0.2)
 FIN, RST, STALL, HALF, GARBLED = (Fault(kind) for kind in ("fin", "rst", "stall", "truncate", "garble"))
 SAMPLED = b'"choices"'

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+
 STREAMS = Path(__file__).parents[1] / "fuzz" / "streams.py"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.harness import assert_all_trained_once, balanced, children, finish, running, wait_for_trained
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.usefixtures("preloaded")]
 
 
 def test_a_rollout_worker_the_scorer_and_the_trainer_are_killed_once_each(project):

@@ -9,6 +9,8 @@ from tests.chaos import project, witness
 from tests.chaos.ends import NO_SIGNAL, TRAINED, intended
 from workers.train.checkpointing.checkpoint import CheckpointStore
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 
 def ended_well(settings, watched, numbers):
     """It came to its end, with every prompt's end the one that was meant. Returns the last look."""

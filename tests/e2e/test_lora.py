@@ -18,7 +18,7 @@ from workers.train.checkpointing.export import export
 from workers.train.checkpointing.replay import replay
 from workers.train.model.adapter import merge_adapter
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 
 
 def test_what_was_sampled_is_what_the_merged_weights_say_and_the_run_is_replayed_to_the_bit(project, random_model):

@@ -22,7 +22,7 @@ from workers.run.role_specs import role_specs
 from workers.run.run_folder import write_settings
 from workers.testing.scripted_engine import ScriptedEngine
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("preloaded")]
 
 ROOT = Path(__file__).parents[2]
 DYING = Path(__file__).with_name("dying_trainer.py")

@@ -8,7 +8,7 @@ from stream.queue.feed import Feed
 from tests.e2e.by_hand import cast, feed, groups_in, until
 from workers.testing.scripted_engine import ScriptedEngine
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("preloaded")]
 
 SIZE = 4
 MISSING = SIZE - 1
@@ -63,4 +63,4 @@ async def test_the_next_worker_samples_only_what_was_missing(project, redis_url,
         trainer = await roles.start(project.command("train", file, *addresses))
         assert await trainer.ended() == 0, trainer.said()
     (line,) = await anyio.to_thread.run_sync(project.ledger)
-    assert (line["prompt"], line["end"]) == ("a", "trained")
+    assert (line["prompt"], line["outcome"]) == ("a", "trained")

@@ -22,7 +22,7 @@ from tests.e2e.harness import (
 )
 from workers.testing.scripted_engine import ScriptedEngine
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.usefixtures("preloaded")]
 
 PROMPTS, AT_A_STEP = 90, 4
 

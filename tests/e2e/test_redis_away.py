@@ -6,6 +6,9 @@ import pytest
 from tests.chaos.audit import acquitted
 from tests.faults.journey import Journey, begin, travel
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+
 GROUPS = 100
 MOST_LINES = 60
 """One from each call under way: of two rollout workers with 4 groups in flight, of two scorers with 8, and so on."""

@@ -24,7 +24,7 @@ from workers.local_engine.pooling.reference_classifier import ReferenceClassifie
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "reward_model"
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("preloaded")]
 
 
 @contextmanager

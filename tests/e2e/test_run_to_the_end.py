@@ -21,7 +21,7 @@ def test_every_prompt_ends_once_and_the_last_smaller_batch_is_trained(project):
     assert summary["tokens_per_second"] > 0
     ends = project.ledger()
     assert sorted(line["prompt"] for line in ends) == sorted({line["prompt"] for line in ends})
-    assert {line["end"] for line in ends} == {"trained"}
+    assert {line["outcome"] for line in ends} == {"trained"}
     assert json.loads((project.run_folder / "summary.json").read_text()) == summary
 
 

@@ -4,6 +4,8 @@ import pytest
 
 from tests.chaos.survival import survives
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("fsync", ["always", pytest.param("everysec", marks=pytest.mark.full)])

@@ -16,7 +16,7 @@ from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.model.policy_folder import load_policy
 from workers.train.step.learner import Learner
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.usefixtures("preloaded")]
 
 WITHIN_S = 40.0
 """From the end of one rank to the end of all: half a minute is what torchrun gives those that hang."""

@@ -11,6 +11,9 @@ from tests.chaos.audit import acquitted
 from tests.chaos.kills import processes
 from tests.faults.journey import Journey, begin, travel
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+
 GROUPS = 120
 ROLES = ("rollout", "score", "train")
 

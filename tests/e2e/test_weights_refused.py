@@ -8,7 +8,7 @@ import pytest
 
 from workers.testing.scripted_engine import ScriptedEngine
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 
 
 async def test_where_no_engine_was_started_to_take_weights_the_run_ends_at_once_and_says_what_they_lack(project):

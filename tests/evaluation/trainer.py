@@ -16,7 +16,7 @@ from workers.train.worker import train
 class Witness(witness.Witness):
     """Of a model that knows all of the tokenizer's tokens."""
 
-    vocabulary = 400
+    vocab_size = 400
 
 
 def main() -> int:

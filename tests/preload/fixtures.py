@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,8 +56,18 @@ def start_fork_server() -> str:
     return str(executable)
 
 
-@pytest.fixture
-def preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that this test starts as `sys.executable` have all modules at once."""
-    if is_used():
-        monkeypatch.setattr(sys, "executable", start_fork_server())
+@pytest.fixture(scope="module")
+def preloaded() -> Iterator[None]:
+    """Processes that this module's tests start as `sys.executable` have all modules at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_used():
+            patch.setattr(sys, "executable", start_fork_server())
+        yield
+
+
+def pid_of(client: int) -> int:
+    """The process that runs in the place of this one: another one, if it was forked from the fork server."""
+    if not (address := os.environ.get(ADDRESS)):
+        return client
+    note = Path(address).with_name("pids") / str(client)
+    return int(note.read_text()) if note.exists() else client

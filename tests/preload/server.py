@@ -21,6 +21,7 @@ import selectors
 import shutil
 import signal
 import socket
+import struct
 import sys
 import threading
 import traceback
@@ -67,6 +68,8 @@ class ForkServer:
 
     def __init__(self, address: str, executable: str) -> None:
         self._executable = executable
+        self._pids = Path(address).with_name("pids")
+        self._pids.mkdir()
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(address)
@@ -100,14 +103,17 @@ class ForkServer:
             become(json.loads(request), descriptors, self._executable)
         for descriptor in descriptors:
             os.close(descriptor)
-        Served(self._selector, connection, child)
+        client, *_ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        note = self._pids / str(client)
+        note.write_text(str(child))
+        Served(self._selector, connection, child, note)
 
 
 class Served:
     """One process, and the client in whose place it runs."""
 
-    def __init__(self, selector: selectors.BaseSelector, connection: socket.socket, child: int) -> None:
-        self._selector, self._connection, self._child = selector, connection, child
+    def __init__(self, selector: selectors.BaseSelector, connection: socket.socket, child: int, note: Path) -> None:
+        self._selector, self._connection, self._child, self._note = selector, connection, child, note
         self._exit = os.pidfd_open(child)
         selector.register(self._exit, selectors.EVENT_READ, self._ended)
         selector.register(connection, selectors.EVENT_READ, self._heard)
@@ -123,6 +129,7 @@ class Served:
 
     def _ended(self) -> None:
         _, status = os.waitpid(self._child, 0)
+        self._note.unlink()
         with suppress(OSError):
             self._connection.sendall(status.to_bytes(4, "little"))
         with suppress(KeyError):
