@@ -1,9 +1,10 @@
 """Roles started one by one, without a supervisor: the test says who is there, who is stopped, and when."""
 
+import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -15,6 +16,18 @@ from stream.connection.run_connection import RunConnection
 from stream.queue.feed import Feed
 from stream.records import Group, Prompt
 from tests.e2e.harness import environment
+from tests.preload.fixtures import pid_of
+
+
+def send(process: Process, number: signal.Signals) -> None:
+    """Send a signal to a process that may be ending by itself at this moment.
+
+    `Process.terminate` first looks whether it has ended, and so may take its exit status away from whoever waits for
+    it, who then reports 255.
+    """
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 class Role:
@@ -24,19 +37,24 @@ class Role:
         self.process = process
         self.log = log
 
+    @property
+    def pid(self) -> int:
+        """Of the process that works."""
+        return pid_of(self.process.pid)
+
     def suspend(self) -> None:
         """As a host that swaps, or a virtual machine that is moved."""
-        self.process.send_signal(signal.SIGSTOP)
+        os.kill(self.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+        send(self.process, signal.SIGKILL)
 
     async def drain(self) -> None:
         """Let it finish what it has, and go."""
-        self.process.terminate()
+        send(self.process, signal.SIGTERM)
         assert await self.ended() == 0, self.said()
 
     async def ended(self, within_s: float = 40) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import anyio
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_trainer"
-MOMENTS = ("before_save", "after_save", "after_mark", "after_push", "after_acknowledge")
+MOMENTS = ("before_save", "after_save", "after_commit", "after_push", "after_acknowledge")
 """`after_save` is between a checkpoint and its acknowledgement."""
 
 if __name__ == "__main__":
@@ -21,7 +21,7 @@ if __name__ == "__main__":
     from stream.trainer.consumer import Consumer
     from stream.trainer.lease import TrainerLease
 
-    owners = {"save": trainer, "push": trainer, "mark": Consumer, "acknowledge": TrainerLease}
+    owners = {"save": trainer, "push": trainer, "commit": Consumer, "acknowledge": TrainerLease}
     when, _, name = sys.argv[1].partition("_")
     calls = iter(range(1, int(sys.argv[2])))
     real = getattr(owners[name], name)

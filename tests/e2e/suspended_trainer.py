@@ -33,9 +33,9 @@ class Stopping(Witness):
         self._stop("step")
         return report
 
-    def write_weights(self, folder: Path) -> None:
+    def write_trained_weights(self, folder: Path) -> None:
         """Write the weights into an existing folder."""
-        super().write_weights(folder)
+        super().write_trained_weights(folder)
         self._stop("model" if folder.name == "model" else "weights")
 
     def _stop(self, what: str) -> None:

@@ -8,7 +8,7 @@ from stream.connection.run_connection import connect
 from tests.e2e.by_hand import cast, feed, groups_in, until, waiting
 from workers.testing.scripted_engine import ScriptedEngine
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 
 LEASE_S = 1.0
 
@@ -73,7 +73,7 @@ async def test_an_episode_twenty_times_as_long_as_the_lease_ends_where_it_began(
         for worker in workers:
             assert worker.process.returncode is None
             assert "lease.lost" not in worker.said()
-        assert sum(name in group.worker for name in (str(w.process.pid) for w in workers)) == 1
+        assert sum(name in group.worker for name in (str(w.pid) for w in workers)) == 1
 
 
 async def _idle(connection, n: int) -> bool:
@@ -103,7 +103,7 @@ async def test_a_rollout_worker_that_was_suspended_settles_nothing_and_goes_on(
         assert sorted(done) == ["a", "b", "c"]
         assert await connection.redis.xlen(connection.key("groups")) == 3, "each of them once"
         assert engine.request_count == 2 + 2 * 3, "the group was rolled out once more, and once only"
-        by = {name: f"-{role.process.pid}-" for name, role in (("suspended", suspended), ("other", other))}
+        by = {name: f"-{role.pid}-" for name, role in (("suspended", suspended), ("other", other))}
         assert by["other"] in done["a"].worker
         assert done["a"].attempt == 1
         assert all(by["suspended"] in done[each].worker for each in "bc")

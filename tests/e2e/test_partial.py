@@ -51,7 +51,7 @@ async def test_the_next_worker_samples_only_what_was_missing(project, redis_url,
         await until(connection, settled)
         assert engine.request_count == SIZE + 1, "it sampled what was missing, and nothing else"
         (group,) = await groups_in(connection, "groups")
-        assert f"-{heir.process.pid}-" in group.worker
+        assert f"-{heir.pid}-" in group.worker
         assert group.attempt == 1
         assert [c.index for c in group.completions] == list(range(SIZE))
         versions = [span.version for c in group.completions for row in c.rows for span in row.spans]

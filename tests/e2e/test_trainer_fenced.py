@@ -21,7 +21,7 @@ from tests.e2e.by_hand import Cast, Role, cast, until
 from workers.testing.scripted_engine import ScriptedEngine
 from workers.train.checkpointing.checkpoint import CheckpointStore
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 
 ROWS, MORE = 12, 6
 GROUPS_PER_STEP, EVERY = 2, 3

@@ -78,8 +78,9 @@ class ForkServer:
 
     def serve(self, parent: int) -> None:
         """Serve until that process ends."""
-        self._selector.register(os.pidfd_open(parent), selectors.EVENT_READ, lambda: sys.exit(0))
-        while True:
+        with suppress(ProcessLookupError):  # it has ended already
+            self._selector.register(os.pidfd_open(parent), selectors.EVENT_READ, lambda: sys.exit(0))
+        while len(self._selector.get_map()) > 1:
             for key, _ in self._selector.select():
                 key.data()
 
@@ -104,16 +105,15 @@ class ForkServer:
         for descriptor in descriptors:
             os.close(descriptor)
         client, *_ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        note = self._pids / str(client)
-        note.write_text(str(child))
-        Served(self._selector, connection, child, note)
+        (self._pids / str(client)).write_text(str(child))
+        Served(self._selector, connection, child)
 
 
 class Served:
     """One process, and the client in whose place it runs."""
 
-    def __init__(self, selector: selectors.BaseSelector, connection: socket.socket, child: int, note: Path) -> None:
-        self._selector, self._connection, self._child, self._note = selector, connection, child, note
+    def __init__(self, selector: selectors.BaseSelector, connection: socket.socket, child: int) -> None:
+        self._selector, self._connection, self._child = selector, connection, child
         self._exit = os.pidfd_open(child)
         selector.register(self._exit, selectors.EVENT_READ, self._ended)
         selector.register(connection, selectors.EVENT_READ, self._heard)
@@ -129,7 +129,6 @@ class Served:
 
     def _ended(self) -> None:
         _, status = os.waitpid(self._child, 0)
-        self._note.unlink()
         with suppress(OSError):
             self._connection.sendall(status.to_bytes(4, "little"))
         with suppress(KeyError):
