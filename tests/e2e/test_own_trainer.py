@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("preloaded")]
 ROOT = Path(__file__).parents[2]
 DYING = Path(__file__).with_name("dying_trainer.py")
 TRAINER, FEEDER = EXAMPLE / "trainer.py", EXAMPLE / "feed.py"
-LIVES = (("after_mark", 1), ("after_save", 1), ("before_save", 2), ("after_push", 3), ("after_acknowledge", 1))
+LIVES = (("after_commit", 1), ("after_save", 1), ("before_save", 2), ("after_push", 3), ("after_acknowledge", 1))
 
 
 class Foreign:
