@@ -81,7 +81,7 @@ def test_one_of_two_is_killed_and_started_again_and_a_third_is_added_and_no_grou
         assert dies.version() >= published
         assert added.sampled() == 0
         told = project.run("engines", "add", added.url, str(project.run_folder), "--json")
-        assert json.loads(told.stdout)["answers"], told
+        assert json.loads(told.stdout)["healthy"], told
         assert added.used_within(10)
         told = project.run("engines", "remove", stays.url, str(project.run_folder))
         assert "was" not in told.stdout, told

@@ -25,7 +25,7 @@ def copied(tmp_path, random_model):
 def test_the_project_is_checked_by_its_own_name(copied):
     checked = copied.run("check", "envs.till:Till", "--field", "answer=3")
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert "It can be used: no errors, no warnings." in checked.stdout
+    assert "It is usable: no errors, no warnings." in checked.stdout
 
 
 @pytest.mark.parametrize("command", [[sys.executable, "-m", "pytest"], [str(Path(sys.executable).parent / "pytest")]])

@@ -100,7 +100,7 @@ def test_a_run_is_paused_resumed_stopped_and_started_again(project):
         assert project.run("resume", folder).stderr == "error: run 'test' is not paused\n"
         wait_for_trained(project, after.balance["trained"] + AT_A_STEP, process, 60)
 
-        assert "was asked to stop" in project.run("stop", folder).stdout
+        assert "is stopping" in project.run("stop", folder).stdout
         _, told = process.communicate(timeout=60)
     finally:
         stop(process)
@@ -115,7 +115,7 @@ def test_a_run_is_paused_resumed_stopped_and_started_again(project):
     assert not [e for e in events if e["event"] in {"role.restarted", "role.killed"}]
     at_rest = project.run("pause", folder)
     assert at_rest.returncode == 1
-    assert "run 'test' does not go on" in at_rest.stderr
+    assert "run 'test' is not running" in at_rest.stderr
 
     slowly.unlink()
     resumed = summary_of(project.run("run", f"{folder}/run.toml", "--json"), project)
@@ -143,7 +143,7 @@ async def test_roles_that_share_nothing_but_the_server_hear_of_a_stop_and_a_late
                 stack.callback(kill_all, roles)  # where the test fails
                 await until_trained(connection, await trained(connection) + 2 * AT_A_STEP)
                 told = await anyio.to_thread.run_sync(project.run, "stop", run_name, "--redis", redis_url)
-                assert told.stdout.startswith(f"run '{run_name}' was asked to stop: "), told.stderr
+                assert told.stdout.startswith(f"run '{run_name}' is stopping: "), told.stderr
                 with anyio.fail_after(30):
                     assert {role: await process.wait() for role, process in roles.items()} == dict.fromkeys(roles, 0)
             view = await read_status(connection)

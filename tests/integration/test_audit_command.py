@@ -199,7 +199,7 @@ async def test_a_line_of_a_prompt_that_died_counts_it_twice(small, audited):
     await anyio.to_thread.run_sync(small.ledger.append, [LedgerRecord(letter.prompt_id, "trained", 2, 1, "abc")])
     told = await audited(small)
     assert whose(told["twice"]) == [letter.prompt_id]
-    assert any("its image does not decode" in fact for fact in told["twice"][0]["known"])
+    assert any("its image does not decode" in fact for fact in told["twice"][0]["evidence"])
 
 
 async def test_a_checkpoint_that_is_gone_leaves_what_only_it_held(small, audited):
@@ -207,7 +207,7 @@ async def test_a_checkpoint_that_is_gone_leaves_what_only_it_held(small, audited
     manifest.write_text("{")
     told = await audited(small)
     assert len(told["lost"]) == 3
-    assert "which no checkpoint holds" in told["lost"][0]["known"][0]
+    assert "which no checkpoint holds" in told["lost"][0]["evidence"][0]
 
 
 async def test_what_the_operator_dropped_is_dropped_by_the_operator(small, audited):
@@ -237,7 +237,7 @@ async def test_a_prompt_file_that_changed_is_told_where_it_matters(small, audite
     small.file.write_text(small.file.read_text() + '{"prompt": "One more."}\n')
     id_, _ = (await ids_in(small.connection, "groups"))[0]
     await small.connection.redis.xdel(small.connection.key("groups"), id_)
-    assert "has changed since it was fed" in (await audited(small))["notes"][-1]
+    assert "has changed since the run read it" in (await audited(small))["notes"][-1]
 
 
 async def test_a_prompt_file_that_is_gone_is_a_clear_error(small, audited):
@@ -253,7 +253,7 @@ async def test_another_feeders_prompts_are_audited_by_their_traces(tmp_path, con
     await small.train(1)
     told = await audited(small)
     assert (told["fed"], told["trained"], told["outstanding"]) == (3, 1, {"scored": 2})
-    assert "another feeder" in told["notes"][-1]
+    assert "a custom feeder" in told["notes"][-1]
     id_, prompt = (await ids_in(connection, "scored"))[-1]
     await connection.redis.xdel(connection.key("scored"), id_)
     assert whose((await audited(small))["lost"]) == [prompt]
@@ -310,7 +310,7 @@ async def test_a_run_that_has_not_begun_is_a_clear_error(tmp_path, audited):
 
 
 def test_a_name_on_a_server_is_not_enough(redis_url):
-    with pytest.raises(PenstockError, match="name its folder"):
+    with pytest.raises(PenstockError, match="give its folder"):
         show_audit("somebody", redis_url)
 
 
@@ -319,7 +319,7 @@ async def test_people_read_a_table_what_is_known_and_a_verdict(small, capsys):
     told = capsys.readouterr().out
     assert told.splitlines()[0] == f"{small.connection.run}   8 prompts fed"
     assert "dropped: stale" in told
-    assert told.splitlines()[-1] == "clean: nothing is lost, nothing is counted twice"
+    assert told.splitlines()[-1] == "clean: no prompt is lost or counted twice"
     ids = [id_ for stage in ("prompts", "groups") for id_, _ in await ids_in(small.connection, stage)]
     for stage in ("prompts", "groups"):
         await small.connection.redis.xdel(small.connection.key(stage), *ids)
@@ -346,7 +346,7 @@ async def test_a_run_that_goes_on_is_never_called_unclean(
             await anyio.sleep(0.01)
         return await script(self, name, *arguments)
 
-    monkeypatch.setattr(RunConnection, "script", dawdling)
+    monkeypatch.setattr(RunConnection, "run_script", dawdling)
     monkeypatch.setattr("workers.commands.audit._MAX_AUDITS", 1)
     small = await made(tmp_path, connection.run, redis_url, 30_000)
     await small.begin(connection, pipe_on)

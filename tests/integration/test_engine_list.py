@@ -94,7 +94,7 @@ async def test_a_name_that_does_not_resolve_for_a_while_keeps_what_was_known_and
 
     monkeypatch.setattr("anyio.getaddrinfo", getaddrinfo)
     with capture_logs() as lines:
-        async with watched(connection, dns="http://engines:8000") as roster:
+        async with watched(connection, urls=("dns+http://engines:8000",)) as roster:
             assert roster.urls == ("http://10.0.0.1:8000", "http://10.0.0.2:8000")
             answers["now"] = None
             await anyio.sleep(0.3)
@@ -125,13 +125,13 @@ def file(tmp_path, redis_url, run_name):
 async def test_the_command_lists_who_names_each_engine_whether_it_answers_and_with_which_weights(connection, file):
     async with ScriptedEngine(lambda *_: [1], version="7") as engine:
         added = await anyio.to_thread.run_sync(lambda: invoke("add", f"{engine.url}/", file))
-        assert (added["url"], added["changed"], added["answers"]) == (engine.url, True, True)
+        assert (added["url"], added["changed"], added["healthy"]) == (engine.url, True, True)
         named, listed = await anyio.to_thread.run_sync(lambda: invoke("list", file))
-    assert (named["url"], named["source"], named["answers"], named["removed"]) == (
+    assert (named["url"], named["source"], named["healthy"], named["removed"]) == (
         *("http://127.0.0.1:9", "settings", False, False),
     )
-    assert named["why"]
-    assert (listed["url"], listed["source"], listed["answers"], listed["version"]) == (engine.url, "list", True, 7)
+    assert named["error"]
+    assert (listed["url"], listed["source"], listed["healthy"], listed["policy_version"]) == (engine.url, "operator", True, 7)
 
 
 async def test_engines_are_asked_without_the_proxy_of_the_environment_as_workers_ask_them(
@@ -141,19 +141,21 @@ async def test_engines_are_asked_without_the_proxy_of_the_environment_as_workers
     monkeypatch.setattr("urllib.request._opener", None)  # what an earlier call found in the environment
     async with ScriptedEngine(lambda *_: [1], version="7") as engine:
         added = await anyio.to_thread.run_sync(lambda: invoke("add", engine.url, file))
-    assert added["answers"], added
+    assert added["healthy"], added
 
 
 async def test_a_name_that_does_not_resolve_here_is_listed_as_that_beside_all_other_engines(connection, file):
     settings = anyio.Path(file)
-    await settings.write_text(await settings.read_text() + 'engine.dns = "http://no.such.host.invalid:8000"\n')
+    text = await settings.read_text()
+    name = '"dns+http://no.such.host.invalid:8000"'
+    await settings.write_text(text.replace('"http://127.0.0.1:9/"', f'"http://127.0.0.1:9/", {name}'))
     await anyio.to_thread.run_sync(lambda: invoke("add", "http://127.0.0.1:8", file))
     named, listed, at_name = await anyio.to_thread.run_sync(lambda: invoke("list", file))
     assert (named["url"], listed["url"]) == ("http://127.0.0.1:9", "http://127.0.0.1:8")
-    assert (at_name["url"], at_name["source"], at_name["answers"]) == (
+    assert (at_name["url"], at_name["source"], at_name["healthy"]) == (
         *("http://no.such.host.invalid:8000", "dns", False),
     )
-    assert at_name["why"].startswith("the name does not resolve here: ")
+    assert at_name["error"].startswith("the name does not resolve here: ")
     plain = await anyio.to_thread.run_sync(lambda: CliRunner().invoke(penstock, ["engines", "list", file]))
     assert "the name does not resolve here" in " ".join(plain.stdout.split())
     for port in (9, 8):
@@ -163,11 +165,11 @@ async def test_a_name_that_does_not_resolve_here_is_listed_as_that_beside_all_ot
 
 async def test_an_engine_that_does_not_answer_may_be_added_and_that_is_said(connection, file):
     added = await anyio.to_thread.run_sync(lambda: invoke("add", "http://127.0.0.1:9/x", file))
-    assert (added["changed"], added["answers"]) == (True, False)
+    assert (added["changed"], added["healthy"]) == (True, False)
     plain = await anyio.to_thread.run_sync(
         lambda: CliRunner().invoke(penstock, ["engines", "add", "http://127.0.0.1:8/", file])
     )
-    assert "although it does not answer from here" in plain.stdout
+    assert "it does not answer from here" in plain.stdout
     assert [word.url for word in await read_engine_overrides(connection)] == [
         "http://127.0.0.1:9/x",
         "http://127.0.0.1:8",
@@ -182,7 +184,7 @@ async def test_an_engine_of_the_settings_that_was_removed_is_listed_as_that(conn
         assert removed["none_left"] is none_left
     named, _ = await anyio.to_thread.run_sync(lambda: invoke("list", file))
     assert (named["removed"], named["source"]) == (True, "settings")
-    assert "@" in named["by"]
+    assert "@" in named["changed_by"]
     plain = await anyio.to_thread.run_sync(lambda: CliRunner().invoke(penstock, ["engines", "list", file]))
     assert "removed by" in plain.stdout
     plain = await anyio.to_thread.run_sync(
@@ -199,11 +201,11 @@ def test_what_is_no_url_is_refused_before_anything_is_asked():
 
 
 async def test_a_roster_without_engines_says_where_they_could_have_been_named(connection):
-    assert "engine.urls names none, engine.dns names none" in EngineDiscovery(()).empty_reason
-    roster = await EngineDiscovery.from_settings(Engine(dns="http://no.such.host.invalid:8000"), connection)
-    assert "http://no.such.host.invalid:8000 (engine.dns) resolves to no address" in roster.empty_reason
+    assert "engine.urls is empty" in EngineDiscovery(()).empty_reason
+    roster = await EngineDiscovery.from_settings(Engine(urls=("dns+http://no.such.host.invalid:8000",)), connection)
+    assert "http://no.such.host.invalid:8000 (engine.urls) resolves to no address" in roster.empty_reason
     await remove_engine(connection, "http://a:1", ANN)
     roster = await EngineDiscovery.from_settings(Engine(urls=("http://a:1",)), connection)
     assert roster.urls == ()
-    assert "those of engine.urls were removed" in roster.empty_reason
+    assert "those in engine.urls were removed" in roster.empty_reason
     assert "penstock engines add" in roster.empty_reason

@@ -96,7 +96,7 @@ async def test_how_the_last_steps_completions_ended_is_told_by_reason(connection
     await in_thread(run_name, redis_url)
     shown = " ".join(capsys.readouterr().out.split())
     assert "last step's completions: failed:prompt_too_long 1, valid 12" in shown
-    assert "of them cut short: length 3, max_turns 1" in shown
+    assert "of them truncated: length 3, max_turns 1" in shown
 
 
 async def test_looking_creates_no_key_and_changes_none(connection, redis_url, run_name):

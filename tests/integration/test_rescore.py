@@ -119,7 +119,7 @@ def test_every_archived_completion_is_scored_again_on_its_snapshot_and_nothing_o
     assert result.exit_code == 0, result.output
     assert run.digest() == before
     found = lines(run.folder / "rescored" / "rescored")
-    assert [(f["prompt"], f["completion"], f["end"]) for f in found] == [
+    assert [(f["prompt"], f["completion"], f["outcome"]) for f in found] == [
         *(("a", 0, "trained"), ("a", 1, "trained")),
         *(("b", 0, "dropped:zero_variance"), ("b", 1, "dropped:zero_variance")),
         *(("c", 0, "trained"), ("c", 1, "trained")),
@@ -166,17 +166,17 @@ def test_a_comparison_is_never_overwritten_and_may_lie_elsewhere(run, tmp_path):
     assert not (run.folder / "rescored").exists()
     again, _ = rescore(str(run.folder), *reward, "--out", str(tmp_path / "elsewhere"))
     assert again.exit_code == 1
-    assert "is there already" in again.output
+    assert "exists already" in again.output
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        ([], 2, "say what to score with"),
+        ([], 2, "give either --rewards FILE or --reward REF"),
         (["--reward", "nobody"], 1, "nobody"),
         (["--rewards", "{file}"], 2, "nothing to score with"),
         (["--rewards", "{wrong}"], 2, "unknown key rewrds"),
-        (["--rewards", "{bad}"], 2, "unknown field"),
+        (["--rewards", "{bad}"], 2, "unknown key rewards[0].weigth"),
     ],
     ids=["nothing", "unknown", "empty", "misspelt", "field"],
 )

@@ -179,7 +179,7 @@ async def test_a_look_says_who_paused_the_run_and_when(pipe, redis_url, capsys):
 
 async def test_a_trainer_does_not_call_a_paused_run_stalled(pipe, tmp_path):
     """It is woken four times a second: each time it could see that the time is over."""
-    settings = settings_in(tmp_path, pipe.connection.run, guard={"stall_timeout_s": 0.5})
+    settings = settings_in(tmp_path, pipe.connection.run, abort={"stall_timeout_s": 0.5})
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
     stage, hand = pipe.stage("scored"), GroupBuffer(settings, ledger, vocab_size=10)
     endings = OutcomeRecorder(ledger, None, stage)  # nothing comes that could end
@@ -233,10 +233,10 @@ async def test_a_word_is_said_by_the_command_and_answered_in_a_line(pipe, redis_
 
     assert (await told("pause")).startswith(f"run '{run_name}' is paused: ")
     assert "@" in (await read_status(pipe.connection)).paused.paused_by
-    assert await told("resume") == f"run '{run_name}' goes on (no trainer holds it at the moment)\n"
+    assert await told("resume") == f"run '{run_name}' continues (no trainer is connected at the moment)\n"
     await TrainerLease.acquire(pipe.connection, 30.0)
     said = await told("stop")
-    assert "was asked to stop" in said
+    assert "is stopping" in said
     assert "no trainer" not in said
 
 
@@ -244,7 +244,7 @@ def test_a_run_at_rest_is_not_woken_to_be_told(tmp_path):
     settings = settings_in(tmp_path, "rests")
     (tmp_path / "redis").mkdir()
     (tmp_path / "run.toml").write_text(dump_settings(settings))
-    with pytest.raises(PenstockError, match=r"run 'rests' does not go on, so there is nothing to pause; `penstock run"):
+    with pytest.raises(PenstockError, match=r"run 'rests' is not running, so there is nothing to pause; `penstock run"):
         send_command("pause", str(tmp_path), "")
 
 

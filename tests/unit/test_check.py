@@ -58,7 +58,7 @@ async def test_a_good_environment_is_played_and_shown():
         "I am thinking of",
         "Guess the number.",
         "valid",
-        "It can be used: no errors",
+        "It is usable: no errors",
     ):
         assert expected in text
 
@@ -74,7 +74,7 @@ async def test_what_is_not_there_is_an_error_with_the_reason():
     report = await check_environment("nonsense", {})
     assert not report.ok
     assert "installed are: calculator, guess" in report.errors[0]
-    assert "It cannot be used: 1 error" in shown(report)
+    assert "It is not usable: 1 error" in shown(report)
 
 
 async def test_a_reset_that_raises_is_an_error_with_a_hint(environment):

@@ -46,13 +46,13 @@ async def test_a_good_one_tells_right_from_wrong_in_both_forms(function):
     text = shown(report)
     assert "It asks for completions, answer." in text
     assert "The answer is \\boxed{7}." in text
-    assert "It can be used: no errors, no warnings." in text
+    assert "It is usable: no errors, no warnings." in text
 
 
 async def test_a_column_that_it_needs_is_asked_for(function):
     report = await check_reward(function(EXACT), {})
     assert report.errors == ["it asks for a column 'answer': give its value with --field answer=value"]
-    assert "It cannot be used" in shown(report)
+    assert "It is not usable" in shown(report)
 
 
 async def test_one_that_looks_at_environments_gets_snapshots(function):
@@ -61,7 +61,7 @@ async def test_one_that_looks_at_environments_gets_snapshots(function):
     report = await check_reward(ref, {"secret": 3}, environment="guess")
     assert report.ok
     assert {trial.reward for trial in report.trials} == {Measured(0.0)}
-    assert any("every row was worth 0" in warning for warning in report.warnings)
+    assert any("every row got the reward 0" in warning for warning in report.warnings)
     failed = await check_reward(ref, {"secret": 0}, environment="guess")
     assert "asks for the secret 0 between 1 and 100" in failed.errors[0]
 
@@ -93,7 +93,7 @@ async def test_one_that_measures_nothing_cannot_be_used(function, code, reason, 
             "import random\ndef f(completions, **c): return [random.random() for _ in completions]",
             "two calls on the same",
         ),
-        ("def f(completions, **c): return [i / len(completions) for i, _ in enumerate(completions)]", "judged alone"),
+        ("def f(completions, **c): return [i / len(completions) for i, _ in enumerate(completions)]", "scored alone"),
     ],
 )
 async def test_what_will_surprise_is_warned_of(function, code, warning):

@@ -115,7 +115,7 @@ def test_who_only_thaws_snapshots_asks_nobody_for_tools(monkeypatch):
 async def test_check_says_of_one_that_leads_its_episodes_what_it_cannot_try():
     report = await check_environment(f"{__name__}:Leading", {})
     assert report.ok
-    assert any("leads its episodes itself" in warning for warning in report.warnings)
+    assert any("runs its own agent loop" in warning for warning in report.warnings)
 
 
 def test_one_of_the_two_alone_is_a_tool_like_any_other():

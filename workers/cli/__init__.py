@@ -1,25 +1,26 @@
 """The command `penstock`.
 
-Every command imports what it needs when it runs, so that `penstock --help` is there at once and `penstock queues` needs
-neither torch nor a model. Exit codes: 0 done; 1 failed; 2 the command line or the settings are at fault, and nothing
-was started.
+Every command imports its modules when it runs, so `penstock --help` is fast and `penstock queues` needs neither torch
+nor a model. Exit codes: 0 success; 1 failure, or a finding; 2 wrong command line or settings, nothing was started.
 
-==============  ======================================================================
-`group.py`      what all commands share: logging, errors, the end of the process
-`options.py`    options and arguments that several have
-`starting.py`   start something: a demo, a run, one of its roles, an engine
-`runs.py`       look at a run that there is, steer it, replay it, take its model out
-`engines.py`    its engines
-`dead.py`       its dead letters
-`measuring.py`  try and measure: environments, reward functions, policies
-==============  ======================================================================
+==========================  ===================================================================
+`start_commands.py`         start a demo, a run, one of its roles, an engine
+`run_commands.py`           look at a run, control it, audit it, replay it, export its model
+`engine_commands.py`        engines of a run
+`dead_letter_commands.py`   dead letters of a run
+`measure_commands.py`       try environments and rewards, measure policies, list algorithms
+`options.py`                options and arguments of several commands
+`command_group.py`          error handling, logging and process end, for all commands
+`command_error.py`          expected errors as one line and an exit code
+`package_origin.py`         a check that no other package hides ours
+==========================  ===================================================================
 """
 
 import click
 
 from workers.cli import dead_letter_commands, engine_commands, measure_commands, run_commands, start_commands
 from workers.cli.command_group import CommandGroup
-from workers.cli.installation import check_package_origin, put_working_directory_last
+from workers.cli.package_origin import check_package_origin, put_working_directory_last
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -57,6 +58,6 @@ for _command in (  # in the order of `penstock --help`
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command; the console script calls this."""
     put_working_directory_last()
     penstock(prog_name="penstock")

@@ -1,4 +1,4 @@
-"""What all commands share: their log, how their errors are told, what would start them again, how they end."""
+"""What all commands share: error handling, logging, their own command line, and the end of the process."""
 
 import os
 import sys
@@ -6,41 +6,41 @@ from typing import Any
 
 import click
 
-from workers.cli.failures import as_command_error
+from workers.cli.command_error import as_command_error
 
 
 class CommandGroup(click.Group):
-    """The commands, in the order in which they were added; every error of ours becomes a `Failure`."""
+    """A click group that keeps the order of its commands and turns every `PenstockError` into a `CommandError`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        """Names in that order."""
+        """Return the names in the order in which the commands were added."""
         return list(self.commands)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command."""
+        """Run a command; an expected error becomes one line and an exit code."""
         try:
             return super().invoke(ctx)
         except Exception as error:
-            known = as_command_error(error)
-            if known is None:
+            expected = as_command_error(error)
+            if expected is None:
                 raise
-            raise known from error
+            raise expected from error
 
 
 def log_errors_only(command: str) -> None:
-    """For commands whose output is a table: waking a server is nothing to tell."""
-    from workers.runtime import log_setup as logs
+    """Log errors only, for commands whose output is a table."""
+    from workers.runtime.log_setup import configure_logging
 
-    logs.configure_logging(command, level="error")
+    configure_logging(command, level="error")
 
 
 def current_command() -> tuple[str, ...]:
-    """What started this process, for others of its kind; as the supervisor starts a role, whatever lies in `.`."""
+    """Return the command line that starts this process again, independent of the working directory's packages."""
     return (sys.executable, "-P", "-m", "workers", *sys.argv[1:])
 
 
 def exit_process(code: int) -> None:
-    """End a role's process at once: an environment's thread that hangs would keep it for ever."""
+    """End the process immediately. A thread of user code that hangs would keep a normal exit waiting forever."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""`penstock dead`: what no worker of a run could finish."""
+"""`penstock dead`: entries that no worker of a run could finish."""
 
 from typing import Any
 
@@ -7,18 +7,18 @@ import click
 from workers.cli import options
 from workers.cli.command_group import log_errors_only
 
-_all_option = click.option("every", "--all", is_flag=True, help="All of them.")
+_all_option = click.option("every", "--all", is_flag=True, help="All dead letters.")
 
 
 @click.group()
 def dead() -> None:
-    """Show, retry or drop what no worker could finish."""
+    """List, show, retry or drop entries that no worker could finish."""
     log_errors_only("dead")
 
 
 def _dead_letter_options(command: Any) -> Any:
-    """What the commands on dead letters have in common."""
-    ids = click.option("ids", "--id", multiple=True, metavar="ID", help="A letter's id; may be repeated.")
+    """Add the options that these commands share."""
+    ids = click.option("ids", "--id", multiple=True, metavar="ID", help="Id of a dead letter; may be repeated.")
     return options.run(ids(options.redis(options.json(command))))
 
 
@@ -34,7 +34,7 @@ def list_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: 
 @dead.command("show")
 @_dead_letter_options
 def show_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool) -> None:
-    """Show dead letters with what is in them."""
+    """Show dead letters with their content."""
     from workers.commands.dead_letters import show_dead
 
     show_dead(target, redis, ids, as_json=as_json)
@@ -44,7 +44,7 @@ def show_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: 
 @_dead_letter_options
 @_all_option
 def retry_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool, every: bool) -> None:
-    """Put dead letters back where they came from, with fresh budgets."""
+    """Put dead letters back into their stages, with new retry budgets."""
     from workers.commands.dead_letters import retry_dead
 
     retry_dead(target, redis, _selected_ids(ids, every), as_json=as_json)
@@ -54,14 +54,14 @@ def retry_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json:
 @_dead_letter_options
 @_all_option
 def drop_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool, every: bool) -> None:
-    """Delete dead letters for good; their prompts count as dropped."""
+    """Delete dead letters; their prompts count as dropped."""
     from workers.commands.dead_letters import drop_dead
 
     drop_dead(target, redis, _selected_ids(ids, every), as_json=as_json)
 
 
 def _selected_ids(ids: tuple[str, ...], every: bool) -> tuple[str, ...]:
-    """The ids that were named; none means all, which has to be said."""
+    """Return the named ids; empty for all, which needs `--all`."""
     if bool(ids) == every:
-        raise click.UsageError("name letters by --id, or take them all with --all")
+        raise click.UsageError("name dead letters with --id, or use --all")
     return ids

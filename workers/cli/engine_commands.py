@@ -1,4 +1,4 @@
-"""`penstock engines`: the engines of a run, while it goes on."""
+"""`penstock engines`: the engines of a running run."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from workers.cli.command_group import log_errors_only
 
 @click.group()
 def engines() -> None:
-    """Show a run's engines, add one, or remove one, while it goes on."""
+    """List a run's engines, add one, or remove one, while the run is running."""
     log_errors_only("engines")
 
 
@@ -19,7 +19,7 @@ def engines() -> None:
 @options.redis
 @options.json
 def list_engines(target: str | None, redis: str, as_json: bool) -> None:
-    """List the engines that settings and operators name, and whether each answers."""
+    """List the engines that settings and operators name, and whether each is healthy."""
     from workers.commands.engines import list_engines
 
     list_engines(target, redis, as_json=as_json)
@@ -37,5 +37,5 @@ def _add_command(action: Literal["add", "remove"], what: str) -> None:
         change_engine(action, url, target, redis, as_json=as_json)
 
 
-_add_command("add", "Let the run use the engine at URL, once it has the current weights.")
-_add_command("remove", "Give the engine at URL nothing more to do, whoever names it; `add` undoes that.")
+_add_command("add", "Use the engine at URL, once it has the current weights.")
+_add_command("remove", "Send no more requests to the engine at URL, even if the settings name it; `add` undoes this.")

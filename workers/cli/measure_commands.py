@@ -1,4 +1,4 @@
-"""Commands that try and measure: environments, reward functions, policies; and what there is to train with."""
+"""Commands that try environments and rewards, measure policies and reward models, and list algorithms."""
 
 import sys
 from pathlib import Path
@@ -18,10 +18,10 @@ from workers.cli.command_group import exit_process, log_errors_only
 @click.option("--env", "world", default="", metavar="REF", help="For a reward function that looks at environments.")
 @options.json
 def check(ref: str, fields: tuple[str, ...], arguments: tuple[str, ...], world: str, as_json: bool) -> None:
-    """Try the environment, or the reward function, REF without a model.
+    """Try the environment or the reward function REF without a model.
 
-    What an environment's tools look like to a model, what an episode is worth, what its snapshot holds, and where it
-    does not live up to its contract. A reward function is called with made-up rows.
+    Shows an environment's tools as a model sees them, the reward of an episode, the content of its snapshot, and every
+    violation of the contract. A reward function is called with sample rows.
     """
     from workers.commands.check import check_reference
 
@@ -31,7 +31,7 @@ def check(ref: str, fields: tuple[str, ...], arguments: tuple[str, ...], world: 
 @click.command()
 @options.json
 def algorithms(as_json: bool) -> None:
-    """List estimators, losses and what goes with them, each with its formula and source."""
+    """List estimators, losses, presets and related functions, each with its formula and source."""
     from workers.commands.algorithms import show_algorithms
 
     show_algorithms(as_json=as_json)
@@ -40,17 +40,17 @@ def algorithms(as_json: bool) -> None:
 @click.command("eval")
 @click.argument("file", type=options.FILE)
 @click.option(
-    "--policy", type=options.PATH, help="A model's folder, a checkpoint, or a run's folder (its latest checkpoint)."
+    "--policy", type=options.PATH, help="A model folder, a checkpoint, or a run's folder (its latest checkpoint)."
 )
 @click.option(
-    "--engine", default="", metavar="URL", help="Sample from this engine, with the policy pushed to it if any."
+    "--engine", default="", metavar="URL", help="Sample from this engine; --policy, if given, is pushed to it."
 )
 @options.overrides
 @options.json
 def evaluate(file: Path, policy: Path | None, engine: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Measure a policy on the held-out prompts of FILE ([eval]), without a run.
 
-    Without --engine one of the settings' kind is started for it. Figures are over valid completions / over all of them.
+    Without --engine, an engine is started for it. Scores are over valid completions / over all completions.
     """
     from workers.commands.evaluate.evaluate import evaluate_and_print
 
@@ -62,14 +62,14 @@ def evaluate(file: Path, policy: Path | None, engine: str, overrides: tuple[str,
 @click.argument("file", type=options.FILE)
 @click.option("urls", "--url", multiple=True, required=True, metavar="URL", help="A reward server; may be repeated.")
 @click.option(
-    "--reference", type=options.PATH, metavar="MODEL_FOLDER", help="Score with transformers too, and compare."
+    "--reference", type=options.PATH, metavar="MODEL_FOLDER", help="Also score with transformers, and compare."
 )
 @options.json
 def rewardbench(file: Path, urls: tuple[str, ...], reference: Path | None, as_json: bool) -> None:
-    """Score the pairs of FILE with a served reward model: accuracy by subset, as RewardBench has them.
+    """Score the pairs of FILE with a served reward model: accuracy by subset, as in RewardBench.
 
-    FILE is JSONL or Parquet with the columns prompt, chosen, rejected and subset. A pair that could not be scored is
-    neither won nor lost; the exit code is then 1.
+    FILE is JSONL or Parquet with the columns prompt, chosen, rejected and subset. A pair that could not be scored
+    counts as neither correct nor wrong; the exit code is then 1.
     """
     from workers.commands.rewardbench.rewardbench import run_rewardbench
 
@@ -82,19 +82,21 @@ def rewardbench(file: Path, urls: tuple[str, ...], reference: Path | None, as_js
 @click.option("--rewards", "file", type=options.FILE, metavar="FILE", help="A TOML file with [[rewards]].")
 @click.option("refs", "--reward", multiple=True, metavar="REF", help="A reward function; may be repeated.")
 @click.option(
-    "--name", default="", help="Of the comparison: RUN/rescored/NAME; the file's, or 'rescored', unless given."
+    "--name",
+    default="",
+    help="Name of the comparison, stored in RUN/rescored/NAME; default: the file's name, or 'rescored'.",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="Another folder for it.")
+@click.option("--out", type=click.Path(path_type=Path), help="Store the comparison in this folder instead.")
 @options.json
 def rescore(target: str, file: Path | None, refs: tuple[str, ...], name: str, out: Path | None, as_json: bool) -> None:
-    """Score a run's archived groups with other reward functions, and compare. Nothing is sampled.
+    """Score a run's archived groups with other reward functions and compare. Nothing is sampled.
 
-    RUN is its folder, settings file or name; its own files are not changed. Reward functions see the environments'
-    frozen snapshots; what environments measured themselves stays as it was.
+    RUN is its folder, settings file or name; its files are not changed. Reward functions see the environments' frozen
+    snapshots; rewards that environments measured themselves are kept.
     """
     from workers.commands.rescore.rescore import rescore_and_print
 
     if (file is None) == (not refs):
-        raise click.UsageError("say what to score with: --rewards FILE, or --reward REF")
+        raise click.UsageError("give either --rewards FILE or --reward REF")
     log_errors_only("rescore")
     rescore_and_print(target, file, refs, name=name, out=out, as_json=as_json)

@@ -1,4 +1,4 @@
-"""Options and arguments that several commands have."""
+"""Options and arguments of several commands."""
 
 from pathlib import Path
 from typing import Final
@@ -10,7 +10,9 @@ PATH: Final = click.Path(exists=True, path_type=Path)
 """A file or a folder."""
 
 run = click.argument("target", metavar="[RUN]", required=False)
-redis = click.option("--redis", default="", metavar="URL", help="The run's server, if the run itself does not say.")
+redis = click.option(
+    "--redis", default="", metavar="URL", help="URL of the run's Redis server, if its folder does not name it."
+)
 overrides = click.option(
     "overrides", "--set", multiple=True, metavar="a.b=c", help="Override a setting; may be repeated."
 )

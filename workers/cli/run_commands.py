@@ -1,4 +1,4 @@
-"""Commands on a run that there is: look at it, steer it, audit and replay it, take its model out."""
+"""Commands on an existing run: status, control, audit, replay, users, export."""
 
 import sys
 from pathlib import Path
@@ -16,11 +16,11 @@ _ACL_ROLES: Final = ("feed", "rollout", "score", "train", "run", "operator", "vi
 @options.run
 @options.redis
 @options.json
-@click.option("--watch", is_flag=True, help="Look again every second, until the run has finished.")
+@click.option("--watch", is_flag=True, help="Repeat every second until the run has finished.")
 def queues(target: str | None, redis: str, as_json: bool, watch: bool) -> None:
     """Show where a run's prompts are. RUN is its folder, settings file or name.
 
-    Looking changes nothing. Without RUN: the one that goes on under runs/.
+    Read-only. Without RUN: the only running run under runs/.
     """
     from workers.commands.queues import show_queues
 
@@ -28,8 +28,8 @@ def queues(target: str | None, redis: str, as_json: bool, watch: bool) -> None:
     show_queues(target, redis, as_json=as_json, watch=watch)
 
 
-def _control_command(name: Literal["pause", "resume", "stop"], what: str) -> click.Command:
-    @click.command(name, help=what)
+def _control_command(name: Literal["pause", "resume", "stop"], text: str) -> click.Command:
+    @click.command(name, help=text)
     @options.run
     @options.redis
     def command(target: str | None, redis: str) -> None:
@@ -41,37 +41,35 @@ def _control_command(name: Literal["pause", "resume", "stop"], what: str) -> cli
     return command
 
 
-pause = _control_command("pause", "Hand out no new prompts; what is in hand is finished, scored and trained.")
-resume = _control_command("resume", "Let a paused run go on.")
-stop = _control_command(
-    "stop", "Let every role drain, and the trainer keep a checkpoint; `penstock run` goes on from there."
-)
+pause = _control_command("pause", "Start no new prompts. Groups in progress are finished, scored and trained.")
+resume = _control_command("resume", "Continue a paused run.")
+stop = _control_command("stop", "Stop every role after a drain and a checkpoint. `penstock run` resumes the run.")
 
 
 @click.command()
 @options.run
 @options.redis
 @options.json
-@click.option("--all", "every", is_flag=True, help="Tell of all that are lost or counted twice, not of some.")
-def audit(target: str | None, redis: str, as_json: bool, every: bool) -> None:
-    """Say where each prompt fed has ended; exit code 1 if any is lost or counted twice.
+@click.option("--all", "show_all", is_flag=True, help="Show all findings, not only the first ones.")
+def audit(target: str | None, redis: str, as_json: bool, show_all: bool) -> None:
+    """Account for every prompt that was fed; exit code 1 if any is lost or counted twice.
 
-    RUN is its folder, settings file or name; it may go on, rest, or have ended. Looking changes nothing.
+    RUN is its folder, settings file or name; it may be running, stopped or finished. Read-only.
     """
     from workers.commands.audit import show_audit
 
     log_errors_only("audit")
-    sys.exit(show_audit(target, redis, as_json=as_json, show_all=every))
+    sys.exit(show_audit(target, redis, as_json=as_json, show_all=show_all))
 
 
 @click.command()
 @options.run
 @options.json
 def replay(target: str | None, as_json: bool) -> None:
-    """Train a run's groups again, in the order of its ledger; exit code 1 if that gives other weights.
+    """Train a run's groups again in the order of its ledger; exit code 1 if the weights differ.
 
     RUN is its folder, settings file or name. The groups come from its archive (archive.keep = "all"); the weights are
-    compared with its checkpoints bit for bit. Nothing of the run is changed.
+    compared with its checkpoints bit for bit. The run is not changed.
     """
     from workers.commands.replay import show_replay
 
@@ -81,14 +79,12 @@ def replay(target: str | None, as_json: bool) -> None:
 
 @click.command()
 @click.argument("target", metavar="RUN")
-@click.option(
-    "roles", "--role", multiple=True, type=click.Choice(_ACL_ROLES), help="All unless given; may be repeated."
-)
+@click.option("roles", "--role", multiple=True, type=click.Choice(_ACL_ROLES), help="May be repeated; default: all.")
 def acl(target: str, roles: tuple[str, ...]) -> None:
-    """Print an aclfile with a user for each role of RUN, that may do its work there and nothing else.
+    """Print an aclfile with one user for each role of RUN, with the least permissions that it needs.
 
-    RUN is a folder, a settings file or a name; it need not have begun. The users have no passwords, so nobody can be
-    them before you add some.
+    RUN is a folder, a settings file or a name; it need not have started. The users have no passwords and cannot log in
+    before you add some.
     """
     from workers.commands.acl import print_acl
 

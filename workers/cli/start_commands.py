@@ -1,4 +1,4 @@
-"""Commands that start something: a demo, a run, one of its roles, an engine."""
+"""Commands that start a demo, a run, one of its roles, or an engine."""
 
 import sys
 from pathlib import Path
@@ -11,21 +11,21 @@ from workers.cli.command_group import current_command, exit_process
 
 
 @click.command()
-@click.option("--seed", default=1, show_default=True, help="Of model, data and run.")
+@click.option("--seed", default=1, show_default=True, help="Seed of model, data and run.")
 @click.option(
     "--folder",
     type=click.Path(path_type=Path),
-    help="The run's folder; runs/demo unless given, and one of its own for another seed, length or control.",
+    help="The run's folder; default: runs/demo, with a suffix for another seed, length or control.",
 )
 @click.option("--steps", default=None, type=click.IntRange(1), help="Optimizer steps.")
-@click.option("--control", type=click.Choice(["zero-lr", "permuted"]), help="A run that must not learn.")
+@click.option("--control", type=click.Choice(["zero-lr", "permuted"]), help="A control run that must not learn.")
 @click.option("--prepare", "only_prepare", is_flag=True, help="Make the model, its warm start and run.toml, and stop.")
 @click.option("--engine", type=click.Choice(["local", "vllm"]), default="local", show_default=True)
 @click.option(
     "--vllm-python",
     default="",
     metavar="PATH",
-    help="An interpreter that has vLLM, or its virtual environment; else $PENSTOCK_VLLM, .cache/vllm, our own.",
+    help="Interpreter with vLLM, or its virtual environment; default: $PENSTOCK_VLLM, .cache/vllm, this interpreter.",
 )
 @options.json
 def demo(
@@ -52,7 +52,7 @@ def demo(
 
 
 def _demo_folder(seed: int, steps: int | None, control: str | None, engine: str | None) -> Path:
-    """A demo that is another run than the plain one lives elsewhere, so that both can be resumed."""
+    """Return a folder of its own for each variant of the demo, so that every one can be resumed."""
     parts = [engine or "", f"seed{seed}" if seed != 1 else "", f"{steps}steps" if steps else "", control or ""]
     return Path("runs") / "-".join(["demo", *filter(None, parts)])
 
@@ -63,9 +63,9 @@ def _demo_folder(seed: int, steps: int | None, control: str | None, engine: str 
 @options.json
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def run(file: Path, overrides: tuple[str, ...], as_json: bool, quiet: bool) -> None:
-    """Run what FILE describes on this machine, or resume it.
+    """Start the run that FILE describes on this machine, or resume it.
 
-    Ctrl-C drains and stops; `penstock run runs/NAME/run.toml` goes on from there.
+    Ctrl-C drains and stops; `penstock run runs/NAME/run.toml` resumes.
     """
     from workers.run.run_command import run
 
@@ -75,31 +75,37 @@ def run(file: Path, overrides: tuple[str, ...], as_json: bool, quiet: bool) -> N
 @click.command()
 @click.argument("target", metavar="FILE|MODEL_FOLDER", type=options.PATH)
 @click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", default=8000, show_default=True, help="0: a free one, told on the first line.")
+@click.option("--port", default=8000, show_default=True, help="0: a free one, printed on the first line.")
 @click.option(
     "--runner",
     type=click.Choice(["auto", "generate", "pooling"]),
     default="auto",
     show_default=True,
-    help="pooling: scores of a sequence classifier, by POST /classify; auto: what config.json says.",
+    help="pooling: a sequence classifier, at POST /classify; auto: as config.json says.",
 )
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="model.dtype, or float32, unless given.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Default: model.dtype, or float32.")
 @options.overrides
 def serve(target: Path, host: str, port: int, runner: Any, dtype: str | None, overrides: tuple[str, ...]) -> None:
     """Serve a model: a policy, or a reward model.
 
-    With the local engine, or, where FILE or --set says engine.server = "vllm", a policy with vLLM.
+    Uses the local engine, or vLLM if FILE or --set has engine.server = "vllm".
     """
     from workers.run.role_process import run_engine
 
     exit_process(run_engine(target, host, port, overrides, runner, dtype or ""))
 
 
-def _role_command(role: str, what: str) -> click.Command:
-    @click.command(role, help=what)
+def _role_command(role: str, text: str) -> click.Command:
+    @click.command(role, help=text)
     @click.argument("file", type=options.FILE)
-    @click.option("--redis", default="", metavar="URL", help="The run's server; run.redis unless given.")
-    @click.option("engines", "--engine", multiple=True, metavar="URL", help="An engine; engine.urls unless given.")
+    @click.option("--redis", default="", metavar="URL", help="URL of the run's Redis server; default: run.redis.")
+    @click.option(
+        "engines",
+        "--engine",
+        multiple=True,
+        metavar="URL",
+        help="URL of an engine; may be repeated; default: engine.urls.",
+    )
     @options.overrides
     def command(file: Path, redis: str, engines: tuple[str, ...], overrides: tuple[str, ...]) -> None:
         from workers.run.role_process import run_role, run_trainer
@@ -111,7 +117,7 @@ def _role_command(role: str, what: str) -> click.Command:
     return command
 
 
-feed = _role_command("feed", "One role of a run: put prompts into the pipe.")
-rollout = _role_command("rollout", "One role of a run: play episodes. As many processes as you like.")
-score = _role_command("score", "One role of a run: measure rewards. As many processes as you like.")
-train = _role_command("train", "One role of a run: train, publish, keep checkpoints.")
+feed = _role_command("feed", "One role of a run: feed prompts.")
+rollout = _role_command("rollout", "One role of a run: sample episodes. Start any number of processes.")
+score = _role_command("score", "One role of a run: measure rewards. Start any number of processes.")
+train = _role_command("train", "One role of a run: train, publish weights, save checkpoints.")

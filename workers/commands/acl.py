@@ -1,4 +1,4 @@
-"""`penstock acl`: the users that a server needs for a run, as an aclfile has them."""
+"""`penstock acl`: the Redis users that a run needs, in the format of an aclfile."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -7,25 +7,26 @@ import msgspec
 
 from stream.errors import SettingsError
 from stream.operator.acl import ACL_ROLES, AclRole, aclfile_line
+from workers.commands.output import print_line
 from workers.run.run_info import find_settings_file
 from workers.settings import Run
 from workers.settings.toml_file import load_settings
 
 
 def print_acl(target: str, roles: Sequence[str]) -> None:
-    """Print a line for each role.
+    """Print one line for each role.
 
     Args:
-        target: the run's folder or settings file, else its name; it need not have begun.
-        roles: all of them if none is named.
+        target: the run's folder, its settings file or its name. The run need not have started.
+        roles: empty: all roles.
 
     Raises:
-        SettingsError: no run could have that name.
+        SettingsError: the target cannot be the name of a run.
     """
     file = find_settings_file(target)
     run = load_settings(file).run.name if file else _run_name(target)
     for role in roles or ACL_ROLES:
-        print(aclfile_line(cast("AclRole", role), run))  # noqa: T201  (this is the command's output)
+        print_line(aclfile_line(cast("AclRole", role), run))
 
 
 def _run_name(target: str) -> str:
@@ -34,4 +35,6 @@ def _run_name(target: str) -> str:
             raise SettingsError(f"{target}: no such file")
         return msgspec.convert({"name": target}, Run).name
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{target} is no settings file, no run's folder, and no name of a run: {error}") from error
+        raise SettingsError(
+            f"{target} is not a settings file, not a run's folder, and not a name for a run: {error}"
+        ) from error

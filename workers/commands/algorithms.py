@@ -1,4 +1,4 @@
-"""`penstock algorithms`: every registered function of the mathematics, with its options, formula and source."""
+"""`penstock algorithms`: list every estimator, loss, rule and preset with options, formula and source."""
 
 import json
 from collections.abc import Mapping
@@ -36,21 +36,21 @@ _KINDS: Final[tuple[tuple[str, Registry[Any]], ...]] = (
     ("correction.weights", IMPORTANCE_LEVELS),
     ("correction.reject", REJECTIONS),
 )
-"""Each with the key of the settings that picks from it."""
+"""Registries, each with the settings key that selects from it."""
 
 
 class AlgorithmEntry(Struct, kw_only=True):
-    """One function, as `--json` says it."""
+    """One function, as `--json` prints it."""
 
     name: str
     options: dict[str, Any]
-    """With their defaults, where the settings have a table for this name; else null."""
+    """Option names with their defaults; null where the settings have no table for this name."""
     formula: str
     source: str
 
 
 def show_algorithms(*, as_json: bool) -> None:
-    """Print them all."""
+    """Print all of them."""
     found = {
         kind: [_entry(kind, registry[name]) for name in _names_in_settings_order(kind, registry)]
         for kind, registry in _KINDS
@@ -66,7 +66,7 @@ def show_algorithms(*, as_json: bool) -> None:
 
 
 def _print(console: Console, kind: str, entries: Mapping[str, list[str]]) -> None:
-    """One kind: names on the left, what is to be said of each on the right."""
+    """Print one kind: names on the left, descriptions on the right."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="bold")
     grid.add_column()
@@ -86,13 +86,13 @@ def _preset_lines(preset: Preset) -> list[str]:
     low, high = preset.weight_range
     weights = f"{preset.weights}, {preset.out_of_range} outside {low:g} ... {high:g}"
     rules = [f"reject {rule} {low:g} ... {high:g}" for rule, (low, high) in preset.reject.items()]
-    told = [f"weights {weights}" if preset.weights != "none" else "no weights", *rules]
+    parts = [f"weights {weights}" if preset.weights != "none" else "no weights", *rules]
     loss = "reinforce" if preset.loss == "reinforce" else "a loss with a ratio"
-    return ["; ".join([*told, f"proximal {'engine' if preset.bypass else 'recompute'}, {loss}"])]
+    return ["; ".join([*parts, f"proximal {'engine' if preset.bypass else 'recompute'}, {loss}"])]
 
 
 def _names_in_settings_order(kind: str, registry: Registry[Any]) -> list[str]:
-    """Names in the order of the settings, where these have an order."""
+    """Return the names in the order of the settings; for other registries, in their own order."""
     table = sections().get(kind.partition(".")[0], [])
     return [str(k.__struct_config__.tag) for k in table] if len(table) > 1 else list(registry)
 

@@ -1,4 +1,4 @@
-"""`penstock audit`: where each prompt fed has ended. Looking changes nothing, and creates no key."""
+"""`penstock audit`: account for every prompt that was fed. Read-only; it creates no key."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -15,21 +15,22 @@ from stream.errors import PenstockError, ServerError
 from stream.operator.audit import AuditInput, AuditReport, audit
 from stream.operator.run_scan import RunScan, scan_run
 from stream.trainer.ledger import read_ledger
+from workers.commands.output import print_json
 from workers.commands.prompt_index import PromptIndex
+from workers.commands.run_files import saved_settings
 from workers.feed.dataset_mix import DatasetMix, open_dataset_mix
 from workers.run.run_info import RunLocation, find_run, with_run
 from workers.run.summary import latest_progress
 from workers.settings import Settings
-from workers.settings.toml_file import load_settings
 
 _MAX_FINDINGS_SHOWN = 20
-"""Told without `--all`."""
+"""Without `--all`."""
 _MAX_AUDITS = 4
 _MAX_BROKEN_LINES_SHOWN = 5
 
 
 class RunFiles(Struct, frozen=True):
-    """What lies in files: enough to audit by, together with a census of the server."""
+    """The files of a run that an audit reads, besides a scan of the server."""
 
     settings: Settings
     folder: Path
@@ -38,40 +39,39 @@ class RunFiles(Struct, frozen=True):
 
 
 def show_audit(target: str | None, redis: str, *, as_json: bool = False, show_all: bool = False) -> int:
-    """Print where each prompt fed has ended. Returns the exit code: 1 if any is lost, or counted twice.
+    """Print where each prompt ended. Returns the exit code: 1 if any is lost or counted twice.
 
     Raises:
-        PenstockError: no such run, or its prompt file is gone.
+        PenstockError: there is no such run, or its prompt file is gone.
     """
-    place = find_run(target, redis, must_have_begun=False)
-    report = audit_run(place)
+    location = find_run(target, redis, must_have_begun=False)
+    report = audit_run(location)
     if as_json:
-        told = {"run": place.run} | msgspec.to_builtins(report)
-        print(msgspec.json.encode(told).decode(), flush=True)  # noqa: T201  (this is the command's output)
+        print_json({"run": location.run} | msgspec.to_builtins(report))
     else:
-        _print_report(place.run, report, show_all)
+        _print_report(location.run, report, show_all)
     return 0 if report.clean else 1
 
 
-def audit_run(place: RunLocation) -> AuditReport:
-    """Audit a run that goes on, rests, or has ended; from its files alone where there is no server.
+def audit_run(location: RunLocation) -> AuditReport:
+    """Audit a running, stopped or finished run; from its files alone if there is no server.
 
     Raises:
-        PenstockError: nothing of it is there, or its prompt file is gone.
+        PenstockError: the run has neither a server nor files, or its prompt file is gone.
     """
-    files = _read_run_files(place)
-    if not place.url and not (files.folder / "redis").is_dir():
-        return _audit_without_server(files, f"{files.folder / 'redis'} is not there")
+    files = _read_run_files(location)
+    if not location.url and not (files.folder / "redis").is_dir():
+        return _audit_without_server(files, f"{files.folder / 'redis'} does not exist")
     try:
-        return with_run(place, partial(_audit_on_server, files))
+        return with_run(location, partial(_audit_on_server, files))
     except ServerError as error:
         return _audit_without_server(files, str(error))
 
 
 async def audit_until_stable(audit_once: Callable[[], Awaitable[AuditReport]]) -> AuditReport:
-    """Look again where something is wrong: in a run that goes on a prompt may move back while it is looked for.
+    """Repeat an audit with findings until two in a row have the same ones.
 
-    What is wrong must be wrong in two looks, one after the other.
+    In a running run, a prompt may move to an earlier stage while the scan passes it, and seem lost.
     """
     report = await audit_once()
     for _ in range(_MAX_AUDITS - 1):
@@ -90,82 +90,80 @@ def _problem_prompts(report: AuditReport) -> tuple[set[str], set[str]]:
 async def _audit_on_server(files: RunFiles, connection: RunConnection) -> AuditReport:
     async def audit_once() -> AuditReport:
         try:
-            census = await scan_run(connection)
+            scan = await scan_run(connection)
         except ServerError:
             raise
-        except PenstockError as error:  # it was emptied
+        except PenstockError as error:  # the server has no data of this run
             return await anyio.to_thread.run_sync(_audit_without_server, files, str(error))
-        return await anyio.to_thread.run_sync(_audit_with_server, files, census)
+        return await anyio.to_thread.run_sync(_audit_with_server, files, scan)
 
     return await audit_until_stable(audit_once)
 
 
-def _read_run_files(place: RunLocation) -> RunFiles:
-    if place.folder is None or place.settings is None:
-        raise PenstockError(f"an audit of run {place.run!r} reads its ledger: name its folder, or its settings file")
-    kept = place.folder / "run.toml"
-    settings = load_settings(kept) if kept.is_file() else place.settings
-    if not place.url and not any((place.folder / name).exists() for name in ("redis", "ledger.jsonl")):
-        raise PenstockError(f"the run in {place.folder} has not begun: there is neither a server nor a ledger")
-    mixture = open_dataset_mix(settings)
-    return RunFiles(settings, place.folder, mixture, PromptIndex(mixture))
+def _read_run_files(location: RunLocation) -> RunFiles:
+    settings, folder = saved_settings(location, "an audit")
+    if not location.url and not any((folder / name).exists() for name in ("redis", "ledger.jsonl")):
+        raise PenstockError(f"the run in {folder} has not begun: there is neither a server nor a ledger")
+    dataset_mix = open_dataset_mix(settings)
+    return RunFiles(settings, folder, dataset_mix, PromptIndex(dataset_mix))
 
 
-def _audit_with_server(files: RunFiles, census: RunScan) -> AuditReport:
-    """Audit by a server's census, and by checkpoint and ledger as they are after it."""
+def _audit_with_server(files: RunFiles, scan: RunScan) -> AuditReport:
+    """Audit with a scan of the server, and with checkpoint and ledger as they are after it."""
     checkpointed = _checkpointed_ledger_bytes(files.folder)
     lines, broken = read_ledger(_ledger_path(files))
-    is_own_feeder = not census.cursor or census.cursor.isdecimal()
+    is_own_feeder = not scan.cursor or scan.cursor.isdecimal()
     fed = {
         entry.prompt
-        for entry in census.entries
+        for entry in scan.entries
         if entry.prompt and (not is_own_feeder or entry.prompt in files.prompt_index)
     }
     if is_own_feeder:
-        seen = fed | census.unfinished | census.dropped_dead | {written.record.prompt for written in lines}
-        seen |= {letter.prompt for letter in census.dead if letter.ends_prompt}
-        passed = files.prompt_index.ids_before(int(census.cursor or 0))
-        fed |= passed - files.prompt_index.invalid_ids(passed - seen)
-    report = audit(AuditInput(fed=fed, ledger=lines, checkpointed_bytes=checkpointed, scan=census))
+        seen = fed | scan.unfinished | scan.dropped_dead | {line.record.prompt for line in lines}
+        seen |= {letter.prompt for letter in scan.dead if letter.ends_prompt}
+        before_cursor = files.prompt_index.ids_before(int(scan.cursor or 0))
+        fed |= before_cursor - files.prompt_index.invalid_ids(before_cursor - seen)
+    report = audit(AuditInput(fed=fed, ledger=lines, checkpointed_bytes=checkpointed, scan=scan))
     report.notes += _ledger_notes(files, checkpointed, broken)
     if not is_own_feeder:
         report.notes.append(
-            f"another feeder than ours fed it (cursor {census.cursor!r}): what left no trace is not missed"
+            f"a custom feeder fed this run (cursor {scan.cursor!r}): prompts that left no trace cannot be missed"
         )
-    if report.lost and census.data_fingerprint and census.data_fingerprint != files.dataset_mix.fingerprint():
+    if report.lost and scan.data_fingerprint and scan.data_fingerprint != files.dataset_mix.fingerprint():
         report.notes.append(
-            f"{files.dataset_mix.paths} has changed since it was fed, so some may be called lost that are not"
+            f"{files.dataset_mix.paths} has changed since the run read it, so some prompts may be reported lost by "
+            "mistake"
         )
     return report
 
 
 def _audit_without_server(files: RunFiles, reason: str) -> AuditReport:
-    """Audit by ledger, checkpoint and prompt file alone."""
+    """Audit with ledger, checkpoint and prompt file alone."""
     checkpointed = _checkpointed_ledger_bytes(files.folder)
     lines, broken = read_ledger(_ledger_path(files))
     report = audit(AuditInput(fed=frozenset(), ledger=lines, checkpointed_bytes=checkpointed))
-    ended = {written.record.prompt for written in lines if written.record.prompt in files.prompt_index}
+    ended = {line.record.prompt for line in lines if line.record.prompt in files.prompt_index}
     report.notes.append(f"the server was not audited: {reason}")
     if unknown := files.prompt_index.total_prompts - len(ended):
         report.notes.append(
-            f"{unknown} of {files.prompt_index.total_prompts} rows of {files.dataset_mix.paths} have no end in the ledger: without "
-            "the server nobody knows which of them were fed; a run that goes on feeds them"
+            f"{unknown} of {files.prompt_index.total_prompts} rows of {files.dataset_mix.paths} are not in the ledger; "
+            "without the server it is unknown which of them were fed; a resumed run feeds them"
         )
     report.notes += _ledger_notes(files, checkpointed, broken)
     return report
 
 
 def _ledger_notes(files: RunFiles, checkpointed: int | None, broken: list[str]) -> list[str]:
-    """What is odd about the ledger."""
+    """Return what is wrong with the ledger file."""
     path = _ledger_path(files)
     size = path.stat().st_size if path.exists() else 0
     notes = broken[:_MAX_BROKEN_LINES_SHOWN]
     if len(broken) > len(notes):
         notes.append(f"{len(broken) - len(notes)} more lines of {path} are broken")
     if checkpointed is None and size:
-        notes.append("there is no checkpoint: whether one ever held what is in the ledger is not known")
+        notes.append("there is no checkpoint, so it is unknown whether the ledger was ever part of one")
     elif checkpointed is not None and checkpointed > size:
-        notes.append(f"{path} has {size} bytes, but the newest checkpoint was made when it had {checkpointed}")
+        notes.append(f"{path} has {size} bytes, but the latest checkpoint was saved when it had {checkpointed}")
     return notes
 
 
@@ -174,33 +172,32 @@ def _ledger_path(files: RunFiles) -> Path:
 
 
 def _checkpointed_ledger_bytes(folder: Path) -> int | None:
-    """Bytes of the ledger that the newest whole checkpoint holds; None where there never was a checkpoint."""
-    there = next((folder / "checkpoints").glob("step-*"), None)
-    return latest_progress(folder).ledger_bytes if there else None
+    """Return the size of the ledger at the latest complete checkpoint; None if there is no checkpoint."""
+    checkpoint = next((folder / "checkpoints").glob("step-*"), None)
+    return latest_progress(folder).ledger_bytes if checkpoint else None
 
 
 def _print_report(run: str, report: AuditReport, show_all: bool) -> None:
-    """The report for people."""
     console = Console(highlight=False, markup=False)
     console.print(f"{run}   {report.fed:,} prompts fed", soft_wrap=True)
     console.print(_table(report))
     for title, found in (("lost", report.lost), ("counted twice", report.twice)):
-        told = found if show_all else found[:_MAX_FINDINGS_SHOWN]
-        for each in told:
+        shown = found if show_all else found[:_MAX_FINDINGS_SHOWN]
+        for each in shown:
             console.print(f"{title}: {each.prompt}", style="red", soft_wrap=True)
-            for fact in each.evidence:
-                console.print(f"    {fact}", soft_wrap=True)
-        if len(told) < len(found):
-            console.print(f"and {len(found) - len(told):,} more {title}; --all tells all", soft_wrap=True)
+            for line in each.evidence:
+                console.print(f"    {line}", soft_wrap=True)
+        if len(shown) < len(found):
+            console.print(f"and {len(found) - len(shown):,} more {title}; --all shows all", soft_wrap=True)
     for note in report.notes:
         console.print(f"note: {note}", style="yellow", soft_wrap=True)
     console.print(verdict(report), style="green" if report.clean else "red", soft_wrap=True)
 
 
 def verdict(report: AuditReport) -> str:
-    """One line that says whether it is clean."""
+    """Return one line that says whether the run is clean."""
     if report.clean:
-        return "clean: nothing is lost, nothing is counted twice"
+        return "clean: no prompt is lost or counted twice"
     return f"not clean: {len(report.lost):,} lost, {len(report.twice):,} counted twice"
 
 
@@ -214,12 +211,12 @@ def _table(report: AuditReport) -> Table:
         ("dead", report.dead),
         *((f"outstanding: {stage}", n) for stage, n in report.outstanding.items()),
         ("lost", len(report.lost)),
-        ("twice", len(report.twice)),
+        ("counted twice", len(report.twice)),
     ]
     for name, n in rows:
         table.add_row(name, f"{n:,}")
     if report.unsaved:
-        table.add_row("(ended, but in no checkpoint yet)", f"{report.unsaved:,}", style="bright_black")
+        table.add_row("(ended, in no checkpoint yet)", f"{report.unsaved:,}", style="bright_black")
     if report.junk:
-        table.add_row("(junk beside them)", f"{report.junk:,}", style="bright_black")
+        table.add_row("(entries that are not prompts of this run)", f"{report.junk:,}", style="bright_black")
     return table

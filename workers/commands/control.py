@@ -1,4 +1,4 @@
-"""`penstock pause`, `resume` and `stop`: an operator's word to a run that goes on, wherever its roles are."""
+"""`penstock pause`, `resume` and `stop`: control a run through its server, wherever its processes are."""
 
 import getpass
 import os
@@ -7,42 +7,43 @@ import socket
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
 from stream.operator.run_control import ControlCommand, pause, resume, stop
+from workers.commands.output import print_line
 from workers.run.run_info import find_run, with_run
 
 _SENDERS = {"pause": pause, "resume": resume, "stop": stop}
 _CONFIRMATIONS = {
-    "pause": "is paused: what is in hand is finished, scored and trained; `penstock resume` lets it go on",
-    "resume": "goes on",
-    "stop": "was asked to stop: its workers finish or give back what they hold, its trainer keeps a checkpoint",
+    "pause": "is paused: groups in progress are finished, scored and trained; `penstock resume` continues the run",
+    "resume": "continues",
+    "stop": "is stopping: workers finish or release what they hold, and the trainer saves a checkpoint",
 }
 
 
 def send_command(command: ControlCommand, target: str | None, redis: str) -> None:
-    """Say a word to a run, and print what comes of it.
+    """Send a command to a run and print the result.
 
     Raises:
-        PenstockError: no such run, it does not go on, or there is nothing to do.
+        PenstockError: there is no such run, it is not running, or the command would change nothing.
     """
-    place = find_run(target, redis)
-    if not place.url:
+    location = find_run(target, redis)
+    if not location.url:
         raise PenstockError(
-            f"run {place.run!r} does not go on, so there is nothing to {command}; `penstock run "
-            f"{place.folder}/run.toml` starts it"
+            f"run {location.run!r} is not running, so there is nothing to {command}; `penstock run "
+            f"{location.folder}/run.toml` starts it"
         )
-    who = operator_name()
+    operator = operator_name()
 
-    async def main(connection: RunConnection) -> bool:
-        return await _SENDERS[command](connection, who)
+    async def send(connection: RunConnection) -> bool:
+        return await _SENDERS[command](connection, operator)
 
-    trained = with_run(place, main)
-    nobody = "" if trained else " (no trainer holds it at the moment)"
-    print(f"run {place.run!r} {_CONFIRMATIONS[command]}{nobody}", flush=True)  # noqa: T201  (this is the command's output)
+    has_trainer = with_run(location, send)
+    note = "" if has_trainer else " (no trainer is connected at the moment)"
+    print_line(f"run {location.run!r} {_CONFIRMATIONS[command]}{note}")
 
 
 def operator_name() -> str:
-    """USER@HOST, as the others shall read it."""
+    """Return USER@HOST, which other operators see beside a command."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container may run as a number that has no name
+    except (KeyError, OSError):  # a container may run as a user id without a name
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"

@@ -1,4 +1,4 @@
-"""`penstock dead`: what no worker could finish, and what is to become of it."""
+"""`penstock dead`: list, show, retry or drop the entries that no worker could finish."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
@@ -14,19 +14,20 @@ from stream.errors import PenstockError, RecordError
 from stream.operator.dead_letters import DeadLetter, drop_dead_letters, list_dead_letters, retry_dead_letters
 from stream.operator.run_status import read_status
 from stream.records import Group, Prompt, Row
+from workers.commands.output import print_json
 from workers.run.run_info import find_run, with_run
 
 _HEX_BYTES = 512
 
 
 def list_dead(target: str | None, redis: str, ids: Sequence[str] = (), *, as_json: bool = False) -> None:
-    """Print what died where and why: all dead letters, unless some are named."""
-    found = _visit(target, redis, lambda connection: _select_letters(connection, ids))
+    """Print stage, reason and error of each dead letter. `ids`: only these; empty: all."""
+    letters = _with_connection(target, redis, lambda connection: _select_letters(connection, ids))
     if as_json:
-        _print_json([_metadata(letter) for letter in found])
+        print_json([_metadata(letter) for letter in letters])
         return
     console = Console(highlight=False, markup=False)
-    for letter in found:
+    for letter in letters:
         failures = letter.infra_failures + letter.data_failures
         head = (
             (letter.id, "bold"),
@@ -37,39 +38,39 @@ def list_dead(target: str | None, redis: str, ids: Sequence[str] = (), *, as_jso
         )
         console.print(Text.assemble(*head), soft_wrap=True)
         console.print(f"    {letter.error}", soft_wrap=True)
-    if not found:
+    if not letters:
         console.print("no dead letters")
 
 
 def show_dead(target: str | None, redis: str, ids: Sequence[str] = (), *, as_json: bool = False) -> None:
-    """Print dead letters with their records, all of them unless some are named."""
-    found = _visit(target, redis, lambda connection: _select_letters(connection, ids))
-    told = [_metadata(letter) | read_payload(letter) for letter in found]
+    """Print dead letters with their decoded content. `ids`: only these; empty: all."""
+    letters = _with_connection(target, redis, lambda connection: _select_letters(connection, ids))
+    contents = [_metadata(letter) | read_payload(letter) for letter in letters]
     if as_json:
-        _print_json(told)
+        print_json(contents)
         return
     console = Console()
-    for letter in told:
-        dump = letter.pop("hex", "")
-        console.print_json(msgspec.json.encode(letter).decode())
+    for content in contents:
+        dump = content.pop("hex", "")
+        console.print_json(msgspec.json.encode(content).decode())
         if dump:
             console.print(dump, highlight=False, markup=False)
-    if not told:
+    if not contents:
         console.print("no dead letters")
 
 
 def retry_dead(target: str | None, redis: str, ids: Sequence[str], *, as_json: bool = False) -> None:
-    """Put dead letters back into their stages; all of them if none is named."""
+    """Put dead letters back into their stages. `ids`: only these; empty: all."""
     _change_letters(target, redis, ids, as_json, retry_dead_letters, "retried")
 
 
 def drop_dead(target: str | None, redis: str, ids: Sequence[str], *, as_json: bool = False) -> None:
-    """Delete dead letters; all of them if none is named."""
+    """Delete dead letters. `ids`: only these; empty: all."""
     _change_letters(target, redis, ids, as_json, drop_dead_letters, "dropped")
 
 
 def read_payload(letter: DeadLetter) -> dict[str, Any]:
-    """What is in a letter: `record` where it can be read, else `unreadable` (why) and `hex` (how it begins)."""
+    """Return the content of a letter: its `record`, or why it is `unreadable` and how its bytes begin (`hex`)."""
     kind: type[Prompt | Group] = Prompt if letter.stage == "prompts" else Group
     try:
         return {"record": _to_plain(decode(letter.payload, kind))}
@@ -78,7 +79,7 @@ def read_payload(letter: DeadLetter) -> dict[str, Any]:
 
 
 def hex_dump(data: bytes) -> str:
-    """Sixteen bytes a line: offset, hexadecimal, and the printable ones as text."""
+    """Return 16 bytes per line: offset, hexadecimal, printable characters."""
     lines = []
     for start in range(0, len(data), 16):
         part = data[start : start + 16]
@@ -87,14 +88,14 @@ def hex_dump(data: bytes) -> str:
     return "\n".join(lines)
 
 
-def _visit(
+def _with_connection(
     target: str | None, redis: str, main: Callable[[RunConnection], Awaitable[list[DeadLetter]]]
 ) -> list[DeadLetter]:
     return with_run(find_run(target, redis), main)
 
 
 async def _select_letters(connection: RunConnection, ids: Sequence[str]) -> list[DeadLetter]:
-    """The letters with these ids, or all of them."""
+    """Return the letters with these ids; all of them if there are none."""
     if not ids:
         view = await read_status(connection)
         return await list_dead_letters(connection, count=max(1, view.dead))
@@ -120,15 +121,15 @@ def _change_letters(
         await change(connection, [letter.id for letter in chosen])
         return chosen
 
-    chosen = _visit(target, redis, main)
+    chosen = _with_connection(target, redis, main)
     if as_json:
-        _print_json({past_tense: [letter.id for letter in chosen]})
+        print_json({past_tense: [letter.id for letter in chosen]})
     else:
         Console().print(f"{past_tense} {len(chosen)} dead letter{'' if len(chosen) == 1 else 's'}")
 
 
 def _metadata(letter: DeadLetter) -> dict[str, Any]:
-    """A letter without its payload."""
+    """Return a letter without its payload."""
     facts = {name: getattr(letter, name) for name in letter.__struct_fields__ if name != "payload"}
     return facts | {"died_at": _died_at(letter).isoformat(timespec="seconds")}
 
@@ -138,7 +139,7 @@ def _died_at(letter: DeadLetter) -> datetime:
 
 
 def _to_plain(value: Any) -> Any:
-    """A record as plain values, token buffers as numbers."""
+    """Return a record as plain values, with token buffers as lists of numbers."""
     if isinstance(value, Row):
         fields = {name: getattr(value, name) for name in value.__struct_fields__}
         buffers = {
@@ -154,7 +155,3 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_to_plain(item) for item in value]
     return msgspec.to_builtins(value)
-
-
-def _print_json(what: Any) -> None:
-    print(msgspec.json.encode(what).decode(), flush=True)  # noqa: T201  (this is the command's output)

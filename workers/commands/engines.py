@@ -1,9 +1,9 @@
-"""`penstock engines`: which engines a run has, and an operator's word on them."""
+"""`penstock engines`: list the engines of a run, add one, or remove one."""
 
 from datetime import UTC, datetime
 from functools import partial
 from http.client import HTTPException
-from typing import Any, Literal
+from typing import Literal
 from urllib.request import ProxyHandler, build_opener
 
 import anyio
@@ -23,110 +23,110 @@ from stream.operator.engine_overrides import (
     remove_engine,
 )
 from workers.commands.control import operator_name
+from workers.commands.output import print_json, print_line
 from workers.engine_api.discovery.addresses import normalize_engine_url, resolve_engines
 from workers.engine_api.wire import WeightInfo, policy_version
-from workers.run import run_info as live
-from workers.run.run_info import RunLocation, find_run, with_run
+from workers.run.run_info import RunLocation, find_run, read_run_info, with_run
 from workers.settings.engine import DNS_PREFIX
 
 _PROBE_TIMEOUT_S = 3.0
 _OPENER = build_opener(ProxyHandler({}))
-"""Workers ask engines without a proxy, too."""
+"""Without a proxy, as workers connect to engines."""
 
 
-Source = Literal["settings", "dns", "list"]
+Source = Literal["settings", "dns", "operator"]
 
 
 class EngineReport(Struct, kw_only=True):
-    """One engine, as `--json` says it; keys are only ever added."""
+    """One engine, as `--json` prints it."""
 
     url: str
     source: Source
-    """Who names it: the settings (or `penstock run`, which started it), a DNS name in them, the operator's list."""
+    """Who named it: the settings (or `penstock run`, which started it), a DNS name in them, or an operator."""
     removed: bool
-    """By an operator: it is asked for nothing, whoever names it."""
+    """An operator removed it; it gets no requests, even if the settings name it."""
     changed_by: str = ""
-    """Who had the last word on it; empty where nobody had one."""
+    """Operator who added or removed it last; empty: none."""
     changed_at: float | None = None
-    """When that was: Unix time in seconds, by the Redis server's clock."""
-    reachable: bool = False
-    """To this machine."""
+    """Unix time of that in seconds, by the Redis server's clock."""
+    healthy: bool = False
+    """It answers this machine."""
     error: str = ""
-    """It does not, if so."""
+    """Why it does not answer."""
     policy_version: int | None = None
-    """Policy version of its weights; None where it has none, or does not answer."""
+    """Policy version of its weights; None if it has none or does not answer."""
 
 
 def list_engines(target: str | None, redis: str, *, as_json: bool = False) -> None:
-    """Print the engines of a run, and whether each answers.
+    """Print the engines of a run and whether each answers.
 
     Raises:
-        PenstockError: no such run.
+        PenstockError: there is no such run.
     """
-    place = find_run(target, redis)
+    location = find_run(target, redis)
 
-    async def main(connection: RunConnection) -> list[EngineReport]:
-        return await _engine_reports(place, await read_engine_overrides(connection))
+    async def report(connection: RunConnection) -> list[EngineReport]:
+        return await _engine_reports(location, await read_engine_overrides(connection))
 
-    found = with_run(place, main)
+    reports = with_run(location, report)
     if as_json:
-        _print_json(found)
+        print_json(reports)
         return
     console = Console(highlight=False)
-    if not found:
+    if reports:
+        console.print(_table(reports))
+    else:
         console.print("no engines: neither the settings nor `penstock engines add` name one")
-        return
-    console.print(_table(found))
 
 
 def change_engine(action: Literal["add", "remove"], url: str, target: str | None, redis: str, *, as_json: bool) -> None:
-    """Add an engine to a run, or remove one, whoever named it; workers hear of it at once.
+    """Add an engine to a run or remove one, whoever named it. Workers follow the change immediately.
 
     Raises:
-        SettingsError: the URL is none.
-        PenstockError: no such run, or it does not go on.
+        SettingsError: the URL is invalid.
+        PenstockError: there is no such run, or it is not running.
     """
     url = normalize_engine_url(url)
-    place = find_run(target, redis)
+    location = find_run(target, redis)
     apply_change = add_engine if action == "add" else remove_engine
-    by = operator_name()
+    operator = operator_name()
 
-    async def main(connection: RunConnection) -> tuple[bool, EngineReport, bool]:
-        changed = await apply_change(connection, url, by)
-        report = EngineReport(url=url, source="list", removed=action == "remove")
+    async def change(connection: RunConnection) -> tuple[bool, EngineReport, bool]:
+        changed = await apply_change(connection, url, operator)
+        report = EngineReport(url=url, source="operator", removed=action == "remove")
         if action == "add":
             await _probe(report)
-        return changed, report, action == "remove" and await _no_engine_left(place, connection)
+        return changed, report, action == "remove" and await _no_engine_left(location, connection)
 
-    changed, report, none_left = with_run(place, main)
+    changed, report, none_left = with_run(location, change)
     if as_json:
-        said = {"url": url, "word": action, "changed": changed, "answers": report.reachable, "why": report.error}
-        _print_json(said | {"none_left": none_left})
+        result = {"url": url, "action": action, "changed": changed, "healthy": report.healthy, "error": report.error}
+        print_json(result | {"none_left": none_left})
         return
     done = "added to" if action == "add" else "removed from"
-    told = f"{url} {'is' if changed else 'was'} {done} run {place.run!r}{'' if changed else ' already'}"
+    text = f"{url} {'is' if changed else 'was'} {done} run {location.run!r}{'' if changed else ' already'}"
     if action == "remove":
-        told += ": it gets nothing new to do, and what it works on is finished"
+        text += ": it gets no new requests; running ones finish"
         if none_left:
-            told += "; it was the last one: the run waits for another, and ends if none is added"
-    elif report.reachable:
-        told += ": it is used as soon as the trainer has given it the current weights"
+            text += "; it was the last one: the run waits for another, and ends if none is added"
+    elif report.healthy:
+        text += ": it is used as soon as the trainer has sent it the current weights"
     else:
-        told += f", although it does not answer from here ({report.error}): it is used once it does"
-    print(told, flush=True)  # noqa: T201  (this is the command's output)
+        text += f"; it does not answer from here ({report.error}) and is used once it does"
+    print_line(text)
 
 
-async def _engine_reports(place: RunLocation, overrides: list[EngineOverride]) -> list[EngineReport]:
-    """Every engine that anybody names, the removed ones included; a name that does not resolve stands for its own."""
-    last = {word.url: word for word in overrides}
-    sources, unresolved = await _configured_engines(place)
-    kept = apply_engine_overrides(tuple(sources), overrides)
+async def _engine_reports(location: RunLocation, overrides: list[EngineOverride]) -> list[EngineReport]:
+    """Return every named engine, removed ones included. A DNS name that does not resolve is listed as itself."""
+    last_override = {override.url: override for override in overrides}
+    sources, unresolved = await _configured_engines(location)
+    in_use = apply_engine_overrides(tuple(sources), overrides)
     reports = []
-    for url in dict.fromkeys((*sources, *last)):
-        word = last.get(url)
-        report = EngineReport(url=url, source=sources.get(url, "list"), removed=url not in kept)
-        if word is not None:
-            report.changed_by, report.changed_at = word.set_by, word.set_at
+    for url in dict.fromkeys((*sources, *last_override)):
+        override = last_override.get(url)
+        report = EngineReport(url=url, source=sources.get(url, "operator"), removed=url not in in_use)
+        if override is not None:
+            report.changed_by, report.changed_at = override.set_by, override.set_at
         reports.append(report)
     async with anyio.create_task_group() as tasks:
         for report in reports:
@@ -134,75 +134,73 @@ async def _engine_reports(place: RunLocation, overrides: list[EngineOverride]) -
     return [*reports, *unresolved]
 
 
-async def _no_engine_left(place: RunLocation, connection: RunConnection) -> bool:
-    """Whether the run has no engine any more, as far as can be seen from here."""
+async def _no_engine_left(location: RunLocation, connection: RunConnection) -> bool:
+    """Return whether the run has no engine any more, as far as this machine knows."""
     try:
-        sources, unresolved = await _configured_engines(place)
+        sources, unresolved = await _configured_engines(location)
         left = unresolved or apply_engine_overrides(tuple(sources), await read_engine_overrides(connection))
     except PenstockError:
         return False
-    return place.settings is not None and not left
+    return location.settings is not None and not left
 
 
-async def _configured_engines(place: RunLocation) -> tuple[dict[str, Source], list[EngineReport]]:
-    """The engines that the settings name, and those that `penstock run` started; and a name that does not resolve."""
+async def _configured_engines(location: RunLocation) -> tuple[dict[str, Source], list[EngineReport]]:
+    """Return the engines of the settings and those that `penstock run` started, and a DNS name that does not resolve."""
     found: dict[str, Source] = {}
-    if place.settings is None:
+    if location.settings is None:
         return found, []
-    running = await anyio.to_thread.run_sync(live.read_run_info, place.folder) if place.folder else None
-    for url in (*place.settings.engine.urls, *(running.engines if running else ())):
+    engine = location.settings.engine
+    running = await anyio.to_thread.run_sync(read_run_info, location.folder) if location.folder else None
+    for url in (*engine.urls, *(running.engines if running else ())):
         if not url.startswith(DNS_PREFIX):
             found[normalize_engine_url(url, "engine.urls")] = "settings"
-    if not place.settings.engine.dns:
+    if not engine.dns:
         return found, []
-    name = normalize_engine_url(place.settings.engine.dns, "engine.urls")
+    name = normalize_engine_url(engine.dns, "engine.urls")
     try:
-        at_name = await resolve_engines(name)
-    except (OSError, UnicodeError) as error:  # it may resolve for the workers, elsewhere
-        why = f"the name does not resolve here: {error or 'no answer in time'}"
-        return found, [EngineReport(url=name, source="dns", removed=False, error=why)]
-    for url in at_name:
+        resolved = await resolve_engines(name)
+    except (OSError, UnicodeError) as error:  # it may resolve where the workers are
+        problem = f"the name does not resolve here: {error or 'no answer in time'}"
+        return found, [EngineReport(url=name, source="dns", removed=False, error=problem)]
+    for url in resolved:
         found.setdefault(url, "dns")
     return found, []
 
 
 async def _probe(report: EngineReport) -> None:
-    """Note whether it answers, and with which weights."""
+    """Fill in whether the engine answers, and the version of its weights."""
     try:
         await anyio.to_thread.run_sync(partial(_get, f"{report.url}/health"))
-        report.reachable = True
-        told = await anyio.to_thread.run_sync(partial(_get, f"{report.url}/weight_info"))
-        report.policy_version = policy_version(msgspec.json.decode(told, type=WeightInfo).weight_version)
+        report.healthy = True
+        info = await anyio.to_thread.run_sync(partial(_get, f"{report.url}/weight_info"))
+        report.policy_version = policy_version(msgspec.json.decode(info, type=WeightInfo).weight_version)
     except (OSError, HTTPException) as error:
-        report.error = "" if report.reachable else str(error) or type(error).__name__
+        report.error = "" if report.healthy else str(error) or type(error).__name__
     except msgspec.DecodeError:
         report.policy_version = None
 
 
 def _get(url: str) -> bytes:
-    with _OPENER.open(url, timeout=_PROBE_TIMEOUT_S) as answer:  # `normalize_engine_url` lets http and https pass alone
-        return bytes(answer.read(1_000_000))
+    with _OPENER.open(url, timeout=_PROBE_TIMEOUT_S) as response:  # `normalize_engine_url` allows only http and https
+        return bytes(response.read(1_000_000))
 
 
-def _table(found: list[EngineReport]) -> Table:
+def _table(reports: list[EngineReport]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
     for heading in ("engine", "named by", "weights", ""):
         table.add_column(heading)
-    for report in found:
+    for report in reports:
         if report.removed:
             state = Text(f"removed by {report.changed_by} at {_format_time(report.changed_at)}", "yellow")
-        elif report.reachable:
-            state = Text("answers", "green")
+        elif report.healthy:
+            state = Text("healthy", "green")
         else:
             state = Text(f"does not answer: {report.error}", "red")
         version = "-" if report.policy_version is None else f"v{report.policy_version}"
-        table.add_row(report.url, report.changed_by if report.source == "list" else report.source, version, state)
+        named_by = report.changed_by if report.source == "operator" else report.source
+        table.add_row(report.url, named_by, version, state)
     return table
 
 
 def _format_time(at: float | None) -> str:
     return f"{datetime.fromtimestamp(at or 0.0, UTC):%Y-%m-%d %H:%M:%S} UTC"
-
-
-def _print_json(what: Any) -> None:
-    print(msgspec.json.encode(what).decode(), flush=True)  # noqa: T201  (this is the command's output)

@@ -1,4 +1,4 @@
-"""Which prompts a feeder has fed, told from where its cursor stands: the ids of prompts follow from their rows."""
+"""The prompts of a run by id. The feeder's cursor determines which of them were fed, because ids follow from rows."""
 
 from collections.abc import Iterable, Iterator
 
@@ -8,43 +8,43 @@ from workers.feed.row_mapping import row_to_prompt
 
 
 class PromptIndex:
-    """The prompts of a run's data sets, by id.
+    """The prompts of a run's data sets by id. `id in index` tells whether a row has this id.
 
     Args:
-        dataset_mix: of the run.
+        dataset_mix: the run's data sets.
     """
 
     def __init__(self, dataset_mix: DatasetMix) -> None:
         self._dataset_mix = dataset_mix
         self.total_prompts = dataset_mix.total_prompts
-        """Rows, epochs counted through."""
+        """Prompts of all epochs."""
 
     def ids_before(self, cursor: int) -> set[str]:
-        """The ids of all rows that this cursor has passed, those that could not be fed included."""
+        """Return the ids of all rows before this cursor, rows that could not be fed included."""
         return self._dataset_mix.consumed_ids(cursor)
 
     def invalid_ids(self, ids: Iterable[str]) -> set[str]:
-        """Of these, those whose rows cannot be fed; no other row is read."""
-        rows = {each: (place.dataset, place.row) for each in ids if (place := self._dataset_mix.find_sample(each))}
-        bad = {
-            (part, number)
-            for part in range(len(self._dataset_mix.datasets))
-            for number in self._invalid_rows(part, set(rows.values()))
+        """Return those of these ids whose rows cannot be fed. Only these rows are read."""
+        rows = {each: (sample.dataset, sample.row) for each in ids if (sample := self._dataset_mix.find_sample(each))}
+        invalid = {
+            (dataset, row)
+            for dataset in range(len(self._dataset_mix.datasets))
+            for row in self._invalid_rows(dataset, set(rows.values()))
         }
-        return {each for each, row in rows.items() if row in bad}
+        return {each for each, row in rows.items() if row in invalid}
 
-    def __contains__(self, name: str) -> bool:
-        """Whether the prompt of some row is called so."""
-        return self._dataset_mix.find_sample(name) is not None
+    def __contains__(self, prompt_id: str) -> bool:
+        return self._dataset_mix.find_sample(prompt_id) is not None
 
-    def _invalid_rows(self, part: int, rows: set[tuple[int, int]]) -> Iterator[int]:
-        """Those of these rows of one data set that make no prompt; the epoch makes no difference."""
-        numbers = sorted(number for owner, number in rows if owner == part)
-        for number, row in self._dataset_mix.datasets[part].source.read_rows(numbers):
+    def _invalid_rows(self, dataset: int, rows: set[tuple[int, int]]) -> Iterator[int]:
+        """Yield the rows of one data set that cannot become a prompt, which does not depend on the epoch."""
+        numbers = sorted(row for owner, row in rows if owner == dataset)
+        opened = self._dataset_mix.datasets[dataset]
+        for number, row in opened.source.read_rows(numbers):
             if isinstance(row, DataError):
                 yield number
                 continue
             try:
-                row_to_prompt(row, number, 0, settings=self._dataset_mix.datasets[part].settings)
+                row_to_prompt(row, number, 0, settings=opened.settings)
             except DataError:
                 yield number

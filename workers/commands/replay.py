@@ -1,4 +1,4 @@
-"""`penstock replay`: a run done again from ledger and archive, and compared with its checkpoints bit for bit."""
+"""`penstock replay`: train a run's groups again and compare the weights with its checkpoints, bit for bit."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -8,92 +8,86 @@ from pathlib import Path
 import anyio.to_thread
 import msgspec
 
-from stream import parent_death as tether
-from stream.errors import PenstockError
+from stream.parent_death import die_with_parent
+from workers.commands.output import print_json, print_line
+from workers.commands.run_files import saved_settings
 from workers.run.role_process import run_async
 from workers.run.run_info import find_run
 from workers.settings import Settings
-from workers.settings.toml_file import load_settings
 from workers.train.checkpointing.replay import ReplayReport, replay
 from workers.train.checkpointing.replay_comparison import CheckpointMatch, ReplayMismatch
 from workers.train.distributed.ranks import collective_timeout_s, rank_and_world_size
 
 
 def show_replay(target: str | None, *, as_json: bool = False, command: Sequence[str] = ()) -> int:
-    """Do a run again and print where it agrees. Returns the exit code: 1 where it came out otherwise.
+    """Replay a run and print the comparison. Returns the exit code: 1 if the weights differ.
 
     Args:
-        target: the run.
-        as_json: print one object.
-        command: that starts this very process, for as many ranks as the run had to be started by.
+        target: the run's folder, settings file or name.
+        as_json: print one JSON object.
+        command: the command line of this process, to start further ranks with.
 
     Raises:
-        PenstockError: no such run, or it cannot be done again: groups are missing, or were altered.
+        PenstockError: there is no such run, or groups are missing from its archive or were changed.
     """
-    rank, ranks = rank_and_world_size()
-    if ranks > 1:
-        tether.die_with_parent(os.getppid())  # each rank has a session of its own, which nobody else would end
+    rank, world_size = rank_and_world_size()
+    if world_size > 1:
+        die_with_parent(os.getppid())  # each rank has its own session, so nothing else would end it
     if rank:
         from workers.train.rank_control.follower import run_follower
 
         return run_follower()
-    found = find_run(target, must_have_begun=False)
-    if found.folder is None or found.settings is None:
-        raise PenstockError(f"a replay of run {found.run!r} reads its files: name its folder, or its settings file")
-    kept = found.folder / "run.toml"
-    settings = load_settings(kept) if kept.is_file() else found.settings
+    location = find_run(target, must_have_begun=False)
+    settings, folder = saved_settings(location, "a replay")
     if settings.train.ranks > 1 and "RANK" not in os.environ:
         from workers.train.rank_control.launcher import launch_ranks
 
-        collective_timeout_s()  # nonsense is told here once, not by each of them
+        collective_timeout_s()  # report an invalid value here once, not in every rank
         return launch_ranks(settings.train.ranks, command)
-    report = _run_replay(settings, found.folder, _ignore_checkpoint if as_json else _print_checkpoint, ranks)
+    report = _run_replay(settings, folder, _ignore_checkpoint if as_json else _print_checkpoint, world_size)
     if as_json:
-        _print(msgspec.json.encode({"run": found.run} | msgspec.to_builtins(report)).decode())
+        print_json({"run": location.run} | msgspec.to_builtins(report))
     else:
-        _print_report(report, kept)
+        _print_report(report, folder / "run.toml")
     return 0 if report.is_identical else 1
 
 
 def _run_replay(
-    settings: Settings, folder: Path, on_checkpoint: Callable[[CheckpointMatch], None], ranks: int
+    settings: Settings, folder: Path, on_checkpoint: Callable[[CheckpointMatch], None], world_size: int
 ) -> ReplayReport:
-    """Alone, or as the first of so many ranks."""
-    if ranks == 1:
+    """Replay in this process alone, or as rank 0 of several."""
+    if world_size == 1:
         return replay(settings, folder, on_checkpoint)
     from workers.train.rank_control.commands import RankCommands
     from workers.train.rank_control.rank0 import Rank0Learner, run_with_followers
 
-    async def lead(orders: RankCommands) -> ReplayReport:
-        learner = partial(Rank0Learner, commands=orders)
+    async def lead(commands: RankCommands) -> ReplayReport:
+        learner = partial(Rank0Learner, commands=commands)
         return await anyio.to_thread.run_sync(partial(replay, settings, folder, on_checkpoint, make_learner=learner))
 
     return run_async(partial(run_with_followers, lead))
 
 
-def _print_report(report: ReplayReport, kept: Path) -> None:
-    """The end of the report for people."""
+def _print_report(report: ReplayReport, settings_file: Path) -> None:
     for note in report.notes:
-        _print(f"note: {note}")
+        print_line(f"note: {note}")
     if report.mismatch is None:
-        _print(f"equal bit for bit after {report.steps:,} steps: {report.groups:,} groups, {report.dropped:,} dropped")
+        print_line(
+            f"equal bit for bit after {report.steps:,} steps: {report.groups:,} groups, {report.dropped:,} dropped"
+        )
     else:
-        _print(f"different: {_describe(report.mismatch)}")
-        _print(f"(done with {kept} as it is now: where [train] was changed between, this is no wonder)")
+        print_line(f"different: {_describe(report.mismatch)}")
+        print_line(f"(replayed with {settings_file} as it is now; a changed [train] explains a difference)")
 
 
-def _describe(difference: ReplayMismatch) -> str:
-    where = f"{difference.checkpoint}: " if difference.checkpoint else ""
-    return f"step {difference.step}: {where}{difference.description}"
+def _describe(mismatch: ReplayMismatch) -> str:
+    where = f"{mismatch.checkpoint}: " if mismatch.checkpoint else ""
+    return f"step {mismatch.step}: {where}{mismatch.description}"
 
 
-def _print_checkpoint(agreement: CheckpointMatch) -> None:
-    _print(f"step {agreement.step}: {agreement.checkpoint} is equal ({agreement.tensors} tensors)")
+def _print_checkpoint(match: CheckpointMatch) -> None:
+    print_line(f"step {match.step}: {match.checkpoint} is equal ({match.tensors} tensors)")
 
 
 def _ignore_checkpoint(_: CheckpointMatch) -> None:
-    """In JSON all of them come at once."""
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)  # noqa: T201  (this is the command's output)
+    """With `--json` all matches are part of the object at the end."""

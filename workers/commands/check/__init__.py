@@ -1,12 +1,12 @@
-"""`penstock check REF`: try an environment, or a reward function, without a model, and say what will go wrong with it.
+"""`penstock check REF`: try an environment or a reward function without a model, and report its problems.
 
-==================  ==================================================
-`environment.py`    plays an episode
-`reward.py`         calls a reward function with made-up rows
-`report.py`         what was found out
-`show.py`           the same for people
-`command.py`        the command
-==================  ==================================================
+=======================  ===============================================
+`check.py`               the command
+`environment_check.py`   plays an episode in an environment
+`reward_check.py`        calls a reward function with sample rows
+`check_report.py`        the findings
+`rendering.py`           the findings for people
+=======================  ===============================================
 """
 
 from workers.commands.check.check import check_reference

@@ -1,4 +1,4 @@
-"""The command: check, print, and say by the exit code whether it can be used."""
+"""The command: check a reference, print the report, and return an exit code."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -31,17 +31,17 @@ def check_reference(
     """Check, print, and return the exit code.
 
     Args:
-        ref: an environment, or a reward function.
-        fields: of the row: by name, or as texts of the form `name=value`, where a value that is JSON is read as such.
+        ref: reference of an environment or a reward function.
+        fields: columns of the row, by name or as `name=value` texts; a value that is JSON is decoded.
         as_json: print the report as JSON.
-        args: for the factory, or the reward function; as `fields`.
-        environment: for a reward function that looks at environments.
+        args: arguments of the factory or the reward function; as `fields`.
+        environment: reference of an environment, for a reward function that reads environments.
 
     Returns:
-        0 if it can be used, 1 if not.
+        0: it is usable; 1: it is not.
 
     Raises:
-        SettingsError: a field or an argument is not of the form `name=value`.
+        SettingsError: a field or an argument is not written as `name=value`.
     """
     row, given = _parse_pairs(fields, "--field"), _parse_pairs(args, "--args")
     configure_logging("check")

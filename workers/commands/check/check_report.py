@@ -1,4 +1,4 @@
-"""What `penstock check` finds out, about an environment or a reward function."""
+"""The findings of `penstock check` about an environment or a reward function."""
 
 from typing import Any
 
@@ -12,49 +12,49 @@ from stream.validity import Reward
 
 
 class ToolTrial(Struct, kw_only=True):
-    """One tool, and one call of it."""
+    """One tool and one call of it."""
 
     name: str
     description: str
     schema: dict[str, Any]
     arguments: dict[str, Any]
-    """Made up from the schema."""
+    """Sample arguments, made from the schema."""
     reply: str = ""
-    """What the model would read."""
+    """The text that a model would read."""
     is_error: bool = False
-    """The reply is an error's text, which is the model's business."""
+    """The reply is an error message for the model; the episode continues."""
     failure: str = ""
-    """The tool failed the episode instead: no model would read anything, and the completion would be invalid."""
+    """The call failed the episode: the completion would be invalid."""
 
 
 class EnvironmentReport(Struct, kw_only=True):
-    """What was found out about an environment."""
+    """Findings about an environment."""
 
     ref: str
     kind: str = "environment"
     fields: dict[str, Any]
     args: dict[str, Any] = {}
     ok: bool = False
-    """It can be used; warnings do not speak against that."""
+    """It is usable, possibly with warnings."""
     reference_kind: str = ""
     environment: str = ""
-    """Its class, as `module:qualname`."""
+    """Its class as `module:qualname`."""
     observation: Any = None
-    """What `reset` returned."""
+    """The return value of `reset`."""
     tools: list[ToolTrial] = field(default_factory=list)
     has_reward: bool = False
     parts: list[RewardPart] = field(default_factory=list)
     reward: Reward | None = None
-    """The parts merged; None without a `get_reward`."""
+    """The merged parts; None without a `get_reward`."""
     snapshot_bytes: int | None = None
     omitted: dict[str, str] = field(default_factory=dict)
-    """Attributes that the snapshot lacks, and why."""
+    """Attributes that are missing from the snapshot, with the reason."""
     warnings: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
 
 class RewardTrial(Struct, kw_only=True):
-    """One row that a reward function was called with."""
+    """One row with which a reward function was called."""
 
     input_format: str
     """`text`: prompt and completion are strings; `messages`: they are conversations."""
@@ -63,19 +63,19 @@ class RewardTrial(Struct, kw_only=True):
 
 
 class RewardReport(Struct, kw_only=True):
-    """What was found out about a reward function."""
+    """Findings about a reward function."""
 
     ref: str
     kind: str = "reward function"
     fields: dict[str, Any]
     args: dict[str, Any] = {}
     ok: bool = False
-    """It measured something; warnings do not speak against that."""
+    """It measured at least one row, possibly with warnings."""
     reference_kind: str = ""
     name: str = ""
-    """What its part is called."""
+    """Name of its reward part."""
     parameters: list[str] = field(default_factory=list)
-    """The arguments that it names."""
+    """Names of its parameters."""
     is_async: bool = False
     trials: list[RewardTrial] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -83,7 +83,7 @@ class RewardReport(Struct, kw_only=True):
 
 
 def failure_reason(outcome: Outcome) -> str:
-    """Why a call came to nothing, in words; an error of ours speaks for itself."""
+    """Return why a call failed, in words; a `PenstockError` already says so."""
     if isinstance(outcome, Failed) and isinstance(outcome.error, PenstockError):
         return str(outcome.error)
     return call.describe_failure(outcome)

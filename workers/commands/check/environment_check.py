@@ -1,8 +1,7 @@
-"""An environment, played without a model.
+"""Play an episode in an environment without a model.
 
-The episode goes through the same slot that a rollout worker uses, so that what is shown as a tool's answer, an
-observation or a reward is what a run would see. Arguments of tools are made up from their schemas; a tool that refuses
-them is in order, and is shown refusing.
+The episode uses the same environment slot as a rollout worker, so tool replies, observations and rewards are those of a
+run. Tool arguments are samples made from the schemas; a tool may refuse them, and the refusal is shown.
 """
 
 import copy
@@ -40,13 +39,13 @@ async def check_environment(
     limits: Rollout | None = None,
     args: Mapping[str, Any] = MappingProxyType({}),
 ) -> EnvironmentReport:
-    """Load an environment and play one episode with it.
+    """Load an environment and play one episode in it.
 
     Args:
         ref: an entry point's name, `package.module:attr`, or `path/to/file.py:attr`.
         fields: the prompt's fields, for `reset`.
-        limits: deadlines and the snapshot's size; those of `[rollout]` unless given.
-        args: for the factory.
+        limits: deadlines; default: those of `[rollout]`.
+        args: arguments of the factory.
     """
     limits = limits or Rollout()
     report = EnvironmentReport(ref=ref, fields=fields, args=dict(args))
@@ -80,23 +79,21 @@ async def _play_episode(
         return
     report.observation = observation
     if factory.runs_own_loop:
-        report.warnings.append(
-            "it leads its episodes itself: more than its reset can only be tried by a rollout worker"
-        )
+        report.warnings.append("it runs its own agent loop: only a rollout worker can try more than its reset")
         return
     for spec in factory.tools:
         trial = await _try_tool(spec, slot, limits.call_timeout_s)
         report.tools.append(trial)
         if trial.failure:
             report.warnings.append(f"tool {spec.name} failed the episode: {trial.failure}")
-            return  # the instance is not to be trusted after that
+            return  # the instance may be broken now
     if factory.has_reward:
         report.parts = await slot.reward(limits.call_timeout_s, _conversation(report.tools))
         report.reward = merge_parts(report.parts)
         if not isinstance(report.reward, Measured):
-            told = f"{report.reward.reason} {report.reward.detail}".rstrip()
+            reason = f"{report.reward.reason} {report.reward.detail}".rstrip()
             report.warnings.append(
-                f"get_reward measured nothing after these calls ({told}); such completions are invalid"
+                f"get_reward measured nothing after these calls ({reason}); such completions are invalid"
             )
     data = await slot.freeze(MAX_SNAPSHOT_BYTES, limits.call_timeout_s)
     if isinstance(data, Failure):
@@ -112,7 +109,7 @@ async def _play_episode(
 
 
 def _conversation(trials: list[ToolTrial]) -> list[Message]:
-    """What would have been said: a turn for each call, and a last one without any."""
+    """Return the conversation of these calls: one turn per call, and a last turn without one."""
     messages: list[Message] = []
     for trial in trials:
         call = {"type": "function", "function": {"name": trial.name, "arguments": trial.arguments}}
@@ -135,7 +132,7 @@ async def _try_tool(spec: ToolSpec, slot: EnvironmentSlot, timeout_s: float) -> 
 async def _compare_two_episodes(
     report: EnvironmentReport, factory: EnvironmentFactory, caller: CallRunner, limits: Rollout
 ) -> None:
-    """Start two more episodes, and see what their instances have in common."""
+    """Start two more episodes and report state that their instances share."""
     instances: list[Any] = []
     unseen: list[str] = []
 
@@ -165,20 +162,20 @@ async def _compare_two_episodes(
 def _compare_instances(one: object, other: object) -> Iterable[str]:
     warnings = []
     if one is other:
-        warnings.append("the factory returns the same object each time; every episode needs one of its own")
+        warnings.append("the factory returns the same object each time; every episode needs its own")
     elif hasattr(one, "__dict__") and hasattr(other, "__dict__"):
         shared = [n for n, v in vars(one).items() if isinstance(v, _MUTABLE) and vars(other).get(n) is v]
         warnings += [
-            f"attribute {name} is the same object in two instances: what one episode changes, the other sees"
+            f"attribute {name} is the same object in two instances, so one episode's changes reach the other"
             for name in shared
         ]
     if hasattr(type(one), "__copy__") and copy.copy(one) is one:
-        warnings.append("__copy__ returns the environment itself, so that nothing it should drop is dropped")
+        warnings.append("__copy__ returns the environment itself instead of a copy")
     return warnings
 
 
 def _inspect_class(report: EnvironmentReport, factory: EnvironmentFactory) -> None:
-    """What can be seen without playing."""
+    """Report problems that are visible without an episode."""
     cls = factory.environment_class
     own = [c for c in cls.__mro__ if c.__module__.partition(".")[0] == cls.__module__.partition(".")[0]]
     for home in own:
@@ -191,15 +188,15 @@ def _inspect_class(report: EnvironmentReport, factory: EnvironmentFactory) -> No
     report.warnings += [f"tool {tool.name}: {problem}" for tool in factory.tools for problem in tool.problems]
     if factory.tools and _returns_turn_rewards(report) and not accepts_messages(getattr(cls, "get_reward", None)):
         report.warnings.append(
-            "get_reward returns a list but takes no messages, so it cannot know how many turns there were: one may "
-            "call several tools, or none that can be read; such completions are invalid"
+            "get_reward returns a list but takes no messages, so it cannot know the number of turns: a turn may "
+            "call several tools, or none; such completions are invalid"
         )
     if not factory.has_reward:
         report.warnings.append("it has no get_reward: a run needs a reward function under [[rewards]]")
 
 
 def _returns_turn_rewards(report: EnvironmentReport) -> bool:
-    """Whether `get_reward` returned a list, be it of the wrong length."""
+    """Return whether `get_reward` returned a list, even one of the wrong length."""
     return any(
         part.turn is not None or (isinstance(part.reward, Unmeasured) and part.reward.reason is RewardReason.SHAPE)
         for part in report.parts
@@ -207,7 +204,7 @@ def _returns_turn_rewards(report: EnvironmentReport) -> bool:
 
 
 def _all_omitted(snapshot: object, prefix: str = "", depth: int = 4) -> Iterator[tuple[str, str]]:
-    """What a snapshot lacks, also within its objects, by dotted name."""
+    """Yield dotted names of omitted attributes with the reason, also inside the snapshot's objects."""
     for name, reason in omitted_attributes(snapshot).items():
         yield f"{prefix}{name}", reason
     for name, value in getattr(snapshot, "__dict__", {}).items() if depth else ():

@@ -1,4 +1,4 @@
-"""The reports of `penstock check` for people; `--json` has all of them."""
+"""The reports of `penstock check` for people. `--json` prints them completely."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ _MAX_COMPLETION_CHARACTERS = 60
 
 
 def render_report(report: EnvironmentReport | RewardReport) -> RenderableType:
-    """The report, with a verdict at its end."""
+    """Return the report with a verdict at its end."""
     parts = _environment(report) if isinstance(report, EnvironmentReport) else _reward(report)
     found = Table.grid(padding=(0, 2))
     for text in report.warnings:
@@ -25,7 +25,7 @@ def render_report(report: EnvironmentReport | RewardReport) -> RenderableType:
     for text in report.errors:
         found.add_row(Text("error", "bold red"), Text(text))
     parts += [found] if found.row_count else []
-    verdict = ("It can be used", "bold green") if report.ok else ("It cannot be used", "bold red")
+    verdict = ("It is usable", "bold green") if report.ok else ("It is not usable", "bold red")
     counts = [_count(report.errors, "error"), _count(report.warnings, "warning")]
     return Group(*parts, Text.assemble(verdict, f": {', '.join(counts)}."))
 
@@ -38,7 +38,7 @@ def _environment(report: EnvironmentReport) -> list[RenderableType]:
     if report.observation is not None:
         parts.append(Panel(Text(_short(report.observation)), title="reset returned", title_align="left"))
     elif report.snapshot_bytes is not None:
-        parts.append(Text("reset returned nothing: the prompt stays as it is in the data."))
+        parts.append(Text("reset returned nothing: the prompt is the one in the data."))
     parts += [_tool(trial) for trial in report.tools]
     if report.environment and not report.tools and not report.errors:
         parts.append(Text("It has no tools: the model answers once."))
@@ -60,8 +60,8 @@ def _reward(report: RewardReport) -> list[RenderableType]:
         return [head, asks]
     table = Table("form", "completion", "value", "validity")
     for trial in report.trials:
-        said = trial.completion or "(nothing)"
-        table.add_row(trial.input_format, Text(said[:_MAX_COMPLETION_CHARACTERS]), *_reward_cells(trial.reward))
+        text = trial.completion or "(nothing)"
+        table.add_row(trial.input_format, Text(text[:_MAX_COMPLETION_CHARACTERS]), *_reward_cells(trial.reward))
     return [head, asks, table]
 
 
@@ -76,11 +76,11 @@ def _tool(trial: ToolTrial) -> RenderableType:
     reply = trial.failure or trial.reply
     style = "red" if trial.failure else "yellow" if trial.is_error else "green"
     call = f"{trial.name}({', '.join(f'{name}={value!r}' for name, value in trial.arguments.items())})"
-    said = Text.assemble((call, "bold"), " -> ", (_short(reply), style))
+    example = Text.assemble((call, "bold"), " -> ", (_short(reply), style))
     lines = [Text(trial.description or "(no docstring)", "" if trial.description else "yellow")]
-    if told := function.get("return", {}).get("description"):
-        lines.append(Text(f"Returns: {told}"))
-    body = Group(*lines, table, said) if table.row_count else Group(*lines, said)
+    if returns := function.get("return", {}).get("description"):
+        lines.append(Text(f"Returns: {returns}"))
+    body = Group(*lines, table, example) if table.row_count else Group(*lines, example)
     return Panel(body, title=Text(f"tool {trial.name}"), title_align="left")
 
 
@@ -89,7 +89,7 @@ def _default(schema: dict[str, Any]) -> str:
 
 
 def schema_summary(schema: Any) -> str:
-    """A JSON schema in a line: `{name: string, price?: integer} | null`."""
+    """Return a JSON schema in one line: `{name: string, price?: integer} | null`."""
     if not isinstance(schema, dict) or not schema:
         return "anything"
     if "$ref" in schema:
@@ -132,7 +132,7 @@ def _parts(report: EnvironmentReport) -> RenderableType:
 
 
 def _reward_cells(reward: Reward) -> tuple[str, Text]:
-    """Value and validity."""
+    """Return value and validity."""
     if isinstance(reward, Measured):
         return f"{reward.value:g}", Text("valid", style="green")
     return "-", Text(f"{reward.reason}: {reward.detail}" if reward.detail else str(reward.reason), style="red")

@@ -1,4 +1,4 @@
-"""A reward function, called with made-up rows, by the code that a scorer calls it with."""
+"""Call a reward function with sample rows, through the same code as a scorer."""
 
 import inspect
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _PROMPT = "What is the answer?"
 
 
 def is_reward_function(ref: str, args: Mapping[str, Any] = MappingProxyType({})) -> bool:
-    """Whether a reference leads to a reward function rather than to what makes environments; imports it."""
+    """Return whether a reference is a reward function and not a factory of environments. Imports it."""
     if ":" not in ref:
         names = [
             {entry.name for entry in entry_points(group=g)}
@@ -58,10 +58,10 @@ async def check_reward(
 
     Args:
         ref: an entry point's name, `package.module:attr`, or `path/to/file.py:attr`.
-        fields: columns of the row; each completion has the same.
-        limits: deadlines; those of `[rollout]` unless given.
-        args: for the function, or for making it.
-        environment: a reference; each completion then has a snapshot of it, reset with the fields.
+        fields: columns of the row, the same for each completion.
+        limits: deadlines; default: those of `[rollout]`.
+        args: arguments of the function, or of its constructor.
+        environment: reference of an environment; each completion gets a snapshot of it, reset with the fields.
     """
     limits = limits or Rollout()
     report = RewardReport(ref=ref, fields=fields, args=dict(args))
@@ -82,7 +82,7 @@ async def check_reward(
             await _call_function(report, function, fields, limits, environment)
     except PenstockError as error:
         report.errors.append(str(error))
-    except Exception as error:  # noqa: BLE001  (it is the user's)
+    except Exception as error:  # noqa: BLE001  (user code)
         report.errors.append(f"entering it raised {describe_error(error)}")
     report.ok = not report.errors
     return report
@@ -114,14 +114,14 @@ async def _call_function(
                 report.warnings.append(f"two calls on the same rows ({form}) gave different rewards")
             elif alone != found:
                 report.warnings.append(
-                    f"rewards of rows that were judged alone ({form}) differ from those they have in company: mean it, "
-                    "or mend it; in a run it is called with all completions of one prompt"
+                    f"rewards of rows that were scored alone ({form}) differ from those of rows scored together; a run "
+                    "calls it with all completions of one prompt"
                 )
     _summarize(report, measured)
 
 
 async def _rewards(function: RewardFunction, batch: RewardBatch, limits: Rollout) -> list[Reward]:
-    """What each completion is worth to it, several parts merged as a run would."""
+    """Return the reward of each completion, with several parts merged as in a run."""
     return [merge_parts(function.to_parts(entry)) for entry in await function(batch, limits.call_timeout_s)]
 
 
@@ -130,24 +130,29 @@ def _summarize(report: RewardReport, measured: dict[str, list[Reward]]) -> None:
         form: {f"{r.reason} {r.detail}".rstrip() for r in found if isinstance(r, Unmeasured)}
         for form, found in measured.items()
     }
-    dumb = [form for form, found in measured.items() if all(isinstance(reward, Unmeasured) for reward in found)]
-    if len(dumb) == len(measured):
+    unmeasured_forms = [
+        form for form, found in measured.items() if all(isinstance(reward, Unmeasured) for reward in found)
+    ]
+    if len(unmeasured_forms) == len(measured):
         why_not = "; ".join(sorted(set().union(*reasons.values())))
-        report.errors.append(f"it measured none of these rows, so that every completion would be invalid: {why_not}")
+        report.errors.append(f"it measured none of these rows, so every completion would be invalid: {why_not}")
         return
-    for form, told in reasons.items():
-        what = "none of the rows" if form in dumb else "some of the rows"
-        if told:
-            report.warnings.append(f"it measured {what} whose completions are {form}: {'; '.join(sorted(told))}")
+    for form, found_reasons in reasons.items():
+        what = "none of the rows" if form in unmeasured_forms else "some of the rows"
+        if found_reasons:
+            report.warnings.append(
+                f"it measured {what} whose completions are {form}: {'; '.join(sorted(found_reasons))}"
+            )
     values = {reward.value for found in measured.values() for reward in found if isinstance(reward, Measured)}
     if len(values) == 1:
         report.warnings.append(
-            f"every row was worth {values.pop():g}; see that it tells right from wrong, with --field for what it needs"
+            f"every row got the reward {values.pop():g}; check that it tells right from wrong; give the columns it needs "
+            "with --field"
         )
 
 
 def _completions(fields: dict[str, Any]) -> list[str]:
-    """Nothing, something, and what says the value of a column, in case that is the answer."""
+    """Return sample completions: an empty one, a wrong one, and one with the value of each of the first columns."""
     values = [value for value in fields.values() if isinstance(value, str | int | float)]
     right = [text for value in values[:2] for text in (f"Answer: {value}", f"The answer is \\boxed{{{value}}}.")]
     return ["", "I do not know.", *(right or ["Answer: 42"])]
@@ -164,7 +169,7 @@ def _batch(form: str, completions_text: list[str], fields: dict[str, Any], snaps
 
 
 async def _snapshots(ref: str, fields: dict[str, Any], limits: Rollout, count: int) -> list[Any]:
-    """What is left of an environment after an episode in which nothing happened."""
+    """Return snapshots of an environment after an episode without any turn."""
     factory = await anyio.to_thread.run_sync(EnvironmentFactory.load, ref)
     slot = EnvironmentSlot(ref, factory, CallRunner(anyio.CapacityLimiter(1)))
     try:
@@ -179,7 +184,7 @@ async def _snapshots(ref: str, fields: dict[str, Any], limits: Rollout, count: i
 
 
 def _parameters(function: Any) -> tuple[list[str], list[str]]:
-    """The names that it takes, and those that it needs."""
+    """Return the names of all parameters, and of those without a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # written in C

@@ -1,1 +1,1 @@
-"""Evaluation without a run: the held-out prompts through a run's own episode loop and rewards, without the streams."""
+"""`penstock eval`: measure a policy on held-out prompts with a run's own episode loop and rewards, without a run."""

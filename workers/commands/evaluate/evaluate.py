@@ -1,4 +1,4 @@
-"""`penstock eval`: a policy on the held-out prompts of a settings file, without a trainer."""
+"""Measure a policy on the held-out prompts of a settings file, and print the scores."""
 
 import time
 from pathlib import Path
@@ -12,6 +12,7 @@ from rich.text import Text
 from stream.errors import SettingsError
 from workers.commands.evaluate.evaluation_engine import with_existing_engine, with_started_engine
 from workers.commands.evaluate.standalone_rollout import roll_out_and_score
+from workers.commands.output import print_json
 from workers.feed.evaluation_prompts import read_evaluation_prompts
 from workers.run.role_process import run_async
 from workers.score.evaluation import evaluate_group
@@ -25,30 +26,30 @@ from workers.train.model.adapter import is_adapter
 def evaluate_and_print(
     file: Path, overrides: tuple[str, ...], policy: Path | None, engine: str, *, as_json: bool = False
 ) -> int:
-    """Evaluate a policy, and print what came of it. Returns the exit code.
+    """Evaluate a policy and print the scores. Returns the exit code.
 
     Raises:
         PenstockError: the settings name no held-out prompts, there is no such policy, or no engine answers.
     """
     settings = load_settings(file, overrides)
     if not settings.eval.path:
-        raise SettingsError(f"{file}: eval.path is empty: it names the held-out prompts")
+        raise SettingsError(f"{file}: eval.path is empty; set it to a file of held-out prompts")
     if policy is None and not engine:
-        raise SettingsError("name the policy with --policy PATH, or an engine that has one with --engine URL")
+        raise SettingsError("give a policy with --policy PATH, or an engine that serves one with --engine URL")
     model = find_policy_folder(policy) if policy is not None else None
     found = run_async(lambda: evaluate(settings, model, engine))
     if as_json:
-        print(msgspec.json.encode(found).decode(), flush=True)  # noqa: T201  (this is the command's output)
+        print_json(found)
     else:
         _show(found, settings, str(model or engine))
     return 0
 
 
 def find_policy_folder(path: Path) -> Path:
-    """The model in Hugging Face form that a path means: itself, a checkpoint's, or a run's latest checkpoint's.
+    """Return the model folder of a path: the path itself, a checkpoint's, or that of a run's latest checkpoint.
 
     Raises:
-        SettingsError: there is none, or an adapter alone.
+        SettingsError: there is no model, or only an adapter.
     """
     found = path
     if (path / MANIFEST).is_file():
@@ -58,24 +59,25 @@ def find_policy_folder(path: Path) -> Path:
         found = path if latest is None else latest.model
     if is_adapter(found):
         raise SettingsError(
-            f"{found}: an adapter alone was trained; make a model of it with `penstock export`, and name its folder"
+            f"{found} has only an adapter; merge it into a model with `penstock export` and give that folder"
         )
     if (found / "config.json").is_file():
         return found
-    raise SettingsError(f"{path}: no policy there: neither a model's folder, nor a checkpoint, nor a run with one")
+    raise SettingsError(f"{path} has no policy: it is not a model folder, a checkpoint, or a run with a checkpoint")
 
 
 async def evaluate(settings: Settings, model: Path | None, engine: str) -> EvaluationResult:
-    """Sample and score every held-out prompt on one engine, and sum up.
+    """Sample and score every held-out prompt on one engine, and summarize.
 
     Args:
-        settings: of a run, with `eval.path`.
-        model: the policy's folder; None: whatever the engine has.
-        engine: its URL; empty: one of its own, started for it.
+        settings: settings of a run, with `eval.path`.
+        model: the policy's folder; None: the policy that the engine serves.
+        engine: URL of the engine; empty: start one for the evaluation.
     """
     prompts, _ = await anyio.to_thread.run_sync(read_evaluation_prompts, settings)
-    if model is not None:  # whole weights, even where a run's engines are given adapters
-        settings = msgspec.structs.replace(settings, lora=Lora())
+    if model is not None and settings.publishes_adapters:  # the policy is a whole model
+        weights = msgspec.structs.replace(settings.weights, transport="files")
+        settings = msgspec.structs.replace(settings, weights=weights, lora=Lora())
     began = time.monotonic()
 
     async def use(url: str, version: int) -> EvaluationResult:
@@ -112,11 +114,11 @@ def _show(found: EvaluationResult, settings: Settings, what: str) -> None:
     console.print(table)
     if found.overall.invalid:
         reasons = ", ".join(f"{reason} {count}" for reason, count in found.overall.invalid.items())
-        console.print(Text(f"invalid: {reasons}; figures are over valid completions / over all", "bright_black"))
+        console.print(Text(f"invalid: {reasons}; scores are over valid completions / over all", "bright_black"))
 
 
 def score_table(found: EvaluationResult) -> Table:
-    """One row to an environment, and one to all of them; two figures where both denominators differ."""
+    """Return one row per environment and one for all; two scores where valid and all completions differ."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
     table.add_column("")
     ks = list(found.overall.pass_at)

@@ -1,4 +1,4 @@
-"""The engine that an evaluation without a run samples from: one of its own for as long as it takes, or a given one."""
+"""The engine of an evaluation without a run: started for it, or an existing one."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,20 +20,20 @@ from workers.train.publishing.publisher import open_publisher
 T = TypeVar("T")
 
 EngineTask = Callable[[str, int], Awaitable[T]]
-"""From the engine's URL, and the version that it has, to whatever comes of it."""
+"""Called with the engine's URL and the version of its weights."""
 
 
 async def with_started_engine(settings: Settings, policy: Path, use: EngineTask[T], logs: Path | None = None) -> T:
-    """Start an engine, give it a policy as version 0, and use it; it is gone when this returns.
+    """Start an engine, push a policy as version 0, use it, and stop it.
 
     Args:
-        settings: of the run whose engine it is to be like.
-        policy: the folder of the policy.
-        use: what to do with it.
-        logs: folder of its log; a temporary one unless given.
+        settings: settings of a run, which determine the kind of engine.
+        policy: folder of the policy.
+        use: called with the engine's URL.
+        logs: folder of the engine's log; default: a temporary one.
 
     Raises:
-        RunFailedError: it ended; quotes what it said last.
+        RunFailedError: the engine ended; quotes its last error.
     """
     found: list[T] = []
     with TemporaryDirectory(prefix="penstock-eval-") as folder:
@@ -60,7 +60,7 @@ async def with_started_engine(settings: Settings, policy: Path, use: EngineTask[
 
 
 async def with_existing_engine(settings: Settings, url: str, policy: Path | None, use: EngineTask[T]) -> T:
-    """Use an engine that is there: as it is, or with a policy pushed to it under the number after the one it has.
+    """Use an existing engine with its own policy, or push a policy as the version after its current one.
 
     Raises:
         EngineUnavailableError: it does not answer.

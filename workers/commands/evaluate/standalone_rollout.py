@@ -1,4 +1,4 @@
-"""Prompts rolled out and scored in this process, on an engine that is there, as the workers of a run would do it."""
+"""Sample and score prompts in this process, as the workers of a run would, on existing engines."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,20 +17,20 @@ from workers.score.worker import score_group
 from workers.settings import Settings
 
 MAX_GROUPS_IN_FLIGHT = 32
-"""Groups, at most."""
+"""Largest number of groups that are sampled concurrently."""
 
 
 async def roll_out_and_score(
     settings: Settings, urls: Sequence[str], model: Path, prompts: Sequence[Prompt], *, min_policy_version: int = 0
 ) -> list[Group]:
-    """Roll out and score each prompt, in the prompts' order.
+    """Sample and score a group for each prompt. Returns the groups in the order of the prompts.
 
     Args:
-        settings: of the run: environments, rewards, and the limits and temperature of `rollout`.
-        urls: the engines, all of the same policy.
-        model: the policy's folder, for tokenizer and template.
-        prompts: what to complete, and how many times.
-        min_policy_version: oldest policy version that may sample; -1: any engine, numbered or not.
+        settings: environments, rewards, and the limits and temperature of `[rollout]`.
+        urls: engines that serve the same policy.
+        model: the policy's folder, for tokenizer and chat template.
+        prompts: the prompts, each with its group size.
+        min_policy_version: oldest policy version that may sample; -1: any engine, with or without a version.
 
     Raises:
         EngineUnavailableError: no engine answers.

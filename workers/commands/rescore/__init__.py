@@ -1,1 +1,1 @@
-"""`penstock rescore`: a run's groups scored again (`command.py`), and the two scores compared (`summary.py`)."""
+"""`penstock rescore`: score a run's archived groups with other reward functions, and compare."""

@@ -1,11 +1,11 @@
-"""`penstock rescore`: a run's groups scored again, with other reward functions, and nothing sampled.
+"""Score a run's archived groups with other reward functions, without sampling.
 
-The groups come from the run's archive, the environments as they were frozen. What an environment measured itself (parts
-`env`, `env.KEY`) is kept, since nothing can play that episode again; every other part is replaced. The comparison goes
-into a folder of its own, and the run's files are only read::
+Groups come from the run's archive, with the frozen snapshots of their environments. Parts that an environment measured
+itself (`env`, `env.KEY`) are kept, because the episode cannot be played again; all other parts are replaced. The
+run's files are only read. The comparison has its own folder::
 
-    RUN/rescored/NAME/  completions.jsonl   a line for each completion: old and new reward, old and new parts
-                        summary.json        what is printed
+    RUN/rescored/NAME/  completions.jsonl   one line per completion: old and new reward, old and new parts
+                        summary.json        the printed summary
 """
 
 import os
@@ -30,15 +30,17 @@ from stream.records import Completion, Group, RewardPart
 from stream.trainer.archive import ArchivedGroups
 from stream.trainer.ledger import read_ledger
 from stream.validity import Reward
+from workers.commands.output import print_json
 from workers.commands.rescore.rescore_summary import RescoreSummary, RewardComparison, summarize
+from workers.commands.run_files import saved_settings
 from workers.run.run_info import find_run
 from workers.runtime.reward_functions import load_factories, load_reward_function
 from workers.score.worker import score_group
 from workers.settings import Settings
-from workers.settings.toml_file import load_settings, parse_rewards
+from workers.settings.toml_file import parse_rewards
 
 _GROUPS_IN_FLIGHT = 8
-"""Groups that are scored together, so that a reward model gets batches."""
+"""Groups that are scored concurrently, so that a reward model gets batches."""
 
 
 class RescoredCompletion(Struct, kw_only=True):
@@ -46,9 +48,9 @@ class RescoredCompletion(Struct, kw_only=True):
 
     prompt: str
     hash: str
-    """Of the group, as in the ledger."""
+    """Content hash of the group, as in the ledger."""
     outcome: str
-    """What became of the group: `trained`, `dropped:REASON`."""
+    """Outcome of the group: `trained` or `dropped:REASON`."""
     completion: int
     environment: str | None
     old: Reward | None
@@ -63,22 +65,16 @@ def rescore_and_print(
     """Score a run's groups again, write the comparison, and print its summary.
 
     Raises:
-        PenstockError: no such run, nothing archived, a reward function that is not there, or the folder is taken.
+        PenstockError: there is no such run, no archived group, no such reward function, or the folder exists.
     """
-    place = find_run(target, must_have_begun=False)
-    if place.folder is None or place.settings is None:
-        raise PenstockError(
-            f"run {place.run!r} is scored again from its archive: name its folder, or its settings file"
-        )
-    kept = place.folder / "run.toml"
-    settings = load_settings(kept) if kept.is_file() else place.settings
+    settings, run_folder = saved_settings(find_run(target, must_have_begun=False), "rescoring")
     functions = _load_functions(file, refs)
-    folder = out or place.folder / "rescored" / (name or (file.stem if file else "rescored"))
+    folder = out or run_folder / "rescored" / (name or (file.stem if file else "rescored"))
     if folder.exists():
-        raise PenstockError(f"{folder} is there already: give this comparison another --name, or remove that folder")
-    summary = anyio.run(rescore, settings, place.folder, functions, folder)
+        raise PenstockError(f"{folder} exists already: give this comparison another --name, or remove that folder")
+    summary = anyio.run(rescore, settings, run_folder, functions, folder)
     if as_json:
-        _print(msgspec.json.encode({"folder": str(folder)} | msgspec.to_builtins(summary)).decode())
+        print_json({"folder": str(folder)} | msgspec.to_builtins(summary))
     else:
         _show(summary, folder)
 
@@ -96,16 +92,16 @@ def _load_functions(file: Path | None, refs: Sequence[str]) -> list[RewardFuncti
 async def rescore(
     settings: Settings, run_folder: Path, functions: Sequence[RewardFunction], folder: Path
 ) -> RescoreSummary:
-    """Score every archived group of a run again.
+    """Score every archived group of a run.
 
     Args:
-        settings: of the run; its environments thaw the snapshots.
-        run_folder: read only.
-        functions: in place of the run's own.
-        folder: of the comparison; made, and there only once it is whole.
+        settings: settings of the run; its environments thaw the snapshots.
+        run_folder: the run's folder; only read.
+        functions: reward functions, instead of the run's own.
+        folder: folder of the comparison; created when it is complete.
 
     Raises:
-        PenstockError: nothing of the run is archived.
+        PenstockError: no group of the run is archived.
     """
     factories = await anyio.to_thread.run_sync(load_factories, settings)
     archived = ArchivedRun(run_folder)
@@ -130,7 +126,7 @@ async def rescore(
 
 @asynccontextmanager
 async def _atomic_folder(folder: Path) -> AsyncIterator[Path]:
-    """A folder beside it to write into, which takes its name at the end, or goes if it does not come to that."""
+    """Yield a temporary folder that is renamed to `folder` at the end, or removed after an error."""
     making = folder.with_name(f".{folder.name}.{os.getpid()}.making")
     await anyio.Path(making).mkdir(parents=True)
     try:
@@ -143,17 +139,17 @@ async def _atomic_folder(folder: Path) -> AsyncIterator[Path]:
 
 
 class ArchivedRun:
-    """The groups of a run that count, in the order of its ledger: those that its archive still has."""
+    """The archived groups of a run, in the order of its ledger."""
 
     def __init__(self, run_folder: Path) -> None:
         self.groups_read = 0
-        """Groups."""
+        """Groups read so far."""
         self.groups_missing = 0
-        """Groups of the ledger that are not archived, or not any more."""
+        """Groups of the ledger that the archive does not have."""
         self._folder = run_folder
 
     def __iter__(self) -> Iterator[tuple[str, str, Group]]:
-        """End, hash and group."""
+        """Yield outcome, hash and group."""
         groups = ArchivedGroups(self._folder / "groups")
         written, _ = read_ledger(self._folder / "ledger.jsonl")
         for line in (each.record for each in written):
@@ -170,7 +166,7 @@ async def _rescore_in_chunks(
     factories: dict[str, EnvironmentFactory],
     timeout_s: float,
 ) -> AsyncIterator[list[RescoredCompletion]]:
-    """A few groups at a time, in order."""
+    """Yield the lines of a few groups at a time, in order."""
     groups = iter(archived)
     while chunk := await anyio.to_thread.run_sync(_next_chunk, groups):
         found: dict[int, list[RescoredCompletion]] = {}
@@ -198,7 +194,7 @@ async def _rescore_group(
     factories: dict[str, EnvironmentFactory],
     timeout_s: float,
 ) -> list[RescoredCompletion]:
-    """One group's lines."""
+    """Return the lines of one group."""
     fresh = msgspec.structs.replace(group, completions=[_keep_environment_parts(c) for c in group.completions])
     await score_group(fresh, functions, factories, timeout_s)
     return [
@@ -218,7 +214,7 @@ async def _rescore_group(
 
 
 def _keep_environment_parts(completion: Completion) -> Completion:
-    """A copy with the environment's own parts alone."""
+    """Return a copy that has only the parts measured by the environment."""
     own = [part for part in completion.parts if part.name == "env" or part.name.startswith("env.")]
     return msgspec.structs.replace(completion, parts=own, reward=None)
 
@@ -239,7 +235,3 @@ def _show(summary: RescoreSummary, folder: Path) -> None:
         console.print(f"{change}: {count}")
     note = f", {summary.missing} more are not archived" if summary.missing else ""
     console.print(f"{summary.groups} groups{note}; {folder / 'completions.jsonl'}", soft_wrap=True)
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)  # noqa: T201  (this is the command's output)

@@ -1,4 +1,4 @@
-"""Old and new rewards, compared: means, correlation, the order within groups, and what became of validity."""
+"""Compare old and new rewards: means, correlation, order within groups, and changes of validity."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from stream.validity import Measured, Reward
 
 @dataclass(frozen=True, slots=True)
 class RewardComparison:
-    """One completion."""
+    """Old and new reward of one completion."""
 
     prompt: str
     environment: str
@@ -22,7 +22,7 @@ class RewardComparison:
 
 
 class EnvironmentSummary(Struct, kw_only=True):
-    """All completions of one environment; of those measured before and now, where numbers are compared."""
+    """Comparison for one environment. Numbers are over completions that are measured both times."""
 
     environment: str
     completions: int
@@ -30,9 +30,10 @@ class EnvironmentSummary(Struct, kw_only=True):
     old_mean: float | None
     new_mean: float | None
     correlation: float | None
-    """Pearson's; None where either is constant."""
+    """Pearson correlation; None if either side is constant."""
     order_agreement: float | None
-    """Of two completions of a group that differed before: how often the better one is better now; a tie is half."""
+    """Fraction of pairs of one group with different old rewards whose better completion is still better; ties count
+    half."""
 
 
 class RescoreSummary(Struct, kw_only=True):
@@ -40,15 +41,15 @@ class RescoreSummary(Struct, kw_only=True):
 
     groups: int
     missing: int
-    """Groups of the ledger that the archive has not, or no more."""
+    """Groups of the ledger that the archive does not have."""
     environments: list[EnvironmentSummary]
-    """`all` first, where there are several."""
+    """If there are several, `all` comes first."""
     validity: dict[str, int]
-    """`measured -> raised`, and so on, and `measured`, `timeout`, ... where it stayed the same."""
+    """Completions by change of validity: `measured -> raised`; unchanged: `measured`, `timeout`, ..."""
 
 
 def summarize(comparisons: Sequence[RewardComparison], *, groups: int, missing: int) -> RescoreSummary:
-    """Compare, by environment and altogether."""
+    """Compare by environment and over all."""
     by_environment: dict[str, list[RewardComparison]] = defaultdict(list)
     for each in comparisons:
         by_environment[each.environment].append(each)
@@ -78,7 +79,7 @@ def _summary(name: str, comparisons: Sequence[RewardComparison]) -> EnvironmentS
 
 
 def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Pearson's correlation; None for fewer than two, or where either is constant."""
+    """Return the Pearson correlation; None for fewer than two values, or if either side is constant."""
     mean_x, mean_y = _mean(xs), _mean(ys)
     if len(xs) < 2 or mean_x is None or mean_y is None or len(set(xs)) == 1 or len(set(ys)) == 1:
         return None
@@ -90,13 +91,13 @@ def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
 
 
 def order_agreement(triples: Sequence[tuple[str, float, float]]) -> float | None:
-    """How often two completions of a group keep their order.
+    """Return how often two completions of a group keep their order.
 
     Args:
-        triples: prompt, old reward, new reward.
+        triples: (prompt, old reward, new reward).
 
     Returns:
-        The fraction among pairs of one prompt whose old rewards differ, a new tie counting half; None without any.
+        The fraction over pairs of one prompt with different old rewards; a new tie counts half. None without a pair.
     """
     groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for prompt, old, new in triples:

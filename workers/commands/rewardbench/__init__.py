@@ -1,1 +1,1 @@
-"""`penstock rewardbench`: pairs scored by a served reward model (`command.py`), and their sections (`summary.py`)."""
+"""`penstock rewardbench`: measure how often a served reward model prefers the better answer of a pair."""

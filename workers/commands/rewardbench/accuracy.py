@@ -1,8 +1,8 @@
-"""RewardBench's 23 subsets and four sections, and what pairs of scores come to in them.
+"""Accuracy over RewardBench's 23 subsets and four sections.
 
-Sections and weights are RewardBench's own (`rewardbench/constants.py`): a section's score is the mean of its subsets'
-accuracies weighted by their sizes there. A tie is not won. A pair that could not be scored is counted as unscored:
-neither won nor lost.
+Sections and weights are RewardBench's own (`rewardbench/constants.py`): the score of a section is the mean of its
+subsets' accuracies, weighted by their sizes there. A tie is not correct. A pair that could not be scored is counted as
+unscored, neither correct nor wrong.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,41 +44,41 @@ SECTIONS: Mapping[str, Mapping[str, int]] = {
         "hep-rust": 164,
     },
 }
-"""Subsets by section, each with its weight."""
+"""Subsets of each section with their weights."""
 
 
 class PreferencePair(Struct, kw_only=True):
-    """One row, and what became of it."""
+    """One row of the file and its scores."""
 
     id: str
     subset: str
     chosen: Reward | None = None
     rejected: Reward | None = None
-    """Scores by the server."""
+    """Scores of the server."""
     reference: tuple[float, float] | None = None
     """The reference's scores of the chosen and the rejected answer."""
     is_correct: bool | None = None
-    """The server prefers the chosen one; None: nobody knows."""
+    """The server scores the chosen answer higher; None: a score is missing."""
     reference_is_correct: bool | None = None
 
 
 class SubsetScore(Struct, kw_only=True):
-    """The pairs of one subset."""
+    """Accuracy on one subset."""
 
     subset: str
     section: str
     pairs: int
     unscored: int
     accuracy: float | None
-    """Of the scored ones; None where there is none."""
+    """Over scored pairs; None without any."""
     reference: float | None = None
     """The reference's accuracy on the same pairs."""
     agreeing: int | None = None
-    """Scored pairs that the reference decides the same way."""
+    """Scored pairs on which server and reference agree."""
 
 
 class BenchReport(Struct, kw_only=True):
-    """What `--json` prints."""
+    """Output of `--json`."""
 
     file: str
     subsets: list[SubsetScore]
@@ -86,11 +86,11 @@ class BenchReport(Struct, kw_only=True):
     reference_sections: dict[str, float | None] | None
     pairs: list[PreferencePair]
     largest_difference: float | None = None
-    """Between a score of the server and the reference's."""
+    """Largest absolute difference between a score of the server and of the reference."""
 
 
 def summarize(file: str, pairs: Sequence[PreferencePair]) -> BenchReport:
-    """Accuracy by subset and by section."""
+    """Return the accuracy by subset and by section."""
     known = {subset: section for section, subsets in SECTIONS.items() for subset in subsets}
     names = [*known, *sorted({pair.subset for pair in pairs} - known.keys())]
     subsets = [
@@ -135,7 +135,7 @@ def _mean(won: Iterable[bool | None]) -> float | None:
 
 
 def _sections(accuracy: Mapping[str, float | None]) -> dict[str, float | None]:
-    """By section, the mean of what is known of its subsets, weighted as RewardBench weights them."""
+    """Return the weighted mean of the known accuracies of each section."""
     scores: dict[str, float | None] = {}
     for section, weights in SECTIONS.items():
         known = [(value, weight) for name, weight in weights.items() if (value := accuracy.get(name)) is not None]

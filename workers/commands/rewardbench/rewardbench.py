@@ -1,13 +1,9 @@
-"""`penstock rewardbench`: how often a served reward model prefers the chosen answer, beside transformers, pair by pair.
-
-What the pairs come to is in `summary.py`.
-"""
+"""Score pairs of answers with a served reward model, optionally beside transformers, and print the accuracy."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import anyio
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -15,22 +11,23 @@ from envs.messages import build_conversation
 from stream.errors import DataError
 from stream.records import Message
 from stream.validity import Measured, Unmeasured
+from workers.commands.output import print_json
 from workers.commands.rewardbench.accuracy import BenchReport, PreferencePair, summarize
 from workers.feed.source import open_source
 from workers.settings import Data
 
 _CHUNK = 256
-"""Pairs asked for at once; the client bounds what is under way."""
+"""Pairs per request batch; the client bounds the concurrency."""
 
 ReferenceScorer = Callable[[Sequence[Message]], float]
-"""A reference: the raw logit of one conversation."""
+"""Returns the raw logit of one conversation."""
 
 
 def run_rewardbench(file: Path, urls: Sequence[str], reference: Path | None, *, as_json: bool = False) -> int:
     """Score a file of pairs and print the table. Returns the exit code: 1 where a pair could not be scored.
 
     Raises:
-        PenstockError: the file cannot be read, or the server is no reward model.
+        PenstockError: the file cannot be read, or the server does not serve a reward model.
     """
     rows = read_pairs(file)
     score = None
@@ -45,18 +42,18 @@ def run_rewardbench(file: Path, urls: Sequence[str], reference: Path | None, *, 
             pair.reference_is_correct = pair.reference[0] > pair.reference[1]
     report = summarize(str(file), pairs)
     if as_json:
-        print(msgspec.json.encode(report).decode(), flush=True)  # noqa: T201  (this is the command's output)
+        print_json(report)
     else:
         _show(report)
     return 1 if any(pair.is_correct is None for pair in pairs) else 0
 
 
 PairRow = tuple[PreferencePair, list[Message], list[Message]]
-"""A pair without scores, and both of its conversations."""
+"""A pair without scores, and its two conversations."""
 
 
 def read_pairs(file: Path) -> list[PairRow]:
-    """Rows with `prompt`, `chosen`, `rejected`, `subset` and perhaps `id`.
+    """Read rows with `prompt`, `chosen`, `rejected`, `subset` and optionally `id`.
 
     Raises:
         DataError: names the row and what is wrong with it.
@@ -77,7 +74,7 @@ def read_pairs(file: Path) -> list[PairRow]:
 
 
 async def score_pairs(rows: Sequence[PairRow], urls: Sequence[str]) -> list[PreferencePair]:
-    """Have both conversations of each pair scored."""
+    """Score both conversations of each pair with the served model."""
     from envs.remote.reward_model import RewardModel
 
     async with RewardModel(urls) as model:
@@ -92,7 +89,6 @@ async def score_pairs(rows: Sequence[PairRow], urls: Sequence[str]) -> list[Pref
 
 
 def _show(report: BenchReport) -> None:
-    """The table for people."""
     console = Console(highlight=False, markup=False)
     compared = report.reference_sections is not None
     table = Table(box=None, pad_edge=False)

@@ -1,4 +1,4 @@
-"""Errors that were to be expected, as a command tells them: one clear line and an exit code, no traceback."""
+"""Expected errors as a command shows them: one clear line and an exit code, no traceback."""
 
 import sys
 from typing import Any
@@ -7,24 +7,24 @@ import click
 
 
 class CommandError(click.ClickException):
-    """An error that was to be expected: one clear line and an exit code, no traceback."""
+    """An expected error of a command."""
 
     exit_code = 1
 
     def show(self, file: Any = None) -> None:
-        """Write it to stderr, in the form that the supervisor quotes from a role's log."""
+        """Write it to stderr in the form that the supervisor quotes from a role's log."""
         click.echo(f"error: {' '.join(self.message.split())}", file=file, err=file is None)
 
 
 class SettingsCommandError(CommandError):
-    """The settings are at fault, and nothing was started."""
+    """The settings or the command line are wrong, and nothing was started."""
 
     exit_code = 2
 
 
 def as_command_error(error: BaseException) -> CommandError | None:
-    """The errors of ours in what was raised, as one line; None if there is anything else among them."""
-    if "stream.errors" not in sys.modules:  # nothing that could raise one was imported
+    """Return one error for everything that was raised; None if any of it is not a `PenstockError`."""
+    if "stream.errors" not in sys.modules:  # no module that could raise one was imported
         return None
     from stream.errors import PenstockError, SettingsError
 
