@@ -66,12 +66,12 @@ async def scan_run(connection: RunConnection) -> RunScan:
     """
     view = await read_status(connection)
     census = RunScan(cursor=view.feed.get("cursor", ""), data_fingerprint=view.meta.get("data", ""))
-    census.unfinished = await _members(connection, "open", Redis.hscan)
+    census.unfinished = await _members(connection, "unfinished", Redis.hscan)
     for stage in STAGES:
         async for entry, marked, (prompt,) in _scan_entries(connection, stage, "prompt"):
             census.entries.append(StreamEntry(stage, entry, prompt, marked))
     census.dead = await scan_dead_entries(connection)
-    census.dropped_dead = await _members(connection, "removed", Redis.sscan)
+    census.dropped_dead = await _members(connection, "dropped_dead", Redis.sscan)
     return census
 
 
