@@ -157,7 +157,9 @@ class _PromptEvidence(Struct, kw_only=True):
         told += ["its dead letter was dropped by the operator"] if self.dropped_dead else []
         told += [f"entry {e.id} in {e.stage}{', marked' if e.marked else ''}" for e in self.entries]
         if not self.entries:
-            told.append("unfinished on the server, which has no entry of it" if self.unfinished else "no entry on the server")
+            told.append(
+                "unfinished on the server, which has no entry of it" if self.unfinished else "no entry on the server"
+            )
         return told
 
 

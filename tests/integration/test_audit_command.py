@@ -330,7 +330,7 @@ async def test_people_read_a_table_what_is_known_and_a_verdict(small, capsys):
         await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), "", show_all=True))
         every = capsys.readouterr().out
     assert told.count("unfinished on the server, which has no entry of it") == 1
-    assert "and 2 more lost; --all tells all" in told
+    assert "and 2 more lost; --all shows all" in told
     assert every.count("unfinished on the server, which has no entry of it") == 3
     assert told.splitlines()[-1] == "not clean: 3 lost, 0 counted twice"
 

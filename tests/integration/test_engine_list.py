@@ -131,7 +131,12 @@ async def test_the_command_lists_who_names_each_engine_whether_it_answers_and_wi
         *("http://127.0.0.1:9", "settings", False, False),
     )
     assert named["error"]
-    assert (listed["url"], listed["source"], listed["healthy"], listed["policy_version"]) == (engine.url, "operator", True, 7)
+    assert (listed["url"], listed["source"], listed["healthy"], listed["policy_version"]) == (
+        engine.url,
+        "operator",
+        True,
+        7,
+    )
 
 
 async def test_engines_are_asked_without_the_proxy_of_the_environment_as_workers_ask_them(

@@ -161,7 +161,7 @@ def test_everything_that_is_known_of_a_prompt_is_told():
     (found,) = audit(facts(fed="a", ledger="a", kept=1, dead=[letter()])).twice
     assert found.evidence[1] == "dead letter 9-0 of prompts: infra: its workers died"
     (found,) = audit(facts(opened="a")).lost
-    assert found.evidence == ["open on the server, which has no entry of it"]
+    assert found.evidence == ["unfinished on the server, which has no entry of it"]
     (found,) = audit(facts(fed="a")).lost
     assert found.evidence == ["no entry on the server"]
 
