@@ -27,7 +27,7 @@ from workers.train.step.metrics import Metrics, step_metrics
 from workers.train.step.model_runner import ModelRunner
 from workers.train.step.objective import Objective, PolicyComparison, compare_policies, correction_step_metrics
 from workers.train.step.prepared_batch import PreparedBatch, prepare
-from workers.train.step.selection import drop_groups, filter_reasons, mask_batch
+from workers.train.step.group_checks import drop_groups, filter_reasons, mask_batch
 
 torch.set_num_threads(1)
 

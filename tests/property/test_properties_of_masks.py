@@ -18,7 +18,7 @@ from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.masks import TRUNCATION_POLICIES, derive_masks
 from workers.train.step.batch import collate
 from workers.train.step.estimation import _Inputs
-from workers.train.step.selection import mask_batch
+from workers.train.step.group_checks import mask_batch
 
 policies = st.fixed_dictionaries(
     {TruncationReason(reason): st.sampled_from(TRUNCATION_POLICIES) for reason in TRUNCATED}

@@ -27,7 +27,7 @@ from workers.train.step.metrics import STEP_METRICS, step_metrics
 from workers.train.step.model_runner import ModelRunner
 from workers.train.step.objective import correction_step_metrics
 from workers.train.step.prepared_batch import prepare
-from workers.train.step.selection import mask_batch
+from workers.train.step.group_checks import mask_batch
 
 SETTINGS = {name: settings_of(choosing(table, SOME)) for name, table in TABLES.items()}
 POLICY = settings_of({"algorithm": {"truncation": {"max_turns": "zero_reward", "tool_calls": "baseline_only"}}})

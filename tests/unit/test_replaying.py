@@ -27,7 +27,7 @@ from workers.train.checkpointing.replay import replay
 from workers.train.progress import Progress
 from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
-from workers.train.step.selection import check_group
+from workers.train.step.group_checks import check_group
 
 VOCABULARY = 24
 STEPS, EACH = 6, 3

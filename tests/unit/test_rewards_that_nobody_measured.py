@@ -57,7 +57,7 @@ from workers.train.algorithms.losses import LOSSES, policy_loss
 from workers.train.groups.invalid_reward_monitor import InvalidRewardMonitor
 from workers.train.step.batch import collate
 from workers.train.step.estimation import estimate_advantages
-from workers.train.step.selection import filter_reasons, mask_batch
+from workers.train.step.group_checks import filter_reasons, mask_batch
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}}
 MEAN = {"estimator": {"name": "grpo", "normalize_std": False}}

@@ -11,7 +11,7 @@ from workers.train.algorithms.advantages import dr_grpo
 from workers.train.algorithms.grouping import Grouping
 from workers.train.step.batch import collate
 from workers.train.step.metrics import count_states, step_metrics
-from workers.train.step.selection import check_group, mask_batch
+from workers.train.step.group_checks import check_group, mask_batch
 
 SETTINGS = settings.Settings(
     model=settings.Model(path="none"),
