@@ -85,7 +85,10 @@ def test_a_group_bears_the_first_reason_that_holds():
 
 def test_a_batch_without_a_group_has_its_completions_dropped_and_the_others_untouched():
     found = batch([1.0, 0.0, None], [1.0, 0.5])
-    left = drop_groups(found, mask_batch(found, parse_settings(LEAST), 0), [DropReason.DIFFICULTY, None])
+    masks = mask_batch(found, parse_settings(LEAST), 0)
+    left, left_masks = drop_groups(found, masks, [DropReason.DIFFICULTY, None])
+    assert left_masks.baseline_C.tolist() == [False, False, False, True, True]
+    assert left_masks.loss_rows_R.tolist() == [False, False, False, True, True]
     code = DROP_REASONS.index(DropReason.DIFFICULTY)
     assert left.facts.drop_reason_C.tolist() == [code, code, -1, -1, -1]  # the third has a reason of its own
     assert found.facts.drop_reason_C.tolist() == [-1] * 5

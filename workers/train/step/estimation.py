@@ -49,7 +49,7 @@ def estimate_advantages(
         statistics: for estimators that need log-probs or values.
         weights_RT: importance weights, for estimators that need them; 1 by default.
     """
-    inputs = _EstimatorInputs(batch, masks, settings, statistics, weights_RT)
+    inputs = EstimatorInputs(batch, masks, settings, statistics, weights_RT)
     name = settings.estimator.name
     needed = {need: getattr(inputs, need) for need in ESTIMATORS[name].input_names}
     # The single-sample policy `raw` returns the shaped reward, whatever the estimator compares.
@@ -87,7 +87,7 @@ def greedy_baseline(batch: Batch, settings: Settings) -> tuple[Tensor, Tensor]:
     return torch.where(usable_G & ~zeroed[code_G].to(device), batch.greedy_rewards_G, 0.0), usable_G
 
 
-class _EstimatorInputs:
+class EstimatorInputs:
     """Inputs that an estimator may ask for, each computed on first use; named as in `ESTIMATORS.inputs`."""
 
     def __init__(
