@@ -17,7 +17,7 @@ from tests.cases.tables import SOME, TABLES, choosing, settings_of
 from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.masks import NONE, TRUNCATION_POLICIES, derive_masks, drop_completions, reject_tokens
 from workers.train.step.batch import collate
-from workers.train.step.estimation import EstimatorInputs
+from workers.train.step.estimation import _EstimatorInputs
 from workers.train.step.group_checks import mask_batch
 
 policies = st.fixed_dictionaries(
@@ -142,7 +142,7 @@ def same_masks(left, right):
 def test_p15_every_input_of_an_estimator_is_over_these_masks(table, case):
     settings, batch = SETTINGS[table], build(case)
     masks = mask_batch(batch, settings, VERSION)
-    inputs = EstimatorInputs(batch, masks, settings, None, None)
+    inputs = _EstimatorInputs(batch, masks, settings, None, None)
     assert inputs.groups.valid_C.equal(masks.baseline_C)
     assert inputs.layout.mask_CT.sum() == masks.loss_tokens_RT.sum()
     assert (inputs.loss_lengths_C[~masks.loss_C] == 0).all()

@@ -295,7 +295,7 @@ def test_weights_that_were_trained_without_a_critic_are_refused_by_name(base, tm
 
 
 def test_the_critic_learns_what_completions_are_worth(base):
-    trained = learner(base, estimator={"name": "gae"}, critic={"learning_rate": 0.05}, learning_rate=0.0)
+    trained = learner(base, estimator={"name": "gae", "critic_learning_rate": 0.05}, learning_rate=0.0)
     errors = [trained.step(collate([group()]), 3).metrics["value/error"] for _ in range(20)]
     assert errors[-1] < errors[0] / 2
 

@@ -49,12 +49,14 @@ def estimate_advantages(
         statistics: for estimators that need log-probs or values.
         weights_RT: importance weights, for estimators that need them; 1 by default.
     """
-    inputs = EstimatorInputs(batch, masks, settings, statistics, weights_RT)
+    inputs = _EstimatorInputs(batch, masks, settings, statistics, weights_RT)
     name = settings.estimator.name
     needed = {need: getattr(inputs, need) for need in ESTIMATORS[name].input_names}
     # The single-sample policy `raw` returns the shaped reward, whatever the estimator compares.
     needed |= {"rewards_C": inputs.rewards_C, "groups": inputs.groups}
-    estimated = estimate(name, needed, settings.estimator.options, single_sample_policy=settings.algorithm.single_sample_policy)
+    estimated = estimate(
+        name, needed, settings.estimator.options, single_sample_policy=settings.algorithm.single_sample_policy
+    )
     ids_R, values_C = batch.completion_ids_R, None
     if isinstance(estimated, TokenAdvantages):
         tokens_RT = inputs.layout.to_rows(estimated.advantages_CT)
@@ -87,7 +89,7 @@ def greedy_baseline(batch: Batch, settings: Settings) -> tuple[Tensor, Tensor]:
     return torch.where(usable_G & ~zeroed[code_G].to(device), batch.greedy_rewards_G, 0.0), usable_G
 
 
-class EstimatorInputs:
+class _EstimatorInputs:
     """Inputs that an estimator may ask for, each computed on first use; named as in `ESTIMATORS.inputs`."""
 
     def __init__(
