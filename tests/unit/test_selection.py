@@ -79,8 +79,8 @@ def test_a_group_of_one_is_the_singleton_policys_business(policy, verdict):
 
 
 def test_a_group_bears_the_first_reason_that_holds():
-    assert judge(batch([1.0, 1.0]), min_mean_reward=2.0) == [DropReason.ZERO_VARIANCE]
-    assert judge(batch([1.0, 1.0]), min_mean_reward=2.0, min_valid_rows=3) == [DropReason.MIN_VALID_ROWS]
+    assert judge(batch([1.0, 1.0]), mean_reward_range=[2.0, 3.0]) == [DropReason.ZERO_VARIANCE]
+    assert judge(batch([1.0, 1.0]), mean_reward_range=[2.0, 3.0], min_valid_rows=3) == [DropReason.MIN_VALID_ROWS]
 
 
 def test_a_batch_without_a_group_has_its_completions_dropped_and_the_others_untouched():
