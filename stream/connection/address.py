@@ -1,4 +1,4 @@
-"""Where a server is: its URL as redis-py takes it, what of it people may see, and clients for it."""
+"""A server's URL in redis-py's form: how to show it without secrets, and clients for it."""
 
 import ssl
 from typing import Any
@@ -16,37 +16,37 @@ from stream.errors import ServerError
 _SOCKET_TIMEOUT_S = 15.0
 _MAX_CONNECTIONS = 1000
 _PROBE_TIMEOUT_S = 2.0
-_URL_HINT = "write redis://, rediss:// (TLS) or unix://, and user and password, where there are any, %-escaped"
+_URL_HINT = "write redis://, rediss:// (TLS) or unix://; escape user and password with %"
 
 
 class RedisAddress:
-    """A server's URL, understood.
+    """A parsed server URL.
 
     Args:
-        url: `redis://`, `rediss://` or `unix://`, with user, password, database and TLS files as redis-py takes them.
+        url: `redis://`, `rediss://` or `unix://`, with user, password, database and TLS files in redis-py's form.
 
     Raises:
-        ServerError: it is none; the message shows no secret.
+        ServerError: the URL is not valid; the message shows no secret.
     """
 
     def __init__(self, url: str) -> None:
         self.display_url = redact_url(url)
-        """The URL as people may see it."""
+        """The URL without secrets, for messages."""
         try:
             options: dict[str, Any] = dict(parse_url(url))
         except ValueError as error:  # its text may hold a part of a password
-            raise ServerError(f"{self.display_url} is no Redis URL: {_URL_HINT}") from error
+            raise ServerError(f"{self.display_url} is not a Redis URL: {_URL_HINT}") from error
         self._options = options | {
             "retry": Retry(NoBackoff(), 0),
             "socket_timeout": _SOCKET_TIMEOUT_S,
             "protocol": 2,
             "decode_responses": False,
-            "driver_info": None,  # it would look up its own version on the disk at every connection
+            "driver_info": None,  # otherwise every connection reads the library's version from the disk
         }
         self._tls = urlsplit(url).scheme == "rediss"
 
     async def prepare(self) -> None:
-        """See that connections can be made at all; read the TLS files, once for all connections.
+        """Check the options by making a connection object, and read the TLS files once for all connections.
 
         Raises:
             ServerError: the URL has an option that does not exist, or names a file that is missing or broken.
@@ -55,10 +55,8 @@ class RedisAddress:
             pool: Any = ConnectionPool(**self._options)
             connection = pool.make_connection()
         except (TypeError, ValueError, RedisError) as error:  # redis-py names the option, never its value
-            remedy = "" if self._tls else "; options of TLS need rediss://"
-            raise ServerError(
-                f"the URL {self.display_url} has an option that it cannot have: {error}{remedy}"
-            ) from error
+            remedy = "" if self._tls else "; TLS options need rediss://"
+            raise ServerError(f"the URL {self.display_url} has an invalid option: {error}{remedy}") from error
         if not self._tls:
             return
         try:
@@ -71,12 +69,12 @@ class RedisAddress:
         self._options["connection_class"] = _connection_class(connection.ssl_context)
 
     def client(self, host_port: tuple[str, int] | None = None) -> "Redis":
-        """A client, for this server or for another node of its cluster."""
+        """Return a client for this server, or for another node of its cluster."""
         options = self._options
         if host_port is not None:
             options = {name: value for name, value in options.items() if name != "path"}
             options |= {"host": host_port[0], "port": host_port[1]}
-            if "path" in self._options:  # a unix socket leads to one node alone
+            if "path" in self._options:  # a unix socket reaches one node only
                 del options["connection_class"]
         return Redis.from_pool(ConnectionPool(max_connections=_MAX_CONNECTIONS, **options))
 
@@ -88,23 +86,23 @@ class RedisAddress:
         return self._options.get("host", "localhost"), self._options.get("port", 6379)
 
     async def probe(self) -> str | None:
-        """Ask a server that hung up on us, or was silent, in the other language.
+        """Try a server that closed the connection, or did not answer, with TLS instead of plain text or the reverse.
 
         Returns:
-            What is wrong, if that is it.
+            The problem, if that is the cause.
         """
         if self.host_port is None:
             return None
         with anyio.move_on_after(_PROBE_TIMEOUT_S):
             if self._tls and await _answers_plaintext(*self.host_port):
-                return "it does not speak TLS on this port; write redis://, or name its TLS port"
+                return "it does not use TLS on this port; write redis://, or use its TLS port"
             if not self._tls and await _speaks_tls(*self.host_port):
-                return "it speaks TLS on this port; write rediss:// and ?ssl_ca_certs=FILE"
+                return "it uses TLS on this port; write rediss:// and ?ssl_ca_certs=FILE"
         return None
 
 
 def has_secret(url: str) -> bool:
-    """Whether a URL bears a password, or might: one that nobody understands counts as one that does."""
+    """Return whether a URL has a password, or might have one: a URL that cannot be parsed counts as one that has."""
     if not url:
         return False
     try:
@@ -115,10 +113,10 @@ def has_secret(url: str) -> bool:
 
 
 def redact_url(url: str) -> str:
-    """The URL without user, password and options. Of one that nobody understands, the scheme alone."""
+    """Return the URL without user, password and options; only the scheme if it cannot be parsed."""
     scheme, separator, _ = url.partition("://")
     if not separator:
-        return "what is given"
+        return "the URL"
     if not _is_unambiguous(url):
         return f"{scheme}://..."
     parts = urlsplit(url)
@@ -126,7 +124,7 @@ def redact_url(url: str) -> str:
 
 
 def _is_unambiguous(url: str) -> bool:
-    """Whether it is certain where a password would be: one with / ? # in it, not escaped, moves what follows it."""
+    """Return whether a password's position is certain; an unescaped / ? # in a password moves everything after it."""
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -137,7 +135,7 @@ def _is_unambiguous(url: str) -> bool:
 
 def _connection_class(context: Any) -> type[SSLConnection]:
     class Sharing(SSLConnection):
-        """A TLS connection that reads no files of its own: it is made on the event loop."""
+        """A TLS connection that reads no files, since it is made on the event loop."""
 
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
@@ -153,7 +151,7 @@ async def _speaks_tls(host: str, port: int) -> bool:
         async with await anyio.connect_tcp(host, port, ssl_context=context, tls_standard_compatible=False):
             return True
     except ssl.SSLError as error:
-        return "ALERT" in (error.reason or "")  # it refuses, but in that language
+        return "ALERT" in (error.reason or "")  # refused, but by TLS
     except (OSError, anyio.BrokenResourceError, anyio.EndOfStream):
         return False
 

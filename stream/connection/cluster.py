@@ -1,9 +1,8 @@
-"""The nodes of a cluster that a run may be on. A server that is in no cluster is the only one.
+"""The nodes of a cluster that a run may be on. A server outside a cluster is the only node.
 
-All keys of a run are in one slot, so at any time one node has all of it, and one plain client speaks to that node. A
-client that knows all slots would gain nothing, and would do one thing wrong: while a slot moves, it follows ASK to a
-node that has part of the run's keys, where a script would find streams missing and begin them anew. We wait for the end
-of the move instead.
+All keys of a run are in one slot, so one node has the whole run at any time, and one plain client talks to it. A client that
+knows all slots would do harm: while a slot is being moved it follows ASK to a node with only some of the run's keys, where a
+script would find streams missing and create them anew. This client waits for the end of the move instead.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ HostPort = tuple[str, int]
 
 
 class ClusterRouter:
-    """The client of the node that has the run, and those of nodes that had it."""
+    """The client of the node that has the run, and the clients of nodes that had it before."""
 
     def __init__(self, address: RedisAddress) -> None:
         self._address = address
@@ -32,26 +31,26 @@ class ClusterRouter:
 
     @property
     def redis(self) -> "Redis":
-        """The client of the node that has the run, as far as we know."""
+        """The client of the node that has the run, as far as known."""
         return self._clients[self._current]
 
     def redirect(self, error: MovedError) -> None:
-        """Go to the node that a server named as the owner of the run's slot."""
+        """Switch to the node that a MOVED reply names as the owner of the run's slot."""
         self._switch_to((self._host_name(error.host.encode()), error.port))
 
     def try_next_node(self) -> None:
-        """This one is gone: any other of the cluster knows who has the run now, or will."""
+        """Switch to another known node after the current one failed: every node knows, or will know, who has the run."""
         if self._known_nodes:
             at = self._known_nodes.index(self._current) if self._current in self._known_nodes else -1
             self._switch_to(self._known_nodes[(at + 1) % len(self._known_nodes)])
 
     async def refresh(self) -> None:
-        """Ask this node who the others are; where it will not say, we know what we were told before."""
+        """Ask the current node for the other nodes; if it does not answer, the known nodes stay as they are."""
         with contextlib.suppress(*HANDLED_ERRORS):
             slots: Any = await self.redis.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]
-            places = {(self._host_name(host), port) for _, _, *nodes in slots for host, port, *_ in nodes}
+            nodes = {(self._host_name(host), port) for _, _, *owners in slots for host, port, *_ in owners}
             seed = {self._address.host_port} - {None}
-            self._known_nodes = [*seed, *sorted(places - seed)]  # type: ignore[list-item]
+            self._known_nodes = [*seed, *sorted(nodes - seed)]  # type: ignore[list-item]
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -59,7 +58,7 @@ class ClusterRouter:
             await client.aclose()
 
     def _host_name(self, host: bytes | None) -> str:
-        """A host as a node names it; one that does not know its own name means the one that we reached it by."""
+        """Return a node's host. A node that does not know its own name sends none: it is the host we reached."""
         return host.decode() if host else self._current[0] if self._current else "localhost"
 
     def _switch_to(self, node: HostPort) -> None:

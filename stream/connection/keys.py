@@ -1,4 +1,4 @@
-"""Names in Redis. What each key holds is told once, in `lua/common.lua`."""
+"""Names in Redis. `stream/lua/common.lua` says what each key holds."""
 
 from typing import Literal, get_args
 
@@ -6,7 +6,7 @@ CONSUMER_GROUP = "penstock"
 """The consumer group of every stage."""
 
 RESERVED_CONSUMERS = ("released", "marked")
-"""Consumers in it that are nobody: entries given back, and entries marked by the trainer."""
+"""Names in the consumer group that are not workers: they own entries that were given back, or marked by the trainer."""
 
 StageName = Literal["prompts", "groups", "scored"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
@@ -14,14 +14,14 @@ STAGES: tuple[StageName, ...] = get_args(StageName)
 
 EvaluationStage = Literal["eval:prompts", "eval:groups"]
 EVALUATION_STAGES: tuple[EvaluationStage, ...] = get_args(EvaluationStage)
-"""Those of evaluation, beside them; what they hold is never trained on, and counts in nothing of the others."""
+"""The stages of an evaluation. Their entries are never trained on and do not count in the run's numbers."""
 
 
 def key_prefix(run: str) -> str:
-    """What every key of a run begins with; the braces keep them in one slot of a cluster."""
+    """Return the beginning of every key of a run. The braces keep the keys in one slot of a cluster."""
     return f"{{{run}}}"
 
 
 def key(run: str, name: str) -> str:
-    """The full name of one key of a run."""
+    """Return the full name of a run's key."""
     return f"{key_prefix(run)}:{name}"

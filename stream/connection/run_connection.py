@@ -1,12 +1,10 @@
-"""A connection to the server of one run: patient calls, scripts, the wait without polling.
+"""The connection to a run's server: calls with retries, scripts, and waiting without polling.
 
-Every call goes through `RunConnection.with_retry`: a server that is gone, loading or out of memory is waited for with
-jittered
-back-off up to `reconnect_s`, then it is an error; in a cluster the run is followed to where it is. The scripts are
-written so that a call whose reply was lost can be repeated.
+Every call goes through `RunConnection.with_retry`. If the server is down, loading or out of memory, the call is repeated with
+jittered back-off for up to `reconnect_s`; in a cluster the connection follows the run to its node. The scripts are written so
+that a call whose reply was lost can be repeated.
 """
 
-import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +18,7 @@ from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 from redis.exceptions import MovedError, ResponseError
 
+from stream.backoff import Backoff
 from stream.connection.address import RedisAddress
 from stream.connection.cluster import ClusterRouter
 from stream.connection.keys import CONSUMER_GROUP, STAGES, key, key_prefix
@@ -36,65 +35,67 @@ from stream.errors import ServerError
 log = structlog.get_logger()
 
 MAX_BLOCK_S = 5.0
-"""One blocking read; well below the socket's time-out, so that a hung server is told from a quiet one."""
+"""The longest blocking read. Well below the socket's timeout, so that a server that hangs differs from one without news."""
 _MIN_VERSION = (7, 0)
 _MAX_GARBLED_REPLIES = 3
-"""Answers that are none, from a server that never gave one: it is no Redis."""
+"""Unreadable replies from a server that never sent a readable one: it is not Redis."""
+_BACKOFF = Backoff(0.05, 2.0)
 T = TypeVar("T")
 
 
 class RunConnection:
-    """A run's connection. Make one with `connect`."""
+    """A connection to one run. Open it with `connect`."""
 
     def __init__(self, address: RedisAddress, run: str, reconnect_s: float) -> None:
         self.run = run
         self.reconnect_s = reconnect_s
         self.stopping = anyio.Event()
-        """Set when this process is to let go of its work: by `penstock stop`, or by whoever owns the process."""
+        """Set when this process must give up its work: after `penstock stop`, or by the owner of the process."""
         self.ignored_stop = 0
-        """The last request to stop that was made before we came: not meant for us."""
+        """Number of the last stop request made before this process connected; it is not meant for us."""
         self._address = address
         self._cluster = ClusterRouter(address)
         self._waiting = False
-        """It is away, and that was said."""
+        """The server is down, and the log says so."""
         self._reached = False
+        """The server has answered at least once."""
         self._scripts: dict[str, AsyncScript] = {}
 
     @property
     def redis(self) -> "Redis":
-        """The client of the server that has the run; in a cluster, another one when the run has moved."""
+        """The client of the server that has the run; in a cluster a different one after the run has moved."""
         return self._cluster.redis
 
     def key(self, name: str) -> str:
-        """The full name of one of the run's keys."""
+        """Return the full name of one of the run's keys."""
         return key(self.run, name)
 
     async def run_script(self, name: str, *args: str | bytes | float) -> Any:
-        """Run `lua/NAME.lua` on the run's keys: one atomic step."""
+        """Run `stream/lua/NAME.lua` on the run's keys, as one atomic step, and return its answer."""
         script = self._scripts.get(name)
         if script is None:
             script = self._scripts[name] = self.redis.register_script(_load_scripts()[name])
         return await self.with_retry(lambda: script(keys=[key_prefix(self.run)], args=args, client=self.redis))
 
     async def ignore_earlier_stops(self) -> None:
-        """Pass by requests to stop that were made before: the run was started again since, and we are part of it."""
+        """Ignore stop requests made until now: the run was started again since, and this process is part of it."""
         self.ignored_stop = await self._read_stop()
 
     def observe_stop(self, stop: int) -> None:
-        """Take note of the last request to stop, of which a script told: one made since we came sets `stopping`."""
+        """Set `stopping` if this number, from a script's answer, is a stop request made after we connected."""
         if stop > self.ignored_stop and not self.stopping.is_set():
             log.info("stop.received", run=self.run)
             self.stopping.set()
 
     async def poll_stop(self) -> None:
-        """`hear`, for those who call no script that would tell."""
+        """Read the last stop request and observe it; for processes that call no script whose answer has it."""
         self.observe_stop(await self._read_stop())
 
     async def _read_stop(self) -> int:
         return int((await self.read_hash("meta")).get("stop", 0))
 
     async def read_hash(self, name: str) -> dict[str, str]:
-        """One of the run's hashes, as text."""
+        """Return one of the run's hashes as text."""
 
         async def read() -> dict[str, str]:
             found: Any = await cast("Awaitable[Any]", self.redis.hgetall(self.key(name)))
@@ -103,7 +104,7 @@ class RunConnection:
         return await self.with_retry(read)
 
     async def write_hash(self, name: str, values: dict[str, str]) -> None:
-        """Set fields of one of the run's hashes, and wake whoever waits."""
+        """Set fields of one of the run's hashes, and wake all waiting workers."""
         await self.with_retry(
             lambda: cast("Awaitable[Any]", self.redis.hset(self.key(name), mapping=cast("dict[Any, Any]", values)))
         )
@@ -111,17 +112,27 @@ class RunConnection:
             lambda: cast("Awaitable[Any]", self.redis.xadd(self.key("wake"), {"e": ""}, maxlen=1, approximate=False))
         )
 
+    async def create_stream(self, stage: str) -> None:
+        """Create a stage's stream and consumer group if they do not exist."""
+        try:
+            await self.with_retry(
+                lambda: self.redis.xgroup_create(self.key(stage), CONSUMER_GROUP, id="0", mkstream=True)
+            )
+        except ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
     async def with_retry(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call, and make it again while the server is away; in a cluster, where the run is.
+        """Make a call; repeat it while the server cannot answer, in a cluster on the node that has the run.
 
         Args:
-            call: must ask `Link.redis` for the client each time.
+            call: must read `RunConnection.redis` each time it is called.
 
         Raises:
-            ServerError: it was away for `reconnect_s`, refuses us, or does not know the run any more.
+            ServerError: the server was down for `reconnect_s`, refuses us, or does not know the run any more.
         """
         deadline = time.monotonic() + self.reconnect_s
-        delay, failures, moves = 0.05, 0, 0
+        failures = moves = 0
         while True:
             try:
                 result = await call()
@@ -145,42 +156,44 @@ class RunConnection:
                 if moves:
                     await self._cluster.refresh()
                 return result
-            if time.monotonic() + delay > deadline:
-                message = f"Redis at {self._address.display_url} did not answer for {self.reconnect_s:g} s: {describe_error(problem)}"
-                raise ServerError(message) from problem
+            delay_s = _BACKOFF.delay_s(failures + max(0, moves - 1))
+            if time.monotonic() + delay_s > deadline:
+                raise ServerError(
+                    f"Redis at {self._address.display_url} did not answer for {self.reconnect_s:g} s: "
+                    f"{describe_error(problem)}"
+                ) from problem
             if failures and not self._waiting:
                 self._waiting = True
                 log.warning("redis.waiting", server=self._address.display_url, error=describe_error(problem))
-            await anyio.sleep(random.uniform(delay / 2, delay))
-            delay = min(2 * delay, 2.0)
+            await anyio.sleep(delay_s)
 
     async def _raise_if_fatal(self, error: Exception, failures: int) -> None:
-        """Let pass what time may mend; say of all else what is to be done."""
+        """Return if a repeated call may succeed; otherwise raise an error that names the remedy."""
         reason = fatal_reason(error)
         if reason is None and not self._reached:
             if is_connection_error(error) and failures == 1:
                 reason = await self._address.probe()
             elif isinstance(error, GARBLED_REPLY_ERRORS) and failures == _MAX_GARBLED_REPLIES:
-                reason = f"what answers there is no Redis: {error}"
+                reason = f"the server that answers is not Redis: {error}"
         if reason is not None:
             raise ServerError(f"Redis at {self._address.display_url}: {reason}") from error
         if is_retryable(error):
             return
         if str(error).startswith("NOGROUP"):
             raise ServerError(
-                f"Redis at {self._address.display_url} no longer knows run {self.run!r}: it was emptied, or came back "
+                f"Redis at {self._address.display_url} does not know run {self.run!r} any more: it was emptied, or restarted "
                 "without its data. Started again, the run is rebuilt from its ledger and checkpoint"
             ) from error
         raise error
 
     async def find_node(self) -> None:
-        """Find the node that has the run, and see that it can be trusted with one.
+        """Find the node that has the run, and check its configuration.
 
         Raises:
-            ServerError: it is too old, or set up to evict keys.
+            ServerError: its version is too old, or it is configured to evict keys.
         """
         checked = None
-        while checked is not self.redis:  # it may move while we ask
+        while checked is not self.redis:  # the run may move meanwhile
             checked = self.redis
             if await _check_server(self):
                 await self._cluster.refresh()
@@ -191,7 +204,7 @@ class RunConnection:
         await self._cluster.aclose()
 
     async def wait_for_change(self, after: str, timeout_s: float) -> str:
-        """Block until anything of interest happened after the `wake` entry `after`, or the time is over.
+        """Block until a script has added an entry to `wake` after the entry `after`, or the time is over.
 
         Returns:
             The entry to wait after the next time.
@@ -205,17 +218,18 @@ class RunConnection:
 async def connect(
     url: str, run: str, *, reconnect_s: float = 60.0, create: bool = True
 ) -> AsyncIterator[RunConnection]:
-    """Connect to the server of a run, and check that it can be trusted with one.
+    """Connect to the server of a run, and check that the server is fit for one.
 
     Args:
-        url: `redis://`, `rediss://` or `unix://`, with user, password, database and TLS files as redis-py takes them;
-            of any node, where it is a cluster.
+        url: `redis://`, `rediss://` or `unix://`, with user, password, database and TLS files in redis-py's form; of any
+            node if it is a cluster.
         run: the run's name.
-        reconnect_s: how long to wait for a server that is away, now and later.
-        create: make the run's streams where they do not exist. False for those who only look.
+        reconnect_s: how long to retry while the server is down, now and later.
+        create: create the run's streams if they do not exist. False for commands that only read.
 
     Raises:
-        ServerError: no server there, it refuses us, is too old, or set up to evict keys; says what is to be done.
+        ServerError: no server answers, it refuses us, its version is too old, or it is configured to evict keys; the
+            message names the remedy.
     """
     address = RedisAddress(url)
     await address.prepare()
@@ -224,7 +238,8 @@ async def connect(
     try:
         await connection.find_node()
         if create:
-            await _create_streams(connection)
+            for stage in STAGES:
+                await connection.create_stream(stage)
         yield connection
     finally:
         with anyio.CancelScope(shield=True):
@@ -232,45 +247,37 @@ async def connect(
 
 
 async def _check_server(connection: RunConnection) -> bool:
-    """Refuse a server that would lose work. By INFO, which managed servers and least-privilege users may ask.
+    """Refuse a server that could lose work. Uses INFO, which managed servers and least-privilege users allow.
+
+    A field that is missing from the answer is unknown, not safe: it is logged.
 
     Returns:
-        Whether it is a node of a cluster.
+        Whether the server is, or may be, a node of a cluster.
     """
     info = await connection.with_retry(lambda: connection.redis.info("server", "memory", "persistence", "cluster"))
-    version = str(info.get("valkey_version") or info["redis_version"])
-    if tuple(int(part) for part in version.split(".")[:2]) < _MIN_VERSION:
-        raise ServerError(f"the server is version {version}; Penstock needs Redis >= 7.0 or Valkey")
-    policy = info.get("maxmemory_policy", "noeviction")
-    if policy != "noeviction":
+    version = info.get("valkey_version") or info.get("redis_version")
+    if version is not None and tuple(int(part) for part in str(version).split(".")[:2]) < _MIN_VERSION:
+        raise ServerError(f"the server's version is {version}; Penstock needs Redis >= 7.0 or Valkey")
+    policy = info.get("maxmemory_policy")
+    if policy not in {None, "noeviction"}:
         raise ServerError(f"the server's maxmemory-policy is {policy}: it would evict work; set it to noeviction")
-    if not info.get("aof_enabled", 1):
-        log.warning(
-            "redis.persistence_off", why="appendonly is off: what was done since its last snapshot is lost with it"
-        )
-    return bool(info.get("cluster_enabled"))
-
-
-async def _create_streams(connection: RunConnection) -> None:
-    for stage in STAGES:
-        await create_consumer_group(connection, stage)
-
-
-async def create_consumer_group(connection: RunConnection, stage: str) -> None:
-    """Create a stage's stream and its consumer group, unless they exist."""
-    stream = connection.key(stage)
-    try:
-        await connection.with_retry(
-            lambda: connection.redis.xgroup_create(stream, CONSUMER_GROUP, id="0", mkstream=True)
-        )
-    except ResponseError as error:
-        if "BUSYGROUP" not in str(error):
-            raise
+    persistent, in_cluster = info.get("aof_enabled"), info.get("cluster_enabled")
+    known = {
+        "redis_version": version,
+        "maxmemory_policy": policy,
+        "aof_enabled": persistent,
+        "cluster_enabled": in_cluster,
+    }
+    for field in (name for name, value in known.items() if value is None):
+        log.warning("redis.setting_unknown", field=field, why="INFO does not have this field, so it was not checked")
+    if persistent == 0:
+        log.warning("redis.persistence_off", why="appendonly is off: a crash loses everything since the last snapshot")
+    return in_cluster != 0
 
 
 @cache
 def _load_scripts() -> dict[str, str]:
-    """The scripts, each with `common.lua` behind its first line, which says how it is to be run."""
+    """Return the scripts, each with `common.lua` inserted after its first line, which holds its flags."""
     texts = {file.name.removesuffix(".lua"): file.read_text() for file in (files("stream") / "lua").iterdir()}
     common = texts.pop("common")
     return {name: text.replace("\n", f"\n{common}", 1) for name, text in texts.items()}

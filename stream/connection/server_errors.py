@@ -1,4 +1,4 @@
-"""What servers answer when they do not do what was asked: what time may mend, and what is said of the rest."""
+"""Errors of Redis servers: which calls are worth repeating, and what to tell people about the others."""
 
 import ssl
 from collections.abc import Iterator
@@ -26,9 +26,9 @@ from redis.exceptions import (
 
 _CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, OSError)
 GARBLED_REPLY_ERRORS = (InvalidResponse, ValueError, TypeError, LookupError, AttributeError)
-"""No answer that redis-py could read; it drops the connection."""
+"""A reply that redis-py could not parse; it drops the connection."""
 HANDLED_ERRORS = (*_CONNECTION_ERRORS, *GARBLED_REPLY_ERRORS, ResponseError, RuntimeError)
-"""All that is looked at; what neither passes nor is refused is raised as it is."""
+"""All errors that are classified; one that is neither retryable nor fatal is raised unchanged."""
 _RETRYABLE_ERRORS = (
     BusyLoadingError,
     OutOfMemoryError,
@@ -38,9 +38,9 @@ _RETRYABLE_ERRORS = (
     TryAgainError,
     ClusterDownError,
 )
-"""Also a slot that moves: its scripts need all of a run's keys in one place, so they wait until it has arrived."""
+"""Includes the errors of a slot that is being moved: scripts need all of a run's keys on one node."""
 _RETRYABLE_PREFIXES = ("MISCONF", "BUSY ", "NOREPLICAS", "Protocol error")
-"""Beginnings of other errors that pass: its disk is full, a script of somebody's takes long, it did not understand."""
+"""Beginnings of other retryable errors: the disk is full, another client's script is running, the request was garbled."""
 _CLIENT_CERTIFICATE_ALERTS = (
     "CERTIFICATE_REQUIRED",
     "ALERT_BAD_CERTIFICATE",
@@ -48,20 +48,20 @@ _CLIENT_CERTIFICATE_ALERTS = (
     "ALERT_HANDSHAKE_FAILURE",
 )
 _SCRIPT_DENIED_PREFIXES = ("ACL failure in script", "The user executing the script")
-"""How Valkey, and Redis, say that a script's caller may not do what it does."""
+"""Valkey's and Redis' errors for a script whose caller lacks a permission."""
 _CLOSED_TRANSPORT_PREFIX = "unable to perform operation on"
-"""Beginning of the RuntimeError of uvloop for who writes to a connection that was lost while he came to it."""
+"""Beginning of uvloop's RuntimeError for a write to a connection that has just been lost."""
 
 
 def is_connection_error(error: Exception) -> bool:
-    """Whether there was no answer: the connection was lost, or never made."""
+    """Return whether there was no answer: the connection was lost, or never made."""
     return isinstance(error, _CONNECTION_ERRORS) or (
         isinstance(error, RuntimeError) and str(error).startswith(_CLOSED_TRANSPORT_PREFIX)
     )
 
 
 def is_retryable(error: Exception) -> bool:
-    """Whether time may mend it."""
+    """Return whether a repeated call may succeed."""
     return (
         is_connection_error(error)
         or isinstance(error, (*GARBLED_REPLY_ERRORS, *_RETRYABLE_ERRORS))
@@ -70,21 +70,21 @@ def is_retryable(error: Exception) -> bool:
 
 
 def fatal_reason(error: Exception) -> str | None:
-    """What is wrong, and the remedy, where waiting cannot help; None where it might, or where nobody knows."""
+    """Return the problem and its remedy if repeating the call cannot help; None if it might, or if it is not known."""
     for cause in _causes(error):
         match cause:
             case ssl.SSLCertVerificationError():
                 why = getattr(cause, "verify_message", cause)
                 return (
                     f"its certificate cannot be trusted ({why}); name the authority that signed it with "
-                    "?ssl_ca_certs=FILE, and the host as the certificate does"
+                    "?ssl_ca_certs=FILE, and use the host name of the certificate"
                 )
             case ssl.SSLError() if any(
                 word in (getattr(cause, "reason", None) or "") for word in _CLIENT_CERTIFICATE_ALERTS
             ):
-                return "it wants a client certificate that it knows: ?ssl_certfile=FILE&ssl_keyfile=FILE"
+                return "it requires a client certificate that it knows: ?ssl_certfile=FILE&ssl_keyfile=FILE"
             case PermissionError():
-                return f"this user may not open its socket ({cause})"
+                return f"this user has no permission to open its socket ({cause})"
             case AuthenticationError() | AuthorizationError():
                 return f"it refuses us: {_password_problem(str(cause))}"
             case NoPermissionError():
@@ -99,12 +99,12 @@ def fatal_reason(error: Exception) -> str | None:
 
 
 def describe_error(error: Exception) -> str:
-    """An error in words."""
+    """Return an error as text for people."""
     match error:
         case AskError():
-            return f"the run's slot is on its way to {error.host}:{error.port}"
+            return f"the run's slot is being moved to {error.host}:{error.port}"
         case InvalidResponse() | ValueError() | TypeError() | LookupError() | AttributeError():
-            return f"it answers what is no answer: {error}"
+            return f"its reply could not be parsed: {error}"
         case _:
             pass
     code = getattr(error, "status_code", None)
@@ -113,10 +113,12 @@ def describe_error(error: Exception) -> str:
 
 def _password_problem(text: str) -> str:
     if "without any password" in text:
-        return "it needs no password, and the URL has one; leave it out, or give the server's default user one"
+        return "it needs no password, but the URL has one; remove it, or set one for the server's default user"
     if text.startswith("Authentication required"):
-        return "it wants a password, and the URL has none; write redis://USER:PASSWORD@HOST, or redis://:PASSWORD@HOST"
-    return f"wrong user or password ({text}); correct those in the URL, %-escaped"
+        return (
+            "it requires a password, but the URL has none; write redis://USER:PASSWORD@HOST, or redis://:PASSWORD@HOST"
+        )
+    return f"wrong user or password ({text}); correct them in the URL, %-escaped"
 
 
 def _acl_problem(error: Exception) -> str:
@@ -124,7 +126,7 @@ def _acl_problem(error: Exception) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, and those that it was raised for; redis-py raises its own while it handles them."""
+    """Yield an error and its causes; redis-py raises its own errors while it handles others."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen

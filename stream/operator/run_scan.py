@@ -1,57 +1,35 @@
-"""What the server knows of each prompt, by id: read in small batches, nothing changed.
+"""What the server knows about each prompt of a run. Changes nothing.
 
-Prompts move while they are looked at, down the stream. So what they pass first is read first: one that moves meanwhile
-may be seen twice, and is never missed. The ledger comes last, after all of this.
+Prompts move down the streams while they are read. The streams are therefore read in the order of the flow: a prompt that
+moves meanwhile may be seen twice and is never missed. The ledger is read last, after all of this.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import Struct, field
 from redis.asyncio import Redis
 
-from stream.connection.keys import EVALUATION_STAGES, STAGES
+from stream.connection.keys import STAGES
 from stream.connection.run_connection import RunConnection
 from stream.operator.run_status import read_status
+from stream.queue.entry_scan import DeadEntry, StreamEntry, scan_dead_entries, scan_stage
 
-_ENTRIES_PER_SCRIPT = 64
-"""In one script: their payloads, which it must read to get at the ids, may be megabytes each."""
+__all__ = ["DeadEntry", "RunScan", "StreamEntry", "scan_dead_entries", "scan_run"]
+
 _IDS_PER_SCAN = 1000
 
 
-class StreamEntry(Struct, frozen=True):
-    """A stream's entry, without its payload."""
-
-    stage: str
-    id: str
-    prompt: str
-    """Empty for foreign junk that bears none."""
-    marked: bool = False
-    """By a trainer, and not yet acknowledged."""
-
-
-class DeadEntry(Struct, frozen=True):
-    """A dead letter, without its payload."""
-
-    id: str
-    stage: str
-    prompt: str
-    reason: str
-    error: str
-    ends_prompt: bool
-    """It is the end of one of the run's prompts; False for junk, and for second copies."""
-
-
 class RunScan(Struct, kw_only=True):
-    """All that a server knows of a run's prompts."""
+    """What the server knows about a run's prompts."""
 
     cursor: str = ""
-    """Where the feeder stood before anything else was read."""
+    """The feeder's cursor before anything else was read."""
     data_fingerprint: str = ""
-    """The prompt file's fingerprint when it was fed; empty where nobody said."""
+    """The fingerprint of the prompt file that was fed; empty if the feeder has not stored one."""
     unfinished: set[str] = field(default_factory=set)
-    """Prompts without an end, as the server sees it."""
+    """Prompts without an outcome on the server."""
     entries: list[StreamEntry] = field(default_factory=list)
     dead: list[DeadEntry] = field(default_factory=list)
     dropped_dead: set[str] = field(default_factory=set)
@@ -62,52 +40,31 @@ async def scan_run(connection: RunConnection) -> RunScan:
     """Read where a run's prompts are.
 
     Raises:
-        PenstockError: the server knows no run of that name.
+        PenstockError: the server has no run of that name.
     """
-    view = await read_status(connection)
-    census = RunScan(cursor=view.feed.get("cursor", ""), data_fingerprint=view.meta.get("data", ""))
-    census.unfinished = await _members(connection, "unfinished", Redis.hscan)
+    status = await read_status(connection)
+    scan = RunScan(cursor=status.feed.get("cursor", ""), data_fingerprint=status.meta.get("data", ""))
+    scan.unfinished = await _members(connection, "unfinished", Redis.hscan)
     for stage in STAGES:
-        async for entry, marked, (prompt,) in _scan_entries(connection, stage, "prompt"):
-            census.entries.append(StreamEntry(stage, entry, prompt, marked))
-    census.dead = await scan_dead_entries(connection)
-    census.dropped_dead = await _members(connection, "dropped_dead", Redis.sscan)
-    return census
-
-
-async def scan_dead_entries(connection: RunConnection) -> list[DeadEntry]:
-    """All dead letters, without their payloads; those of evaluations are no prompts of the run."""
-    fields = ("stage", "prompt", "reason", "error", "ends_prompt")
-    return [
-        DeadEntry(letter, came_from, prompt, reason, error, fed == "1")
-        async for letter, _, (came_from, prompt, reason, error, fed) in _scan_entries(connection, "dead", *fields)
-        if came_from not in EVALUATION_STAGES
-    ]
-
-
-async def _scan_entries(
-    connection: RunConnection, stream: Literal["prompts", "groups", "scored", "dead"], *fields: str
-) -> AsyncIterator[tuple[str, bool, list[str]]]:
-    """Each entry's id, whether it is marked, and some of its fields."""
-    after = "-"
-    while batch := await connection.run_script("scan_entries", stream, after, _ENTRIES_PER_SCRIPT, *fields):
-        for entry_id, marked, *values in batch:
-            after = entry_id.decode()
-            yield after, bool(marked), [value.decode(errors="replace") for value in values]
+        async for entry in scan_stage(connection, stage):
+            scan.entries.append(entry)
+    scan.dead = await scan_dead_entries(connection)
+    scan.dropped_dead = await _members(connection, "dropped_dead", Redis.sscan)
+    return scan
 
 
 async def _members(connection: RunConnection, name: str, scan: Callable[..., Any]) -> set[str]:
-    """Members of a set, or keys of a hash: those that are there all the while that they are read, and others."""
+    """Return the members of a set, or the fields of a hash. Those added or removed meanwhile may be missing."""
     found: set[str] = set()
     cursor = 0
     while True:
-        answer: Any = await connection.with_retry(partial(_scan, connection, name, scan, cursor))
+        answer: Any = await connection.with_retry(partial(_scan_once, connection, name, scan, cursor))
         cursor, members = answer
         found |= {member.decode(errors="replace") for member in members}
         if not cursor:
             return found
 
 
-def _scan(connection: RunConnection, name: str, scan: Callable[..., Any], cursor: int) -> Awaitable[Any]:
+def _scan_once(connection: RunConnection, name: str, scan: Callable[..., Any], cursor: int) -> Awaitable[Any]:
     found: Awaitable[Any] = scan(connection.redis, connection.key(name), cursor, count=_IDS_PER_SCAN)
     return found

@@ -1,1 +1,1 @@
-"""."""
+"""What workers do on the server: stages and leases, feeding, evaluation, policy versions."""

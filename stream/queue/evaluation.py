@@ -1,15 +1,14 @@
-"""Evaluation: held-out prompts, sampled and scored by the run's own workers, in streams of their own.
+"""Evaluation: held-out prompts, sampled and scored by the run's own workers in streams of their own.
 
 ::
 
-    feed ─► held-out set ──examine──► [eval:prompts] ─► rollout ─► [eval:groups] ─► score ──tally──► outcomes ─► train
+    feed ─► eval:dataset ──begin_evaluation──► [eval:prompts] ─► rollout ─► [eval:groups] ─► score ─► eval:results ─► train
 
-The feeder brings the set once. The trainer begins an evaluation of the policy version that it has just published
-(`TrainerLease.begin_evaluation`), and everything that an earlier one left is gone in that step. The entries go
-through leases, retries
-and dead letters as all others do, but they are counted nowhere among the run's: not in pacing, not in its balance. What
-remains of a group is its outcome, one to a prompt however often it was done. When no prompt is open the trainer reads
-the outcomes, and concludes (`TrainerLease.end_evaluation`).
+The feeder uploads the evaluation prompts once. The trainer begins an evaluation of the policy version that it has just
+published (`TrainerLease.begin_evaluation`), which deletes everything of the previous one. Entries have leases, retries and
+dead letters like all others, but they do not count in pacing or in the run's balance. Scoring stores one result per prompt,
+however often the prompt was sampled, and deletes the group. When every prompt has a result or is dead, the trainer reads the
+results and ends the evaluation (`TrainerLease.end_evaluation`).
 """
 
 from collections.abc import Awaitable, Sequence
@@ -21,60 +20,62 @@ from msgspec import Struct, field
 
 from stream.codec import decode, encode
 from stream.connection.keys import EVALUATION_STAGES
-from stream.connection.run_connection import RunConnection, create_consumer_group
+from stream.connection.run_connection import RunConnection
 from stream.records import Prompt
 
 _CHUNK = 200
 
 
 class PromptEvaluation(Struct, kw_only=True, omit_defaults=True):
-    """What came of one prompt's group: each completion is in exactly one of `valid`, `invalid` and `mixed`."""
+    """The result of one prompt's group. Each completion counts in exactly one of `valid`, `invalid` and `mixed_versions`."""
 
     environment: str = ""
     valid: int = 0
-    """Completions sampled by the version alone, with a measured reward."""
+    """Completions sampled by the evaluated version only, with a measured reward."""
     successes: int = 0
-    """Of those, the ones whose reward is at least `algorithm.success_threshold`."""
+    """Valid completions whose reward is at least the success threshold of the settings."""
     reward_sum: float = 0.0
-    """Sum over those that are valid."""
+    """Sum of the rewards of valid completions."""
     invalid: dict[str, int] = field(default_factory=dict)
-    """Sampled by no other version, without a reward that counts; by state, as the metrics name it (`failed:engine`)."""
+    """Completions sampled by the evaluated version only, without a reward that counts, by state as in the metrics
+    (`failed:engine`)."""
     mixed_versions: int = 0
-    """Some token of theirs was sampled by another policy version than the evaluation's."""
+    """Completions with a token sampled by another policy version."""
 
 
 class EvaluationProgress(Struct, frozen=True):
-    """How far an evaluation has come."""
+    """How far the current evaluation has come."""
 
     wake_id: str
-    """To wait after."""
+    """The entry of `wake` to wait after."""
     version: int
-    """The policy version that the server knows it to be of: another one where it lost its last writes; -1: of none."""
+    """The evaluated policy version on the server; -1 if there is none. A different one if the server lost its last
+    writes."""
     unsampled: int
     """Prompts that are not sampled yet."""
     unfinished: int
-    """Prompts without an outcome, and not dead."""
+    """Prompts without a result that are not dead."""
 
 
 async def create_evaluation_streams(connection: RunConnection) -> None:
-    """Make the streams of evaluation where they do not exist: before the first claim."""
+    """Create the streams of evaluation if they do not exist; call it before the first claim."""
     for stage in EVALUATION_STAGES:
-        await create_consumer_group(connection, stage)
+        await connection.create_stream(stage)
 
 
 async def replace_evaluation_prompts(
     connection: RunConnection, prompts: Sequence[Prompt], *, settings_digest: str, data_fingerprint: str
 ) -> None:
-    """Bring the held-out prompts, in place of those that were there.
+    """Upload the evaluation prompts in place of the previous ones, unless the server has these already.
 
     Args:
-        connection: the run's connection.
+        connection: to the run.
         prompts: all of them.
-        settings_digest: which settings they were made by, as `TrainerLease.begin_evaluation` will ask for it.
-        data_fingerprint: the file's fingerprint.
+        settings_digest: of the settings that made them; `TrainerLease.begin_evaluation` asks for it.
+        data_fingerprint: of their file.
     """
-    there = await connection.read_hash("eval")
-    if (there.get("settings"), there.get("data")) == (settings_digest, data_fingerprint):
+    uploaded = await connection.read_hash("eval")
+    if (uploaded.get("settings"), uploaded.get("data")) == (settings_digest, data_fingerprint):
         return
     await connection.with_retry(
         lambda: cast("Awaitable[Any]", connection.redis.hdel(connection.key("eval"), "settings"))
@@ -93,21 +94,21 @@ def _store_prompts(connection: RunConnection, chunk: dict[Any, Any]) -> Awaitabl
 
 
 async def read_evaluation_progress(connection: RunConnection) -> EvaluationProgress:
-    """How far the evaluation under way has come."""
-    wake, version, unsampled, open_prompts = await connection.run_script("evaluation_progress")
-    return EvaluationProgress(wake.decode(), version, unsampled, open_prompts)
+    """Return how far the current evaluation has come."""
+    wake_id, version, unsampled, unfinished = await connection.run_script("evaluation_progress")
+    return EvaluationProgress(wake_id.decode(), version, unsampled, unfinished)
 
 
 async def read_prompt_evaluations(connection: RunConnection) -> dict[str, PromptEvaluation]:
-    """What came of each prompt so far, by its id."""
+    """Return the results so far, by prompt id."""
     found: Any = await connection.with_retry(
         lambda: cast("Awaitable[Any]", connection.redis.hgetall(connection.key("eval:results")))
     )
-    return {prompt.decode(): msgspec.json.decode(told, type=PromptEvaluation) for prompt, told in found.items()}
+    return {prompt.decode(): msgspec.json.decode(result, type=PromptEvaluation) for prompt, result in found.items()}
 
 
 async def read_evaluation_environments(connection: RunConnection) -> dict[str, tuple[str, int]]:
-    """The held-out prompts by id, each with its environment and the completions that are sampled of it."""
+    """Return each evaluation prompt's environment and its number of completions, by prompt id."""
     found: Any = await connection.with_retry(
         lambda: cast("Awaitable[Any]", connection.redis.hgetall(connection.key("eval:dataset")))
     )

@@ -1,7 +1,7 @@
-"""Feeding: prompts enter the backlog, and the feeder's cursor moves with them in the same atomic step.
+"""Feeding: prompts are added to the backlog, and the feeder's cursor moves in the same atomic step.
 
-Public: anything may feed. A feeder that died, or a server that lost its last second, is met by reading the cursor
-again.
+Any program may feed. After a crash, or after a server lost its last writes, the feeder reads the cursor again and continues
+from there.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from stream.records import Prompt
 
 
 class CursorMovedError(Exception):
-    """Another feeder, or an earlier life of this one, stands elsewhere; `cursor` says where."""
+    """The cursor is not the expected one, because another feeder moved it; `cursor` is its value now."""
 
     def __init__(self, cursor: str) -> None:
         super().__init__(f"the feeder's cursor is {cursor!r}")
@@ -20,11 +20,11 @@ class CursorMovedError(Exception):
 
 
 class Feed:
-    """The way into the pipe.
+    """Adds prompts to a run.
 
     Args:
-        connection: the run's connection.
-        max_queued_prompts: prompts fed, but not yet claimed, at most.
+        connection: to the run.
+        max_queued_prompts: how many prompts may be fed but not yet claimed.
     """
 
     def __init__(self, connection: RunConnection, max_queued_prompts: int) -> None:
@@ -32,32 +32,32 @@ class Feed:
         self.max_queued_prompts = max_queued_prompts
 
     async def cursor(self) -> str:
-        """Where feeding stands; empty at the beginning."""
+        """Return the position of feeding; empty at the beginning."""
         return (await self.connection.read_hash("feed")).get("cursor", "")
 
     async def put(
         self, prompts: Sequence[Prompt], cursor_before: str, cursor_after: str, *, already_ended: int = 0
     ) -> int:
-        """Feed a batch and move the cursor from `before` to `after`, once the backlog has room and the run goes on.
+        """Feed a batch and move the cursor; waits while the backlog is full or the run is paused.
 
         Args:
             prompts: the batch; may be empty.
             cursor_before: the cursor that this batch follows.
-            cursor_after: the cursor behind it.
-            already_ended: prompts left out of it because the ledger holds their ends already; they count as fed.
+            cursor_after: the cursor after it.
+            already_ended: prompts left out because the ledger has their outcome already; they count as fed.
 
         Returns:
-            How many of them were new: a prompt that is still without an end is not fed a second time.
+            How many prompts were new: a prompt without an outcome is not fed a second time.
 
         Raises:
-            CursorMovedError: the cursor is not `before`.
+            CursorMovedError: the cursor is not `cursor_before`.
         """
         flat: list[str | bytes] = []
         for prompt in prompts:
             flat += [prompt.id, encode(prompt)]
         while True:
             status, value, stop = await self.connection.run_script(
-                "feed", self.max_queued_prompts, cursor_before, cursor_after, already_ended, *flat
+                "feed", *(self.max_queued_prompts, cursor_before, cursor_after, already_ended), *flat
             )
             self.connection.observe_stop(stop)
             if status == 1:
@@ -67,9 +67,9 @@ class Feed:
             await self.connection.wait_for_change(value.decode(), MAX_BLOCK_S)
 
     async def finish(self) -> None:
-        """Say that nothing more will be fed."""
+        """Record that nothing more will be fed."""
         await self.connection.write_hash("feed", {"done": "1"})
 
     async def finish_reason(self) -> str:
-        """Why the run has ended; empty while it goes on."""
+        """Return why the run has ended; empty while it continues."""
         return (await self.connection.read_hash("meta")).get("finished", "")

@@ -1,19 +1,19 @@
-"""One stage of the pipe, seen by one worker: claim, renew, settle, release, bury.
+"""One stage of the pipeline as one worker sees it: claim, renew, complete, release, dead-letter.
 
-Async is a thin shell: each verb is one script (`lua/`), which is where the guarantees live. A lease is renewed in the
-background for as long as `Stage.renew_leases` runs, so a worker that is alive never loses one because an episode is
-long.
+Each verb is one script (`stream/lua/`), which checks the lease and changes the stage in one atomic step. Leases are renewed
+in the background while `Stage.renew_leases` runs, so a worker that is alive does not lose a lease because an episode is long.
 """
 
-import random
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import anyio
 import structlog
 from msgspec import Struct
 
+from stream.backoff import Backoff
 from stream.codec import decode, encode
 from stream.connection.keys import RESERVED_CONSUMERS, EvaluationStage, StageName
 from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
@@ -23,8 +23,9 @@ from stream.records import Completion, Group, Prompt
 log = structlog.get_logger()
 
 ReleaseReason = Literal["infra", "data", "none", "stale"]
-"""Whose fault a release is: the world's, the record's own, or nobody's: a drain, an engine that is away, `stale`: the
-attempt was cancelled for its age."""
+"""Why an entry is given back. `infra`: the worker, an engine or a service failed. `data`: the record is at fault. `none`: the
+worker drains, or no engine answers. `stale`: the attempt was cancelled because newer policies overtook it. `infra` and `data`
+count towards a limit."""
 
 
 class RetryPolicy(Struct, frozen=True, kw_only=True):
@@ -36,90 +37,120 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     backoff_s: float = 0.5
 
     def delay_s(self, failures: int) -> float:
-        """Seconds before the next try: doubles, up to 60 times the first, less up to half of it as jitter."""
-        return random.uniform(0.5, 1.0) * self.backoff_s * min(2.0 ** min(failures, 6), 60.0)
+        """Return the seconds before the next attempt, after this many earlier failures."""
+        return Backoff(self.backoff_s, 60 * self.backoff_s).delay_s(failures + 1)
 
 
 class Lease(Struct, kw_only=True, eq=False):
-    """An entry that belongs to this worker, for as long as it renews it."""
+    """An entry that belongs to this worker while it renews the lease."""
 
     id: str
     """The entry's id in its stream."""
     prompt_id: str
-    """The plain field beside the payload; empty for foreign junk."""
+    """The entry's plain field beside the payload; empty for foreign junk."""
     payload: bytes
     infra_failures: int = 0
     data_failures: int = 0
     cancelled_attempts_s: tuple[float, ...] = ()
-    """How long each attempt had run that was cancelled for its age; the first one first."""
+    """The run time of each attempt that was cancelled as stale, oldest first."""
     evaluated_version: int | None = None
-    """Of a prompt of an evaluation: the policy version that is to sample it."""
+    """For a prompt of an evaluation: the policy version that must sample it."""
     claimed_version: int = 0
-    """The policy version at the claim; 0 before the first is published, since nothing is sampled before."""
+    """The policy version at the claim; 0 before the first publication, since nothing is sampled before."""
     claimed_at: float = 0.0
     """By this process's monotonic clock, in seconds."""
-    scope: anyio.CancelScope | None = None
-    """Set by whoever works on it: cancelled the moment the lease is known to be lost, or overtaken."""
     lost: bool = False
+    """The lease expired and another worker may have the entry."""
     stale: bool = False
-    """The work was cancelled for its age; whoever does it gives the entry back as `stale`."""
+    """The work was cancelled as stale; the worker gives the entry back for that reason."""
     ending: bool = False
-    """The verb that ends it is under way, and will itself say whether it still held."""
+    """The verb that ends the lease is in progress; it reports whether the lease was still held."""
+    _scope: anyio.CancelScope | None = None
+
+    @contextmanager
+    def cancel_on_loss(self) -> Iterator[anyio.CancelScope]:
+        """Run the body of the `with` statement in a scope that is cancelled when the lease is lost or becomes stale."""
+        with anyio.CancelScope() as self._scope:
+            if self.lost:
+                self._scope.cancel()
+            yield self._scope
+
+    def mark_lost(self) -> None:
+        """Note that the lease was lost, and cancel the work."""
+        self.lost = True
+        self._cancel()
+
+    def cancel_stale(self) -> None:
+        """Cancel the work because newer policies overtook it, unless the lease is being ended at this moment."""
+        if self._scope is not None and not self.ending:
+            self.stale = True
+            self._cancel()
+
+    def begin_ending(self) -> None:
+        """Note that the verb that ends the lease is in progress."""
+        self.ending = True
 
     def prompt(self) -> Prompt:
-        """The record of an entry of `prompts`.
+        """Return the record of an entry of `prompts`.
 
         Raises:
-            NewerSchemaError: a newer major version wrote it: release the lease.
-            RecordError: it is no prompt, or another one than the entry names: bury the lease.
+            NewerSchemaError: a newer major version wrote it; release the lease.
+            RecordError: it is not a prompt, or not the one that the entry names; dead-letter the lease.
         """
         prompt = decode(self.payload, Prompt)
         self._check_name(prompt.id)
         return prompt
 
     def group(self) -> Group:
-        """The record of an entry of `groups` or `scored`.
+        """Return the record of an entry of `groups` or `scored`.
 
         Raises:
-            NewerSchemaError: a newer major version wrote it: release the lease.
-            RecordError: it is no group, or another prompt's than the entry names: bury the lease.
+            NewerSchemaError: a newer major version wrote it; release the lease.
+            RecordError: it is not a group, or not of the prompt that the entry names; dead-letter the lease.
         """
         group = decode(self.payload, Group)
         self._check_name(group.prompt.id)
         return group
 
     def _check_name(self, prompt_id: str) -> None:
-        """What ends an entry ends the prompt that it names, so that has to be the one that was worked on."""
+        """Ending an entry ends the prompt that the entry names, so the record must be of that prompt."""
         if prompt_id != self.prompt_id:
             raise RecordError(f"the entry names prompt {self.prompt_id!r}, its record prompt {prompt_id!r}")
 
+    def _cancel(self) -> None:
+        if self._scope is not None:
+            self._scope.cancel()
+
 
 class Claim(Struct, kw_only=True):
-    """What a claim returned: entries, or what to wait for."""
+    """The result of a claim: leases, and what to wait for if there are none."""
 
     leases: list[Lease]
     wake_id: str
+    """The entry of `wake` to wait after."""
     next_due_s: float | None
+    """Seconds until the next lease expires or a retry is due; None if there is none."""
     finish_reason: str
-    """Why the run has ended; empty while it goes on."""
+    """Why the run has ended; empty while it continues."""
     unfinished_prompts: int
-    """Prompts without an end, wherever they are; of an evaluation's stage, those that have no outcome yet."""
+    """Prompts without an outcome, in any stage; for an evaluation's stage, prompts without a result."""
     feed_done: bool
+    """Nothing more will be fed."""
     version: int
     """The published policy version; -1 before the first."""
     paused: bool = False
-    """No prompts are handed out, whatever there is."""
+    """The run is paused, so no prompts are handed out."""
 
 
 class Stage:
     """A stage and this worker's leases in it.
 
     Args:
-        connection: the run's connection.
-        name: which stage.
+        connection: to the run.
+        name: of the stage.
         consumer: this worker's name; never reused by another process.
-        retry_policy: lease time and budgets.
-        capacity: for `prompts`: groups that may be outstanding; None: no bound.
+        retry_policy: lease time and failure limits.
+        capacity: for `prompts`: how many groups may be outstanding; None: no limit.
     """
 
     def __init__(
@@ -131,28 +162,28 @@ class Stage:
         capacity: int | None = None,
     ) -> None:
         if consumer in RESERVED_CONSUMERS:
-            raise PenstockError(f"a worker cannot be called {consumer!r}: that name stands for entries nobody works on")
+            raise PenstockError(f"a worker cannot be named {consumer!r}: that name owns entries without a worker")
         self.connection = connection
         self.name = name
         self.consumer = consumer
         self.retry_policy = retry_policy
         self.leases: dict[str, Lease] = {}
+        """Held now, by entry id."""
         self._capacity = -1 if capacity is None else capacity
 
     async def claim(self, count: int) -> Claim:
-        """Claim up to `count` entries; never blocks.
+        """Claim up to `count` entries. Never blocks.
 
-        Of prompts none while the run is paused, of anything none once the run was asked to stop (`Link.stopping`).
+        While the run is paused no prompts are returned. Once a stop was requested (`RunConnection.stopping`) nothing is.
         """
-        lease_ms = int(self.retry_policy.lease_s * 1000)
         answer = await self.connection.run_script(
-            *("claim", self.name, self.consumer, count, lease_ms, self.retry_policy.infra_attempts, self._capacity),
-            self.connection.ignored_stop,
+            *("claim", self.name, self.consumer, count, self._lease_ms, self.retry_policy.infra_attempts),
+            *(self._capacity, self.connection.ignored_stop),
         )
-        wake, due_ms, finished, open_prompts, done, version, taken, stop, paused = answer
+        wake_id, due_ms, finish_reason, unfinished, done, version, entries, stop, paused = answer
         self.connection.observe_stop(stop)
         leases = []
-        for entry_id, infra, data, late, flat in taken:
+        for entry_id, infra, data, stale, flat in entries:
             fields = dict(zip(flat[::2], flat[1::2], strict=True))
             lease = Lease(
                 id=entry_id.decode(),
@@ -160,51 +191,51 @@ class Stage:
                 payload=fields.get(b"payload", b""),
                 infra_failures=infra,
                 data_failures=data,
-                cancelled_attempts_s=tuple(int(ms) / 1000 for ms in late.split(b",") if ms),
+                cancelled_attempts_s=tuple(int(ms) / 1000 for ms in stale.split(b",") if ms),
                 evaluated_version=_parse_version(fields.get(b"version")),
                 claimed_version=max(0, version),
                 claimed_at=time.monotonic(),
             )
-            self._mark_lost(lease.id)  # ours until it ran out: whoever still works on it must stop
+            self._mark_lost(lease.id)  # our own expired lease on this entry: its work must stop
             self.leases[lease.id] = lease
             leases.append(lease)
         return Claim(
             leases=leases,
-            wake_id=wake.decode(),
+            wake_id=wake_id.decode(),
             next_due_s=None if due_ms < 0 else due_ms / 1000,
-            finish_reason=finished.decode(),
-            unfinished_prompts=open_prompts,
+            finish_reason=finish_reason.decode(),
+            unfinished_prompts=unfinished,
             feed_done=done == b"1",
             version=version,
             paused=bool(paused),
         )
 
     async def wait(self, claim: Claim, timeout_s: float = MAX_BLOCK_S) -> None:
-        """Block until another claim may bring more: something was added, a place came free, or a lease fell due."""
-        due = MAX_BLOCK_S if claim.next_due_s is None else claim.next_due_s + 0.001
-        await self.connection.wait_for_change(claim.wake_id, min(due, timeout_s))
+        """Block until another claim may return more: an entry was added, capacity was freed, or a lease is due."""
+        due_s = MAX_BLOCK_S if claim.next_due_s is None else claim.next_due_s + 0.001
+        await self.connection.wait_for_change(claim.wake_id, min(due_s, timeout_s))
 
     async def save_partial(self, lease: Lease, completion: Completion) -> None:
-        """Keep a completion of a group that is not finished, for whoever has the prompt next, should this lease end.
+        """Save a finished completion of an unfinished group for the next attempt at the prompt.
 
-        Whatever became of it: one that failed is a fact of its group, and to try it again would be to choose by the
-        outcome. Settling, and whatever else ends the entry, removes what was kept. Nothing depends on it, so a server
-        that has no memory to spare is waited for no longer than a lease lasts.
+        Failed completions are saved too: a failure is a result of the group, and repeating only failures would bias it.
+        Every verb that ends the entry deletes them. Saving is optional, so a server without free memory is waited for no
+        longer than one lease time.
         """
         payload = encode(completion)
         with anyio.move_on_after(self.retry_policy.lease_s):
             if not await self.connection.run_script(
-                "save_partial", self.name, self.consumer, lease.id, completion.index, payload
+                *("save_partial", self.name, self.consumer, lease.id, completion.index, payload)
             ):
                 self._mark_lost(lease.id)
 
     async def load_partial(self, lease: Lease) -> list[Completion]:
-        """What was kept by those who had this entry before; junk among it is passed by, and played again."""
+        """Return the completions that earlier attempts saved. Unreadable ones are skipped and sampled again."""
         key = self.connection.key(f"{self.name}:partials:{lease.id}")
         records: Any = await self.connection.with_retry(
             lambda: cast("Awaitable[Any]", self.connection.redis.hgetall(key))
         )
-        found = []
+        completions = []
         for index, payload in records.items():
             try:
                 completion = decode(payload, Completion)
@@ -212,59 +243,78 @@ class Stage:
                 log.warning("partial_completion.unreadable", stage=self.name, prompt=lease.prompt_id, why=str(error))
                 continue
             if index == str(completion.index).encode():
-                found.append(completion)
-        return found
+                completions.append(completion)
+        return completions
 
     async def complete(self, lease: Lease, next_stage: StageName | EvaluationStage, group: Group) -> None:
-        """Put the output into the next stage and remove the input, if the lease still holds.
+        """Add the output to the next stage and delete the input, if the lease is still held.
 
         Raises:
-            LeaseLostError: it did not; the output is thrown away.
+            LeaseLostError: it is not; the output is discarded.
         """
         payload = await anyio.to_thread.run_sync(encode, group) if len(group.completions) > 64 else encode(group)
         await self._end_lease(lease, "complete", next_stage, lease.prompt_id, payload)
 
-    async def record_evaluation(self, lease: Lease, outcome: bytes) -> None:
-        """End a scored group of an evaluation: what came of it is kept, in JSON, the group is not.
+    async def record_evaluation(self, lease: Lease, result: bytes) -> None:
+        """End a scored group of an evaluation: store its result (JSON) and delete the group.
 
         Raises:
-            LeaseLostError: the lease did not hold any more; the outcome is thrown away.
+            LeaseLostError: the lease is not held any more; the result is discarded.
         """
-        await self._end_lease(lease, "record_evaluation", lease.prompt_id, outcome)
+        await self._end_lease(lease, "record_evaluation", lease.prompt_id, result)
 
     async def release(self, lease: Lease, reason: ReleaseReason, error: str) -> bool:
-        """Give an entry back. Returns True where it became a dead letter, because a budget is exhausted."""
+        """Give an entry back. Returns True if it became a dead letter because a failure limit was reached.
+
+        Raises:
+            LeaseLostError: the lease is not held any more.
+        """
         failures = {"infra": lease.infra_failures, "data": lease.data_failures}.get(reason, 0)
         limit = {"infra": self.retry_policy.infra_attempts, "data": self.retry_policy.data_attempts}.get(reason, 0)
-        at_once = reason == "stale" or (reason == "none" and not error)
-        delay_ms = 0 if at_once else int(1000 * self.retry_policy.delay_s(failures))
+        immediately = reason == "stale" or (reason == "none" and not error)
+        delay_ms = 0 if immediately else int(1000 * self.retry_policy.delay_s(failures))
         held_ms = int(1000 * (time.monotonic() - lease.claimed_at))
-        log.info("entry.released", stage=self.name, prompt=lease.prompt_id, kind=reason, error=error[:300])
-        return bool(await self._end_lease(lease, "release", reason, limit, delay_ms, error[:4000], held_ms) == 2)
+        log.info("entry.released", stage=self.name, prompt=lease.prompt_id, reason=reason, error=error[:300])
+        return await self._end_lease(lease, "release", reason, limit, delay_ms, error[:4000], held_ms) == 2
 
     async def dead_letter(self, lease: Lease, reason: str, error: str) -> None:
-        """Make an entry a dead letter at once."""
+        """Move an entry to the dead letters.
+
+        Raises:
+            LeaseLostError: the lease is not held any more.
+        """
         log.warning("entry.dead_lettered", stage=self.name, prompt=lease.prompt_id, reason=reason, error=error[:300])
         await self._end_lease(lease, "dead_letter", reason, error[:4000])
 
-    def cancel_stale(self, lease: Lease) -> None:
-        """Cancel the work on a lease for its age, unless it is being ended at this moment."""
-        if lease.scope is not None and not lease.ending:
-            lease.stale = True
-            lease.scope.cancel()
-
     async def renew_leases(self) -> None:
-        """Renew all leases held, for ever; run it in the worker's task group."""
+        """Renew all held leases until cancelled; run it in the worker's task group."""
         while True:
             await anyio.sleep(self.retry_policy.lease_s / 3)
             ids = list(self.leases)
             if not ids:
                 continue
-            lease_ms = int(self.retry_policy.lease_s * 1000)
-            lost, stop = await self.connection.run_script("renew_leases", self.name, self.consumer, lease_ms, *ids)
+            lost, stop = await self.connection.run_script(
+                "renew_leases", self.name, self.consumer, self._lease_ms, *ids
+            )
             self.connection.observe_stop(stop)
             for entry_id in lost:
                 self._mark_lost(entry_id.decode())
+
+    @contextmanager
+    def ending(self, leases: Sequence[Lease]) -> Iterator[None]:
+        """Enclose a script that ends these leases: meanwhile they are neither lost nor stale, afterwards not held."""
+        for lease in leases:
+            lease.begin_ending()
+        try:
+            yield
+        finally:
+            for lease in leases:
+                if self.leases.get(lease.id) is lease:
+                    del self.leases[lease.id]
+
+    @property
+    def _lease_ms(self) -> int:
+        return int(self.retry_policy.lease_s * 1000)
 
     def _mark_lost(self, entry_id: str) -> None:
         lease = self.leases.get(entry_id)
@@ -272,22 +322,15 @@ class Stage:
             return
         log.warning("lease.lost", stage=self.name, prompt=lease.prompt_id)
         del self.leases[entry_id]
-        lease.lost = True
-        if lease.scope is not None:
-            lease.scope.cancel()
+        lease.mark_lost()
 
-    async def _end_lease(self, lease: Lease, verb: str, *args: str | bytes | int) -> int:
-        """The verb that ends a lease."""
-        lease.ending = True
-        try:
-            outcome: int = await self.connection.run_script(verb, self.name, self.consumer, lease.id, *args)
-        finally:
-            if self.leases.get(lease.id) is lease:
-                del self.leases[lease.id]
-        if outcome == 0:
+    async def _end_lease(self, lease: Lease, script: str, *args: str | bytes | int) -> int:
+        with self.ending([lease]):
+            answer: int = await self.connection.run_script(script, self.name, self.consumer, lease.id, *args)
+        if answer == 0:
             lease.lost = True
-            raise LeaseLostError(f"the lease on {lease.prompt_id or lease.id} in {self.name} ran out")
-        return outcome
+            raise LeaseLostError(f"the lease on {lease.prompt_id or lease.id} in {self.name} expired")
+        return answer
 
 
 def _parse_version(value: bytes | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Pacing, as those see it who mind the age of what is under way."""
+"""Policy versions: the version at which each outstanding group was started, and each version as it is published."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -7,9 +7,9 @@ from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
 
 
 async def inflight_versions(connection: RunConnection) -> dict[str, int]:
-    """The policy version at which each outstanding group was begun, by prompt id.
+    """Return the policy version at which each outstanding group was started, by prompt id.
 
-    Those that come again after they had ended (a trainer resumed, a dead letter revived) are not among them.
+    Groups that are delivered again after their prompt had ended (trainer resumed, dead letter retried) are not included.
     """
     found: Any = await connection.with_retry(
         lambda: connection.redis.zrange(connection.key("inflight_versions"), 0, -1, withscores=True)
@@ -18,16 +18,16 @@ async def inflight_versions(connection: RunConnection) -> dict[str, int]:
 
 
 async def watch_versions(connection: RunConnection) -> AsyncIterator[int]:
-    """Each policy version at the moment it is published, for ever; first the one that there is.
+    """Yield the current policy version, then each new one as it is published, forever.
 
-    Who is slow may miss some, never the last.
+    A slow reader may miss versions, but never the last one.
     """
     after = "0-0"
     while True:
         answer: Any = await connection.with_retry(
-            lambda after=after: connection.redis.xread(
+            lambda after=after: connection.redis.xread(  # type: ignore[misc]
                 {connection.key("published"): after}, block=int(1000 * MAX_BLOCK_S)
-            )  # type: ignore[misc]
+            )
         )
         for _, entries in answer:
             for entry, fields in entries:

@@ -1,16 +1,16 @@
-"""The trainer's right to the run's files: what `Tenure` is on the server, on the disk.
+"""The trainer's lock on the run's files: the counterpart on disk of the trainer's lease on the server.
 
-A trainer that was suspended, or cut off from the server, does not know that it has a successor. The server refuses it
-by its token; a file would not. So each trainer, before it reads a checkpoint, writes its token into `trainer.lock`, and
-whatever it changes later it changes while it has that file locked and finds its own token in it::
+A trainer that was suspended, or cut off from the server, does not know that another one has taken over. The server refuses it
+by its fencing token; a file would not. So each trainer writes its token into `trainer.lock` before it reads a checkpoint, and
+changes files only while it holds the lock of that file and finds its own token in it::
 
-    fence = RunFolderLock.acquire(folder, tenure.token)
-    with fence.held():                # FencedError where a successor has taken the folder
-        ...                           # short: a successor waits for it, and for nothing else
+    lock = RunFolderLock.acquire(folder, lease.token)
+    with lock.hold():                 # FencedError if another trainer has taken over the folder
+        ...                           # short, because the next trainer waits for it
 
-What a predecessor did came before the successor read the folder, or does not happen. The kernel lets go of the lock of
-a process that dies. On a shared file system this holds across hosts if the file system has locks (`flock`); where it
-has none, the token alone is looked at, and a trainer that wakes between look and write goes unseen.
+So a change by an earlier trainer is complete before the next one reads the folder, or it does not happen. The kernel releases
+the lock of a process that dies. On a shared file system this works across hosts if the file system supports `flock`. Without
+`flock` only the token is checked, and a trainer suspended between check and write is not noticed.
 """
 
 import fcntl
@@ -24,6 +24,7 @@ from typing import Final
 
 import structlog
 
+from stream.backoff import Backoff
 from stream.errors import FencedError
 
 log = structlog.get_logger()
@@ -31,17 +32,17 @@ log = structlog.get_logger()
 LOCK_FILE: Final = "trainer.lock"
 _LINE_BYTES = 120
 _TIMEOUT_S = 30.0
-"""Far more than whoever is alive needs for what it does while it has the lock."""
-_MAX_DELAY_S = 0.05
+"""Much longer than a running trainer holds the lock."""
+_BACKOFF = Backoff(0.001, 0.05, jitter=0.0)
 
 
 class RunFolderLock:
     """A trainer's right to change the run's files.
 
     Args:
-        folder: the run's.
-        token: of the trainer's tenure. They only grow.
-        timeout_s: how long to wait for somebody else's change to be done.
+        folder: of the run.
+        token: the trainer's fencing token; tokens only grow.
+        timeout_s: how long to wait for another process to release the lock.
     """
 
     def __init__(self, folder: Path, token: int, timeout_s: float = _TIMEOUT_S) -> None:
@@ -51,10 +52,10 @@ class RunFolderLock:
 
     @classmethod
     def acquire(cls, folder: Path, token: int, timeout_s: float = _TIMEOUT_S) -> "RunFolderLock":
-        """Take the folder from whoever had it before.
+        """Take over the folder from an earlier trainer.
 
         Raises:
-            FencedError: a younger trainer has it; or a process has kept the lock for `patience_s`.
+            FencedError: a later trainer has it, or another process has held the lock for `timeout_s`.
         """
         folder.mkdir(parents=True, exist_ok=True)
         lock = cls(folder, token, timeout_s)
@@ -67,10 +68,10 @@ class RunFolderLock:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Around a change of files; short, since a successor waits for it.
+        """Enclose a change of files; keep it short, because the next trainer waits for it.
 
         Raises:
-            FencedError: a successor has taken the folder; or a process has kept the lock for `patience_s`.
+            FencedError: a later trainer has taken over the folder, or another process has held the lock for `timeout_s`.
         """
         with self._locked() as descriptor:
             self._raise_fenced_unless(_read_token(descriptor) == self.token)
@@ -90,8 +91,8 @@ class RunFolderLock:
             os.close(descriptor)
 
     def _lock(self, descriptor: int) -> None:
-        """Lock the file; by trying again, since `flock` itself knows no deadline."""
-        deadline, delay = time.monotonic() + self._timeout_s, 0.001
+        """Lock the file. Polls, because `flock` has no timeout."""
+        deadline, attempt = time.monotonic() + self._timeout_s, 0
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -99,20 +100,20 @@ class RunFolderLock:
                 if time.monotonic() > deadline:
                     _, host, pid, *_ = (*_read_line(descriptor).split(), "an unknown host", "unknown")
                     raise FencedError(
-                        f"{self._path} was locked for {self._timeout_s:g} s: a trainer is suspended in the middle of "
-                        f"a write, process {pid} on {host} unless it is one that has begun since; end it, and run again"
+                        f"{self._path} was locked for {self._timeout_s:g} s: a trainer is suspended in the middle of a "
+                        f"write, process {pid} on {host} unless a later one holds the lock; end it, and run again"
                     ) from None
             except OSError as error:
                 log.warning("folder_lock.unsupported", path=str(self._path), why=str(error))
                 return
             else:
                 return
-            time.sleep(delay)
-            delay = min(2 * delay, _MAX_DELAY_S)
+            attempt += 1
+            time.sleep(_BACKOFF.delay_s(attempt))
 
 
 def last_token(folder: Path) -> int:
-    """The token of the last trainer that had the folder; 0 before the first. A new one has to be above it."""
+    """Return the token of the last trainer that had the folder; 0 before the first. A new token must be larger."""
     try:
         descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY)
     except FileNotFoundError:
@@ -124,7 +125,7 @@ def last_token(folder: Path) -> int:
 
 
 def hold_optional(lock: RunFolderLock | None) -> AbstractContextManager[None]:
-    """`held`; nothing where there is no fence, because nobody else can be there."""
+    """Return `lock.hold()`, or a context that does nothing if there is no lock because no other trainer can exist."""
     return nullcontext() if lock is None else lock.hold()
 
 
@@ -133,6 +134,6 @@ def _read_line(descriptor: int) -> str:
 
 
 def _read_token(descriptor: int) -> int:
-    """The token in the file; 0 where there is none, since it is new, or a machine that failed forgot its content."""
+    """Return the token in the file; 0 if there is none: the file is new, or its content was lost in a machine failure."""
     words = _read_line(descriptor).split()
     return int(words[0]) if words and words[0].isdecimal() else 0

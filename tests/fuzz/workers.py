@@ -30,7 +30,7 @@ from workers.settings.toml_file import parse_settings
 from workers.train.groups.group_buffer import GroupBuffer
 from workers.train.step.batch import collate
 from workers.train.step.estimation import estimate_advantages
-from workers.train.step.group_checks import mask_batch
+from workers.train.step.selection import mask_batch
 
 _DIARY = Path(__file__).parent / "diary.py"
 _VERSION = 7

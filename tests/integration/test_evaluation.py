@@ -225,7 +225,7 @@ async def test_a_publication_is_held_until_all_is_sampled_scored_or_not(tmp_path
     assert held.is_set()
     await evaluating.end_if_complete()
     assert not book.results, "nothing is scored yet"
-    await score(worker(connection, "eval:groups"), 99, right=1, reward=1.5)
+    await score(worker(connection, "eval:groups"), 99, successes=1, reward_sum=1.5)
     await evaluating.end_if_complete()
     (line,) = book.results
     assert (line.version, line.step, line.overall.n, line.overall.valid) == (4, 0, 24, 24)
@@ -255,7 +255,7 @@ async def test_a_worker_that_died_while_it_is_held_for_is_succeeded(tmp_path, co
 async def test_nothing_is_held_for_an_evaluation_that_stands_still_and_what_did_not_come_is_told(
     tmp_path, connection, pipe, tenure
 ):
-    evaluating, book = await made(tmp_path, tenure, hold_s=0.2)
+    evaluating, book = await made(tmp_path, tenure, publish_wait_s=0.2)
     await evaluating.begin_if_due(4, 0)
     await sample(pipe, worker(connection), 3)
     await score(worker(connection, "eval:groups"), 3)
@@ -268,7 +268,7 @@ async def test_nothing_is_held_for_an_evaluation_that_stands_still_and_what_did_
 
 
 async def test_without_a_feeder_the_trainer_goes_on_without_an_evaluation(tmp_path, connection, tenure):
-    evaluating, book = await made(tmp_path, tenure, hold_s=0.2)
+    evaluating, book = await made(tmp_path, tenure, publish_wait_s=0.2)
     await replace_evaluation_prompts(connection, PROMPTS, settings_digest="another life's", data_fingerprint="file")
     with anyio.fail_after(20):
         await evaluating.begin_if_due(4, 0)

@@ -53,6 +53,8 @@ async def test_twice_as_many_workers_as_work_wait_quietly_and_take_what_comes(pi
             stopping.set()
     awaited = [line for line in lines if line["event"] == "work.waiting"]
     assert len(awaited) == WORKERS - PROMPTS
-    assert all((line["stage"], line["open_prompts"], line["paused"]) == ("prompts", PROMPTS, False) for line in awaited)
+    assert all(
+        (line["stage"], line["unfinished_prompts"], line["paused"]) == ("prompts", PROMPTS, False) for line in awaited
+    )
     assert [line["event"] for line in lines].count("work.available") <= len(awaited)
     assert {line["event"] for line in lines} <= {"work.waiting", "work.available"}

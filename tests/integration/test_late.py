@@ -176,7 +176,7 @@ async def working(connection, tmp_path, late, delays):
         settings = replace(
             settings,
             engine=replace(settings.engine, urls=(engine.url,)),
-            pacing=replace(settings.pacing, late=late, max_staleness=0),
+            pacing=replace(settings.pacing, stale_policy=late, max_staleness=0),
         )
         role = WorkerContext(settings=settings, connection=connection, consumer="rollout-1", stopping=anyio.Event())
         async with anyio.create_task_group() as tasks:
@@ -226,25 +226,24 @@ async def test_what_was_overtaken_between_its_claim_and_its_start_is_cancelled_a
     stage = pipe.stage("prompts")
     (lease,) = (await stage.claim(1)).leases
     late = StaleCanceller(stage, max_staleness=0)
-    with anyio.CancelScope() as lease.scope:
+    with lease.cancel_on_loss():
         late.cancel_if_stale(lease)
         await anyio.lowlevel.checkpoint()
     assert not lease.stale
     late.version = 1
-    with anyio.CancelScope() as lease.scope:
+    with lease.cancel_on_loss() as scope:
         late.cancel_if_stale(lease)
         await anyio.lowlevel.checkpoint()
     assert lease.stale
-    assert lease.scope.cancelled_caught
+    assert scope.cancelled_caught
 
 
 async def test_what_is_being_settled_is_not_cancelled(pipe):
     await pipe.feed("a")
     stage = pipe.stage("prompts")
     (lease,) = (await stage.claim(1)).leases
-    with anyio.CancelScope() as lease.scope:
-        lease.ending = True
-        stage.cancel_stale(lease)
+    with lease.cancel_on_loss(), stage.ending([lease]):
+        lease.cancel_stale()
         await stage.complete(lease, "groups", pipe.group("a"))
     assert not lease.stale
     assert (await read_status(pipe.connection)).stages["groups"].depth == 1

@@ -5,6 +5,7 @@ import time
 import anyio
 import pytest
 from redis import Redis
+from structlog.testing import capture_logs
 
 from stream.connection.run_connection import connect
 from stream.errors import ServerError
@@ -83,7 +84,7 @@ async def test_a_wrong_password_is_an_error_at_once(server, run_name):
 
 
 async def test_an_address_that_is_none_is_an_error():
-    with pytest.raises(ServerError, match="is no Redis URL"):
+    with pytest.raises(ServerError, match="is not a Redis URL"):
         async with connect("localhost:6379", "run"):
             pass
 
@@ -158,3 +159,20 @@ async def test_out_of_memory_is_back_pressure(server, run_name, pipe_on):
                 await anyio.sleep(0.02)
             tasks.cancel_scope.cancel()
         assert await pipe.balance() == {"fed": 4, "trained": 2, "dropped": 0, "dead": 1, "outstanding": 1}
+
+
+INFO_FIELDS = ["redis_version", "maxmemory_policy", "aof_enabled", "cluster_enabled"]
+
+
+@pytest.mark.parametrize("missing", INFO_FIELDS)
+async def test_a_field_that_info_does_not_have_is_unknown_and_is_logged(redis_url, run_name, monkeypatch, missing):
+    async def info(*_sections):
+        facts = {"redis_version": "7.2.0", "maxmemory_policy": "noeviction", "aof_enabled": 1, "cluster_enabled": 0}
+        del facts[missing]
+        return facts
+
+    monkeypatch.setattr("redis.asyncio.Redis.info", lambda _client, *sections: info(*sections))
+    with capture_logs() as logs:
+        async with connect(redis_url, run_name):
+            pass
+    assert [line["field"] for line in logs if line["event"] == "redis.setting_unknown"] == [missing]

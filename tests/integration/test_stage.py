@@ -92,13 +92,16 @@ async def test_renewal_finds_out_what_is_lost_and_stops_the_work(pipe):
     await pipe.feed("a", "b")
     worker = pipe.stage("prompts", "stalled", lease_s=0.15)
     lost, kept = (await worker.claim(2)).leases
-    lost.scope, kept.scope = anyio.CancelScope(), anyio.CancelScope()
     await anyio.sleep(0.16)
     await pipe.stage("prompts", "other").claim(1)
-    with anyio.move_on_after(0.1):
-        await worker.renew_leases()
+    with anyio.move_on_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(worker.renew_leases)
+            with kept.cancel_on_loss() as kept_scope, lost.cancel_on_loss() as lost_scope:
+                await anyio.sleep_forever()
+            tasks.cancel_scope.cancel()
     assert (lost.lost, kept.lost) == (True, False)
-    assert (lost.scope.cancel_called, kept.scope.cancel_called) == (True, False)
+    assert (lost_scope.cancel_called, kept_scope.cancel_called) == (True, False)
     assert list(worker.leases) == [kept.id]
 
 
@@ -106,24 +109,23 @@ async def test_renewal_leaves_the_work_alone_that_is_being_settled(pipe):
     await pipe.feed("a")
     worker = pipe.stage("prompts", lease_s=0.06)
     (lease,) = (await worker.claim(1)).leases
-    lease.scope, lease.ending = anyio.CancelScope(), True
-    await pipe.connection.run_script(
-        "complete", "prompts", "w", lease.id, "groups", "a", b""
-    )  # done, the reply still under way
-    with anyio.move_on_after(0.1):
-        await worker.renew_leases()
-    assert not lease.scope.cancel_called
+    with lease.cancel_on_loss() as scope, worker.ending([lease]):
+        # The script has run, and its reply has not arrived yet.
+        await pipe.connection.run_script("complete", "prompts", "w", lease.id, "groups", "a", b"")
+        with anyio.move_on_after(0.1):
+            await worker.renew_leases()
+    assert not scope.cancel_called
 
 
 async def test_a_worker_that_claims_its_own_lost_entry_stops_its_older_work(pipe):
     await pipe.feed("a")
     worker = pipe.stage("prompts", lease_s=0.05)
     (old,) = (await worker.claim(1)).leases
-    old.scope = anyio.CancelScope()
     await anyio.sleep(0.06)
-    (new,) = (await worker.claim(1)).leases
+    with old.cancel_on_loss() as scope:
+        (new,) = (await worker.claim(1)).leases
     assert old.lost
-    assert old.scope.cancel_called
+    assert scope.cancel_called
     assert worker.leases == {new.id: new}
 
 
@@ -308,7 +310,7 @@ async def test_an_emptied_server_is_recognised(pipe):
     (lease,) = (await worker.claim(1)).leases
     await pipe.connection.redis.delete(*await pipe.connection.redis.keys(f"{{{pipe.connection.run}}}*"))
     for call in (worker.claim(1), worker.complete(lease, "groups", pipe.group("a"))):
-        with pytest.raises(ServerError, match="no longer knows run"):
+        with pytest.raises(ServerError, match="does not know run"):
             await call
 
 

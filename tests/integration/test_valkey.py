@@ -117,9 +117,9 @@ async def test_out_of_memory_holds_new_payloads_back_and_nothing_else(pipe):
 async def test_an_emptied_server_is_recognised(pipe):
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     await pipe.connection.redis.flushall()
-    with pytest.raises(ServerError, match="no longer knows run"):
+    with pytest.raises(ServerError, match="does not know run"):
         await pipe.stage("prompts").claim(1)
-    with pytest.raises(ServerError, match="no longer knows run"):
+    with pytest.raises(ServerError, match="does not know run"):
         await tenure.reserve_version(0)
 
 

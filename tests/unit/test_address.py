@@ -25,7 +25,7 @@ from stream.errors import ServerError
         ("redis://:12?sh@host", "redis://..."),
         ("redis://user:12#sh@host", "redis://..."),
         ("redis://:hu[sh@host", "redis://..."),
-        ("hush@host:6379", "what is given"),
+        ("hush@host:6379", "the URL"),
     ],
 )
 def test_people_see_neither_user_nor_password(url, shown):
@@ -52,7 +52,7 @@ def test_a_url_that_might_bear_a_password_counts_as_one_that_does(url, secret):
 
 @pytest.mark.parametrize("url", ["hush@host", "http://:hush@host", "redis://:hu/sh@host", "redis://:hu[sh@host"])
 def test_no_url_is_an_error_that_shows_no_secret(url):
-    with pytest.raises(ServerError, match="is no Redis URL") as caught:
+    with pytest.raises(ServerError, match="is not a Redis URL") as caught:
         RedisAddress(url)
     assert "hu" not in str(caught.value)
 

@@ -133,17 +133,19 @@ def test_what_is_shown_of_one():
     assert format_result({}) == ""
     assert format_result(told).startswith("version 3: mean 0.600 (0.250 of all) · pass@1 0.750 (0.250 of all) · pass@2")
     assert format_result(told).endswith("5 of 16 valid · 4 mixed")
-    view = EvaluationStatus(stages={}, version=3, total=8, open=3, outcomes=4)
+    view = EvaluationStatus(stages={}, version=3, total=8, unfinished=3, results=4)
     assert format_progress(view) == "version 3: 5 of 8 prompts, 1 dead"
-    assert format_progress(EvaluationStatus(stages={}, version=3, total=8, over="1")) == ""
+    assert format_progress(EvaluationStatus(stages={}, version=3, total=8, finished="1")) == ""
 
 
 def test_a_run_that_evaluates_does_not_stand_still():
     alarm = StallDetector(10.0, now=0.0)
 
     def seen(now, open_prompts):
-        evaluated = EvaluationStatus(stages={}, version=1, total=5, open=open_prompts)
-        view = RunStatus(now_ms=0, stages={}, open=4, outstanding=4, dead=0, counts={"fed": 4}, evaluation=evaluated)
+        evaluated = EvaluationStatus(stages={}, version=1, total=5, unfinished=open_prompts)
+        view = RunStatus(
+            now_ms=0, stages={}, unfinished=4, outstanding=4, dead=0, counts={"fed": 4}, evaluation=evaluated
+        )
         return alarm.observe(view, now)
 
     assert not seen(1.0, 5)

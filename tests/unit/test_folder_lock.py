@@ -78,7 +78,7 @@ def test_the_metrics_of_a_successor_are_its_own(tmp_path, zombie):
 def in_a_write(tmp_path):
     """A process that has taken the folder, and has been in the middle of a change since."""
     code = (
-        "import sys, time; from pathlib import Path; from stream.trainer.folder_lock import Fence\n"
+        "import sys, time; from pathlib import Path; from stream.trainer.folder_lock import RunFolderLock\n"
         f"with RunFolderLock.acquire(Path(sys.argv[1]), {OLD}).hold():\n"
         "    print('in it', flush=True)\n"
         "    time.sleep(600)\n"

@@ -42,7 +42,7 @@ def test_a_long_one_is_said_once_with_what_is_known_and_so_is_its_end(waits):
         "event": "work.waiting",
         "log_level": "info",
         "stage": "groups",
-        "open_prompts": 3,
+        "unfinished_prompts": 3,
         "feed_done": True,
         "paused": True,
     }

@@ -36,7 +36,7 @@ def view(metrics=None, *, counts=None, feed=None, is_open=0, scored=None) -> Run
             "groups": stage(),
             "scored": scored or stage(),
         },
-        open=is_open,
+        unfinished=is_open,
         outstanding=0,
         dead=0,
         counts=counts or {},

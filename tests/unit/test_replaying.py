@@ -26,8 +26,8 @@ from workers.train.checkpointing.checkpoint import MANIFEST, OPTIMIZER, Checkpoi
 from workers.train.checkpointing.replay import replay
 from workers.train.progress import Progress
 from workers.train.step.batch import collate
-from workers.train.step.group_checks import check_group
 from workers.train.step.learner import Learner
+from workers.train.step.selection import check_group
 
 VOCABULARY = 24
 STEPS, EACH = 6, 3
@@ -99,7 +99,7 @@ class Made:
         step, version, hand = progress.step + 1, progress.version, []
         for number in numbers:
             made = group(number, version)
-            reason = check_group(made, self.settings, version, VOCABULARY).drop_reason
+            reason, _ = check_group(made, self.settings, version, VOCABULARY)
             if reason is None:
                 hand.append(made)
             else:

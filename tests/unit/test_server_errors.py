@@ -65,10 +65,10 @@ def test_time_may_mend(line):
     ("error", "remedy"),
     [
         (answered("NOAUTH Authentication required."), "the URL has none; write redis://USER:PASSWORD@HOST"),
-        (answered("WRONGPASS invalid username-password pair or user is disabled."), "correct those in the URL"),
+        (answered("WRONGPASS invalid username-password pair or user is disabled."), "correct them in the URL"),
         (answered("NOPERM User x has no permissions to run the 'hset' command"), "penstock acl RUN"),
         (answered("DENIED Redis is running in protected mode because ..."), "DENIED"),
-        (while_connecting(PermissionError(13, "Permission denied")), "may not open its socket"),
+        (while_connecting(PermissionError(13, "Permission denied")), "has no permission to open its socket"),
         (while_connecting(ssl.SSLCertVerificationError("no")), "ssl_ca_certs=FILE"),
     ],
 )

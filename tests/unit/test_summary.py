@@ -21,7 +21,7 @@ KEYS = [
 
 def view(is_open: int, **counts: int) -> RunStatus:
     named = {name.replace("__", ":"): n for name, n in counts.items()}
-    return RunStatus(now_ms=0, stages={}, open=is_open, outstanding=0, dead=0, counts=named)
+    return RunStatus(now_ms=0, stages={}, unfinished=is_open, outstanding=0, dead=0, counts=named)
 
 
 def summary_of(view: RunStatus, before=Progress(), after=Progress(), seconds=10.0) -> RunSummary:  # noqa: B008

@@ -48,4 +48,4 @@ class StaleCanceller:
         """Cancel this one if it is overtaken: call it when the work begins, for what was published since the claim."""
         if should_cancel(lease.claimed_version, self.version, self._max_staleness, len(lease.cancelled_attempts_s)):
             log.info("attempt.cancelled", prompt=lease.prompt_id, begun=lease.claimed_version, version=self.version)
-            self._stage.cancel_stale(lease)
+            lease.cancel_stale()

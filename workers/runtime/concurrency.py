@@ -1,15 +1,15 @@
-"""How much one worker may hold at once. Whoever wants more waits for room instead of asking again and again."""
+"""A limit on how much work one worker holds at the same time."""
 
 import anyio
 
 
 class ConcurrencyLimit:
-    """A bound on concurrent work, taken before a task starts and given back when it ends.
+    """A number of slots for concurrent work. A slot is acquired before a task starts and released when it ends.
 
     Args:
-        limit: places.
-        parent: another room, in which each of these places takes one as well. It is not asked whether it has one: what
-            goes on there goes on, and only what comes next has to wait.
+        limit: the number of slots.
+        parent: a second limit, of which each slot of this one acquires a slot too. Acquiring never waits for the parent:
+            work that waits for the parent itself starts later instead.
     """
 
     def __init__(self, limit: int, parent: "ConcurrencyLimit | None" = None) -> None:
@@ -19,19 +19,19 @@ class ConcurrencyLimit:
         self._released = anyio.Event()
 
     async def wait_available(self) -> int:
-        """Wait until there is room, and say for how many."""
+        """Wait for a free slot, and return the number of free slots."""
         while self.in_use >= self.limit:
             await self._released.wait()
         return self.limit - self.in_use
 
     def acquire(self) -> None:
-        """Take one place; call it before the task is started, so that a burst of claims cannot overshoot."""
+        """Take a slot. Call it before the task is started, so that many claims at once cannot exceed the limit."""
         self.in_use += 1
         if self.parent is not None:
             self.parent.acquire()
 
     def release(self) -> None:
-        """Give one place back."""
+        """Free a slot."""
         self.in_use -= 1
         if self.parent is not None:
             self.parent.release()

@@ -1,4 +1,4 @@
-"""What every role is handed, whoever starts it."""
+"""What every role gets at its start."""
 
 from collections.abc import Awaitable, Callable
 
@@ -11,25 +11,22 @@ from workers.settings import Settings
 
 
 class WorkerContext(Struct, kw_only=True, eq=False):
-    """What every role is handed."""
+    """Settings, connection and name of one worker process."""
 
     settings: Settings
     connection: RunConnection
     consumer: str
-    """This process's name in the streams; never used again by another one."""
+    """This process's name in the streams; no other process ever has the same."""
     stopping: anyio.Event
-    """Set when a signal or `penstock stop` asks it to stop: claim nothing more, finish or give back what is held."""
+    """Set by a signal or `penstock stop`: the worker claims nothing more, and finishes or gives back what it holds."""
 
     @property
     def retry_policy(self) -> RetryPolicy:
-        """Lease time and retry budgets."""
-        d = self.settings.queue
-        return RetryPolicy(
-            lease_s=d.lease_s,
-            infra_attempts=d.max_attempts,
-            backoff_s=d.retry_delay_s,
-        )
+        """Lease time and failure limits."""
+        queue = self.settings.queue
+        return RetryPolicy(lease_s=queue.lease_s, infra_attempts=queue.max_attempts, backoff_s=queue.retry_delay_s)
 
 
 RoleMain = Callable[[WorkerContext], Awaitable[None]]
-"""A role: returns when the run has ended, or when it was asked to stop and has let go of everything."""
+"""The main function of a role. It returns when the run has ended, or after a stop request when all work is finished or given
+back."""

@@ -1,4 +1,4 @@
-"""Says what a worker waits for, where it has waited for long."""
+"""Log lines for workers without work."""
 
 import structlog
 
@@ -9,9 +9,9 @@ log = structlog.get_logger()
 
 
 class IdleLogger:
-    """A time without work in one stage: one line when it has become long, and one when it is over.
+    """Logs one line when a worker has waited long for entries of a stage, and one when it has work again.
 
-    Short waits are a healthy run's usual state, and are not worth a word.
+    Short waits are normal in a healthy run and are not logged.
     """
 
     def __init__(self, stage: str) -> None:
@@ -20,7 +20,7 @@ class IdleLogger:
         self._logged = False
 
     def add_wait(self, seconds: float, claim: Claim) -> None:
-        """Note that it lasted so much longer."""
+        """Add to the waiting time; `claim` is the claim that returned nothing."""
         self._waited_s += seconds
         if self._logged or self._waited_s < MAX_BLOCK_S:
             return
@@ -28,7 +28,7 @@ class IdleLogger:
         log.info(
             "work.waiting",
             stage=self._stage,
-            open_prompts=claim.unfinished_prompts,
+            unfinished_prompts=claim.unfinished_prompts,
             feed_done=claim.feed_done,
             paused=claim.paused,
         )

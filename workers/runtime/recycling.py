@@ -1,13 +1,11 @@
-"""When a worker is worn out: user code has left too many threads hanging in it, or has let it grow too large.
+"""Replaces a worker process that user code has used up: too many hanging threads, or too much memory.
 
-A thread cannot be stopped, and what it holds is lost to the process; only a new process gets it back. So a worker that
-is worn out drains like one that was asked to stop, says why, and ends with an exit code that stands for nothing else.
+A thread cannot be stopped, and only a new process gets back what it holds. So the worker drains as after a stop request, logs
+the reason, and exits with a code that means only this; the supervisor starts a new process.
 """
 
-import os
-from pathlib import Path
-
 import anyio
+import psutil
 import structlog
 
 from envs.call import abandoned_threads
@@ -15,27 +13,26 @@ from workers.settings import Queue
 
 log = structlog.get_logger()
 
-_STATM = Path("/proc/self/statm")
 _MIB = 1 << 20
 _POLL_S = 1.0
 
 
 class WorkerRecycler:
-    """Watches this process.
+    """Watches this process's abandoned threads and memory.
 
     Args:
-        queue: the bounds.
-        stopping: set when one of them is reached.
+        queue: settings with the limits.
+        stopping: set when a limit is reached.
     """
 
     def __init__(self, queue: Queue, stopping: anyio.Event) -> None:
         self.reason = ""
-        """What wore it out; empty while nothing has."""
+        """The limit that was reached; empty while none is."""
         self._queue = queue
         self._stopping = stopping
 
     async def watch(self) -> None:
-        """Watch until a bound is reached, or the process ends."""
+        """Watch until a limit is reached or the task is cancelled."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch_threads)
             if self._queue.max_memory_mb:
@@ -45,31 +42,25 @@ class WorkerRecycler:
         limit = self._queue.max_abandoned_threads
         await abandoned_threads.wait_for_count(limit)
         self._request_recycle(
-            f"{limit} threads hang in the code of environments or reward functions (queue.max_abandoned_threads)"
+            f"{limit} threads hang in environments or reward functions, the limit is queue.max_abandoned_threads"
         )
 
     async def _watch_memory(self) -> None:
         limit = self._queue.max_memory_mb
         while True:
-            resident = await anyio.to_thread.run_sync(resident_bytes) // _MIB
-            if resident >= limit:
+            resident_mib = await anyio.to_thread.run_sync(resident_bytes) // _MIB
+            if resident_mib >= limit:
                 break
-            await anyio.sleep(_POLL_S)  # nobody tells when a process grows
-        self._request_recycle(f"it takes {resident} MiB of memory, of {limit} that it may (queue.max_memory_mb)")
+            await anyio.sleep(_POLL_S)  # nothing reports the growth of a process
+        self._request_recycle(f"it uses {resident_mib} MiB of memory, the limit is {limit} (queue.max_memory_mb)")
 
-    def _request_recycle(self, why: str) -> None:
+    def _request_recycle(self, reason: str) -> None:
         if not self.reason and not self._stopping.is_set():
-            self.reason = why
-            log.warning("worker.recycle_requested", why=why)
+            self.reason = reason
+            log.warning("worker.recycle_requested", why=reason)
             self._stopping.set()
 
 
 def resident_bytes() -> int:
-    """Memory that this process holds; where the system does not tell, the most that it ever held."""
-    try:
-        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return int(peak)  # macOS counts it in bytes
+    """Return the memory of this process that is in RAM (RSS), in bytes."""
+    return int(psutil.Process().memory_info().rss)

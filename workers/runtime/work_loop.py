@@ -1,17 +1,17 @@
-"""The loop that rollout workers and scorers share: claim entries of one stage, work on many at once, end each lease.
+"""The loop of rollout workers and scorers: claim entries of one stage, work on many at the same time, end each lease.
 
-What can happen to an entry, and what the work loop does about it:
+What can happen to an entry:
 
-==============================  ==========================================================================
-the work settles it             nothing more to do
-its bytes are no record         dead letter at once; a newer schema is given back for those who can read it
-the record itself is at fault   given back, a few times (`DataError`)
-no engine answers               given back for nobody's fault, after a back-off
-anything else raises            given back as a failure of the infrastructure, within its budget
-the lease is lost               the work is cancelled, its result thrown away
-newer policies overtook it      the work is cancelled, and given back for nobody's fault (`Stage.cancel_stale`)
-the worker is asked to stop     no new claims; what is not done within the grace time is given back
-==============================  ==========================================================================
+==================================  =================================================================================
+the work completes it               nothing more to do
+its bytes are not a valid record    dead letter; a record of a newer schema is given back for workers that can read it
+the record itself is at fault       given back, up to a limit (`DataError`)
+no engine answers                   given back after a delay; counts towards no limit
+anything else raises                given back as a failure of the infrastructure, up to a limit
+the lease is lost                   the work is cancelled and its result discarded
+newer policies make it stale        the work is cancelled and the entry given back; counts towards no limit
+the worker is asked to stop         no new claims; work that is not finished within the shutdown timeout is given back
+==================================  =================================================================================
 """
 
 import traceback
@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 import structlog
+from anyio.abc import TaskGroup
 
 from stream.connection.keys import EVALUATION_STAGES
 from stream.errors import DataError, EngineUnavailableError, LeaseLostError, NewerSchemaError, RecordError
@@ -29,44 +30,52 @@ from workers.runtime.idle_log import IdleLogger
 log = structlog.get_logger()
 
 Work = Callable[[Lease, int], Awaitable[None]]
-"""Works on a lease, at a published policy version, and settles it."""
+"""Works on a lease, given the published policy version, and completes it."""
 
 
 async def work_loop(stage: Stage, work: Work, *, concurrency: int | ConcurrencyLimit, stopping: anyio.Event) -> None:
-    """Work until the run has ended, or `stopping` is set; on as many entries at once as there is room for."""
-    room, lull = (
-        concurrency if isinstance(concurrency, ConcurrencyLimit) else ConcurrencyLimit(concurrency),
-        IdleLogger(stage.name),
-    )
+    """Work on entries of a stage until the run has ended or `stopping` is set.
+
+    Args:
+        stage: where to claim.
+        work: called in a task of its own for each lease.
+        concurrency: how many entries at the same time.
+        stopping: ends claiming; what is held may still be finished.
+    """
+    limit = concurrency if isinstance(concurrency, ConcurrencyLimit) else ConcurrencyLimit(concurrency)
     async with anyio.create_task_group() as background:
         background.start_soon(stage.renew_leases)
-        # Jobs outlive the claiming: what is held when it stops may still be finished.
-        async with anyio.create_task_group() as jobs:  # noqa: SIM117
+        async with anyio.create_task_group() as jobs:  # noqa: SIM117  (jobs outlive the claiming)
             async with anyio.create_task_group() as claiming:
                 claiming.start_soon(_cancel_when, stopping, claiming.cancel_scope)
-                while True:
-                    claim = await _claim(stage, await room.wait_available())
-                    for lease in claim.leases:
-                        room.acquire()
-                        jobs.start_soon(_run_job, stage, lease, claim.version, work, room)
-                    if claim.finish_reason:
-                        log.info("run.finished", stage=stage.name, why=claim.finish_reason)
-                        break
-                    if claim.leases:
-                        lull.end_wait()
-                    else:
-                        began = anyio.current_time()
-                        await stage.wait(claim)
-                        if (
-                            claim.unfinished_prompts or stage.name not in EVALUATION_STAGES
-                        ):  # else there is none to wait for
-                            lull.add_wait(anyio.current_time() - began, claim)
+                await _claim_entries(stage, work, limit, jobs)
                 claiming.cancel_scope.cancel()
         background.cancel_scope.cancel()
 
 
+async def _claim_entries(stage: Stage, work: Work, limit: ConcurrencyLimit, jobs: TaskGroup) -> None:
+    """Claim entries and start their jobs until the run has ended."""
+    idle = IdleLogger(stage.name)
+    while True:
+        claim = await _claim(stage, await limit.wait_available())
+        for lease in claim.leases:
+            limit.acquire()
+            jobs.start_soon(_run_job, stage, lease, claim.version, work, limit)
+        if claim.finish_reason:
+            log.info("run.finished", stage=stage.name, why=claim.finish_reason)
+            return
+        if claim.leases:
+            idle.end_wait()
+            continue
+        began = anyio.current_time()
+        await stage.wait(claim)
+        between_evaluations = stage.name in EVALUATION_STAGES and not claim.unfinished_prompts
+        if not between_evaluations:
+            idle.add_wait(anyio.current_time() - began, claim)
+
+
 async def _claim(stage: Stage, count: int) -> Claim:
-    """A claim that a stop cannot tear in two: entries claimed unknowingly would wait for their lease."""
+    """Claim in a shield: a claim cancelled half-way would leave entries leased to this worker without its knowledge."""
     with anyio.CancelScope(shield=True):
         claim = await stage.claim(count)
     return claim  # noqa: RET504  (a cancel scope may swallow what is in it, for all that mypy knows)
@@ -77,11 +86,11 @@ async def _cancel_when(event: anyio.Event, scope: anyio.CancelScope) -> None:
     scope.cancel()
 
 
-async def _run_job(stage: Stage, lease: Lease, version: int, work: Work, room: ConcurrencyLimit) -> None:
+async def _run_job(stage: Stage, lease: Lease, version: int, work: Work, limit: ConcurrencyLimit) -> None:
     try:
-        with anyio.CancelScope() as lease.scope:
+        with lease.cancel_on_loss() as scope:
             await work(lease, version)
-        if lease.stale and lease.scope.cancelled_caught and not lease.lost:
+        if lease.stale and scope.cancelled_caught and not lease.lost:
             await _release(stage, lease, "stale", "")
     except NewerSchemaError as error:
         await _release(stage, lease, "none", str(error))
@@ -97,24 +106,24 @@ async def _run_job(stage: Stage, lease: Lease, version: int, work: Work, room: C
         with anyio.CancelScope(shield=True):
             await _release(stage, lease, "none", "")
         raise
-    except Exception as error:  # noqa: BLE001  (one entry's trouble must not end the worker; it is counted and shown)
-        trace = await anyio.to_thread.run_sync(_format_traceback, error)  # it reads source files
+    except Exception as error:  # noqa: BLE001  (an error in one entry must not end the worker; it is counted and logged)
+        trace = await anyio.to_thread.run_sync(_format_traceback, error)  # reads source files
         log.warning("work.failed", stage=stage.name, prompt=lease.prompt_id, trace=trace)
         await _release(stage, lease, "infra", f"{type(error).__name__}: {error}")
     finally:
-        room.release()
+        limit.release()
 
 
 def _format_traceback(error: Exception) -> str:
     return "".join(traceback.format_exception(error))
 
 
-async def _release(stage: Stage, lease: Lease, kind: ReleaseReason, error: str) -> None:
-    await _ignore_lost_lease(stage.release(lease, kind, error))
+async def _release(stage: Stage, lease: Lease, reason: ReleaseReason, error: str) -> None:
+    await _ignore_lost_lease(stage.release(lease, reason, error))
 
 
 async def _ignore_lost_lease(ending: Awaitable[object]) -> None:
-    """End a lease that may be lost already, which then needs no ending."""
+    """Await a verb that ends a lease; a lease that is lost already needs no ending."""
     try:
         await ending
     except LeaseLostError as error:

@@ -28,7 +28,7 @@ from stream.validity import Measured, Reward, TruncationReason
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import run_group
 from workers.rollout.tool_formats.detection import TOOL_FORMATS
-from workers.runtime.aside import run_aside
+from workers.runtime.daemon_thread import run_in_daemon_thread
 from workers.settings import Rollout
 from workers.testing.scripted_sampler import ScriptedSampler, scripted_chat
 
@@ -147,7 +147,7 @@ def play(
     )
     planned = list(turns)
     script = ScriptedSampler([_text(turn) for turn in planned])
-    completion = run_aside(partial(_play, environment, row, script, functions, limits))
+    completion = run_in_daemon_thread(partial(_play, environment, row, script, functions, limits))
     return EpisodeResult(
         messages=[*(completion.prompt_messages or row.messages), *completion.messages],
         parts=completion.parts,

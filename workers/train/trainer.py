@@ -10,13 +10,14 @@
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import anyio
 import structlog
 
 from stream.errors import RunFailedError
 from stream.queue.stage import Stage
+from stream.records import Group
 from stream.trainer.lease import TrainerLease
 from stream.validity import DropReason
 from workers.runtime.context import WorkerContext
@@ -29,10 +30,9 @@ from workers.train.groups.outcome_recorder import EndedGroup, OutcomeRecorder
 from workers.train.metrics_log import MetricsLog
 from workers.train.progress import Progress
 from workers.train.publishing.policy_versions import PolicyVersions
-from workers.train.step.batch import merge_batches
-from workers.train.step.group_checks import CheckedGroup, GroupRewards
+from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
-from workers.train.step.metrics import StepReport
+from workers.train.step.report import StepReport
 
 log = structlog.get_logger()
 
@@ -112,11 +112,10 @@ class Trainer:
 
     async def _step(self, began: float, collected: CollectedBatch) -> dict[str, float]:
         """One optimizer batch of groups in hand."""
-        leases, checked = self.buffer.pop(collected.prompt_ids)
-        groups = [each.group for each in checked]
+        leases, groups = self.buffer.pop(collected.prompt_ids)
         version = self.policy_versions.version
         dropped, filtered = self.buffer.pop_dropped()
-        report = await anyio.to_thread.run_sync(_train_step, self.learner, checked, version, dropped, filtered)
+        report = await anyio.to_thread.run_sync(_train_step, self.learner, groups, version, dropped, filtered)
         self.progress.count_step(report.metrics, len(groups) * report.trained, time.monotonic() - began)
         otherwise = "trained" if report.trained else f"dropped:{report.skipped}"
         ends = [
@@ -162,12 +161,7 @@ class Trainer:
 
 
 def _train_step(
-    learner: Learner,
-    checked: Sequence[CheckedGroup],
-    version: int,
-    dropped: Mapping[DropReason, int],
-    filtered: Sequence[GroupRewards],
+    learner: Learner, groups: list[Group], version: int, dropped: Mapping[DropReason, int], filtered: list[Group]
 ) -> StepReport:
-    """Train on these groups, each collated when it was checked."""
-    batch = merge_batches([each.batch for each in checked])
-    return learner.step(batch, version, filtered=filtered, dropped=dropped)
+    """One step, and what it says of the groups that were dropped on the way to it."""
+    return learner.step(collate(groups), version, filtered=collate(filtered) if filtered else None, dropped=dropped)

@@ -15,7 +15,7 @@ from workers.commands.check.check_report import EnvironmentReport, RewardReport
 from workers.commands.check.environment_check import check_environment
 from workers.commands.check.rendering import render_report
 from workers.commands.check.reward_check import check_reward, is_reward_function
-from workers.runtime.aside import run_aside
+from workers.runtime.daemon_thread import run_in_daemon_thread
 from workers.runtime.log_setup import configure_logging
 
 _LOAD_TIMEOUT_S = 120.0
@@ -45,7 +45,7 @@ def check_reference(
     """
     row, given = _parse_pairs(fields, "--field"), _parse_pairs(args, "--args")
     configure_logging("check")
-    report = run_aside(partial(_check, ref, row, given, environment))
+    report = run_in_daemon_thread(partial(_check, ref, row, given, environment))
     if as_json:
         encoded = msgspec.json.encode(report, enc_hook=str)
         click.echo(msgspec.json.format(encoded, indent=2).decode())

@@ -1,4 +1,4 @@
-"""The registry of policy losses: pure functions from log-probs of a batch's tokens to a loss for each token."""
+"""What a policy loss is: a pure function from the log-probs of a batch's tokens to a loss for each of them."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -10,38 +10,38 @@ from workers.train.algorithms.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class LossTraits:
-    """Declared properties of a loss."""
+    """What a loss declares of itself."""
 
     aggregation: str = ""
-    """The only aggregation that the loss is defined with; empty for any."""
+    """The only aggregation that its definition knows; empty: any."""
     on_policy: bool = False
-    """True if the loss has no ratio to the proximal policy, so it is correct only for the first update of a batch."""
+    """It has no ratio to the proximal policy, so it is right for the first update of a batch alone."""
     selector: str = ""
-    """Name in `token_selection.SELECTORS` of the function that makes `selected_RT`, once per optimizer batch."""
+    """Name in `token_selection.SELECTORS` of what makes its `selected_RT`, once for the whole optimizer batch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLoss:
-    """Loss of each token before aggregation, and before importance weights unless the loss applies them itself."""
+    """What a loss returns: before importance weights (unless it takes them itself) and before aggregation."""
 
     loss_RT: Tensor
-    """Outside the mask it is finite and ignored."""
+    """Of every token; what stands outside the mask is finite, and is not looked at."""
     token_metrics: dict[str, Tensor] = field(default_factory=dict)
-    """(R, T), bool or numbers; their mean over loss tokens is a metric of that name."""
+    """(R, T), bool or numbers, of which the mean over loss tokens is a metric of that name."""
 
 
 LOSSES: Final[Registry[LossTraits]] = Registry(
     "loss",
     {
-        "logprobs_RT": "log-probs of the policy in training, with gradient; 0 outside the mask",
+        "logprobs_RT": "log-probs of the policy that is trained, with gradient; 0 outside the mask",
         "proximal_RT": "log-probs that the ratio is taken against; 0 outside the mask",
         "advantages_RT": "advantages; 0 outside the mask",
-        "weights_RT": "importance weights, 1 outside the mask; a loss that takes them applies them",
+        "weights_RT": "importance weights, 1 outside the mask; who asks for them applies them",
         "sequences": "Sequences over the loss tokens of each completion",
         "selected_RT": "bool, tokens chosen by the loss's selector; False outside the mask",
     },
 )
-"""Losses by the name in `[loss] name`. `workers.train.algorithms.losses` fills the registry; import it from there.
+"""By name, as `[loss] name` says it. `workers.train.algorithms.losses` fills it; import it from there.
 
-In formulas: r = exp(logprobs - proximal), A the advantage, lp the log-prob, sg stops the gradient.
+In formulas: r = exp(logprobs - proximal), A the advantage, lp the log-prob, sg no gradient.
 """

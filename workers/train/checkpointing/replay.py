@@ -24,9 +24,9 @@ from workers.train.checkpointing.replay_comparison import (
     compare_with_checkpoint,
 )
 from workers.train.step.batch import collate
-from workers.train.step.group_checks import check_group
 from workers.train.step.learner import Learner
-from workers.train.step.metrics import StepReport
+from workers.train.step.report import StepReport
+from workers.train.step.selection import check_group
 
 
 class ReplayReport(Struct, kw_only=True):
@@ -157,7 +157,7 @@ class _Replay:
             line = written.record
             if line.outcome == "trained":
                 return place
-            reason = check_group(group, self._settings, line.version, self.learner.vocab_size).drop_reason
+            reason, _ = check_group(group, self._settings, line.version, self.learner.vocab_size)
             if reason is None:
                 return place
             if line.outcome != f"dropped:{reason}":

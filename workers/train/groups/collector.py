@@ -114,10 +114,9 @@ class Collector:
             for prompt, start in (await inflight_versions(self._stage.connection)).items()
             if prompt not in ended
         }
-        for prompt, (_, checked) in in_hand.items():
+        for prompt, (_, group) in in_hand.items():
             if prompt not in starts:  # it comes again; the server no longer knows when it was begun
-                oldest = checked.group.oldest_version
-                starts[prompt] = version if oldest is None else oldest
+                starts[prompt] = group.oldest_version if group.oldest_version is not None else version
         course = VersionSchedule(
             version=version,
             steps_left=steps_left,

@@ -13,12 +13,12 @@ from stream.trainer.ledger import Ledger
 from stream.validity import DropReason
 from workers.settings import Settings
 from workers.train.groups.invalid_reward_monitor import InvalidRewardMonitor
-from workers.train.step.group_checks import CheckedGroup, GroupRewards, check_group
+from workers.train.step.selection import check_group
 
 log = structlog.get_logger()
 
 _FILTERED_STEPS = 4
-"""Number of steps' worth of dropped groups whose rewards are kept for the next step's metrics."""
+"""Dropped groups kept for the next step's metrics, in batches; the policy earned their rewards as well."""
 
 
 class Decision(Struct, kw_only=True):
@@ -45,7 +45,7 @@ class GroupBuffer:
     """
 
     def __init__(self, settings: Settings, ledger: Ledger, vocab_size: int) -> None:
-        self.groups: dict[str, tuple[Lease, CheckedGroup]] = {}
+        self.groups: dict[str, tuple[Lease, Group]] = {}
         self._settings = settings
         self._ledger = ledger
         self._vocab_size = vocab_size
@@ -53,7 +53,7 @@ class GroupBuffer:
             settings.abort.max_invalid_fraction, settings.abort_window_groups
         )
         self._dropped: Counter[DropReason] = Counter()
-        self._filtered: deque[GroupRewards] = deque(maxlen=_FILTERED_STEPS * settings.train.batch_size)
+        self._filtered: deque[Group] = deque(maxlen=_FILTERED_STEPS * settings.train.batch_size)
 
     def offer(self, lease: Lease, version: int) -> Decision:
         """Take an entry into hand, or say what becomes of it.
@@ -62,18 +62,18 @@ class GroupBuffer:
             RunFailedError: too many completions are invalid for one reason (`Guard`).
         """
         try:
-            checked = check_group(lease.group(), self._settings, version, self._vocab_size)
+            group = lease.group()
+            reason, states = check_group(group, self._settings, version, self._vocab_size)
         except NewerSchemaError as error:
             return Decision(unknown_schema=str(error))
         except RecordError as error:
             return Decision(unreadable=str(error))
-        group, reason = checked.group, checked.drop_reason
         prompt = group.prompt.id
         if prompt in self._ledger.outcomes:
             return Decision(outcome=f"already:{self._ledger.outcomes[prompt]}")
         if prompt in self.groups and self.groups[prompt][0].id == lease.id:
             # Ours ran out, while we were suspended or the network was away, and we were the next to claim it.
-            self.groups[prompt] = (lease, checked)
+            self.groups[prompt] = (lease, group)
             return Decision()
         # The younger copy is the one that the server knows for certain: one that lost its last writes may have
         # forgotten the other.
@@ -83,18 +83,18 @@ class GroupBuffer:
         self._invalid_reward_monitor.observe(group)
         if reason is not None:
             self._dropped[reason] += 1
-            self._filtered.append(checked.rewards)
-            return Decision(group=group, outcome=f"dropped:{reason}", completion_states=checked.states, replaced=older)
-        self.groups[prompt] = (lease, checked)
+            self._filtered.append(group)
+            return Decision(group=group, outcome=f"dropped:{reason}", completion_states=states, replaced=older)
+        self.groups[prompt] = (lease, group)
         return Decision(replaced=older)
 
-    def pop(self, prompts: Collection[str] | None = None) -> tuple[list[Lease], list[CheckedGroup]]:
+    def pop(self, prompts: Collection[str] | None = None) -> tuple[list[Lease], list[Group]]:
         """Take these groups out of the hand, or all, in the order of prompt ids: who was faster must not matter."""
         dealt = [self.groups.pop(prompt) for prompt in sorted(self.groups if prompts is None else prompts)]
-        return [lease for lease, _ in dealt], [checked for _, checked in dealt]
+        return [lease for lease, _ in dealt], [group for _, group in dealt]
 
-    def pop_dropped(self) -> tuple[dict[DropReason, int], list[GroupRewards]]:
-        """Return the number of groups dropped since the previous call, by reason, and the rewards of the last of them."""
+    def pop_dropped(self) -> tuple[dict[DropReason, int], list[Group]]:
+        """Groups dropped since this was last asked: how many by reason, and the last of them."""
         counts, self._dropped = dict(self._dropped), Counter()
         groups = list(self._filtered)
         self._filtered.clear()

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW over the policy's trained parameters and the critic, with its state as tensors by name."""
+"""The optimizer: AdamW over what is trained and the critic beside it, its rates, and its state as tensors by name."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, cast
@@ -16,11 +16,11 @@ _BETAS = (0.9, 0.95)
 
 
 class Optimizer:
-    """AdamW with weight decay on the policy's matrices; gains, biases and the critic do not decay.
+    """AdamW; matrices of the policy decay, gains, biases and the critic do not.
 
     Args:
-        policy: the policy's trained parameters, by name.
-        critic: the critic's parameters; empty without a critic.
+        policy: parameters that are trained, by name.
+        critic: the critic's; none where there is none.
         settings: of the run.
     """
 
@@ -45,7 +45,7 @@ class Optimizer:
         )
 
     def set_learning_rate(self, step: int, total_steps: int) -> float:
-        """Set the learning rates of a step, counted from 0; return the policy's."""
+        """Set the learning rates of a step, counted from 0; returns the policy's."""
         train = self.settings
         now = learning_rate_factor(
             step, schedule=train.schedule, warmup_steps=train.warmup_steps, total_steps=total_steps
@@ -55,23 +55,23 @@ class Optimizer:
         return train.learning_rate * now
 
     def zero_grad(self) -> None:
-        """Clear all gradients."""
+        """Forget gradients."""
         self.adamw.zero_grad(set_to_none=True)
 
     def clip_gradients(self) -> tuple[Tensor, bool]:
-        """Clip policy and critic gradients separately; return the policy's norm before, and whether all are finite."""
+        """Bound gradients, the critic's by themselves; the norm that the policy's had, and whether all are finite."""
         norm = clip_grad_norm(self.policy.values(), self.settings.max_grad_norm)
-        finite = torch.isfinite(norm)
+        sound = torch.isfinite(norm)
         if self.critic:
-            finite &= torch.isfinite(clip_grad_norm(self.critic.values(), self.settings.max_grad_norm))
-        return norm, bool(finite)
+            sound &= torch.isfinite(clip_grad_norm(self.critic.values(), self.settings.max_grad_norm))
+        return norm, bool(sound)
 
     def step(self) -> None:
-        """Apply the gradients."""
+        """One step along the gradients."""
         self.adamw.step()
 
     def state(self) -> dict[str, Tensor]:
-        """Return its tensors by kind and parameter, `exp_avg.NAME`; sharded like the parameter."""
+        """Its tensors by kind and parameter, `exp_avg.NAME`; sharded where the parameter is."""
         return {
             f"{kind}.{name}": value
             for name, parameter in (*self.policy.items(), *self.critic.items())
@@ -79,23 +79,23 @@ class Optimizer:
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], names: Collection[str], ranks: Ranks) -> None:
-        """Set parameters and optimizer state; each rank takes its shard.
+        """Set parameters and state, at every rank its part of them.
 
         Args:
-            tensors: `master.NAME` of every parameter, and the tensors of `state`; rank 0 only.
-            names: of these, on every rank.
+            tensors: `master.NAME` of every parameter, and what `state` gave; at the first rank.
+            names: of these, at every rank.
             ranks: all of them call this.
         """
         self.adamw.state.clear()
         for name, parameter in (*self.policy.items(), *self.critic.items()):
             broadcast_into(parameter, tensors.get(f"master.{name}"), ranks)
             empty = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
-            state = {
+            found = {
                 kind: torch.zeros_like(like, requires_grad=False)
                 for kind, like in empty.items()
                 if f"{kind}.{name}" in names
             }
-            for kind, tensor in state.items():
+            for kind, tensor in found.items():
                 broadcast_into(tensor, tensors.get(f"{kind}.{name}"), ranks)
-            if state:
-                self.adamw.state[parameter] = state
+            if found:
+                self.adamw.state[parameter] = found

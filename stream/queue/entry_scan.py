@@ -1,0 +1,62 @@
+"""Entries of streams without their payloads, read in small batches. Changes nothing."""
+
+from collections.abc import AsyncIterator
+from typing import Literal
+
+from msgspec import Struct
+
+from stream.connection.keys import EVALUATION_STAGES
+from stream.connection.run_connection import RunConnection
+
+_ENTRIES_PER_SCRIPT = 64
+"""The server reads the payloads to get at the ids, and each may be megabytes."""
+
+
+class StreamEntry(Struct, frozen=True):
+    """An entry of a stage."""
+
+    stage: str
+    id: str
+    prompt: str
+    """Empty for foreign junk that has no prompt id."""
+    marked: bool = False
+    """The trainer has ended it, and not acknowledged it yet."""
+
+
+class DeadEntry(Struct, frozen=True):
+    """A dead letter."""
+
+    id: str
+    stage: str
+    prompt: str
+    reason: str
+    error: str
+    ends_prompt: bool
+    """True if it is the end of one of the run's prompts; False for junk and duplicates."""
+
+
+async def scan_stage(
+    connection: RunConnection, stage: Literal["prompts", "groups", "scored"]
+) -> AsyncIterator[StreamEntry]:
+    """Yield all entries of a stage."""
+    async for entry_id, marked, (prompt,) in _scan(connection, stage, "prompt"):
+        yield StreamEntry(stage, entry_id, prompt, marked)
+
+
+async def scan_dead_entries(connection: RunConnection) -> list[DeadEntry]:
+    """Return all dead letters, except those of evaluations, which are not prompts of the run."""
+    fields = ("stage", "prompt", "reason", "error", "ends_prompt")
+    return [
+        DeadEntry(letter, stage, prompt, reason, error, ends_prompt == "1")
+        async for letter, _, (stage, prompt, reason, error, ends_prompt) in _scan(connection, "dead", *fields)
+        if stage not in EVALUATION_STAGES
+    ]
+
+
+async def _scan(connection: RunConnection, stream: str, *fields: str) -> AsyncIterator[tuple[str, bool, list[str]]]:
+    """Yield each entry's id, whether it is marked, and some of its fields."""
+    after = "-"
+    while batch := await connection.run_script("scan_entries", stream, after, _ENTRIES_PER_SCRIPT, *fields):
+        for entry_id, marked, *values in batch:
+            after = entry_id.decode()
+            yield after, bool(marked), [value.decode(errors="replace") for value in values]
