@@ -29,7 +29,8 @@ from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.server_process import private_server
-from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.lease import EndedGroup, TrainerLease
+from stream.trainer.outcomes import Trained
 from stream.validity import Measured
 
 AT_ONCE = 4
@@ -96,7 +97,7 @@ async def train(connection: RunConnection, groups: int) -> None:
     async def do(leases):
         for lease in leases:
             decode(lease.payload, Group)
-        await tenure.commit(stage, [GroupOutcome(lease, "trained") for lease in leases], release_version=1)
+        await tenure.commit(stage, [EndedGroup(lease, Trained()) for lease in leases], release_version=1)
         marked.extend(lease.id for lease in leases)
         if len(marked) >= 64:
             await tenure.acknowledge(marked)

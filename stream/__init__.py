@@ -24,32 +24,38 @@ from stream.queue.stage import Lease, RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.server_process import private_server
 from stream.trainer.archive import Archive, ArchivedGroups
-from stream.trainer.consumer import Consumer, LeasedGroup, consume
-from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.consumer import Consumer, LeasedGroup, ResumePoint, consume, open_consumer, open_trainer_lease
+from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger
+from stream.trainer.outcomes import AlreadyEnded, Dropped, Duplicate, Trained
 from stream.validity import Measured, Unmeasured, measure
 
 __all__ = [
+    "AlreadyEnded",
     "Archive",
     "ArchivedGroups",
     "Completion",
     "Consumer",
     "DeadLetter",
+    "Dropped",
+    "Duplicate",
+    "EndedGroup",
     "Feed",
     "Group",
-    "GroupOutcome",
     "Lease",
     "LeasedGroup",
     "Ledger",
     "Measured",
     "PenstockError",
     "Prompt",
+    "ResumePoint",
     "RetryPolicy",
     "Row",
     "RunConnection",
     "RunStatus",
     "Span",
     "Stage",
+    "Trained",
     "TrainerLease",
     "Unmeasured",
     "connect",
@@ -58,6 +64,8 @@ __all__ = [
     "encode",
     "list_dead_letters",
     "measure",
+    "open_consumer",
+    "open_trainer_lease",
     "private_server",
     "read_status",
 ]

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from stream.records import Group
 from stream.trainer.archive import ArchivedGroups
 from stream.trainer.ledger import read_ledger
+from stream.trainer.outcomes import Trained
 from tests.forked import ended, fork, import_ahead
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
@@ -50,7 +51,7 @@ def steps(folder: Path) -> Iterator[tuple[int, int, list[Group]]]:
     assert not broken
     archive = ArchivedGroups(folder / "groups")
     for step, found in groupby(lines, lambda written: written.record.step):
-        batch = [written.record for written in found if written.record.outcome == "trained"]
+        batch = [written.record for written in found if written.record.outcome == Trained()]
         yield step, batch[0].version, [archive.read(line.prompt, line.hash) for line in batch]
 
 

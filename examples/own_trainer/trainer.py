@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 
 import anyio
+import msgspec
 from engine import push
 
-from stream import Measured, connect, consume
+from stream import Measured, ResumePoint, connect, consume
 
 
 def train(table, group):
@@ -25,9 +26,9 @@ def train(table, group):
     table[group.prompt.id] = (value, updates + 1)
 
 
-def save(path, state, ledger_bytes, version):
+def save(path, state, resume_point):
     with path.with_suffix(".tmp").open("wb", buffering=0) as file:
-        file.write(json.dumps(state | {"ledger_bytes": ledger_bytes, "version": version}).encode())
+        file.write(json.dumps(state | msgspec.structs.asdict(resume_point)).encode())
         os.fsync(file.fileno())
     path.with_suffix(".tmp").rename(path)
     folder = os.open(path.parent, os.O_RDONLY)
@@ -38,8 +39,11 @@ def save(path, state, ledger_bytes, version):
 async def main(folder, redis, run, engine, model):
     path, state = folder / "table.json", {"table": {}, "step": 0, "ledger_bytes": 0, "version": -1}
     state |= json.loads(path.read_text()) if path.exists() else {}
-    begin = (folder / "ledger.jsonl", state["ledger_bytes"], state["version"])
-    async with connect(redis, run) as connection, consume(connection, *begin, lease_s=5.0) as groups:
+    resume = ResumePoint(ledger_bytes=state["ledger_bytes"], version=state["version"], step=state["step"])
+    async with (
+        connect(redis, run) as connection,
+        consume(connection, folder / "ledger.jsonl", resume, lease_s=5.0) as groups,
+    ):
         while True:
             await groups.publish(model, state["step"], partial(push, engine, model))
             if not (taken := await groups.claim(8)):

@@ -17,6 +17,7 @@ from msgspec import Struct, field
 from stream.connection.keys import STAGES
 from stream.operator.run_scan import DeadEntry, RunScan, StreamEntry
 from stream.trainer.ledger import LedgerLine
+from stream.trainer.outcomes import encode_outcome
 
 T = TypeVar("T")
 
@@ -142,14 +143,14 @@ class _PromptEvidence(Struct, kw_only=True):
 
     def _location_by_ledger(self, written: LedgerLine) -> str:
         if self.checkpointed_bytes is None or self.is_checkpointed(written) or self.entries:
-            return written.record.outcome
+            return encode_outcome(written.record.outcome)
         # What a server that lost its last writes, or all of them, has not fed again yet.
         return "lost" if self.fed or self.unfinished else "outstanding:again"
 
     def describe(self) -> list[str]:
         """It in words."""
         told = [
-            f"ledger line {w.number}: {w.record.outcome} in step {w.record.step}, version {w.record.version}"
+            f"ledger line {w.number}: {encode_outcome(w.record.outcome)} in step {w.record.step}, version {w.record.version}"
             + ("" if self.is_checkpointed(w) else ", which no checkpoint holds")
             for w in self.lines
         ]

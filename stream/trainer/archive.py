@@ -22,7 +22,6 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
 from stream.codec import decode
@@ -30,7 +29,7 @@ from stream.durable import fsync_path, write_all
 from stream.errors import PenstockError, RecordError, RunFailedError
 from stream.records import Group
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
-from stream.trainer.ledger import LedgerRecord, content_hash
+from stream.trainer.ledger import LedgerRecord, content_hash, decode_record, encode_record
 
 _MAGIC = b"PSgr"
 _HEAD = struct.Struct("<4sIII")
@@ -92,7 +91,7 @@ class Archive:
             self._file = None
 
     def _write(self, line: LedgerRecord, payload: bytes) -> None:
-        told = msgspec.json.encode(line)
+        told = encode_record(line)
         sizes = _SIZES.pack(len(told), len(payload))
         head = _MAGIC + zlib.crc32(told, zlib.crc32(sizes)).to_bytes(4, "little") + sizes + told
         size = len(head) + len(payload)
@@ -202,21 +201,18 @@ def scan_archive(folder: Path) -> Iterator[tuple[LedgerRecord, ArchiveOffset]]:
 
     A line that the ledger does not have any more is one of a step that was lost with its trainer.
     """
-    decoder = msgspec.json.Decoder(LedgerRecord)
     for path in _segments(folder):
         try:
             with path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < _HEAD.size:
                     continue
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                    yield from (
-                        (line, ArchiveOffset(path, offset, size)) for line, offset, size in _scan(data, decoder)
-                    )
+                    yield from ((record, ArchiveOffset(path, offset, size)) for record, offset, size in _scan(data))
         except FileNotFoundError:  # removed meanwhile
             continue
 
 
-def _scan(data: mmap.mmap, decoder: msgspec.json.Decoder[LedgerRecord]) -> Iterator[tuple[LedgerRecord, int, int]]:
+def _scan(data: mmap.mmap) -> Iterator[tuple[LedgerRecord, int, int]]:
     """Line, and place and size of the payload, of each record; what is none is passed by, up to the next one."""
     at = data.find(_MAGIC)
     while 0 <= at <= len(data) - _HEAD.size:
@@ -226,7 +222,7 @@ def _scan(data: mmap.mmap, decoder: msgspec.json.Decoder[LedgerRecord]) -> Itera
         if payload + size <= len(data):
             text = data[begins:payload]
             if zlib.crc32(text, zlib.crc32(_SIZES.pack(told, size))) == checksum:
-                line = _decode_record(text, decoder)
+                line = _decode_record(text)
         if line is None:
             at = data.find(_MAGIC, at + 1)
             continue
@@ -234,10 +230,10 @@ def _scan(data: mmap.mmap, decoder: msgspec.json.Decoder[LedgerRecord]) -> Itera
         at = data.find(_MAGIC, payload + size)
 
 
-def _decode_record(text: bytes, decoder: msgspec.json.Decoder[LedgerRecord]) -> LedgerRecord | None:
+def _decode_record(text: bytes) -> LedgerRecord | None:
     try:
-        return decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return decode_record(text)
+    except ValueError:
         return None
 
 

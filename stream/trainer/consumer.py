@@ -1,231 +1,450 @@
-"""Scored groups for a trainer of any make: the verbs of `stream.trainer.lease` in the order in which they hold.
+"""Scored groups for any trainer: claim, train, commit, publish, checkpoint, in the order that loses nothing.
 
 ::
 
-    async with connect(url, run) as link, consume(link, ledger_path, ledger_bytes, version) as consumer:
-        await consumer.publish(path, step, push)        # what the engines sample with first
-        while taken := await consumer.take(8):
-            ...                                         # train
-            await consumer.mark(taken, step)            # no longer outstanding, not yet forgotten
-            await consumer.publish(path, step, push)    # their places come free
-            await consumer.keep(save)                   # a checkpoint is durable, the server may forget
+    async with connect(url, run) as connection, consume(connection, ledger_path, resume_point) as consumer:
+        await consumer.publish(path, step, push)       # the version that engines sample with first
+        while groups := await consumer.claim(8):
+            ...                                        # train on [each.group for each in groups]
+            await consumer.commit(groups, step)        # a ledger record each; no longer outstanding, not yet deleted
+            await consumer.publish(path, step, push)   # their places are free: rollouts may claim again
+            await consumer.checkpoint(save)            # save(resume_point) is durable, then the server forgets them
         await consumer.finish("done")
 
-Killed at any moment, it begins again from its checkpoint, which holds `ledger_bytes` and `version`: what the ledger
-holds up to there is acknowledged without training, everything after it comes again. What may block (`push`, `save`)
-runs in a thread.
+A trainer that is killed at any moment resumes from the `ResumePoint` in its last checkpoint: groups in the ledger up to
+that point are acknowledged without training, all others are leased again. `push` and `save` may block; they run in a
+thread.
+
+`consume` is made of two context managers. A trainer that loads its checkpoint after it has locked the run's folder, as
+Penstock's own does, opens them itself::
+
+    async with open_trainer_lease(connection, folder) as (trainer_lease, folder_lock):
+        checkpoint = load(folder)                      # no other trainer can write there now
+        async with open_consumer(trainer_lease, folder_lock, ledger_path, checkpoint.resume_point) as consumer:
+            ...
 """
 
 import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import anyio
 import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 
-from stream.connection.run_connection import RunConnection
+from stream.cancellation import cancel_on
+from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
 from stream.errors import LeaseLostError, NewerSchemaError, RecordError, RunFailedError
-from stream.queue.stage import Lease, RetryPolicy, Stage
+from stream.queue.stage import Claim, Lease, RetryPolicy, Stage
 from stream.records import Group
+from stream.trainer.archive import Archive
 from stream.trainer.folder_lock import RunFolderLock, last_token
-from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger, LedgerRecord, content_hash
+from stream.trainer.outcomes import AlreadyEnded, Dropped, Duplicate, LedgerOutcome, Trained
 
 log = structlog.get_logger()
 
+Checked = TypeVar("Checked")
 
-class LeasedGroup(Struct, frozen=True, eq=False):
-    """A group in hand."""
+
+class ResumePoint(Struct, frozen=True, kw_only=True):
+    """What a checkpoint must hold for its trainer to resume; the defaults are a new run's."""
+
+    ledger_bytes: int = 0
+    """Length of the ledger that the weights contain. Later records are cut off, and their groups are leased again."""
+    version: int = -1
+    """The highest policy version known to have been used; -1: none."""
+    step: int = 0
+    """Steps committed."""
+
+
+class LeasedGroup(Struct, Generic[Checked], frozen=True, eq=False):
+    """A group that this trainer has leased and has not ended."""
 
     lease: Lease
     group: Group
+    checked: Checked
+    """What the consumer's `check` returned; the group itself where there is none."""
 
 
-class Consumer:
-    """The trainer's end of the pipe; made by `consume`. One task uses it."""
+class Consumer(Generic[Checked]):
+    """A trainer's access to scored groups; made by `consume` or `open_consumer`. One task uses it.
 
-    def __init__(self, tenure: TrainerLease, stage: Stage, ledger: Ledger, version: int, stall_s: float) -> None:
-        self.version = version
-        """The policy version that was published last; before that, the highest that was known of."""
-        self._trainer_lease = tenure
+    Args:
+        trainer_lease: the right to end groups and to publish.
+        stage: `scored`.
+        ledger: what has ended, cut to the resume point.
+        resume: where this trainer begins.
+        check: called in a thread with each new group and the current policy version, once. Returns what the trainer
+            wants to keep of it (`LeasedGroup.checked`), or `Dropped` to end it without training. A `RecordError` makes
+            the entry a dead letter.
+        archive: stores each group that ends; None: groups are not stored.
+        stall_timeout_s: how long `claim` waits for a group.
+        requeued_groups: number of groups that the resume point lacks and that come again.
+    """
+
+    def __init__(
+        self,
+        trainer_lease: TrainerLease,
+        stage: Stage,
+        ledger: Ledger,
+        resume: ResumePoint,
+        check: Callable[[Group, int], Checked | Dropped],
+        *,
+        archive: Archive | None = None,
+        stall_timeout_s: float = 600.0,
+        requeued_groups: int = 0,
+    ) -> None:
+        self.trainer_lease = trainer_lease
+        self.requeued_groups = requeued_groups
+        self.connection: RunConnection = stage.connection
+        self.ledger = ledger
+        self.version = resume.version
+        """The policy version published last; before the first publication, the resume point's."""
+        self.step = resume.step
+        """Steps committed so far."""
+        self.buffer: dict[str, LeasedGroup[Checked]] = {}
+        """Leased groups that no step has taken yet, by prompt id."""
         self._stage = stage
-        self._ledger = ledger
-        self._stall_s = stall_s
-        self._marked: list[str] = []
+        self._check = check
+        self._archive = archive
+        self._stall_timeout_s = stall_timeout_s
+        self._committed: list[str] = []
+        """Entries ended since the last checkpoint."""
 
-    async def claim(self, count: int) -> list[LeasedGroup]:
-        """Take groups into hand, and wait for those that are still on their way.
-
-        What the ledger holds already is ended without being handed out, a second copy is held back, what cannot be read
-        becomes a dead letter.
+    async def claim(self, count: int) -> list[LeasedGroup[Checked]]:
+        """Return the groups of one step, waiting for those that other workers still have.
 
         Args:
-            count: groups of one step. Fewer come where no more will: all prompts have met their end but these.
+            count: groups of one step.
 
         Returns:
-            The groups, in the order of their prompts' ids; none at the end of the run, or where it was asked to stop
-            (then `Link.stopping` is set).
+            `count` groups in the order of their prompt ids; fewer where no more will come, none at the end of the run
+            or when the trainer was asked to stop (`connection.stopping` is set; buffered groups are released).
 
         Raises:
-            RunFailedError: nothing came for `stall_s`, while prompts are without an end.
+            RunFailedError: no group came for `stall_timeout_s` while prompts are unfinished.
         """
-        hand: dict[str, LeasedGroup] = {}
         last = time.monotonic()
-        while len(hand) < count:
-            claim = await self._stage.claim(count - len(hand))
-            await self._classify(claim.leases, hand)
-            if self._stage.connection.stopping.is_set():
-                await self._give_back(hand)
+        while len(self.buffer) < count:
+            claim = await self.poll(count - len(self.buffer))
+            if self.connection.stopping.is_set():
+                await self.release_all()
                 return []
             if claim.leases or claim.paused:
                 last = time.monotonic()
             if claim.leases:
                 continue
-            if claim.feed_done and claim.unfinished_prompts <= len(hand):
+            if self.is_drained(claim):
                 break
-            if time.monotonic() - last > self._stall_s:
+            if time.monotonic() - last > self._stall_timeout_s:
                 raise RunFailedError(
-                    f"no group came to be trained for {self._stall_s:g} s, while {claim.unfinished_prompts} prompts have met "
-                    "no end; `penstock queues` shows where they are"
+                    f"no scored group arrived within {self._stall_timeout_s:g} s, but {claim.unfinished_prompts} prompts are "
+                    "unfinished; `penstock queues` shows where they are"
                 )
-            await self._stage.wait(claim)
-        return [hand[prompt] for prompt in sorted(hand)]
+            await self.wait(claim)
+        return self.pop(sorted(self.buffer)[:count])
 
-    async def commit(self, groups: Sequence[LeasedGroup], step: int, dropped: Mapping[str, str] | None = None) -> None:
-        """Say that groups have ended: a line of the ledger each, then a mark on the server.
+    async def poll(self, count: int) -> Claim:
+        """Claim up to `count` entries into `buffer`; never waits for any.
 
-        Args:
-            groups: the groups of a step that is done.
-            step: its number; the first is 1.
-            dropped: why some of them were not trained after all, by prompt id.
+        Entries that cannot be read become dead letters. Groups that the ledger holds already, older copies of a prompt,
+        and groups that `check` drops end here.
         """
-        ends = {t.group.prompt.id: "trained" for t in groups}
-        ends |= {prompt: f"dropped:{reason}" for prompt, reason in (dropped or {}).items()}
-        lines = [
-            LedgerRecord(t.group.prompt.id, ends[t.group.prompt.id], step, self.version, content_hash(t.group))
-            for t in groups
-        ]
-        await anyio.to_thread.run_sync(self._ledger.append, lines)
-        await self._end([GroupOutcome(t.lease, ends[t.group.prompt.id]) for t in groups])
+        claim = await self._stage.claim(count)
+        ended: list[EndedGroup] = []
+        for lease in claim.leases:
+            ended += await self._receive(lease)
+        await self._end(ended)
+        return claim
 
-    async def publish(
-        self,
-        path: Path | str,
-        step: int,
-        push: Callable[[int], None],
-        metrics: Mapping[str, Any] | None = None,
+    async def wait(self, claim: Claim, timeout_s: float = MAX_BLOCK_S) -> None:
+        """Wait until another `poll` may return more than `claim` did, or until the trainer is asked to stop."""
+        async with cancel_on(self.connection.stopping):
+            await self._stage.wait(claim, timeout_s)
+
+    def is_drained(self, claim: Claim) -> bool:
+        """Whether every unfinished prompt of the run is in `buffer`: no other group will come."""
+        return claim.feed_done and claim.unfinished_prompts <= len(self.buffer)
+
+    def pop(self, prompt_ids: Collection[str]) -> list[LeasedGroup[Checked]]:
+        """Take these groups out of the buffer, in the order of their prompt ids: arrival order must not matter."""
+        return [self.buffer.pop(prompt_id) for prompt_id in sorted(prompt_ids)]
+
+    async def release_all(self) -> None:
+        """Return all buffered groups to the queue without counting a failure."""
+        while self.buffer:
+            _, leased = self.buffer.popitem()
+            await _ignore_lost_lease(self._stage.release(leased.lease, "none", ""))
+
+    async def commit(
+        self, groups: Sequence[LeasedGroup[Checked]], step: int, dropped: Mapping[str, str] | None = None
     ) -> None:
-        """Publish a policy version, under a number never used before; places of groups marked before it come free.
+        """Record the groups of a finished step: the archive, a ledger record each, then a mark on the server.
+
+        Their places are free once the next policy version is published.
 
         Args:
-            path: where its weights lie, for people and for engines that start later.
+            groups: all groups of the step.
+            step: its number; the first is 1.
+            dropped: for groups that the step did not train after all, the reason, by prompt id.
+
+        Raises:
+            RunFailedError: the disk is full or fails; nothing is marked.
+        """
+        ended: list[tuple[LeasedGroup[Checked], LedgerOutcome]] = []
+        for each in groups:
+            reason = (dropped or {}).get(each.group.prompt.id)
+            ended.append((each, Trained() if reason is None else Dropped(reason)))
+        await self._record(ended, step)
+        self.step = step
+        await self._end([EndedGroup(each.lease, outcome, in_step=True) for each, outcome in ended])
+
+    async def reserve_version(self, highest_known: int = -1) -> int:
+        """Reserve a policy version number that was never used, above `highest_known`."""
+        return await self.trainer_lease.reserve_version(max(highest_known, self.version))
+
+    async def announce(self, version: int, path: Path, step: int, metrics: Mapping[str, Any] | None = None) -> None:
+        """Tell all workers that the engines have a policy version; places of groups committed before are free.
+
+        Args:
+            version: from `reserve_version`.
+            path: where its weights are.
             step: how many steps it has been trained.
-            push: called with the number, gives every engine the weights; once it has returned, everybody counts on it.
             metrics: of the step, for `penstock queues`.
         """
-        version = await self._trainer_lease.reserve_version(self.version)
-        await anyio.to_thread.run_sync(push, version)
         self.version = version
-        await self._trainer_lease.publish(version, Path(path), step, dict(metrics or {}))
+        await self.trainer_lease.publish(version, path, step, dict(metrics or {}))
 
-    async def checkpoint(self, save: Callable[[int, int], None]) -> None:
-        """Make a checkpoint durable, then let the server forget what has been marked.
+    async def publish(
+        self, path: Path | str, step: int, push: Callable[[int], None], metrics: Mapping[str, Any] | None = None
+    ) -> None:
+        """Reserve a policy version, push it to the engines and announce it.
 
         Args:
-            save: called with the ledger's length in bytes and the version published last, writes a checkpoint that
-                holds both. It must be on the disk when it returns: temporary name, `fsync`, rename, `fsync` of the
-                folder. Where it raises, nothing is acknowledged.
+            path: where its weights are, for people and for engines that start later.
+            step: how many steps it has been trained.
+            push: called in a thread with the version number; gives every engine the weights.
+            metrics: of the step, for `penstock queues`.
         """
-        length = await anyio.to_thread.run_sync(self._ledger.sync)
-        await anyio.to_thread.run_sync(save, length, self.version)
-        await self._trainer_lease.acknowledge(self._marked)
-        self._marked.clear()
+        version = await self.reserve_version()
+        await anyio.to_thread.run_sync(push, version)
+        await self.announce(version, Path(path), step, metrics)
+
+    async def sync(self) -> ResumePoint:
+        """Force archive and ledger to the disk and return the point that a checkpoint of this moment resumes from.
+
+        Raises:
+            RunFailedError: the disk fails.
+        """
+        ledger_bytes = await anyio.to_thread.run_sync(self._sync)
+        return ResumePoint(ledger_bytes=ledger_bytes, version=self.version, step=self.step)
+
+    async def acknowledge(self) -> None:
+        """Delete all committed groups from the server; call it when a checkpoint of the last `sync` is durable."""
+        await self.trainer_lease.acknowledge(self._committed)
+        self._committed.clear()
+
+    async def checkpoint(self, save: Callable[[ResumePoint], None]) -> None:
+        """Save a checkpoint, then delete all committed groups from the server.
+
+        Args:
+            save: called in a thread, writes a checkpoint that holds the resume point. The checkpoint must be on the disk
+                when it returns: temporary name, `fsync`, rename, `fsync` of the folder. If it raises, nothing is deleted.
+        """
+        resume_point = await self.sync()
+        await anyio.to_thread.run_sync(save, resume_point)
+        await self.acknowledge()
 
     async def finish(self, reason: str) -> None:
-        """End the run: all other roles go home. Nothing where it was merely asked to stop, and is to be resumed."""
-        if not self._stage.connection.stopping.is_set():
-            await self._trainer_lease.reconcile_server(self._ledger)
-            await self._trainer_lease.finish_run(reason)
+        """End the run: all other roles exit. Does nothing if the trainer was asked to stop, so that it can resume."""
+        if not self.connection.stopping.is_set():
+            await self.trainer_lease.reconcile_server(self.ledger)
+            await self.trainer_lease.finish_run(reason)
 
-    async def _classify(self, leases: Sequence[Lease], hand: dict[str, LeasedGroup]) -> None:
-        ends: list[GroupOutcome] = []
-        for lease in leases:
-            try:
-                group = lease.group()
-                before = hand.get(group.prompt.id)
-                if group.prompt.id in self._ledger.outcomes:
-                    ends.append(GroupOutcome(lease, f"already:{self._ledger.outcomes[group.prompt.id]}"))
-                else:  # a new one, one that had slipped from our hand while we were suspended, or a younger copy of one
-                    hand[group.prompt.id] = LeasedGroup(lease, group)
-                    if before is not None and before.lease.id != lease.id:
-                        ends.append(GroupOutcome(before.lease, f"duplicate:{lease.id}"))
-            except NewerSchemaError as error:
-                await _ignore_lost_lease(self._stage.release(lease, "none", str(error)))
-            except RecordError as error:
-                await _ignore_lost_lease(self._stage.dead_letter(lease, "unreadable", str(error)))
-        await self._end(ends)
+    async def _receive(self, lease: Lease) -> list[EndedGroup]:
+        """Buffer one leased entry; returns the entries that end because of it."""
+        try:
+            group = await anyio.to_thread.run_sync(lease.group)
+            prompt_id = group.prompt.id
+            if prompt_id in self.ledger.outcomes:
+                return [EndedGroup(lease, AlreadyEnded(self.ledger.outcomes[prompt_id]))]
+            known = self.buffer.get(prompt_id)
+            if known is not None and known.lease.id == lease.id:
+                # The lease had run out while this process was suspended or offline; now it is ours again.
+                self.buffer[prompt_id] = replace(known, lease=lease, group=group)
+                return []
+            checked = await anyio.to_thread.run_sync(self._check, group, self.version)
+        except NewerSchemaError as error:
+            await _ignore_lost_lease(self._stage.release(lease, "none", str(error)))
+            return []
+        except RecordError as error:
+            await _ignore_lost_lease(self._stage.dead_letter(lease, "unreadable", str(error)))
+            return []
+        return await self._accept(lease, group, checked)
 
-    async def _end(self, ends: Sequence[GroupOutcome]) -> None:
-        if ends:
-            lost = set(await self._trainer_lease.commit(self._stage, ends, self.version + 1))
-            self._marked += [end.lease.id for end in ends if end.lease.id not in lost]
+    async def _accept(self, lease: Lease, group: Group, checked: Checked | Dropped) -> list[EndedGroup]:
+        """Buffer a new group, or drop it; an older copy of its prompt ends as a duplicate either way.
 
-    async def _give_back(self, hand: Mapping[str, LeasedGroup]) -> None:
-        for taken in hand.values():
-            await _ignore_lost_lease(self._stage.release(taken.lease, "none", ""))
+        The newer copy is the one that the server certainly knows: after it lost its last writes it may have forgotten
+        the older one.
+        """
+        ended = []
+        older = self.buffer.pop(group.prompt.id, None)
+        if isinstance(checked, Dropped):
+            await self._record([(LeasedGroup(lease, group, None), checked)], self.step + 1)
+            ended.append(EndedGroup(lease, checked))
+        else:
+            self.buffer[group.prompt.id] = LeasedGroup(lease, group, checked)
+        if older is not None:
+            log.warning("group.duplicate", prompt=group.prompt.id)
+            ended.append(EndedGroup(older.lease, Duplicate(lease.id)))
+        return ended
+
+    async def _record(self, ended: Sequence[tuple[LeasedGroup[Any], LedgerOutcome]], step: int) -> None:
+        """Write groups to archive and ledger; a reader who believes the ledger finds the group in the archive."""
+
+        def write() -> None:
+            records = [
+                LedgerRecord(each.group.prompt.id, outcome, step, self.version, content_hash(each.group))
+                for each, outcome in ended
+            ]
+            if self._archive is not None:
+                self._archive.write(zip(records, [each.lease.payload for each, _ in ended], strict=True))
+            self.ledger.append(records)
+
+        await anyio.to_thread.run_sync(write)
+
+    async def _end(self, ended: Sequence[EndedGroup]) -> None:
+        """Mark entries as ended on the server."""
+        if ended:
+            lost = set(await self.trainer_lease.commit(self._stage, ended, self.version + 1))
+            self._committed += [each.lease.id for each in ended if each.lease.id not in lost]
+
+    def _sync(self) -> int:
+        if self._archive is not None:
+            self._archive.sync()
+        return self.ledger.sync()
+
+
+@asynccontextmanager
+async def open_trainer_lease(
+    connection: RunConnection, folder: Path, lease_s: float = 15.0
+) -> AsyncIterator[tuple[TrainerLease, RunFolderLock]]:
+    """Become the run's only trainer, on the server and in the run's folder, for as long as the context is open.
+
+    The lease is renewed in the background, and released when the context ends without an error.
+
+    Args:
+        connection: the run's connection.
+        folder: the run's folder.
+        lease_s: a trainer that does not renew its lease for this long is succeeded, and its groups go to the next.
+
+    Raises:
+        FencedError: another trainer that is alive holds the run, or, later, has taken it over.
+    """
+    async with anyio.create_task_group() as tasks:
+        min_token = await anyio.to_thread.run_sync(last_token, folder)
+        trainer_lease = await TrainerLease.acquire(connection, lease_s, min_token)
+        tasks.start_soon(trainer_lease.renew_forever)
+        yield trainer_lease, await anyio.to_thread.run_sync(RunFolderLock.acquire, folder, trainer_lease.token)
+        await trainer_lease.release()
+        tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def open_consumer(
+    trainer_lease: TrainerLease,
+    folder_lock: RunFolderLock,
+    stage: Stage,
+    ledger_path: Path,
+    resume: ResumePoint,
+    check: Callable[[Group, int], Checked | Dropped],
+    *,
+    archive: Archive | None = None,
+    stall_timeout_s: float = 600.0,
+) -> AsyncIterator[Consumer[Checked]]:
+    """Open the ledger at a checkpoint's resume point and lease scored groups for as long as the context is open.
+
+    Groups that the ledger holds are acknowledged, all others come again, whatever an earlier trainer had leased.
+
+    Args:
+        trainer_lease: from `open_trainer_lease`.
+        folder_lock: from `open_trainer_lease`.
+        stage: `scored`, under this process's consumer name. Its leases are renewed here.
+        ledger_path: `ledger.jsonl` in the run's folder, where the feeder and `penstock audit` look for it.
+        resume: from the checkpoint.
+        check: see `Consumer`.
+        archive: see `Consumer`.
+        stall_timeout_s: see `Consumer`.
+
+    Raises:
+        RunMismatchError: ledger, checkpoint and server belong to different runs.
+    """
+    ledger = await anyio.to_thread.run_sync(Ledger, ledger_path, resume.ledger_bytes, folder_lock)
+    try:
+        requeued = await trainer_lease.recover(ledger)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(stage.renew_leases)
+            yield Consumer(
+                *(trainer_lease, stage, ledger, resume, check),
+                archive=archive,
+                stall_timeout_s=stall_timeout_s,
+                requeued_groups=requeued,
+            )
+            tasks.cancel_scope.cancel()
+    finally:
+        ledger.close()
 
 
 @asynccontextmanager
 async def consume(
     connection: RunConnection,
-    ledger: Path,
-    ledger_bytes: int,
-    version: int,
+    ledger_path: Path,
+    resume: ResumePoint | None = None,
     *,
     lease_s: float = 15.0,
-    stall_s: float = 600.0,
-) -> AsyncIterator[Consumer]:
+    stall_timeout_s: float = 600.0,
+) -> AsyncIterator[Consumer[Group]]:
     """Become the run's trainer, from a checkpoint, for as long as the context is open.
 
     Args:
         connection: the run's connection.
-        ledger: the file; `ledger.jsonl` in the run's folder, where the feeder and `penstock audit` look for it.
-        ledger_bytes: its length, says the checkpoint; 0 where there is none. What lies behind is cut off.
-        version: the highest policy version that the checkpoint, or an engine, knows of; -1 where there is none.
-        lease_s: a trainer that is silent for so long is succeeded, and its groups go to the next.
-        stall_s: how long `Consumer.claim` waits for a group.
+        ledger_path: `ledger.jsonl` in the run's folder.
+        resume: what the checkpoint holds; None begins a new run.
+        lease_s: how long leases last, on the run and on groups.
+        stall_timeout_s: how long `Consumer.claim` waits for a group.
 
     Raises:
-        FencedError: a living trainer holds the run, or, later, has taken it over.
-        RunMismatchError: ledger, checkpoint and server do not tell of the same run.
+        FencedError: another trainer that is alive holds the run, or, later, has taken it over.
+        RunMismatchError: ledger, checkpoint and server belong to different runs.
     """
-    async with anyio.create_task_group() as tasks:
-        known = await anyio.to_thread.run_sync(last_token, ledger.parent)
-        tenure = await TrainerLease.acquire(connection, lease_s, min_token=known)
-        tasks.start_soon(tenure.renew_forever)
-        fence = await anyio.to_thread.run_sync(RunFolderLock.acquire, ledger.parent, tenure.token)
-        book = await anyio.to_thread.run_sync(Ledger, ledger, ledger_bytes, fence)  # not before: it was another's
-        try:
-            again = await tenure.recover(book)
-            name = f"consumer-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-            stage = Stage(connection, "scored", name, RetryPolicy(lease_s=lease_s))
-            tasks.start_soon(stage.renew_leases)
-            log.info("consumer.started", consumer=name, ended=len(book.outcomes), groups_again=again)
-            yield Consumer(tenure, stage, book, version, stall_s)
-            await tenure.release()
-        finally:
-            book.close()
-        tasks.cancel_scope.cancel()
+    name = f"consumer-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    stage = Stage(connection, "scored", name, RetryPolicy(lease_s=lease_s))
+    async with (
+        open_trainer_lease(connection, ledger_path.parent, lease_s) as (trainer_lease, folder_lock),
+        open_consumer(
+            *(trainer_lease, folder_lock, stage, ledger_path, resume or ResumePoint(), _keep_group),
+            stall_timeout_s=stall_timeout_s,
+        ) as consumer,
+    ):
+        log.info("consumer.started", consumer=name, groups_again=consumer.requeued_groups)
+        yield consumer
+
+
+def _keep_group(group: Group, _: int) -> Group:
+    return group
 
 
 async def _ignore_lost_lease(ending: Awaitable[object]) -> None:
-    """End a lease that may be lost already; whoever has it now will find the same."""
+    """End a lease that may be lost already; its next holder will come to the same result."""
     try:
         await ending
     except LeaseLostError as error:

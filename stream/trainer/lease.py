@@ -28,23 +28,21 @@ from stream.errors import FencedError, RunMismatchError
 from stream.operator.run_scan import scan_dead_entries
 from stream.queue.stage import Lease, Stage
 from stream.trainer.ledger import Ledger
+from stream.trainer.outcomes import GroupOutcome, encode_outcome
 
 log = structlog.get_logger()
 
 _CHUNK = 500
 
 
-class GroupOutcome(Struct, frozen=True):
-    """How a group ended: `trained`, `dropped:REASON`, or `again:END` where the ledger holds that END of it already.
-
-    Or `twin:ENTRY`: another copy of its prompt, ENTRY, is in hand. It is held, and takes no place meanwhile.
-    """
+class EndedGroup(Struct, frozen=True):
+    """A leased group and its outcome."""
 
     lease: Lease
-    outcome: str
+    outcome: GroupOutcome
     in_step: bool = False
-    """A step had room for it: even if it was dropped there, its place comes back with the version. At once, and more
-    groups would be begun with this version than can be trained in time."""
+    """The group was part of a step, so its capacity is freed by the next version even if the step dropped it. Freed at
+    once, more groups would start under this version than can be trained in time."""
 
 
 class PublishedPolicy(Struct, frozen=True):
@@ -181,12 +179,16 @@ class TrainerLease:
             if letter.ends_prompt and letter.prompt in ledger.outcomes
         ]
         for i in range(0, len(copies), _CHUNK):
-            flat = [item for copy in copies[i : i + _CHUNK] for item in (copy.id, ledger.outcomes[copy.prompt])]
+            flat = [
+                item
+                for copy in copies[i : i + _CHUNK]
+                for item in (copy.id, encode_outcome(ledger.outcomes[copy.prompt]))
+            ]
             self._raise_if_fenced(await self.connection.run_script("mark_duplicates", self.token, *flat))
         marked = await self.connection.read_hash("scored:marked")
         await self.acknowledge([entry for entry, prompt in marked.items() if prompt in ledger.outcomes])
 
-    async def commit(self, stage: Stage, ended: Sequence[GroupOutcome], release_version: int) -> list[str]:
+    async def commit(self, stage: Stage, ended: Sequence[EndedGroup], release_version: int) -> list[str]:
         """Mark groups as ended; those trained, or in a step, give their place back when `frees_at` is published.
 
         Returns:
@@ -194,7 +196,11 @@ class TrainerLease:
         """
         for end in ended:
             end.lease.ending = True
-        flat = [x for end in ended for x in (end.lease.id, end.lease.prompt_id, "step:" * end.in_step + end.outcome)]
+        flat = [
+            x
+            for end in ended
+            for x in (end.lease.id, end.lease.prompt_id, "step:" * end.in_step + encode_outcome(end.outcome))
+        ]
         answer = await self.connection.run_script("commit", stage.consumer, self.token, release_version, *flat)
         self._raise_if_fenced(answer[0])
         for end in ended:

@@ -1,7 +1,7 @@
-"""The ledger: one append-only file over the whole run, a line for each group trained or dropped.
+"""The ledger: one append-only file per run with a record for each group that was trained or dropped.
 
-It outlives Redis and pruned checkpoints. A checkpoint holds the ledger's length; resuming cuts what lies behind, so
-that the ledger and the weights always tell the same story.
+It outlives Redis and pruned checkpoints. A checkpoint holds the ledger's length; resuming cuts the file to that length,
+so ledger and weights always contain the same groups.
 """
 
 import hashlib
@@ -17,78 +17,104 @@ from stream.durable import fsync_path, write_all
 from stream.errors import RunFailedError, RunMismatchError
 from stream.records import Group
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
+from stream.trainer.outcomes import LedgerOutcome, decode_outcome, encode_outcome
 
 
-class LedgerRecord(Struct, frozen=True, omit_defaults=True):
-    """One group's end."""
+class LedgerRecord(Struct, frozen=True):
+    """The outcome of one group."""
 
     prompt: str
-    outcome: str
-    """`trained`, or `dropped:REASON`."""
+    outcome: LedgerOutcome
     step: int
-    """The optimizer step that it was part of, or that came after it was dropped; the first is 1."""
+    """The optimizer step that contained the group, or the next one if it was dropped on the way; the first is 1."""
     version: int
-    """The policy version that the trainer had then."""
+    """The policy version of the trainer at that time."""
     hash: str
     """Of the group's content (`content_hash`)."""
 
 
 class LedgerLine(Struct, frozen=True):
-    """A line where it stands."""
+    """A record and its position in the file."""
 
     number: int
     """The first is 1."""
     end_offset: int
-    """Bytes of the ledger that end with it."""
+    """Length of the ledger up to and including this line, in bytes."""
     record: LedgerRecord
 
 
+class _Line(Struct):
+    """The JSON form of a record."""
+
+    prompt: str
+    outcome: str
+    step: int
+    version: int
+    hash: str
+
+
+_line_decoder = msgspec.json.Decoder(_Line)
+
+
+def encode_record(record: LedgerRecord) -> bytes:
+    """Return the record's JSON, without a line end."""
+    outcome = encode_outcome(record.outcome)
+    return msgspec.json.encode(_Line(record.prompt, outcome, record.step, record.version, record.hash))
+
+
+def decode_record(text: bytes) -> LedgerRecord:
+    """Parse one line of the ledger.
+
+    Raises:
+        ValueError: the line is no record.
+    """
+    line = _line_decoder.decode(text)
+    return LedgerRecord(line.prompt, decode_outcome(line.outcome), line.step, line.version, line.hash)
+
+
 def read_ledger(path: Path) -> tuple[list[LedgerLine], list[str]]:
-    """All whole lines, and of those that are no end of a group, why. For those who look; changes nothing."""
-    decoder = msgspec.json.Decoder(LedgerRecord)
-    written: list[LedgerLine] = []
-    broken: list[str] = []
-    upto = 0
+    """Read all complete lines without changing the file.
+
+    Returns:
+        The records, and a message for each line that is none.
+    """
+    lines: list[LedgerLine] = []
+    invalid: list[str] = []
+    end_offset = 0
     if not path.exists():
-        return written, broken
+        return lines, invalid
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
-            upto += len(text)
+            end_offset += len(text)
             if not text.endswith(b"\n"):
                 break  # still being written, or torn when its trainer died
             try:
-                line = decoder.decode(text)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                broken.append(f"{path}, line {number}: {error}")
-                continue
-            if line.outcome == "trained" or line.outcome.startswith("dropped:"):
-                written.append(LedgerLine(number, upto, line))
-            else:
-                broken.append(f"{path}, line {number}: {line.outcome!r} is no end")
-    return written, broken
+                lines.append(LedgerLine(number, end_offset, decode_record(text)))
+            except ValueError as error:
+                invalid.append(f"{path}, line {number}: {error}")
+    return lines, invalid
 
 
 class Ledger:
-    """The file and, in memory, each prompt's end. For the trainer alone; others `read` it.
+    """The file, and each prompt's outcome in memory. Only the trainer opens it; others use `read_ledger`.
 
     Args:
-        path: the file; made where it does not exist.
-        length: bytes to keep, from a checkpoint; what lies behind is cut off.
-        folder_lock: the trainer's right to the file, where another one may come.
+        path: the file; created if missing.
+        length: length in the checkpoint, in bytes; everything after it is cut off.
+        folder_lock: the trainer's lock on the run's folder, if other trainers may exist.
 
     Raises:
-        RunMismatchError: the file is shorter than the checkpoint says, or a line within that length is no line; then
-            nothing is cut.
-        FencedError: a successor has taken the run's folder; nothing is cut. So does `append`, and writes nothing.
+        RunMismatchError: the file is shorter than `length`, or a line within it is no record; nothing is cut.
+        FencedError: another trainer has taken over the run's folder; nothing is cut, and `append` writes nothing.
     """
 
     def __init__(self, path: Path, length: int = 0, folder_lock: RunFolderLock | None = None) -> None:
         self.path = path
         self.checkpointed_bytes = length
-        """Bytes that it was cut to."""
+        """The length that the file was cut to."""
         self._folder_lock = folder_lock
         self.outcomes = self.read_outcomes(path, length)
-        """Each prompt's end: `trained`, `dropped:REASON`."""
+        """The outcome of each prompt."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with hold_optional(folder_lock):
             path.touch()
@@ -97,47 +123,46 @@ class Ledger:
         fsync_path(path.parent)
 
     @staticmethod
-    def read_outcomes(path: Path, length: int | None = None) -> dict[str, str]:
-        """Each prompt's end in the first `length` bytes, or in all whole lines; changes nothing.
+    def read_outcomes(path: Path, length: int | None = None) -> dict[str, LedgerOutcome]:
+        """Read each prompt's outcome from the first `length` bytes, or from all complete lines; changes nothing.
 
         Raises:
-            RunMismatchError: the file is shorter, or something in there is no line.
+            RunMismatchError: the file is shorter, or a line is no record.
         """
         content = path.read_bytes() if path.exists() else b""
         if length is None:
             length = content.rfind(b"\n") + 1
         if len(content) < length:
             raise RunMismatchError(f"{path} has {len(content)} bytes, but the checkpoint was made when it had {length}")
-        decoder = msgspec.json.Decoder(LedgerRecord)
-        ends = {}
+        outcomes = {}
         for number, text in enumerate(content[:length].splitlines(keepends=True), 1):
+            if not text.endswith(b"\n"):
+                raise RunMismatchError(f"{path}, line {number}: the checkpoint's length is inside this line")
             try:
-                if not text.endswith(b"\n"):
-                    raise RunMismatchError(f"{path}, line {number}: the checkpoint was made when it ended elsewhere")
-                line = decoder.decode(text)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                record = decode_record(text)
+            except ValueError as error:
                 raise RunMismatchError(f"{path}, line {number}: {error}") from error
-            ends[line.prompt] = line.outcome
-        return ends
+            outcomes[record.prompt] = record.outcome
+        return outcomes
 
     def append(self, records: Sequence[LedgerRecord]) -> None:
-        """Write lines; durable only after `sync`.
+        """Write records; they are durable only after `sync`.
 
         Raises:
-            RunFailedError: they could not be written. What was, lies behind the last checkpoint and will be cut.
+            RunFailedError: the write failed. A part that was written is after the last checkpoint, so it will be cut.
         """
         with hold_optional(self._folder_lock):
             try:
-                write_all(self._file, b"".join(msgspec.json.encode(line) + b"\n" for line in records))
+                write_all(self._file, b"".join(encode_record(record) + b"\n" for record in records))
             except OSError as error:
                 raise self._write_error(error) from error
-            self.outcomes.update((line.prompt, line.outcome) for line in records)
+            self.outcomes.update((record.prompt, record.outcome) for record in records)
 
     def sync(self) -> int:
-        """Make all lines durable. Returns the length in bytes, for the checkpoint.
+        """Force all records to the disk. Returns the length in bytes, for the checkpoint.
 
         Raises:
-            RunFailedError: the disk refuses.
+            RunFailedError: the disk fails.
         """
         try:
             os.fsync(self._file.fileno())
@@ -146,8 +171,8 @@ class Ledger:
         return self._file.tell()
 
     def count_outcomes(self) -> dict[str, int]:
-        """Prompts by end: `trained`, `dropped:REASON`."""
-        return dict(Counter(self.outcomes.values()))
+        """Return the number of prompts by outcome, in text form."""
+        return dict(Counter(map(encode_outcome, self.outcomes.values())))
 
     def close(self) -> None:
         """Close the file."""
@@ -161,7 +186,7 @@ class Ledger:
 
 
 def content_hash(group: Group) -> str:
-    """A hash of what the trainer sees: ids, tokens, log-probs, rewards, validity; not times, attempts or workers."""
+    """Hash what a step depends on: ids, tokens, log-probs, rewards, validity; not times, attempts or workers."""
     facts = [
         (
             *(c.index, c.failure, c.truncated, c.parts, c.reward),

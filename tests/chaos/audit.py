@@ -3,13 +3,13 @@
 from collections import Counter
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
 from stream.connection.run_connection import RunConnection
 from stream.operator.dead_letters import DeadLetter, list_dead_letters
 from stream.operator.run_status import RunStatus, read_status
-from stream.trainer.ledger import LedgerRecord
+from stream.trainer.ledger import decode_record
+from stream.trainer.outcomes import encode_outcome
 from tests.chaos.ends import intended
 from tests.chaos.witness import row_of, testimony
 from workers.run.run_info import find_run, with_run
@@ -45,8 +45,8 @@ def audit(folder: Path, groups: int) -> Verdict:
     weights = testimony(checkpoint.model).tolist() if checkpoint else [0.0] * groups
     noted: list[list[str]] = [[] for _ in range(groups)]
     for text in (folder / "ledger.jsonl").read_bytes().splitlines():
-        line = msgspec.json.decode(text, type=LedgerRecord)
-        noted[row_of(line.prompt)].append(line.outcome)
+        line = decode_record(text)
+        noted[row_of(line.prompt)].append(encode_outcome(line.outcome))
     buried: list[list[str]] = [[] for _ in range(groups)]
     for letter in dead:
         if not letter.ends_prompt:  # somebody's junk, no prompt's end

@@ -16,6 +16,7 @@ from stream.errors import DataError, NewerSchemaError, RecordError
 from stream.queue.stage import Lease
 from stream.records import Group, Span
 from stream.trainer.ledger import Ledger
+from stream.trainer.outcomes import Dropped
 from tests.chaos.project import END, write_project
 from tests.fuzz.samples import VOCABULARY
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
@@ -27,7 +28,8 @@ from workers.rollout.tool_formats.detection import TOOL_FORMATS
 from workers.runtime.reward_functions import load_factories, load_reward_functions
 from workers.score.worker import score_group
 from workers.settings.toml_file import parse_settings
-from workers.train.groups.group_buffer import GroupBuffer
+from workers.train.groups.group_checker import GroupChecker
+from workers.train.progress import Progress
 from workers.train.step.batch import collate
 from workers.train.step.estimation import estimate_advantages
 from workers.train.step.selection import mask_batch
@@ -110,16 +112,16 @@ class Workers:
         return "scored"
 
     def _train(self, lease: Lease) -> str:
-        hand = GroupBuffer(self._settings, self._ledger, VOCABULARY)
-        judgement = hand.offer(lease, _VERSION)
-        if judgement.unreadable:
-            return "unreadable"
-        if judgement.unknown_schema:
+        checker = GroupChecker(self._settings, VOCABULARY, Progress())
+        try:
+            checked = checker.check(lease.group(), _VERSION)
+        except NewerSchemaError:
             return "newer schema"
-        if judgement.group is not None:
+        except RecordError:
+            return "unreadable"
+        if isinstance(checked, Dropped):
             return "dropped"
-        for _, group in hand.groups.values():
-            self._check(group)
+        self._check(lease.group())
         return "trained"
 
     def _check(self, group: Group) -> None:

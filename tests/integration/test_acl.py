@@ -28,8 +28,9 @@ from stream.queue.evaluation import (
 from stream.queue.feed import Feed
 from stream.records import Prompt
 from stream.server_process import find_server
-from stream.trainer.lease import GroupOutcome, TrainerLease, read_published_policy
+from stream.trainer.lease import EndedGroup, TrainerLease, read_published_policy
 from stream.trainer.ledger import Ledger, LedgerRecord
+from stream.trainer.outcomes import Dropped, Duplicate, Trained
 from workers.cli import penstock
 
 PASSWORD = "a b?c/d#e@f"
@@ -149,17 +150,15 @@ async def test_groups_pass_through_all_stages_with_a_user_to_each_role(links, ad
     await anyio.sleep(0.06)
     leases = (await of["train"].stage("scored", "t2").claim(10)).leases
     train = of["train"].stage("scored", "t2")
-    endings = ("trained", "trained", "dropped:stale", "duplicate:1-1")
+    endings = (Trained(), Trained(), Dropped("stale"), Duplicate("1-1"))
     assert (
-        await tenure.commit(
-            train, [GroupOutcome(*each) for each in zip(leases, endings, strict=True)], release_version=1
-        )
+        await tenure.commit(train, [EndedGroup(*each) for each in zip(leases, endings, strict=True)], release_version=1)
         == []
     )
     await tenure.publish(await tenure.reserve_version(0), tmp_path, 1, {"reward": 1.0})
     assert await links["train"].run_script("renew_trainer", tenure.token, 30_000) == [1, 0, 1]
     await tenure.acknowledge([leases[0].id])
-    await anyio.to_thread.run_sync(ledger.append, [LedgerRecord("a", "trained", 1, 0, "")])
+    await anyio.to_thread.run_sync(ledger.append, [LedgerRecord("a", Trained(), 1, 0, "")])
     assert await tenure.recover(ledger) == 3
 
     assert (await read_status(links["viewer"])).counts["fed"] == 6
@@ -212,7 +211,7 @@ async def test_the_supervisors_user_can_do_the_work_of_all_roles(links, admin, p
     tenure = await TrainerLease.acquire(connection, 30.0)
     trainer = pipe.stage("scored", "t")
     leases = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [GroupOutcome(lease, "trained") for lease in leases], release_version=1)
+    await tenure.commit(trainer, [EndedGroup(lease, Trained()) for lease in leases], release_version=1)
     await tenure.publish(await tenure.reserve_version(0), tmp_path, 1, {})
     await tenure.acknowledge([lease.id for lease in leases])
     await tenure.finish_run("enough")

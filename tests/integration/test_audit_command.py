@@ -15,11 +15,14 @@ from stream.connection.run_connection import RunConnection
 from stream.errors import DataError, PenstockError
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters
 from stream.server_process import private_server
-from stream.trainer.lease import GroupOutcome
+from stream.trainer.lease import EndedGroup
 from stream.trainer.ledger import LedgerRecord
+from stream.trainer.outcomes import Dropped, LedgerOutcome, Trained
 from workers.commands.audit import show_audit
 from workers.feed.dataset_mix import open_dataset_mix
 from workers.settings.toml_file import dump_settings, parse_settings
+
+TRAINED = Trained()
 
 TERMS = RetryPolicy(data_attempts=1)
 KEYS = {
@@ -69,11 +72,11 @@ class Small:
         for lease in await self.claim(stage, count):
             await self.stages[stage].complete(lease, into, self.pipe.group(lease.prompt_id))
 
-    async def train(self, count: int, end: str = "trained") -> None:
+    async def train(self, count: int, outcome: LedgerOutcome = TRAINED) -> None:
         leases = await self.claim("scored", count)
-        lines = [LedgerRecord(lease.prompt_id, end, 1, 0, "abc") for lease in leases]
+        lines = [LedgerRecord(lease.prompt_id, outcome, 1, 0, "abc") for lease in leases]
         await anyio.to_thread.run_sync(self.ledger.append, lines)
-        await self.tenure.commit(self.stages["scored"], [GroupOutcome(lease, end) for lease in leases], 1)
+        await self.tenure.commit(self.stages["scored"], [EndedGroup(lease, outcome) for lease in leases], 1)
         self.marked += [lease.id for lease in leases]
 
     async def keep(self) -> None:
@@ -102,7 +105,7 @@ async def small(tmp_path, connection, redis_url, pipe_on):
     await found.pass_on("prompts", "groups", 5)
     await found.pass_on("groups", "scored", 4)
     await found.train(2)
-    await found.train(1, "dropped:stale")
+    await found.train(1, Dropped("stale"))
     await found.keep()
     await found.train(1)
     (dying,) = await found.claim("prompts", 1)
@@ -196,7 +199,7 @@ async def test_a_ledger_line_that_cannot_be_read_is_told_and_its_prompt_is_lost(
 
 async def test_a_line_of_a_prompt_that_died_counts_it_twice(small, audited):
     (letter,) = await list_dead_letters(small.connection)
-    await anyio.to_thread.run_sync(small.ledger.append, [LedgerRecord(letter.prompt_id, "trained", 2, 1, "abc")])
+    await anyio.to_thread.run_sync(small.ledger.append, [LedgerRecord(letter.prompt_id, Trained(), 2, 1, "abc")])
     told = await audited(small)
     assert whose(told["twice"]) == [letter.prompt_id]
     assert any("its image does not decode" in fact for fact in told["twice"][0]["evidence"])

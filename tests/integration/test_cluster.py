@@ -15,7 +15,8 @@ from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Prompt
 from stream.server_process import find_server
-from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.lease import EndedGroup, TrainerLease
+from stream.trainer.outcomes import Trained
 from tests.cases.cluster import Cluster, cluster_of
 
 
@@ -133,7 +134,7 @@ async def test_work_goes_on_while_the_run_moves_to_and_fro(cluster, pipe_on, tmp
                     continue
                 assert (
                     await tenure.commit(
-                        stage, [GroupOutcome(each, "trained") for each in claim.leases], release_version=1
+                        stage, [EndedGroup(each, Trained()) for each in claim.leases], release_version=1
                     )
                     == []
                 )

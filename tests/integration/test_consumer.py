@@ -6,13 +6,14 @@ import anyio
 import pytest
 
 from stream.codec import encode
-from stream.errors import FencedError, RunFailedError
+from stream.errors import FencedError, RecordError, RunFailedError
 from stream.operator.dead_letters import list_dead_letters
 from stream.operator.run_status import read_status
 from stream.records import SCHEMA
-from stream.trainer.consumer import consume
+from stream.trainer.consumer import Consumer, ResumePoint, consume
 from stream.trainer.lease import TrainerLease
 from stream.trainer.ledger import Ledger
+from stream.trainer.outcomes import Dropped, Trained
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ async def test_groups_are_taken_marked_kept_and_forgotten_and_the_run_finished(p
     await pipe.scored("c", "a", "b")
     await finish_feeding(pipe)
     saved = []
-    async with consume(pipe.connection, ledger, 0, -1) as consumer:
+    async with consume(pipe.connection, ledger) as consumer:
         await consumer.publish("weights", 0, saved.append)
         first = await consumer.claim(2)
         assert names(first) == ["a", "c"]
@@ -52,27 +53,27 @@ async def test_groups_are_taken_marked_kept_and_forgotten_and_the_run_finished(p
         await consumer.commit(last, 2)
         await consumer.publish("weights", 2, saved.append, {"loss": 0.5})
         assert (await read_status(pipe.connection)).stages["scored"].marked == 3
-        await consumer.checkpoint(lambda length, version: saved.append((length, version)))
+        await consumer.checkpoint(saved.append)
         assert await consumer.claim(2) == []
         await consumer.finish("done")
     length = (await anyio.Path(ledger).stat()).st_size
-    assert saved == [0, 1, (length, 1)]
+    assert saved == [0, 1, ResumePoint(ledger_bytes=length, version=1, step=2)]
     view = await read_status(pipe.connection)
     assert (view.stages["scored"].depth, view.outstanding, view.version, view.metrics) == (0, 0, 1, {"loss": 0.5})
     assert (view.meta["finished"], view.dropped) == ("done", {"difficulty": 1})
-    assert await ends_in(ledger) == {"a": "dropped:difficulty", "c": "trained", "b": "trained"}
+    assert await ends_in(ledger) == {"a": Dropped("difficulty"), "c": Trained(), "b": Trained()}
     assert await pipe.balance() == {"fed": 3, "trained": 2, "dropped": 1, "dead": 0, "outstanding": 0}
 
 
 async def test_a_checkpoint_that_cannot_be_saved_acknowledges_nothing(pipe, ledger):
-    def full(_length, _version):
+    def full(_):
         raise OSError("no space left")
 
     await pipe.scored("a")
     await finish_feeding(pipe)
 
     async def train() -> None:
-        async with consume(pipe.connection, ledger, 0, -1) as consumer:
+        async with consume(pipe.connection, ledger) as consumer:
             await consumer.commit(await consumer.claim(1), 1)
             await consumer.checkpoint(full)
 
@@ -80,7 +81,7 @@ async def test_a_checkpoint_that_cannot_be_saved_acknowledges_nothing(pipe, ledg
         await train()
     assert caught.group_contains(OSError, match="no space left")
     assert (await read_status(pipe.connection)).stages["scored"].marked == 1
-    async with consume(pipe.connection, ledger, 0, -1) as again:  # the checkpoint before it had nothing
+    async with consume(pipe.connection, ledger) as again:  # the checkpoint before it had nothing
         assert names(await again.claim(1)) == ["a"]
 
 
@@ -88,7 +89,7 @@ async def test_a_version_that_no_engine_took_is_not_published(pipe, ledger):
     def refused(_version):
         raise OSError("no engine answers")
 
-    async with consume(pipe.connection, ledger, 0, -1) as consumer:
+    async with consume(pipe.connection, ledger) as consumer:
         with pytest.raises(OSError, match="no engine answers"):
             await consumer.publish("weights", 0, refused)
         assert (await read_status(pipe.connection)).version == -1
@@ -96,21 +97,21 @@ async def test_a_version_that_no_engine_took_is_not_published(pipe, ledger):
 
 async def test_what_the_ledger_holds_is_not_handed_out_again_and_a_second_copy_is_held_back(pipe, ledger):
     await pipe.scored("a", "b")
-    lengths = []
-    async with consume(pipe.connection, ledger, 0, -1) as consumer:
+    saved = []
+    async with consume(pipe.connection, ledger) as consumer:
         await consumer.commit(await consumer.claim(1), 1)
-        await consumer.checkpoint(lambda length, _version: lengths.append(length))
+        await consumer.checkpoint(saved.append)
     for name in ("a", "b", "b"):
         await pipe.connection.redis.xadd(
             pipe.connection.key("scored"), {"prompt": name, "payload": encode(pipe.group(name))}
         )
     await finish_feeding(pipe)
-    async with consume(pipe.connection, ledger, *lengths, 0) as consumer:
+    async with consume(pipe.connection, ledger, saved[0]) as consumer:
         taken = await consumer.claim(5)
         assert names(taken) == ["b"]
         await consumer.commit(taken, 2)
         assert await consumer.claim(5) == []
-        await consumer.checkpoint(lambda *_: None)
+        await consumer.checkpoint(lambda _: None)
     view = await read_status(pipe.connection)
     assert (view.counts, view.stages["scored"].depth) == ({"fed": 2, "trained": 2, "duplicates": 3}, 0)
 
@@ -122,7 +123,7 @@ async def test_junk_is_a_dead_letter_and_a_newer_schema_is_left_for_others(pipe,
     for entry in ({"prompt": "junk", "payload": b"junk"}, {"prompt": "newer", "payload": newer}):
         await pipe.connection.redis.xadd(pipe.connection.key("scored"), entry)
     await finish_feeding(pipe)
-    async with consume(pipe.connection, ledger, 0, -1) as consumer:
+    async with consume(pipe.connection, ledger) as consumer:
         assert names(await consumer.claim(5)) == ["a"]
         assert (await read_status(pipe.connection)).stages["scored"].delayed == 1
     assert [letter.prompt_id for letter in await list_dead_letters(pipe.connection)] == ["junk"]
@@ -130,20 +131,20 @@ async def test_junk_is_a_dead_letter_and_a_newer_schema_is_left_for_others(pipe,
 
 async def test_a_second_consumer_is_refused_and_does_not_touch_the_ledger_of_the_first(pipe, ledger):
     await pipe.scored("a")
-    async with consume(pipe.connection, ledger, 0, -1, lease_s=0.5) as consumer:
+    async with consume(pipe.connection, ledger, lease_s=0.5) as consumer:
         await consumer.commit(await consumer.claim(1), 1)
         with pytest.raises(ExceptionGroup) as caught:
-            async with consume(pipe.connection, ledger, 0, -1, lease_s=0.5):
+            async with consume(pipe.connection, ledger, lease_s=0.5):
                 pass
         assert caught.group_contains(FencedError)
-        assert await ends_in(ledger) == {"a": "trained"}
+        assert await ends_in(ledger) == {"a": Trained()}
 
 
 async def test_a_consumer_that_was_taken_over_ends_nothing(pipe, ledger):
     await pipe.scored("a")
 
     async def train() -> None:
-        async with consume(pipe.connection, ledger, 0, -1, lease_s=30.0) as consumer:
+        async with consume(pipe.connection, ledger, lease_s=30.0) as consumer:
             taken = await consumer.claim(1)
             await pipe.connection.redis.hdel(pipe.connection.key("policy"), "owner")  # as if its lease had run out
             await TrainerLease.acquire(pipe.connection, 30.0)
@@ -160,7 +161,7 @@ async def test_a_pipe_in_which_nothing_moves_is_an_error_that_says_so(pipe, ledg
 
     async def wait_in_vain() -> None:
         async with (
-            consume(pipe.connection, ledger, 0, -1, stall_s=0.01) as consumer,
+            consume(pipe.connection, ledger, stall_timeout_s=0.01) as consumer,
             anyio.create_task_group() as tasks,
         ):
             tasks.start_soon(wake_again_and_again, pipe)
@@ -168,12 +169,12 @@ async def test_a_pipe_in_which_nothing_moves_is_an_error_that_says_so(pipe, ledg
 
     with pytest.raises(ExceptionGroup) as caught:
         await wait_in_vain()
-    assert caught.group_contains(RunFailedError, match="1 prompts have met no end")
+    assert caught.group_contains(RunFailedError, match="1 prompts are unfinished")
 
 
 async def test_a_consumer_that_is_asked_to_stop_gives_back_what_it_holds_and_does_not_finish_the_run(pipe, ledger):
     await pipe.scored("a")
-    async with consume(pipe.connection, ledger, 0, -1) as consumer, anyio.create_task_group() as tasks:
+    async with consume(pipe.connection, ledger) as consumer, anyio.create_task_group() as tasks:
         taken = []
 
         async def take() -> None:
@@ -195,9 +196,119 @@ async def test_the_record_of_another_prompt_than_its_entry_names_is_unreadable(p
     await pipe.scored("a", "b")
     await pipe.connection.redis.xadd(pipe.connection.key("scored"), {"prompt": "b", "payload": encode(pipe.group("a"))})
     await finish_feeding(pipe)
-    async with consume(pipe.connection, ledger, 0, -1) as consumer:
+    async with consume(pipe.connection, ledger) as consumer:
         taken = await consumer.claim(3)
         assert names(taken) == ["a", "b"]
         await consumer.commit(taken, 1)
     assert [letter.ends_prompt for letter in await list_dead_letters(pipe.connection)] == [False]
     assert await pipe.balance() == {"fed": 2, "trained": 2, "dropped": 0, "dead": 0, "outstanding": 0}
+
+
+# --- the buffer, as a trainer that plans its steps uses it
+
+
+@pytest.fixture
+async def make_consumer(pipe, ledger):
+    """Opens a consumer on this run; `check` decides about each new group."""
+    opened = await anyio.to_thread.run_sync(Ledger, ledger)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
+
+    def make(check=lambda group, _: group, **options) -> Consumer:
+        return Consumer(trainer_lease, pipe.stage("scored", **options), opened, ResumePoint(), check)
+
+    yield make
+    await anyio.to_thread.run_sync(opened.close)
+
+
+async def add_copy(pipe, prompt: str) -> None:
+    await pipe.connection.redis.xadd(
+        pipe.connection.key("scored"), {"prompt": prompt, "payload": encode(pipe.group(prompt))}
+    )
+
+
+async def test_a_group_that_check_drops_is_recorded_and_not_buffered(make_consumer, pipe):
+    await pipe.scored("a", "b")
+    seen = []
+
+    def check(group, version):
+        seen.append((group.prompt.id, version))
+        return Dropped("difficulty") if group.prompt.id == "a" else group.prompt.id
+
+    consumer = make_consumer(check)
+    await consumer.poll(2)
+    assert (seen, list(consumer.buffer), consumer.buffer["b"].checked) == ([("a", -1), ("b", -1)], ["b"], "b")
+    assert consumer.ledger.outcomes == {"a": Dropped("difficulty")}
+    assert (await pipe.balance())["dropped"] == 1
+
+
+async def test_a_newer_copy_replaces_the_buffered_one(make_consumer, pipe):
+    await pipe.scored("a")
+    consumer = make_consumer()
+    await consumer.poll(1)
+    first = consumer.buffer["a"].lease.id
+    await add_copy(pipe, "a")
+    await consumer.poll(1)
+    assert consumer.buffer["a"].lease.id != first
+    await consumer.commit(consumer.pop("a"), 1)
+    assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1, "duplicates": 1}
+
+
+async def test_a_newer_copy_that_is_dropped_ends_the_prompt(make_consumer, pipe):
+    await pipe.scored("a")
+    verdicts = iter(["keep", Dropped("difficulty")])
+    consumer = make_consumer(lambda *_: next(verdicts))
+    await consumer.poll(1)
+    await add_copy(pipe, "a")
+    await consumer.poll(1)
+    assert consumer.buffer == {}
+    assert (await read_status(pipe.connection)).counts == {"fed": 1, "dropped:difficulty": 1, "duplicates": 1}
+
+
+async def test_two_copies_dropped_in_one_poll_are_recorded_once(make_consumer, pipe):
+    await pipe.scored("a")
+    await add_copy(pipe, "a")
+    consumer = make_consumer(lambda *_: Dropped("difficulty"))
+    await consumer.poll(2)
+    assert (await read_status(pipe.connection)).counts == {"fed": 1, "dropped:difficulty": 1, "duplicates": 1}
+
+
+async def test_a_lease_that_ran_out_and_was_claimed_again_is_the_same_group(make_consumer, pipe):
+    await pipe.scored("a")
+    checks = []
+    consumer = make_consumer(lambda group, _: checks.append(group), lease_s=0.1)
+    for _ in range(2):
+        assert len((await consumer.poll(1)).leases) == 1
+        await anyio.sleep(0.12)
+    assert len(checks) == 1
+    await consumer.commit(consumer.pop("a"), 1)
+    assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1}
+    assert await pipe.balance() == {"fed": 1, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 0}
+
+
+async def test_a_group_that_check_cannot_read_is_a_dead_letter_and_an_older_copy_stays(make_consumer, pipe):
+    await pipe.scored("a")
+    errors = iter([None, RecordError("a token outside of the vocabulary")])
+
+    def check(group, _):
+        if error := next(errors):
+            raise error
+        return group
+
+    consumer = make_consumer(check)
+    await consumer.poll(1)
+    await add_copy(pipe, "a")
+    await consumer.poll(1)
+    assert list(consumer.buffer) == ["a"]
+    (letter,) = await list_dead_letters(pipe.connection)
+    assert "vocabulary" in letter.error
+
+
+async def test_groups_are_popped_in_the_order_of_their_prompts_and_released_groups_come_again(make_consumer, pipe):
+    await pipe.scored("c", "a", "b")
+    consumer = make_consumer()
+    await consumer.poll(3)
+    assert names(consumer.pop(["c", "a"])) == ["a", "c"]
+    await consumer.release_all()
+    assert consumer.buffer == {}
+    await consumer.poll(3)
+    assert list(consumer.buffer) == ["b"]

@@ -14,6 +14,7 @@ from stream.codec import encode
 from stream.records import Completion, Group, Prompt
 from stream.trainer.archive import Archive
 from stream.trainer.ledger import Ledger, LedgerRecord, content_hash
+from stream.trainer.outcomes import Trained
 from stream.validity import Measured
 from tests.cases.models import write_small_qwen3
 from tests.cases.ports import free_port
@@ -84,7 +85,7 @@ def make_run(folder: Path, name: str) -> Path:
     ledger, archive = Ledger(folder / "ledger.jsonl"), Archive(folder / "groups")
     for step in range(1, STEPS + 1):
         made = [group(number, step) for number in range(3 * step, 3 * step + 3)]
-        lines = [LedgerRecord(each.prompt.id, "trained", step, step, content_hash(each)) for each in made]
+        lines = [LedgerRecord(each.prompt.id, Trained(), step, step, content_hash(each)) for each in made]
         archive.write((line, encode(each)) for line, each in zip(lines, made, strict=True))
         ledger.append(lines)
     ledger.close()

@@ -14,8 +14,9 @@ from stream.operator.run_status import read_status
 from stream.queue.feed import Feed
 from stream.queue.versions import inflight_versions, watch_versions
 from stream.records import Group, Prompt
-from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger
+from stream.trainer.outcomes import Dropped, Duplicate, Trained
 from tests.chaos.project import END, write_project
 from workers.commands.queues import queue_report
 from workers.rollout.stale_canceller import StaleCanceller, should_cancel
@@ -51,7 +52,7 @@ async def test_it_stays_so_through_the_stages_until_it_ends(pipe, tenure, tmp_pa
     trainer = pipe.stage("scored", "trainer")
     a, b = (await trainer.claim(2)).leases
     assert await inflight_versions(pipe.connection) == {"a": 0, "b": 0}
-    await tenure.commit(trainer, [GroupOutcome(a, "trained")], release_version=1)
+    await tenure.commit(trainer, [EndedGroup(a, Trained())], release_version=1)
     await trainer.release(b, "none", "")
     assert await inflight_versions(pipe.connection) == {"b": 0}
 
@@ -99,7 +100,7 @@ async def test_the_twin_of_a_group_in_hand_ends_nothing(pipe, tenure):
     ((_, fields),) = await pipe.connection.redis.xrange(pipe.connection.key("scored"))
     await pipe.connection.redis.xadd(pipe.connection.key("scored"), fields)
     first, twin = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [GroupOutcome(twin, f"duplicate:{first.id}")], release_version=1)
+    await tenure.commit(trainer, [EndedGroup(twin, Duplicate(first.id))], release_version=1)
     assert await inflight_versions(pipe.connection) == {"a": 0}
 
 
@@ -107,7 +108,7 @@ async def test_what_a_resumed_trainer_lacks_comes_again_without_a_beginning(pipe
     await pipe.scored("a", "b")
     trainer = pipe.stage("scored", "trainer")
     a, _ = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [GroupOutcome(a, "trained")], release_version=1)
+    await tenure.commit(trainer, [EndedGroup(a, Trained())], release_version=1)
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger")
     await tenure.recover(ledger)
     ledger.close()
@@ -121,7 +122,7 @@ async def test_what_a_step_drops_keeps_its_place_until_the_version_that_the_step
     await pipe.feed("b", "c")
     trainer, rollout = pipe.stage("scored", "trainer"), pipe.stage("prompts", capacity=1)
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [GroupOutcome(lease, "dropped:advantage", in_step)], release_version=1)
+    await tenure.commit(trainer, [EndedGroup(lease, Dropped("advantage"), in_step)], release_version=1)
     assert (await pipe.balance())["dropped"] == 1
     taken = (await rollout.claim(2)).leases
     assert len(taken) == free

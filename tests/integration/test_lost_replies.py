@@ -10,7 +10,8 @@ from stream.errors import LeaseLostError, PenstockError
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
 from stream.operator.run_control import pause, resume
 from stream.operator.run_status import read_status
-from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.lease import EndedGroup, TrainerLease
+from stream.trainer.outcomes import Dropped, Trained
 from tests.faults.proxy import Fault, Proxy, address_of
 
 
@@ -53,7 +54,7 @@ async def commit(pipe, lose, folder):
     lose()
     assert (
         await tenure.commit(
-            trainer, [GroupOutcome(a, "trained"), GroupOutcome(b, "dropped:zero_variance")], release_version=1
+            trainer, [EndedGroup(a, Trained()), EndedGroup(b, Dropped("zero_variance"))], release_version=1
         )
         == []
     )
@@ -63,7 +64,7 @@ async def publish(pipe, lose, folder):
     await pipe.scored("a")
     tenure, trainer = await TrainerLease.acquire(pipe.connection, 30.0), pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [GroupOutcome(lease, "trained")], release_version=1)
+    await tenure.commit(trainer, [EndedGroup(lease, Trained())], release_version=1)
     lose()
     await tenure.publish(1, folder, 1, {})
 
@@ -72,7 +73,7 @@ async def acknowledge(pipe, lose, folder):
     await pipe.scored("a")
     tenure, trainer = await TrainerLease.acquire(pipe.connection, 30.0), pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [GroupOutcome(lease, "trained")], release_version=1)
+    await tenure.commit(trainer, [EndedGroup(lease, Trained())], release_version=1)
     lose()
     await tenure.acknowledge([lease.id])
 

@@ -4,8 +4,9 @@ import anyio
 import pytest
 
 from stream.operator.run_status import read_status
-from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger, LedgerRecord
+from stream.trainer.outcomes import AlreadyEnded, Dropped, Trained
 
 
 async def outstanding(pipe) -> int:
@@ -80,7 +81,7 @@ async def test_a_trained_group_gives_its_place_back_when_its_version_is_publishe
     await pipe.feed("b")
     rollout, trainer = pipe.stage("prompts", capacity=1), pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [GroupOutcome(lease, "trained")], release_version=1)
+    await tenure.commit(trainer, [EndedGroup(lease, Trained())], release_version=1)
     await tenure.publish(0, tmp_path, 0, {})
     assert (await rollout.claim(1)).leases == []
     waiting = await rollout.claim(1)
@@ -95,7 +96,7 @@ async def test_a_checkpoint_between_two_versions_gives_no_place_back(pipe, tenur
     await pipe.feed("b")
     rollout, trainer = pipe.stage("prompts", capacity=1), pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [GroupOutcome(lease, "trained")], release_version=1)
+    await tenure.commit(trainer, [EndedGroup(lease, Trained())], release_version=1)
     await tenure.acknowledge([lease.id])
     assert (await read_status(pipe.connection)).stages["scored"].depth == 0
     assert (await rollout.claim(1)).leases == []
@@ -103,13 +104,13 @@ async def test_a_checkpoint_between_two_versions_gives_no_place_back(pipe, tenur
     assert len((await rollout.claim(1)).leases) == 1
 
 
-@pytest.mark.parametrize("ending", ["dropped:zero_variance", "already:trained"])
+@pytest.mark.parametrize("ending", [Dropped("zero_variance"), AlreadyEnded(Trained())])
 async def test_a_group_that_is_not_trained_gives_its_place_back_at_once(pipe, tenure, ending):
     await pipe.scored("a")
     await pipe.feed("b")
     trainer = pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [GroupOutcome(lease, ending)], release_version=1)
+    await tenure.commit(trainer, [EndedGroup(lease, ending)], release_version=1)
     assert len((await pipe.stage("prompts", capacity=1).claim(1)).leases) == 1
 
 
@@ -121,7 +122,7 @@ async def test_p22_after_so_many_groups_are_discarded_there_is_room_for_as_many(
     leases = (await trainer.claim(4)).leases
     assert (await rollout.claim(9)).leases == []
     await tenure.commit(
-        trainer, [GroupOutcome(lease, "dropped:zero_variance") for lease in leases[:discarded]], release_version=1
+        trainer, [EndedGroup(lease, Dropped("zero_variance")) for lease in leases[:discarded]], release_version=1
     )
     assert len((await rollout.claim(9)).leases) == discarded
     assert (await rollout.claim(9)).leases == []
@@ -141,11 +142,11 @@ async def test_a_group_that_comes_again_takes_its_place_again(pipe, tenure, tmp_
     await pipe.scored("a", "b")
     trainer = pipe.stage("scored", "trainer")
     leases = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [GroupOutcome(lease, "trained") for lease in leases], release_version=1)
+    await tenure.commit(trainer, [EndedGroup(lease, Trained()) for lease in leases], release_version=1)
     await tenure.publish(1, tmp_path, 1, {})
     assert await outstanding(pipe) == 0
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger")
-    await anyio.to_thread.run_sync(ledger.append, [LedgerRecord("a", "trained", 1, 0, "")])
+    await anyio.to_thread.run_sync(ledger.append, [LedgerRecord("a", Trained(), 1, 0, "")])
     await tenure.recover(ledger)
     ledger.close()
     assert await outstanding(pipe) == 1

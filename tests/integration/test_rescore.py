@@ -12,9 +12,12 @@ from stream.codec import encode
 from stream.records import Completion, Failure, Group, Prompt, RewardPart
 from stream.trainer.archive import Archive
 from stream.trainer.ledger import Ledger, LedgerRecord, content_hash
+from stream.trainer.outcomes import Dropped, LedgerOutcome, Trained
 from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
 from workers.cli import penstock
 from workers.commands.rescore.rescore_summary import RewardComparison, correlation, order_agreement, summarize
+
+TRAINED = Trained()
 
 WORLD = '''
 class Till:
@@ -76,12 +79,14 @@ class Run:
             reward=reward,
         )
 
-    def ended(self, name: str, *completions: Completion, end: str = "trained", archived: bool = True) -> None:
+    def ended(
+        self, name: str, *completions: Completion, outcome: LedgerOutcome = TRAINED, archived: bool = True
+    ) -> None:
         group = Group(
             prompt=Prompt(id=name, messages=[{"role": "user", "content": "u"}], environment="till"),
             completions=list(completions),
         )
-        line = LedgerRecord(name, end, 1, 0, content_hash(group))
+        line = LedgerRecord(name, outcome, 1, 0, content_hash(group))
         self.ledger.append([line])
         if archived:
             self.archive.write([(line, encode(group))])
@@ -95,7 +100,7 @@ class Run:
 def run(tmp_path):
     made = Run(tmp_path)
     made.ended("a", made.completion(0, 1, 2, old=0.0), made.completion(1, 5, old=1.0))
-    made.ended("b", made.completion(0, 7, old=2.0), made.completion(1, old=None), end="dropped:zero_variance")
+    made.ended("b", made.completion(0, 7, old=2.0), made.completion(1, old=None), outcome=Dropped("zero_variance"))
     made.ended("gone", made.completion(0, old=1.0), archived=False)
     failed = Completion(index=1, failure=Failure(reason=RolloutReason.ENGINE))
     made.ended("c", made.completion(0, 100, old=3.0), failed)

@@ -10,7 +10,8 @@ from structlog.testing import capture_logs
 from stream.connection.run_connection import connect
 from stream.errors import ServerError
 from stream.operator.run_status import read_status
-from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.lease import EndedGroup, TrainerLease
+from stream.trainer.outcomes import Trained
 
 
 @pytest.fixture
@@ -147,7 +148,7 @@ async def test_out_of_memory_is_back_pressure(server, run_name, pipe_on):
             assert list(worker.leases) == [settling.id, buried.id]
             leases = (await trainer.claim(2)).leases  # one of them ran out
             assert (
-                await tenure.commit(trainer, [GroupOutcome(lease, "trained") for lease in leases], release_version=1)
+                await tenure.commit(trainer, [EndedGroup(lease, Trained()) for lease in leases], release_version=1)
                 == []
             )
             await tenure.publish(await tenure.reserve_version(0), server.socket, 1, {})

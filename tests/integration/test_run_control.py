@@ -16,8 +16,10 @@ from stream.operator.run_control import pause, resume, stop
 from stream.operator.run_status import read_status
 from stream.queue.feed import Feed
 from stream.records import Prompt
-from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.consumer import Consumer, ResumePoint
+from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger
+from stream.trainer.outcomes import Trained
 from workers.commands.control import send_command
 from workers.commands.queues import show_queues
 from workers.run.role_process import _run_connected
@@ -25,8 +27,7 @@ from workers.runtime.context import WorkerContext
 from workers.runtime.work_loop import work_loop
 from workers.settings.toml_file import dump_settings, parse_settings
 from workers.train.groups.collector import Collector
-from workers.train.groups.group_buffer import GroupBuffer
-from workers.train.groups.outcome_recorder import OutcomeRecorder
+from workers.train.groups.group_checker import GroupChecker
 from workers.train.progress import Progress
 
 ANN = "ann@box"
@@ -87,7 +88,7 @@ async def test_what_is_in_hand_is_finished_scored_and_trained_while_the_run_is_p
     (lease,) = (await score.claim(1)).leases
     await score.complete(lease, "scored", pipe.group("a"))
     (lease,) = (await train.claim(1)).leases
-    assert await tenure.commit(train, [GroupOutcome(lease, "trained")], 1) == []
+    assert await tenure.commit(train, [EndedGroup(lease, Trained())], 1) == []
     await tenure.publish(1, tmp_path, 1, {})
     assert (await rollout.claim(1)).leases == []
     assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
@@ -181,15 +182,16 @@ async def test_a_trainer_does_not_call_a_paused_run_stalled(pipe, tmp_path):
     """It is woken four times a second: each time it could see that the time is over."""
     settings = settings_in(tmp_path, pipe.connection.run, abort={"stall_timeout_s": 0.5})
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
-    stage, hand = pipe.stage("scored"), GroupBuffer(settings, ledger, vocab_size=10)
-    endings = OutcomeRecorder(ledger, None, stage)  # nothing comes that could end
-    collector = Collector(settings, stage, hand, endings, Progress(), pipe.connection.stopping)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
+    checker = GroupChecker(settings, 10, Progress())
+    consumer = Consumer(trainer_lease, pipe.stage("scored"), ledger, ResumePoint(), checker.check)
+    collector = Collector(settings, consumer, checker)
     await pipe.feed("a")
     await pause(pipe.connection, ANN)
     resumed = False
     with pytest.RaisesGroup(pytest.RaisesExc(RunFailedError, match=r"abort.stall_timeout_s = 0.5 s")):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(collector.collect, 0, 1)
+            tasks.start_soon(collector.collect)
             for _ in range(5):
                 await pipe.connection.write_hash("meta", {"capacity": "8"})
                 await anyio.sleep(0.25)

@@ -6,7 +6,8 @@ import pytest
 from stream.connection.run_connection import connect
 from stream.errors import PenstockError
 from stream.operator.run_status import read_status
-from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.lease import EndedGroup, TrainerLease
+from stream.trainer.outcomes import Trained
 
 
 async def dump(connection) -> dict[bytes, bytes]:
@@ -22,7 +23,7 @@ async def busy_run(pipe, tmp_path) -> None:
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     trainer = pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [GroupOutcome(lease, "trained")], release_version=1)
+    await tenure.commit(trainer, [EndedGroup(lease, Trained())], release_version=1)
     await tenure.publish(0, tmp_path, 0, {"reward": 1.0})
     worker = pipe.stage("prompts", "worker", backoff_s=100.0)
     _claimed, delayed, dead = (await worker.claim(3)).leases

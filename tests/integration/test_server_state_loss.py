@@ -15,8 +15,9 @@ from stream.errors import ServerError
 from stream.operator.dead_letters import list_dead_letters
 from stream.operator.run_status import read_status
 from stream.server_process import private_server
-from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger, LedgerRecord
+from stream.trainer.outcomes import Trained
 from workers.feed.worker import feed
 from workers.runtime.context import WorkerContext
 from workers.settings.toml_file import parse_settings
@@ -54,7 +55,7 @@ async def test_a_trainer_tells_it_again_which_version_there_is(pipe, tmp_path):
     tenure = await TrainerLease.acquire(pipe.connection, 0.3)
     trainer, rollout = pipe.stage("scored", "trainer"), pipe.stage("prompts", capacity=1)
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [GroupOutcome(lease, "trained")], release_version=4)
+    await tenure.commit(trainer, [EndedGroup(lease, Trained())], release_version=4)
     await tenure.publish(4, tmp_path, 2, {"step": 2})
     key = pipe.connection.key
     await pipe.connection.redis.hset(key("policy"), mapping={"version": "3", "step": "1"})
@@ -87,7 +88,7 @@ async def test_the_second_copy_of_a_trained_prompt_that_dies_is_nobodys_end(pipe
     rollout = pipe.stage("prompts")
     for lease in (await rollout.claim(2)).leases:
         await rollout.dead_letter(lease, "infra", "its workers died")
-    await anyio.to_thread.run_sync(ledger.append, [LedgerRecord("a", "trained", 1, 0, "")])  # the server forgot that
+    await anyio.to_thread.run_sync(ledger.append, [LedgerRecord("a", Trained(), 1, 0, "")])  # the server forgot that
     assert (await pipe.balance())["dead"] == 2
     if when == "as the run ends":
         await tenure.reconcile_server(ledger)

@@ -1,4 +1,4 @@
-"""What the trainer takes and waits for under `pacing.stale_policy = "wait"`, on a real server."""
+"""Which groups the trainer takes and waits for with `pacing.stale_policy = "wait"`, on a real server."""
 
 import anyio
 import pytest
@@ -6,12 +6,12 @@ from msgspec.structs import replace
 
 from stream.operator.run_control import pause, resume
 from stream.queue.versions import inflight_versions
+from stream.trainer.consumer import Consumer, ResumePoint
 from stream.trainer.lease import TrainerLease
 from stream.trainer.ledger import Ledger
 from workers.settings.toml_file import parse_settings
 from workers.train.groups.collector import Collector
-from workers.train.groups.group_buffer import GroupBuffer
-from workers.train.groups.outcome_recorder import EndedGroup, OutcomeRecorder
+from workers.train.groups.group_checker import GroupChecker
 from workers.train.progress import Progress
 
 SETTINGS = parse_settings(
@@ -21,69 +21,65 @@ SETTINGS = parse_settings(
 
 
 class Trainer:
-    """A trainer that does no more than end groups and publish; and the rollout worker that it waits for."""
+    """A trainer that only ends groups and publishes, and the rollout worker that it waits for."""
 
-    def __init__(self, pipe, tenure, ledger, settings):
-        self.pipe, self.tenure = pipe, tenure
-        self.version = 0
+    def __init__(self, pipe, trainer_lease, ledger, settings):
+        self.pipe, self.trainer_lease = pipe, trainer_lease
         self.stage = pipe.stage("scored", "trainer")
-        self.endings = OutcomeRecorder(ledger, tenure, self.stage)
-        self.hand = GroupBuffer(settings, ledger, vocab_size=10)
-        self.stopping = anyio.Event()
-        self.collector = Collector(settings, self.stage, self.hand, self.endings, Progress(), self.stopping)
+        checker = GroupChecker(settings, 10, Progress())
+        self.consumer = Consumer(trainer_lease, self.stage, ledger, ResumePoint(version=0), checker.check)
+        self.collector = Collector(settings, self.consumer, checker)
         self.rollout = pipe.stage("prompts", "rollout", capacity=settings.capacity)
-        self.under_way = {}
+        self.in_flight = {}
 
     async def claim(self, count=10):
-        self.under_way |= {lease.prompt_id: lease for lease in (await self.rollout.claim(count)).leases}
+        self.in_flight |= {lease.prompt_id: lease for lease in (await self.rollout.claim(count)).leases}
 
     async def finish(self, *prompts):
         score = self.pipe.stage("groups", "score")
         for prompt in prompts:
-            await self.rollout.complete(self.under_way.pop(prompt), "groups", self.pipe.group(prompt))
+            await self.rollout.complete(self.in_flight.pop(prompt), "groups", self.pipe.group(prompt))
             (lease,) = (await score.claim(1)).leases
             await score.complete(lease, "scored", self.pipe.group(prompt))
 
     async def collect(self):
         with anyio.fail_after(20):
-            return await self.collector.collect(self.version)
+            return await self.collector.collect()
 
     async def step(self):
-        """One step, and a version after it. Returns what was trained."""
-        collected = await self.collect()
-        leases, groups = self.hand.pop(collected.prompt_ids)
-        ended = [EndedGroup(lease, "trained", group) for lease, group in zip(leases, groups, strict=True)]
-        await self.endings.record(ended, 1, self.version, in_step=True)
-        self.version += 1
-        await self.tenure.publish(self.version, "path", 1, {})
-        return collected.prompt_ids
+        """One step, and a version after it. Returns the prompts that were trained on."""
+        batch = await self.collect()
+        await self.consumer.commit(self.consumer.pop(batch.prompt_ids), 1)
+        await self.consumer.announce(self.consumer.version + 1, "path", 1)
+        return batch.prompt_ids
 
-    async def meanwhile(self, *doing):
-        """Collect while something else happens, once the trainer waits."""
-        found = []
+    async def meanwhile(self, *actions):
+        """Collect, and run each action once the trainer waits for stragglers."""
+        batches = []
         async with anyio.create_task_group() as tasks:
 
             async def collect():
-                found.append(await self.collect())
+                batches.append(await self.collect())
 
             tasks.start_soon(collect)
-            for each in doing:
+            for action in actions:
                 with anyio.fail_after(20):
                     while not self.collector._stragglers._waiting_for:
-                        assert not found
+                        assert not batches
                         await anyio.sleep(0.002)
-                await each()
-        return found[0]
+                await action()
+        return batches[0]
 
 
 @pytest.fixture
 async def make_trainer(pipe, tmp_path):
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
 
     async def make(**pacing):
-        trainer = Trainer(pipe, tenure, ledger, replace(SETTINGS, pacing=replace(SETTINGS.pacing, **pacing)))
-        await tenure.publish(0, "path", 0, {})
+        settings = replace(SETTINGS, pacing=replace(SETTINGS.pacing, **pacing))
+        trainer = Trainer(pipe, trainer_lease, ledger, settings)
+        await trainer.consumer.announce(0, "path", 0)
         await pipe.feed(*"abcdef")
         await trainer.claim()
         return trainer
@@ -92,7 +88,7 @@ async def make_trainer(pipe, tmp_path):
     ledger.close()
 
 
-async def test_the_step_waits_for_whom_the_next_version_would_make_too_old(make_trainer):
+async def test_a_step_waits_for_a_group_that_would_be_too_old_later(make_trainer):
     trainer = await make_trainer()
     await trainer.finish("b")
     assert await trainer.step() == ["b"]
@@ -100,51 +96,51 @@ async def test_the_step_waits_for_whom_the_next_version_would_make_too_old(make_
     await trainer.finish("c")
     assert await inflight_versions(trainer.pipe.connection) == {"a": 0, "c": 1}
     collected = await trainer.meanwhile(lambda: trainer.finish("a"))
-    assert collected.batch == ["a"]
+    assert collected.prompt_ids == ["a"]
     assert collected.metrics["stragglers/seconds"] > 0
     assert collected.metrics["stragglers/abandoned"] == 0
-    assert set(trainer.hand.groups) == {"a", "c"}
+    assert set(trainer.consumer.buffer) == {"a", "c"}
     assert await trainer.step() == ["a"]
     assert await trainer.step() == ["c"]
 
 
-async def test_given_back_by_its_worker_it_is_awaited_no_more(make_trainer):
+async def test_a_released_group_is_no_longer_waited_for(make_trainer):
     trainer = await make_trainer()
     await trainer.finish("b")
     await trainer.step()
     await trainer.claim()
     await trainer.finish("c")
-    collected = await trainer.meanwhile(lambda: trainer.rollout.release(trainer.under_way["a"], "none", ""))
-    assert collected.batch == ["c"]
+    collected = await trainer.meanwhile(lambda: trainer.rollout.release(trainer.in_flight["a"], "none", ""))
+    assert collected.prompt_ids == ["c"]
 
 
-async def test_dead_it_is_awaited_no_more(make_trainer):
+async def test_a_dead_letter_is_no_longer_waited_for(make_trainer):
     trainer = await make_trainer()
     await trainer.finish("b")
     await trainer.step()
     await trainer.claim()
     await trainer.finish("c")
-    collected = await trainer.meanwhile(lambda: trainer.rollout.dead_letter(trainer.under_way["a"], "unreadable", ""))
-    assert collected.batch == ["c"]
+    collected = await trainer.meanwhile(lambda: trainer.rollout.dead_letter(trainer.in_flight["a"], "unreadable", ""))
+    assert collected.prompt_ids == ["c"]
 
 
-async def test_after_the_time_out_the_step_goes_on_without_it_and_counts_it(make_trainer):
+async def test_after_the_timeout_the_step_continues_without_the_straggler_and_counts_it(make_trainer):
     trainer = await make_trainer(straggler_timeout_s=0.1)
     await trainer.finish("b")
     await trainer.step()
     await trainer.claim()
     await trainer.finish("c")
     collected = await trainer.collect()
-    assert collected.batch == ["c"]
+    assert collected.prompt_ids == ["c"]
     assert collected.metrics["stragglers/abandoned"] == 1
     assert collected.metrics["stragglers/seconds"] >= 0.1
     await trainer.step()
     await trainer.claim()
     await trainer.finish("a", "d")
-    assert await trainer.step() == ["a"]  # trained all the same, and before what may wait
+    assert await trainer.step() == ["a"]  # before "d", which can wait
 
 
-async def test_while_the_run_is_paused_the_time_out_does_not_run(make_trainer):
+async def test_the_timeout_does_not_run_while_the_run_is_paused(make_trainer):
     trainer = await make_trainer(straggler_timeout_s=0.1)
     await trainer.finish("b")
     await trainer.step()
@@ -156,7 +152,7 @@ async def test_while_the_run_is_paused_the_time_out_does_not_run(make_trainer):
     assert collected.metrics["stragglers/abandoned"] == 1
 
 
-async def test_a_stop_ends_the_waiting(make_trainer):
+async def test_a_stop_request_ends_the_wait(make_trainer):
     trainer = await make_trainer()
     await trainer.finish("b")
     await trainer.step()
@@ -164,32 +160,29 @@ async def test_a_stop_ends_the_waiting(make_trainer):
     await trainer.finish("c")
 
     async def stop():
-        trainer.stopping.set()
+        trainer.pipe.connection.stopping.set()
 
-    assert (await trainer.meanwhile(stop)).batch == []
-    await trainer.collector.give_back()
+    assert (await trainer.meanwhile(stop)).prompt_ids == []
+    await trainer.consumer.release_all()
     assert await inflight_versions(trainer.pipe.connection) == {"a": 0, "c": 1}
 
 
-async def test_when_nothing_more_comes_what_is_in_hand_is_dealt_step_by_step(make_trainer, connection):
+async def test_the_last_buffered_groups_are_trained_step_by_step(make_trainer, connection):
     trainer = await make_trainer(max_staleness=9)
     await trainer.finish(*"fedcba")
     await connection.write_hash("feed", {"done": "1"})
-    dealt = []
-    more = True
-    while more:
+    trained = []
+    has_more = True
+    while has_more:
         collected = await trainer.collect()
-        dealt += collected.batch
-        more = collected.more
-        leases, groups = trainer.hand.deal(collected.batch)
-        ended = [EndedGroup(lease, "trained", group) for lease, group in zip(leases, groups, strict=True)]
-        await trainer.endings.end(ended, 1, trainer.version)
-    assert dealt == list("abcdef")
-    assert (await trainer.collect()).batch == []
+        trained += collected.prompt_ids
+        has_more = collected.has_more
+        await trainer.consumer.commit(trainer.consumer.pop(collected.prompt_ids), 1)
+    assert trained == list("abcdef")
+    assert (await trainer.collect()).prompt_ids == []
 
 
-async def test_what_has_ended_already_is_not_awaited_though_the_server_has_forgotten_it(make_trainer, connection):
-    """It lost its last second: the ledger remembers that `b` was trained."""
+async def test_a_group_in_the_ledger_is_not_waited_for_though_the_server_forgot_its_outcome(make_trainer, connection):
     trainer = await make_trainer()
     await trainer.finish("b")
     await trainer.step()
@@ -200,12 +193,12 @@ async def test_what_has_ended_already_is_not_awaited_though_the_server_has_forgo
     assert await trainer.step() == ["c"]
 
 
-@pytest.mark.parametrize("late", ["train", "cancel"])
-async def test_otherwise_the_trainer_takes_what_comes(make_trainer, late):
-    trainer = await make_trainer(late=late)
+@pytest.mark.parametrize("stale_policy", ["train", "cancel"])
+async def test_other_policies_take_groups_as_they_come(make_trainer, stale_policy):
+    trainer = await make_trainer(stale_policy=stale_policy)
     await trainer.finish("b")
     assert await trainer.step() == ["b"]
     await trainer.claim()
     await trainer.finish("c")
     collected = await trainer.collect()
-    assert (collected.batch, collected.metrics) == (["c"], {})
+    assert (collected.prompt_ids, collected.metrics) == (["c"], {})

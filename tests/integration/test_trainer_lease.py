@@ -10,8 +10,11 @@ import pytest
 from stream.errors import FencedError, RunMismatchError, ServerError
 from stream.operator.run_status import read_status
 from stream.queue.feed import Feed
-from stream.trainer.lease import GroupOutcome, TrainerLease, read_published_policy
+from stream.trainer.lease import EndedGroup, TrainerLease, read_published_policy
 from stream.trainer.ledger import Ledger, LedgerRecord
+from stream.trainer.outcomes import AlreadyEnded, Dropped, Duplicate, GroupOutcome, LedgerOutcome, Trained
+
+TRAINED = Trained()
 
 
 @pytest.fixture
@@ -21,21 +24,23 @@ def ledger(tmp_path):
     found.close()
 
 
-def line(prompt: str, end: str = "trained") -> LedgerRecord:
-    return LedgerRecord(prompt, end, 1, 0, "")
+def line(prompt: str, outcome: LedgerOutcome = TRAINED) -> LedgerRecord:
+    return LedgerRecord(prompt, outcome, 1, 0, "")
 
 
 async def hold(ledger: Ledger, lines: list[LedgerRecord]) -> None:
     await anyio.to_thread.run_sync(ledger.append, lines)
 
 
-async def train(pipe, tenure, ends: dict[str, str], ledger: Ledger | None = None) -> list[str]:
+async def train(pipe, tenure, ends: dict[str, GroupOutcome], ledger: Ledger | None = None) -> list[str]:
     """Claim scored groups and end them; returns their entry ids."""
     trainer = pipe.stage("scored", f"trainer-{tenure.token}")
     leases = (await trainer.claim(100)).leases
-    mine = [GroupOutcome(lease, ends[lease.prompt_id]) for lease in leases if lease.prompt_id in ends]
+    mine = [EndedGroup(lease, ends[lease.prompt_id]) for lease in leases if lease.prompt_id in ends]
     if ledger is not None:
-        await hold(ledger, [line(end.lease.prompt_id, end.outcome) for end in mine if ":" not in end.outcome[:6]])
+        await hold(
+            ledger, [line(end.lease.prompt_id, end.outcome) for end in mine if isinstance(end.outcome, LedgerOutcome)]
+        )
     assert await tenure.commit(trainer, mine, release_version=1) == []
     return [end.lease.id for end in mine]
 
@@ -62,6 +67,7 @@ async def test_a_trainer_whose_process_is_gone_is_succeeded_at_once(pipe, redis_
 import anyio, os
 from stream.connection.run_connection import connect
 from stream.trainer.lease import TrainerLease
+
 async def main():
     async with connect({redis_url!r}, {pipe.connection.run!r}) as connection:
         await TrainerLease.acquire(connection, 600.0)
@@ -91,7 +97,7 @@ async def test_every_verb_of_a_zombie_is_refused(pipe, ledger, tmp_path):
     await anyio.sleep(0.06)
     heir = await TrainerLease.acquire(pipe.connection, 30.0)
     for verb in (
-        zombie.commit(trainer, [GroupOutcome(lease, "trained")], release_version=1),
+        zombie.commit(trainer, [EndedGroup(lease, Trained())], release_version=1),
         zombie.acknowledge([lease.id]),
         zombie.reserve_version(0),
         zombie.publish(1, tmp_path, 1, {}),
@@ -107,7 +113,7 @@ async def test_every_verb_of_a_zombie_is_refused(pipe, ledger, tmp_path):
     assert (await read_status(pipe.connection)).counts == {"fed": 1}
     assert (await read_published_policy(pipe.connection)).version == -1
     assert await heir.recover(ledger) == 0
-    assert await train(pipe, heir, {"a": "trained"})
+    assert await train(pipe, heir, {"a": Trained()})
 
 
 async def test_a_server_that_forgot_its_last_writes_still_knows_the_younger_trainer(pipe):
@@ -137,7 +143,7 @@ async def test_a_token_is_above_what_the_folder_knows_on_a_server_whose_clock_is
 async def test_a_marked_group_stays_until_it_is_acknowledged(pipe):
     await pipe.scored("a", "b", "c")
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
-    marked = await train(pipe, tenure, {"a": "trained", "b": "dropped:stale", "c": "trained"})
+    marked = await train(pipe, tenure, {"a": Trained(), "b": Dropped("stale"), "c": Trained()})
     view = await read_status(pipe.connection)
     assert (view.stages["scored"].depth, view.stages["scored"].marked, view.unfinished) == (3, 3, 0)
     assert view.counts == {"fed": 3, "trained": 2, "dropped:stale": 1}
@@ -154,7 +160,7 @@ async def test_marks_outlive_every_lease(pipe):
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     trainer = pipe.stage("scored", "trainer", lease_s=0.02)
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [GroupOutcome(lease, "trained")], release_version=1)
+    await tenure.commit(trainer, [EndedGroup(lease, Trained())], release_version=1)
     assert trainer.leases == {}
     await anyio.sleep(0.03)
     assert (await pipe.stage("scored", "other").claim(10)).leases == []
@@ -164,7 +170,7 @@ async def test_a_commit_repeated_after_a_lost_reply_is_one_commit(pipe):
     await pipe.scored("a")
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     trainer = pipe.stage("scored", "trainer")
-    ends = [GroupOutcome(lease, "trained") for lease in (await trainer.claim(1)).leases]
+    ends = [EndedGroup(lease, Trained()) for lease in (await trainer.claim(1)).leases]
     for _ in range(2):
         assert await tenure.commit(trainer, ends, release_version=1) == []
     assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1}
@@ -178,9 +184,7 @@ async def test_a_commit_says_what_was_lost_before_it(pipe):
     await anyio.sleep(0.06)
     taken = (await pipe.stage("scored", "other").claim(1)).leases
     kept, lost = (lost, kept) if taken[0].id == kept.id else (kept, lost)
-    answer = await tenure.commit(
-        trainer, [GroupOutcome(kept, "trained"), GroupOutcome(lost, "trained")], release_version=1
-    )
+    answer = await tenure.commit(trainer, [EndedGroup(kept, Trained()), EndedGroup(lost, Trained())], release_version=1)
     assert answer == [lost.id]
     assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
 
@@ -207,7 +211,7 @@ async def test_the_published_policy_is_what_everybody_reads(pipe, tmp_path):
 async def test_recovery_acknowledges_what_the_ledger_holds_and_brings_the_rest_again(pipe, ledger):
     await pipe.scored("a", "b", "c", "d")
     dead = await TrainerLease.acquire(pipe.connection, 0.01)
-    await train(pipe, dead, {"a": "trained", "b": "dropped:stale", "c": "trained", "d": "trained"})
+    await train(pipe, dead, {"a": Trained(), "b": Dropped("stale"), "c": Trained(), "d": Trained()})
     await anyio.sleep(0.02)
     await hold(ledger, [line("a"), line("b", "dropped:stale")])  # the checkpoint is older than the steps of c and d
     heir = await TrainerLease.acquire(pipe.connection, 30.0)
@@ -232,7 +236,7 @@ async def test_recovery_takes_back_what_the_dead_trainer_had_in_hand(pipe, ledge
 async def test_recovery_twice_is_recovery_once(pipe, ledger):
     await pipe.scored("a", "b")
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
-    await train(pipe, tenure, {"a": "trained", "b": "trained"}, ledger)
+    await train(pipe, tenure, {"a": Trained(), "b": Trained()}, ledger)
     ledger.outcomes.pop("b")
     await tenure.recover(ledger)
     await tenure.recover(ledger)
@@ -245,7 +249,7 @@ async def test_recovery_of_many_marks(pipe, ledger):
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     trainer = pipe.stage("scored", "trainer")
     leases = (await trainer.claim(1200)).leases
-    await tenure.commit(trainer, [GroupOutcome(lease, "trained") for lease in leases], release_version=1)
+    await tenure.commit(trainer, [EndedGroup(lease, Trained()) for lease in leases], release_version=1)
     await hold(ledger, [line(name) for name in names[:600]])
     assert await tenure.recover(ledger) == 600
     assert await pipe.balance() == {"fed": 1200, "trained": 600, "dropped": 0, "dead": 0, "outstanding": 600}
@@ -268,7 +272,7 @@ async def test_a_duplicate_of_a_group_that_was_trained_counts_as_one(pipe, ledge
     trainer = pipe.stage("scored", "trainer")
     first, second = (await trainer.claim(2)).leases
     await tenure.commit(
-        trainer, [GroupOutcome(first, "trained"), GroupOutcome(second, "already:trained")], release_version=1
+        trainer, [EndedGroup(first, Trained()), EndedGroup(second, AlreadyEnded(Trained()))], release_version=1
     )
     assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1, "duplicates": 1}
     await pipe.balance()
@@ -281,10 +285,10 @@ async def test_the_twin_of_a_group_in_hand_takes_no_place_and_ends_nothing(pipe,
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     trainer = pipe.stage("scored", "trainer")
     second, first = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [GroupOutcome(second, f"duplicate:{first.id}")], release_version=1)
+    await tenure.commit(trainer, [EndedGroup(second, Duplicate(first.id))], release_version=1)
     view = await read_status(pipe.connection)
     assert (view.counts, view.unfinished, view.outstanding) == ({"fed": 1, "duplicates": 1}, 1, 1)
-    await tenure.commit(trainer, [GroupOutcome(first, "trained")], release_version=1)
+    await tenure.commit(trainer, [EndedGroup(first, Trained())], release_version=1)
     await pipe.balance()
     await tenure.recover(ledger)  # from before the step: both come again
     assert len((await pipe.stage("scored", "trainer-2").claim(5)).leases) == 2
@@ -314,7 +318,7 @@ async def test_an_end_that_the_server_forgot_is_not_counted_twice_by_a_new_train
 async def test_a_ledger_that_lacks_what_was_acknowledged_is_refused(pipe, ledger):
     await pipe.scored("a", "b")
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
-    await tenure.acknowledge(await train(pipe, tenure, {"a": "trained", "b": "trained"}))
+    await tenure.acknowledge(await train(pipe, tenure, {"a": Trained(), "b": Trained()}))
     with pytest.raises(RunMismatchError, match="2 prompts of run"):
         await tenure.recover(ledger)
 

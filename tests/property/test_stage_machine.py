@@ -24,8 +24,9 @@ from stream.operator.run_status import read_status
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt
-from stream.trainer.lease import GroupOutcome, TrainerLease
+from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger, LedgerRecord
+from stream.trainer.outcomes import AlreadyEnded, Dropped, Trained
 
 CAPACITY = 4
 WORKERS = ("w0", "w1", "w2")
@@ -148,12 +149,12 @@ class Run(RuleBasedStateMachine):
 
     # -- the trainer
 
-    @rule(count=st.integers(1, 3), ending=st.sampled_from(["trained", "trained", "dropped:zero_variance"]))
+    @rule(count=st.integers(1, 3), ending=st.sampled_from([Trained(), Trained(), Dropped("zero_variance")]))
     def train(self, count, ending) -> None:
         ends, lines = [], []
         for lease in self.call(self.trainer.claim, count).leases:
             known = self.ledger.outcomes.get(lease.prompt_id)
-            ends.append(GroupOutcome(lease, f"already:{known}" if known else ending))
+            ends.append(EndedGroup(lease, AlreadyEnded(known) if known else ending))
             if not known:
                 lines.append(LedgerRecord(lease.prompt_id, ending, 1, self.version, ""))
         self.ledger.append(lines)

@@ -10,6 +10,7 @@ from stream.errors import PenstockError, RecordError, RunFailedError
 from stream.records import Completion, Group, Prompt
 from stream.trainer.archive import Archive, ArchivedGroups, scan_archive
 from stream.trainer.ledger import LedgerRecord, content_hash
+from stream.trainer.outcomes import Trained
 from stream.validity import Measured
 from tests.cases.rows import sampled_row
 
@@ -22,7 +23,7 @@ def group(name: str, token: int = 1, tokens: int = 10) -> Group:
 
 
 def ended(made: Group, step: int = 1) -> tuple[LedgerRecord, bytes]:
-    return LedgerRecord(made.prompt.id, "trained", step, 0, content_hash(made)), encode(made)
+    return LedgerRecord(made.prompt.id, Trained(), step, 0, content_hash(made)), encode(made)
 
 
 def life(folder, *groups: Group, limit: int | None = None) -> None:

@@ -1,9 +1,9 @@
 """How long attempts took that are trained, beside those that were begun."""
 
 from stream.records import Group, Prompt
-from workers.train.groups.attempts import attempt_metrics
 from workers.train.groups.straggler_wait import StragglerWait
 from workers.train.step.metrics import COLLECTION_METRICS
+from workers.train.trainer import attempt_metrics
 
 
 def group(seconds, *cancelled_s):

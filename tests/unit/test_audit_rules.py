@@ -6,6 +6,7 @@ import pytest
 from stream.operator.audit import AuditInput, AuditReport, audit
 from stream.operator.run_scan import DeadEntry, RunScan, StreamEntry
 from stream.trainer.ledger import LedgerLine, LedgerRecord
+from stream.trainer.outcomes import decode_outcome
 from workers.commands.audit import audit_until_stable
 
 LINE = 100
@@ -26,7 +27,11 @@ def facts(
     for number, text in enumerate(ledger.split(), 1):
         prompt, _, end = text.partition("=")
         lines.append(
-            LedgerLine(number, number * LINE, LedgerRecord(prompt, end or "trained", number, number - 1, "hash"))
+            LedgerLine(
+                number,
+                number * LINE,
+                LedgerRecord(prompt, decode_outcome(end or "trained"), number, number - 1, "hash"),
+            )
         )
     census = RunScan(
         unfinished=set(opened.split()), entries=list(entries), dead=list(dead), dropped_dead=set(removed.split())

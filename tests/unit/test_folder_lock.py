@@ -10,6 +10,7 @@ import pytest
 from stream.errors import FencedError
 from stream.trainer.folder_lock import LOCK_FILE, RunFolderLock, last_token
 from stream.trainer.ledger import Ledger, LedgerRecord
+from stream.trainer.outcomes import Trained
 from workers.train.metrics_log import MetricsLog
 
 OLD, YOUNG = 1_700_000_000_000_000, 1_700_000_000_000_001
@@ -24,7 +25,7 @@ def zombie(tmp_path):
 
 
 def line(prompt: str) -> LedgerRecord:
-    return LedgerRecord(prompt, "trained", 1, 0, "")
+    return LedgerRecord(prompt, Trained(), 1, 0, "")
 
 
 def test_each_trainer_takes_the_folder_from_the_one_before(tmp_path):

@@ -8,12 +8,15 @@ import pytest
 from stream.errors import RunMismatchError
 from stream.records import Completion, Failure, Group, Prompt, RewardPart, Span
 from stream.trainer.ledger import Ledger, LedgerRecord, content_hash, read_ledger
+from stream.trainer.outcomes import Dropped, LedgerOutcome, Trained
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
 
+TRAINED = Trained()
 
-def line(prompt: str, end: str = "trained") -> LedgerRecord:
-    return LedgerRecord(prompt, end, 1, 0, "abc")
+
+def line(prompt: str, outcome: LedgerOutcome = TRAINED) -> LedgerRecord:
+    return LedgerRecord(prompt, outcome, 1, 0, "abc")
 
 
 @pytest.fixture
@@ -25,7 +28,7 @@ def path(tmp_path):
 def length(path):
     """A ledger with two lines within the checkpoint, and two behind it. Returns the checkpoint's length."""
     ledger = Ledger(path)
-    ledger.append([line("a"), line("b", "dropped:stale")])
+    ledger.append([line("a"), line("b", Dropped("stale"))])
     length = ledger.sync()
     ledger.append([line("c"), line("d")])
     ledger.close()
@@ -41,7 +44,7 @@ def test_a_new_ledger_is_empty(path):
 def test_resuming_cuts_what_lies_behind_the_checkpoint(path, length):
     assert path.stat().st_size > length
     ledger = Ledger(path, length)
-    assert ledger.outcomes == {"a": "trained", "b": "dropped:stale"}
+    assert ledger.outcomes == {"a": Trained(), "b": Dropped("stale")}
     assert ledger.count_outcomes() == {"trained": 1, "dropped:stale": 1}
     assert (path.stat().st_size, ledger.sync(), ledger.checkpointed_bytes) == (length, length, length)
     ledger.append([line("e")])
@@ -189,10 +192,9 @@ def test_those_who_look_get_every_line_with_its_place_and_are_told_of_junk(path,
 
 
 def test_a_line_with_an_end_that_no_trainer_writes_is_junk(path):
-    ledger = Ledger(path)
-    ledger.append([line("a", "tr@ined")])
-    ledger.close()
-    assert read_ledger(path) == ([], [f"{path}, line 1: 'tr@ined' is no end"])
+    Ledger(path).append([line("a")])
+    path.write_bytes(path.read_bytes().replace(b"trained", b"tr@ined"))
+    assert read_ledger(path) == ([], [f"{path}, line 1: 'tr@ined' is no outcome of a prompt"])
 
 
 def test_where_there_is_no_ledger_there_are_no_lines(path):

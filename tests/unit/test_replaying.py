@@ -15,7 +15,8 @@ from stream.codec import encode
 from stream.errors import PenstockError, RecordError, RunMismatchError
 from stream.records import Completion, Group, Prompt
 from stream.trainer.archive import Archive, ArchivedGroups, scan_archive
-from stream.trainer.ledger import Ledger, LedgerRecord, content_hash, read_ledger
+from stream.trainer.ledger import Ledger, LedgerRecord, content_hash, encode_record, read_ledger
+from stream.trainer.outcomes import Dropped, Trained
 from stream.validity import Measured
 from tests.cases.models import write_small_qwen3
 from tests.cases.rows import sampled_row
@@ -103,11 +104,11 @@ class Made:
             if reason is None:
                 hand.append(made)
             else:
-                self.write(archive, ledger, [(made, f"dropped:{reason}")], step, version)
+                self.write(archive, ledger, [(made, Dropped(reason))], step, version)
         hand.sort(key=lambda each: each.prompt.id)
         report = learner.step(collate(hand), version)
-        told = "trained" if report.trained else f"dropped:{report.skipped}"
-        ends = [f"dropped:{report.dropped[g.prompt.id]}" if g.prompt.id in report.dropped else told for g in hand]
+        told = Trained() if report.trained else Dropped(report.skipped)
+        ends = [Dropped(report.dropped[g.prompt.id]) if g.prompt.id in report.dropped else told for g in hand]
         self.write(archive, ledger, list(zip(hand, ends, strict=True)), step, version)
         progress.step, progress.version = step, version + 1
         return learner, archive, ledger
@@ -126,7 +127,7 @@ class Made:
 
     def rewrite(self, lines: list[LedgerRecord]) -> None:
         """Put other lines into the ledger, and their length into the checkpoints, as a careful forger would."""
-        text = [msgspec.json.encode(line) + b"\n" for line in lines]
+        text = [encode_record(line) + b"\n" for line in lines]
         self.ledger.write_bytes(b"".join(text))
         self.forge_length(sum(map(len, text)))
 
@@ -191,10 +192,10 @@ def test_steps_that_were_skipped_are_told_from_groups_that_were_dropped_on_the_w
     nothing = {"correction": {"reject": {"token_k1": [1e8, 1e9]}}}
     made = Made(base, tmp_path / "run", **nothing).run()
     ends = {line.outcome for line in made.lines()}
-    assert ends == {"dropped:zero_variance", "dropped:no_valid_row"}
+    assert ends == {Dropped("zero_variance"), Dropped("no_valid_row")}
     report = made.replay()
     assert report.is_identical
-    assert report.dropped == sum(line.outcome == "dropped:zero_variance" for line in made.lines())
+    assert report.dropped == sum(line.outcome == Dropped("zero_variance") for line in made.lines())
 
 
 # --- tampering
@@ -240,7 +241,7 @@ def forge(checkpoint, path: Path, tensors) -> None:
 
 def test_another_group_with_a_ledger_line_to_match_gives_other_weights(made):
     lines = made.lines()
-    place = next(i for i, line in enumerate(lines) if line.outcome == "trained")
+    place = next(i for i, line in enumerate(lines) if line.outcome == Trained())
     other = group(1000, lines[place].version)
     other.prompt.id = lines[place].prompt
     lines[place] = msgspec.structs.replace(lines[place], hash=content_hash(other))
@@ -268,12 +269,12 @@ def test_an_altered_byte_of_an_archived_group_is_told_with_its_place(made, which
 
 
 def trained_line(lines: list[LedgerRecord]) -> int:
-    return [i for i, line in enumerate(lines) if line.outcome == "trained"][4]
+    return [i for i, line in enumerate(lines) if line.outcome == Trained()][4]
 
 
 ALTERED = {
     "version": ({"version": 7}, r"ledger line \d+ has version|has version \d, others of its step"),
-    "end": ({"outcome": "dropped:zero_variance"}, r"says dropped:zero_variance of .*, the replay trained"),
+    "end": ({"outcome": Dropped("zero_variance")}, r"says dropped:zero_variance of .*, the replay trained"),
     "step": ({"step": 5}, r"line 5 ends a step in which no group was left"),
 }
 
@@ -306,7 +307,7 @@ def test_a_line_of_a_group_that_never_was_is_told(made, change, words):
 def test_a_line_that_is_none_and_a_ledger_of_another_length_are_refused(made):
     whole = made.ledger.read_bytes()
     made.ledger.write_bytes(whole.replace(b'"trained"', b'"trainee"', 1))
-    with pytest.raises(RunMismatchError, match="'trainee' is no end"):
+    with pytest.raises(RunMismatchError, match="'trainee' is no outcome"):
         made.replay()
     made.ledger.write_bytes(b"".join(whole.splitlines(keepends=True)[1:]))
     with pytest.raises(RunMismatchError, match=r"no line ends at byte \d+"):

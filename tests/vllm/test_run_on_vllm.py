@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from stream.records import Group, Row
 from stream.trainer.archive import ArchivedGroups
 from stream.trainer.ledger import read_ledger
+from stream.trainer.outcomes import Trained
 from tests.e2e.harness import Project, balanced, stop, wait_for_trained
 from tests.vllm.policies import Judge
 from tests.vllm.served import CLOSE, difference
@@ -130,7 +131,7 @@ class Played:
         self.trained: list[Group] = [
             archived.read(written.record.prompt, written.record.hash)
             for written in lines
-            if written.record.outcome == "trained"
+            if written.record.outcome == Trained()
         ]
 
     def rows(self) -> list[Row]:

@@ -4,6 +4,8 @@ The cursor is the number of rows passed since the beginning, epochs counted thro
 same atomic step as the prompts that it passes.
 """
 
+from collections.abc import Collection
+
 import anyio
 import structlog
 
@@ -92,7 +94,7 @@ async def _feed_all(context: WorkerContext, dataset_mix: DatasetMix, total: int)
         raise DataError(f"{dataset_mix.paths}: none of {total} rows could be fed; the first errors are above")
 
 
-async def _ended_prompts(context: WorkerContext, cursor: str) -> dict[str, str]:
+async def _ended_prompts(context: WorkerContext, cursor: str) -> Collection[str]:
     """Prompts to pass by: a run whose ledger outlived its server is fed from the start, without what has ended.
 
     Only as much of the ledger counts as the trainer's checkpoint knows of, so the trainer has to have spoken first.

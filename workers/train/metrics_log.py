@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: what each step reported, one JSON object a line, for plots and for people."""
+"""`metrics.jsonl`: the metrics of each step, one JSON object per line."""
 
 import os
 from collections.abc import Mapping
@@ -10,21 +10,21 @@ from stream.trainer.folder_lock import RunFolderLock, hold_optional
 
 
 class MetricsLog:
-    """The file, cut to what a checkpoint knows of.
+    """An append-only JSON-lines file, cut to the length that a checkpoint holds.
 
     Args:
-        path: made where it does not exist.
-        length: bytes to keep; what lies behind belongs to steps that are done again.
-        fence: the trainer's right to the file, where another one may come.
+        path: created if missing.
+        length: bytes to keep; what follows belongs to steps that will be repeated.
+        folder_lock: the trainer's lock on the run's folder, if other trainers may exist.
     """
 
-    def __init__(self, path: Path, length: int, fence: RunFolderLock | None = None) -> None:
+    def __init__(self, path: Path, length: int, folder_lock: RunFolderLock | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with hold_optional(fence):
+        with hold_optional(folder_lock):
             path.touch()
             os.truncate(path, min(length, path.stat().st_size))
         self._path = path
-        self._fence = fence
+        self._folder_lock = folder_lock
 
     @property
     def size(self) -> int:
@@ -32,6 +32,6 @@ class MetricsLog:
         return self._path.stat().st_size
 
     def append(self, metrics: Mapping[str, float | int]) -> None:
-        """Write one step."""
-        with hold_optional(self._fence), self._path.open("ab") as file:
+        """Write one line."""
+        with hold_optional(self._folder_lock), self._path.open("ab") as file:
             file.write(msgspec.json.encode(metrics) + b"\n")

@@ -1,4 +1,4 @@
-"""How far a run has come: moved forward by the trainer, kept by each checkpoint, told by the summary."""
+"""Where a run is: updated by the trainer, stored in each checkpoint, shown in the run's summary."""
 
 from collections.abc import Mapping
 
@@ -6,16 +6,16 @@ from msgspec import Struct, field
 
 
 class Progress(Struct, kw_only=True):
-    """Everything that is counted over a whole run. A resumed run goes on with what its checkpoint kept."""
+    """Counts over the whole run. A resumed run continues with the counts of its checkpoint."""
 
     step: int = 0
-    """Optimizer batches done."""
+    """Optimizer steps done."""
     version: int = -1
     """The last policy version published; -1 before the first."""
     ledger_bytes: int = 0
-    """Length of the ledger whose groups these weights contain; resume cuts what lies behind."""
+    """Length of the ledger whose groups the weights contain; a resumed run cuts the rest."""
     metrics_bytes: int = 0
-    """Length of the metrics file up to this step; resume cuts what lies behind."""
+    """Length of the metrics file up to this step; a resumed run cuts the rest."""
     groups: int = 0
     """Groups trained."""
     tokens: int = 0
@@ -25,22 +25,28 @@ class Progress(Struct, kw_only=True):
     staleness_sum: float = 0.0
     staleness_count: int = 0
     staleness_max: int = 0
-    """Over tokens that bore loss: versions between sampling and training."""
+    """Policy versions between sampling and training: sum, count and maximum over tokens with loss."""
     seconds: float = 0.0
-    """Wall time that the trainer spent from its first wait to its last step."""
+    """Wall time of all steps, waiting for their groups included."""
     reward_sum: float = 0.0
     reward_count: int = 0
-    """Of completions that may vote, in the steps since the checkpoint before."""
+    """Over completions in the reward baseline, in the steps since the last checkpoint."""
     mean_reward: float | None = None
-    """Of the steps before this checkpoint; None where nothing was measured."""
+    """Of the steps between the previous checkpoint and this one; None if no reward was measured."""
 
     def count_states(self, states: Mapping[str, int]) -> None:
-        """Count the completions of a group that was not trained."""
+        """Count completions by state."""
         for state, n in states.items():
             self.completion_states[state] = self.completion_states.get(state, 0) + n
 
     def count_step(self, metrics: Mapping[str, float], groups: int, seconds: float) -> None:
-        """Count one optimizer batch by its metrics (`workers.train.step.metrics`)."""
+        """Count one optimizer step.
+
+        Args:
+            metrics: of the step (`workers.train.step.metrics`).
+            groups: number of groups trained on.
+            seconds: wall time of the step.
+        """
         self.step += 1
         self.groups += groups
         self.seconds += seconds
@@ -59,6 +65,6 @@ class Progress(Struct, kw_only=True):
             self.reward_count += count
 
     def end_checkpoint_period(self) -> None:
-        """A checkpoint is made: its mean reward is that of the steps since the one before."""
+        """Set the mean reward of the steps since the last checkpoint, and start counting anew."""
         self.mean_reward = self.reward_sum / self.reward_count if self.reward_count else None
         self.reward_sum, self.reward_count = 0.0, 0

@@ -1,32 +1,29 @@
-"""The trainer between steps, and its verbs.
+"""The training loop: collect groups, step, publish, checkpoint.
 
 ::
 
-    a step    collect groups, ending those not worth training ─► optimizer ─► ledger lines ─► marks
-    publish   reserve a number ─► weights on disk ─► engines ─► published (places given back);
-              not before the evaluation of the version before it has been sampled
-    keep      ledger and checkpoint durable ─► marks acknowledged
-    end       nothing open that is not in hand: the last, smaller batch is trained, then the run is finished
+    step          collect groups ─► optimizer step ─► commit: archive, ledger records, marks on the server
+    publish       reserve a version ─► write weights ─► push to engines ─► announce; waits until the evaluation of the
+                  version before has been sampled
+    checkpoint    ledger and checkpoint durable ─► committed groups are deleted from the server
+    end           every unfinished prompt is buffered: train a last, smaller batch, then finish the run
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import anyio
 import structlog
 
 from stream.errors import RunFailedError
-from stream.queue.stage import Stage
 from stream.records import Group
-from stream.trainer.lease import TrainerLease
+from stream.trainer.consumer import LeasedGroup, ResumePoint
 from stream.validity import DropReason
-from workers.runtime.context import WorkerContext
+from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.evaluation.scheduler import EvaluationScheduler
-from workers.train.groups.attempts import attempt_metrics
 from workers.train.groups.collector import CollectedBatch, Collector
-from workers.train.groups.group_buffer import GroupBuffer
-from workers.train.groups.outcome_recorder import EndedGroup, OutcomeRecorder
 from workers.train.metrics_log import MetricsLog
 from workers.train.progress import Progress
 from workers.train.publishing.policy_versions import PolicyVersions
@@ -38,130 +35,161 @@ log = structlog.get_logger()
 
 
 class Trainer:
-    """The trainer between steps, and its verbs."""
+    """Trains a run to its end.
 
-    def __init__(  # noqa: PLR0913  (each is a thing of its own)
+    Args:
+        settings: of the run.
+        collector: collects the groups of each step.
+        learner: policy and optimizer.
+        checkpoints: the run's checkpoints.
+        policy_versions: publishes weights.
+        evaluation: begins evaluations and writes their results.
+        metrics_log: receives the metrics of each step.
+        progress: where the run is.
+    """
+
+    def __init__(
         self,
-        context: WorkerContext,
-        trainer_lease: TrainerLease,
-        stage: Stage,
+        settings: Settings,
+        collector: Collector,
         learner: Learner,
         checkpoints: CheckpointStore,
-        outcomes: OutcomeRecorder,
         policy_versions: PolicyVersions,
-        progress: Progress,
-        metrics_log: MetricsLog,
-        *,
         evaluation: EvaluationScheduler,
+        metrics_log: MetricsLog,
+        progress: Progress,
     ) -> None:
-        self.settings = context.settings
-        self.stopping = context.stopping
-        self.trainer_lease = trainer_lease
-        self.learner = learner
-        self.checkpoints = checkpoints
-        self.outcomes = outcomes
-        self.policy_versions = policy_versions
-        self.progress = progress
-        self.buffer = GroupBuffer(self.settings, outcomes.ledger, learner.vocab_size)
-        self.collector = Collector(self.settings, stage, self.buffer, outcomes, progress, context.stopping)
-        self.metrics_log = metrics_log
-        self.evaluation = evaluation
-        self._last_checkpoint = (progress.step, progress.ledger_bytes)
-        """What the last checkpoint holds."""
+        self._settings = settings.train
+        self._collector = collector
+        self._consumer = collector.consumer
+        self._learner = learner
+        self._checkpoints = checkpoints
+        self._policy_versions = policy_versions
+        self._evaluation = evaluation
+        self._metrics_log = metrics_log
+        self._progress = progress
+        self._published_step = progress.step
+        self._saved = (progress.step, progress.ledger_bytes)
+        """Step and ledger length of the last checkpoint."""
 
     async def run(self) -> None:
-        """Publish what the run begins with, then step until the end."""
-        settings, progress = self.settings.train, self.progress
-        await self.evaluation.discard_unfinished()
+        """Publish the first version, then train until no groups are left, `train.max_steps`, or a stop request."""
+        settings, progress, metrics = self._settings, self._progress, dict[str, float]()
+        await self._evaluation.discard_unfinished()
         await self._publish({})
-        more, published, metrics = True, progress.step, dict[str, float]()
-        while more and not (settings.max_steps and progress.step >= settings.max_steps):
-            began = time.monotonic()
-            collected = await self.collector.collect(
-                self.policy_versions.version, settings.publish_every - (progress.step - published)
-            )
-            if self.stopping.is_set():
-                await self.collector.release_all()
+        has_more = True
+        while has_more and not (settings.max_steps and progress.step >= settings.max_steps):
+            started = time.monotonic()
+            batch = await self._collector.collect(settings.publish_every - (progress.step - self._published_step))
+            if self._is_stopping:
+                await self._consumer.release_all()
                 break
-            if not collected.prompt_ids:
+            if not batch.prompt_ids:
                 break
-            more = collected.has_more
-            metrics = await self._step(began, collected)
-            if progress.step - published >= settings.publish_every or not more or progress.step == settings.max_steps:
+            has_more = batch.has_more
+            metrics = await self._step(started, batch)
+            is_last = not has_more or progress.step == settings.max_steps
+            if is_last or progress.step - self._published_step >= settings.publish_every:
                 await self._publish(metrics)
-                published = progress.step
-            if progress.step - self._last_checkpoint[0] >= settings.save_every:
-                await self._checkpoint()
-        await self._checkpoint()
-        if not self.stopping.is_set():
-            if published != progress.step and self.evaluation.is_final_due(progress.step):
+            if progress.step - self._saved[0] >= settings.save_every:
+                await self._consumer.checkpoint(self._save)
+        await self._consumer.checkpoint(self._save)
+        await self._end(metrics)
+
+    async def _end(self, metrics: Mapping[str, float]) -> None:
+        """Evaluate the final policy and finish the run, unless the trainer was asked to stop."""
+        progress = self._progress
+        if not self._is_stopping:
+            if self._published_step != progress.step and self._evaluation.is_final_due(progress.step):
                 await self._publish(metrics)
-            await self.evaluation.evaluate_final(self.policy_versions.version, progress.step)
-        if not self.stopping.is_set():  # it may have been set meanwhile
+            await self._evaluation.evaluate_final(self._consumer.version, progress.step)
+        if not self._is_stopping:
             self._fail_if_nothing_was_valid()
-            await self.trainer_lease.reconcile_server(self.outcomes.ledger)
-            await self.trainer_lease.finish_run(f"trained {progress.step} steps")
+            await self._consumer.finish(f"trained {progress.step} steps")
             log.info("trainer.finished", step=progress.step)
 
-    def _fail_if_nothing_was_valid(self) -> None:
-        """A run in which nobody measured anything must not end in silence, were it too short for the guard."""
-        rows = self.progress.completion_states
-        if rows and not rows.get("valid"):
-            told = ", ".join(f"{state} {n}" for state, n in sorted(rows.items()))
-            raise RunFailedError(f"not one of the run's {sum(rows.values())} completions was valid ({told})")
+    @property
+    def _is_stopping(self) -> bool:
+        return self._consumer.connection.stopping.is_set()
 
-    async def _step(self, began: float, collected: CollectedBatch) -> dict[str, float]:
-        """One optimizer batch of groups in hand."""
-        leases, groups = self.buffer.pop(collected.prompt_ids)
-        version = self.policy_versions.version
-        dropped, filtered = self.buffer.pop_dropped()
-        report = await anyio.to_thread.run_sync(_train_step, self.learner, groups, version, dropped, filtered)
-        self.progress.count_step(report.metrics, len(groups) * report.trained, time.monotonic() - began)
-        otherwise = "trained" if report.trained else f"dropped:{report.skipped}"
-        ends = [
-            f"dropped:{report.dropped[g.prompt.id]}" if g.prompt.id in report.dropped else otherwise for g in groups
-        ]
-        ended = [EndedGroup(lease, end, group) for lease, end, group in zip(leases, ends, groups, strict=True)]
-        await self.outcomes.record(ended, self.progress.step, version, in_step=True)
-        await self.evaluation.end_if_complete()
-        elapsed = time.monotonic() - began
-        metrics = (
-            dict(report.metrics)
-            | self.evaluation.pop_metrics()
-            | attempt_metrics(groups)
-            | collected.metrics
-            | {
-                "time": time.time(),
-                "version": version,
-                "step_seconds": elapsed,
-                "tokens_per_second": report.metrics.get("tokens/sampled", 0) / elapsed,
-            }
-        )
-        await anyio.to_thread.run_sync(self.metrics_log.append, metrics)
+    def _fail_if_nothing_was_valid(self) -> None:
+        """Fail a run without one valid completion; a short run may end before `InvalidRewardMonitor` has enough groups."""
+        states = self._progress.completion_states
+        if states and not states.get("valid"):
+            counts = ", ".join(f"{state} {n}" for state, n in sorted(states.items()))
+            raise RunFailedError(f"not one of the run's {sum(states.values())} completions was valid ({counts})")
+
+    async def _step(self, started: float, batch: CollectedBatch) -> dict[str, float]:
+        """Train on one batch and commit its groups. Returns the metrics of the step."""
+        leased, version = self._consumer.pop(batch.prompt_ids), self._consumer.version
+        groups = [each.group for each in leased]
+        dropped, filtered = self._collector.pop_dropped()
+        report = await anyio.to_thread.run_sync(_train_step, self._learner, groups, version, dropped, filtered)
+        self._progress.count_step(report.metrics, len(groups) * report.trained, time.monotonic() - started)
+        await self._consumer.commit(leased, self._progress.step, _drop_reasons(report, leased))
+        await self._evaluation.end_if_complete()
+        elapsed = time.monotonic() - started
+        metrics = {
+            **report.metrics,
+            **self._evaluation.pop_metrics(),
+            **attempt_metrics(groups),
+            **batch.metrics,
+            "time": time.time(),
+            "version": version,
+            "step_seconds": elapsed,
+            "tokens_per_second": report.metrics.get("tokens/sampled", 0) / elapsed,
+        }
+        await anyio.to_thread.run_sync(self._metrics_log.append, metrics)
         return metrics
 
-    async def _publish(self, metrics: dict[str, float]) -> None:
-        await self.evaluation.wait_until_sampled()
-        await self.policy_versions.publish(
-            self.learner.save_weights, self.progress.version, self.progress.step, metrics
-        )
-        self.progress.version = self.policy_versions.version
-        await self.evaluation.begin_if_due(self.policy_versions.version, self.progress.step)
+    async def _publish(self, metrics: Mapping[str, float]) -> None:
+        await self._evaluation.wait_until_sampled()
+        await self._policy_versions.publish(self._learner.save_weights, self._progress.step, metrics)
+        self._progress.version = self._consumer.version
+        self._published_step = self._progress.step
+        await self._evaluation.begin_if_due(self._consumer.version, self._progress.step)
 
-    async def _checkpoint(self) -> None:
-        """Make everything up to here durable, then let Redis forget it."""
-        self.progress.ledger_bytes = await self.outcomes.sync()
-        reached = (self.progress.step, self.progress.ledger_bytes)
-        if reached != self._last_checkpoint or self.checkpoints.is_empty:
-            self.progress.metrics_bytes = await anyio.to_thread.run_sync(lambda: self.metrics_log.size)
-            self.progress.end_checkpoint_period()
-            await anyio.to_thread.run_sync(self.checkpoints.save, self.progress.step, self.learner, self.progress)
-            self._last_checkpoint = reached
-        await self.outcomes.acknowledge()
+    def _save(self, resume_point: ResumePoint) -> None:
+        """Save a checkpoint, unless the last one holds everything up to this point."""
+        progress = self._progress
+        progress.ledger_bytes = resume_point.ledger_bytes
+        reached = (progress.step, progress.ledger_bytes)
+        if reached != self._saved or self._checkpoints.is_empty:
+            progress.metrics_bytes = self._metrics_log.size
+            progress.end_checkpoint_period()
+            self._checkpoints.save(progress.step, self._learner, progress)
+            self._saved = reached
+
+
+def attempt_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the mean duration of the attempts that are trained on, and of the first attempts at the same prompts.
+
+    A cancelled attempt counts with the time that it had run, a lower bound of what it would have taken. Its number of
+    tokens is unknown: an aborted request returns none.
+    """
+    if not groups:
+        return {}
+    trained = [group.rolled_out_at - group.claimed_at for group in groups]
+    first = [
+        group.cancelled_attempts_s[0] if group.cancelled_attempts_s else seconds
+        for group, seconds in zip(groups, trained, strict=True)
+    ]
+    return {
+        "attempt/seconds": sum(trained) / len(trained),
+        "attempt/seconds_first": sum(first) / len(first),
+        "attempt/cancelled": sum(len(group.cancelled_attempts_s) for group in groups),
+    }
 
 
 def _train_step(
     learner: Learner, groups: list[Group], version: int, dropped: Mapping[DropReason, int], filtered: list[Group]
 ) -> StepReport:
-    """One step, and what it says of the groups that were dropped on the way to it."""
     return learner.step(collate(groups), version, filtered=collate(filtered) if filtered else None, dropped=dropped)
+
+
+def _drop_reasons(report: StepReport, leased: Sequence[LeasedGroup[Any]]) -> dict[str, str]:
+    """Return why groups of a step were not trained on, by prompt id: all of them if the optimizer did not move."""
+    reasons: dict[str, str] = {}
+    if not report.trained:
+        reasons = {each.group.prompt.id: report.skipped for each in leased}
+    return reasons | report.dropped

@@ -1,124 +1,162 @@
-"""The trainer: scored groups in, policy versions out.
+"""The trainer role: resume from the newest intact checkpoint, then train to the end of the run.
 
 ::
 
-    begin    tenure and fence ─► newest whole checkpoint ─► ledger cut to its length ─► what the checkpoint lacks comes
-             again ─► its weights to the engines, under a version number never used before
-    train    step after step (`Trainer`)
-    end      the right given up, so that a successor need not wait
+    start     trainer lease and folder lock ─► newest intact checkpoint ─► ledger cut to its length; groups that the
+              checkpoint lacks come again ─► its weights to the engines, under a new version number
+    train     step after step (`Trainer`)
+    end       release the trainer lease, so that a successor need not wait for it to expire
 """
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import structlog
+from msgspec import Struct
 
 from stream.queue.stage import Stage
 from stream.trainer.archive import Archive
-from stream.trainer.folder_lock import RunFolderLock, last_token
+from stream.trainer.consumer import Consumer, ResumePoint, open_consumer, open_trainer_lease
+from stream.trainer.folder_lock import RunFolderLock
 from stream.trainer.lease import TrainerLease
-from stream.trainer.ledger import Ledger
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.runtime.context import WorkerContext
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.evaluation.results import EvaluationLog
 from workers.train.evaluation.scheduler import EvaluationScheduler
-from workers.train.groups.outcome_recorder import OutcomeRecorder
+from workers.train.groups.collector import Collector
+from workers.train.groups.group_checker import GroupChecker
 from workers.train.metrics_log import MetricsLog
 from workers.train.progress import Progress
 from workers.train.publishing.policy_versions import PolicyVersions
-from workers.train.publishing.publisher import open_publisher
+from workers.train.publishing.publisher import WeightPublisher, open_publisher
 from workers.train.step.learner import Learner
 from workers.train.trainer import Trainer
 
 log = structlog.get_logger()
 
 
+class _RunFiles(Struct):
+    """What the trainer keeps in the run's folder, as of the checkpoint that it resumes from."""
+
+    checkpoints: CheckpointStore
+    learner: Learner
+    progress: Progress
+    metrics_log: MetricsLog
+    evaluation_log: EvaluationLog | None
+    archive: Archive | None
+
+
 async def train(context: WorkerContext, make_learner: Callable[[Settings], Learner] = Learner) -> None:
-    """Train until every prompt has met its end, or `train.max_steps`.
+    """Train until every prompt has an outcome, or `train.max_steps`.
 
     Args:
         context: settings and connection.
-        make_learner: makes what is trained.
+        make_learner: creates the policy and its optimizer.
     """
     settings = context.settings
     discovery = await EngineDiscovery.from_settings(settings.engine, context.connection)
-    async with open_publisher(settings, discovery) as publisher, anyio.create_task_group() as tasks:
+    async with (
+        open_publisher(settings, discovery) as publisher,
+        anyio.create_task_group() as tasks,
+        open_trainer_lease(context.connection, settings.folder, settings.queue.lease_s) as (trainer_lease, folder_lock),
+    ):
         tasks.start_soon(discovery.watch)
-        last_known_token = await anyio.to_thread.run_sync(last_token, settings.folder)
-        trainer_lease = await TrainerLease.acquire(
-            context.connection, settings.queue.lease_s, min_token=last_known_token
-        )
-        tasks.start_soon(trainer_lease.renew_forever)
-        fence = await anyio.to_thread.run_sync(RunFolderLock.acquire, settings.folder, trainer_lease.token)
-        checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.train.max_checkpoints, fence)
-        learner, progress = await anyio.to_thread.run_sync(_load, settings, checkpoints, make_learner)
-        ledger = await anyio.to_thread.run_sync(Ledger, settings.folder / "ledger.jsonl", progress.ledger_bytes, fence)
-        requeued = await trainer_lease.recover(ledger)
-        log.info("trainer.started", step=progress.step, version=progress.version, groups_again=requeued)
-        stage = Stage(context.connection, "scored", context.consumer, context.retry_policy)
-        tasks.start_soon(stage.renew_leases)
-        archive = await anyio.to_thread.run_sync(_open_archive, settings, fence)
-        outcomes = OutcomeRecorder(ledger, trainer_lease, stage, archive)
-        policy_versions = PolicyVersions(
-            settings.folder / "weights", trainer_lease, publisher, tasks, retention_s=_retention_s(settings)
-        )
-        tasks.start_soon(policy_versions.update_outdated_engines)
-        try:
-            metrics_log = await anyio.to_thread.run_sync(
-                MetricsLog, settings.folder / "metrics.jsonl", progress.metrics_bytes, fence
+        files = await anyio.to_thread.run_sync(_open_files, settings, folder_lock, make_learner)
+        checker = GroupChecker(settings, files.learner.vocab_size, files.progress)
+        async with _open_consumer(context, trainer_lease, folder_lock, files, checker) as consumer:
+            log.info(
+                "trainer.started",
+                step=files.progress.step,
+                version=files.progress.version,
+                groups_again=consumer.requeued_groups,
             )
-            evaluation_log = await anyio.to_thread.run_sync(_open_evaluation_log, settings, progress, fence)
-            evaluation = EvaluationScheduler(settings, trainer_lease, evaluation_log, context.stopping)
-            trainer = Trainer(
-                *(
-                    context,
-                    trainer_lease,
-                    stage,
-                    learner,
-                    checkpoints,
-                    outcomes,
-                    policy_versions,
-                    progress,
-                    metrics_log,
-                ),
-                evaluation=evaluation,
-            )
-            await trainer.run()
-            await trainer_lease.release()
-        finally:
-            ledger.close()
-            if archive is not None:
-                archive.close()
+            await _train(settings, consumer, checker, publisher, files)
         tasks.cancel_scope.cancel()
 
 
-def _load(
-    settings: Settings, checkpoints: CheckpointStore, make_learner: Callable[[Settings], Learner]
-) -> tuple[Learner, Progress]:
-    """The learner as its newest whole checkpoint left it, or as the run begins."""
+async def _train(
+    settings: Settings,
+    consumer: Consumer[Any],
+    checker: GroupChecker,
+    publisher: WeightPublisher,
+    files: _RunFiles,
+) -> None:
+    async with anyio.create_task_group() as tasks:
+        policy_versions = PolicyVersions(
+            settings.folder / "weights", consumer, publisher, tasks, retention_s=_retention_s(settings)
+        )
+        tasks.start_soon(policy_versions.update_outdated_engines)
+        trainer = Trainer(
+            settings,
+            Collector(settings, consumer, checker),
+            files.learner,
+            files.checkpoints,
+            policy_versions,
+            EvaluationScheduler(settings, consumer.trainer_lease, files.evaluation_log),
+            files.metrics_log,
+            files.progress,
+        )
+        await trainer.run()
+        tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _open_consumer(
+    context: WorkerContext,
+    trainer_lease: TrainerLease,
+    folder_lock: RunFolderLock,
+    files: _RunFiles,
+    checker: GroupChecker,
+) -> AsyncIterator[Consumer[Any]]:
+    """Open the run's consumer at the checkpoint's resume point."""
+    progress = files.progress
+    resume = ResumePoint(ledger_bytes=progress.ledger_bytes, version=progress.version, step=progress.step)
+    stage = Stage(context.connection, "scored", context.consumer, context.retry_policy)
+    ledger_path = context.settings.folder / "ledger.jsonl"
+    try:
+        async with open_consumer(
+            trainer_lease, folder_lock, stage, ledger_path, resume, checker.check, archive=files.archive
+        ) as consumer:
+            yield consumer
+    finally:
+        if files.archive is not None:
+            files.archive.close()
+
+
+def _open_files(
+    settings: Settings, folder_lock: RunFolderLock, make_learner: Callable[[Settings], Learner]
+) -> _RunFiles:
+    """Load the newest intact checkpoint, if there is one, and cut the logs to it."""
+    checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.train.max_checkpoints, folder_lock)
     checkpoint = checkpoints.latest()
     learner = make_learner(settings)
-    if checkpoint is None:
-        return learner, Progress()
-    checkpoint.restore(learner)
-    return learner, checkpoint.progress
-
-
-def _retention_s(settings: Settings) -> float:
-    """An engine reads an adapter again that it had no room for, as long as a request goes on with it."""
-    return (
-        settings.engine.request_timeout_s + settings.queue.reconnect_timeout_s if settings.publishes_adapters else 0.0
+    progress = Progress()
+    if checkpoint is not None:
+        checkpoint.restore(learner)
+        progress = checkpoint.progress
+    return _RunFiles(
+        checkpoints=checkpoints,
+        learner=learner,
+        progress=progress,
+        metrics_log=MetricsLog(settings.folder / "metrics.jsonl", progress.metrics_bytes, folder_lock),
+        evaluation_log=EvaluationLog(settings.folder, progress.step, folder_lock) if settings.eval.path else None,
+        archive=_open_archive(settings, folder_lock),
     )
 
 
-def _open_evaluation_log(settings: Settings, progress: Progress, fence: RunFolderLock) -> EvaluationLog | None:
-    return EvaluationLog(settings.folder, progress.step, fence) if settings.eval.path else None
-
-
-def _open_archive(settings: Settings, fence: RunFolderLock | None) -> Archive | None:
+def _open_archive(settings: Settings, folder_lock: RunFolderLock | None) -> Archive | None:
     keep = settings.archive.keep
     if keep == "none":
         return None
-    return Archive(settings.folder / "groups", None if keep == "all" else keep * 1_000_000, fence)
+    return Archive(settings.folder / "groups", None if keep == "all" else keep * 1_000_000, folder_lock)
+
+
+def _retention_s(settings: Settings) -> float:
+    """An engine without room for an adapter reads it again later, for as long as a request names it."""
+    if not settings.publishes_adapters:
+        return 0.0
+    return settings.engine.request_timeout_s + settings.queue.reconnect_timeout_s

@@ -29,6 +29,7 @@ from stream.errors import PenstockError, SettingsError
 from stream.records import Completion, Group, RewardPart
 from stream.trainer.archive import ArchivedGroups
 from stream.trainer.ledger import read_ledger
+from stream.trainer.outcomes import encode_outcome
 from stream.validity import Reward
 from workers.commands.output import print_json
 from workers.commands.rescore.rescore_summary import RescoreSummary, RewardComparison, summarize
@@ -157,7 +158,7 @@ class ArchivedRun:
                 self.groups_missing += 1
                 continue
             self.groups_read += 1
-            yield line.outcome, line.hash, groups.read(line.prompt, line.hash)
+            yield encode_outcome(line.outcome), line.hash, groups.read(line.prompt, line.hash)
 
 
 async def _rescore_in_chunks(

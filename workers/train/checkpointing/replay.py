@@ -15,6 +15,7 @@ from stream.errors import RunMismatchError
 from stream.records import Group
 from stream.trainer.archive import ArchivedGroups
 from stream.trainer.ledger import LedgerLine, read_ledger
+from stream.trainer.outcomes import Dropped, LedgerOutcome, Trained, encode_outcome
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import Checkpoint, CheckpointStore
 from workers.train.checkpointing.replay_comparison import (
@@ -136,7 +137,9 @@ class _Replay:
             end = _outcome(report, written.record.prompt)
             if written.record.outcome != end:
                 raise _ledger_mismatch(
-                    written, step, f"says {written.record.outcome} of {written.record.prompt}, the replay {end}"
+                    written,
+                    step,
+                    f"says {encode_outcome(written.record.outcome)} of {written.record.prompt}, the replay {encode_outcome(end)}",
                 )
         self._compare(step)
 
@@ -155,14 +158,16 @@ class _Replay:
         """How many of the step's groups were dropped before they came to hand: what follows was its batch."""
         for place, (written, group) in enumerate(found):
             line = written.record
-            if line.outcome == "trained":
+            if isinstance(line.outcome, Trained):
                 return place
             reason, _ = check_group(group, self._settings, line.version, self.learner.vocab_size)
             if reason is None:
                 return place
-            if line.outcome != f"dropped:{reason}":
+            if line.outcome != Dropped(reason):
                 raise _ledger_mismatch(
-                    written, line.step, f"says {line.outcome} of {line.prompt}, the replay dropped:{reason}"
+                    written,
+                    line.step,
+                    f"says {encode_outcome(line.outcome)} of {line.prompt}, the replay dropped:{reason}",
                 )
         return len(found)
 
@@ -208,11 +213,11 @@ def _refuse_gaps(lines: Sequence[LedgerLine], archive: ArchivedGroups, settings:
     )
 
 
-def _outcome(report: StepReport, prompt: str) -> str:
-    """What the trainer writes of a group of this batch."""
+def _outcome(report: StepReport, prompt: str) -> LedgerOutcome:
+    """Return the outcome that the trainer records for a group of this step."""
     if prompt in report.dropped:
-        return f"dropped:{report.dropped[prompt]}"
-    return "trained" if report.trained else f"dropped:{report.skipped}"
+        return Dropped(report.dropped[prompt])
+    return Trained() if report.trained else Dropped(report.skipped)
 
 
 def _ledger_mismatch(written: LedgerLine, step: int, what: str) -> ReplayMismatchFound:

@@ -1,16 +1,16 @@
-"""The trainer's part in evaluations: it begins them, holds publications meanwhile, and writes down what came of them.
+"""Begins and ends evaluations, and delays publications while one is sampled.
 
 ::
 
-    publish v ──► due? examine v ──► train the step that follows ──► hold: wait until v is sampled ──► publish v+1
-                                                                        └─ conclude, once all is scored
+    publish v ──► due? begin evaluation of v ──► train the next step ──► wait until v is sampled ──► publish v+1
+                                                                            └─ write the result once all is scored
 
-The engines have version v for as long as the evaluation of v is sampled, so its spans name v alone. Nothing that it
-waits for waits for the trainer: prompts of an evaluation need no place in pacing. Still each wait is bounded, by
-`eval.publish_wait_s` without anything new; what is sampled after that is counted as mixed.
+Engines serve version v for as long as its evaluation is sampled, so the spans of its completions name v alone. The wait
+cannot deadlock: evaluation prompts need no place in pacing. It is also bounded, by `eval.publish_wait_s` without
+progress; completions sampled after that count as mixed.
 
-A trainer that was killed begins from a checkpoint, under a new version number: the evaluation that was under way is
-given up, and done again where the step that the weights are of has no line yet.
+A trainer that resumes from a checkpoint publishes under a new version number. It discards an unfinished evaluation, and
+repeats it if `eval.jsonl` has no line for the step of its weights.
 """
 
 import time
@@ -19,7 +19,9 @@ from collections.abc import Callable
 import anyio
 import msgspec
 import structlog
+from msgspec import Struct
 
+from stream.cancellation import cancel_on
 from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
 from stream.queue.evaluation import (
     EvaluationProgress,
@@ -35,158 +37,173 @@ from workers.train.evaluation.results import EvaluationLog, EvaluationResult, su
 log = structlog.get_logger()
 
 _MIN_POLL_S = 0.01
-"""Between two looks: a run that goes on wakes many times a second."""
+"""Shortest time between two reads of the progress; an active run changes many times a second."""
+
+
+class RunningEvaluation(Struct, frozen=True):
+    """An evaluation that has begun and has no result yet."""
+
+    version: int
+    step: int
+    started: float
+    """Monotonic time."""
 
 
 class EvaluationScheduler:
-    """The trainer's part in evaluations.
+    """Schedules the evaluations of a run.
 
     Args:
         settings: of the run.
-        trainer_lease: the right to train it.
-        results: what was found so far; None where nothing is evaluated.
-        stopping: set when the trainer is asked to stop: then nothing is waited for.
+        trainer_lease: the right to begin and end evaluations.
+        results: earlier results; None if the run has no evaluation.
     """
 
-    def __init__(
-        self, settings: Settings, trainer_lease: TrainerLease, results: EvaluationLog | None, stopping: anyio.Event
-    ) -> None:
+    def __init__(self, settings: Settings, trainer_lease: TrainerLease, results: EvaluationLog | None) -> None:
         self._settings = settings.eval
         self._publish_every = settings.train.publish_every
         self._settings_digest = settings.evaluation_digest
         self._trainer_lease = trainer_lease
         self._results = results
-        self._stopping = stopping
-        self._running: tuple[int, int, float] | None = None
-        """Version, step and monotonic time of the beginning."""
+        self._running: RunningEvaluation | None = None
         self._timed_out = False
-        """It was held for in vain."""
+        """A publication stopped waiting for the running evaluation."""
         self._new_result: EvaluationResult | None = None
 
-    @property
-    def _connection(self) -> RunConnection:
-        return self._trainer_lease.connection
-
     async def discard_unfinished(self) -> None:
-        """Give up what a trainer before us had begun: its version is not ours."""
+        """End the evaluation of an earlier trainer, whose version this one does not have."""
         if self._results is not None:
             await create_evaluation_streams(self._connection)
             await self._trainer_lease.end_evaluation(_last_result(self._results))
 
     async def begin_if_due(self, version: int, step: int, *, last: bool = False) -> None:
-        """Begin an evaluation of a version that the engines have now, if one is due."""
-        if not self._is_due(step, last) or self._stopping.is_set():
+        """Begin an evaluation of a version that the engines serve, if one is due.
+
+        Args:
+            version: the published version.
+            step: of its weights.
+            last: the run ends with this version, which is evaluated in any case.
+        """
+        if not self._is_due(step, last) or self._is_stopping:
             return
         await self._end()
-        since = time.monotonic()
-        while after := await self._trainer_lease.begin_evaluation(version, step, self._settings_digest):
-            if self._stopping.is_set():
+        started = time.monotonic()
+        while wake_id := await self._trainer_lease.begin_evaluation(version, step, self._settings_digest):
+            if self._is_stopping:
                 return
-            left_s = self._settings.publish_wait_s - (time.monotonic() - since)
-            if left_s <= 0:
-                log.error("evaluation.skipped", version=version, why="no feeder has brought the held-out prompts")
+            remaining_s = self._settings.publish_wait_s - (time.monotonic() - started)
+            if remaining_s <= 0:
+                log.error("evaluation.skipped", version=version, why="no feeder has uploaded the evaluation prompts")
                 return
-            await self._wait(after, left_s)
-        self._running, self._timed_out = (version, step, since), False
+            await self._wait(wake_id, remaining_s)
+        self._running, self._timed_out = RunningEvaluation(version, step, started), False
         log.info("evaluation.started", version=version, step=step)
 
     async def wait_until_sampled(self) -> None:
-        """Before a publication: wait until the evaluation under way has been sampled."""
+        """Wait until the running evaluation has been sampled; call it before a publication."""
         if self._running is None or self._timed_out:
             return
-        self._timed_out = not await self._wait_until(self._running, lambda seen: not seen.unsampled)
-        if self._timed_out and not self._stopping.is_set():
-            log.warning("evaluation.timed_out", version=self._running[0], hold_s=self._settings.publish_wait_s)
+        self._timed_out = not await self._wait_until(self._running, lambda progress: not progress.unsampled)
+        if self._timed_out and not self._is_stopping:
+            version, wait_s = self._running.version, self._settings.publish_wait_s
+            log.warning("evaluation.timed_out", version=version, publish_wait_s=wait_s)
 
     async def end_if_complete(self) -> None:
-        """Write down the evaluation under way, if all of it has come."""
+        """Write the result of the running evaluation if all of it is scored."""
         if self._running is None:
             return
-        now = await read_evaluation_progress(self._connection)
-        if now.version == self._running[0] and not now.unfinished:
+        progress = await read_evaluation_progress(self._connection)
+        if progress.version == self._running.version and not progress.unfinished:
             await self._end()
 
     async def evaluate_final(self, version: int, step: int) -> None:
-        """The run is over: evaluate its last policy, if that has not been done, and wait for what came of it."""
+        """Evaluate the run's last policy, unless that has been done, and wait for the result."""
         await self.begin_if_due(version, step, last=True)
         await self._end()
 
     def is_final_due(self, step: int) -> bool:
-        """Whether the policy of this step is yet to be evaluated, if it is the last."""
+        """Whether the policy of this step must still be evaluated if it is the last."""
         return self._is_due(step, last=True)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Of an evaluation that was concluded since this was last asked."""
-        news, self._new_result = self._new_result, None
-        return news.metrics() if news is not None else {}
+        """Return the metrics of an evaluation that ended since the previous call."""
+        result, self._new_result = self._new_result, None
+        return result.metrics() if result is not None else {}
+
+    @property
+    def _connection(self) -> RunConnection:
+        return self._trainer_lease.connection
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._connection.stopping.is_set()
 
     def _is_due(self, step: int, last: bool) -> bool:
         if self._results is None:
             return False
-        done = [line.step for line in self._results.results]
-        done += [self._running[1]] if self._running is not None else []
+        evaluated = [result.step for result in self._results.results]
+        evaluated += [self._running.step] if self._running is not None else []
         if last:
-            return step not in done
+            return step not in evaluated
         publication = step // self._publish_every
-        return publication % self._settings.every == 0 and publication not in {s // self._publish_every for s in done}
+        is_due = publication % self._settings.every == 0
+        return is_due and publication not in {each // self._publish_every for each in evaluated}
 
     async def _end(self) -> None:
-        """Wait until all of the evaluation under way has come, within bounds, and write it down."""
+        """Wait, within bounds, until the running evaluation is scored, and write its result."""
         if self._running is None or self._results is None:
             return
-        whole = await self._wait_until(self._running, lambda seen: not seen.unfinished)
-        if self._stopping.is_set() and not whole:
+        running = self._running
+        complete = await self._wait_until(running, lambda progress: not progress.unfinished)
+        if self._is_stopping and not complete:
             return
-        version, step, began = self._running
         prompts = await read_evaluation_environments(self._connection)
-        found = await read_prompt_evaluations(self._connection)
-        score, by_environment = await anyio.to_thread.run_sync(
-            summarize, found, prompts, "dead" if whole else "missing"
-        )
-        line = EvaluationResult(
-            version=version,
-            step=step,
+        evaluations = await read_prompt_evaluations(self._connection)
+        missing_state = "dead" if complete else "missing"
+        overall, by_environment = await anyio.to_thread.run_sync(summarize, evaluations, prompts, missing_state)
+        result = EvaluationResult(
+            version=running.version,
+            step=running.step,
             time=time.time(),
-            seconds=time.monotonic() - began,
-            overall=score,
+            seconds=time.monotonic() - running.started,
+            overall=overall,
             environments=by_environment,
         )
-        await anyio.to_thread.run_sync(self._results.append, line)
-        self._running, self._new_result = None, line
+        await anyio.to_thread.run_sync(self._results.append, result)
+        self._running, self._new_result = None, result
         await self._trainer_lease.end_evaluation(_last_result(self._results))
-        log.info("evaluation.ended", version=version, step=step, mean=score.mean_valid, mixed=score.mixed)
+        log.info(
+            "evaluation.ended",
+            version=running.version,
+            step=running.step,
+            mean=overall.mean_valid,
+            mixed=overall.mixed,
+        )
 
-    async def _wait_until(self, under_way: tuple[int, int, float], done: Callable[[EvaluationProgress], bool]) -> bool:
-        """Wait for it; False where nothing new came for `hold_s`, or a stop was asked for."""
-        version, step, _ = under_way
+    async def _wait_until(self, running: RunningEvaluation, is_done: Callable[[EvaluationProgress], bool]) -> bool:
+        """Wait for a condition; False after `publish_wait_s` without progress, or when a stop is requested."""
         seen: tuple[int, int] | None = None
-        last = time.monotonic()
+        last_change = time.monotonic()
         while True:
-            now = await read_evaluation_progress(self._connection)
-            if now.version != version:
-                log.warning("evaluation.state_lost", version=version, server_has=now.version)
-                await self._trainer_lease.begin_evaluation(version, step, self._settings_digest)
-            elif done(now):
+            progress = await read_evaluation_progress(self._connection)
+            if progress.version != running.version:
+                # The server lost its last writes.
+                log.warning("evaluation.state_lost", version=running.version, server_has=progress.version)
+                await self._trainer_lease.begin_evaluation(running.version, running.step, self._settings_digest)
+            elif is_done(progress):
                 return True
-            if now.version == version and (now.unsampled, now.unfinished) != seen:
-                seen, last = (now.unsampled, now.unfinished), time.monotonic()
-            left_s = self._settings.publish_wait_s - (time.monotonic() - last)
-            if left_s <= 0 or self._stopping.is_set():
+            elif (progress.unsampled, progress.unfinished) != seen:
+                seen, last_change = (progress.unsampled, progress.unfinished), time.monotonic()
+            remaining_s = self._settings.publish_wait_s - (time.monotonic() - last_change)
+            if remaining_s <= 0 or self._is_stopping:
                 return False
-            await self._wait(now.wake_id, left_s)
+            await self._wait(progress.wake_id, remaining_s)
 
-    async def _wait(self, after: str, at_most_s: float) -> None:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_cancel_when, self._stopping, tasks.cancel_scope)
-            await self._connection.wait_for_change(after, max(0.001, min(at_most_s, MAX_BLOCK_S)))
+    async def _wait(self, wake_id: str, timeout_s: float) -> None:
+        """Wait until the run changes, a stop is requested, or the timeout."""
+        async with cancel_on(self._connection.stopping):
+            await self._connection.wait_for_change(wake_id, max(0.001, min(timeout_s, MAX_BLOCK_S)))
             await anyio.sleep(_MIN_POLL_S)
-            tasks.cancel_scope.cancel()
 
 
-def _last_result(book: EvaluationLog) -> bytes:
-    return msgspec.json.encode(book.last) if book.last is not None else b""
-
-
-async def _cancel_when(event: anyio.Event, scope: anyio.CancelScope) -> None:
-    await event.wait()
-    scope.cancel()
+def _last_result(results: EvaluationLog) -> bytes:
+    return msgspec.json.encode(results.last) if results.last is not None else b""

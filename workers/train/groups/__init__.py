@@ -1,17 +1,10 @@
-"""The trainer's groups, from the claim to the end of each.
+"""Scored groups on their way to a step: checked, collected, waited for.
 
-::
-
-    [scored] ─► collecting ─► hand ────────────────► a full step (`Trainer`) ─┐
-                              not worth training ───────────────────────────┴─► endings ─► archive, ledger line, mark
-
-===================  ==================================================================
-`collecting.py`      claims and judges until a step is full, or nothing more will come
-`hand.py`            the groups held meanwhile, and what was dropped
-`lateness.py`        which groups a step takes, and which it waits for
-`stragglers.py`      for whom it waits now, and how long
-`guard.py`           stops a run whose rewards are not measured any more
-`endings.py`         what a group's end leaves behind
-`attempts.py`        how long attempts at groups took
-===================  ==================================================================
+===============================  ========================================================================
+`collector.py`                   polls the consumer until a step is full, or no more groups will come
+`group_checker.py`               decides whether a group is worth training on; counts the dropped ones
+`step_plan.py`                   which groups a step takes, and which it waits for
+`straggler_wait.py`              how long the current step has been waiting, and for which groups
+`invalid_reward_monitor.py`      stops a run whose rewards are no longer measured
+===============================  ========================================================================
 """

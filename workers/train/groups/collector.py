@@ -1,174 +1,116 @@
-"""How the trainer's hand is filled: groups are claimed and judged until a step is full, or nothing more will come."""
+"""Fills a step: polls the consumer until enough groups are buffered, or no more will come."""
 
 import time
+from typing import Any
 
-import anyio
 import structlog
 from msgspec import Struct, field
 
-from stream.errors import LeaseLostError, RunFailedError
-from stream.queue.stage import Claim, Lease, Stage
+from stream.errors import RunFailedError
+from stream.queue.stage import Claim
 from stream.queue.versions import inflight_versions
+from stream.trainer.consumer import Consumer
 from workers.runtime.idle_log import IdleLogger
 from workers.settings import Settings
-from workers.train.groups.group_buffer import GroupBuffer
-from workers.train.groups.outcome_recorder import EndedGroup, OutcomeRecorder
+from workers.train.groups.group_checker import GroupChecker
 from workers.train.groups.step_plan import StepPlan, VersionSchedule, plan_step
 from workers.train.groups.straggler_wait import StragglerWait
-from workers.train.progress import Progress
 
 log = structlog.get_logger()
 
 
 class CollectedBatch(Struct, frozen=True):
-    """What a step is to be made of."""
+    """What the next step consists of."""
 
     prompt_ids: list[str]
-    """Prompts in hand; none where there is no step to make."""
+    """Prompts of buffered groups; empty if there is no next step."""
     has_more: bool = False
-    """Something may come after them."""
+    """Groups may come after this step."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the waiting."""
+    """About waiting for stragglers."""
 
 
 class Collector:
-    """Fills a hand, and says what of it makes a step.
+    """Collects the groups of each step in the consumer's buffer.
 
     Args:
         settings: of the run.
-        stage: of scored groups.
-        buffer: to be filled.
-        outcomes: where groups that are not worth training end.
-        progress: of the run.
-        stopping: set when the trainer is asked to stop.
+        consumer: leases groups, and checks them with `checker`.
+        checker: counts dropped groups.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        stage: Stage,
-        buffer: GroupBuffer,
-        outcomes: OutcomeRecorder,
-        progress: Progress,
-        stopping: anyio.Event,
-    ) -> None:
+    def __init__(self, settings: Settings, consumer: Consumer[Any], checker: GroupChecker) -> None:
+        self.consumer = consumer
+        self.pop_dropped = checker.pop_dropped
         self._settings = settings
-        self._stage = stage
-        self._buffer = buffer
-        self._outcomes = outcomes
-        self._progress = progress
-        self._stopping = stopping
         self._waits_for_stragglers = settings.pacing.stale_policy == "wait"
         self._stragglers = StragglerWait(settings.pacing.straggler_timeout_s)
-        self._idle_logger = IdleLogger(stage.name)
+        self._idle_logger = IdleLogger("scored")
 
-    async def collect(self, version: int, steps_left: int = 1) -> CollectedBatch:
-        """Take groups into hand until there is a step to make, or nothing more will come, or a stop was asked for.
+    async def collect(self, steps_left: int = 1) -> CollectedBatch:
+        """Poll until a step is full, no more groups will come, or a stop is requested (then the batch is empty).
 
         Args:
-            version: the policy version now.
-            steps_left: until the next version is published, this one included.
+            steps_left: steps until the next policy version is published, the coming one included.
 
         Raises:
-            RunFailedError: nothing came for `abort.stall_timeout_s`, or too much of what came is invalid.
+            RunFailedError: no group came for `abort.stall_timeout_s`, or too many completions are invalid.
         """
-        wanted, stall_s = self._settings.train.batch_size, self._settings.abort.stall_timeout_s
-        last = time.monotonic()
+        consumer = self.consumer
+        batch_size, stall_timeout_s = self._settings.train.batch_size, self._settings.abort.stall_timeout_s
+        last_arrival = time.monotonic()
         while True:
-            # Who waits for some has to see all that has come, and holds it meanwhile: as much as may be outstanding.
-            claim = await self._stage.claim(
-                self._settings.capacity if self._waits_for_stragglers else wanted - len(self._buffer.groups)
-            )
-            await self._offer(claim.leases, version)
-            if self._stopping.is_set():
+            # A trainer that waits for stragglers must see everything that has arrived, so it buffers up to the limit of
+            # outstanding groups.
+            room = self._settings.capacity if self._waits_for_stragglers else batch_size - len(consumer.buffer)
+            claim = await consumer.poll(room)
+            if consumer.connection.stopping.is_set():
                 return CollectedBatch([])
             if claim.leases or claim.paused:
-                last = time.monotonic()
-            chosen = await self._plan_step(version, steps_left)
-            over = claim.feed_done and claim.unfinished_prompts <= len(self._buffer.groups)
-            full = len(chosen.prompt_ids) == wanted
-            lacks = full and self._stragglers.should_wait([] if over else chosen.stragglers, paused=claim.paused)
-            if over or (full and not lacks):
-                more = not over or len(self._buffer.groups) > len(chosen.prompt_ids)
-                return CollectedBatch(
-                    chosen.prompt_ids, more, self._stragglers.pop_metrics() if self._waits_for_stragglers else {}
-                )
+                last_arrival = time.monotonic()
+            plan = await self._plan_step(steps_left)
+            drained = consumer.is_drained(claim)
+            full = len(plan.prompt_ids) == batch_size
+            must_wait = full and self._stragglers.should_wait([] if drained else plan.stragglers, paused=claim.paused)
+            if drained or (full and not must_wait):
+                has_more = not drained or len(consumer.buffer) > len(plan.prompt_ids)
+                return CollectedBatch(plan.prompt_ids, has_more, self._pop_metrics())
             if claim.leases:
                 self._idle_logger.end_wait()
                 continue
-            if not full and time.monotonic() - last > stall_s:
+            if not full and time.monotonic() - last_arrival > stall_timeout_s:
                 raise RunFailedError(
-                    f"no group came to be trained for abort.stall_timeout_s = {stall_s:g} s, while {claim.unfinished_prompts} "
-                    "prompts have met no end; `penstock queues` shows where they are, the workers' logs why"
+                    f"no scored group arrived within abort.stall_timeout_s = {stall_timeout_s:g} s, but "
+                    f"{claim.unfinished_prompts} prompts are unfinished; `penstock queues` shows where they are, the "
+                    "workers' logs why"
                 )
             await self._wait(claim)
 
-    async def _plan_step(self, version: int, steps_left: int) -> StepPlan:
-        """What of the hand makes the step to come."""
-        in_hand = self._buffer.groups
+    async def _plan_step(self, steps_left: int) -> StepPlan:
+        """Choose the groups of the coming step from the buffer."""
+        consumer = self.consumer
         if not self._waits_for_stragglers:
-            return StepPlan(list(in_hand), [])
-        ended = self._outcomes.ledger.outcomes
-        starts = {
-            prompt: start
-            for prompt, start in (await inflight_versions(self._stage.connection)).items()
-            if prompt not in ended
-        }
-        for prompt, (_, group) in in_hand.items():
-            if prompt not in starts:  # it comes again; the server no longer knows when it was begun
-                starts[prompt] = group.oldest_version if group.oldest_version is not None else version
-        course = VersionSchedule(
-            version=version,
+            return StepPlan(list(consumer.buffer), [])
+        versions = await inflight_versions(consumer.connection)
+        start_versions = {p: version for p, version in versions.items() if p not in consumer.ledger.outcomes}
+        for prompt_id, leased in consumer.buffer.items():
+            # After a restart the server no longer knows at which version a group started.
+            oldest = leased.group.oldest_version
+            start_versions.setdefault(prompt_id, consumer.version if oldest is None else oldest)
+        schedule = VersionSchedule(
+            version=consumer.version,
             steps_left=steps_left,
             groups_per_step=self._settings.train.batch_size,
             groups_per_version=self._settings.groups_per_version,
             max_staleness=self._settings.pacing.max_staleness,
         )
-        return plan_step(starts, in_hand, self._stragglers.abandoned(starts), course)
+        return plan_step(start_versions, consumer.buffer, self._stragglers.abandoned(start_versions), schedule)
 
     async def _wait(self, claim: Claim) -> None:
-        """Wait until there may be something new, or for whom we waited is given up."""
-        began = time.monotonic()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_cancel_when, self._stopping, tasks.cancel_scope)
-            await self._stage.wait(claim, self._stragglers.remaining_s)
-            tasks.cancel_scope.cancel()
-        self._idle_logger.add_wait(time.monotonic() - began, claim)
+        """Wait until another poll may return more, a straggler is to be abandoned, or a stop is requested."""
+        started = time.monotonic()
+        await self.consumer.wait(claim, self._stragglers.remaining_s)
+        self._idle_logger.add_wait(time.monotonic() - started, claim)
 
-    async def release_all(self) -> None:
-        """Give back what is in hand."""
-        for lease in self._buffer.clear():
-            await self._release(lease, "")
-
-    async def _offer(self, leases: list[Lease], version: int) -> None:
-        """Take groups into hand; end those that are not worth training, bury what cannot be read."""
-        ended: list[EndedGroup] = []
-        for lease in leases:
-            judgement = await anyio.to_thread.run_sync(self._buffer.offer, lease, version)
-            if judgement.unreadable:
-                await self._dead_letter(lease, judgement.unreadable)
-            elif judgement.unknown_schema:
-                await self._release(lease, judgement.unknown_schema)
-            elif judgement.outcome:
-                ended.append(EndedGroup(lease, judgement.outcome, judgement.group))
-            if judgement.replaced is not None:
-                ended.append(EndedGroup(judgement.replaced, f"duplicate:{lease.id}", None))
-            self._progress.count_states(judgement.completion_states)
-        await self._outcomes.record(ended, self._progress.step + 1, version)
-
-    async def _dead_letter(self, lease: Lease, why: str) -> None:
-        try:
-            await self._stage.dead_letter(lease, "unreadable", why)
-        except LeaseLostError as error:  # whoever has it now will find the same
-            log.warning("lease.lost", why=str(error))
-
-    async def _release(self, lease: Lease, why: str) -> None:
-        try:
-            await self._stage.release(lease, "none", why)
-        except LeaseLostError as error:
-            log.warning("lease.lost", why=str(error))
-
-
-async def _cancel_when(event: anyio.Event, scope: anyio.CancelScope) -> None:
-    await event.wait()
-    scope.cancel()
+    def _pop_metrics(self) -> dict[str, float]:
+        return self._stragglers.pop_metrics() if self._waits_for_stragglers else {}

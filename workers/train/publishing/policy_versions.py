@@ -1,8 +1,9 @@
-"""The published weights: on disk under their version number, on the engines, then known to everybody."""
+"""Publishing a policy version: number, folder, push to the engines, announcement to all workers."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import anyio
 import structlog
@@ -10,33 +11,33 @@ from anyio.abc import TaskGroup
 
 from stream.durable import remove_folder, remove_leftovers
 from stream.errors import EngineRefusedError, RunFailedError
-from stream.trainer.lease import TrainerLease
+from stream.trainer.consumer import Consumer
 from workers.train.publishing.publisher import WeightPublisher
 
 log = structlog.get_logger()
 
 _KEPT_VERSIONS = 3
-"""Versions kept on disk; an engine that restarts needs the last one, and may be reading the one before. Of an adapter
-engines take requests until there are two newer ones."""
+"""Versions kept on disk. An engine that restarts needs the last one and may be reading the one before; an adapter is
+named by requests until there are two newer ones."""
 _CHECK_INTERVAL_S = 2.0
-"""At the engines' versions, between pushes."""
+"""Between two checks for engines that do not serve the current version."""
 
 
 class PolicyVersions:
     """The policy versions of a run.
 
     Args:
-        folder: where they are written, one folder each.
-        trainer_lease: the right to publish.
-        publisher: the way to the engines.
-        tasks: where engines that a publication did not wait for are given their weights.
-        retention_s: how much longer than needed for new requests a version stays on the disk.
+        folder: where versions are written, one folder each.
+        consumer: the trainer's access to the run.
+        publisher: pushes versions to engines.
+        tasks: runs pushes that a publication does not wait for.
+        retention_s: how long a version stays on disk after new requests can no longer name it.
     """
 
     def __init__(
         self,
         folder: Path,
-        trainer_lease: TrainerLease,
+        consumer: Consumer[Any],
         publisher: WeightPublisher,
         tasks: TaskGroup,
         *,
@@ -44,58 +45,60 @@ class PolicyVersions:
     ) -> None:
         self.folder = folder
         self.retention_s = retention_s
-        self.version = -1
-        """The version that the engines have; -1 before the first."""
-        self._trainer_lease = trainer_lease
+        self._consumer = consumer
         self._publisher = publisher
         self._tasks = tasks
-        self._lock = anyio.Lock()
+        self._push_lock = anyio.Lock()
+        self._pushed: int | None = None
+        """The version that the engines have from this trainer; None before the first."""
 
-    async def publish(
-        self, write: Callable[[Path], None], highest_known: int, step: int, metrics: dict[str, float]
-    ) -> None:
-        """Give the engines new weights, under a number that nobody has used: above `known`, too.
+    async def publish(self, write: Callable[[Path], None], step: int, metrics: Mapping[str, float]) -> None:
+        """Write weights, push them to the engines and announce them, under a number that was never used.
 
         Args:
-            write: writes the weights to a new folder.
-            highest_known: a version number that was used.
-            step: after which they are what they are.
-            metrics: told with them.
+            write: writes the weights into a new folder; called in a thread.
+            step: the number of steps trained.
+            metrics: of that step, announced with the version.
 
         Raises:
-            RunFailedError: every engine refuses them, and would refuse a trainer that was started again.
+            RunFailedError: every engine refuses the weights, and would refuse them from a restarted trainer too.
         """
-        on_engines = [v for v in (await self._publisher.engine_versions()).values() if v is not None]
-        version = await self._trainer_lease.reserve_version(max([highest_known, *on_engines]))
-        path = self.folder / f"v{version:06d}"
+        used = [version for version in (await self._publisher.engine_versions()).values() if version is not None]
+        version = await self._consumer.reserve_version(max(used, default=-1))
+        path = self._path(version)
         await anyio.to_thread.run_sync(_write, write, path)
-        async with self._lock:
-            await self._trainer_lease.renew()  # writing took long; the engines know nothing of tokens
+        async with self._push_lock:
+            # Writing took long, and engines do not check fencing tokens.
+            await self._consumer.trainer_lease.renew()
             try:
                 await self._tasks.start(self._publisher.push, path, version)
             except EngineRefusedError as error:
                 raise RunFailedError(str(error)) from error
-            self.version = version
-        await self._trainer_lease.publish(version, path, step, metrics)
+            self._pushed = version
+        await self._consumer.announce(version, path, step, metrics)
         log.info("policy.published", version=version, step=step)
         await anyio.to_thread.run_sync(_prune, self.folder, self.retention_s)
 
     async def update_outdated_engines(self) -> None:
-        """Give the current version to engines that come, restart or missed it, for ever."""
+        """Push the current version to engines that are new, restarted or missed it; runs forever."""
         while True:
             await anyio.sleep(_CHECK_INTERVAL_S)
-            if self.version < 0 or not await self._publisher.outdated_engines(self.version):
+            if self._pushed is None or not await self._publisher.outdated_engines(self._pushed):
                 continue
-            async with self._lock:  # a push may have been under way, and what was behind may be so no more
-                if behind := await self._publisher.outdated_engines(self.version):
-                    await self._trainer_lease.renew()
-                    path = self.folder / f"v{self.version:06d}"
-                    await self._tasks.start(self._publisher.refresh, behind, path, self.version)
+            async with self._push_lock:
+                # A publication may have held the lock and brought some of these engines up to date.
+                if outdated := await self._publisher.outdated_engines(self._pushed):
+                    await self._consumer.trainer_lease.renew()
+                    path = self._path(self._pushed)
+                    await self._tasks.start(self._publisher.refresh, outdated, path, self._pushed)
+
+    def _path(self, version: int) -> Path:
+        return self.folder / f"v{version:06d}"
 
 
 def _write(write: Callable[[Path], None], path: Path) -> None:
-    remove_folder(path)  # of a server that forgot which numbers it had given out
-    remove_leftovers(path.parent)  # and of a trainer that ended as it wrote; one that was succeeded may write nothing
+    remove_folder(path)  # left by a run whose server forgot that this number was reserved
+    remove_leftovers(path.parent)  # left by a trainer that was killed while it wrote
     write(path)
 
 
