@@ -201,7 +201,7 @@ async def made(tmp_path, tenure, **section):
         tenure.connection, PROMPTS, settings_digest=its.evaluation_digest, data_fingerprint="file"
     )
     book = await anyio.to_thread.run_sync(EvaluationLog, tmp_path, 99)
-    evaluating = EvaluationScheduler(its, tenure, book, anyio.Event())
+    evaluating = EvaluationScheduler(its, tenure, book)
     await evaluating.discard_unfinished()
     return evaluating, book
 

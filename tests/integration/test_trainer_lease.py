@@ -213,7 +213,7 @@ async def test_recovery_acknowledges_what_the_ledger_holds_and_brings_the_rest_a
     dead = await TrainerLease.acquire(pipe.connection, 0.01)
     await train(pipe, dead, {"a": Trained(), "b": Dropped("stale"), "c": Trained(), "d": Trained()})
     await anyio.sleep(0.02)
-    await hold(ledger, [line("a"), line("b", "dropped:stale")])  # the checkpoint is older than the steps of c and d
+    await hold(ledger, [line("a"), line("b", Dropped("stale"))])  # the checkpoint is older than the steps of c and d
     heir = await TrainerLease.acquire(pipe.connection, 30.0)
     assert await heir.recover(ledger) == 2
     view = await read_status(pipe.connection)
@@ -299,7 +299,7 @@ async def test_an_end_that_the_server_forgot_is_counted_again(pipe, ledger):
     """The ledger holds the end, the server that lost its last writes does not: the group comes again."""
     await pipe.scored("a")
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
-    await train(pipe, tenure, {"a": "already:trained"})
+    await train(pipe, tenure, {"a": AlreadyEnded(Trained())})
     assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1}
     await pipe.balance()
 
@@ -310,7 +310,7 @@ async def test_an_end_that_the_server_forgot_is_not_counted_twice_by_a_new_train
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     await tenure.recover(ledger)
     assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
-    await train(pipe, tenure, {"a": "already:trained"})
+    await train(pipe, tenure, {"a": AlreadyEnded(Trained())})
     assert (await read_status(pipe.connection)).counts == {"fed": 2, "trained": 1, "duplicates": 1}
     assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
 
@@ -324,7 +324,7 @@ async def test_a_ledger_that_lacks_what_was_acknowledged_is_refused(pipe, ledger
 
 
 async def test_a_run_is_rebuilt_from_its_ledger_on_an_emptied_server(pipe, ledger):
-    await hold(ledger, [line("a"), line("b", "dropped:stale")])
+    await hold(ledger, [line("a"), line("b", Dropped("stale"))])
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     await tenure.recover(ledger)
     await pipe.feed("c")  # the feeder starts over, and passes by what the ledger holds

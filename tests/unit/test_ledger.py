@@ -192,7 +192,9 @@ def test_those_who_look_get_every_line_with_its_place_and_are_told_of_junk(path,
 
 
 def test_a_line_with_an_end_that_no_trainer_writes_is_junk(path):
-    Ledger(path).append([line("a")])
+    ledger = Ledger(path)
+    ledger.append([line("a")])
+    ledger.close()
     path.write_bytes(path.read_bytes().replace(b"trained", b"tr@ined"))
     assert read_ledger(path) == ([], [f"{path}, line 1: 'tr@ined' is no outcome of a prompt"])
 
