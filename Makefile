@@ -22,12 +22,13 @@ $(VENV)/.done: pyproject.toml
 demo: setup  ## Train a small model to use a calculator, through the whole pipeline
 	$(BIN)/penstock demo --seed $(SEED)
 
-check: setup  ## Format, lint, types, import contracts, spelling
+check: setup  ## Format, lint, types, import contracts, spelling, house rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/pytest -q tests/unit/test_house_rules.py
 
 test: setup  ## Unit, property, integration and end-to-end tests
 	$(BIN)/pytest -m "not full and not gpu and not vllm" -n 2 --dist worksteal

@@ -80,7 +80,7 @@ def list_engines(target: str | None, redis: str, *, as_json: bool = False) -> No
 
 
 def change_engine(action: Literal["add", "remove"], url: str, target: str | None, redis: str, *, as_json: bool) -> None:
-    """Add an engine to a run or remove one, whoever named it. Workers follow the change immediately.
+    """Add an engine to a run or remove one, no matter who named it. Workers follow the change immediately.
 
     Raises:
         SettingsError: the URL is invalid.

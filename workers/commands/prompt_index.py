@@ -24,7 +24,7 @@ class PromptIndex:
         return self._dataset_mix.consumed_ids(cursor)
 
     def invalid_ids(self, ids: Iterable[str]) -> set[str]:
-        """Return those of these ids whose rows cannot be fed. Only these rows are read."""
+        """Return the ids among these whose rows cannot be fed. Only these rows are read."""
         rows = {each: (sample.dataset, sample.row) for each in ids if (sample := self._dataset_mix.find_sample(each))}
         invalid = {
             (dataset, row)
