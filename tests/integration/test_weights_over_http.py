@@ -112,6 +112,6 @@ async def test_only_offered_files_are_served_and_only_to_who_knows_the_path(poli
 async def test_a_port_that_is_taken_is_a_fault_of_the_settings():
     async with serve_weights("127.0.0.1", 0) as carrier:
         port = int(carrier.base_url.rpartition(":")[2])
-        with pytest.raises(SettingsError, match=r"weights\.port"):
+        with pytest.raises(SettingsError, match=r"run\.address"):
             async with serve_weights("127.0.0.1", port):
                 pass
