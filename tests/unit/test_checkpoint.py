@@ -278,10 +278,10 @@ def test_export_never_overwrites(base, tmp_path):
 
 
 def test_export_of_what_is_not_there_says_what_is(base, tmp_path):
-    with pytest.raises(RunMismatchError, match="no sound checkpoint latest; steps with a checkpoint: none"):
+    with pytest.raises(RunMismatchError, match="no intact checkpoint latest; steps with a checkpoint: none"):
         export(tmp_path, tmp_path / "out")
     run_with_checkpoints(base, tmp_path)
-    with pytest.raises(RunMismatchError, match="no sound checkpoint 9; steps with a checkpoint: 1, 2, 3"):
+    with pytest.raises(RunMismatchError, match="no intact checkpoint 9; steps with a checkpoint: 1, 2, 3"):
         export(tmp_path, tmp_path / "out", 9)
     assert not (tmp_path / "out").exists()
 
@@ -290,12 +290,12 @@ def test_a_trainer_with_a_successor_gives_no_checkpoint_its_name_and_removes_non
     """It was suspended while it wrote one, and the successor has gone back further than that."""
     folder, learner = tmp_path / "checkpoints", make_learner(base)
     saved(CheckpointStore(folder), learner, 1)
-    old = CheckpointStore(folder, keep_last=1, fence=RunFolderLock.acquire(tmp_path, 7))
+    old = CheckpointStore(folder, keep_last=1, folder_lock=RunFolderLock.acquire(tmp_path, 7))
     write = learner.write_trained_weights
 
     def write_slowly(to):
         write(to)
-        heir = CheckpointStore(folder, fence=RunFolderLock.acquire(tmp_path, 8))
+        heir = CheckpointStore(folder, folder_lock=RunFolderLock.acquire(tmp_path, 8))
         assert heir.latest().progress.step == 1
         saved(heir, make_learner(base), 2)
 
@@ -311,8 +311,8 @@ def test_a_trainer_with_a_successor_gives_no_checkpoint_its_name_and_removes_non
 def test_what_a_later_trainer_wrote_is_newer_whatever_its_step(base, tmp_path):
     """Step 3 could not be read when the second trainer began, and can be read now: the ledger was cut to step 1."""
     folder, learner = tmp_path / "checkpoints", make_learner(base)
-    saved(CheckpointStore(folder, fence=RunFolderLock.acquire(tmp_path, 7)), learner, 1, 3)
-    heir = CheckpointStore(folder, fence=RunFolderLock.acquire(tmp_path, 8))
+    saved(CheckpointStore(folder, folder_lock=RunFolderLock.acquire(tmp_path, 7)), learner, 1, 3)
+    heir = CheckpointStore(folder, folder_lock=RunFolderLock.acquire(tmp_path, 8))
     saved(heir, learner, 2)
     assert heir.latest().progress.step == 2
     saved(heir, learner, 3)

@@ -343,7 +343,7 @@ def test_a_checkpoint_that_was_damaged_is_passed_over_and_the_one_before_is_the_
 
 def test_without_a_checkpoint_there_is_nothing_to_compare_with(base, tmp_path):
     made = Made(base, tmp_path / "run").run(checkpoints=())
-    with pytest.raises(RunMismatchError, match="no sound checkpoint"):
+    with pytest.raises(RunMismatchError, match="no intact checkpoint"):
         made.replay()
 
 

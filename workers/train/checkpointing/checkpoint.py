@@ -1,18 +1,18 @@
-"""Checkpoints: whole, verified, and never a broken one chosen.
+"""Checkpoints: written atomically, verified by hash, and skipped when damaged.
 
 ::
 
     checkpoints/
     ├── step-000040/
-    │   ├── model/                 Hugging Face form: config, model.safetensors, tokenizer; what `export` copies.
-    │   │                          With LoRA the adapter in peft's form, which `export` merges
-    │   ├── optimizer.safetensors  moments by parameter name; float32 weights where the model is written in bfloat16
+    │   ├── model/                 Hugging Face form (config, model.safetensors, tokenizer), which `export` copies;
+    │   │                          with LoRA the adapter in peft's form, which `export` merges
+    │   ├── optimizer.safetensors  moments by parameter name; float32 weights if the model is written in bfloat16
     │   └── checkpoint.json        the manifest, written last: progress, and size and hash of every other file
     └── step-000050/
 
-A folder gets its name only when all of it is on the disk. The manifest lists every file, so that damage done later is
-found too, and an older checkpoint is chosen instead. What a later trainer wrote is newer, whatever its step: it may
-have begun again from an older checkpoint, and cut the ledger to that one.
+A folder gets its name only when all of its files are on the disk. The manifest lists every file, so damage done later
+is found too, and an older checkpoint is used instead. The newest checkpoint is the one written by the newest trainer,
+whatever its step: that trainer may have resumed from an older checkpoint and cut the ledger to it.
 """
 
 import hashlib
@@ -44,46 +44,46 @@ OPTIMIZER: Final = "optimizer.safetensors"
 
 
 class FileEntry(Struct, frozen=True):
-    """A file of a checkpoint as it was written."""
+    """Size and hash of a file when it was written."""
 
     size: int
     blake2b: str
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """What `checkpoint.json` says."""
+    """The contents of `checkpoint.json`."""
 
     format: int = 1
     progress: Progress
     steps: int
-    """The learner's count of batches."""
+    """Batches that the learner was given."""
     skipped_steps: int = 0
     files: dict[str, FileEntry]
-    """By path within the checkpoint."""
+    """By path relative to the checkpoint."""
     saved_at: str = ""
     """UTC, ISO 8601."""
     fencing_token: int = 0
-    """The fencing token of the trainer that wrote it: a later trainer's is larger."""
+    """Fencing token of the trainer that wrote it; a later trainer has a larger one."""
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
-    """One complete checkpoint."""
+    """A checkpoint with all of its files."""
 
     folder: Path
     manifest: Manifest
 
     @property
     def progress(self) -> Progress:
-        """How far the run had come."""
+        """Where the run was."""
         return self.manifest.progress
 
     @property
     def model(self) -> Path:
-        """The policy in Hugging Face form; or the adapter in peft's."""
+        """Folder of the policy in Hugging Face form, or of the adapter in peft's form."""
         return self.folder / MODEL
 
     def restore(self, learner: "Learner") -> None:
-        """Put the learner back to where it was when this was saved.
+        """Restore the learner's weights and optimizer state.
 
         Raises:
             RunMismatchError: the checkpoint belongs to another model.
@@ -97,33 +97,33 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        folder: where they live; need not exist.
-        keep_last: how many of the latest stay. The one with the best mean reward stays besides.
-        fence: the trainer's right to write here, where another one may come.
+        folder: of the checkpoints; need not exist.
+        keep_last: number of newest checkpoints to keep. The one with the best mean reward is kept as well.
+        folder_lock: the trainer's lock on the run's folder, if other trainers may exist.
     """
 
-    def __init__(self, folder: Path, keep_last: int = 2, fence: RunFolderLock | None = None) -> None:
+    def __init__(self, folder: Path, keep_last: int = 2, folder_lock: RunFolderLock | None = None) -> None:
         self.folder = folder
         self.keep_last = keep_last
-        self._fence = fence
+        self._folder_lock = folder_lock
 
     @property
     def is_empty(self) -> bool:
-        """There is no checkpoint, or none with all its files."""
+        """Whether there is no checkpoint with all of its files."""
         return not self.list_all()
 
     def save(self, step: int, learner: "Learner", progress: Progress) -> Checkpoint:
-        """Write a checkpoint and remove those that are not to be kept. Durable when it returns.
+        """Write a checkpoint and remove those beyond `keep_last`. It is durable on return.
 
         Raises:
-            RunFailedError: it could not be written. The ones before stand, nothing half written is left.
-            FencedError: a successor has taken the run's folder. The same.
+            RunFailedError: the checkpoint could not be written. Earlier checkpoints remain, and no partial one is left.
+            FencedError: another trainer has taken over the run's folder; the same holds.
         """
-        with hold_optional(self._fence):
+        with hold_optional(self._folder_lock):
             remove_leftovers(self.folder)
         target = self._free_name(step)
         try:
-            with create_folder_atomically(target, hold_optional(self._fence)) as temporary:
+            with create_folder_atomically(target, hold_optional(self._folder_lock)) as temporary:
                 (temporary / MODEL).mkdir()
                 learner.write_trained_weights(temporary / MODEL)
                 save_file(learner.state(), temporary / OPTIMIZER)
@@ -133,53 +133,52 @@ class CheckpointStore:
                     skipped_steps=learner.skipped_steps,
                     files=_inventory(temporary),
                     saved_at=datetime.now(UTC).isoformat(),
-                    fencing_token=0 if self._fence is None else self._fence.token,
+                    fencing_token=0 if self._folder_lock is None else self._folder_lock.token,
                 )
                 written = msgspec.json.encode(manifest)
                 (temporary / MANIFEST).write_bytes(msgspec.json.format(written))
         except (OSError, SafetensorError) as error:
-            with hold_optional(
-                self._fence
-            ):  # a successor clears away what we had begun: then that is what is to be told
-                before = self.latest()
-            stands = f"{before.folder.name} stands" if before else "there is none before it"
+            # If another trainer removed the unfinished folder, the lock raises FencedError, the true cause.
+            with hold_optional(self._folder_lock):
+                previous = self.latest()
+            stands = f"{previous.folder.name} stands" if previous else "there is none before it"
             raise RunFailedError(
                 f"checkpoint {target.name} could not be written to {self.folder}: {error}; {stands}. "
                 "Make room on that disk and run again: the run resumes from there"
             ) from error
         log.info("checkpoint.saved", step=step, version=progress.version, folder=str(target))
-        with hold_optional(self._fence):
+        with hold_optional(self._folder_lock):
             self._prune()
         return Checkpoint(folder=target, manifest=msgspec.json.decode(written, type=Manifest))
 
     def latest(self) -> Checkpoint | None:
-        """The latest checkpoint that is complete and unaltered; None if there is none."""
+        """Return the newest intact checkpoint; None if there is none."""
         return _first_intact(reversed(self.list_all()))
 
     def best(self) -> Checkpoint | None:
-        """The checkpoint with the best mean reward that is complete and unaltered, the later of equals."""
+        """Return the intact checkpoint with the best mean reward, the newer of equals; None if there is none."""
         latest_first = self.list_all()[::-1]
         return _first_intact(sorted(latest_first, key=_reward, reverse=True))
 
     def at_step(self, step: int) -> Checkpoint | None:
-        """The checkpoint of that step, if it is complete and unaltered."""
+        """Return the newest intact checkpoint of a step; None if there is none."""
         return _first_intact(c for c in reversed(self.list_all()) if c.progress.step == step)
 
     def list_all(self) -> list[Checkpoint]:
-        """Every checkpoint with a manifest and all files in their right sizes, oldest first. Contents are not read."""
+        """List checkpoints whose files all exist in their right size, oldest first. Contents are not verified."""
         found = [_read(folder) for folder in self.folder.glob("step-*") if folder.is_dir()]
         return sorted((c for c in found if c), key=_age)
 
     def _free_name(self, step: int) -> Path:
-        """`step-000050`; with a suffix where a run that went back comes by that step again."""
-        target, again = self.folder / f"step-{step:06d}", 1
+        """Return `step-000050`, or `step-000050-2` if a resumed run reaches that step again."""
+        target, count = self.folder / f"step-{step:06d}", 1
         while target.exists():
-            again += 1
-            target = self.folder / f"step-{step:06d}-{again}"
+            count += 1
+            target = self.folder / f"step-{step:06d}-{count}"
         return target
 
     def _prune(self) -> None:
-        """Remove all but the last ones and the best."""
+        """Remove all checkpoints but the newest `keep_last` and the best."""
         found = self.list_all()
         rewarded = [c for c in found if c.progress.mean_reward is not None]
         kept = {c.folder for c in found[-self.keep_last :]} | {
@@ -212,21 +211,23 @@ def _hash(path: Path) -> str:
 
 
 def _read(folder: Path) -> Checkpoint | None:
-    """The checkpoint in a folder if its manifest can be read and every file has its size; else None, loudly."""
+    """Return the checkpoint in a folder; None, with a log line, if the manifest or a file is missing or damaged."""
     try:
         manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
         wrong = [name for name, file in manifest.files.items() if (folder / name).stat().st_size != file.size]
     except (OSError, msgspec.DecodeError) as error:
-        log.error("checkpoint.skipped", folder=str(folder), why=str(error))  # noqa: TRY400 (the reason is enough)
+        log.error("checkpoint.skipped", folder=str(folder), why=str(error))  # noqa: TRY400  (the message says it all)
         return None
     if wrong:
-        log.error("checkpoint.skipped", folder=str(folder), why=f"{wrong[0]} has not the size it was written with")
+        log.error(
+            "checkpoint.skipped", folder=str(folder), why=f"{wrong[0]} does not have the size that it was written with"
+        )
         return None
     return Checkpoint(folder=folder, manifest=manifest)
 
 
 def _first_intact(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
-    """The first whose every file has the contents that it was written with."""
+    """Return the first checkpoint whose files all have their recorded hash."""
     for checkpoint in checkpoints:
         files = checkpoint.manifest.files
         altered = [name for name, file in files.items() if _hash(checkpoint.folder / name) != file.blake2b]

@@ -16,22 +16,22 @@ log = structlog.get_logger()
 
 
 def export(run_folder: Path, out: Path, which: Literal["latest", "best"] | int = "latest") -> Checkpoint:
-    """Copy a checkpoint's model to a folder of its own, and see that it loads from there.
+    """Copy a checkpoint's model to a new folder and check that it loads.
 
-    Where an adapter was trained it is merged into the model beside which it was; alone it is in `adapter/` there.
+    An adapter is merged into its base model; the adapter itself is copied to `adapter/`.
 
     Args:
         run_folder: the run's folder, with `checkpoints/` in it.
-        out: a folder that does not exist, or is empty.
-        which: the latest checkpoint, the one with the best mean reward, or the one of a step.
+        out: a folder that does not exist or is empty.
+        which: the newest checkpoint, the one with the best mean reward, or the one of a step.
 
     Returns:
         The checkpoint that was exported.
 
     Raises:
-        RunMismatchError: there is no such checkpoint, or `out` is taken.
-        SettingsError: an adapter was trained, and the model beside which it was is gone.
-        RunFailedError: what was copied does not load; nothing is left at `out`.
+        RunMismatchError: there is no such checkpoint, or `out` is not empty.
+        SettingsError: the base model of an adapter is missing.
+        RunFailedError: the copy does not load; nothing is left at `out`.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunMismatchError(f"{out} exists and is not empty; name a folder that is new or empty")
@@ -40,7 +40,7 @@ def export(run_folder: Path, out: Path, which: Literal["latest", "best"] | int =
     checkpoint = checkpoints.at_step(which) if isinstance(which, int) else found[which]()
     if checkpoint is None:
         steps = ", ".join(str(c.progress.step) for c in checkpoints.list_all()) or "none"
-        raise RunMismatchError(f"{run_folder}: no sound checkpoint {which}; steps with a checkpoint: {steps}")
+        raise RunMismatchError(f"{run_folder}: no intact checkpoint {which}; steps with a checkpoint: {steps}")
     if out.is_dir():
         out.rmdir()
     with create_folder_atomically(out) as temporary:
@@ -55,7 +55,7 @@ def export(run_folder: Path, out: Path, which: Literal["latest", "best"] | int =
 
 
 def _verify(folder: Path) -> None:
-    """Load model and, where there is one, tokenizer from the folder."""
+    """Load the model, and the tokenizer if there is one."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

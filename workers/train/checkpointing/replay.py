@@ -1,8 +1,8 @@
-"""A finished run done again from its books: a fresh learner, the ledger's groups from the archive, step by step.
+"""Repeats a finished run: a fresh learner trains on the ledger's groups from the archive, step by step.
 
-Which groups were a step's batch follows from the ledger, in whose order they are: those that were trained, those that
-the step itself dropped, and before them those that were dropped on the way to it, which the rules of selection drop
-again. The learner is deterministic, so its weights and the optimizer's state must equal every checkpoint's bit for bit.
+The order of the ledger tells which groups were in a step's batch: first come the groups that were dropped on the way to
+the step, which the same checks drop again; then the batch, groups that the step itself dropped included. The learner is
+deterministic, so its weights and optimizer state must equal every checkpoint bit for bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,13 +31,13 @@ from workers.train.step.selection import check_group
 
 
 class ReplayReport(Struct, kw_only=True):
-    """What a replay came to."""
+    """The result of a replay."""
 
     is_identical: bool
     steps: int
-    """Done again."""
+    """Steps repeated."""
     groups: int
-    """In their batches."""
+    """Groups in the batches of those steps."""
     dropped: int
     """Groups dropped on the way to a step."""
     matches: list[CheckpointMatch]
@@ -51,25 +51,25 @@ def replay(
     on_match: Callable[[CheckpointMatch], None] = lambda _: None,
     make_learner: Callable[[Settings], Learner] = Learner,
 ) -> ReplayReport:
-    """Do a run again, up to its newest checkpoint. Nothing of it is changed.
+    """Repeat a run up to its newest checkpoint, without changing it.
 
-    The sums of another number of ranks than the run had are not, to the bit, the same.
+    The number of ranks must be the run's: sums in another order differ in their last bits.
 
     Args:
-        settings: of the run, as it had them.
-        folder: the run's.
-        on_match: called with each checkpoint that was met.
-        make_learner: makes what is trained.
+        settings: the run's settings.
+        folder: the run's folder.
+        on_match: called with each checkpoint that the replay reproduced.
+        make_learner: creates the policy and its optimizer.
 
     Raises:
-        RunMismatchError: there is no checkpoint; the ledger is broken, or is not the checkpoint's; the archive lacks a
-            group.
-        RecordError: a group in the archive was altered.
+        RunMismatchError: there is no checkpoint, the ledger is damaged or does not fit the checkpoint, or the archive
+            lacks a group.
+        RecordError: a group in the archive is damaged.
     """
     checkpoints = CheckpointStore(folder / "checkpoints")
     last = checkpoints.latest()
     if last is None:
-        raise RunMismatchError(f"{folder}: there is no sound checkpoint that a replay could be compared with")
+        raise RunMismatchError(f"{folder}: there is no intact checkpoint that a replay could be compared with")
     lines = _lines(folder, last)
     archive = ArchivedGroups(folder / "groups")
     _refuse_gaps(lines, archive, settings)
@@ -93,7 +93,7 @@ def replay(
 
 
 class _Replay:
-    """A learner on its way through the ledger."""
+    """A learner that repeats the steps of the ledger."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class _Replay:
         self._compare(0)
 
     def step(self, step: int, found: Sequence[tuple[LedgerLine, Group]]) -> None:
-        """All that the ledger has of one step."""
+        """Repeat one step from its ledger lines and their groups."""
         expected = self.learner.steps + 1
         if step != expected:
             raise _ledger_mismatch(found[0][0], expected, f"is of step {step} where one of step {expected} should come")
@@ -123,7 +123,7 @@ class _Replay:
         self.dropped += len(found) - len(batch)
         self.groups += len(batch)
         if not batch and step > self._last:
-            return  # of a step that never came
+            return  # dropped on the way to a step that never came
         if not batch:
             raise _ledger_mismatch(found[-1][0], step, "ends a step in which no group was left to train on")
         version = batch[0][0].record.version
@@ -144,18 +144,18 @@ class _Replay:
         self._compare(step)
 
     def end(self) -> None:
-        """There are no more lines."""
+        """Check, after the last line, that every step up to the newest checkpoint was repeated."""
         if self.learner.steps < self._last:
             what = f"the ledger has {self.learner.steps} steps, the checkpoint {self._last}"
             raise ReplayMismatchFound(ReplayMismatch(step=self._last, description=what))
         if not self.matches:
             raise RunMismatchError(
-                f"{self._checkpoints.folder}: every checkpoint was removed while the run was replayed; replay it when "
-                "it is at rest"
+                f"{self._checkpoints.folder}: every checkpoint was removed during the replay; replay the run when "
+                "it has stopped"
             )
 
     def _dropped_before(self, found: Sequence[tuple[LedgerLine, Group]]) -> int:
-        """How many of the step's groups were dropped before they came to hand: what follows was its batch."""
+        """Return how many of these groups were dropped on the way to the step; the rest were its batch."""
         for place, (written, group) in enumerate(found):
             line = written.record
             if isinstance(line.outcome, Trained):
@@ -172,7 +172,7 @@ class _Replay:
         return len(found)
 
     def _compare(self, step: int) -> None:
-        """Compare with the checkpoint of this step, if there is one."""
+        """Compare the learner with the checkpoint of this step, if there is one."""
         if step not in self._checkpoint_steps:
             return
         try:
@@ -181,22 +181,24 @@ class _Replay:
         except FileNotFoundError:
             agreement = None
         if agreement is None:
-            self.notes.append(f"the checkpoint of step {step} was removed meanwhile, or altered, and not compared")
+            self.notes.append(
+                f"the checkpoint of step {step} was removed during the replay or is damaged; it was not compared"
+            )
             return
         self.matches.append(agreement)
         self._on_match(agreement)
 
 
 def _lines(folder: Path, last: Checkpoint) -> list[LedgerLine]:
-    """The ledger as that checkpoint holds it."""
-    path, upto = folder / "ledger.jsonl", last.progress.ledger_bytes
+    """Return the ledger lines up to a checkpoint's length."""
+    path, end_offset = folder / "ledger.jsonl", last.progress.ledger_bytes
     lines, broken = read_ledger(path)
     if broken:
         raise RunMismatchError(broken[0])
-    lines = [written for written in lines if written.end_offset <= upto]
-    if (lines[-1].end_offset if lines else 0) != upto:
+    lines = [written for written in lines if written.end_offset <= end_offset]
+    if (lines[-1].end_offset if lines else 0) != end_offset:
         raise RunMismatchError(
-            f"{path}: no line ends at byte {upto}, where it ended when {last.folder.name} was made; it was altered"
+            f"{path}: no line ends at byte {end_offset}, where it ended when {last.folder.name} was made; it was altered"
         )
     return lines
 

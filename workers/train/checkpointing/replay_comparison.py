@@ -1,4 +1,4 @@
-"""What a learner holds against a checkpoint, bit for bit."""
+"""Compares a learner with a checkpoint, bit for bit."""
 
 from collections.abc import Iterator
 
@@ -12,39 +12,39 @@ from workers.train.step.learner import Learner
 
 
 class CheckpointMatch(Struct, frozen=True, kw_only=True):
-    """A checkpoint that was met."""
+    """A checkpoint that a replay reproduced."""
 
     step: int
     checkpoint: str
     tensors: int
-    """Compared, and equal: weights, optimizer state, critic."""
+    """Number of equal tensors: weights, optimizer state, critic."""
 
 
 class ReplayMismatch(Struct, frozen=True, kw_only=True):
-    """The first thing that came out otherwise."""
+    """The first difference between a replay and the run."""
 
     step: int
     description: str
-    """In words."""
+    """For people."""
     checkpoint: str = ""
     tensor: str = ""
     max_difference: float | None = None
-    """Largest difference of an element; None where it is no matter of numbers."""
+    """Largest absolute difference of an element; None if the difference is not numeric."""
 
 
-class ReplayMismatchFound(Exception):  # noqa: N818  (no error: it is what was asked)
-    """Ends a replay, whose answer it is."""
+class ReplayMismatchFound(Exception):  # noqa: N818  (it carries a result)
+    """Ends a replay at the first difference."""
 
     def __init__(self, mismatch: ReplayMismatch) -> None:
         self.mismatch = mismatch
 
 
 def compare_with_checkpoint(learner: Learner, checkpoint: Checkpoint) -> CheckpointMatch:
-    """Compare all tensors.
+    """Compare all tensors of a learner with a checkpoint.
 
     Raises:
         Differs: the first that is not equal.
-        FileNotFoundError: the checkpoint was removed meanwhile.
+        FileNotFoundError: the checkpoint was removed during the comparison.
     """
     tensors = 0
     for kind, ours, theirs in _states(learner, checkpoint):
@@ -60,7 +60,7 @@ def compare_with_checkpoint(learner: Learner, checkpoint: Checkpoint) -> Checkpo
 
 
 def _states(learner: Learner, checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
-    """Weights as they are written, then all else that a checkpoint holds: ours, and the checkpoint's."""
+    """Yield kind, the learner's tensors and the checkpoint's: weights as written, then all other state."""
     policy = learner.policy
     whole = policy.parameters if policy.adapter else learner.weights()
     weights = {name: whole[name].detach().cpu().to(policy.saved_dtype).float() for name in policy.parameters}
@@ -69,7 +69,7 @@ def _states(learner: Learner, checkpoint: Checkpoint) -> Iterator[tuple[str, dic
 
 
 def _max_difference(ours: Tensor, theirs: Tensor) -> float | None:
-    """The largest difference of an element; None where all bits are equal."""
+    """Return the largest absolute difference of an element; None if all bits are equal."""
     if ours.shape == theirs.shape and ours.dtype == theirs.dtype:
         bits = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (ours, theirs)]
         if torch.equal(*bits):

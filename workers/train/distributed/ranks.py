@@ -1,4 +1,4 @@
-"""The processes that share a step: each works on some of the micro-batches, all end with the same sums."""
+"""Ranks: the processes that share a step. Each computes some of the micro-batches; all end with the same sums."""
 
 import math
 import os
@@ -15,60 +15,60 @@ from torch.distributed.tensor import DTensor
 from stream.errors import SettingsError
 
 TIMEOUT_VARIABLE: Final = "PENSTOCK_RANKS_TIMEOUT_S"
-"""Environment variable. It is no setting, for ranks that follow have to know it before they are told any."""
+"""Environment variable, not a setting: followers need it before they receive the settings."""
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Rank and number of ranks, as `torchrun` told this process; (0, 1) where it did not start it."""
+    """Return rank and number of ranks as set by `torchrun`; (0, 1) for a process that it did not start."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def collective_timeout_s() -> float:
-    """How long one rank waits for another within a collective: ten minutes, unless the environment says otherwise.
+    """Return how long a rank waits for another in a collective: 600 s, or `PENSTOCK_RANKS_TIMEOUT_S`.
 
-    A process that ended is noticed at once, by its connection; this is for one that hangs.
+    It bounds the wait for a rank that hangs. A rank that exits is noticed at once, by its connections.
 
     Raises:
-        SettingsError: what it says is no length of time.
+        SettingsError: the variable is not a number from 1 to 86400.
     """
-    said = os.environ.get(TIMEOUT_VARIABLE, "600")
+    value = os.environ.get(TIMEOUT_VARIABLE, "600")
     try:
-        found = float(said)
+        timeout_s = float(value)
     except ValueError:
-        found = math.nan
-    if not 1 <= found <= 86_400:
+        timeout_s = math.nan
+    if not 1 <= timeout_s <= 86_400:
         raise SettingsError(
-            f"{TIMEOUT_VARIABLE} is {said!r} in the environment; give it seconds, from 1 to 86400, or unset it"
+            f"{TIMEOUT_VARIABLE} is {value!r} in the environment; set it to seconds from 1 to 86400, or unset it"
         )
-    return found
+    return timeout_s
 
 
 def init_process_group() -> None:
-    """Join the other ranks that `torchrun` started: gloo between CPUs, NCCL between GPUs.
+    """Join the other ranks that `torchrun` started, with gloo between CPUs and NCCL between GPUs.
 
     Raises:
-        SettingsError: the environment says nonsense of how long to wait for them.
+        SettingsError: `PENSTOCK_RANKS_TIMEOUT_S` is invalid.
     """
-    patience = timedelta(seconds=collective_timeout_s())
+    timeout = timedelta(seconds=collective_timeout_s())
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=patience)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timeout)
 
 
 def destroy_process_group() -> None:
-    """Leave them."""
+    """Leave the process group, if this process has joined it."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 class Ranks:
-    """The default process group of `torch.distributed`, or this process alone where there is none.
+    """The default process group of `torch.distributed`, or this process alone if there is none.
 
-    Every rank holds the whole batch and decides alike, so all of them come to the same collectives in the same order,
-    even where there is nothing for one of them to do.
+    Every rank holds the full batch and computes the same decisions, so all ranks reach the same collectives in the same
+    order, also when one of them has no micro-batch left.
 
     Args:
-        device: of the models; the first GPU if there is one, of several ranks on a machine each its own.
+        device: of the models. By default a GPU if there is one; several ranks on one machine take one each.
     """
 
     def __init__(self, device: str | None = None) -> None:
@@ -80,26 +80,26 @@ class Ranks:
         self.mesh: DeviceMesh | None = (
             init_device_mesh(self.device.type, (self.world_size,)) if self.world_size > 1 else None
         )
-        """Over which models are sharded; None for a process alone."""
+        """The mesh over which models are sharded; None for a single process."""
 
     @property
     def is_rank0(self) -> bool:
-        """This is the rank that reads and writes files."""
+        """Whether this is the rank that reads and writes files."""
         return self.rank == 0
 
     def local_batches(self, batches: list[Tensor]) -> list[Tensor | None]:
-        """The micro-batches that this rank works on; None for a turn in which it has nothing, and others do.
+        """Return the micro-batches of this rank, padded with None to the same number on every rank.
 
-        A pass through a sharded model is a collective, so every rank makes the same number of them.
+        A pass through a sharded model is a collective, so every rank makes the same number of passes.
         """
         own: list[Tensor | None] = [*batches[self.rank :: self.world_size]]
         turns = -(-len(batches) // self.world_size)
         return own + [None] * (turns - len(own))
 
     def all_reduce_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Add up gradients of what every rank holds whole; those of shards have been added up by the backward pass.
+        """Sum the gradients of parameters that are not sharded; the backward pass has summed those of shards.
 
-        A parameter that no token of this rank reached counts 0.
+        A missing gradient counts as 0: no token of this rank used the parameter.
         """
         if self.world_size == 1:
             return
@@ -111,7 +111,7 @@ class Ranks:
             dist.all_reduce(parameter.grad)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks."""
+        """Return the sum over all ranks; `tensor` is overwritten with it."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
@@ -119,7 +119,7 @@ class Ranks:
     def all_reduce_metrics(
         self, sums: dict[str, float], maxima: dict[str, float]
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Sums added up and maxima taken over all ranks, whichever names each of them has."""
+        """Return sums added up and maxima taken over all ranks; a rank may lack some of the names."""
         if self.world_size == 1:
             return sums, maxima
         gathered: list[tuple[dict[str, float], dict[str, float]] | None] = [None] * self.world_size
@@ -131,19 +131,14 @@ class Ranks:
         )
 
     def broadcast_bytes(self, message: bytes = b"") -> bytes:
-        """What the first rank says, at every rank; the others' argument counts for nothing."""
+        """Return rank 0's message on every rank; the argument of other ranks is ignored."""
         if self.world_size == 1:
             return message
-        length = torch.tensor(len(message))
-        dist.broadcast(length, 0)
-        content = torch.frombuffer(bytearray(message), dtype=torch.uint8) if self.is_rank0 and message else None
-        if content is None:
-            content = torch.empty(int(length), dtype=torch.uint8)
-        if len(content):
-            dist.broadcast(content, 0)
-        return message if self.is_rank0 else content.numpy().tobytes()
+        messages = [message]
+        dist.broadcast_object_list(messages, src=0, device=torch.device("cpu"))
+        return messages[0]
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank has called this."""
         if self.world_size > 1:
             dist.all_reduce(torch.zeros(1))

@@ -1,4 +1,4 @@
-"""What an evaluation found: pass@k and mean reward over both denominators, by environment; `eval.jsonl`."""
+"""Results of evaluations: pass@k and mean reward over both denominators, by environment; `eval.jsonl`."""
 
 import math
 from collections import Counter, defaultdict
@@ -15,46 +15,46 @@ from workers.train.algorithms.pass_at_k import pass_at_k
 from workers.train.metrics_log import MetricsLog
 
 FILE = "eval.jsonl"
-"""In the run's folder: a line to an evaluation."""
+"""Name of the file in the run's folder; one line per evaluation."""
 
 
 class EvaluationStats(Struct, kw_only=True):
-    """How a policy did on some prompts: `n = valid + mixed + the sum of invalid`."""
+    """Result of a policy on a set of prompts; `n = valid + mixed + sum of invalid`."""
 
     prompts: int
     n: int
-    """Completions that were to be sampled."""
+    """Number of completions requested."""
     valid: int
-    """Of those, the ones that the version alone sampled, and somebody measured."""
+    """Completions sampled by this version alone, with a measured reward."""
     invalid: dict[str, int]
-    """By state; `dead`: its prompt is a dead letter; `missing`: it did not come in time."""
+    """By state. `dead`: the prompt is a dead letter; `missing`: no result came in time."""
     mixed: int
-    """Some token was sampled by another policy version; in no mean."""
+    """Completions with a token of another policy version; they count in no mean."""
     mean_valid: float | None
-    """Mean reward over valid completions; None where there is none."""
+    """Mean reward of valid completions; None if there is none."""
     mean_all: float | None
-    """The same sum over valid and invalid completions: an invalid one has earned nothing."""
+    """The same sum divided by valid and invalid completions, as if an invalid one had reward 0."""
     pass_at: dict[str, dict[str, float]]
-    """By k, then `valid` and `all`: the chance that one of k is right. Mean over prompts with k such completions; `all`
-    counts an invalid one as wrong."""
+    """Unbiased estimate that one of k completions succeeds, by k, then `valid` and `all`: mean over prompts with k such
+    completions. `all` counts an invalid completion as a failure."""
 
 
 class EvaluationResult(Struct, kw_only=True):
-    """One evaluation: a line of `eval.jsonl`."""
+    """One evaluation, a line of `eval.jsonl`."""
 
     version: int
-    """The policy version that it is of; -1 where it was never given a number."""
+    """The evaluated policy version; -1 for a model that no run published."""
     step: int
     time: float
-    """Unix time in seconds, at its end."""
+    """Unix time at the end, in seconds."""
     seconds: float
-    """It took."""
+    """Duration."""
     overall: EvaluationStats
     environments: dict[str, EvaluationStats] = field(default_factory=dict)
-    """By name; none where the run has none."""
+    """By environment name; empty if the run has none."""
 
     def metrics(self) -> dict[str, float]:
-        """Its figures for `metrics.jsonl`; a mean of nothing is left out."""
+        """Return the metrics for `metrics.jsonl`; means over nothing are omitted."""
         score = self.overall
         found = {"version": self.version, "mean/valid": score.mean_valid, "mean/all": score.mean_all}
         found |= {"mixed": score.mixed, "invalid": sum(score.invalid.values())}
@@ -63,106 +63,107 @@ class EvaluationResult(Struct, kw_only=True):
 
 
 def summarize(
-    outcomes: Mapping[str, PromptEvaluation], prompts: Mapping[str, tuple[str, int]], missing_state: str = "dead"
+    evaluations: Mapping[str, PromptEvaluation], prompts: Mapping[str, tuple[str, int]], missing_state: str = "dead"
 ) -> tuple[EvaluationStats, dict[str, EvaluationStats]]:
-    """Sum up.
+    """Summarize the evaluations of all prompts.
 
     Args:
-        outcomes: by prompt.
-        prompts: all that there were, each with its environment and number of completions.
-        missing_state: what is said of the completions of prompts without an outcome.
+        evaluations: by prompt id.
+        prompts: environment and number of completions of every prompt, by id.
+        missing_state: state counted for the completions of a prompt without an evaluation.
 
     Returns:
-        The score over all prompts, and by environment.
+        The statistics over all prompts, and by environment.
     """
-    grouped: dict[str, list[tuple[PromptEvaluation, int]]] = defaultdict(list)
-    for prompt, (environment, count) in sorted(prompts.items()):  # the order of sums must not hang on who was faster
-        came = outcomes.get(prompt) or PromptEvaluation(environment=environment, invalid={missing_state: count})
-        grouped[environment].append((came, count))
-    every = [one for found in grouped.values() for one in found]
-    return _stats(every), {name: _stats(found) for name, found in sorted(grouped.items()) if name}
+    by_environment: dict[str, list[tuple[PromptEvaluation, int]]] = defaultdict(list)
+    for prompt, (environment, count) in sorted(prompts.items()):  # sums must not depend on the order of arrival
+        missing = PromptEvaluation(environment=environment, invalid={missing_state: count})
+        by_environment[environment].append((evaluations.get(prompt) or missing, count))
+    everything = [each for found in by_environment.values() for each in found]
+    return _stats(everything), {name: _stats(found) for name, found in sorted(by_environment.items()) if name}
 
 
-def _stats(found: Sequence[tuple[PromptEvaluation, int]]) -> EvaluationStats:
-    outcomes = [one for one, _ in found]
-    invalid = sum((Counter(one.invalid) for one in outcomes), Counter[str]())
-    valid, earned = sum(one.valid for one in outcomes), math.fsum(one.reward_sum for one in outcomes)
-    counted = valid + invalid.total()
+def _stats(counted: Sequence[tuple[PromptEvaluation, int]]) -> EvaluationStats:
+    """Summarize prompt evaluations, each with the number of completions requested."""
+    evaluations = [evaluation for evaluation, _ in counted]
+    invalid = sum((Counter(each.invalid) for each in evaluations), Counter[str]())
+    valid, reward_sum = sum(each.valid for each in evaluations), math.fsum(each.reward_sum for each in evaluations)
+    valid_or_invalid = valid + invalid.total()
     return EvaluationStats(
-        prompts=len(found),
-        n=sum(count for _, count in found),
+        prompts=len(counted),
+        n=sum(count for _, count in counted),
         valid=valid,
         invalid=dict(sorted(invalid.items())),
-        mixed=sum(one.mixed_versions for one in outcomes),
-        mean_valid=earned / valid if valid else None,
-        mean_all=earned / counted if counted else None,
-        pass_at=_pass_at(outcomes, max((count for _, count in found), default=0)),
+        mixed=sum(each.mixed_versions for each in evaluations),
+        mean_valid=reward_sum / valid if valid else None,
+        mean_all=reward_sum / valid_or_invalid if valid_or_invalid else None,
+        pass_at=_pass_at(evaluations, max((count for _, count in counted), default=0)),
     )
 
 
-def _pass_at(outcomes: Sequence[PromptEvaluation], most: int) -> dict[str, dict[str, float]]:
-    right_G = torch.tensor([one.successes for one in outcomes], dtype=torch.int64)
-    valid_G = torch.tensor([one.valid for one in outcomes], dtype=torch.int64)
-    every_G = torch.tensor([one.valid + sum(one.invalid.values()) for one in outcomes], dtype=torch.int64)
-    found: dict[str, dict[str, float]] = {}
+def _pass_at(evaluations: Sequence[PromptEvaluation], max_k: int) -> dict[str, dict[str, float]]:
+    successes_G = torch.tensor([each.successes for each in evaluations], dtype=torch.int64)
+    valid_G = torch.tensor([each.valid for each in evaluations], dtype=torch.int64)
+    all_G = torch.tensor([each.valid + sum(each.invalid.values()) for each in evaluations], dtype=torch.int64)
+    pass_at: dict[str, dict[str, float]] = {}
     k = 1
-    while k <= most:
-        told = {}
-        for name, n_G in (("valid", valid_G), ("all", every_G)):
-            passed = pass_at_k(n_G, right_G, k)
+    while k <= max_k:
+        means = {}
+        for name, n_G in (("valid", valid_G), ("all", all_G)):
+            passed = pass_at_k(n_G, successes_G, k)
             if passed.known.any():
-                told[name] = float(passed.value[passed.known].mean())
-        found[str(k)] = told
+                means[name] = float(passed.value[passed.known].mean())
+        pass_at[str(k)] = means
         k *= 2
-    return found
+    return pass_at
 
 
 class EvaluationLog:
-    """`eval.jsonl`, cut to what a checkpoint's weights have lived through.
+    """`eval.jsonl`, cut to the step of a checkpoint.
 
     Args:
-        folder: the run's.
-        step: of the checkpoint. Lines of later steps tell of weights that are lost, and go.
-        fence: the trainer's right to the folder.
+        folder: the run's folder.
+        step: of the checkpoint. Lines of later steps are about weights that are lost, so they are cut off.
+        folder_lock: the trainer's lock on the folder, if other trainers may exist.
     """
 
-    def __init__(self, folder: Path, step: int, fence: RunFolderLock | None = None) -> None:
-        kept, length = [], 0
-        for line, upto in _lines(folder / FILE):
-            if line.step > step:
+    def __init__(self, folder: Path, step: int, folder_lock: RunFolderLock | None = None) -> None:
+        results, length = [], 0
+        for result, end_offset in _read_lines(folder / FILE):
+            if result.step > step:
                 break
-            kept.append(line)
-            length = upto
-        self.results = kept
-        self._journal = MetricsLog(folder / FILE, length, fence)
+            results.append(result)
+            length = end_offset
+        self.results = results
+        self._file = MetricsLog(folder / FILE, length, folder_lock)
 
     @property
     def last(self) -> EvaluationResult | None:
-        """The last one; None before the first."""
+        """The last result; None before the first."""
         return self.results[-1] if self.results else None
 
-    def append(self, line: EvaluationResult) -> None:
-        """Write one."""
-        self._journal.append(msgspec.to_builtins(line))
-        self.results.append(line)
+    def append(self, result: EvaluationResult) -> None:
+        """Write one line."""
+        self._file.append(msgspec.to_builtins(result))
+        self.results.append(result)
 
 
 def read_evaluations(folder: Path) -> list[EvaluationResult]:
-    """The evaluations of a run, from its folder; changes nothing."""
-    return [line for line, _ in _lines(folder / FILE)]
+    """Read a run's evaluations from its folder without changing it."""
+    return [result for result, _ in _read_lines(folder / FILE)]
 
 
-def _lines(path: Path) -> Iterable[tuple[EvaluationResult, int]]:
-    """Whole lines up to the first that is none, each with the bytes that end with it."""
+def _read_lines(path: Path) -> Iterable[tuple[EvaluationResult, int]]:
+    """Yield the complete lines up to the first invalid one, each with the file's length up to its end."""
     if not path.exists():
         return
-    upto = 0
+    end_offset = 0
     for text in path.read_bytes().splitlines(keepends=True):
-        upto += len(text)
+        end_offset += len(text)
         try:
-            line = msgspec.json.decode(text, type=EvaluationResult)
+            result = msgspec.json.decode(text, type=EvaluationResult)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return
         if not text.endswith(b"\n"):
             return
-        yield line, upto
+        yield result, end_offset

@@ -1,7 +1,7 @@
-"""Several ranks on this machine, started by the agent of `torchrun` and ended together.
+"""Starts several ranks on this machine with the agent of `torchrun`, and ends them together.
 
-The agent gives each rank a session of its own, which no signal to ours reaches: so a rank dies with the agent
-(`stream.parent_death`), and a request to stop is passed on to the first rank, which drains for all of them.
+The agent starts each rank in a session of its own, which signals to this process do not reach. So each rank dies with
+the agent (`stream.parent_death`), and a stop signal is forwarded to rank 0, which drains for all ranks.
 """
 
 import os
@@ -27,21 +27,21 @@ _START_TIMEOUT_S: Final = 120
 
 
 def launch_ranks(world_size: int, command: Sequence[str]) -> int:
-    """Run a command as so many ranks, until all of them have left or one has failed.
+    """Run a command as `world_size` ranks until all have exited or one has failed.
 
-    When one fails the others are asked to end, and killed after half a minute.
+    When one fails, the others are asked to exit, and killed after 30 s.
 
     Args:
         world_size: number of ranks.
-        command: of each; tells its rank from the environment, as under `torchrun`.
+        command: of each rank, which reads its rank from the environment, as under `torchrun`.
 
     Returns:
-        0 where all left in peace; else what the first rank said, if it said anything; else 1.
+        0 if all ranks exited with 0; else rank 0's exit code if it is positive; else 1.
     """
-    # The agent's own way with SIGTERM ends in an exit code that says nothing of how the ranks ended.
+    # With its own handling of SIGTERM the agent's exit code does not depend on how the ranks exited.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    meeting = RendezvousParameters(
+    rendezvous_parameters = RendezvousParameters(
         backend="c10d",
         endpoint="localhost:0",
         run_id=uuid.uuid4().hex,
@@ -56,22 +56,22 @@ def launch_ranks(world_size: int, command: Sequence[str]) -> int:
             local_world_size=world_size,
             entrypoint=command[0],
             args=tuple(command[1:]),
-            rdzv_handler=rendezvous.get_rendezvous_handler(meeting),
+            rdzv_handler=rendezvous.get_rendezvous_handler(rendezvous_parameters),
             max_restarts=0,
             local_addr="localhost",
         ),
         logs_specs=DefaultLogsSpecs(),
     )
 
-    def pass_on(received: int, _: FrameType | None) -> None:
+    def forward(received: int, _: FrameType | None) -> None:
         first = [worker.id for worker in agent.get_worker_group().workers if worker.global_rank == 0]
         if not first or not isinstance(first[0], int):
-            raise SystemExit(0)  # nothing had begun
-        with suppress(ProcessLookupError):  # it has just ended, which the agent is about to see
+            raise SystemExit(0)  # no rank has started
+        with suppress(ProcessLookupError):  # it has just exited
             os.kill(first[0], received)
 
     for received in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(received, pass_on)
+        signal.signal(received, forward)
     result = agent.run()
     if not result.is_failed():
         return 0
