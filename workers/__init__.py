@@ -1,4 +1,4 @@
-"""Who does what. One process to a role; the roles are blind to one another and meet in the streams.
+"""The roles of a run, the engines, the supervisor and the command line. One process per role; roles meet in the streams.
 
 ::
 
@@ -6,20 +6,19 @@
                                     │   ▲                                             │
                         environments   tokens                                    weights
                                     ▼   │                                             │
-                                   engine (vLLM, or `engine/`, the local one) ◄───────┘
+                                   engine (vLLM, or `local_engine/`) ◄────────────────┘
 
-============  =========================  ========================  ==================================
-role          waits for                  is freed by               gives
-============  =========================  ========================  ==================================
-``feed``      room in the backlog        a claim of prompts        prompts
-``rollout``   a prompt and a free place  feed; a place given back  groups of completions
-``score``     a group                    rollout                   the same groups with rewards
-``train``     a full batch               score                     policy versions, places given back
-============  =========================  ========================  ==================================
+============  ===========================  ============================  ==================================
+role          waits for                    is woken by                   produces
+============  ===========================  ============================  ==================================
+``feed``      space in the prompt queue    a claim of prompts            prompts
+``rollout``   a prompt and free capacity   feed; capacity that is freed  groups of completions
+``score``     a group                      rollout                       the same groups with rewards
+``train``     a full batch                 score                         policy versions, free capacity
+============  ===========================  ============================  ==================================
 
-Shared by roles: `role`, `pump` (claim, work, end each lease), `parts` (reward functions
-on a group), `room`, `settings`, `logs`. Around them: `cli/` (with `failures`, `installation`), `run/` (the supervisor),
-`queues`, `dead`, `check`, `demo/`, and `testing/` for those who write tests.
+From upper to lower: `cli/`, `demo/`, `commands/`, `run/` and `testing/`, the four roles, `local_engine/`, `vllm/`,
+`runtime/` (shared by roles), `engine_api/` (shared by engines and their clients), `settings/`.
 """
 
 from pkgutil import extend_path
