@@ -45,7 +45,7 @@ async def test_a_worker_that_is_worn_out_is_started_again_and_that_is_no_crash(m
     monkeypatch.setattr(restart_policy, "QUICK_EXIT_S", 0.0)
     worn = f"if len(lives('rollout')) < 5: print('worn out'); sys.exit({RECYCLE})\nstay()"
     train = "until(lambda: len(lives('rollout')) == 5);" + FINISH
-    outcome = await make_pipeline({"rollout": worn, "train": train}, restarts=1).run()
+    outcome = await make_pipeline({"rollout": worn, "train": train}, max_restarts=1).run()
     assert outcome.failure is None
 
 
@@ -55,8 +55,8 @@ async def test_a_worker_that_is_worn_out_at_once_and_again_fails_the_run(make_pi
 
 
 async def test_a_flood_of_output_neither_fills_the_disk_nor_stops_the_role(make_pipeline, monkeypatch):
-    monkeypatch.setattr(child_process, "_LARGEST_LOG", 1_000_000)
-    monkeypatch.setattr(child_process, "_KEPT_OF_LOG", 10_000)
+    monkeypatch.setattr(child_process, "_MAX_LOG_BYTES", 1_000_000)
+    monkeypatch.setattr(child_process, "_TRIMMED_LOG_BYTES", 10_000)
     flood = (
         "for i in range(200): print('x' * 50_000)\n"
         "print('error: the last word', flush=True)\n"
@@ -69,7 +69,7 @@ async def test_a_flood_of_output_neither_fills_the_disk_nor_stops_the_role(make_
     assert "the last word" in str(outcome.failure)
     text = log.read_bytes()
     assert len(text) < 100_000
-    assert b" bytes before were cut off" in text.splitlines()[0]
+    assert b" bytes were removed here" in text.splitlines()[0]
 
 
 def worker(file: Path, url: str, engine: str, *settings: str) -> list[str]:

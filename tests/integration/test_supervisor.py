@@ -208,7 +208,7 @@ async def test_a_role_that_ends_at_once_and_again_fails_the_run_with_its_last_er
 
 
 async def test_a_role_that_is_killed_too_often_fails_the_run(make_pipeline):
-    pipeline = make_pipeline({"rollout": "os.kill(os.getpid(), signal.SIGKILL)"}, restarts=4)
+    pipeline = make_pipeline({"rollout": "os.kill(os.getpid(), signal.SIGKILL)"}, max_restarts=4)
     outcome = await pipeline.run()
     assert "rollout-0 was killed by SIGKILL, and it was restarted 4 times" in str(outcome.failure)
     assert len(pipeline.lives("rollout")) == 5
@@ -248,7 +248,9 @@ async def _interrupt(pipeline: Pipeline, times: int = 1) -> None:
 
 
 async def test_a_role_that_does_not_leave_within_the_grace_time_is_killed(make_pipeline):
-    pipeline = make_pipeline({"rollout": "signal.signal(signal.SIGTERM, signal.SIG_IGN); stay()"}, grace_s=0.1)
+    pipeline = make_pipeline(
+        {"rollout": "signal.signal(signal.SIGTERM, signal.SIG_IGN); stay()"}, shutdown_timeout_s=0.1
+    )
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_interrupt, pipeline)
         outcome = await pipeline.run()
@@ -258,7 +260,7 @@ async def test_a_role_that_does_not_leave_within_the_grace_time_is_killed(make_p
 
 async def test_a_second_ctrl_c_kills(make_pipeline):
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); stay()"
-    pipeline = make_pipeline(dict.fromkeys(("feed", "rollout", "score", "train"), deaf), grace_s=60)
+    pipeline = make_pipeline(dict.fromkeys(("feed", "rollout", "score", "train"), deaf), shutdown_timeout_s=60)
     began = time.monotonic()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_interrupt, pipeline, 2)
@@ -327,7 +329,7 @@ async def test_the_roles_start_when_all_engines_listen_and_each_keeps_its_port(m
 
 
 async def test_an_engine_may_take_longer_to_start_than_a_run_may_stand_still(make_pipeline):
-    pipeline = make_pipeline({"engine": "time.sleep(3);" + ENGINE + "stay()", "train": FINISH}, stall_s=1.0)
+    pipeline = make_pipeline({"engine": "time.sleep(3);" + ENGINE + "stay()", "train": FINISH}, stall_timeout_s=1.0)
     assert (await pipeline.run()).failure is None
 
 
@@ -351,7 +353,7 @@ async def test_an_engine_sees_the_gpus_that_are_its_own(make_pipeline):
 
 async def test_a_run_that_stands_still_fails_and_says_where_the_work_is(make_pipeline, connection):
     await Feed(connection, 10).put([Prompt(id="a", messages=[])], "", "1")
-    pipeline = make_pipeline({}, stall_s=1.5)
+    pipeline = make_pipeline({}, stall_timeout_s=1.5)
     outcome = await pipeline.run()
     assert "nothing was trained or dropped for 1.5 s" in str(outcome.failure)
     assert "1 prompts are open: prompts has 1 waiting, 0 held" in str(outcome.failure)
@@ -361,7 +363,7 @@ async def test_a_run_that_stands_still_fails_and_says_where_the_work_is(make_pip
 async def test_a_paused_run_may_stand_still(make_pipeline, connection):
     await Feed(connection, 10).put([Prompt(id="a", messages=[])], "", "1")
     await pause(connection, "ann@box")
-    pipeline = make_pipeline({"train": "time.sleep(2.5);" + FINISH}, stall_s=1.0)
+    pipeline = make_pipeline({"train": "time.sleep(2.5);" + FINISH}, stall_timeout_s=1.0)
     outcome = await pipeline.run()
     assert outcome.failure is None
     assert not outcome.interrupted

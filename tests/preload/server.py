@@ -29,6 +29,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from workers.run import fork_server
+
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     "tests.chaos.run",
@@ -157,6 +159,7 @@ def become(request: dict[str, Any], descriptors: list[int], executable: str) -> 
     os.environ.update(request["environment"])
     sys.executable = executable
     random.seed()
+    fork_server.nest()  # for the roles of a run that it supervises
     code = 1
     try:
         run(request["arguments"])

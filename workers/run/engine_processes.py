@@ -7,6 +7,7 @@ import msgspec
 import structlog
 
 from workers.run.child_process import ChildProcess
+from workers.run.process_launcher import ProcessLauncher
 from workers.run.role_specs import MakeEngineSpec, RoleSpec
 from workers.settings import Settings
 
@@ -20,15 +21,20 @@ class EngineProcesses:
         settings: of the run.
         file: the settings file that the engines read.
         log_folder: folder of their logs.
+        launcher: starts them.
         make_engine: the command line of an engine, on a port.
     """
 
-    def __init__(self, settings: Settings, file: Path, log_folder: Path, make_engine: MakeEngineSpec) -> None:
+    def __init__(
+        self, settings: Settings, file: Path, log_folder: Path, launcher: ProcessLauncher, make_engine: MakeEngineSpec
+    ) -> None:
         self._settings = settings
         self._file = file
         self._make_engine = make_engine
         self._urls: dict[int, str] = {}
-        self.processes = [ChildProcess(self._spec(number, 0), log_folder) for number in range(settings.engine.count)]
+        self.processes = [
+            ChildProcess(self._spec(number, 0), log_folder, launcher) for number in range(settings.engine.count)
+        ]
 
     @property
     def urls(self) -> tuple[str, ...]:

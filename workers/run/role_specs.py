@@ -9,6 +9,11 @@ from msgspec import Struct
 from workers.settings import Settings
 
 ENGINE = "engine"
+_LIGHT_MODULES = ("workers.cli", "workers.feed.worker", "workers.rollout.worker", "workers.score.worker")
+_TORCH_MODULES = ("workers.cli", "workers.local_engine.server", "workers.train.worker")
+_GPU = Path("/dev/nvidiactl")
+"""There with NVIDIA's driver. A process that has asked CUDA anything must not be forked, and what imports ask of it is
+the affair of many libraries; so trainers and engines are new interpreters there."""
 _EXTRA_START_S = 30.0
 """For an engine that did not start in time to say so itself."""
 
@@ -22,6 +27,8 @@ class RoleSpec(Struct, frozen=True, kw_only=True):
     command: tuple[str, ...]
     environment: dict[str, str] = {}
     """Besides ours."""
+    modules: tuple[str, ...] = ()
+    """Modules worth importing once for all processes of its kind; empty: always a new interpreter."""
     listen_timeout_s: float = 120.0
     """Where it says where it listens: within so many seconds."""
 
@@ -46,7 +53,12 @@ def role_specs(settings: Settings, file: Path, redis: str, engines: tuple[str, .
     server = ("--redis", redis) if redis != settings.run.redis else ()
     addresses = (*server, *(part for url in engines for part in ("--engine", url)))
     return [
-        RoleSpec(role=role, index=index, command=(*_penstock_command(), role, str(file), *addresses))
+        RoleSpec(
+            role=role,
+            index=index,
+            command=(*_penstock_command(), role, str(file), *addresses),
+            modules=_torch_modules() if role == "train" else _LIGHT_MODULES,
+        )
         for role, count in wanted.items()
         for index in range(count)
     ]
@@ -57,8 +69,13 @@ def engine_spec(settings: Settings, file: Path, port: int) -> RoleSpec:
     return RoleSpec(
         role=ENGINE,
         command=(*_penstock_command(), "serve", str(file), "--port", str(port)),
+        modules=_torch_modules() if settings.engine.server == "local" else (),
         listen_timeout_s=settings.engine.start_timeout_s + _EXTRA_START_S,
     )
+
+
+def _torch_modules() -> tuple[str, ...]:
+    return () if _GPU.exists() else _TORCH_MODULES
 
 
 def _penstock_command() -> tuple[str, ...]:

@@ -34,6 +34,7 @@ from workers.run import run_info as live
 from workers.run.child_process import ChildProcess, describe_exit
 from workers.run.child_processes import ChildProcesses
 from workers.run.engine_processes import EngineProcesses
+from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import ProgressDisplay, SupervisorState
 from workers.run.restart_policy import RestartPolicy, StallDetector
 from workers.run.role_process import PERMANENT_FAILURE, RECYCLE
@@ -92,6 +93,7 @@ class Supervisor:
         self._make_roles = make_roles
         self._make_engine = make_engine
         self._logs = settings.folder / "logs"
+        self._launcher = ProcessLauncher()
         self._children = ChildProcesses(settings.queue.shutdown_timeout_s + _EXIT_MARGIN_S)
         self._restarts: Counter[str] = Counter()
         self._began = time.monotonic()
@@ -112,6 +114,10 @@ class Supervisor:
             ServerError: there is no server to run on.
         """
         await anyio.Path(self._logs).mkdir(parents=True, exist_ok=True)
+        with self._launcher:
+            return await self._run_with_server()
+
+    async def _run_with_server(self) -> RunOutcome:
         async with anyio.create_task_group() as listening:
             listening.start_soon(self._watch_signals)
             url = self._settings.run.redis
@@ -128,6 +134,8 @@ class Supervisor:
         name, queue = self._settings.run.name, self._settings.queue
         async with connect(url, name, reconnect_s=queue.reconnect_timeout_s) as self._link:
             await self._reopen()
+            for spec in self._make_roles(self._settings, self._file, url, ()):
+                self._launcher.preload(spec.modules)
             try:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._watch)
@@ -153,14 +161,14 @@ class Supervisor:
             await self._announce(url, engines)
             self._phase = _RUNNING
             for spec in self._make_roles(self._settings, self._file, url, engines):
-                child = ChildProcess(spec, self._logs)
+                child = ChildProcess(spec, self._logs, self._launcher)
                 self._children.add(child)
                 tasks.start_soon(self._keep_running, child)
 
         engine = self._settings.engine
         if engine.urls:
             return await start(engine.urls)
-        own = EngineProcesses(self._settings, self._file, self._logs, self._make_engine)
+        own = EngineProcesses(self._settings, self._file, self._logs, self._launcher, self._make_engine)
         self._phase = own.phase
         await self._announce(url, ())
 

@@ -6,11 +6,13 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import anyio
+import msgspec
 
 from stream.errors import EngineUnavailableError, RunFailedError
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.rollout.engine_client.sampled_turn import UNVERSIONED
 from workers.run.child_process import ChildProcess
+from workers.run.process_launcher import ProcessLauncher
 from workers.run.role_specs import engine_spec
 from workers.run.run_folder import write_atomically
 from workers.settings import Settings
@@ -39,7 +41,8 @@ async def with_started_engine(settings: Settings, policy: Path, use: EngineTask[
     with TemporaryDirectory(prefix="penstock-eval-") as folder:
         file = Path(folder) / "run.toml"
         await anyio.to_thread.run_sync(write_atomically, file, dump_settings(settings).encode())
-        child = ChildProcess(engine_spec(settings, file, 0), logs or Path(folder))
+        spec = msgspec.structs.replace(engine_spec(settings, file, 0), modules=())  # a fork server is no use for one
+        child = ChildProcess(spec, logs or Path(folder), ProcessLauncher())
         async with anyio.create_task_group() as tasks:
 
             async def use_engine(url: str) -> None:

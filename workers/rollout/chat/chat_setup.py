@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -47,9 +47,8 @@ def _for_environment(name: str, factory: EnvironmentFactory, settings: Settings,
     if not factory.tools:  # one turn: nothing is read, and nothing ever continued
         return _without_tools(settings, model_path)
     schemas = [tool.schema for tool in factory.tools]
-    template_kwargs = dict(settings.data.chat_template_kwargs)
-    shown = schemas if template_kwargs.pop("tools", True) else None
-    chat = ChatTokenizer.load(model_path, template_kwargs, shown)
+    shown = schemas if settings.data.chat_template_kwargs.get("tools", True) else None
+    chat = ChatTokenizer.load(model_path, _template_kwargs(settings), shown)
     choice = choose_tool_format(settings.model.tool_format, chat.renderer.template, shown)
     history = check_history(chat.renderer)
     chat.rewrites_history = history.rewrites_history
@@ -72,15 +71,20 @@ def _for_environment(name: str, factory: EnvironmentFactory, settings: Settings,
 
 
 def _without_tools(settings: Settings, model_path: Path) -> ChatSetup:
-    chat = ChatTokenizer.load(model_path, settings.data.chat_template_kwargs, None)
+    chat = ChatTokenizer.load(model_path, _template_kwargs(settings), None)
     return ChatSetup(chat, choose_tool_format("hermes", chat.renderer.template, None).format)
 
 
 def _for_own_loop(settings: Settings, model_path: Path) -> ChatSetup:
     """For an environment that leads its episodes: which tools there are, each of its requests says."""
-    chat = ChatTokenizer.load(model_path, settings.data.chat_template_kwargs, None)
+    chat = ChatTokenizer.load(model_path, _template_kwargs(settings), None)
     try:
         return ChatSetup(chat, choose_tool_format(settings.model.tool_format, chat.renderer.template, None).format)
     except SettingsError as error:  # only a request with tools would need one
         log.warning("template.tool_format_unknown", why=str(error))
         return _without_tools(settings, model_path)
+
+
+def _template_kwargs(settings: Settings) -> dict[str, Any]:
+    """Return the extra arguments of the chat template; `tools` says whether schemas are passed, not which."""
+    return {name: value for name, value in settings.data.chat_template_kwargs.items() if name != "tools"}

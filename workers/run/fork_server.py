@@ -1,0 +1,326 @@
+"""Start Python programs by forking a process that has imported their modules already.
+
+A trainer or a local engine spends seconds importing torch and transformers. A fork of a process that has imported them
+starts in milliseconds and shares their memory. Linux only::
+
+    supervisor ── request ──► fork server              one thread, no event loop, no CUDA
+        ▲                        └─ intermediate        forks the program, then exits
+        └──── parent of ──────────── program
+
+When the intermediate exits, the kernel gives its child to the nearest ancestor that is marked as child subreaper
+(`prctl(2)`): the supervisor, which marks itself for the duration of a request. So the program is an ordinary child of
+the supervisor, which waits for it and signals it, and whose death it does not survive.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import runpy
+import select
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+import msgspec
+from msgspec import Struct
+
+from stream.parent_death import die_with_parent
+
+_PR_SET_CHILD_SUBREAPER = 36
+_LENGTH = struct.Struct(">I")
+_READY = b"\0"
+_DESCRIPTORS = 2
+"""Standard output and standard error travel with each request."""
+_subreaper_lock = threading.Lock()
+_inherited: "ForkServer | None" = None
+"""Made for this process by the fork server that started it."""
+
+
+class Program(Struct, frozen=True):
+    """A Python command line, split as the interpreter splits it."""
+
+    command: list[str]
+    """All of it, as `ps` shows it."""
+    kind: str
+    """`-m`, `-c`, or empty for a script."""
+    target: str
+    """The module, the code, or the script's path."""
+    arguments: list[str]
+    safe_path: bool
+    """`-P`: neither the working directory nor the script's folder is put first on `sys.path`."""
+
+    @classmethod
+    def parse(cls, command: Sequence[str]) -> "Program | None":
+        """Return None for a command of another interpreter, or with options that only a new interpreter can apply."""
+        executable, *rest = command
+        safe_path = rest[:1] == ["-P"]
+        rest = rest[safe_path:]
+        kind = rest.pop(0) if rest and rest[0] in {"-m", "-c"} else ""
+        if executable != sys.executable or not rest or (not kind and rest[0].startswith("-")):
+            return None
+        return cls(list(command), kind, rest[0], rest[1:], safe_path)
+
+
+class _Request(Struct, frozen=True):
+    program: Program
+    parent: int
+    """Process id of the caller."""
+    environment: dict[str, str]
+    folder: str
+    modules: tuple[str, ...]
+    """Imported before the fork."""
+    new_session: bool
+    nested: bool
+    """The program gets a fork server of its own."""
+
+
+class ForkServer:
+    """The caller's side of a fork server. Thread-safe; a context manager that ends the server."""
+
+    def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
+        self._connection = connection
+        self._process = process
+        self._lock = threading.Lock()
+
+    @classmethod
+    def start(cls, preload: Sequence[str] = ()) -> "ForkServer":
+        """Start a server, or return the one that this process was given when it was forked itself.
+
+        Args:
+            preload: modules to import while no request waits; those that cannot be imported are skipped.
+        """
+        if _inherited is not None:
+            return _inherited
+        ours, theirs = socket.socketpair()
+        call = f"serve({theirs.fileno()}, {os.getpid()}, {list(preload)!r})"
+        room = "#" * 2000  # for the command lines of what it forks
+        code = f"from workers.run.fork_server import serve; {call}  {room}"
+        with theirs:
+            process = subprocess.Popen(  # noqa: S603  (our own interpreter)
+                (sys.executable, "-P", "-c", code),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor alone
+            )
+        return cls(ours, process)
+
+    @classmethod
+    def inherited(cls) -> "ForkServer | None":
+        """Return the server that this process was given when it was forked itself."""
+        return _inherited
+
+    def spawn(
+        self,
+        program: Program,
+        *,
+        environment: Mapping[str, str],
+        folder: Path,
+        output: tuple[int, int],
+        modules: Sequence[str] = (),
+        new_session: bool = True,
+        nested: bool = False,
+    ) -> int:
+        """Start a program as a child of this process. Returns its process id.
+
+        Args:
+            program: what to run.
+            environment: its environment variables; those that libraries read while they are imported come too late.
+            folder: its working directory.
+            output: descriptors of its standard output and standard error; it reads from /dev/null.
+            modules: imported before the fork.
+            new_session: it leads a session and a process group of its own.
+            nested: it gets a fork server of its own, with all the modules of this one.
+
+        Raises:
+            OSError: the server is gone.
+        """
+        request = _Request(program, os.getpid(), dict(environment), str(folder), tuple(modules), new_session, nested)
+        body = msgspec.msgpack.encode(request)
+        with self._lock:
+            socket.send_fds(self._connection, [_LENGTH.pack(len(body))], output)
+            self._connection.sendall(body)
+            _receive(self._connection, len(_READY))  # its modules are imported
+            with _adopting_orphans():
+                self._connection.sendall(_READY)
+                return int(_LENGTH.unpack(_receive(self._connection, _LENGTH.size))[0])
+
+    def close(self) -> None:
+        """End the server; what it has started goes on."""
+        self._connection.close()
+        if self._process is not None:
+            self._process.kill()  # it may be importing
+            self._process.wait()
+
+
+def serve(connection: socket.socket | int, parent: int, preload: Sequence[str] = ()) -> NoReturn:
+    """Answer requests until the connection closes; ends this process.
+
+    Args:
+        connection: to the caller; its descriptor where a new interpreter was started.
+        parent: process id of the caller.
+        preload: modules to import while no request waits.
+    """
+    die_with_parent(parent)
+    connection = socket.socket(fileno=connection) if isinstance(connection, int) else connection
+    waiting = list(preload)
+    while True:
+        while waiting and not select.select([connection], [], [], 0)[0]:
+            _import(waiting.pop(0))
+        try:
+            header, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, _DESCRIPTORS)
+            body = _receive(connection, _LENGTH.unpack(header)[0])
+            request = msgspec.msgpack.decode(body, type=_Request)
+            for name in request.modules:
+                _import(name)
+            gc.freeze()  # a collection in a forked program must not touch, and so copy, the pages that it shares
+            connection.sendall(_READY)
+            _receive(connection, len(_READY))
+            connection.sendall(_LENGTH.pack(_fork(request, connection, descriptors)))
+        except (OSError, struct.error):  # the caller is gone
+            os._exit(0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _import(name: str) -> None:
+    with contextlib.suppress(Exception):  # the program that needs it says what is wrong
+        importlib.import_module(name)
+
+
+def _fork(request: _Request, connection: socket.socket, descriptors: list[int]) -> int:
+    """Fork the program by way of an intermediate process, and return its process id."""
+    reading, writing = os.pipe()
+    if intermediate := os.fork():
+        os.close(writing)
+        answer = os.read(reading, _LENGTH.size)
+        os.close(reading)
+        os.waitpid(intermediate, 0)
+        return int(_LENGTH.unpack(answer)[0])
+    intermediate = os.getpid()
+    if pid := os.fork():
+        os.write(writing, _LENGTH.pack(pid))
+        os._exit(0)
+    try:
+        connection.close()
+        os.close(reading)
+        os.close(writing)
+        while os.getppid() == intermediate:  # the kernel hands us over as soon as it has exited
+            time.sleep(0.0005)
+        die_with_parent(request.parent)
+        _become(request, descriptors)
+    finally:
+        os._exit(1)
+
+
+def _become(request: _Request, descriptors: list[int]) -> NoReturn:
+    """Turn this fork into the program that was asked for."""
+    if request.new_session:
+        os.setsid()
+    if request.nested:
+        nest()
+    for descriptor, target in zip(descriptors, (1, 2), strict=True):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(  # type: ignore[union-attr]
+            line_buffering=stream is sys.stderr or stream.isatty(),
+            write_through="PYTHONUNBUFFERED" in request.environment,
+        )
+    _set_command_line(request.program.command)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.chdir(request.folder)
+    if "numpy" in sys.modules:  # its global generator is the only one that a fork does not seed anew
+        sys.modules["numpy"].random.seed()
+    os._exit(_run(request.program))
+
+
+def _set_command_line(command: Sequence[str]) -> None:
+    """Let `ps` show this command for this process, cut to the length of the command that started the fork server."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
+    text = b"\0".join(map(os.fsencode, command))[: end - start - 1]
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def nest() -> None:
+    """Give this process a fork server of its own: a fork of it, taken before it has threads or an event loop."""
+    global _inherited  # noqa: PLW0603
+    ours, theirs = socket.socketpair()
+    parent = os.getpid()
+    if os.fork():
+        theirs.close()
+        _inherited = ForkServer(ours, None)
+        return
+    ours.close()
+    null = os.open(os.devnull, os.O_RDWR)
+    for target in (0, 1, 2):  # whoever reads this process's output must not wait for the server's end
+        os.dup2(null, target)
+    serve(theirs, parent)
+
+
+def _run(program: Program) -> int:
+    """Run a program as the interpreter would. Returns its exit code."""
+    sys.argv[1:] = program.arguments
+    first = {"-m": str(Path.cwd()), "-c": "", "": str(Path(program.target).resolve().parent)}[program.kind]
+    if not program.safe_path:
+        sys.path.insert(0, first)
+    try:
+        if program.kind == "-m":
+            runpy.run_module(program.target, run_name="__main__", alter_sys=True)
+        elif program.kind == "-c":
+            sys.argv[0] = "-c"
+            main = sys.modules["__main__"] = ModuleType("__main__")
+            exec(compile(program.target, "<string>", "exec"), main.__dict__)  # noqa: S102
+        else:
+            sys.argv[0] = program.target
+            runpy.run_path(program.target, run_name="__main__")
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if code and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)  # noqa: T201  (as the interpreter does)
+    except BaseException:  # noqa: BLE001  (as the interpreter does)
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  (what the interpreter does at its end)
+    atexit._run_exitfuncs()  # noqa: SLF001
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code & 0xFF
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    """Receive exactly this many bytes.
+
+    Raises:
+        ConnectionResetError: the other side is gone.
+    """
+    received = connection.recv(count, socket.MSG_WAITALL)
+    if len(received) < count:
+        raise ConnectionResetError("the other side of a fork server's connection is gone")
+    return received
+
+
+@contextlib.contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Let a descendant whose parent exits become a child of this process, for as long as the context is open."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with _subreaper_lock:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            yield
+        finally:
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)

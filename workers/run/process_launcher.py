@@ -1,0 +1,151 @@
+"""Start the processes of a run: by a fork where that is possible, else as a new interpreter."""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from stream import parent_death
+from stream.errors import RunFailedError
+from workers.run.fork_server import ForkServer, Program
+from workers.run.role_specs import RoleSpec
+
+log = structlog.get_logger()
+
+_POLL_S = 0.05
+"""Between two looks at a process, where the kernel offers no descriptor to wait on."""
+
+
+class LaunchedProcess:
+    """A child process that leads a process group of its own.
+
+    Args:
+        pid: its process id.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        """Its exit code, negative for a signal; None until `wait` has returned."""
+        self._pidfd = os.pidfd_open(pid) if sys.platform == "linux" else None
+
+    async def wait(self) -> int:
+        """Wait for its end, and return its exit code."""
+        while self.returncode is None:
+            if self._pidfd is not None:
+                await anyio.wait_readable(self._pidfd)
+            ended, status = os.waitpid(self.pid, os.WNOHANG)  # noqa: ASYNC222  (it does not wait)
+            if ended:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            else:
+                await anyio.sleep(_POLL_S)
+        return self.returncode
+
+    def terminate(self) -> None:
+        """Ask it to stop, unless its end has been waited for."""
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill_group(self) -> None:
+        """Kill it and everything it has started, whether it runs or not."""
+        with suppress(ProcessLookupError, PermissionError):  # the group is empty (macOS raises the second)
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Kill it if it still runs, wait for it, and release what was held for it."""
+        self.kill_group()
+        with anyio.CancelScope(shield=True):
+            await self.wait()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+class ProcessLauncher:
+    """Starts processes that die with this one; a context manager that ends its fork servers.
+
+    One fork server serves all roles that need the same modules, so that no role carries modules it does not use.
+    """
+
+    def __init__(self) -> None:
+        self._fork_servers: dict[tuple[str, ...], ForkServer | None] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for server in self._fork_servers.values():
+            if server is not None:
+                server.close()
+
+    def preload(self, modules: tuple[str, ...]) -> None:
+        """Start a fork server that imports these modules in the background."""
+        if modules and sys.platform == "linux" and modules not in self._fork_servers:
+            self._fork_servers[modules] = ForkServer.start(modules)
+
+    async def launch(self, spec: RoleSpec, output: int) -> LaunchedProcess:
+        """Start a process.
+
+        Args:
+            spec: its command line and environment.
+            output: descriptor of its standard output and standard error.
+
+        Raises:
+            RunFailedError: it cannot be started.
+        """
+        try:
+            pid = await self._fork(spec, output) or self._execute(spec, output)
+        except OSError as error:
+            raise RunFailedError(f"{spec.name} cannot be started: {error}") from error
+        return LaunchedProcess(pid)
+
+    async def _fork(self, spec: RoleSpec, output: int) -> int | None:
+        """Start a process from a fork server. Returns its process id, or None where that is impossible."""
+        self.preload(spec.modules)
+        server = ForkServer.inherited() or self._fork_servers.get(spec.modules)
+        program = Program.parse(spec.command)
+        if server is None or program is None:
+            return None
+
+        def spawn() -> int:
+            return server.spawn(
+                program,
+                environment={**os.environ, **spec.environment},
+                folder=Path.cwd(),
+                output=(output, output),
+                modules=spec.modules,
+            )
+
+        try:
+            return await anyio.to_thread.run_sync(spawn)  # not cancellable: no process that was started is lost
+        except OSError as error:
+            log.warning("fork_server.lost", why=str(error))
+            self._fork_servers[spec.modules] = None
+            return None
+
+    @staticmethod
+    def _execute(spec: RoleSpec, output: int) -> int:
+        """Start a new interpreter. Returns its process id.
+
+        Called on the main thread: a child that asked to die with its parent dies when the thread that started it ends.
+        """
+        process = subprocess.Popen(  # noqa: S603  (a command line of the run's own)
+            (sys.executable, "-I", "-S", str(parent_death.__file__), *spec.command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **spec.environment},
+            start_new_session=True,  # Ctrl-C in the terminal reaches this process alone, which decides what stops when
+        )
+        process.returncode = 0  # `LaunchedProcess` waits for it: `Popen` must not
+        return process.pid
