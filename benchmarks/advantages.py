@@ -35,9 +35,10 @@ from workers.settings.losses import Clipped
 from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.aggregation import AGGREGATIONS, BatchTotals, row_factors
 from workers.train.algorithms.grouping import Grouping, encode_ids
-from workers.train.algorithms.losses import policy_loss
+from workers.train.algorithms.losses import LossInputs, policy_loss
 from workers.train.algorithms.masks import NONE, CompletionFacts, Masks, derive_masks
 from workers.train.algorithms.normalization import normalize, normalize_tokens, whiten
+from workers.train.algorithms.sequences import Sequences
 from workers.train.step.batch import Batch
 from workers.train.step.estimation import estimate_advantages
 
@@ -163,7 +164,7 @@ class Tokens(Rows):
             greedy_rewards_G=torch.zeros(self.groups, dtype=torch.float64),
             greedy_measured_G=torch.zeros(self.groups, dtype=torch.bool),
             greedy_truncated_G=none[: self.groups],
-            part_names=("",) * PARTS,
+            part_keys=tuple((str(part), 1.0) for part in range(PARTS)),
             parts_PC=self.parts_PC,
             part_weights_P=self.inputs["part_weights_P"],
             turn_rewards_RT=zeros.double(),
@@ -198,13 +199,14 @@ class Tokens(Rows):
         logprobs = self.logprobs_RT.detach().requires_grad_()
         found = policy_loss(
             "clipped",
-            logprobs,
-            proximal_RT=self.old_RT,
-            advantages_RT=self.advantages_RT,
-            mask_RT=self.mask_RT,
-            completion_ids_R=self.rows_R,
-            factors_R=row_factors("token-mean", self.lengths_C, self.totals),
-            options=Clipped().options,
+            LossInputs(
+                logprobs_RT=logprobs,
+                proximal_RT=self.old_RT,
+                advantages_RT=self.advantages_RT,
+                sequences=Sequences(self.mask_RT, self.rows_R),
+            ),
+            row_factors("token-mean", self.lengths_C, self.totals),
+            Clipped().options,
         )
         return torch.autograd.grad(found.loss, logprobs)[0]
 

@@ -20,14 +20,13 @@ from workers.train.algorithms.masks import NONE, Masks
 from workers.train.algorithms.rejection import Rejection
 from workers.train.distributed.ranks import Ranks
 from workers.train.model.logprobs import LogprobModel
-from workers.train.step.batch import Batch
+from workers.train.step.batch import Batch, ForwardStatistics
 from workers.train.step.estimation import Advantages, estimate_advantages
-from workers.train.step.forward_statistics import ForwardStatistics
-from workers.train.step.metrics import Metrics, step_metrics
+from workers.train.step.group_checks import drop_groups, filter_reasons, mask_batch
+from workers.train.step.metrics import Metrics, correction_step_metrics, step_metrics
 from workers.train.step.model_runner import ModelRunner
-from workers.train.step.objective import Objective, PolicyComparison, compare_policies, correction_step_metrics
-from workers.train.step.prepared_batch import PreparedBatch, prepare
-from workers.train.step.selection import drop_groups, filter_reasons, mask_batch
+from workers.train.step.policy_comparison import compare_policies
+from workers.train.step.prepared_batch import PreparedBatch, prepare, weigh_tokens
 
 torch.set_num_threads(1)
 
@@ -116,25 +115,26 @@ def evaluate(
     network, after = Network(0), Network(2)
     reference = Network(1) if settings.algorithm.kl_coefficient else None
     critic = network.value if settings.estimator.name == "gae" else None
-    passes = ModelRunner(
+    runner = ModelRunner(
         LogprobModel.from_whole(network), reference and LogprobModel.from_whole(reference), critic, settings, Ranks()
     )
     masks = mask_batch(batch, settings, VERSION)
-    batch = drop_groups(batch, masks, filter_reasons(batch, masks, settings))
+    batch, _ = drop_groups(batch, masks, filter_reasons(batch, masks, settings))
     if junk is None:
-        formed = prepare(batch, settings, VERSION, compute_statistics=passes.forward_statistics, seed=SEED)
+        prepared = prepare(batch, settings, VERSION, compute_statistics=runner.forward_statistics, seed=SEED)
     else:
-        formed = _formed_in_junk(batch, settings, passes, junk)
-    masks, objective, advantages = formed.masks, formed.objective, formed.advantages
-    metrics = dict(step_metrics(formed.batch, masks, advantages.values_C, settings=settings, version=VERSION))
+        prepared = _prepare_with_junk(batch, settings, runner, junk)
+    masks, advantages = prepared.masks, prepared.advantages
+    metrics = dict(step_metrics(prepared.batch, masks, advantages.values_C, settings=settings, version=VERSION))
     losses, gradients = [], []
     rows_R = masks.loss_rows_R.nonzero().squeeze(1)
     parts = [part for part in (split(rows_R) if split else [rows_R]) if len(part)]
+    tokens = prepared.loss_weights.totals.tokens
     for update in range(2):
         network.zero_grad(set_to_none=False)
         total, sums, maxima = torch.zeros((), dtype=torch.float64), dict[str, float](), dict[str, float]()
         for part in parts:
-            output = passes.backward(formed, part, first=update == 0)
+            output = runner.backward(prepared, part, first=update == 0)
             total = total + output.loss.detach()
             for name, value in output.sums.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
@@ -142,60 +142,66 @@ def evaluate(
                 maxima[name] = max(maxima.get(name, -math.inf), float(value))
         losses.append(total)
         gradients += [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in network.parameters()]
-        metrics |= {f"{name} {update}": value / objective.totals.tokens for name, value in sums.items()}
+        metrics |= {f"{name} {update}": value / tokens for name, value in sums.items()}
         metrics |= {f"{name} {update}": value for name, value in maxima.items()}
         if update == 0:
             if parts:
-                metrics |= correction_step_metrics(objective, formed.rejection)
+                metrics |= correction_step_metrics(prepared, settings)
             with torch.no_grad():
                 for parameter, other in zip(network.parameters(), after.parameters(), strict=True):
                     parameter.add_(other, alpha=0.2)
     keys = [made.key for made in case]
     return Result(
-        batch=formed.batch,
+        batch=prepared.batch,
         masks=masks,
-        rejection=formed.rejection,
+        rejection=prepared.rejection,
         advantages=advantages,
         values=_by_key(advantages.values_C, keys, masks.baseline_C),
-        tokens=_tokens_by_key(advantages.tokens_RT, keys, formed.batch, masks),
+        tokens=_tokens_by_key(advantages.tokens_RT, keys, prepared.batch, masks),
         losses=losses,
         gradients=gradients,
         metrics=metrics,
     )
 
 
-def _formed_in_junk(batch: Batch, settings: Settings, passes: ModelRunner, junk: float) -> PreparedBatch:
-    """Formed of a batch and a survey full of junk; then formed again, with junk in what the first time has let go."""
+def _prepare_with_junk(batch: Batch, settings: Settings, runner: ModelRunner, junk: float) -> PreparedBatch:
+    """Prepare a batch full of junk, then prepare it again with junk in everything that the first run masked out."""
     seen: list[ForwardStatistics] = []
 
-    def survey(batch: Batch, mask_RT: Tensor) -> ForwardStatistics:
-        seen.append(_littered_survey(passes.forward_statistics(batch, mask_RT), batch, mask_RT, junk))
+    def statistics(batch: Batch, mask_RT: Tensor) -> ForwardStatistics:
+        seen.append(_littered_statistics(runner.forward_statistics(batch, mask_RT), batch, mask_RT, junk))
         return seen[0]
 
     batch = _littered(batch, mask_batch(batch, settings, VERSION), junk)
-    formed = prepare(batch, settings, VERSION, compute_statistics=survey, seed=SEED)
-    batch, masks, settled, weights_RT = formed.batch, formed.masks, None, None
+    prepared = prepare(batch, settings, VERSION, compute_statistics=statistics, seed=SEED)
+    masks, policies, weights_RT = prepared.masks, prepared.policies, None
     mask_RT = masks.loss_tokens_RT
-    # What the rules judged is measured as such, and kept for that.
-    judged_RT = mask_RT if formed.rejection is None else formed.rejection.mask_RT
-    batch = _littered(batch, masks, junk, known_RT=judged_RT)
-    again = _littered_survey(seen[0], batch, mask_RT, junk) if seen else None
+    # The metrics of a rule read what it judged, including what it rejected.
+    judged_RT = mask_RT if prepared.rejection is None else prepared.rejection.log_ratios.mask_RT
+    batch = _littered(prepared.batch, masks, junk, known_RT=judged_RT)
+    again = _littered_statistics(seen[0], batch, mask_RT, junk) if seen else None
     if again is not None:
-        settled = compare_policies(batch, mask_RT, again.old_logprobs_RT, VERSION, settings)
-        weights_RT = torch.where(mask_RT, settled.weights_RT, junk)
+        policies = compare_policies(batch, prepared.sequences, again.old_logprobs_RT, VERSION, settings)
+        policies = replace(
+            policies,
+            old_logprobs_RT=torch.where(judged_RT, seen[0].old_logprobs_RT, junk),
+            proximal_RT=torch.where(mask_RT, policies.proximal_RT, junk),
+            weights_RT=torch.where(mask_RT, policies.weights_RT, junk),
+        )
+        weights_RT = policies.weights_RT
     advantages = estimate_advantages(batch, masks, settings, statistics=again, weights_RT=weights_RT)
-    given = replace(
+    advantages = replace(
         advantages,
         tokens_RT=torch.where(mask_RT, advantages.tokens_RT, junk),
         returns_RT=None if advantages.returns_RT is None else torch.where(mask_RT, advantages.returns_RT, junk),
     )
-    if settled is not None:
-        old_logprobs_RT = torch.where(judged_RT, seen[0].old_logprobs_RT, junk)
-        settled = PolicyComparison(old_logprobs_RT, *(torch.where(mask_RT, x, junk) for x in settled[1:]))
-    objective = Objective(
-        batch, masks, given, VERSION, settings, comparison=settled, statistics=seen[0] if seen else None, seed=SEED
+    return replace(
+        prepared,
+        batch=batch,
+        policies=policies,
+        advantages=advantages,
+        loss_weights=weigh_tokens(prepared.sequences, policies, advantages, settings, SEED),
     )
-    return replace(formed, batch=batch, advantages=advantages, objective=objective)
 
 
 def measured(metrics: Metrics) -> dict[str, float]:
@@ -253,16 +259,18 @@ def _littered(batch: Batch, masks: Masks, junk: float, known_RT: Tensor | None =
     )
 
 
-def _littered_survey(survey: ForwardStatistics, batch: Batch, mask_RT: Tensor, junk: float) -> ForwardStatistics:
+def _littered_statistics(
+    statistics: ForwardStatistics, batch: Batch, mask_RT: Tensor, junk: float
+) -> ForwardStatistics:
     """With junk outside of the mask; the end of a completion counts where any of its tokens does."""
     bears_C = torch.zeros_like(batch.facts.measured_C)
     bears_C[batch.completion_ids_R[mask_RT.any(dim=1)]] = True
     loss_R = bears_C[batch.completion_ids_R]
     return ForwardStatistics(
-        old_logprobs_RT=torch.where(mask_RT, survey.old_logprobs_RT, junk),
-        sum_pi_squared_RT=torch.where(mask_RT, survey.sum_pi_squared_RT, junk),
-        values_RT=torch.where(mask_RT, survey.values_RT, junk),
-        end_values_R=torch.where(loss_R, survey.end_values_R, junk),
+        old_logprobs_RT=torch.where(mask_RT, statistics.old_logprobs_RT, junk),
+        sum_pi_squared_RT=torch.where(mask_RT, statistics.sum_pi_squared_RT, junk),
+        values_RT=torch.where(mask_RT, statistics.values_RT, junk),
+        end_values_R=torch.where(loss_R, statistics.end_values_R, junk),
     )
 
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from tests.conformance.cases import Case, NotMappedError, named
 from workers.train.algorithms.correction_metrics import correction_metrics
 from workers.train.algorithms.importance import IMPORTANCE_LEVELS, ImportanceWeights, importance_weights
+from workers.train.algorithms.ratios import log_ratios
 from workers.train.algorithms.rejection import REJECTIONS, RejectionRule, reject
+from workers.train.algorithms.sequences import Sequences
 
 PEER_NOISE: Final = 1e-4
 """The file's standard deviations are sqrt(E[x^2] - E[x]^2) with 1e-8 added to the number of tokens: that of equal
@@ -76,13 +78,12 @@ def correct(
     """
     ids_R = torch.arange(len(mask_RT))
     options = weights_of(config)
-    rejection = reject(rules_of(config), old_logprobs_RT, rollout_logprobs_RT, mask_RT, ids_R)
+    rejection = reject(rules_of(config), log_ratios(old_logprobs_RT, rollout_logprobs_RT, Sequences(mask_RT, ids_R)))
     surviving = _weights(old_logprobs_RT, rollout_logprobs_RT, rejection.kept_RT, ids_R, options)
     metrics = correction_metrics(
         old_logprobs_RT,
         rollout_logprobs_RT,
-        mask_RT,
-        ids_R,
+        log_ratios(old_logprobs_RT, rollout_logprobs_RT, Sequences(mask_RT, ids_R)),
         rejection=rejection if rejection.rules else None,
         weights=_weights(old_logprobs_RT, rollout_logprobs_RT, mask_RT, ids_R, options),
     )
@@ -97,7 +98,9 @@ def _weights(
     options: Mapping[str, Any] | None,
 ) -> ImportanceWeights | None:
     return (
-        None if options is None else importance_weights(old_logprobs_RT, rollout_logprobs_RT, mask_RT, ids_R, **options)
+        None
+        if options is None
+        else importance_weights(log_ratios(old_logprobs_RT, rollout_logprobs_RT, Sequences(mask_RT, ids_R)), **options)
     )
 
 

@@ -10,10 +10,12 @@ from tests.conformance.policies import loss_of
 from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.grouping import Grouping
 from workers.train.algorithms.importance import importance_weights
-from workers.train.algorithms.losses import token_loss
+from workers.train.algorithms.losses import LossInputs, token_loss
 from workers.train.algorithms.normalization import normalize, normalize_tokens
 from workers.train.algorithms.proximal import interpolate_logprobs
+from workers.train.algorithms.ratios import log_ratios
 from workers.train.algorithms.rejection import RejectionRule, reject
+from workers.train.algorithms.sequences import Sequences
 from workers.train.algorithms.shaping import shape_overlong
 
 LOSS_NAMES: Final = {"ppo": "clipped", "grpo": "clipped", "gspo": "clipped", "sapo": "sapo", "cispo": "cispo"}
@@ -38,14 +40,14 @@ def areal_losses(case: Case) -> None:
         "advantages_RT": case.floats("advantages"),
         "mask_RT": kept_RT,
         "weights_RT": weights_RT,
-        "options": {
-            "clip_low": case.get("eps_clip", 0.2),
-            "clip_high": case.get("eps_clip_higher", case.get("eps_clip", 0.2)),
-            "dual_clip": case.get("c_clip", 0.0),
-            "level": level,
-            "tau_positive": case.get("tau_pos", 1.0),
-            "tau_negative": case.get("tau_neg", 1.05),
-        },
+    }
+    options = {
+        "clip_low": case.get("eps_clip", 0.2),
+        "clip_high": case.get("eps_clip_higher", case.get("eps_clip", 0.2)),
+        "dual_clip": case.get("c_clip", 0.0),
+        "level": level,
+        "tau_positive": case.get("tau_pos", 1.0),
+        "tau_negative": case.get("tau_neg", 1.05),
     }
     output = loss_of(
         name,
@@ -53,13 +55,15 @@ def areal_losses(case: Case) -> None:
         aggregation="token-mean",
         info=None,
         forced=False,
+        options=options,
         **inputs,
     )
     output.loss.backward()
     case.expect("expected_loss", output.loss)
     case.expect("expected_grad", logprobs_RT.grad)
-    ids_R = torch.arange(len(kept_RT))
-    marks = token_loss(name, logprobs_RT.detach(), completion_ids_R=ids_R, **inputs).token_metrics
+    sequences = Sequences(inputs.pop("mask_RT"), torch.arange(len(kept_RT)))
+    loss_inputs = LossInputs(logprobs_RT=logprobs_RT.detach(), sequences=sequences, **inputs)
+    marks = token_loss(name, loss_inputs, options).token_metrics
     none_RT = torch.zeros_like(kept_RT)
 
     def stat(name: str) -> Tensor:
@@ -85,9 +89,14 @@ def _behaviour_correction(case: Case) -> tuple[Tensor, Tensor | None]:
     if options["action"] == "mask":
         # The rule is written in the inverse ratio.
         rule = RejectionRule("token_k1", 1 / upper, 1 / lower if lower else float("inf"))
-        kept_RT, lower, upper = reject([rule], *pair, mask_RT, ids_R).kept_RT, 0.0, float("inf")
+        kept_RT, lower, upper = reject([rule], log_ratios(*pair, Sequences(mask_RT, ids_R))).kept_RT, 0.0, float("inf")
     weights = importance_weights(
-        *pair, kept_RT, ids_R, level="token", lower=lower, upper=upper, out_of_range="truncate", normalize=False
+        log_ratios(*pair, Sequences(kept_RT, ids_R)),
+        level="token",
+        lower=lower,
+        upper=upper,
+        out_of_range="truncate",
+        normalize=False,
     )
     return kept_RT, weights.weights_RT
 
@@ -126,7 +135,9 @@ def areal_m2po(case: Case) -> None:
     case = case.with_shared("areal_loss_inputs")
     mask_RT, rule = case.mask("mask"), RejectionRule("m2po", 0.0, float(case["m2_threshold"]))
     pair = (case.floats("prox_logp"), case.floats("behave_logp"))
-    case.expect_mask("expected_mask", reject([rule], *pair, mask_RT, torch.arange(len(mask_RT))).kept_RT)
+    case.expect_mask(
+        "expected_mask", reject([rule], log_ratios(*pair, Sequences(mask_RT, torch.arange(len(mask_RT))))).kept_RT
+    )
 
 
 @family("areal_prox_approx")

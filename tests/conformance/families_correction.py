@@ -36,7 +36,7 @@ def check_correction(case: Case, *, peer: bool = False) -> None:
         if found.weights:
             case.refuse("expected_weights_masked", "ours has weights where none are expected")
     if "expected_norm_factor" in case.words:
-        case.expect("expected_norm_factor", found.weights.factor if found.weights else None)
+        case.expect("expected_norm_factor", found.weights.normalizer if found.weights else None)
     case.compared.add("expected_metrics")
     expect_metrics(case, found.metrics)
 

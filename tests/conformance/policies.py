@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tests.conformance.cases import named
 from workers.train.algorithms.aggregation import AGGREGATIONS, BatchTotals, row_factors
-from workers.train.algorithms.losses import LOSSES, LossOutput, policy_loss
+from workers.train.algorithms.losses import LOSSES, LossInputs, LossOutput, policy_loss
+from workers.train.algorithms.sequences import Sequences
 from workers.train.algorithms.token_selection import SELECTORS, select_tokens
 
 LOSS_NAMES: Final = {"vanilla": "clipped"}
@@ -88,13 +89,14 @@ def loss_of(
         )
     return policy_loss(
         name,
-        logprobs_RT,
-        proximal_RT=proximal_RT,
-        advantages_RT=advantages_RT,
-        mask_RT=mask_RT,
-        completion_ids_R=torch.arange(len(mask_RT)),
-        factors_R=case_row_factors((forced and declared.aggregation) or aggregation, mask_RT, info),
-        weights_RT=weights_RT,
-        selected_RT=selected_RT,
-        options=options,
+        LossInputs(
+            logprobs_RT=logprobs_RT,
+            proximal_RT=proximal_RT,
+            advantages_RT=advantages_RT,
+            weights_RT=weights_RT,
+            selected_RT=selected_RT,
+            sequences=Sequences(mask_RT, torch.arange(len(mask_RT))),
+        ),
+        case_row_factors((forced and declared.aggregation) or aggregation, mask_RT, info),
+        options,
     )

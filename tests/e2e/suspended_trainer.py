@@ -16,7 +16,7 @@ from tests.chaos.witness import Witness
 from workers.run.role_process import run_role
 from workers.settings import Settings
 from workers.train.step.batch import Batch
-from workers.train.step.report import StepReport
+from workers.train.step.metrics import StepReport
 from workers.train.worker import train
 
 

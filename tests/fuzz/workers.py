@@ -32,7 +32,7 @@ from workers.train.groups.group_checker import GroupChecker
 from workers.train.progress import Progress
 from workers.train.step.batch import collate
 from workers.train.step.estimation import estimate_advantages
-from workers.train.step.selection import mask_batch
+from workers.train.step.group_checks import mask_batch
 
 _DIARY = Path(__file__).parent / "diary.py"
 _VERSION = 7

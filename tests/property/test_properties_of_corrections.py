@@ -19,7 +19,9 @@ from tests.cases.path import close
 from tests.cases.sheets import Sheet
 from workers.train.algorithms.importance import IMPORTANCE_LEVELS, importance_weights
 from workers.train.algorithms.proximal import METHODS, interpolate_logprobs
+from workers.train.algorithms.ratios import log_ratios
 from workers.train.algorithms.rejection import REJECTIONS, RejectionRule, reject
+from workers.train.algorithms.sequences import Sequences
 from workers.train.algorithms.token_selection import SELECTORS, select_tokens
 
 USUAL = {"lower": 0.5, "upper": 1.5, "out_of_range": "truncate", "normalize": False}
@@ -39,14 +41,18 @@ def weights(name, case, options, junk=0.0, taken=None, **how):
     sheet = Sheet(case, **how)
     if taken is not None:
         sheet.mask_RT[taken] = False
-    return sheet, importance_weights(*pair(sheet, junk), sheet.mask_RT, sheet.ids_R, level=name, **options)
+    return sheet, importance_weights(
+        log_ratios(*pair(sheet, junk), Sequences(sheet.mask_RT, sheet.ids_R)), level=name, **options
+    )
 
 
 def kept(name, case, lower=LEAST, upper=MOST, junk=0.0, taken=None, **how):
     sheet = Sheet(case, **how)
     if taken is not None:
         sheet.mask_RT[taken] = False
-    found = reject([RejectionRule(name, lower, upper)], *pair(sheet, junk), sheet.mask_RT, sheet.ids_R)
+    found = reject(
+        [RejectionRule(name, lower, upper)], log_ratios(*pair(sheet, junk), Sequences(sheet.mask_RT, sheet.ids_R))
+    )
     return sheet, sheet.by_key(found.kept_RT.double())
 
 
@@ -86,17 +92,20 @@ def test_p7_normalised_weights_have_mean_1_over_their_units(name, case):
 def test_p7_a_rule_judges_tokens_or_whole_completions(name, case):
     declared = REJECTIONS[name].traits
     sheet = Sheet(case)
-    found = reject([RejectionRule(name, LEAST, MOST)], *pair(sheet), sheet.mask_RT, sheet.ids_R)
+    found = reject([RejectionRule(name, LEAST, MOST)], log_ratios(*pair(sheet), Sequences(sheet.mask_RT, sheet.ids_R)))
     if declared.level == "sequence":
         assert all(len(values) == 1 for values in per_completion(sheet, found.kept_RT))
     elif declared.level == "token":
         # Each token by itself: a completion of its own for every row changes nothing.
-        alone = reject([RejectionRule(name, LEAST, MOST)], *pair(sheet), sheet.mask_RT, torch.arange(len(sheet.ids_R)))
+        alone = reject(
+            [RejectionRule(name, LEAST, MOST)],
+            log_ratios(*pair(sheet), Sequences(sheet.mask_RT, torch.arange(len(sheet.ids_R)))),
+        )
         assert torch.equal(found.kept_RT, alone.kept_RT)
     assert ("lower" in REJECTIONS[name].option_names) == declared.two_sided
-    assert reject([RejectionRule(name, 0.0, math.inf)], *pair(sheet), sheet.mask_RT, sheet.ids_R).kept_RT.equal(
-        sheet.mask_RT
-    )
+    assert reject(
+        [RejectionRule(name, 0.0, math.inf)], log_ratios(*pair(sheet), Sequences(sheet.mask_RT, sheet.ids_R))
+    ).kept_RT.equal(sheet.mask_RT)
 
 
 @each_level

@@ -117,7 +117,7 @@ def test_p7_advantages_of_a_group_sum_to_0(name, case, data):
         case = [replace(made, reward=abs(made.reward)) for made in case]
     found = estimate(name, inputs_of(case), options, single_sample_policy="zero")
     groups = inputs_of(case)["groups"]
-    assert same(groups.sum(found), torch.zeros(groups.groups, dtype=torch.float64))
+    assert same(groups.sum(found), torch.zeros(groups.num_groups, dtype=torch.float64))
 
 
 @reading_rewards("shift_invariant")

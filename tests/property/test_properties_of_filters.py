@@ -16,7 +16,7 @@ from tests.cases.inputs import RICH, inputs_of, policy
 from tests.cases.options import defaults, drawn, needed, options_of, values_of
 from tests.cases.tables import settings_of
 from workers.train.algorithms.filters import FILTERS
-from workers.train.step.selection import filter_reasons, mask_batch
+from workers.train.step.group_checks import filter_reasons, mask_batch
 
 each = pytest.mark.parametrize("name", FILTERS)
 more = st.lists(completions, max_size=4, unique_by=lambda made: made.key)

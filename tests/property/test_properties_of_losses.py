@@ -19,7 +19,7 @@ from tests.cases.path import Network, close
 from tests.cases.sheets import Sheet
 from workers.train.algorithms.aggregation import AGGREGATIONS, BatchTotals, row_factors
 from workers.train.algorithms.divergence import DIVERGENCES, divergence
-from workers.train.algorithms.losses import LOSSES, LossOutput, policy_loss, weighted_sum
+from workers.train.algorithms.losses import LOSSES, LossInputs, LossOutput, policy_loss, weighted_sum
 from workers.train.algorithms.sequences import Sequences
 from workers.train.algorithms.token_selection import SELECTORS
 from workers.train.algorithms.value import value_loss
@@ -96,15 +96,16 @@ def _output(name, sheet, now, rows, factors_R, chosen, junk):
         return LossOutput(weighted_sum(estimate, mask, factors_M), {"kl": estimate.detach().sum()}, {})
     return policy_loss(
         name,
-        now[rows],
-        proximal_RT=near,
-        advantages_RT=torch.where(mask, 2 * sheet.number(91.0)[rows], junk),
-        mask_RT=mask,
-        completion_ids_R=sheet.ids_R[rows],
-        factors_R=factors_M,
-        weights_RT=torch.where(mask, 1 + 0.5 * sheet.number(53.0)[rows], junk),
-        selected_RT=torch.where(mask, sheet.number(17.0)[rows] > 0.3, junk != 0),
-        options=chosen,
+        LossInputs(
+            logprobs_RT=now[rows],
+            proximal_RT=near,
+            advantages_RT=torch.where(mask, 2 * sheet.number(91.0)[rows], junk),
+            weights_RT=torch.where(mask, 1 + 0.5 * sheet.number(53.0)[rows], junk),
+            selected_RT=torch.where(mask, sheet.number(17.0)[rows] > 0.3, junk != 0),
+            sequences=Sequences(mask, sheet.ids_R[rows]),
+        ),
+        factors_M,
+        chosen,
     )
 
 

@@ -1,7 +1,7 @@
 """What may vote and what may train: the masks follow from the facts and the truncation policies, and nothing else."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -15,10 +15,10 @@ from tests.cases.path import evaluate
 from tests.cases.rows import sampled_row
 from tests.cases.tables import SOME, TABLES, choosing, settings_of
 from workers.train.algorithms.advantages import ESTIMATORS
-from workers.train.algorithms.masks import TRUNCATION_POLICIES, derive_masks
+from workers.train.algorithms.masks import NONE, TRUNCATION_POLICIES, derive_masks, drop_completions, reject_tokens
 from workers.train.step.batch import collate
-from workers.train.step.estimation import _Inputs
-from workers.train.step.selection import mask_batch
+from workers.train.step.estimation import _EstimatorInputs
+from workers.train.step.group_checks import mask_batch
 
 policies = st.fixed_dictionaries(
     {TruncationReason(reason): st.sampled_from(TRUNCATION_POLICIES) for reason in TRUNCATED}
@@ -94,7 +94,7 @@ def test_p3_p10_order_and_padding_move_no_mask(case, truncation, source):
     _, after = derived(moved, truncation, build(moved, rows=interleaved(moved, source), width=3))
     place = {made.key: c for c, made in enumerate(case)}
     order = [place[made.key] for made in moved]
-    for name in ("baseline_C", "loss_C", "rewards_C", "rejected_C"):
+    for name in ("baseline_C", "loss_C", "rewards_C", "rejected_by_C"):
         assert torch.equal(getattr(before, name)[order], getattr(after, name)), name
     assert int(before.loss_tokens_RT.sum()) == int(after.loss_tokens_RT.sum())
 
@@ -113,14 +113,38 @@ def test_p14_a_rule_that_takes_the_last_token_takes_the_completion_out_of_b(case
     assert torch.equal(masks.loss_C, before.loss_C & ~lost)
 
 
+@given(case=cases, truncation=policies, source=st.randoms(use_true_random=False))
+def test_rejecting_and_dropping_later_gives_the_masks_of_deriving_them_with_it(case, truncation, source):
+    batch = build(case)
+    taken = batch.sampled_RT & torch.tensor([[source.random() < 0.4] for _ in batch.completion_ids_R]).view(-1, 1)
+    dropped = torch.tensor([source.random() < 0.3 for _ in case])
+    _, before = derived(case, truncation, batch)
+    later = reject_tokens(before, batch.completion_ids_R, {"a rule": taken})
+    _, together = derived(case, truncation, batch, {"a rule": taken})
+    same_masks(later, together)
+    reasons = torch.where(dropped & later.baseline_C, 0, batch.facts.drop_reason_C)
+    without = replace(batch, facts=replace(batch.facts, drop_reason_C=reasons))
+    _, together = derived(case, truncation, without, {"a rule": taken})
+    same_masks(drop_completions(later, batch.completion_ids_R, dropped), together)
+
+
+def same_masks(left, right):
+    """All masks are equal; which of two rules is blamed may differ by their order."""
+    for field in fields(left):
+        if field.name == "rejected_by_C":
+            assert torch.equal(left.rejected_by_C == NONE, right.rejected_by_C == NONE)
+        elif field.name != "rules":
+            assert torch.equal(getattr(left, field.name), getattr(right, field.name)), field.name
+
+
 @each_estimator
 @given(case=cases)
 def test_p15_every_input_of_an_estimator_is_over_these_masks(table, case):
     settings, batch = SETTINGS[table], build(case)
     masks = mask_batch(batch, settings, VERSION)
-    inputs = _Inputs(batch, masks, settings, None, None)
+    inputs = _EstimatorInputs(batch, masks, settings, None, None)
     assert inputs.groups.valid_C.equal(masks.baseline_C)
-    assert inputs.trajectories.mask_CT.sum() == masks.loss_tokens_RT.sum()
+    assert inputs.layout.mask_CT.sum() == masks.loss_tokens_RT.sum()
     assert (inputs.loss_lengths_C[~masks.loss_C] == 0).all()
     assert ((inputs.loss_lengths_C > 0) == masks.loss_C).all()
     assert (inputs.rewards_C[~masks.baseline_C] == 0).all()

@@ -21,13 +21,13 @@ from tests.cases.inputs import RICH
 from tests.cases.path import OF_THE_LEARNER, Network, counts, evaluate, measured
 from tests.cases.tables import SOME, TABLES, choosing, settings_of
 from workers.train.algorithms.correction_metrics import rejection_metrics
+from workers.train.algorithms.ratios import log_ratios
 from workers.train.distributed.ranks import Ranks
 from workers.train.model.logprobs import LogprobModel
-from workers.train.step.metrics import STEP_METRICS, step_metrics
+from workers.train.step.group_checks import GroupRewards, mask_batch
+from workers.train.step.metrics import STEP_METRICS, correction_step_metrics, step_metrics
 from workers.train.step.model_runner import ModelRunner
-from workers.train.step.objective import correction_step_metrics
 from workers.train.step.prepared_batch import prepare
-from workers.train.step.selection import mask_batch
 
 SETTINGS = {name: settings_of(choosing(table, SOME)) for name, table in TABLES.items()}
 POLICY = settings_of({"algorithm": {"truncation": {"max_turns": "zero_reward", "tool_calls": "baseline_only"}}})
@@ -36,6 +36,12 @@ more = st.lists(completions, max_size=4, unique_by=lambda made: made.key)
 
 def advantages_of(case):
     return torch.tensor([made.key % 7 - 3.0 for made in case], dtype=torch.float64)
+
+
+def rewards_by_group(batch, masks):
+    """Rewards as `check_group` returns them, group by group."""
+    of_group = [batch.facts.group_ids_C == group for group in range(batch.facts.num_groups)]
+    return [GroupRewards(masks.rewards_C[inside_C], masks.baseline_C[inside_C]) for inside_C in of_group]
 
 
 def metrics_of(case, filtered=(), junk=None, dropped=None):
@@ -52,9 +58,9 @@ def metrics_of(case, filtered=(), junk=None, dropped=None):
 
     batch, masks = masked(case)
     advantages = torch.where(masks.loss_C, advantages_of(case), 0.0 if junk is None else junk)
-    beside = masked(filtered) if filtered else None
+    beside = rewards_by_group(*masked(filtered)) if filtered else []
     found = step_metrics(
-        batch, masks, advantages, settings=POLICY, version=VERSION, too_old=0, filtered=beside, dropped=dropped or {}
+        batch, masks, advantages, settings=POLICY, version=VERSION, filtered=beside, dropped=dropped or {}
     )
     return found, masks
 
@@ -141,21 +147,21 @@ def test_metrics_of_a_rule_are_of_the_log_probs_that_it_judged(table, case):
     settings, seen = SETTINGS[table], []
     network = Network(0)
     critic = network.value if settings.estimator.name == "gae" else None
-    passes = ModelRunner(LogprobModel.from_whole(network), None, critic, settings, Ranks())
+    runner = ModelRunner(LogprobModel.from_whole(network), None, critic, settings, Ranks())
 
-    def survey(batch, mask_RT):
-        seen.append(passes.forward_statistics(batch, mask_RT))
+    def forward_statistics(batch, mask_RT):
+        seen.append(runner.forward_statistics(batch, mask_RT))
         return seen[0]
 
     batch = build(case)
     torch.set_default_dtype(torch.float64)
     try:
-        formed = prepare(batch, settings, VERSION, compute_statistics=survey, seed=1)
+        prepared = prepare(batch, settings, VERSION, compute_statistics=forward_statistics, seed=1)
     finally:
         torch.set_default_dtype(torch.float32)
-    expected = rejection_metrics(
-        seen[0].logprobs_RT, batch.rollout_logprobs_RT, batch.completion_ids_R, formed.rejection
-    )
-    found = correction_step_metrics(formed.objective, formed.rejection)
+    rejection = prepared.rejection
+    judged = log_ratios(seen[0].old_logprobs_RT, batch.rollout_logprobs_RT, rejection.log_ratios.sequences)
+    expected = rejection_metrics(replace(rejection, log_ratios=judged))
+    found = correction_step_metrics(prepared, settings)
     for name, value in expected.items():
         assert found[f"correction/{name}"] == pytest.approx(float(value), rel=1e-9, abs=1e-12), name

@@ -16,7 +16,9 @@ from workers.train.algorithms.filters import FILTERS
 from workers.train.algorithms.grouping import Grouping
 from workers.train.algorithms.importance import IMPORTANCE_LEVELS, ImportanceWeights, importance_weights
 from workers.train.algorithms.pass_at_k import pass_at_k
+from workers.train.algorithms.ratios import log_ratios
 from workers.train.algorithms.rejection import REJECTIONS, Rejection, RejectionRule, reject
+from workers.train.algorithms.sequences import Sequences
 from workers.train.algorithms.shaping import REWARD_SHAPINGS
 
 torch.set_num_threads(1)
@@ -82,7 +84,11 @@ class Found:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        tensors = {"kept": self.rejection.kept_RT, "weights": self.weights.weights_RT, "factor": self.weights.factor}
+        tensors = {
+            "kept": self.rejection.kept_RT,
+            "weights": self.weights.weights_RT,
+            "factor": self.weights.normalizer,
+        }
         return tensors | {str(n): kept for n, kept in enumerate(self.rejection.kept_by_rule_RT)} | self.metrics
 
 
@@ -109,9 +115,15 @@ def rules_of(names: list[str]) -> list[RejectionRule]:
 def run(case: Case, names: list[str], options: dict[str, Any], outside: float = 0.0) -> Found:
     """The three steps as the learner takes them."""
     train, rollout = case.side(0, outside), case.side(1, outside)
-    rejection = reject(rules_of(names), train, rollout, case.mask, case.ids)
-    weights = importance_weights(train, rollout, rejection.kept_RT, case.ids, **options)
-    metrics = correction_metrics(train, rollout, rejection.kept_RT, case.ids, rejection=rejection, weights=weights)
+    rejection = reject(rules_of(names), log_ratios(train, rollout, Sequences(case.mask, case.ids)))
+    weights = importance_weights(log_ratios(train, rollout, Sequences(rejection.kept_RT, case.ids)), **options)
+    metrics = correction_metrics(
+        train,
+        rollout,
+        log_ratios(train, rollout, Sequences(rejection.kept_RT, case.ids)),
+        rejection=rejection,
+        weights=weights,
+    )
     return Found(rejection, weights, metrics)
 
 
@@ -144,7 +156,7 @@ def test_everything_registered_has_a_twin() -> None:
 @given(cases())
 def test_a_rule_keeps_what_its_twin_keeps(name: str, case: Case) -> None:
     (rule,) = rules_of([name])
-    found = reject([rule], case.side(0), case.side(1), case.mask, case.ids)
+    found = reject([rule], log_ratios(case.side(0), case.side(1), Sequences(case.mask, case.ids)))
     expected = case.laid(twins.reject(name, case.batch, rule.lower, rule.upper))
     assert (
         found.kept_RT.tolist()
@@ -154,19 +166,22 @@ def test_a_rule_keeps_what_its_twin_keeps(name: str, case: Case) -> None:
 
 @given(cases(), RULES)
 def test_several_rules_are_all_to_be_passed(case: Case, names: list[str]) -> None:
-    found = reject(rules_of(names), case.side(0), case.side(1), case.mask, case.ids)
-    alone = [reject([rule], case.side(0), case.side(1), case.mask, case.ids).kept_RT for rule in rules_of(names)]
+    found = reject(rules_of(names), log_ratios(case.side(0), case.side(1), Sequences(case.mask, case.ids)))
+    alone = [
+        reject([rule], log_ratios(case.side(0), case.side(1), Sequences(case.mask, case.ids))).kept_RT
+        for rule in rules_of(names)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(found.kept_by_rule_RT, alone, strict=True))
     assert torch.equal(found.kept_RT, torch.stack([case.mask, *alone]).all(dim=0))
 
 
 @given(cases(), OPTIONS)
 def test_weights_equal_their_twins(case: Case, options: dict[str, Any]) -> None:
-    found = importance_weights(case.side(0), case.side(1), case.mask, case.ids, **options)
+    found = importance_weights(log_ratios(case.side(0), case.side(1), Sequences(case.mask, case.ids)), **options)
     expected, factor = twins.weights(case.batch, **options)
     laid = case.sheet([[value or 0.0 for value in row] for row in case.laid(expected)], 0.0, torch.float64)
     assert torch.allclose(found.weights_RT, laid, rtol=1e-9, atol=1e-12)
-    assert near(found.factor, factor)
+    assert near(found.normalizer, factor)
 
 
 @given(cases(), RULES, OPTIONS)
@@ -229,7 +244,7 @@ def test_splitting_a_completion_into_rows_changes_no_metric(
 @given(cases(), OPTIONS)
 def test_weights_are_finite_and_bounded(case: Case, options: dict[str, Any]) -> None:
     train = case.side(0).requires_grad_()
-    found = importance_weights(train, case.side(1), case.mask, case.ids, **options)
+    found = importance_weights(log_ratios(train, case.side(1), Sequences(case.mask, case.ids)), **options)
     assert not found.weights_RT.requires_grad
     assert not found.weights_RT[~case.mask].any()
     assert torch.isfinite(found.weights_RT).all()

@@ -14,7 +14,8 @@ from tests.twins import losses as twins
 from tests.twins import selection as selection_twins
 from tests.twins.losses import Token
 from workers.train.algorithms.divergence import DIVERGENCES, divergence
-from workers.train.algorithms.losses import LOSSES, LossOutput, policy_loss
+from workers.train.algorithms.losses import LOSSES, LossInputs, LossOutput, policy_loss
+from workers.train.algorithms.sequences import Sequences
 from workers.train.algorithms.token_selection import SELECTORS, m2po, select_tokens
 from workers.train.algorithms.value import value_loss
 
@@ -96,15 +97,16 @@ def run(
     factors = [next((token.factor for token in row if token), junk) for _, row in case.rows]
     output = policy_loss(
         name,
-        logprobs,
-        proximal_RT=sheet(case, "proximal", junk, columns),
-        advantages_RT=sheet(case, "advantage", junk, columns),
-        mask_RT=mask,
-        completion_ids_R=torch.tensor([owner for owner, _ in case.rows], dtype=torch.int64),
-        factors_R=torch.tensor(factors, dtype=torch.float64),
-        weights_RT=sheet(case, "weight", junk, columns),
-        selected_RT=sheet(case, "chosen", float(junk != 0), columns) != 0,
-        options=options,
+        LossInputs(
+            logprobs_RT=logprobs,
+            proximal_RT=sheet(case, "proximal", junk, columns),
+            advantages_RT=sheet(case, "advantage", junk, columns),
+            weights_RT=sheet(case, "weight", junk, columns),
+            selected_RT=sheet(case, "chosen", float(junk != 0), columns) != 0,
+            sequences=Sequences(mask, torch.tensor([owner for owner, _ in case.rows], dtype=torch.int64)),
+        ),
+        torch.tensor(factors, dtype=torch.float64),
+        options,
     )
     (gradient,) = torch.autograd.grad(output.loss, logprobs)
     return output, gradient
@@ -201,15 +203,16 @@ def test_log_ratios_of_a_hundred_give_a_finite_loss_and_gradient(name: str, dtyp
             logprobs = torch.full_like(log_ratio, base, requires_grad=True)
             output = policy_loss(
                 name,
-                logprobs,
-                proximal_RT=logprobs.detach() - log_ratio,
-                advantages_RT=torch.tensor([[1.0, 1.0, -1.0, -1.0], [-2.0, -2.0, 3.0, 3.0]], dtype=dtype),
-                mask_RT=torch.ones_like(log_ratio, dtype=torch.bool),
-                completion_ids_R=torch.tensor([0, 1]),
-                factors_R=torch.full((2,), 0.125, dtype=torch.float64),
-                weights_RT=torch.full_like(log_ratio, math.exp(20)),
-                selected_RT=torch.full_like(log_ratio, chosen, dtype=torch.bool),
-                options=options,
+                LossInputs(
+                    logprobs_RT=logprobs,
+                    proximal_RT=logprobs.detach() - log_ratio,
+                    advantages_RT=torch.tensor([[1.0, 1.0, -1.0, -1.0], [-2.0, -2.0, 3.0, 3.0]], dtype=dtype),
+                    weights_RT=torch.full_like(log_ratio, math.exp(20)),
+                    selected_RT=torch.full_like(log_ratio, chosen, dtype=torch.bool),
+                    sequences=Sequences(torch.ones_like(log_ratio, dtype=torch.bool), torch.tensor([0, 1])),
+                ),
+                torch.full((2,), 0.125, dtype=torch.float64),
+                options,
             )
             (gradient,) = torch.autograd.grad(output.loss, logprobs)
             assert math.isfinite(float(output.loss.detach()))

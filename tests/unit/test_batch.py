@@ -11,7 +11,7 @@ from stream.errors import RecordError
 from stream.records import Completion, Failure, Group, Prompt, RewardPart, Row, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from workers.train.algorithms.masks import NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, CompletionFacts
-from workers.train.step.batch import Batch, collate, split_micro_batches
+from workers.train.step.batch import Batch, collate, merge_batches, split_micro_batches
 
 
 def row(prompt, tokens, sampled, logprobs, spans):
@@ -265,6 +265,26 @@ def test_a_batch_moves_with_all_its_tensors():
 
 
 # Micro-batches
+
+
+def test_merging_one_batch_per_group_equals_collating_them_together():
+    greedy = Completion(index=7, rows=[SHORT], greedy=True, reward=Measured(0.5), truncated=TruncationReason.LENGTH)
+    groups = [
+        group("a", completion(env(1.0, 0), env(-0.5, 1), env(4.0, name="style", weight=0.25)), greedy),
+        group("no rows", Completion(index=0), Completion(index=1)),
+        group("b", Completion(index=0, rows=[SHORT, TWO_TURNS]), completion(env(2.0, name="style"), index=1)),
+        group("no completions"),
+        group("c", completion(env(2.0, name="style"), env(1.0, name="style", weight=0.25), index=1)),
+    ]
+    merged, whole = merge_batches([collate([each]) for each in groups]), collate(groups)
+    for record, other in ((merged, whole), (merged.facts, whole.facts)):
+        for field in fields(record):
+            ours, theirs = getattr(record, field.name), getattr(other, field.name)
+            if isinstance(ours, torch.Tensor):
+                assert (ours.dtype, ours.tolist()) == (theirs.dtype, theirs.tolist()), field.name
+            elif field.name != "facts":
+                assert ours == theirs, field.name
+    assert merge_batches([]).tokens_RT.shape == collate([]).tokens_RT.shape
 
 
 def rows_of(*lengths):

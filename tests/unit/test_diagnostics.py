@@ -13,13 +13,16 @@ from workers.train.algorithms.correction_metrics import (
     weight_metrics,
 )
 from workers.train.algorithms.importance import importance_weights
+from workers.train.algorithms.ratios import log_ratios
 from workers.train.algorithms.rejection import RejectionRule, reject
+from workers.train.algorithms.sequences import Sequences
 
 # Two completions, the first in two rows; the last row is masked and holds junk.
 TRAIN = torch.tensor([[-1.0, -3.0], [-2.0, math.nan], [-1.0, -1.0], [math.inf, math.nan]], dtype=torch.float64)
 ROLLOUT = torch.tensor([[-1.0, -2.0], [-2.0, 1e30], [-1.0, -2.0], [math.nan, -math.inf]], dtype=torch.float64)
 MASK = torch.tensor([[1, 1], [1, 0], [1, 1], [0, 0]]).bool()
 IDS = torch.tensor([4, 4, 9, 6])
+RATIOS = log_ratios(TRAIN, ROLLOUT, Sequences(MASK, IDS))
 BOUNDS = {"lower": 0.0, "upper": 2.0, "out_of_range": "truncate", "normalize": False}
 
 
@@ -29,7 +32,7 @@ def floats(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
 
 
 def test_policies_are_compared_over_tokens_and_over_completions():
-    found = floats(policy_metrics(TRAIN, ROLLOUT, MASK, IDS))
+    found = floats(policy_metrics(TRAIN, ROLLOUT, RATIOS))
     assert found == pytest.approx(
         {
             "training_log_ppl": (2 + 1) / 2,
@@ -50,9 +53,7 @@ def test_policies_are_compared_over_tokens_and_over_completions():
 
 
 def test_what_a_token_rule_saw_and_took():
-    found = floats(
-        rejection_metrics(TRAIN, ROLLOUT, IDS, reject([RejectionRule("token_k1", 0.5, 4.0)], TRAIN, ROLLOUT, MASK, IDS))
-    )
+    found = floats(rejection_metrics(reject([RejectionRule("token_k1", 0.5, 4.0)], RATIOS)))
     low = math.log(0.5)
     inside = [0, 1, 0, 0, low]  # k1 is 0, 1, 0 of the first completion, 0, -1 of the second
     assert found == pytest.approx(
@@ -81,7 +82,7 @@ def test_what_a_token_rule_saw_and_took():
 
 def test_what_a_completion_rule_saw_is_counted_in_completions():
     rule = RejectionRule("seq_sum_k3", 0.0, 0.5)  # sums: 1/e of the first, e - 2 of the second
-    found = floats(rejection_metrics(TRAIN, ROLLOUT, IDS, reject([rule], TRAIN, ROLLOUT, MASK, IDS)))
+    found = floats(rejection_metrics(reject([rule], RATIOS)))
     assert found["rollout_rs_seq_sum_k3_mean"] == pytest.approx((3 / math.e + 2 * (math.e - 2)) / 5)
     assert found["rollout_rs_seq_sum_k3_seq_mean"] == pytest.approx((1 / math.e + math.e - 2) / 2)
     assert found["rollout_rs_seq_sum_k3_fraction_high"] == 1 / 2
@@ -90,8 +91,8 @@ def test_what_a_completion_rule_saw_is_counted_in_completions():
 
 
 def test_weights_of_tokens():
-    weights = importance_weights(TRAIN, ROLLOUT, MASK, IDS, level="token", **BOUNDS | {"normalize": True})
-    found = floats(weight_metrics(IDS, weights))
+    weights = importance_weights(RATIOS, level="token", **BOUNDS | {"normalize": True})
+    found = floats(weight_metrics(weights))
     w = [1, math.exp(-1), 1, 1, 2.0]
     mean, squares = sum(w) / 5, sum(x * x for x in w) / 5
     first, second = (2 + math.exp(-1)) / 3, 1.5
@@ -117,8 +118,8 @@ def test_weights_of_tokens():
 
 
 def test_weights_of_completions_are_counted_in_completions():
-    weights = importance_weights(TRAIN, ROLLOUT, MASK, IDS, level="sequence", **BOUNDS)
-    found = floats(weight_metrics(IDS, weights))
+    weights = importance_weights(RATIOS, level="sequence", **BOUNDS)
+    found = floats(weight_metrics(weights))
     assert (found["rollout_is_max"], found["rollout_is_min"]) == pytest.approx((math.e, 1 / math.e))
     assert found["rollout_is_seq_max"] == 2.0
     assert (found["rollout_is_ratio_fraction_high"], found["rollout_is_ratio_fraction_low"]) == (0.5, 0.5)
@@ -126,29 +127,49 @@ def test_weights_of_completions_are_counted_in_completions():
 
 
 def test_equal_weights_are_all_of_the_sample_and_zeroed_ones_none():
-    one = importance_weights(TRAIN, TRAIN, MASK, IDS, level="token", **BOUNDS)
-    assert float(weight_metrics(IDS, one)["rollout_is_eff_sample_size"]) == 1.0
-    none = importance_weights(TRAIN, TRAIN, MASK, IDS, level="token", **BOUNDS | {"upper": 0.5, "out_of_range": "zero"})
-    found = floats(weight_metrics(IDS, none))
+    one = importance_weights(log_ratios(TRAIN, TRAIN, Sequences(MASK, IDS)), level="token", **BOUNDS)
+    assert float(weight_metrics(one)["rollout_is_eff_sample_size"]) == 1.0
+    none = importance_weights(
+        log_ratios(TRAIN, TRAIN, Sequences(MASK, IDS)), level="token", **BOUNDS | {"upper": 0.5, "out_of_range": "zero"}
+    )
+    found = floats(weight_metrics(none))
     assert (found["rollout_is_eff_sample_size"], found["rollout_is_oob_ratio"]) == (0.0, 1.0)
 
 
 def test_all_together_each_over_its_own_mask():
-    rejection = reject([RejectionRule("token_k1", 0.5, 4.0)], TRAIN, ROLLOUT, MASK, IDS)
-    weights = importance_weights(TRAIN, ROLLOUT, rejection.kept_RT, IDS, level="token", **BOUNDS)
-    found = floats(correction_metrics(TRAIN, ROLLOUT, rejection.kept_RT, IDS, rejection=rejection, weights=weights))
+    rejection = reject([RejectionRule("token_k1", 0.5, 4.0)], RATIOS)
+    weights = importance_weights(log_ratios(TRAIN, ROLLOUT, Sequences(rejection.kept_RT, IDS)), level="token", **BOUNDS)
+    found = floats(
+        correction_metrics(
+            TRAIN,
+            ROLLOUT,
+            log_ratios(TRAIN, ROLLOUT, Sequences(rejection.kept_RT, IDS)),
+            rejection=rejection,
+            weights=weights,
+        )
+    )
     assert found["kl"] == 1 / 4
     assert found["rollout_is_mean"] == pytest.approx((3 + math.exp(-1)) / 4)
     assert found["rollout_rs_masked_fraction"] == pytest.approx(1 / 5)
-    before = floats(correction_metrics(TRAIN, ROLLOUT, MASK, IDS, rejection=rejection))
+    before = floats(correction_metrics(TRAIN, ROLLOUT, RATIOS, rejection=rejection))
     assert before["kl"] == 0.0
     assert not any(name.startswith("rollout_is") for name in before)
 
 
 def test_a_single_completion_has_a_standard_deviation_of_0():
-    rejection = reject([RejectionRule("token_k2", 0.0, 1.0)], TRAIN[:2], ROLLOUT[:2], MASK[:2], IDS[:2])
-    weights = importance_weights(TRAIN[:2], ROLLOUT[:2], MASK[:2], IDS[:2], level="token", **BOUNDS)
-    found = correction_metrics(TRAIN[:2], ROLLOUT[:2], MASK[:2], IDS[:2], rejection=rejection, weights=weights)
+    rejection = reject(
+        [RejectionRule("token_k2", 0.0, 1.0)], log_ratios(TRAIN[:2], ROLLOUT[:2], Sequences(MASK[:2], IDS[:2]))
+    )
+    weights = importance_weights(
+        log_ratios(TRAIN[:2], ROLLOUT[:2], Sequences(MASK[:2], IDS[:2])), level="token", **BOUNDS
+    )
+    found = correction_metrics(
+        TRAIN[:2],
+        ROLLOUT[:2],
+        log_ratios(TRAIN[:2], ROLLOUT[:2], Sequences(MASK[:2], IDS[:2])),
+        rejection=rejection,
+        weights=weights,
+    )
     assert (float(found["rollout_is_seq_std"]), float(found["rollout_rs_token_k2_seq_std"])) == (0.0, 0.0)
 
 
@@ -156,15 +177,24 @@ def test_a_single_completion_has_a_standard_deviation_of_0():
 def test_a_mean_of_nothing_is_left_out(rows):
     train, rollout, ids = TRAIN[:rows], ROLLOUT[:rows], IDS[:rows]
     nothing = torch.zeros_like(MASK[:rows])
-    rejection = reject([RejectionRule("m2po", 0.0, 1.0)], train, rollout, nothing, ids)
-    weights = importance_weights(train, rollout, nothing, ids, level="sequence", **BOUNDS)
-    assert correction_metrics(train, rollout, nothing, ids, rejection=rejection, weights=weights) == {}
+    rejection = reject([RejectionRule("m2po", 0.0, 1.0)], log_ratios(train, rollout, Sequences(nothing, ids)))
+    weights = importance_weights(log_ratios(train, rollout, Sequences(nothing, ids)), level="sequence", **BOUNDS)
+    assert (
+        correction_metrics(
+            train, rollout, log_ratios(train, rollout, Sequences(nothing, ids)), rejection=rejection, weights=weights
+        )
+        == {}
+    )
 
 
 def test_extreme_log_ratios_give_finite_metrics():
     train, rollout = torch.tensor([[-100.0, 0.0]]), torch.tensor([[0.0, -100.0]])
     mask, ids = torch.ones(1, 2, dtype=torch.bool), torch.tensor([0])
-    rejection = reject([RejectionRule("token_k3", 0.0, 1.0)], train, rollout, mask, ids)
-    weights = importance_weights(train, rollout, mask, ids, level="token", **BOUNDS)
-    found = floats(correction_metrics(train, rollout, mask, ids, rejection=rejection, weights=weights))
+    rejection = reject([RejectionRule("token_k3", 0.0, 1.0)], log_ratios(train, rollout, Sequences(mask, ids)))
+    weights = importance_weights(log_ratios(train, rollout, Sequences(mask, ids)), level="token", **BOUNDS)
+    found = floats(
+        correction_metrics(
+            train, rollout, log_ratios(train, rollout, Sequences(mask, ids)), rejection=rejection, weights=weights
+        )
+    )
     assert all(math.isfinite(value) for value in found.values())

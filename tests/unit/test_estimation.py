@@ -11,7 +11,7 @@ from stream.validity import DropReason, Measured, RewardReason, TruncationReason
 from workers.settings.toml_file import parse_settings
 from workers.train.step.batch import collate
 from workers.train.step.estimation import estimate_advantages
-from workers.train.step.selection import filter_reasons, mask_batch
+from workers.train.step.group_checks import filter_reasons, mask_batch
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}}
 

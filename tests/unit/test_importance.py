@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.train.algorithms.importance import IMPORTANCE_LEVELS, ImportanceWeights, importance_weights, log_ratios
+from workers.train.algorithms.importance import IMPORTANCE_LEVELS, ImportanceWeights, importance_weights
+from workers.train.algorithms.ratios import log_ratios
+from workers.train.algorithms.sequences import Sequences
 
 E20 = math.exp(20)
 OFF = {"lower": 0.0, "upper": math.inf, "out_of_range": "truncate", "normalize": False}
@@ -17,7 +19,9 @@ def weigh(ratios: list[list[float]], ids: list[int] | None = None, **options) ->
     known = torch.tensor([[r is not None for r in row] for row in ratios])
     train = torch.tensor([[math.log(r) if r else math.nan for r in row] for row in ratios], dtype=torch.float64)
     rollout = torch.zeros_like(train)
-    return importance_weights(train, rollout, known, torch.tensor(ids or range(len(ratios))), **{**OFF, **options})
+    return importance_weights(
+        log_ratios(train, rollout, Sequences(known, torch.tensor(ids or range(len(ratios))))), **{**OFF, **options}
+    )
 
 
 def lists(tensor: Tensor) -> list[list[float]]:
@@ -48,8 +52,8 @@ def test_bounds_truncate_or_zero(options, expected):
 
 def test_a_mean_of_tokens_is_over_tokens_and_a_mean_of_completions_over_completions():
     ratios = [[1.0, 1.0, 4.0], [2.0, None, None]]
-    assert float(weigh(ratios, level="token", normalize=True).factor) == pytest.approx(2.0)
-    assert float(weigh(ratios, level="sequence", normalize=True).factor) == pytest.approx(3.0)
+    assert float(weigh(ratios, level="token", normalize=True).normalizer) == pytest.approx(2.0)
+    assert float(weigh(ratios, level="sequence", normalize=True).normalizer) == pytest.approx(3.0)
 
 
 def test_a_completion_in_two_rows_counts_once_in_the_mean():
@@ -58,7 +62,7 @@ def test_a_completion_in_two_rows_counts_once_in_the_mean():
 
 
 def test_weights_are_bounded_before_they_are_averaged():
-    assert float(weigh([[9.0, 1.0]], level="token", upper=3.0, normalize=True).factor) == pytest.approx(2.0)
+    assert float(weigh([[9.0, 1.0]], level="token", upper=3.0, normalize=True).normalizer) == pytest.approx(2.0)
 
 
 def test_zeroed_weights_count_in_the_mean():
@@ -68,7 +72,7 @@ def test_zeroed_weights_count_in_the_mean():
 
 def test_nothing_but_zeros_is_not_divided():
     found = weigh([[9.0, 9.0]], level="token", upper=3.0, out_of_range="zero", normalize=True)
-    assert (lists(found.weights_RT), float(found.factor)) == ([[0.0, 0.0]], 1.0)
+    assert (lists(found.weights_RT), float(found.normalizer)) == ([[0.0, 0.0]], 1.0)
 
 
 @pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
@@ -77,8 +81,10 @@ def test_nothing_but_zeros_is_not_divided():
 def test_a_log_ratio_of_100_gives_exp_20(level, log_ratio, expected, dtype):
     train = torch.full((2, 3), log_ratio, dtype=dtype, requires_grad=True)
     mask = torch.ones(2, 3, dtype=torch.bool)
-    found = importance_weights(train, torch.zeros(2, 3, dtype=dtype), mask, torch.arange(2), level=level, **OFF)
-    assert found.weights_RT.dtype == dtype
+    found = importance_weights(
+        log_ratios(train, torch.zeros(2, 3, dtype=dtype), Sequences(mask, torch.arange(2))), level=level, **OFF
+    )
+    assert found.weights_RT.dtype == torch.float64
     assert not found.weights_RT.requires_grad
     assert found.weights_RT.flatten().tolist() == pytest.approx([expected] * 6, rel=1e-6)
 
@@ -88,9 +94,11 @@ def test_a_log_ratio_of_100_gives_exp_20(level, log_ratio, expected, dtype):
 def test_nothing_valid_gives_zeros_and_a_factor_of_1(level, shape):
     nan, mask = torch.full(shape, math.nan), torch.zeros(shape, dtype=torch.bool)
     options = OFF | {"normalize": True}
-    found = importance_weights(nan, nan, mask, torch.zeros(shape[0], dtype=torch.int64), level=level, **options)
+    found = importance_weights(
+        log_ratios(nan, nan, Sequences(mask, torch.zeros(shape[0], dtype=torch.int64))), level=level, **options
+    )
     assert torch.equal(found.weights_RT, torch.zeros(shape))
-    assert float(found.factor) == 1.0
+    assert float(found.normalizer) == 1.0
 
 
 def test_an_unknown_word_is_an_error():
@@ -102,5 +110,6 @@ def test_an_unknown_word_is_an_error():
 
 def test_log_ratios_have_no_gradient_and_no_junk():
     train = torch.tensor([[1.0, math.nan, math.inf]], requires_grad=True)
-    found = log_ratios(train, torch.tensor([[0.25, -math.inf, math.inf]]), torch.tensor([[True, False, False]]))
+    sequences = Sequences(torch.tensor([[True, False, False]]), torch.tensor([0]))
+    found = log_ratios(train, torch.tensor([[0.25, -math.inf, math.inf]]), sequences).values_RT
     assert (found.tolist(), found.dtype, found.requires_grad) == ([[0.75, 0.0, 0.0]], torch.float64, False)

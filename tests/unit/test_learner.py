@@ -19,6 +19,7 @@ from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.schedule import learning_rate_factor
 from workers.train.model.logprobs import token_logprobs
 from workers.train.step.batch import collate
+from workers.train.step.group_checks import check_group
 from workers.train.step.learner import Learner
 from workers.train.step.metrics import STEP_METRICS
 
@@ -263,7 +264,8 @@ def test_every_metric_is_documented(base):
     metrics = {}
     for loss in ({"name": "clipped", "dual_clip": 3.0}, {"name": "kl_cov"}):
         found = learner(base, estimator={"name": "gae"}, loss=loss, algorithm={"kl_coefficient": 0.1})
-        filtered, dropped = collate([group(name="f")]), {DropReason.ZERO_VARIANCE: 2}
+        filtered = [check_group(group(name="f"), found.settings, 3, VOCABULARY).rewards]
+        dropped = {DropReason.ZERO_VARIANCE: 2}
         metrics |= found.step(collate([group(odd)]), 3, filtered=filtered, dropped=dropped).metrics
     families = tuple(name.removesuffix("*") for name in STEP_METRICS if name.endswith("*"))
     assert [name for name in metrics if name not in STEP_METRICS and not name.startswith(families)] == []
@@ -293,7 +295,7 @@ def test_weights_that_were_trained_without_a_critic_are_refused_by_name(base, tm
 
 
 def test_the_critic_learns_what_completions_are_worth(base):
-    trained = learner(base, estimator={"name": "gae"}, critic={"learning_rate": 0.05}, learning_rate=0.0)
+    trained = learner(base, estimator={"name": "gae", "critic_learning_rate": 0.05}, learning_rate=0.0)
     errors = [trained.step(collate([group()]), 3).metrics["value/error"] for _ in range(20)]
     assert errors[-1] < errors[0] / 2
 

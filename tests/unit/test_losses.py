@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.twins.losses import OPTIONS
-from workers.train.algorithms.losses import LOSSES, policy_loss, token_loss, weighted_sum
+from workers.train.algorithms.losses import LOSSES, LossInputs, policy_loss, token_loss, weighted_sum
+from workers.train.algorithms.sequences import Sequences
 from workers.train.algorithms.token_selection import SELECTORS
 
 torch.set_num_threads(1)
@@ -65,8 +66,12 @@ def inputs(junk: float = 999.0) -> dict:
 
 
 def run(name: str, given: dict, options: dict):
-    given = dict(given)
-    return policy_loss(name, given.pop("logprobs_RT"), **given, options=options)
+    return policy_loss(name, loss_inputs(given), given["factors_R"], options)
+
+
+def loss_inputs(given: dict) -> LossInputs:
+    given = {key: value for key, value in given.items() if key != "factors_R"}
+    return LossInputs(sequences=Sequences(given.pop("mask_RT"), given.pop("completion_ids_R")), **given)
 
 
 def one(value: float) -> Tensor:
@@ -78,14 +83,15 @@ def single(name: str, options: dict, *, logprob: float, proximal: float, advanta
     now = one(logprob).requires_grad_()
     output = policy_loss(
         name,
-        now,
-        proximal_RT=one(proximal),
-        advantages_RT=one(advantage),
-        mask_RT=torch.ones(1, 1, dtype=torch.bool),
-        completion_ids_R=torch.zeros(1, dtype=torch.int64),
-        factors_R=torch.ones(1, dtype=torch.float64),
-        options=options,
-        **more,
+        LossInputs(
+            logprobs_RT=now,
+            proximal_RT=one(proximal),
+            advantages_RT=one(advantage),
+            sequences=Sequences(torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)),
+            **more,
+        ),
+        torch.ones(1, dtype=torch.float64),
+        options,
     )
     return float(output.loss.detach()), float(torch.autograd.grad(output.loss, now)[0]), output
 
@@ -158,13 +164,14 @@ def test_the_gradient_is_that_of_finite_differences(name):
 def test_divergences_are_of_the_trained_from_the_proximal_and_of_the_proximal_from_the_behaviour():
     output = policy_loss(
         "reinforce",
-        torch.tensor([[-1.0, -2.0, 7.0]]),
-        proximal_RT=torch.tensor([[-1.5, -1.0, 7.0]]),
-        advantages_RT=torch.ones(1, 3),
-        mask_RT=torch.tensor([[True, True, False]]),
-        completion_ids_R=torch.zeros(1, dtype=torch.int64),
-        factors_R=torch.ones(1).double(),
-        options={},
+        LossInputs(
+            logprobs_RT=torch.tensor([[-1.0, -2.0, 7.0]]),
+            proximal_RT=torch.tensor([[-1.5, -1.0, 7.0]]),
+            advantages_RT=torch.ones(1, 3),
+            sequences=Sequences(torch.tensor([[True, True, False]]), torch.zeros(1, dtype=torch.int64)),
+        ),
+        torch.ones(1).double(),
+        {},
     )
     assert float(output.sums["kl/k1"]) == pytest.approx(0.5)
     assert float(output.sums["kl/k3"]) == pytest.approx((math.exp(0.5) - 1.5) + (math.exp(-1) - 1 + 1))
@@ -256,13 +263,14 @@ def test_an_empty_part_is_zero(name, options, shape):
     empty = torch.empty(shape)
     output = policy_loss(
         name,
-        empty.clone().requires_grad_(),
-        proximal_RT=empty,
-        advantages_RT=empty,
-        mask_RT=empty.bool(),
-        completion_ids_R=torch.zeros(shape[0], dtype=torch.int64),
-        factors_R=torch.full((shape[0],), math.nan).double(),
-        options=options,
+        LossInputs(
+            logprobs_RT=empty.clone().requires_grad_(),
+            proximal_RT=empty,
+            advantages_RT=empty,
+            sequences=Sequences(empty.bool(), torch.zeros(shape[0], dtype=torch.int64)),
+        ),
+        torch.full((shape[0],), math.nan).double(),
+        options,
     )
     output.loss.backward()
     assert float(output.loss.detach()) == 0.0
@@ -270,8 +278,7 @@ def test_an_empty_part_is_zero(name, options, shape):
 
 def test_token_losses_and_marks_can_be_had_before_aggregation():
     given = inputs()
-    arguments = {key: given[key] for key in ("proximal_RT", "advantages_RT", "mask_RT", "completion_ids_R")}
-    token = token_loss("clipped", given["logprobs_RT"], **arguments, options=CLIPPED)
+    token = token_loss("clipped", loss_inputs(given), CLIPPED)
     assert float(weighted_sum(token.loss_RT, given["mask_RT"], given["factors_R"]).detach()) == pytest.approx(LOSS)
     clipped = token.token_metrics["clip_fraction"] & given["mask_RT"]
     assert clipped.nonzero().tolist() == [[0, 1], [0, 3], [1, 1], [1, 3]]

@@ -5,7 +5,6 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from stream.validity import DropReason
 from tests.unit.test_learner import group
 from workers.settings.toml_file import parse_settings
 from workers.train.distributed.ranks import Ranks
@@ -59,11 +58,10 @@ def same(one: object, other: object) -> None:
 @pytest.mark.parametrize("groups", [[group(), group(name="q")], []], ids=["two groups", "none"])
 def test_a_batch_arrives_as_it_was(groups):
     batch: Batch = collate(groups)
-    heard = passed_on(TrainStep(batch, 7, batch, {DropReason.ZERO_VARIANCE: 3}))
+    heard = passed_on(TrainStep(batch, 7))
     assert isinstance(heard, TrainStep)
     same(batch, heard.batch)
-    same(batch, heard.filtered)
-    assert (heard.version, heard.dropped) == (7, {DropReason.ZERO_VARIANCE: 3})
+    assert heard.version == 7
 
 
 @pytest.mark.parametrize(
@@ -82,7 +80,7 @@ def test_a_batch_arrives_as_it_was(groups):
 )
 def test_a_tensor_of_any_type_and_shape_arrives_to_the_bit(tensor):
     batch = collate([group()])
-    heard = passed_on(TrainStep(replace(batch, turn_rewards_RT=tensor), 7, None, {})).batch.turn_rewards_RT
+    heard = passed_on(TrainStep(replace(batch, turn_rewards_RT=tensor), 7)).batch.turn_rewards_RT
     assert (heard.dtype, heard.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(heard, tensor)
     assert torch.equal(heard.signbit(), tensor.signbit())
@@ -91,7 +89,7 @@ def test_a_tensor_of_any_type_and_shape_arrives_to_the_bit(tensor):
 def test_what_cannot_be_sent_is_named():
     batch = replace(collate([group()]), turn_rewards_RT=object())
     with pytest.raises(TypeError, match=r"an order to the ranks holds a builtins\.object"):
-        passed_on(TrainStep(batch, 7, None, {}))
+        passed_on(TrainStep(batch, 7))
 
 
 def test_settings_arrive_as_they_were():

@@ -7,14 +7,18 @@ import pytest
 import torch
 
 from workers.settings import presets as settings_presets
+from workers.train.algorithms.ratios import log_ratios
 from workers.train.algorithms.rejection import REJECTIONS, Rejection, RejectionRule, reject
+from workers.train.algorithms.sequences import Sequences
 
 
 def judge(ratios: list[list[float | None]], *rules: RejectionRule, ids: list[int] | None = None) -> Rejection:
     """The ratio pi/mu of each token; a None is out of the mask."""
     mask = torch.tensor([[r is not None for r in row] for row in ratios])
     train = torch.tensor([[math.log(r) if r else math.nan for r in row] for row in ratios], dtype=torch.float64)
-    return reject(rules, train, torch.zeros_like(train), mask, torch.tensor(ids or range(len(ratios))))
+    return reject(
+        rules, log_ratios(train, torch.zeros_like(train), Sequences(mask, torch.tensor(ids or range(len(ratios)))))
+    )
 
 
 def kept(ratios: list[list[float | None]], *rules: RejectionRule, ids: list[int] | None = None) -> list[list[int]]:
@@ -93,7 +97,10 @@ def test_m2po_takes_out_the_farthest_until_the_mean_is_below_the_bound():
 def test_a_log_ratio_that_is_no_number_passes_no_rule():
     nan = torch.full((1, 2), math.nan)
     for name in REJECTIONS:
-        found = reject([RejectionRule(name, 0.5, 2.0)], nan, nan, torch.tensor([[True, False]]), torch.tensor([0]))
+        found = reject(
+            [RejectionRule(name, 0.5, 2.0)],
+            log_ratios(nan, nan, Sequences(torch.tensor([[True, False]]), torch.tensor([0]))),
+        )
         assert not found.kept_RT.any(), name
 
 
@@ -103,7 +110,9 @@ def test_far_beyond_the_bound_every_rule_but_m2po_rejects(log_ratio):
     mask = torch.ones(2, 2, dtype=torch.bool)
     for name in REJECTIONS:
         rule = RejectionRule(name, 0.5, 2.0)
-        found = reject([rule], torch.full((2, 2), log_ratio), torch.zeros(2, 2), mask, torch.arange(2))
+        found = reject(
+            [rule], log_ratios(torch.full((2, 2), log_ratio), torch.zeros(2, 2), Sequences(mask, torch.arange(2)))
+        )
         assert bool(found.kept_RT.any()) == (name == "m2po"), name
 
 
@@ -111,7 +120,7 @@ def test_far_beyond_the_bound_every_rule_but_m2po_rejects(log_ratio):
 def test_nothing_valid_keeps_nothing(shape):
     nan, mask = torch.full(shape, math.nan), torch.zeros(shape, dtype=torch.bool)
     rules = [RejectionRule(name, 0.5, 2.0) for name in REJECTIONS]
-    found = reject(rules, nan, nan, mask, torch.zeros(shape[0], dtype=torch.int64))
+    found = reject(rules, log_ratios(nan, nan, Sequences(mask, torch.zeros(shape[0], dtype=torch.int64))))
     assert torch.equal(found.kept_RT, mask)
 
 

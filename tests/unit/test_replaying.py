@@ -27,8 +27,8 @@ from workers.train.checkpointing.checkpoint import MANIFEST, OPTIMIZER, Checkpoi
 from workers.train.checkpointing.replay import replay
 from workers.train.progress import Progress
 from workers.train.step.batch import collate
+from workers.train.step.group_checks import check_group
 from workers.train.step.learner import Learner
-from workers.train.step.selection import check_group
 
 VOCABULARY = 24
 STEPS, EACH = 6, 3
@@ -100,7 +100,7 @@ class Made:
         step, version, hand = progress.step + 1, progress.version, []
         for number in numbers:
             made = group(number, version)
-            reason, _ = check_group(made, self.settings, version, VOCABULARY)
+            reason = check_group(made, self.settings, version, VOCABULARY).drop_reason
             if reason is None:
                 hand.append(made)
             else:

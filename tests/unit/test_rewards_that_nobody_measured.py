@@ -53,11 +53,14 @@ from tests.twins.losses import OPTIONS
 from workers.score.worker import score_group
 from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.importance import importance_weights
-from workers.train.algorithms.losses import LOSSES, policy_loss
+from workers.train.algorithms.losses import LOSSES, LossInputs, policy_loss
+from workers.train.algorithms.masks import reject_tokens
+from workers.train.algorithms.ratios import log_ratios
+from workers.train.algorithms.sequences import Sequences
 from workers.train.groups.invalid_reward_monitor import InvalidRewardMonitor
 from workers.train.step.batch import collate
 from workers.train.step.estimation import estimate_advantages
-from workers.train.step.selection import filter_reasons, mask_batch
+from workers.train.step.group_checks import filter_reasons, mask_batch
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}}
 MEAN = {"estimator": {"name": "grpo", "normalize_std": False}}
@@ -218,13 +221,14 @@ def test_a_rejected_rows_nan_advantage_reaches_no_gradient(name, junk):
         logprobs = torch.tensor([[-1.0, -0.5], [-2.0, -1.0]], dtype=torch.float64, requires_grad=True)
         output = policy_loss(
             name,
-            logprobs,
-            proximal_RT=torch.tensor([[-1.1, -0.6], [value, value]], dtype=torch.float64),
-            advantages_RT=torch.tensor([[0.5, 0.5], [value, value]], dtype=torch.float64),
-            mask_RT=torch.tensor([[True, True], [False, False]]),
-            completion_ids_R=torch.arange(2),
-            factors_R=torch.tensor([0.5, 0.5], dtype=torch.float64),
-            options=OPTIONS[name][0],
+            LossInputs(
+                logprobs_RT=logprobs,
+                proximal_RT=torch.tensor([[-1.1, -0.6], [value, value]], dtype=torch.float64),
+                advantages_RT=torch.tensor([[0.5, 0.5], [value, value]], dtype=torch.float64),
+                sequences=Sequences(torch.tensor([[True, True], [False, False]]), torch.arange(2)),
+            ),
+            torch.tensor([0.5, 0.5], dtype=torch.float64),
+            OPTIONS[name][0],
         )
         (found,) = torch.autograd.grad(output.loss, logprobs)
         return output.loss.detach(), found
@@ -241,7 +245,7 @@ def test_rejected_tokens_do_not_stay_in_the_denominator():
     batch = collate([group_of(completion(0, 1.0), completion(1, 0.0), completion(2, 1.0, tokens=9))])
     rejected = torch.zeros_like(batch.sampled_RT)
     rejected[2] = True
-    masks = mask_batch(batch, settings, 0, {"seq_max_k2": rejected})
+    masks = reject_tokens(mask_batch(batch, settings, 0), batch.completion_ids_R, {"seq_max_k2": rejected})
     alone = mask_batch(collate([group_of(completion(0, 1.0), completion(1, 0.0))]), settings, 0)
     assert int(masks.loss_tokens_RT.sum()) == int(alone.loss_tokens_RT.sum()) == 4
     assert masks.baseline_C.tolist() == [True, True, False]
@@ -252,10 +256,7 @@ def test_importance_weights_are_not_normalised_before_rejection():
         train = torch.log(torch.tensor([[1.5], [0.5], [rejected_ratio]], dtype=torch.float64))
         kept = torch.tensor([[True], [True], [False]])
         found = importance_weights(
-            train,
-            torch.zeros_like(train),
-            kept,
-            torch.arange(3),
+            log_ratios(train, torch.zeros_like(train), Sequences(kept, torch.arange(3))),
             level="token",
             lower=0.0,
             upper=math.inf,
@@ -294,10 +295,7 @@ def test_a_ratio_cap_caps_the_ratio():
     """One token whose ratio is exp(20): 4.8e8 without the cap."""
     train = torch.tensor([[20.0]], dtype=torch.float64)
     weights = importance_weights(
-        train,
-        torch.zeros_like(train),
-        torch.tensor([[True]]),
-        torch.tensor([0]),
+        log_ratios(train, torch.zeros_like(train), Sequences(torch.tensor([[True]]), torch.tensor([0]))),
         level="token",
         lower=0.0,
         upper=2.0,

@@ -9,7 +9,7 @@ from stream.validity import DropReason, Measured, RewardReason, TruncationReason
 from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.masks import DROP_REASONS
 from workers.train.step.batch import collate
-from workers.train.step.selection import drop_groups, filter_reasons, mask_batch
+from workers.train.step.group_checks import drop_groups, filter_reasons, mask_batch
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}}
 
@@ -79,13 +79,16 @@ def test_a_group_of_one_is_the_singleton_policys_business(policy, verdict):
 
 
 def test_a_group_bears_the_first_reason_that_holds():
-    assert judge(batch([1.0, 1.0]), min_mean_reward=2.0) == [DropReason.ZERO_VARIANCE]
-    assert judge(batch([1.0, 1.0]), min_mean_reward=2.0, min_valid_rows=3) == [DropReason.MIN_VALID_ROWS]
+    assert judge(batch([1.0, 1.0]), mean_reward_range=[2.0, 3.0]) == [DropReason.ZERO_VARIANCE]
+    assert judge(batch([1.0, 1.0]), mean_reward_range=[2.0, 3.0], min_valid_rows=3) == [DropReason.MIN_VALID_ROWS]
 
 
 def test_a_batch_without_a_group_has_its_completions_dropped_and_the_others_untouched():
     found = batch([1.0, 0.0, None], [1.0, 0.5])
-    left = drop_groups(found, mask_batch(found, parse_settings(LEAST), 0), [DropReason.DIFFICULTY, None])
+    masks = mask_batch(found, parse_settings(LEAST), 0)
+    left, left_masks = drop_groups(found, masks, [DropReason.DIFFICULTY, None])
+    assert left_masks.baseline_C.tolist() == [False, False, False, True, True]
+    assert left_masks.loss_rows_R.tolist() == [False, False, False, True, True]
     code = DROP_REASONS.index(DropReason.DIFFICULTY)
     assert left.facts.drop_reason_C.tolist() == [code, code, -1, -1, -1]  # the third has a reason of its own
     assert found.facts.drop_reason_C.tolist() == [-1] * 5

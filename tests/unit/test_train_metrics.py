@@ -10,8 +10,8 @@ from workers import settings
 from workers.train.algorithms.advantages import dr_grpo
 from workers.train.algorithms.grouping import Grouping
 from workers.train.step.batch import collate
-from workers.train.step.metrics import count_states, step_metrics
-from workers.train.step.selection import check_group, mask_batch
+from workers.train.step.group_checks import check_group, count_states, mask_batch
+from workers.train.step.metrics import step_metrics
 
 SETTINGS = settings.Settings(
     model=settings.Model(path="none"),
@@ -105,8 +105,9 @@ def test_a_mean_of_nothing_is_left_out():
 
 
 def test_what_the_policy_earns_includes_groups_that_were_filtered():
-    tie = collate([group(*[completion(i, 2, Measured(1.0)) for i in range(3)], *INVALID, name="q")])
-    found = metrics(group(*VALID), filtered=(tie, mask_batch(tie, SETTINGS, 7)), dropped={DropReason.ZERO_VARIANCE: 1})
+    tie = group(*[completion(i, 2, Measured(1.0)) for i in range(3)], *INVALID, name="q")
+    checked = check_group(tie, SETTINGS, 7, VOCABULARY)
+    found = metrics(group(*VALID), filtered=[checked.rewards], dropped={checked.drop_reason: 1})
     assert (found["reward/mean"], found["reward/count"]) == (2.0, 3)
     assert (found["sampled/reward_mean"], found["sampled/reward_count"]) == (1.5, 6)
     assert (found["groups/kept"], found["groups/dropped/zero_variance"]) == (1, 1)
@@ -132,12 +133,12 @@ def test_an_unscored_completion_is_missing_its_reward():
 
 
 def test_a_group_is_assessed_by_the_same_masks():
-    assert check_group(group(*VALID, *INVALID), SETTINGS, 7, VOCABULARY)[0] is None
-    reason, states = check_group(group(*INVALID), SETTINGS, 7, VOCABULARY)
-    assert reason is DropReason.NO_VALID_ROW
-    assert states == {"reward:timeout": 1, "failed:engine": 1, "truncated:length": 1, "failed:env_reset": 1}
-    assert check_group(group(VALID[0]), SETTINGS, 7, VOCABULARY)[0] is DropReason.MIN_VALID_ROWS
-    assert check_group(group(VALID[0], VALID[0]), SETTINGS, 7, VOCABULARY)[0] is DropReason.ZERO_VARIANCE
+    assert check_group(group(*VALID, *INVALID), SETTINGS, 7, VOCABULARY).drop_reason is None
+    checked = check_group(group(*INVALID), SETTINGS, 7, VOCABULARY)
+    assert checked.drop_reason is DropReason.NO_VALID_ROW
+    assert checked.states == {"reward:timeout": 1, "failed:engine": 1, "truncated:length": 1, "failed:env_reset": 1}
+    assert check_group(group(VALID[0]), SETTINGS, 7, VOCABULARY).drop_reason is DropReason.MIN_VALID_ROWS
+    assert check_group(group(VALID[0], VALID[0]), SETTINGS, 7, VOCABULARY).drop_reason is DropReason.ZERO_VARIANCE
 
 
 def test_metrics_are_plain_numbers():

@@ -27,9 +27,10 @@ from workers.train.groups.collector import CollectedBatch, Collector
 from workers.train.metrics_log import MetricsLog
 from workers.train.progress import Progress
 from workers.train.publishing.policy_versions import PolicyVersions
-from workers.train.step.batch import collate
+from workers.train.step.batch import merge_batches
+from workers.train.step.group_checks import CheckedGroup, GroupRewards
 from workers.train.step.learner import Learner
-from workers.train.step.report import StepReport
+from workers.train.step.metrics import StepReport
 
 log = structlog.get_logger()
 
@@ -124,7 +125,7 @@ class Trainer:
         leased, version = self._consumer.pop(batch.prompt_ids), self._consumer.version
         groups = [each.group for each in leased]
         dropped, filtered = self._collector.pop_dropped()
-        report = await anyio.to_thread.run_sync(_train_step, self._learner, groups, version, dropped, filtered)
+        report = await anyio.to_thread.run_sync(_train_step, self._learner, leased, version, dropped, filtered)
         self._progress.count_step(report.metrics, len(groups) * report.trained, time.monotonic() - started)
         await self._consumer.commit(leased, self._progress.step, _drop_reasons(report, leased))
         await self._evaluation.end_if_complete()
@@ -182,9 +183,14 @@ def attempt_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _train_step(
-    learner: Learner, groups: list[Group], version: int, dropped: Mapping[DropReason, int], filtered: list[Group]
+    learner: Learner,
+    leased: Sequence[LeasedGroup[CheckedGroup]],
+    version: int,
+    dropped: Mapping[DropReason, int],
+    filtered: Sequence[GroupRewards],
 ) -> StepReport:
-    return learner.step(collate(groups), version, filtered=collate(filtered) if filtered else None, dropped=dropped)
+    batch = merge_batches([each.checked.batch for each in leased])
+    return learner.step(batch, version, filtered=filtered, dropped=dropped)
 
 
 def _drop_reasons(report: StepReport, leased: Sequence[LeasedGroup[Any]]) -> dict[str, str]:

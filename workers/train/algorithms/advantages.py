@@ -1,11 +1,11 @@
-"""Advantage estimators with one value to a completion: how much better than its siblings it was.
+"""Advantage estimators with one value per completion: how much better it was than its siblings.
 
-Each is one pure function, checkable against its formula in one look, and registered with what it declares of itself. In
-the formulas r is a completion's reward, mean and std are its group's (std of the sample, n - 1), n is how many of its
-group are in B. Statistics of a group are over B alone, those of the whole batch over L.
+Each is one pure function next to its formula. In the formulas r is a completion's reward, mean and std are those of its
+group (sample standard deviation, n - 1), n is the number of completions of its group in B. Group statistics are over B,
+batch statistics over L.
 
-All return float64, one value for each completion: exactly 0.0 outside of B, and 0 for a completion alone in its group
-and where all rewards of a group are equal (before whitening). None raises: empty groups and batches give zeros.
+Every estimator returns float64, one value per completion: exactly 0.0 outside B, and 0 for a completion alone in its
+group and for a group of equal rewards (before whitening). None raises: empty groups and batches give zeros.
 """
 
 from collections.abc import Mapping
@@ -29,28 +29,28 @@ _SMALLEST = torch.finfo(torch.float64).tiny
 def estimate(
     name: str, inputs: Mapping[str, Any], options: Mapping[str, Any], *, single_sample_policy: str
 ) -> Tensor | TokenAdvantages:
-    """Estimate by name, and apply the policy for groups with a single completion in B.
+    """Estimate advantages by name, and apply the policy for groups with a single completion in B.
 
     Args:
         name: of the estimator.
-        inputs: by the names of `ESTIMATORS.inputs`; those that it does not need may be missing.
-        options: its own, by name.
-        single_sample_policy: `raw` gives such a completion its own reward, where the estimator is of level
-            `completion`; anything else leaves 0.
+        inputs: by the names in `ESTIMATORS.inputs`; those that the estimator does not need may be missing.
+        options: of the estimator, by name.
+        single_sample_policy: `raw` gives such a completion its own reward if the estimator's level is `completion`;
+            any other policy leaves 0.
 
     Returns:
-        Advantages (C), or those of tokens, as the estimator's level says.
+        Advantages (C), or those of tokens, depending on the estimator's level.
 
     Raises:
-        KeyError: there is no such estimator, or an input or option is missing.
+        KeyError: unknown estimator, or an input or option is missing.
     """
     estimator = ESTIMATORS[name]
-    found: Tensor | TokenAdvantages = estimator(inputs, options)
-    if single_sample_policy != "raw" or isinstance(found, TokenAdvantages):
-        return found
+    advantages: Tensor | TokenAdvantages = estimator(inputs, options)
+    if single_sample_policy != "raw" or isinstance(advantages, TokenAdvantages):
+        return advantages
     groups: Grouping = inputs["groups"]
     alone_C = groups.valid_C & groups.broadcast(groups.count_G == 1)
-    return torch.where(alone_C, inputs["rewards_C"].double(), found)
+    return torch.where(alone_C, inputs["rewards_C"].double(), advantages)
 
 
 @ESTIMATORS.register(
@@ -60,13 +60,13 @@ def estimate(
     source="Shao et al. 2024, arXiv:2402.03300",
 )
 def grpo(rewards_C: Tensor, groups: Grouping, *, normalize_std: bool, leave_one_out: bool, epsilon: float) -> Tensor:
-    """Against the mean of the group, in its standard deviations.
+    """Compare with the group's mean, in its standard deviations.
 
     Args:
         rewards_C: rewards.
         groups: of the completions.
-        normalize_std: divide by std + epsilon; else r - mean.
-        leave_one_out: subtract the mean of the others instead: r - mean becomes n / (n - 1) (r - mean).
+        normalize_std: divide by std + epsilon; otherwise return r - mean.
+        leave_one_out: subtract the mean of the other completions: r - mean becomes n / (n - 1) (r - mean).
         epsilon: added to the standard deviation.
     """
     centred_C = groups.centred(rewards_C)
@@ -76,7 +76,7 @@ def grpo(rewards_C: Tensor, groups: Grouping, *, normalize_std: bool, leave_one_
 
 @ESTIMATORS.register("dr_grpo", _CENTRED, formula="r - mean", source="Liu et al. 2025, arXiv:2503.20783")
 def dr_grpo(rewards_C: Tensor, groups: Grouping) -> Tensor:
-    """Against the mean of the group; goes with an aggregation that divides by a constant."""
+    """Compare with the group's mean; used with an aggregation that divides by a constant."""
     return groups.centred(rewards_C)
 
 
@@ -87,7 +87,7 @@ def dr_grpo(rewards_C: Tensor, groups: Grouping) -> Tensor:
     source="Ahmadian et al. 2024, arXiv:2402.14740; Kool et al. 2019",
 )
 def rloo(rewards_C: Tensor, groups: Grouping) -> Tensor:
-    """Against the mean of the others in the group."""
+    """Compare with the mean of the other completions of the group."""
     return _leave_one_out(groups.centred(rewards_C), groups)
 
 
@@ -98,7 +98,7 @@ def rloo(rewards_C: Tensor, groups: Grouping) -> Tensor:
     source="Hu et al. 2025, arXiv:2501.03262; verl core_algos",
 )
 def reinforce_plus_plus_baseline(rewards_C: Tensor, groups: Grouping, loss_lengths_C: Tensor) -> Tensor:
-    """Against the mean of the group, then mean 0 and variance 1 over the tokens of L."""
+    """Compare with the group's mean, then normalize to mean 0 and variance 1 over the tokens of L."""
     advantages_C: Tensor = whiten(groups.centred(rewards_C), groups.valid_C, loss_lengths_C)
     return advantages_C
 
@@ -110,9 +110,9 @@ def reinforce_plus_plus_baseline(rewards_C: Tensor, groups: Grouping, loss_lengt
     source="Hao et al. 2025, arXiv:2505.23585",
 )
 def opo(rewards_C: Tensor, groups: Grouping, lengths_C: Tensor) -> Tensor:
-    """Against the mean of the group weighted by length: the baseline of least variance if gradients grow with length.
+    """Compare with the length-weighted mean of the group, the baseline of least variance if gradients grow with length.
 
-    Where no completion of a group has a token there is no such mean, and all are 0.
+    All advantages of a group without a token are 0.
     """
     shifted_C, length_G = groups.shift_by_max(rewards_C), groups.sum(lengths_C)
     baseline_G = groups.sum(lengths_C * shifted_C) / length_G.clamp(min=1)
@@ -130,16 +130,16 @@ def opo(rewards_C: Tensor, groups: Grouping, lengths_C: Tensor) -> Tensor:
     source="Chu et al. 2025, arXiv:2504.02546; verl core_algos",
 )
 def gpg(rewards_C: Tensor, groups: Grouping, loss_lengths_C: Tensor, *, f_norm: float) -> Tensor:
-    """Against the mean of the group, scaled up by the fraction of the batch (of L) whose reward is not 0.
+    """Compare with the group's mean, divided by the fraction of the batch (of L) whose reward is not 0.
 
     Args:
         rewards_C: rewards.
         groups: of the completions.
         loss_lengths_C: tokens that bear loss; completions without any do not count in alpha.
-        f_norm: what the difference is divided by.
+        f_norm: constant divisor.
     """
-    voting_C = groups.valid_C & (loss_lengths_C > 0)
-    alpha = voting_C.sum().double() / (voting_C & (rewards_C != 0)).sum().clamp(min=1)
+    counted_C = groups.valid_C & (loss_lengths_C > 0)
+    alpha = counted_C.sum().double() / (counted_C & (rewards_C != 0)).sum().clamp(min=1)
     return groups.centred(rewards_C) * (alpha / f_norm)
 
 
@@ -150,25 +150,23 @@ def gpg(rewards_C: Tensor, groups: Grouping, loss_lengths_C: Tensor, *, f_norm: 
     source="Tang et al. 2025, arXiv:2503.19595; verl core_algos",
 )
 def grpo_passk(rewards_C: Tensor, groups: Grouping, *, normalize_std: bool, epsilon: float) -> Tensor:
-    """The best of the group gets its lead over the second: nothing where two are the best.
+    """Give the best completion of a group its lead over the second best: 0 if two are tied for best.
 
     Args:
         rewards_C: rewards.
         groups: of the completions.
-        normalize_std: divide by std + epsilon; else the lead itself.
+        normalize_std: divide by std + epsilon; otherwise return the lead itself.
         epsilon: added to the standard deviation.
     """
-    # Less the largest, the best is 0, and its lead is what the largest of the others is short of.
+    # After the shift the best value is 0, and the lead is minus the maximum of the others.
     shifted_C = groups.shift_by_max(rewards_C)
     best_C = groups.valid_C & (shifted_C == 0)
     others_G = groups.max(torch.where(best_C, float("-inf"), shifted_C))
     lead_G = torch.where((groups.count_G > 1) & (groups.sum(best_C) == 1), -others_G, 0.0)
     advantages_C = torch.where(best_C, groups.broadcast(lead_G), 0.0)
-    return (
-        _divide_by_std(advantages_C, groups.subtract_mean(shifted_C), groups, epsilon)
-        if normalize_std
-        else advantages_C
-    )
+    if not normalize_std:
+        return advantages_C
+    return _divide_by_std(advantages_C, groups.subtract_mean(shifted_C), groups, epsilon)
 
 
 @ESTIMATORS.register(
@@ -179,24 +177,24 @@ def grpo_passk(rewards_C: Tensor, groups: Grouping, *, normalize_std: bool, epsi
     source="Chen et al. 2025, arXiv:2508.10751",
 )
 def passk(groups: Grouping, correct_C: Tensor, *, k: int) -> Tensor:
-    """Against the mean pass@k of all ways to draw k of the group, in its standard deviations.
+    """Compare with the mean pass@k over all draws of k from the group, in its standard deviations.
 
     Args:
         groups: of the completions.
-        correct_C: bool, right or wrong; anything outside of B.
-        k: tries of which one must be right. Groups with fewer completions in B get 0, and so do those where every draw
-            of k passes, or none.
+        correct_C: bool, right or wrong; anything outside B.
+        k: number of attempts, of which one must be right. Groups with fewer completions in B get 0, and so do groups
+            for which every draw of k passes, or none.
     """
     number_G, right_G = groups.count_G, groups.sum(correct_C)
     wrong_G = number_G - right_G
     failing_G = _failing_fraction(wrong_G, k, number_G)
     deviation_G = (failing_G * (1 - failing_G)).sqrt()
-    told_G = (number_G >= k) & (deviation_G > 0)
+    defined_G = (number_G >= k) & (deviation_G > 0)
     right_advantage_G = failing_G / deviation_G
     # C(wrong - 1, k - 1) / C(n - 1, k - 1) = (n / wrong) C(wrong, k) / C(n, k)
     wrong_advantage_G = failing_G * (1 - number_G / wrong_G) / deviation_G
     advantages_C = torch.where(correct_C, groups.broadcast(right_advantage_G), groups.broadcast(wrong_advantage_G))
-    return torch.where(groups.valid_C & groups.broadcast(told_G), advantages_C, 0.0)
+    return torch.where(groups.valid_C & groups.broadcast(defined_G), advantages_C, 0.0)
 
 
 @ESTIMATORS.register(
@@ -208,7 +206,7 @@ def passk(groups: Grouping, correct_C: Tensor, *, k: int) -> Tensor:
 def gdpo(
     parts_PC: Tensor, part_weights_P: Tensor, groups: Grouping, loss_lengths_C: Tensor, *, epsilon: float
 ) -> Tensor:
-    """GRPO on each part of the reward, the weighted sum, then mean 0 and variance 1 over the tokens of L.
+    """Apply GRPO to each part of the reward, add up by weight, then normalize over the tokens of L.
 
     Args:
         parts_PC: parts of the rewards; a completion in B has all of them.
@@ -231,11 +229,11 @@ def gdpo(
     source="Tajwar et al. 2026, arXiv:2602.02710",
 )
 def max_rl(rewards_C: Tensor, groups: Grouping, *, epsilon: float) -> Tensor:
-    """Against the mean of the group and in units of it: the gradient of log pass rate, up to order n, for r of 0 or 1.
+    """Compare with the group's mean, in units of it: the gradient of log pass rate up to order n for r of 0 or 1.
 
     Args:
-        rewards_C: rewards, not negative: dividing by a negative mean would turn every sign around, so a group whose
-            mean is not above 0 gets 0.
+        rewards_C: rewards, not negative. A group whose mean is not above 0 gets 0, because dividing by a negative mean
+            would flip every sign.
         groups: of the completions.
         epsilon: added to the mean.
     """
@@ -245,16 +243,16 @@ def max_rl(rewards_C: Tensor, groups: Grouping, *, epsilon: float) -> Tensor:
 
 
 def _leave_one_out(centred_C: Tensor, groups: Grouping) -> Tensor:
-    """From deviations from the mean of all to deviations from the mean of the others."""
+    """Convert deviations from the mean of all into deviations from the mean of the others."""
     return centred_C * groups.broadcast(groups.count_G / (groups.count_G - 1).clamp(min=1))
 
 
 def _divide_by_std(advantages_C: Tensor, centred_C: Tensor, groups: Grouping, epsilon: float) -> Tensor:
-    """Divided by the group's standard deviation, plus epsilon."""
+    """Divide by the group's standard deviation plus epsilon."""
     return advantages_C / groups.broadcast((groups.std(centred_C) + epsilon).clamp(min=_SMALLEST))
 
 
 def _failing_fraction(wrong_G: Tensor, k: int, number_G: Tensor) -> Tensor:
-    """C(wrong, k) / C(n, k): how many of the draws of k have no right one among them; 0 where there are not k wrong."""
+    """Return C(wrong, k) / C(n, k), the fraction of draws of k without a right one; 0 with fewer than k wrong."""
     ways_G = [torch.lgamma(n_G + 1) - torch.lgamma((n_G - k).clamp(min=0) + 1) for n_G in (wrong_G, number_G)]
     return torch.where(wrong_G >= k, (ways_G[0] - ways_G[1]).exp(), 0.0)

@@ -1,9 +1,8 @@
-"""Aggregations: how much of the loss each token is.
+"""Aggregations: how much each token contributes to the loss.
 
-Every aggregation is a factor to each row, made once for the whole optimizer batch from its final masks; a part of the
-batch then adds up its own tokens' shares. So any partition into micro-batches or ranks gives the same loss and
-gradient.
-The unit of the `seq-*` ones is the completion: a completion with two rows weighs no more than one with a single row.
+An aggregation gives each row a factor, computed once for the whole optimizer batch from its final masks; a part of the
+batch then adds up its own tokens. So every partition into micro-batches or ranks gives the same loss and gradient. The
+unit of the `seq-*` aggregations is the completion: a completion with two rows weighs no more than one with a single row.
 """
 
 from dataclasses import dataclass
@@ -16,48 +15,48 @@ from workers.train.algorithms.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class BatchTotals:
-    """What the whole optimizer batch holds, over all micro-batches and ranks, after all masks."""
+    """Size of the whole optimizer batch over all micro-batches and ranks, after all masks."""
 
     tokens: int
     """Tokens that bear loss."""
     completions: int
     """Completions with such a token."""
     ranks: int = 1
-    """Ranks whose gradients will be averaged; 1 where they are added up, or where there is one."""
+    """Number of ranks if their gradients are averaged; 1 if they are summed, or with a single rank."""
 
 
 AGGREGATIONS: Registry[None] = Registry(
     "aggregation",
     {
         "length_R": "int64, loss tokens of the row's completion, over all its rows",
-        "totals": "Totals of the whole optimizer batch",
+        "totals": "BatchTotals of the whole optimizer batch",
     },
 )
-"""By name, as `[algorithm] aggregation` says it. Each returns float64, the factor of every loss token of a row."""
+"""Aggregations by the name in `[algorithm] aggregation`. Each returns float64, the factor of a row's loss tokens."""
 
 
 def row_factors(name: str, length_R: Tensor, totals: BatchTotals, *, constant: float = 1.0) -> Tensor:
-    """The factor of each row's loss tokens; the loss is the sum of factor times loss over all of them.
+    """Return the factor of each row's loss tokens; the loss is the sum of factor times token loss.
 
     Args:
         name: of the aggregation.
         length_R: int64, loss tokens of the row's completion in the whole batch.
-        totals: of the whole batch; all zero where nothing is valid, and then every factor is 0.
-        constant: what `seq-mean-token-sum-norm` divides a completion's sum by.
+        totals: of the whole batch; all zero if nothing is valid, and then every factor is 0.
+        constant: divisor of a completion's sum under `seq-mean-token-sum-norm`.
     """
-    found_R: Tensor = AGGREGATIONS[name]({"length_R": length_R, "totals": totals}, {"constant": constant})
-    return torch.where(length_R > 0, found_R, 0.0) * totals.ranks
+    factors_R: Tensor = AGGREGATIONS[name]({"length_R": length_R, "totals": totals}, {"constant": constant})
+    return torch.where(length_R > 0, factors_R, 0.0) * totals.ranks
 
 
 @AGGREGATIONS.register("token-mean", None, formula="sum_t l_t / N_tokens", source="Yu et al. 2025, DAPO")
 def token_mean(length_R: Tensor, totals: BatchTotals) -> Tensor:
-    """Every token of the batch weighs the same."""
+    """Weigh every token of the batch equally."""
     return torch.full_like(length_R, 1 / max(totals.tokens, 1), dtype=torch.float64)
 
 
 @AGGREGATIONS.register("token-sum", None, formula="sum_t l_t", source="verl core_algos.agg_loss")
 def token_sum(length_R: Tensor) -> Tensor:
-    """Nothing is divided by: the loss grows with the batch."""
+    """Sum without a divisor: the loss grows with the batch."""
     return torch.ones_like(length_R, dtype=torch.float64)
 
 
@@ -68,7 +67,7 @@ def token_sum(length_R: Tensor) -> Tensor:
     source="Shao et al. 2024, arXiv:2402.03300, eq. 3",
 )
 def seq_mean_token_mean(length_R: Tensor, totals: BatchTotals) -> Tensor:
-    """Every completion weighs the same, so a token of a long one weighs less."""
+    """Weigh every completion equally, so a token of a long completion weighs less."""
     return 1 / (length_R.clamp(min=1).double() * max(totals.completions, 1))
 
 
@@ -79,7 +78,7 @@ def seq_mean_token_mean(length_R: Tensor, totals: BatchTotals) -> Tensor:
     source="verl core_algos.agg_loss",
 )
 def seq_mean_token_sum(length_R: Tensor, totals: BatchTotals) -> Tensor:
-    """A completion weighs as much as it is long."""
+    """Weigh a completion by its length."""
     return torch.full_like(length_R, 1 / max(totals.completions, 1), dtype=torch.float64)
 
 
@@ -90,5 +89,5 @@ def seq_mean_token_sum(length_R: Tensor, totals: BatchTotals) -> Tensor:
     source="Liu et al. 2025, Dr. GRPO, arXiv:2503.20783",
 )
 def seq_mean_token_sum_norm(length_R: Tensor, totals: BatchTotals, *, constant: float) -> Tensor:
-    """The same, divided by a constant (the longest completion allowed, for one) instead of by any length."""
+    """Divide each completion's sum by a constant, such as the maximum completion length, instead of by its length."""
     return torch.full_like(length_R, 1 / (max(totals.completions, 1) * constant), dtype=torch.float64)

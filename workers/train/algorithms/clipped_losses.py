@@ -1,4 +1,4 @@
-"""Losses that stop a token whose ratio has moved far enough: PPO's clip, its relatives, and a soft gate instead."""
+"""Losses that limit how far a token's ratio moves: PPO's clip, its variants, and SAPO's soft gate."""
 
 import torch
 from torch import Tensor
@@ -25,22 +25,22 @@ def clipped(
     dual_clip: float,
     level: str,
 ) -> TokenLoss:
-    """PPO's clipped loss; decoupled (Hilton et al. 2021, arXiv:2110.00641) where proximal and behaviour policy differ.
+    """Compute PPO's clipped loss; decoupled (Hilton et al. 2021, arXiv:2110.00641) if proximal and sampling policy differ.
 
-    What it needs is described in `LOSSES.inputs`.
+    `LOSSES.inputs` describes the inputs.
 
     Options:
         clip_low: the ratio is clipped to at least 1 - this.
-        clip_high: and to at most 1 + this.
-        dual_clip: where the advantage is negative, the loss is at most this often -A; above 1, or 0 for no such bound.
-        level: `token`, or `sequence`: the ratio is the geometric mean over the completion's tokens, the advantage
-            their mean, and the gradient goes through the mean.
+        clip_high: the ratio is clipped to at most 1 + this.
+        dual_clip: where A < 0 the loss is at most -A times this; above 1, or 0 for no bound.
+        level: `token`, or `sequence`: the ratio is the geometric mean over the completion's tokens, the advantage is
+            their mean, and the gradient passes through the mean.
 
     Returns:
-        The loss. Marks `clip_fraction`: the clipped term was taken; `clip_fraction_lower`: the dual bound was.
+        The loss. Metrics `clip_fraction`: the clipped term applies; `clip_fraction_lower`: the dual bound applies.
 
     Raises:
-        ValueError: a level that does not exist.
+        ValueError: unknown level.
     """
     if level == "token":
         log_ratio, advantages = logprobs_RT - proximal_RT, advantages_RT
@@ -48,9 +48,9 @@ def clipped(
         log_ratio = sequences.broadcast(sequences.mean(logprobs_RT - proximal_RT)).expand_as(logprobs_RT)
         advantages = sequences.broadcast(sequences.mean(advantages_RT)).expand_as(logprobs_RT)
     else:
-        raise ValueError(f"there is no level {level!r}; use 'token' or 'sequence'")
-    found = clipped_surrogate(clamp_log_ratio(log_ratio).exp(), advantages, clip_low, clip_high)
-    return _dual_clip(found, advantages, dual_clip) if dual_clip else found
+        raise ValueError(f"unknown level {level!r}; use 'token' or 'sequence'")
+    loss = clipped_surrogate(clamp_log_ratio(log_ratio).exp(), advantages, clip_low, clip_high)
+    return _dual_clip(loss, advantages, dual_clip) if dual_clip else loss
 
 
 @LOSSES.register(
@@ -62,14 +62,14 @@ def clipped(
 def dapo(
     logprobs_RT: Tensor, proximal_RT: Tensor, advantages_RT: Tensor, *, clip_low: float, clip_high: float
 ) -> TokenLoss:
-    """The clipped loss with more room upwards, so that improbable tokens can rise. Mark `clip_fraction`."""
+    """Compute the clipped loss with a higher upper bound, so improbable tokens can rise. Metric `clip_fraction`."""
     return clipped_surrogate(ratio(logprobs_RT, proximal_RT), advantages_RT, clip_low, clip_high)
 
 
 @LOSSES.register(
     "clip_cov",
     LossTraits(selector="clip_cov"),
-    formula="max(-A r, -A clip(r, 1 - low, 1 + high)), 0 on chosen tokens",
+    formula="max(-A r, -A clip(r, 1 - low, 1 + high)), 0 on selected tokens",
     source="Cui et al. 2025, Clip-Cov, arXiv:2505.22617",
 )
 def clip_cov(
@@ -81,12 +81,12 @@ def clip_cov(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """The clipped loss without the tokens that its selector chose; they stay in the denominator.
+    """Compute the clipped loss without the selected tokens, which stay in the denominator.
 
-    Mark `clip_fraction`: tokens that were chosen.
+    Metric `clip_fraction`: selected tokens.
     """
-    found = clipped_surrogate(ratio(logprobs_RT, proximal_RT), advantages_RT, clip_low, clip_high)
-    return TokenLoss(torch.where(selected_RT, 0.0, found.loss_RT), {"clip_fraction": selected_RT})
+    loss = clipped_surrogate(ratio(logprobs_RT, proximal_RT), advantages_RT, clip_low, clip_high)
+    return TokenLoss(torch.where(selected_RT, 0.0, loss.loss_RT), {"clip_fraction": selected_RT})
 
 
 @LOSSES.register(
@@ -98,21 +98,21 @@ def clip_cov(
 def sapo(
     logprobs_RT: Tensor, proximal_RT: Tensor, advantages_RT: Tensor, *, tau_positive: float, tau_negative: float
 ) -> TokenLoss:
-    """A gate that closes smoothly where the clip would cut; at r = 1 its gradient is that of -A r."""
+    """Weigh the advantage with a gate that closes smoothly where PPO would clip; at r = 1 the gradient is that of -A r."""
     tau_RT = torch.full_like(advantages_RT, tau_negative).masked_fill(advantages_RT > 0, tau_positive)
     gate_RT = torch.sigmoid(tau_RT * (ratio(logprobs_RT, proximal_RT) - 1)) * 4 / tau_RT
     return TokenLoss(-advantages_RT * gate_RT)
 
 
 def clipped_surrogate(ratio_RT: Tensor, advantages_RT: Tensor, clip_low: float, clip_high: float) -> TokenLoss:
-    """PPO's max(-A r, -A clip(r, 1 - low, 1 + high)) of any ratio. Mark `clip_fraction`: the second one was taken."""
+    """Return max(-A r, -A clip(r, 1 - low, 1 + high)) for any ratio. Metric `clip_fraction`: the second term applies."""
     plain_RT = -advantages_RT * ratio_RT
     cut_RT = -advantages_RT * ratio_RT.clamp(1 - clip_low, 1 + clip_high)
     return TokenLoss(torch.maximum(plain_RT, cut_RT), {"clip_fraction": cut_RT > plain_RT})
 
 
-def _dual_clip(found: TokenLoss, advantages_RT: Tensor, dual_clip: float) -> TokenLoss:
+def _dual_clip(loss: TokenLoss, advantages_RT: Tensor, dual_clip: float) -> TokenLoss:
     highest_RT = -advantages_RT * dual_clip
-    over_RT = (advantages_RT < 0) & (found.loss_RT > highest_RT)
-    loss_RT = torch.where(over_RT, highest_RT, found.loss_RT)
-    return TokenLoss(loss_RT, found.token_metrics | {"clip_fraction_lower": over_RT})
+    over_RT = (advantages_RT < 0) & (loss.loss_RT > highest_RT)
+    loss_RT = torch.where(over_RT, highest_RT, loss.loss_RT)
+    return TokenLoss(loss_RT, loss.token_metrics | {"clip_fraction_lower": over_RT})

@@ -1,4 +1,4 @@
-"""Estimates of KL(policy, reference) from the log-probs of sampled tokens: a penalty for leaving the reference."""
+"""Estimators of KL(policy, reference) from log-probs of sampled tokens, used as a penalty on the loss."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -11,27 +11,27 @@ from workers.train.algorithms.registry import Registry
 from workers.train.algorithms.rounding import tolerant_difference
 
 K3_BOUND: Final = 10.0
-"""A k3 is at most this; above it there is no gradient."""
+"""Upper bound of k3; the gradient is 0 beyond it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DivergenceTraits:
-    """What an estimator declares of itself."""
+    """Declared properties of an estimator."""
 
     non_negative: bool
-    """No token's value is below 0."""
+    """Every token's value is 0 or more."""
     straight_through: bool = False
-    """Its gradient is that of k2, whose expectation is the gradient of the divergence; its value is its own."""
+    """The gradient is that of k2, whose expectation is the gradient of the divergence; the value is the estimator's."""
 
 
 DIVERGENCES: Final[Registry[DivergenceTraits]] = Registry(
     "divergence",
     {
-        "logprobs": "log-probs of the policy that is trained, with gradient; any shape",
+        "logprobs": "log-probs of the policy in training, with gradient; any shape",
         "reference": "log-probs of the reference policy, of the same shape, without gradient",
     },
 )
-"""By name, as `[algorithm] kl_divergence` says it. Each returns a value for every token.
+"""Estimators by the name in `[algorithm] kl_divergence`. Each returns a value for every token.
 
 In formulas d = logprobs - reference.
 """
@@ -40,16 +40,16 @@ SCHULMAN: Final = "Schulman 2020, Approximating KL divergence, joschu.net/blog/k
 
 
 def divergence(name: str, logprobs_RT: Tensor, reference_RT: Tensor, mask_RT: Tensor) -> Tensor:
-    """The estimate for every token of the mask; exactly 0, with gradient exactly 0, elsewhere.
+    """Estimate the divergence at every masked token; value and gradient are exactly 0 elsewhere.
 
     Args:
         name: of the estimator.
-        logprobs_RT: of the policy that is trained, with gradient.
+        logprobs_RT: of the policy in training, with gradient.
         reference_RT: of the reference policy.
         mask_RT: bool, tokens that bear loss; elsewhere both may hold anything.
 
     Raises:
-        KeyError: there is no such estimator.
+        KeyError: unknown estimator.
     """
     logprobs = torch.where(mask_RT, logprobs_RT, 0.0)
     reference = torch.where(mask_RT, reference_RT.detach(), 0.0).to(logprobs.dtype)
@@ -59,13 +59,13 @@ def divergence(name: str, logprobs_RT: Tensor, reference_RT: Tensor, mask_RT: Te
 
 @DIVERGENCES.register("k1", DivergenceTraits(non_negative=False), formula="d", source=SCHULMAN)
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Unbiased, of either sign; its gradient is 0 on average, so it is for measuring."""
+    """Return d: unbiased, of either sign. Its gradient is 0 on average, so it is for measuring only."""
     return logprobs - reference
 
 
 @DIVERGENCES.register("k2", DivergenceTraits(non_negative=True), formula="d^2 / 2", source=SCHULMAN)
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Biased, of low variance; its gradient is that of the divergence."""
+    """Return d^2 / 2: biased, low variance. Its gradient is that of the divergence."""
     return (logprobs - reference).square() / 2
 
 
@@ -73,14 +73,14 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
     "k3", DivergenceTraits(non_negative=True), formula="min(exp(-d) - 1 + d, 10), d clamped to ±20", source=SCHULMAN
 )
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Unbiased and never negative, bounded as verl bounds it."""
+    """Return exp(-d) - 1 + d: unbiased, never negative, bounded as in verl."""
     distance = clamp_log_ratio(logprobs - reference)
     return (torch.expm1(-distance) + distance).clamp(0.0, K3_BOUND)
 
 
 @DIVERGENCES.register("abs", DivergenceTraits(non_negative=True), formula="|d|", source="verl core_algos.kl_penalty")
 def absolute(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """The distance of the log-probs."""
+    """Return |d|."""
     return tolerant_difference(logprobs, reference).abs()
 
 
@@ -91,7 +91,7 @@ def absolute(logprobs: Tensor, reference: Tensor) -> Tensor:
     source="verl core_algos.kl_penalty",
 )
 def k1_straight_through(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Unbiased in value and gradient."""
+    """Return the value of k1 with the gradient of k2: unbiased in both."""
     return _with_gradient_of_k2(k1(logprobs, reference), logprobs, reference)
 
 
@@ -102,7 +102,7 @@ def k1_straight_through(logprobs: Tensor, reference: Tensor) -> Tensor:
     source="verl core_algos.kl_penalty",
 )
 def k3_straight_through(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Unbiased in value and gradient, and never negative."""
+    """Return the value of k3 with the gradient of k2: unbiased in both, never negative."""
     return _with_gradient_of_k2(k3(logprobs, reference), logprobs, reference)
 
 
@@ -113,11 +113,11 @@ def k3_straight_through(logprobs: Tensor, reference: Tensor) -> Tensor:
     source="verl core_algos.kl_penalty",
 )
 def absolute_straight_through(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """The distance, with the gradient of the divergence."""
+    """Return |d| with the gradient of k2."""
     return _with_gradient_of_k2(absolute(logprobs, reference), logprobs, reference)
 
 
 def _with_gradient_of_k2(value: Tensor, logprobs: Tensor, reference: Tensor) -> Tensor:
     slope = (logprobs - reference).detach()
-    # The second term is 0, and keeps the value as it is to the bit.
+    # The second term is exactly 0, so the value keeps every bit.
     return value.detach() + slope * (logprobs - logprobs.detach())

@@ -1,4 +1,4 @@
-"""Losses that are a weight without gradient times the log-prob: the gradient is a policy gradient, token by token."""
+"""Policy-gradient losses: a weight without gradient times the log-prob, per token."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from workers.train.algorithms.ratios import ratio
     source="Williams 1992; with importance weights: verl core_algos.compute_policy_loss_reinforce",
 )
 def reinforce(logprobs_RT: Tensor, advantages_RT: Tensor) -> TokenLoss:
-    """The plain policy gradient; importance weights are what makes it right off policy."""
+    """Compute the plain policy gradient; off policy it needs importance weights."""
     return TokenLoss(-advantages_RT * logprobs_RT)
 
 
@@ -25,7 +25,7 @@ def reinforce(logprobs_RT: Tensor, advantages_RT: Tensor) -> TokenLoss:
     source="Chu et al. 2025, GPG, arXiv:2504.02546",
 )
 def gpg(logprobs_RT: Tensor, advantages_RT: Tensor) -> TokenLoss:
-    """The plain policy gradient; GPG differs in its advantages."""
+    """Compute the plain policy gradient; GPG differs in its advantages."""
     return TokenLoss(-advantages_RT * logprobs_RT)
 
 
@@ -38,7 +38,7 @@ def gpg(logprobs_RT: Tensor, advantages_RT: Tensor) -> TokenLoss:
 def cispo(
     logprobs_RT: Tensor, proximal_RT: Tensor, advantages_RT: Tensor, *, clip_low: float, clip_high: float
 ) -> TokenLoss:
-    """The ratio is clipped as a weight, and every token keeps its gradient. Mark `clip_fraction`: it was clipped."""
+    """Clip the ratio as a weight, so every token keeps its gradient. Metric `clip_fraction`: clipped tokens."""
     ratio_RT = ratio(logprobs_RT.detach(), proximal_RT)
     weight_RT = ratio_RT.clamp(1 - clip_low, 1 + clip_high)
     return TokenLoss(-weight_RT * advantages_RT * logprobs_RT, {"clip_fraction": weight_RT != ratio_RT})
@@ -59,17 +59,17 @@ def dppo_tv(
     clip_high: float,
     ratio_cap: float,
 ) -> TokenLoss:
-    """Leaves out tokens whose probability has moved too far, in the direction in which the advantage pushes.
+    """Mask tokens whose probability has already moved too far in the direction of the advantage.
 
-    What it needs is described in `LOSSES.inputs`.
+    `LOSSES.inputs` describes the inputs.
 
     Options:
-        clip_low: how far a probability may fall, 0 to 1.
-        clip_high: and how far it may rise.
-        ratio_cap: the ratio is at most this.
+        clip_low: largest fall of a probability, 0 to 1.
+        clip_high: largest rise of a probability, 0 to 1.
+        ratio_cap: upper bound of the ratio.
 
     Returns:
-        The loss. Marks `clip_fraction`: left out; `clip_fraction_lower`: kept, with its ratio capped.
+        The loss. Metrics `clip_fraction`: masked tokens; `clip_fraction_lower`: kept tokens with a capped ratio.
     """
     moved_RT = _probability(logprobs_RT) - _probability(proximal_RT)
     kept_RT = torch.where(advantages_RT > 0, moved_RT <= clip_high, moved_RT >= -clip_low)
@@ -91,17 +91,17 @@ def dppo_kl(
     clip_high: float,
     ratio_cap: float,
 ) -> TokenLoss:
-    """The same, far being measured by the divergence of the two distributions "this token, or another".
+    """Mask tokens as `dppo_tv` does, by the KL of the binary distributions "this token or another".
 
-    What it needs is described in `LOSSES.inputs`.
+    `LOSSES.inputs` describes the inputs.
 
     Options:
-        clip_low: bound of the divergence where the probability has fallen, in nats.
-        clip_high: and where it has risen.
-        ratio_cap: the ratio is at most this.
+        clip_low: largest divergence of a token whose probability has fallen, in nats.
+        clip_high: largest divergence of a token whose probability has risen, in nats.
+        ratio_cap: upper bound of the ratio.
 
     Returns:
-        The loss. Marks as of `dppo_tv`.
+        The loss, with the metrics of `dppo_tv`.
     """
     now_RT, old_RT = _probability(logprobs_RT), _probability(proximal_RT)
     others_RT = ((1 - old_RT + 1e-8) / (1 - now_RT + 1e-8)).log()
@@ -119,10 +119,10 @@ def _masked_policy_gradient(
 ) -> TokenLoss:
     ratio_RT = ratio(logprobs_RT.detach(), proximal_RT)
     loss_RT = -advantages_RT * ratio_RT.clamp(max=ratio_cap) * logprobs_RT
-    marks = {"clip_fraction": ~kept_RT, "clip_fraction_lower": kept_RT & (ratio_RT > ratio_cap)}
-    return TokenLoss(torch.where(kept_RT, loss_RT, 0.0), marks)
+    token_metrics = {"clip_fraction": ~kept_RT, "clip_fraction_lower": kept_RT & (ratio_RT > ratio_cap)}
+    return TokenLoss(torch.where(kept_RT, loss_RT, 0.0), token_metrics)
 
 
 def _probability(logprobs_RT: Tensor) -> Tensor:
-    # A log-prob above 0 is rounding at best.
+    # A log-prob above 0 can only be rounding.
     return logprobs_RT.detach().clamp(max=0.0).exp()

@@ -1,4 +1,4 @@
-"""Statistics over the members of a group, found by the group's id: never by position, never in a loop."""
+"""Statistics over the members of each group, found by group id: never by position, never in a loop."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from workers.train.algorithms.rounding import tolerant_difference
 
 
 def encode_ids(ids: Sequence[str]) -> tuple[Tensor, list[str]]:
-    """Turn names of groups, one for each member, into the codes that a `Grouping` works on; once for a batch.
+    """Turn group names, one per member, into the integer codes that `Grouping` works on.
 
     Args:
-        ids: in any order, members of a group anywhere.
+        ids: in any order; members of a group may stand anywhere.
 
     Returns:
-        int64 codes 0 ... groups - 1, in order of first appearance, and the name of each code.
+        int64 codes 0 ... groups - 1 in order of first appearance, and the name of each code.
 
     Example:
         >>> codes_C, names_G = encode_ids(["b", "a", "b"])
@@ -29,16 +29,16 @@ def encode_ids(ids: Sequence[str]) -> tuple[Tensor, list[str]]:
 
 
 class Grouping:
-    """Sums, means, spreads and ties over the valid members of each group.
+    """Sums, means, standard deviations and ties over the valid members of each group.
 
-    Members may be interleaved, groups may be of any size, ids may be any integers. What stands in an invalid place is
-    replaced before any arithmetic, so that it cannot matter, be it NaN. All arithmetic is in float64 and linear in the
-    number of members; with codes nothing is sorted either.
+    Members may be interleaved, groups may have any size, ids may be any integers. Values of invalid members are replaced
+    before any arithmetic, so they may be NaN. All arithmetic is in float64 and linear in the number of members; with
+    codes nothing is sorted either.
 
     Args:
-        group_ids_C: integer ids, one for each member.
-        valid_C: bool; members that count.
-        num_groups: number of groups where the ids are codes 0 ... groups - 1 already; a group without members counts 0.
+        group_ids_C: integer ids, one per member.
+        valid_C: bool, members that count.
+        num_groups: number of groups if the ids are codes 0 ... num_groups - 1 already; groups may be empty.
     """
 
     def __init__(self, group_ids_C: Tensor, valid_C: Tensor, num_groups: int | None = None) -> None:
@@ -53,63 +53,63 @@ class Grouping:
         """float64, valid members of each group."""
 
     def sum(self, values_C: Tensor) -> Tensor:
-        """Sum of each group's valid values, float64; of each column on its own where members have several."""
+        """Return the sum of each group's valid values, float64; per column if members have several."""
         return self._sum_by_group(self._masked(values_C, 0.0))
 
     def mean(self, values_C: Tensor) -> Tensor:
-        """Mean of each group's valid values; 0 where there is none."""
+        """Return the mean of each group's valid values, 0 for a group without any."""
         return self.sum(values_C) / self.count_G.clamp(min=1)
 
     def shift_by_max(self, values_C: Tensor) -> Tensor:
-        """Each value less the largest of its group; 0 outside of the valid ones.
+        """Return each value minus the maximum of its group; 0 for invalid members.
 
-        What does not care for a shift is not changed by it, but equal values are exactly 0 from here on (the mean of
-        four 0.9s need not be 0.9), and a large offset is gone before it can cost digits.
+        Shift-invariant results stay the same, equal values become exactly 0 (the mean of four 0.9s may differ from
+        0.9), and a large offset is removed before it costs digits.
         """
-        largest_C = self.broadcast(torch.where(self.count_G > 0, self.max(values_C), 0.0))
-        return torch.where(self.valid_C, values_C.double(), largest_C).sub_(largest_C)
+        max_C = self.broadcast(torch.where(self.count_G > 0, self.max(values_C), 0.0))
+        return torch.where(self.valid_C, values_C.double(), max_C).sub_(max_C)
 
     def centred(self, values_C: Tensor) -> Tensor:
-        """Each value less the mean of its group; exactly 0 where all are equal, for a single one, and outside."""
+        """Return each value minus its group's mean; exactly 0 if all are equal, for one member, and for invalid ones."""
         return self.subtract_mean(self.shift_by_max(values_C))
 
     def subtract_mean(self, shifted_C: Tensor) -> Tensor:
-        """The same of values that are shifted already."""
+        """Return `centred` of values that `shift_by_max` has already shifted."""
         mean_G = self._sum_by_group(shifted_C) / self.count_G.clamp(min=1)
         return tolerant_difference(shifted_C, self.broadcast(mean_G)).masked_fill_(~self.valid_C, 0.0)
 
     def std(self, centred_C: Tensor) -> Tensor:
-        """Sample standard deviation (n - 1) of each group, from its centred values; 0 where there are not two."""
+        """Return each group's sample standard deviation (n - 1) from centred values; 0 for fewer than two members."""
         return (self._sum_by_group(centred_C.square()) / (self.count_G - 1).clamp(min=1)).sqrt()
 
     def tied(self, values_C: Tensor) -> Tensor:
-        """True for groups whose valid values are all the same number, a single one and none at all included.
+        """Return True for groups whose valid values are all equal, including groups with one or none.
 
-        Compared exactly: the standard deviation of four 0.9s need not come out as 0.
+        The comparison is exact: the standard deviation of four 0.9s may not come out as 0.
         """
         return self.sum(values_C != self.broadcast(self.max(values_C))) == 0
 
     def max(self, values_C: Tensor) -> Tensor:
-        """Largest of each group's valid values; minus infinity where there is none."""
+        """Return the maximum of each group's valid values, minus infinity for a group without any."""
         lowest = float("-inf")
         start_G = torch.full((self.num_groups,), lowest, dtype=torch.float64, device=self.codes_C.device)
         return start_G.scatter_reduce_(0, self.codes_C, self._masked(values_C, lowest), "amax")
 
     def second_largest(self, values_C: Tensor) -> Tensor:
-        """Second largest, equal to the largest where two are; minus infinity where there are fewer than two."""
-        largest_G = self.max(values_C)
-        best_C = values_C == self.broadcast(largest_G)
-        return torch.where(self.sum(best_C) > 1, largest_G, self.max(torch.where(best_C, float("-inf"), values_C)))
+        """Return each group's second largest value, which equals a tied maximum; minus infinity below two members."""
+        max_G = self.max(values_C)
+        best_C = values_C == self.broadcast(max_G)
+        return torch.where(self.sum(best_C) > 1, max_G, self.max(torch.where(best_C, float("-inf"), values_C)))
 
     def broadcast(self, values_G: Tensor) -> Tensor:
-        """Each member's own group's value."""
+        """Return each member's group value."""
         return values_G.index_select(0, self.codes_C)
 
     def _masked(self, values_C: Tensor, fill: float) -> Tensor:
-        """The values in float64, with `fill` in place of what is invalid."""
+        """Return the values in float64, with `fill` for invalid members."""
         valid_C = self.valid_C.view(len(self.valid_C), *[1] * (values_C.ndim - 1))
         return torch.where(valid_C, values_C.double(), fill)
 
-    def _sum_by_group(self, filled_C: Tensor) -> Tensor:
-        """Sums of values in float64 that are 0 in invalid places."""
-        return filled_C.new_zeros(self.num_groups, *filled_C.shape[1:]).index_add_(0, self.codes_C, filled_C)
+    def _sum_by_group(self, masked_C: Tensor) -> Tensor:
+        """Sum float64 values that are already 0 for invalid members."""
+        return masked_C.new_zeros(self.num_groups, *masked_C.shape[1:]).index_add_(0, self.codes_C, masked_C)

@@ -1,17 +1,16 @@
 """Importance weights: how much likelier a sampled token, or completion, is under the trainer's policy.
 
-A completion was sampled by the engine (mu, "rollout") and is trained under log-probs of the trainer (pi, "train"),
-which differ: other kernels, another precision, an older policy. The weight pi/mu makes up for it, within bounds.
+The engine samples a completion (mu, `rollout_logprobs`); the trainer computes its own log-probs of it (pi,
+`old_logprobs`). They differ: other kernels, another precision, an older policy. The weight pi/mu corrects for that,
+within bounds.
 
-The three steps of a correction, each given the whole optimizer batch (normalising and `m2po` look at all of it)::
+The three steps of a correction, each over the whole optimizer batch because normalization and `m2po` look at all of it::
 
-    rejection = reject(rules, old_logprobs_RT, rollout_logprobs_RT, mask_RT, completion_ids_R)
-    weights   = importance_weights(old_logprobs_RT, rollout_logprobs_RT, rejection.kept_RT, completion_ids_R,
-    level=..., ...)
-    metrics   = correction_metrics(old_logprobs_RT, rollout_logprobs_RT, rejection.kept_RT, completion_ids_R,
-                                   rejection=rejection, weights=weights)
+    rejection = reject(rules, log_ratios(old_logprobs_RT, rollout_logprobs_RT, Sequences(mask_RT, completion_ids_R)))
+    kept      = log_ratios(old_logprobs_RT, rollout_logprobs_RT, Sequences(rejection.kept_RT, completion_ids_R))
+    weights   = importance_weights(kept, level=..., ...)
 
-Weights come after rejection, so that what was rejected is in no mean that a survivor is divided by.
+Weights come after rejection, so rejected tokens enter no mean that survivors are divided by.
 """
 
 from dataclasses import dataclass
@@ -19,14 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.train.algorithms.ratios import clamp_log_ratio
+from workers.train.algorithms.ratios import LogRatios, clamp_log_ratio
 from workers.train.algorithms.registry import Registry
 from workers.train.algorithms.sequences import Sequences
 
 
 @dataclass(frozen=True, slots=True)
 class ImportanceTraits:
-    """What a level declares of itself."""
+    """Declared properties of an importance level."""
 
     unit: str
     """What a mean of its weights is taken over: `token` or `completion`."""
@@ -34,18 +33,18 @@ class ImportanceTraits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImportanceWeights:
-    """Weights without gradient, and what they were made from; everything is 0 outside of the mask."""
+    """Importance weights without gradient and what they were made from; every tensor is 0 outside the mask."""
 
     weights_RT: Tensor
-    """What a token's loss is multiplied by, in the dtype of the log-probs."""
-    factor: Tensor
-    """float64 scalar, what the bounded weights were divided by; 1 where nothing was."""
+    """float64, factor of each token's loss."""
+    normalizer: Tensor
+    """float64 scalar, mean weight that the bounded weights were divided by; 1 without normalization."""
     raw_RT: Tensor
     """float64, before the bounds."""
     bounded_RT: Tensor
-    """float64, within the bounds, not yet divided by the factor."""
-    mask_RT: Tensor
-    """bool, the tokens that have a weight."""
+    """float64, within the bounds, before division by `normalizer`."""
+    log_ratios: LogRatios
+    """What the weights were computed from."""
     level: str
     lower: float
     upper: float
@@ -56,20 +55,11 @@ class ImportanceWeights:
 IMPORTANCE_LEVELS: Registry[ImportanceTraits] = Registry(
     "importance level",
     {
-        "log_ratio_RT": "float64, log pi - log mu of each token; 0 outside of the mask",
+        "log_ratio_RT": "float64, log pi - log mu of each token; 0 outside the mask",
         "sequences": "Sequences over the mask",
     },
 )
-"""By name, as `[correction] weights` says it. Each returns float64 (R, T): the ratio pi/mu, bounded by exp(±20)."""
-
-
-def log_ratios(old_logprobs_RT: Tensor, rollout_logprobs_RT: Tensor, mask_RT: Tensor) -> Tensor:
-    """Log pi - log mu of the tokens of the mask, float64, without gradient; 0 elsewhere, whatever stood there."""
-    train, rollout = (
-        torch.where(mask_RT, logprobs_RT.detach(), 0.0).double()
-        for logprobs_RT in (old_logprobs_RT, rollout_logprobs_RT)
-    )
-    return train - rollout
+"""Importance levels by the name in `[correction] weights`. Each returns float64 (R, T): pi/mu, bounded by exp(±20)."""
 
 
 @IMPORTANCE_LEVELS.register(
@@ -79,7 +69,7 @@ def log_ratios(old_logprobs_RT: Tensor, rollout_logprobs_RT: Tensor, mask_RT: Te
     source="Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training",
 )
 def token_ratios(log_ratio_RT: Tensor) -> Tensor:
-    """Each token by itself: biased, little variance."""
+    """Return the ratio of each token alone: biased, low variance."""
     return clamp_log_ratio(log_ratio_RT).exp()
 
 
@@ -90,58 +80,46 @@ def token_ratios(log_ratio_RT: Tensor) -> Tensor:
     source="Liu et al. 2025, When speed kills stability; verl rollout_corr_helper.py",
 )
 def sequence_ratios(log_ratio_RT: Tensor, sequences: Sequences) -> Tensor:
-    """The whole completion, over all of its rows, on each of its tokens: unbiased before the bounds, much variance."""
+    """Return the ratio of the whole completion on each of its tokens: unbiased before the bounds, high variance."""
     return clamp_log_ratio(sequences.broadcast(sequences.sum(log_ratio_RT))).exp().expand_as(log_ratio_RT)
 
 
 def importance_weights(
-    old_logprobs_RT: Tensor,
-    rollout_logprobs_RT: Tensor,
-    mask_RT: Tensor,
-    completion_ids_R: Tensor,
-    *,
-    level: str,
-    lower: float,
-    upper: float,
-    out_of_range: str,
-    normalize: bool,
+    log_ratios: LogRatios, *, level: str, lower: float, upper: float, out_of_range: str, normalize: bool
 ) -> ImportanceWeights:
-    """The weight of each token of the mask.
+    """Compute the importance weight of each token.
 
     Args:
-        old_logprobs_RT: log-probs of the sampled tokens under the trainer's policy.
-        rollout_logprobs_RT: the same, under the policy that sampled.
-        mask_RT: bool, the tokens that bear loss, after rejection. What stands elsewhere may be anything.
-        completion_ids_R: integers, the completion that each row belongs to; all of its rows are here.
-        level: name in `IMPORTANCE`.
-        lower: bound of a weight; 0 is none.
-        upper: the same; infinity is none.
-        out_of_range: what becomes of a weight out of bounds: `truncate` brings it to the bound (TIS, Yao et al. 2025),
-            `zero` takes it away (IcePop, Ling Team 2025).
-        normalize: divide by the mean over the tokens, or the completions, of the mask (the level's own unit), those
-            with weight 0 included; a mean of 0 is not divided by.
+        log_ratios: over the tokens that bear loss, after rejection.
+        level: name in `IMPORTANCE_LEVELS`.
+        lower: smallest weight; 0 for no bound.
+        upper: largest weight; infinity for no bound.
+        out_of_range: treatment of a weight outside the bounds. `truncate` clamps it (TIS, Yao et al. 2025), `zero`
+            removes it (IcePop, Ling Team 2025).
+        normalize: divide by the mean over the tokens or completions of the mask (the level's unit), zero weights
+            included. A mean of 0 is left alone.
 
     Returns:
-        The weights. An empty mask gives zeros and a factor of 1.
+        The weights. An empty mask gives zeros and a normalizer of 1.
 
     Raises:
-        KeyError: there is no such level.
-        ValueError: `outside` is neither.
+        KeyError: unknown level.
+        ValueError: unknown `out_of_range`.
     """
-    sequences = Sequences(mask_RT, completion_ids_R)
-    inputs = {"log_ratio_RT": log_ratios(old_logprobs_RT, rollout_logprobs_RT, mask_RT), "sequences": sequences}
-    raw_RT = torch.where(mask_RT, IMPORTANCE_LEVELS[level](inputs, {}), 0.0)
+    mask_RT, sequences = log_ratios.mask_RT, log_ratios.sequences
+    ratios_RT = IMPORTANCE_LEVELS[level]({"log_ratio_RT": log_ratios.values_RT, "sequences": sequences}, {})
+    raw_RT = torch.where(mask_RT, ratios_RT, 0.0)
     bounded_RT = torch.where(mask_RT, _apply_bounds(raw_RT, lower, upper, out_of_range), 0.0)
-    factor = raw_RT.new_ones(())
+    normalizer = raw_RT.new_ones(())
     if normalize:
         mean = _mean(bounded_RT, sequences, IMPORTANCE_LEVELS[level].traits.unit)
-        factor = torch.where(mean > 0, mean, 1.0)
+        normalizer = torch.where(mean > 0, mean, 1.0)
     return ImportanceWeights(
-        weights_RT=(bounded_RT / factor).to(old_logprobs_RT.dtype),
-        factor=factor,
+        weights_RT=bounded_RT / normalizer,
+        normalizer=normalizer,
         raw_RT=raw_RT,
         bounded_RT=bounded_RT,
-        mask_RT=mask_RT,
+        log_ratios=log_ratios,
         level=level,
         lower=lower,
         upper=upper,
@@ -150,16 +128,16 @@ def importance_weights(
     )
 
 
-def _apply_bounds(raw_RT: Tensor, lower: float, upper: float, outside: str) -> Tensor:
-    if outside == "truncate":
+def _apply_bounds(raw_RT: Tensor, lower: float, upper: float, out_of_range: str) -> Tensor:
+    if out_of_range == "truncate":
         return raw_RT.clamp(lower, upper)
-    if outside == "zero":
+    if out_of_range == "zero":
         return torch.where((raw_RT >= lower) & (raw_RT <= upper), raw_RT, 0.0)
-    raise ValueError(f"unknown treatment {outside!r} of weights out of bounds; use 'truncate' or 'zero'")
+    raise ValueError(f"unknown treatment {out_of_range!r} of weights outside the bounds; use 'truncate' or 'zero'")
 
 
 def _mean(weights_RT: Tensor, sequences: Sequences, unit: str) -> Tensor:
-    """Mean over the tokens of the mask, or over the completions that have one; 0 where there is none."""
+    """Return the mean over masked tokens, or over completions with one; 0 where there is none."""
     if unit == "token":
         return sequences.sum(weights_RT).sum() / sequences.lengths_S.sum().clamp(min=1)
     return sequences.mean(weights_RT).sum() / (sequences.lengths_S > 0).sum().clamp(min=1)

@@ -1,22 +1,22 @@
 """Policy losses over the sampled tokens of a batch, or of a part of it.
 
-Two policies meet here: the one that ratios are taken against (proximal: the trainer's when the batch was formed, unless
-the settings say otherwise), and the one that is trained; the third, which sampled, is in the importance weights. A
-loss is a sum over its part's tokens, each times its factor in the *whole* optimizer batch (`aggregation`), so that any
-partition of the completions into micro-batches adds up to the same loss and gradient.
+Ratios compare the policy in training with the proximal policy (the trainer's policy when the batch was prepared, unless
+the settings say otherwise). The policy that sampled enters only through importance weights. A loss is a sum over tokens,
+each times its factor in the *whole* optimizer batch (`aggregation`), so every partition of the completions into
+micro-batches adds up to the same loss and gradient.
 
-What stands outside the mask is replaced before any arithmetic: a `where` after it would leave the loss finite and make
-the gradient NaN.
+Values outside the mask are replaced before any arithmetic: a `where` afterwards would leave the loss finite and make the
+gradient NaN.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from workers.train.algorithms import (  # noqa: F401 - each of them registers its losses
+from workers.train.algorithms import (  # noqa: F401 - importing a module registers its losses
     clipped_losses,
     gradient_losses,
     penalised_losses,
@@ -26,141 +26,151 @@ from workers.train.algorithms.loss_registry import LOSSES, LossTraits, TokenLoss
 from workers.train.algorithms.ratios import clamp_log_ratio
 from workers.train.algorithms.sequences import Sequences
 
-__all__ = ["LOSSES", "LossOutput", "LossTraits", "TokenLoss", "policy_loss", "token_loss", "weighted_sum"]
+__all__ = ["LOSSES", "LossInputs", "LossOutput", "LossTraits", "TokenLoss", "policy_loss", "token_loss", "weighted_sum"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LossInputs:
+    """Inputs of a policy loss for some rows; all rows of a completion must be present.
+
+    Outside the mask every tensor may hold anything.
+    """
+
+    logprobs_RT: Tensor
+    """Log-probs of the policy in training, with gradient; their dtype is used for all arithmetic per token."""
+    proximal_RT: Tensor
+    """Log-probs of the policy that ratios are taken against."""
+    advantages_RT: Tensor
+    """One per token."""
+    sequences: Sequences
+    """Completions over the tokens that bear loss."""
+    weights_RT: Tensor | None = None
+    """Importance weights without gradient; 1 everywhere if None."""
+    selected_RT: Tensor | None = None
+    """bool, tokens chosen by the loss's selector; none if None."""
+
+    @property
+    def mask_RT(self) -> Tensor:
+        """bool, tokens that bear loss."""
+        return self.sequences.mask_RT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossOutput:
-    """A part's share of the loss, and sums from which metrics are made."""
+    """A part's share of the loss, and sums for metrics."""
 
     loss: Tensor
     """Scalar; the shares of all parts add up to the batch's loss."""
     sums: dict[str, Tensor]
     """Detached scalars that add up over parts; divided by the batch's loss tokens they are means over these."""
     maxima: dict[str, Tensor]
-    """Detached scalars of which the largest over parts counts; 0 where there is no loss token."""
+    """Detached scalars whose maximum over parts counts; 0 without a loss token."""
 
 
-def policy_loss(  # noqa: PLR0913 - three policies, the advantages, and how each token counts
-    name: str,
-    logprobs_RT: Tensor,
-    *,
-    proximal_RT: Tensor,
-    advantages_RT: Tensor,
-    mask_RT: Tensor,
-    completion_ids_R: Tensor,
-    factors_R: Tensor,
-    weights_RT: Tensor | None = None,
-    selected_RT: Tensor | None = None,
-    options: Mapping[str, Any],
-) -> LossOutput:
-    """The share of the loss that these rows bear. All rows of a completion must be here.
+def policy_loss(name: str, inputs: LossInputs, factors_R: Tensor, options: Mapping[str, Any]) -> LossOutput:
+    """Compute these rows' share of the loss.
 
     Args:
-        name: of the loss.
-        logprobs_RT: of the policy that is trained, with gradient; its dtype is that of all arithmetic by token.
-        proximal_RT: of the policy that ratios are taken against.
-        advantages_RT: one for each token.
-        mask_RT: bool, tokens that bear loss. In all other places, every input may hold anything.
-        completion_ids_R: integers, the completion that each row belongs to.
-        factors_R: float64, from `aggregation.factors`; a row without a loss token may hold anything.
-        weights_RT: importance weights, without gradient; 1 everywhere unless given.
-        selected_RT: bool, tokens chosen by the loss's selector; none unless given.
-        options: by name; those of other functions are ignored.
+        name: of the loss, in `LOSSES`.
+        inputs: of these rows.
+        factors_R: float64, from `aggregation.row_factors`; a row without a loss token may hold anything.
+        options: by name; options of other losses are ignored.
 
     Returns:
-        The loss, float64. Sums, over loss tokens: the loss's own marks; `ratio/mean`, trained by proximal policy;
-        `kl/k1` and `kl/k3`, of KL(proximal, trained) from its log. Maxima: `ratio/max`.
+        The loss, float64. Sums over loss tokens: the loss's own metrics; `ratio/mean`, policy in training by proximal
+        policy; `kl/k1` and `kl/k3`, of KL(proximal, in training) from the log-ratio. Maxima: `ratio/max`.
 
     Raises:
-        KeyError: there is no such loss, or one of its options is missing.
+        KeyError: unknown loss, or one of its options is missing.
     """
-    token = token_loss(
-        name,
-        logprobs_RT,
-        proximal_RT=proximal_RT,
-        advantages_RT=advantages_RT,
-        mask_RT=mask_RT,
-        completion_ids_R=completion_ids_R,
-        weights_RT=weights_RT,
-        selected_RT=selected_RT,
-        options=options,
+    inputs = _fill(inputs)
+    mask_RT = inputs.mask_RT
+    token = _token_loss(name, inputs, options)
+    token_metrics, ratio_RT = _ratio_metrics(inputs)
+    token_metrics |= token.token_metrics
+    return LossOutput(
+        loss=weighted_sum(token.loss_RT, mask_RT, factors_R),
+        sums={
+            key: torch.where(mask_RT, values_RT.detach(), 0).sum(dtype=torch.float64)
+            for key, values_RT in token_metrics.items()
+        },
+        maxima={"ratio/max": _masked_max(ratio_RT, mask_RT)},
     )
-    marks, maxima = _ratio_metrics(logprobs_RT.detach(), proximal_RT, mask_RT)
-    marks |= token.token_metrics
-    sums = {key: torch.where(mask_RT, mark.detach(), 0).sum(dtype=torch.float64) for key, mark in marks.items()}
-    return LossOutput(loss=weighted_sum(token.loss_RT, mask_RT, factors_R), sums=sums, maxima=maxima)
 
 
-def token_loss(
-    name: str,
-    logprobs_RT: Tensor,
-    *,
-    proximal_RT: Tensor,
-    advantages_RT: Tensor,
-    mask_RT: Tensor,
-    completion_ids_R: Tensor,
-    weights_RT: Tensor | None = None,
-    selected_RT: Tensor | None = None,
-    options: Mapping[str, Any],
-) -> TokenLoss:
-    """The loss of every token before aggregation, importance weights applied, and the loss's marks.
+def token_loss(name: str, inputs: LossInputs, options: Mapping[str, Any]) -> TokenLoss:
+    """Compute the loss of every token before aggregation, importance weights applied, and the loss's metrics.
 
-    The arguments are those of `policy_loss`.
+    Args:
+        name: of the loss, in `LOSSES`.
+        inputs: of these rows.
+        options: by name; options of other losses are ignored.
 
     Returns:
-        The losses and marks; what stands outside the mask is finite, and means nothing.
+        Losses and metrics; outside the mask they are finite and meaningless.
 
     Raises:
-        KeyError: there is no such loss, or one of its options is missing.
+        KeyError: unknown loss, or one of its options is missing.
     """
-    loss = LOSSES[name]
-    weights_RT = _masked_like(weights_RT, mask_RT, 1.0, like=logprobs_RT)
-    inputs = {
-        "logprobs_RT": torch.where(mask_RT, logprobs_RT, 0.0),
-        "proximal_RT": _masked_like(proximal_RT, mask_RT, 0.0, like=logprobs_RT),
-        "advantages_RT": _masked_like(advantages_RT, mask_RT, 0.0, like=logprobs_RT),
-        "weights_RT": weights_RT,
-        "sequences": Sequences(mask_RT, completion_ids_R),
-        "selected_RT": torch.zeros_like(mask_RT) if selected_RT is None else selected_RT & mask_RT,
-    }
-    found: TokenLoss = loss(inputs, options)
-    weighted_RT = found.loss_RT if "weights_RT" in loss.input_names else found.loss_RT * weights_RT
-    return TokenLoss(weighted_RT, found.token_metrics)
+    return _token_loss(name, _fill(inputs), options)
 
 
 def weighted_sum(values_RT: Tensor, mask_RT: Tensor, factors_R: Tensor) -> Tensor:
-    """Sum over loss tokens of factor times value, in float64.
+    """Sum factor times value over loss tokens, in float64.
 
     Args:
         values_RT: finite everywhere, or without gradient where they are not.
         mask_RT: bool, tokens that bear loss.
-        factors_R: float64, from `aggregation.factors`; a row without a loss token may hold anything.
+        factors_R: float64, from `aggregation.row_factors`; a row without a loss token may hold anything.
     """
     factors_RT = torch.where(mask_RT, factors_R.unsqueeze(1), 0.0)
     return (torch.where(mask_RT, values_RT, 0.0) * factors_RT).sum()
 
 
+def _fill(inputs: LossInputs) -> LossInputs:
+    """Replace everything outside the mask; only the log-probs in training keep their gradient."""
+    mask_RT, like = inputs.mask_RT, inputs.logprobs_RT
+    return replace(
+        inputs,
+        logprobs_RT=torch.where(mask_RT, inputs.logprobs_RT, 0.0),
+        proximal_RT=_masked_like(inputs.proximal_RT, mask_RT, 0.0, like=like),
+        advantages_RT=_masked_like(inputs.advantages_RT, mask_RT, 0.0, like=like),
+        weights_RT=_masked_like(inputs.weights_RT, mask_RT, 1.0, like=like),
+        selected_RT=torch.zeros_like(mask_RT) if inputs.selected_RT is None else inputs.selected_RT & mask_RT,
+    )
+
+
+def _token_loss(name: str, filled: LossInputs, options: Mapping[str, Any]) -> TokenLoss:
+    loss = LOSSES[name]
+    available: dict[str, Any] = {
+        "logprobs_RT": filled.logprobs_RT,
+        "proximal_RT": filled.proximal_RT,
+        "advantages_RT": filled.advantages_RT,
+        "weights_RT": filled.weights_RT,
+        "sequences": filled.sequences,
+        "selected_RT": filled.selected_RT,
+    }
+    token: TokenLoss = loss(available, options)
+    if "weights_RT" in loss.input_names:
+        return token
+    return TokenLoss(token.loss_RT * available["weights_RT"], token.token_metrics)
+
+
 @torch.no_grad()
-def _ratio_metrics(
-    logprobs_RT: Tensor, proximal_RT: Tensor, mask_RT: Tensor
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Marks and maxima that every loss has."""
-    logprobs_RT = torch.where(mask_RT, logprobs_RT, 0.0)
-    proximal_RT = _masked_like(proximal_RT, mask_RT, 0.0, like=logprobs_RT)
-    moved_RT = clamp_log_ratio(logprobs_RT - proximal_RT)
-    ratio_RT = moved_RT.exp()
-    marks = {"ratio/mean": ratio_RT, "kl/k1": -moved_RT, "kl/k3": moved_RT.expm1() - moved_RT}
-    return marks, {"ratio/max": _masked_max(ratio_RT, mask_RT)}
+def _ratio_metrics(filled: LossInputs) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the metrics per token that every loss has, and the ratio."""
+    log_ratio_RT = clamp_log_ratio(filled.logprobs_RT.detach() - filled.proximal_RT)
+    ratio_RT = log_ratio_RT.exp()
+    return {"ratio/mean": ratio_RT, "kl/k1": -log_ratio_RT, "kl/k3": log_ratio_RT.expm1() - log_ratio_RT}, ratio_RT
 
 
 def _masked_like(values_RT: Tensor | None, mask_RT: Tensor, fill: float, *, like: Tensor) -> Tensor:
-    """Values without gradient in the dtype of `like`, with `fill` outside the mask, or everywhere."""
+    """Return values without gradient in the dtype of `like`, with `fill` outside the mask, or everywhere if None."""
     if values_RT is None:
         return like.new_full(like.shape, fill)
     return torch.where(mask_RT, values_RT.detach(), fill).to(like.dtype)
 
 
 def _masked_max(values_RT: Tensor, mask_RT: Tensor) -> Tensor:
-    largest = torch.where(mask_RT, values_RT, 0.0)
-    return largest.max() if largest.numel() else values_RT.new_zeros(())
+    masked_RT = torch.where(mask_RT, values_RT, 0.0)
+    return masked_RT.max() if masked_RT.numel() else values_RT.new_zeros(())

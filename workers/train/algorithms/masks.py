@@ -1,15 +1,16 @@
-"""What may vote in a baseline and what may bear loss: derived once, handed to everybody, never derived again.
+"""Masks: which completions count in a baseline and which tokens bear loss. Derived here and nowhere else.
 
-* **B**, the baseline mask, by completion: rollout ok, not dropped, reward measured, a token left to train, and not
-  truncated under the policy `exclude`.
-* **L**, the loss mask: B without the truncation policy `baseline_only`. L is a subset of B.
-* The token mask: sampled tokens of rows in L that no rule of token-level rejection took out.
+* **B**, the baseline mask, per completion: the rollout succeeded, the completion was not dropped, its reward is
+  measured, a token is left to train, and it is not truncated under the policy `exclude`.
+* **L**, the loss mask, a subset of B: B without completions truncated under the policy `baseline_only`.
+* The token mask: sampled tokens of completions in L that no rejection rule took out.
 
-The facts are independent of one another, so an invalid completion is described by all of its facts, not by one state.
+Facts about a completion are independent of one another, so an invalid completion keeps all of its facts instead of one
+combined state.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -23,28 +24,28 @@ TRUNCATION_REASONS: Final = tuple(TruncationReason)
 DROP_REASONS: Final = tuple(DropReason)
 TRUNCATION_POLICIES: Final = ("exclude", "keep", "zero_reward", "penalty", "baseline_only")
 NONE: Final = -1
-"""The code of "no such fact"; other codes are positions in the tuples above."""
-NO_TOKEN_RULE: Final = "no_token"  # noqa: S105
-"""The rule that rejects completions in which nothing was sampled."""
+"""Code for "no reason"; other codes are positions in the tuples above."""
+EMPTY_RULE: Final = "no_token"
+"""Rule that rejects completions without a sampled token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class CompletionFacts:
-    """What producers said of each completion; nobody has interpreted it yet.
+    """What rollout and score reported about each completion, before any interpretation.
 
-    Example, three completions of one prompt: right, verifier crashed, cut off by its token limit::
+    Example, three completions of one prompt: right, verifier crashed, cut off by the token limit::
 
-        rewards_C        [1.0, 0.0, 0.0]      0.0 means nothing in the second, and was measured in the third
-        measured_C       [True, False, True]
-        reward_reason_C  [-1, 0, -1]          0 is REWARD_REASONS[0], "raised"
-        truncated_C      [-1, -1, 0]
+        rewards_C            [1.0, 0.0, 0.0]      the second 0.0 is a placeholder, the third was measured
+        measured_C           [True, False, True]
+        reward_reason_C      [-1, 0, -1]          0 is REWARD_REASONS[0], "raised"
+        truncation_reason_C  [-1, -1, 0]
     """
 
     group_ids_C: Tensor
-    """int64 codes 0 ... groups - 1."""
+    """int64 codes 0 ... num_groups - 1."""
     num_groups: int
     rewards_C: Tensor
-    """float64; means something where `measured_C` alone."""
+    """float64; meaningful only where `measured_C`."""
     measured_C: Tensor
     """bool."""
     reward_reason_C: Tensor
@@ -61,28 +62,28 @@ class CompletionFacts:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Masks:
-    """What every consumer is handed; nothing else decides what counts."""
+    """What counts, for every consumer."""
 
     baseline_C: Tensor
-    """bool, B: may vote."""
+    """bool, B: the completion counts in baselines."""
     loss_C: Tensor
-    """bool, L: may bear loss."""
+    """bool, L: the completion may bear loss."""
     rejected_by_C: Tensor
-    """int64: would be in B, but this rule (a position in `rules`) took its last token; `NONE` elsewhere."""
+    """int64, position in `rules` of the rule that rejected the last token of a completion otherwise in B, or `NONE`."""
     rules: tuple[str, ...]
-    """Names of the rules that took tokens out."""
+    """Names of the rules that were applied, in order."""
     zeroed_C: Tensor
-    """bool: in B, with the reward 0 that the truncation policy gave it."""
+    """bool: in B, with reward 0 from the truncation policy `zero_reward`."""
     penalised_C: Tensor
-    """bool: in B, cut short under the policy `penalty`."""
+    """bool: in B, truncated under the policy `penalty`."""
     rewards_C: Tensor
-    """float64, after the truncation policy; 0.0 outside of B."""
+    """float64, after the truncation policy; 0.0 outside B."""
     baseline_tokens_RT: Tensor
-    """bool: tokens of completions in B that no rule took out; what a completion's length is counted in."""
+    """bool: sampled, not rejected tokens of completions in B; completion lengths count these."""
     loss_tokens_RT: Tensor
-    """bool: tokens that bear loss: the same in L."""
+    """bool: the same of completions in L, the tokens that bear loss."""
     loss_rows_R: Tensor
-    """bool: rows with such a token."""
+    """bool: rows with a token that bears loss."""
 
 
 def derive_masks(
@@ -100,61 +101,84 @@ def derive_masks(
         facts: of the completions.
         completion_ids_R: int64, the completion that each row belongs to.
         sampled_RT: bool, tokens that the policy sampled.
-        truncation: what becomes of a completion cut short for each reason, one of `POLICIES`; `keep` where it is not
-            named.
-        rejected_by_rule: bool (R, T) by rule, tokens that it took out (too old, rollout correction), in the order in
-            which the
-            rules are blamed. A row left with no token is rejected; a completion left with no row is out of B.
-        not_finite_RT: bool, tokens whose data for the loss are junk: one more rule, `not_finite`, but not for
-            completions that bear no loss, whose log-probs nobody looks at.
+        truncation: policy for each truncation reason, one of `TRUNCATION_POLICIES`; `keep` if absent.
+        rejected_by_rule: bool (R, T) by rule name, tokens to reject, as for `reject_tokens`.
+        not_finite_RT: bool, tokens with unusable log-probs, rejected by the last rule, `not_finite`. Completions that
+            bear no loss under `baseline_only` are exempt, because nothing reads their log-probs.
 
     Returns:
-        The masks. Rewards outside of B are replaced by 0.0 here, before anybody computes with them.
+        The masks. Rewards outside B are replaced by 0.0 before any computation.
 
     Raises:
-        ValueError: a truncation policy that does not exist.
+        ValueError: unknown truncation policy.
     """
-    silent_C = _has_policy(facts.truncation_reason_C, truncation, "baseline_only")
-    rules = {NO_TOKEN_RULE: torch.zeros_like(sampled_RT), **(rejected_by_rule or {})}
-    if not_finite_RT is not None:
-        rules["not_finite"] = not_finite_RT & ~silent_C[completion_ids_R].unsqueeze(1)
-    eligible_C = (
+    baseline_only_C = _has_policy(facts.truncation_reason_C, truncation, "baseline_only")
+    baseline_C = (
         facts.measured_C
         & torch.isfinite(facts.rewards_C)
         & (facts.rollout_reason_C == NONE)
         & (facts.drop_reason_C == NONE)
         & ~_has_policy(facts.truncation_reason_C, truncation, "exclude")
     )
-    kept_RT, rejected_C = sampled_RT, torch.full_like(facts.drop_reason_C, NONE)
-    for code, taken_RT in enumerate(rules.values()):
-        kept_RT = kept_RT & ~taken_RT
-        emptied_C = eligible_C & (rejected_C == NONE) & ~_has_token(facts, completion_ids_R, kept_RT)
-        rejected_C = torch.where(emptied_C, code, rejected_C)
-    baseline_C = eligible_C & (rejected_C == NONE)
-    loss_C = baseline_C & ~silent_C
     zeroed_C = baseline_C & _has_policy(facts.truncation_reason_C, truncation, "zero_reward")
-    tokens_RT = kept_RT & loss_C[completion_ids_R].unsqueeze(1)
-    return Masks(
+    loss_C = baseline_C & ~baseline_only_C
+    masks = Masks(
         baseline_C=baseline_C,
         loss_C=loss_C,
-        rejected_by_C=rejected_C,
-        rules=tuple(rules),
+        rejected_by_C=torch.full_like(facts.drop_reason_C, NONE),
+        rules=(),
         zeroed_C=zeroed_C,
         penalised_C=baseline_C & _has_policy(facts.truncation_reason_C, truncation, "penalty"),
         rewards_C=torch.where(baseline_C & ~zeroed_C, facts.rewards_C, 0.0),
-        baseline_tokens_RT=kept_RT & baseline_C[completion_ids_R].unsqueeze(1),
-        loss_tokens_RT=tokens_RT,
-        loss_rows_R=tokens_RT.any(dim=1),
+        baseline_tokens_RT=sampled_RT & baseline_C[completion_ids_R].unsqueeze(1),
+        loss_tokens_RT=sampled_RT & loss_C[completion_ids_R].unsqueeze(1),
+        loss_rows_R=loss_C[completion_ids_R],
     )
+    rules = {EMPTY_RULE: torch.zeros_like(sampled_RT), **(rejected_by_rule or {})}
+    if not_finite_RT is not None:
+        rules["not_finite"] = not_finite_RT & ~baseline_only_C[completion_ids_R].unsqueeze(1)
+    return reject_tokens(masks, completion_ids_R, rules)
+
+
+def reject_tokens(masks: Masks, completion_ids_R: Tensor, rejected_by_rule: Mapping[str, Tensor]) -> Masks:
+    """Apply further rejection rules.
+
+    A row without a token left bears no loss; a completion without a row left leaves B, and the rule that took its last
+    token is recorded for it.
+
+    Args:
+        masks: before these rules.
+        completion_ids_R: int64, the completion that each row belongs to.
+        rejected_by_rule: bool (R, T) by rule name, tokens that the rule rejects, in the order of blame.
+    """
+    baseline_C, rejected_by_C, kept_RT = masks.baseline_C, masks.rejected_by_C, masks.baseline_tokens_RT
+    for code, rejected_RT in enumerate(rejected_by_rule.values(), start=len(masks.rules)):
+        kept_RT = kept_RT & ~rejected_RT
+        emptied_C = baseline_C & ~_has_token(kept_RT, completion_ids_R, len(baseline_C))
+        rejected_by_C = torch.where(emptied_C, code, rejected_by_C)
+        baseline_C = baseline_C & ~emptied_C
+    rejected = replace(
+        masks,
+        rejected_by_C=rejected_by_C,
+        rules=(*masks.rules, *rejected_by_rule),
+        baseline_tokens_RT=kept_RT,
+        loss_tokens_RT=masks.loss_tokens_RT & kept_RT,
+    )
+    return _restrict(rejected, completion_ids_R, baseline_C)
+
+
+def drop_completions(masks: Masks, completion_ids_R: Tensor, dropped_C: Tensor) -> Masks:
+    """Remove completions (bool, C) from B and L; a completion that a rule rejected keeps that rule."""
+    return _restrict(masks, completion_ids_R, masks.baseline_C & ~dropped_C)
 
 
 def too_old_tokens(sampled_RT: Tensor, versions_RT: Tensor, version: int, max_token_age: int) -> Tensor:
-    """Sampled tokens more than `max_token_age` policy versions older than `version`; none if that is 0.
+    """Return sampled tokens more than `max_token_age` policy versions older than `version`; none if that is 0.
 
     Args:
         sampled_RT: bool.
         versions_RT: the policy version that sampled each token.
-        version: the policy version that is being trained.
+        version: the policy version in training.
         max_token_age: in versions.
     """
     if max_token_age == 0:
@@ -162,18 +186,35 @@ def too_old_tokens(sampled_RT: Tensor, versions_RT: Tensor, version: int, max_to
     return sampled_RT & (version - versions_RT > max_token_age)
 
 
-def _has_policy(truncated_C: Tensor, truncation: Mapping[TruncationReason, str], policy: str) -> Tensor:
-    """Completions that were truncated for a reason under this policy."""
+def _restrict(masks: Masks, completion_ids_R: Tensor, baseline_C: Tensor) -> Masks:
+    """Intersect every mask with a smaller B."""
+    in_baseline_R1 = baseline_C[completion_ids_R].unsqueeze(1)
+    loss_tokens_RT = masks.loss_tokens_RT & in_baseline_R1
+    return replace(
+        masks,
+        baseline_C=baseline_C,
+        loss_C=masks.loss_C & baseline_C,
+        zeroed_C=masks.zeroed_C & baseline_C,
+        penalised_C=masks.penalised_C & baseline_C,
+        rewards_C=torch.where(baseline_C, masks.rewards_C, 0.0),
+        baseline_tokens_RT=masks.baseline_tokens_RT & in_baseline_R1,
+        loss_tokens_RT=loss_tokens_RT,
+        loss_rows_R=loss_tokens_RT.any(dim=1),
+    )
+
+
+def _has_policy(truncation_reason_C: Tensor, truncation: Mapping[TruncationReason, str], policy: str) -> Tensor:
+    """Return completions truncated for a reason with this policy."""
     unknown = sorted(set(truncation.values()) - set(TRUNCATION_POLICIES))
     if unknown:
         raise ValueError(f"unknown truncation policy {unknown[0]!r}; use one of {', '.join(TRUNCATION_POLICIES)}")
     table = [truncation.get(reason, "keep") == policy for reason in TRUNCATION_REASONS]
-    # The last place answers the code of "not truncated", which is -1.
-    return torch.tensor([*table, False], device=truncated_C.device)[truncated_C]
+    # Index -1, the code of "not truncated", reads the last entry.
+    return torch.tensor([*table, False], device=truncation_reason_C.device)[truncation_reason_C]
 
 
-def _has_token(facts: CompletionFacts, completion_ids_R: Tensor, tokens_RT: Tensor) -> Tensor:
-    """Completions with one of these tokens in any of their rows."""
-    found_C = torch.zeros_like(facts.measured_C)
-    found_C[completion_ids_R[tokens_RT.any(dim=1)]] = True
-    return found_C
+def _has_token(tokens_RT: Tensor, completion_ids_R: Tensor, num_completions: int) -> Tensor:
+    """Return completions with one of these tokens in any of their rows."""
+    has_token_C = torch.zeros(num_completions, dtype=torch.bool, device=tokens_RT.device)
+    has_token_C[completion_ids_R[tokens_RT.any(dim=1)]] = True
+    return has_token_C

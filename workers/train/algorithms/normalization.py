@@ -1,7 +1,7 @@
-"""Normalisers: values less a mean, divided by a spread, over what counts alone.
+"""Normalizers: values minus a mean, divided by a standard deviation, over the masked values only.
 
-All of them return float64, exactly 0 outside of the mask, and exactly 0 where everything that is compared is equal; an
-empty mask gives zeros. The sums are of this process: to normalise over several ranks, gather the values first.
+Each returns float64, exactly 0 outside the mask, and exactly 0 where all compared values are equal; an empty mask gives
+zeros. Sums are over this process: to normalize over several ranks, gather the values first.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,23 +16,23 @@ from workers.train.algorithms.registry import Registry
 from workers.train.algorithms.rounding import tolerant_difference
 
 LEVELS: Final = ("none", "group", "batch")
-"""What a mean or a standard deviation may be of."""
+"""Scopes of a mean or a standard deviation."""
 
 NORMALIZERS: Final[Registry[None]] = Registry(
-    "normaliser",
+    "normalizer",
     {
-        "values": "float, any shape; anything outside of the mask",
-        "mask": "bool, of the same shape; what counts",
-        "weights": "how many tokens each value stands for, of the same shape; None: one each",
-        "values_C": "float, one for each completion; anything outside of B",
+        "values": "float, any shape; anything outside the mask",
+        "mask": "bool, of the same shape; values that count",
+        "weights": "number of tokens that each value stands for, of the same shape; None for one each",
+        "values_C": "float, one per completion; anything outside B",
         "groups": "Grouping of the completions; its valid members are B",
-        "loss_C": "bool, L: completions that count in statistics of the batch; None: all of B",
-        "values_RT": "float, one for each token; anything outside of the mask",
+        "loss_C": "bool, L: completions that count in batch statistics; None for all of B",
+        "values_RT": "float, one per token; anything outside the mask",
         "mask_RT": "bool, tokens that count",
         "group_ids_R": "integer, the group that each row belongs to",
     },
 )
-"""Those that shape rewards and advantages, for the property tests."""
+"""Normalizers of rewards and advantages by name, for the property tests."""
 
 
 @NORMALIZERS.register(
@@ -50,32 +50,32 @@ def whiten(
     epsilon: float = 1e-8,
     shift: bool = True,
 ) -> Tensor:
-    """Mean 0 and variance 1 over everything in the mask.
+    """Normalize to mean 0 and variance 1 over the mask.
 
     Args:
-        values: any shape; anything outside of the mask.
+        values: any shape; anything outside the mask.
         mask: bool, of the same shape.
-        weights: how many tokens each value stands for; one each unless given. A weight of 0 has no vote; where nobody
-            has one, all are 0.
-        unbiased: divide the sum of squares by n - 1, n being the sum of weights.
+        weights: number of tokens that each value stands for; one each by default. Values of weight 0 do not count; if
+            all weights are 0, the result is 0.
+        unbiased: divide the sum of squares by n - 1, where n is the sum of weights.
         epsilon: added to the variance.
-        shift: False keeps the mean and scales the deviations alone.
+        shift: False keeps the mean and only scales the deviations.
 
     Returns:
-        float64, of the same shape; 0 outside of the mask.
+        float64, of the same shape; 0 outside the mask.
     """
     if not values.numel():
         return values.double()
     counts = None if weights is None else torch.where(mask, weights.double(), 0.0)
     number = mask.sum() if counts is None else counts.sum()
     mask = mask & (number > 0)
-    # Less one of them first: equal values are exactly 0 then, and a large offset costs no digits.
+    # Subtract one of the values first: equal values become exactly 0, and a large offset costs no digits.
     origin = torch.where(mask.any(), values.flatten()[mask.flatten().to(torch.uint8).argmax()], 0)
     shifted = torch.where(mask, values, origin).double() - origin
-    mean = (shifted if counts is None else counts * shifted).sum() / _or_one(number)
+    mean = (shifted if counts is None else counts * shifted).sum() / _nonzero(number)
     centred = torch.where(mask, tolerant_difference(shifted, mean), 0.0)
     squares = centred.square() if counts is None else centred.square().mul_(counts)
-    variance = squares.sum() / _or_one(number - 1 if unbiased else number)
+    variance = squares.sum() / _nonzero(number - 1 if unbiased else number)
     whitened = centred.div_((variance + epsilon).clamp(min=_SMALLEST).sqrt())
     return whitened if shift else torch.where(mask, whitened + mean + origin, 0.0)
 
@@ -97,31 +97,31 @@ def normalize(
     unbiased: bool,
     epsilon: float,
 ) -> Tensor:
-    """Normalise rewards or advantages of completions, with the levels of mean and spread chosen apart.
+    """Normalize rewards or advantages of completions, with separate scopes for mean and standard deviation.
 
     Args:
-        values_C: one for each completion.
+        values_C: one per completion.
         groups: of the completions; its valid members are B.
-        loss_C: bool, completions that count where a statistic is of the batch: L. All of B unless given.
-        mean: what is subtracted: `none`, or the mean of the `group` or the `batch`.
-        std: what it is divided by: `none`, or the standard deviation, around the mean chosen (0 where that is `none`),
-            in the `group` or the `batch`. A single value has 1 if unbiased.
-        leave_one_out: subtract the mean of the others; a single value becomes 0.
+        loss_C: bool, L, completions that count in batch statistics; all of B by default.
+        mean: scope of the mean that is subtracted: `none`, `group` or `batch`.
+        std: scope of the standard deviation to divide by: `none`, `group` or `batch`. Deviations are from the chosen
+            mean (0 for `none`). A single value has 1 if unbiased.
+        leave_one_out: subtract the mean of the other values; a single value becomes 0.
         unbiased: divide the sum of squares by n - 1.
-        epsilon: added to the standard deviation; not where that is `none`.
+        epsilon: added to the standard deviation.
 
     Returns:
-        float64 (C); 0 outside of B.
+        float64 (C); 0 outside B.
 
     Raises:
-        ValueError: a level that does not exist.
+        ValueError: unknown scope.
     """
     pools = {
         "group": lambda: _Pool(
             groups.valid_C,
             number=groups.broadcast(groups.count_G),
             total=lambda x_C: groups.broadcast(groups.sum(x_C)),
-            largest=lambda x_C: groups.broadcast(groups.max(x_C)),
+            max=lambda x_C: groups.broadcast(groups.max(x_C)),
         ),
         "batch": lambda: _batch(groups.valid_C if loss_C is None else groups.valid_C & loss_C),
     }
@@ -145,12 +145,12 @@ def normalize_tokens(
     unbiased: bool,
     epsilon: float,
 ) -> Tensor:
-    """The same for tokens: every token of the mask has one vote, so a long completion has many.
+    """Normalize per token: every masked token counts once, so a long completion counts more.
 
     Args:
-        values_RT: one for each token.
+        values_RT: one per token.
         mask_RT: bool, tokens that count.
-        group_ids_R: integers, the group that each row belongs to.
+        group_ids_R: integers, the group of each row.
         mean: as in `normalize`.
         std: as in `normalize`.
         leave_one_out: as in `normalize`.
@@ -158,23 +158,23 @@ def normalize_tokens(
         epsilon: as in `normalize`.
 
     Returns:
-        float64 (R, T); 0 outside of the mask.
+        float64 (R, T); 0 outside the mask.
 
     Raises:
-        ValueError: a level that does not exist.
+        ValueError: unknown scope.
     """
     rows, lowest = Grouping(group_ids_R, mask_RT.any(dim=1)), float("-inf")
 
-    def largest(x_RT: Tensor) -> Tensor:
-        filled_RT = torch.where(mask_RT, x_RT, lowest)
-        largest_R = filled_RT.amax(dim=1) if filled_RT.shape[1] else filled_RT.new_full(filled_RT.shape[:1], lowest)
-        return rows.broadcast(rows.max(largest_R)).unsqueeze(1)
+    def group_max(x_RT: Tensor) -> Tensor:
+        masked_RT = torch.where(mask_RT, x_RT, lowest)
+        max_R = masked_RT.amax(dim=1) if masked_RT.shape[1] else masked_RT.new_full(masked_RT.shape[:1], lowest)
+        return rows.broadcast(rows.max(max_R)).unsqueeze(1)
 
     def total(x_RT: Tensor) -> Tensor:
         return rows.broadcast(rows.sum(torch.where(mask_RT, x_RT, 0).sum(dim=1))).unsqueeze(1)
 
     pools = {
-        "group": lambda: _Pool(mask_RT, number=total(mask_RT), total=total, largest=largest),
+        "group": lambda: _Pool(mask_RT, number=total(mask_RT), total=total, max=group_max),
         "batch": lambda: _batch(mask_RT),
     }
     return _normalized(values_RT, mask_RT, pools, mean, std, leave_one_out, unbiased, epsilon)
@@ -182,21 +182,21 @@ def normalize_tokens(
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Those that a statistic is of: it is taken over the voting ones, and every value is given its own pool's."""
+    """A set of values with common statistics: `counted` values enter them, and every value reads those of its pool."""
 
-    voting: Tensor
+    counted: Tensor
     number: Tensor
     total: Callable[[Tensor], Tensor]
-    largest: Callable[[Tensor], Tensor]
+    max: Callable[[Tensor], Tensor]
 
 
-def _batch(voting: Tensor) -> _Pool:
-    """One pool of everything."""
+def _batch(counted: Tensor) -> _Pool:
+    """Return one pool of all values."""
 
-    def largest(x: Tensor) -> Tensor:
-        return torch.where(voting, x, float("-inf")).max() if x.numel() else x.sum()
+    def batch_max(x: Tensor) -> Tensor:
+        return torch.where(counted, x, float("-inf")).max() if x.numel() else x.sum()
 
-    return _Pool(voting, number=voting.sum(), total=lambda x: torch.where(voting, x, 0.0).sum(), largest=largest)
+    return _Pool(counted, number=counted.sum(), total=lambda x: torch.where(counted, x, 0.0).sum(), max=batch_max)
 
 
 def _normalized(
@@ -211,7 +211,7 @@ def _normalized(
 ) -> Tensor:
     for level in (mean, std):
         if level not in LEVELS:
-            raise ValueError(f"unknown level {level!r}; use one of {', '.join(LEVELS)}")
+            raise ValueError(f"unknown scope {level!r}; use one of {', '.join(LEVELS)}")
     used = {level: pools[level]() for level in {mean, std} - {"none"}}
     centred = torch.where(valid, values.double(), 0.0)
     if mean != "none":
@@ -219,25 +219,25 @@ def _normalized(
     if std == "none":
         return centred
     number = used[std].number
-    spread = (used[std].total(centred.square()) / _or_one(number - 1 if unbiased else number)).sqrt()
-    spread = torch.where(number > (1 if unbiased else 0), spread, 1.0)
-    return centred / (spread + epsilon).clamp(min=_SMALLEST)
+    deviation = (used[std].total(centred.square()) / _nonzero(number - 1 if unbiased else number)).sqrt()
+    deviation = torch.where(number > (1 if unbiased else 0), deviation, 1.0)
+    return centred / (deviation + epsilon).clamp(min=_SMALLEST)
 
 
 def _centred(values: Tensor, valid: Tensor, pool: _Pool, leave_one_out: bool) -> Tensor:
-    """Values less the mean of their pool, or of the others in it; 0 where all are equal, nobody votes, and outside."""
-    largest, number = pool.largest(values), pool.number
-    origin = torch.where(torch.isfinite(largest), largest, 0.0)
+    """Subtract the mean of each value's pool, or of its other values; 0 if all are equal, if none counts, and outside."""
+    highest, number = pool.max(values), pool.number
+    origin = torch.where(torch.isfinite(highest), highest, 0.0)
     shifted = torch.where(valid, values, origin) - origin
     total = pool.total(shifted)
     if leave_one_out:
-        own = pool.voting.double()
+        own = pool.counted.double()
         total, number = total - own * shifted, number - own
-    return torch.where(valid & (number > 0), tolerant_difference(shifted, total / _or_one(number)), 0.0)
+    return torch.where(valid & (number > 0), tolerant_difference(shifted, total / _nonzero(number)), 0.0)
 
 
-def _or_one(number: Tensor) -> Tensor:
-    """A number to divide by: 1 where there is nothing to divide."""
+def _nonzero(number: Tensor) -> Tensor:
+    """Return a safe divisor: 1 where the number is not positive."""
     return torch.where(number > 0, number, 1)
 
 

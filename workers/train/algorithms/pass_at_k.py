@@ -1,4 +1,4 @@
-"""pass@k: how likely it is that one of k attempts at a prompt is right."""
+"""pass@k: the probability that at least one of k attempts at a prompt is right."""
 
 from typing import NamedTuple
 
@@ -7,26 +7,26 @@ from torch import Tensor
 
 
 class PassAtK(NamedTuple):
-    """Estimates, and which of them there are."""
+    """Estimates, and which of them are defined."""
 
     value: Tensor
-    """float64, in 0 ... 1; 0.0, meaning nothing, where it is not known."""
+    """float64 in 0 ... 1; a meaningless 0.0 where not `known`."""
     known: Tensor
-    """bool: there were k attempts to draw from. A mean is taken over these alone."""
+    """bool: there were at least k valid attempts. Take means over these only."""
 
 
 def pass_at_k(n_valid: Tensor, n_correct: Tensor, k: int) -> PassAtK:
-    """Unbiased estimate of the chance that of k attempts at least one is right: 1 - C(n - c, k) / C(n, k).
+    """Estimate without bias the probability that at least one of k attempts is right: 1 - C(n - c, k) / C(n, k).
 
     Chen et al. 2021, Evaluating large language models trained on code, arXiv:2107.03374, eq. 1. The quotient is the
     product of 1 - c / (n - j) for j < k, summed in logs, so that large n costs no digits.
 
-    An attempt that is not valid is none: it is in neither n nor c. Fewer than k valid attempts tell nothing of k.
+    An invalid attempt counts in neither n nor c. With fewer than k valid attempts pass@k is undefined.
 
     Args:
         n_valid: integers of any shape, n: completions in B.
         n_correct: the same, c: those of them that are right, 0 ... n.
-        k: attempts, at least 1.
+        k: number of attempts, at least 1.
 
     Raises:
         ValueError: k is less than 1.

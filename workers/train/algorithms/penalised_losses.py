@@ -1,4 +1,4 @@
-"""Losses that pull a token back by a penalty on its log-ratio instead of stopping it."""
+"""Losses with a penalty on a token's log-ratio instead of a clip."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from workers.train.algorithms.rounding import tolerant_difference
 @LOSSES.register(
     "kl_cov",
     LossTraits(selector="kl_cov"),
-    formula="-A r, plus coefficient |log r| on chosen tokens",
+    formula="-A r, plus coefficient |log r| on selected tokens",
     source="Cui et al. 2025, KL-Cov, arXiv:2505.22617",
 )
 def kl_cov(
@@ -22,9 +22,9 @@ def kl_cov(
     *,
     kl_cov_coefficient: float,
 ) -> TokenLoss:
-    """The plain ratio, with a penalty on the tokens that its selector chose. Mark `kl/abs`: |log r|.
+    """Compute -A r with a penalty on the selected tokens. Metric `kl/abs`: |log r|.
 
-    The penalty's log-ratio is not clamped: its gradient is ± the coefficient, however far a token has gone.
+    The penalty's log-ratio is not clamped, so its gradient is ± the coefficient however far a token has moved.
     """
     distance_RT = tolerant_difference(logprobs_RT, proximal_RT).abs()
     penalty_RT = torch.where(selected_RT, kl_cov_coefficient * distance_RT, 0.0)
@@ -38,6 +38,6 @@ def kl_cov(
     source="Richemond et al. 2024, DRO, arXiv:2405.19107; verl core_algos",
 )
 def dro(logprobs_RT: Tensor, proximal_RT: Tensor, advantages_RT: Tensor, *, dro_beta: float) -> TokenLoss:
-    """The plain policy gradient with a squared penalty; no ratio is exponentiated, so none is clamped."""
+    """Compute the plain policy gradient with a squared penalty; no ratio is exponentiated, so none is clamped."""
     penalty_RT = dro_beta / 2 * (logprobs_RT - proximal_RT).square()
     return TokenLoss(-advantages_RT * logprobs_RT + penalty_RT)

@@ -1,4 +1,4 @@
-"""The proximal policy without a forward pass of its own: between the one that sampled and the one that is trained."""
+"""Proximal log-probs without a forward pass: interpolated between the sampling policy and the policy in training."""
 
 from typing import Final
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 METHODS: Final = ("loglinear", "linear", "rollout")
-"""`loglinear`: between log-probs; `linear`: between probabilities; `rollout`: the sampling policy's own."""
+"""`loglinear` interpolates log-probs, `linear` probabilities; `rollout` takes the sampling policy's log-probs."""
 
 
 @torch.no_grad()
@@ -19,41 +19,41 @@ def interpolate_logprobs(
     *,
     method: str,
 ) -> Tensor:
-    """Log-probs of the proximal policy, taken to lie one version before the one that is trained.
+    """Return log-probs of a proximal policy assumed to be one version older than the policy in training.
 
-    With a = (current - 1 - v) / (current - v), clamped to 0 ... 1, and 0 for tokens as young as the policy itself:
-    `loglinear` gives (1 - a) lp_behaviour + a lp, `linear` gives log((1 - a) p_behaviour + a p).
+    With a = (current - 1 - v) / (current - v), clamped to 0 ... 1, and 0 for tokens sampled by the current version:
+    `loglinear` gives (1 - a) lp_rollout + a lp, `linear` gives log((1 - a) p_rollout + a p).
 
     Source: AReaL, compute_prox_logp_approximations.
 
     Args:
         rollout_logprobs_RT: log-probs of the policy that sampled.
-        logprobs_RT: log-probs of the policy that is trained; no gradient passes.
-        versions_RT: integers, the policy version v that sampled each token; below 0 for none, and then a = 0.
+        logprobs_RT: log-probs of the policy in training; no gradient passes.
+        versions_RT: integers, the policy version v that sampled each token; a = 0 for negative ones.
         sampled_RT: bool, tokens that a policy sampled; elsewhere all three may hold anything.
-        current_version: of the policy that is trained.
+        current_version: version of the policy in training.
         method: one of `METHODS`.
 
     Returns:
         Log-probs in the dtype of `rollout_logprobs_RT`; 0 where nothing was sampled.
 
     Raises:
-        ValueError: a method that does not exist.
+        ValueError: unknown method.
     """
     if method not in METHODS:
-        raise ValueError(f"there is no method {method!r}; use one of {', '.join(METHODS)}")
-    behaviour = torch.where(sampled_RT, rollout_logprobs_RT, 0.0)
+        raise ValueError(f"unknown method {method!r}; use one of {', '.join(METHODS)}")
+    rollout = torch.where(sampled_RT, rollout_logprobs_RT, 0.0)
     if method == "rollout":
-        return behaviour
-    now = torch.where(sampled_RT, logprobs_RT, 0.0).to(behaviour.dtype)
-    share = _interpolation_weight(torch.where(sampled_RT, versions_RT, -1), current_version).to(behaviour.dtype)
+        return rollout
+    now = torch.where(sampled_RT, logprobs_RT, 0.0).to(rollout.dtype)
+    share = _interpolation_weight(torch.where(sampled_RT, versions_RT, -1), current_version).to(rollout.dtype)
     if method == "loglinear":
-        return behaviour + share * (now - behaviour)
-    return torch.logaddexp(torch.log1p(-share) + behaviour, share.log() + now)
+        return rollout + share * (now - rollout)
+    return torch.logaddexp(torch.log1p(-share) + rollout, share.log() + now)
 
 
 def _interpolation_weight(versions_RT: Tensor, current_version: int) -> Tensor:
-    """How much of the way from the behaviour policy to the current one the proximal policy has gone; float64."""
+    """Return a, how far the proximal policy is from the sampling policy towards the current one; float64."""
     age_RT = current_version - versions_RT.double()
     share_RT = ((age_RT - 1) / age_RT.clamp(min=1)).clamp(0.0, 1.0)
     return torch.where(versions_RT >= 0, share_RT, 0.0)

@@ -1,4 +1,4 @@
-"""Registries: pure functions by name, with what each declares of itself."""
+"""Registries of pure functions by name, with the properties that each function declares."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -11,23 +11,23 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class RegistryEntry(Generic[Traits]):
-    """A function, its name, and what it declares."""
+    """A registered function with its formula, source and declared properties."""
 
     name: str
     function: Callable[..., Any]
     formula: str
-    """In one line, as the docs show it."""
+    """One line, as the docs show it."""
     source: str
-    """Where the formula comes from: a paper, or a project's file."""
+    """Origin of the formula: a paper, or a file of another project."""
     input_names: tuple[str, ...]
     """Names of its positional parameters: inputs that the registry knows."""
     option_names: tuple[str, ...]
     """Names of its keyword-only parameters: settings."""
     traits: Traits
-    """What property tests hold it to."""
+    """Declared properties, which the property tests check."""
 
     def __call__(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-        """Call the function with what it needs of `inputs` and its own options of `options`; the rest is ignored.
+        """Call the function with the inputs and options that it names; others are ignored.
 
         Raises:
             KeyError: an input or option is missing.
@@ -41,8 +41,8 @@ class Registry(Mapping[str, RegistryEntry[Traits]]):
     """Functions of one kind by name.
 
     Args:
-        noun: what one of them is called, in errors.
-        inputs: names of the inputs that a function may ask for, each with its meaning and shape.
+        noun: name of the kind, for error messages.
+        inputs: inputs that a function may ask for, by name, each with its meaning and shape.
 
     Example:
         >>> ESTIMATORS["rloo"]({"rewards_C": rewards_C, "groups": groups}, {})
@@ -54,14 +54,18 @@ class Registry(Mapping[str, RegistryEntry[Traits]]):
         self._entries: dict[str, RegistryEntry[Traits]] = {}
 
     def register(self, name: str, traits: Traits, *, formula: str, source: str) -> Callable[[Function], Function]:
-        """Decorate a function to register it; it stays callable as it is."""
+        """Return a decorator that registers a function and leaves it callable as it is.
 
-        def enter(function: Function) -> Function:
+        Raises:
+            ValueError: the name is taken, or a positional parameter is not one of `inputs`.
+        """
+
+        def add(function: Function) -> Function:
             if name in self._entries:
                 raise ValueError(f"a {self.noun} named {name!r} is registered already")
             parameters = inspect.signature(function).parameters.values()
-            needs = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
-            unknown = [need for need in needs if need not in self.inputs]
+            input_names = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
+            unknown = [need for need in input_names if need not in self.inputs]
             if unknown:
                 raise ValueError(f"{self.noun} {name!r} needs {unknown[0]!r}; there is {', '.join(self.inputs)}")
             self._entries[name] = RegistryEntry(
@@ -69,13 +73,13 @@ class Registry(Mapping[str, RegistryEntry[Traits]]):
                 function=function,
                 formula=formula,
                 source=source,
-                input_names=needs,
+                input_names=input_names,
                 option_names=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
                 traits=traits,
             )
             return function
 
-        return enter
+        return add
 
     def __getitem__(self, name: str) -> RegistryEntry[Traits]:
         return self._entries[name]

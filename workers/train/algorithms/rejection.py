@@ -1,14 +1,14 @@
-"""Rejection: which tokens, or whole completions, are too far from the policy that is trained.
+"""Rejection: masks tokens, or whole completions, whose sampling policy is too far from the policy in training.
 
-A rule holds a divergence of the trainer's policy (pi) from the one that sampled (mu) against bounds, for each token or
-for a completion's sum, mean or largest token. With d = log pi - log mu of a token, clamped to ±20::
+A rule compares a divergence of the trainer's policy (pi) from the sampling policy (mu) with bounds, per token or per
+completion (sum, mean or maximum over its tokens). With d = log pi - log mu of a token, clamped to ±20::
 
-    k1 = -d            signed: log mu/pi; its bounds are ratios mu/pi, compared as log(lower) <= k1 <= log(upper)
-    k2 = d^2 / 2       never negative: an upper bound alone
-    k3 = e^d - 1 - d   the same
+    k1 = -d            signed: log mu/pi; bounds are ratios mu/pi, compared as log(lower) <= k1 <= log(upper)
+    k2 = d^2 / 2       never negative: an upper bound only
+    k3 = e^d - 1 - d   never negative: an upper bound only
 
-`seq_mean_k1` bounds the geometric mean of the ratios. `m2po` looks at the whole batch. Several rules are all to be
-passed; each sees the same mask, so their order does not matter. Estimators: Schulman 2020, Approximating KL divergence;
+`seq_mean_k1` bounds the geometric mean of the ratios. `m2po` looks at the whole batch. A token must pass every rule;
+each rule sees the same mask, so their order does not matter. Estimators: Schulman 2020, Approximating KL divergence;
 rules: verl, rollout_corr_helper.py.
 """
 
@@ -20,8 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from workers.train.algorithms.importance import log_ratios
-from workers.train.algorithms.ratios import clamp_log_ratio
+from workers.train.algorithms.ratios import LogRatios, clamp_log_ratio
 from workers.train.algorithms.registry import Registry
 from workers.train.algorithms.sequences import Sequences
 from workers.train.algorithms.token_selection import m2po
@@ -31,14 +30,14 @@ Statistic = Callable[[Tensor, Sequences], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RejectionTraits:
-    """What a rule declares of itself."""
+    """Declared properties of a rejection rule."""
 
     level: str
-    """What it keeps or rejects at once: `token` or `sequence` (a completion); `batch` chooses among all tokens."""
+    """What the rule keeps or rejects as a unit: `token`, `sequence` (a completion), or `batch` (all tokens together)."""
     statistic: Statistic
-    """What is held against the bounds: (R, T), or (R, 1) where one number judges a completion."""
+    """Value compared with the bounds: (R, T), or (R, 1) for one number per completion."""
     two_sided: bool
-    """Bounds are ratios, and are compared in logs; else there is an upper bound alone."""
+    """True if the bounds are ratios compared in logs; False for an upper bound only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +45,14 @@ class RejectionRule:
     """A rule and its bounds."""
 
     name: str
-    """In `REJECTIONS`."""
+    """Name in `REJECTIONS`."""
     lower: float
-    """The least ratio mu/pi for k1, 0 for none; not used by the others."""
+    """Smallest ratio mu/pi for k1, 0 for none; other divergences ignore it."""
     upper: float
-    """The largest ratio mu/pi for k1, else the largest divergence."""
+    """Largest ratio mu/pi for k1, otherwise the largest divergence."""
 
     def bounds(self) -> tuple[float, float]:
-        """The bounds in units of the rule's statistic."""
+        """Return the bounds in units of the rule's statistic."""
         if REJECTIONS[self.name].traits.two_sided:
             return _log(self.lower), _log(self.upper)
         return float("-inf"), self.upper
@@ -61,60 +60,54 @@ class RejectionRule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rejection:
-    """What the rules left."""
+    """Tokens that passed the rules."""
 
     kept_RT: Tensor
     """bool, tokens of the mask that passed every rule."""
     kept_by_rule_RT: tuple[Tensor, ...]
-    """bool (R, T) for each rule: tokens of the mask that passed this one."""
+    """bool (R, T) per rule: tokens of the mask that passed it."""
     rules: tuple[RejectionRule, ...]
-    mask_RT: Tensor
-    """bool, what the rules were given."""
+    log_ratios: LogRatios
+    """What the rules compared, over the mask before rejection."""
+
+    def rejected_by_rule(self) -> dict[str, Tensor]:
+        """Return bool (R, T) by rule name: tokens of the mask that the rule rejected."""
+        mask_RT = self.log_ratios.mask_RT
+        return {rule.name: mask_RT & ~kept_RT for rule, kept_RT in zip(self.rules, self.kept_by_rule_RT, strict=True)}
 
 
 REJECTIONS: Registry[RejectionTraits] = Registry(
     "rejection rule",
     {
-        "log_ratio_RT": "float64, log pi - log mu of each token, clamped to ±20; 0 outside of the mask",
-        "sequences": "Sequences over the mask before any rejection",
+        "log_ratio_RT": "float64, log pi - log mu of each token, clamped to ±20; 0 outside the mask",
+        "sequences": "Sequences over the mask before rejection",
     },
 )
-"""By name, as `[[correction.reject]] rule` says it. Each returns bool (R, T): tokens of the mask that it keeps."""
+"""Rules by the name in `[[correction.reject]] rule`. Each returns bool (R, T): tokens of the mask that it keeps."""
 
 
-def reject(
-    rules: Sequence[RejectionRule],
-    old_logprobs_RT: Tensor,
-    rollout_logprobs_RT: Tensor,
-    mask_RT: Tensor,
-    completion_ids_R: Tensor,
-) -> Rejection:
+def reject(rules: Sequence[RejectionRule], log_ratios: LogRatios) -> Rejection:
     """Apply every rule to the same tokens.
 
     Args:
-        rules: all of them must be passed; none rejects nothing.
-        old_logprobs_RT: log-probs of the sampled tokens under the trainer's policy.
-        rollout_logprobs_RT: the same, under the policy that sampled. A token whose log-ratio is NaN passes no rule.
-        mask_RT: bool, tokens in question (too old ones are out already). What stands elsewhere may be anything.
-        completion_ids_R: integers, the completion that each row belongs to; all of its rows are here.
+        rules: a token must pass all of them; no rule rejects nothing.
+        log_ratios: over the tokens in question (too old ones are already masked). A token whose log-ratio is NaN passes
+            no rule.
 
     Raises:
-        KeyError: there is no such rule.
-        ValueError: a rule is there twice.
+        KeyError: unknown rule.
+        ValueError: a rule occurs twice.
     """
     names = [rule.name for rule in rules]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"rejection rule {twice[0]!r} is there twice; keep one of them")
-    inputs = {
-        "log_ratio_RT": clamp_log_ratio(log_ratios(old_logprobs_RT, rollout_logprobs_RT, mask_RT)),
-        "sequences": Sequences(mask_RT, completion_ids_R),
-    }
-    by_rule = tuple(REJECTIONS[rule.name](inputs, {"lower": rule.lower, "upper": rule.upper}) for rule in rules)
-    kept_RT = mask_RT
-    for passed_RT in by_rule:
+    inputs = {"log_ratio_RT": clamp_log_ratio(log_ratios.values_RT), "sequences": log_ratios.sequences}
+    kept_by_rule_RT = tuple(REJECTIONS[rule.name](inputs, {"lower": rule.lower, "upper": rule.upper}) for rule in rules)
+    kept_RT = log_ratios.mask_RT
+    for passed_RT in kept_by_rule_RT:
         kept_RT = kept_RT & passed_RT
-    return Rejection(kept_RT=kept_RT, kept_by_rule_RT=by_rule, rules=tuple(rules), mask_RT=mask_RT)
+    return Rejection(kept_RT, kept_by_rule_RT, tuple(rules), log_ratios)
 
 
 def k1(log_ratio: Tensor) -> Tensor:
@@ -158,16 +151,16 @@ _LEVELS: Final = {
 
 
 def _register(level: str, divergence: str) -> None:
-    over, formula = _LEVELS[level]
-    each = _DIVERGENCES[divergence]
+    reduce, formula = _LEVELS[level]
+    per_token = _DIVERGENCES[divergence]
     two_sided = divergence == "k1"
 
     def statistic(log_ratio_RT: Tensor, sequences: Sequences) -> Tensor:
-        return over(each(log_ratio_RT), sequences)
+        return reduce(per_token(log_ratio_RT), sequences)
 
     def between(log_ratio_RT: Tensor, sequences: Sequences, *, lower: float, upper: float) -> Tensor:
-        found = statistic(log_ratio_RT, sequences)
-        return sequences.mask_RT & (found >= _log(lower)) & (found <= _log(upper))
+        value = statistic(log_ratio_RT, sequences)
+        return sequences.mask_RT & (value >= _log(lower)) & (value <= _log(upper))
 
     def below(log_ratio_RT: Tensor, sequences: Sequences, *, upper: float) -> Tensor:
         return sequences.mask_RT & (statistic(log_ratio_RT, sequences) <= upper)
@@ -182,7 +175,7 @@ def _register(level: str, divergence: str) -> None:
     )(between if two_sided else below)
 
 
-# k1 has a sign, so its largest token says nothing.
+# k1 is signed, so its maximum over tokens is meaningless.
 for _level in _LEVELS:
     for _divergence in _DIVERGENCES:
         if (_level, _divergence) != ("seq_max", "k1"):

@@ -1,7 +1,7 @@
-"""What is equal but for rounding is equal, wherever a sign is to be told from a difference.
+"""Differences that are exactly 0 if they are only rounding noise.
 
-A difference of 1e-17 has a sign, and that decides at which side a loss is clipped, or where the gradient of a distance
-points; on another machine, in another order, it is the other one.
+A difference of 1e-17 still has a sign, and that sign may decide on which side a loss is clipped or where the gradient
+of a distance points; on another machine, in another order, it is the opposite one.
 """
 
 import torch
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def tolerant_difference(values: Tensor, baseline: Tensor) -> Tensor:
-    """`values - baseline`, exactly 0 where the two are the same but for rounding.
+    """Return `values - baseline`, exactly 0 where the two differ by rounding only.
 
     Args:
-        values: of any shape. A mean of many in float64 is off by up to 1e-12 of them; what a model says in float32,
-            asked again in another batch, by some units in the last place.
-        baseline: broadcast against it.
+        values: of any shape. A mean of many values in float64 is off by up to 1e-12 of them; a model's float32 output
+            for the same tokens in another batch, by some units in the last place.
+        baseline: broadcast against `values`.
     """
     tolerance = 1e-12 if values.dtype == torch.float64 else 8 * torch.finfo(values.dtype).eps
-    found = values - baseline
-    return torch.where(found.detach().abs() <= tolerance * values.detach().abs(), 0.0, found)
+    difference = values - baseline
+    return torch.where(difference.detach().abs() <= tolerance * values.detach().abs(), 0.0, difference)

@@ -1,22 +1,22 @@
-"""The learning rate's course: a factor for each step."""
+"""Learning-rate schedules: a factor for each optimizer step."""
 
 import math
 
 
 def learning_rate_factor(step: int, *, schedule: str, warmup_steps: int, total_steps: int) -> float:
-    """What the learning rate is multiplied by.
+    """Return the factor of the learning rate at a step.
 
     Args:
         step: optimizer batches done before this one, from 0.
-        schedule: `constant`, `linear` or `cosine`; the last two fall from 1 after warm-up to 0 at `total_steps`.
-        warmup_steps: steps of linear rise; the first of them already moves, with 1 / warmup_steps.
-        total_steps: steps of the whole run; not looked at where the schedule is constant.
+        schedule: `constant`, `linear` or `cosine`; the last two decay from 1 after warm-up to 0 at `total_steps`.
+        warmup_steps: steps of linear warm-up; the first step already has factor 1 / warmup_steps.
+        total_steps: steps of the whole run; ignored by `constant`.
 
     Raises:
-        ValueError: no such schedule, or one that falls over an unknown number of steps.
+        ValueError: unknown schedule, or a decay without `total_steps`.
 
     Example:
-        >>> [factor(s, schedule="linear", warmup_steps=2, total_steps=6) for s in range(7)]
+        >>> [learning_rate_factor(s, schedule="linear", warmup_steps=2, total_steps=6) for s in range(7)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
     if schedule not in {"constant", "linear", "cosine"}:

@@ -1,4 +1,4 @@
-"""Losses with one ratio to a completion, the geometric mean of its tokens', over all rows that it has."""
+"""Losses with one ratio per completion: the geometric mean over its tokens, in all of its rows."""
 
 from typing import Final
 
@@ -12,8 +12,8 @@ from workers.train.algorithms.sequences import Sequences
 
 SEQUENCE_LOG_RATIO_BOUND: Final = 10.0
 """Upper bound of GSPO's log-ratio, as in verl."""
-LEAST_WEIGHT: Final = 1e-10
-"""Importance weights are at least this before a geometric mean is taken of them."""
+MIN_WEIGHT: Final = 1e-10
+"""Lower bound of importance weights inside a geometric mean."""
 
 
 @LOSSES.register(
@@ -31,16 +31,17 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """The clipped loss with the completion's ratio; each token has its own gradient and may have its own advantage.
+    """Compute the clipped loss with the completion's ratio; tokens keep their own gradients and advantages.
 
-    What it needs is described in `LOSSES.inputs`.
+    `LOSSES.inputs` describes the inputs.
 
     Options:
         clip_low: the ratio is clipped to at least 1 - this.
-        clip_high: and to at most 1 + this. Both are far smaller than PPO's: a mean moves less than its parts.
+        clip_high: the ratio is clipped to at most 1 + this. Both bounds are far smaller than PPO's, because a mean
+            moves less than its parts.
 
     Returns:
-        The loss. Mark `clip_fraction`: the clipped term was taken.
+        The loss. Metric `clip_fraction`: the clipped term applies.
     """
     mean_R1 = sequences.broadcast(sequences.mean(logprobs_RT - proximal_RT)).detach()
     log_ratio_RT = logprobs_RT - logprobs_RT.detach() + mean_R1
@@ -64,26 +65,27 @@ def geo_mean(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """The geometric mean of the clipped token ratios, times the completion's mean advantage, on each of its tokens.
+    """Multiply the geometric mean of the clipped token ratios by the completion's mean advantage.
 
-    With `seq-mean-token-mean` that is the mean over completions. Importance weights enter as their geometric mean.
+    Every token of the completion gets the product, so `seq-mean-token-mean` is the mean over completions. Importance
+    weights enter as their geometric mean.
 
-    What it needs is described in `LOSSES.inputs`.
+    `LOSSES.inputs` describes the inputs.
 
     Options:
         clip_low: a log-ratio is clipped at minus this where the advantage is negative.
-        clip_high: and at this where it is positive.
+        clip_high: a log-ratio is clipped at this where the advantage is positive.
 
     Returns:
-        The loss. Marks: tokens whose log-ratio is out of the bounds, `clip_fraction` where the advantage is positive,
+        The loss. Metrics: tokens whose log-ratio is out of bounds, `clip_fraction` where the advantage is positive,
         `clip_fraction_lower` where it is negative.
     """
     sign_RT = advantages_RT.sign()
     log_ratio_RT = clamp_log_ratio(logprobs_RT - proximal_RT)
-    cut_RT = log_ratio_RT.clamp(-clip_low, clip_high)
-    taken_RT = sign_RT * torch.minimum(sign_RT * log_ratio_RT, sign_RT * cut_RT)
-    weight_S = sequences.mean(weights_RT.clamp(min=LEAST_WEIGHT).log()).exp()
-    loss_S = -sequences.mean(advantages_RT) * sequences.mean(taken_RT).exp() * weight_S
-    out_RT = log_ratio_RT != cut_RT
-    marks = {"clip_fraction": out_RT & (sign_RT > 0), "clip_fraction_lower": out_RT & (sign_RT < 0)}
-    return TokenLoss(sequences.broadcast(loss_S).expand_as(logprobs_RT), marks)
+    clipped_RT = log_ratio_RT.clamp(-clip_low, clip_high)
+    bounded_RT = sign_RT * torch.minimum(sign_RT * log_ratio_RT, sign_RT * clipped_RT)
+    weight_S = sequences.mean(weights_RT.clamp(min=MIN_WEIGHT).log()).exp()
+    loss_S = -sequences.mean(advantages_RT) * sequences.mean(bounded_RT).exp() * weight_S
+    outside_RT = log_ratio_RT != clipped_RT
+    token_metrics = {"clip_fraction": outside_RT & (sign_RT > 0), "clip_fraction_lower": outside_RT & (sign_RT < 0)}
+    return TokenLoss(sequences.broadcast(loss_S).expand_as(logprobs_RT), token_metrics)

@@ -1,10 +1,10 @@
-"""Advantage estimators with one value to a token: where in a completion its reward was earned.
+"""Advantage estimators with one value per token: where in a completion its reward was earned.
 
-They work on sheets (C, T): a completion's tokens in order on one line, tool tokens and holes between them (see
-`trajectories`). What counts is in the mask: the tokens of L. A place outside of it is no step of time: nothing is
-discounted over it, no value is read there, and what stands there may be anything.
+They work on dense tensors (C, T): a completion's tokens in order on one line, tool tokens and holes in between (see
+`completion_layout`). The mask holds the tokens of L. A position outside it is no time step: nothing is discounted over
+it, no value is read from it, and it may hold anything.
 
-All return `TokenAdvantages` in float64, 0 outside of the mask. None raises: an empty sheet or mask gives zeros.
+Every estimator returns `TokenAdvantages` in float64, 0 outside the mask. None raises: an empty mask gives zeros.
 """
 
 from typing import NamedTuple
@@ -19,12 +19,12 @@ from workers.train.algorithms.normalization import whiten
 
 
 class TokenAdvantages(NamedTuple):
-    """What an estimator of level `token` returns; 0 outside of the mask."""
+    """Result of an estimator of level `token`; 0 outside the mask."""
 
     advantages_CT: Tensor
     """float64."""
     returns_CT: Tensor
-    """float64; reward to go, which a critic learns to foretell. Never whitened."""
+    """float64, reward to go, the target of a critic. Never whitened."""
 
 
 _BATCH_WIDE = EstimatorTraits(level="token", within_group=False, whitened=True)
@@ -46,16 +46,16 @@ def gae(
     gae_lambda: float,
     whiten: bool,
 ) -> TokenAdvantages:
-    """Generalised advantage estimation.
+    """Compute generalized advantage estimates.
 
     Args:
         token_rewards_CT: reward credited to each token.
         mask_CT: bool, tokens that count.
         values_CT: the critic's value before each token.
-        bootstrap_C: the critic's value after the end of a completion that was cut off; 0 where it ended itself.
-        discount: of what comes later, by token that counts.
-        gae_lambda: between one step (0) and the whole episode (1).
-        whiten: the advantages over the whole batch.
+        bootstrap_C: the critic's value after a truncated completion; 0 after a real end.
+        discount: of later rewards, per token that counts.
+        gae_lambda: from one-step (0) to whole-episode (1) estimates.
+        whiten: normalize the advantages over the whole batch.
     """
     rewards_TC, mask_TC = _time_major(token_rewards_CT, mask_CT), mask_CT.t().contiguous()
     values_TC = _time_major(values_CT, mask_CT)
@@ -77,13 +77,13 @@ def gae(
     source="Hu et al. 2025, arXiv:2501.03262; verl core_algos",
 )
 def reinforce_plus_plus(token_rewards_CT: Tensor, mask_CT: Tensor, *, discount: float, whiten: bool) -> TokenAdvantages:
-    """Discounted reward to go.
+    """Compute the discounted reward to go.
 
     Args:
         token_rewards_CT: reward credited to each token.
         mask_CT: bool, tokens that count.
-        discount: of what comes later, by token that counts.
-        whiten: the advantages over the whole batch.
+        discount: of later rewards, per token that counts.
+        whiten: normalize the advantages over the whole batch.
     """
     rewards_TC, mask_TC = _time_major(token_rewards_CT, mask_CT), mask_CT.t().contiguous()
     returns_TC, return_C = torch.zeros_like(rewards_TC), rewards_TC.new_zeros(len(mask_CT))
@@ -100,12 +100,12 @@ def reinforce_plus_plus(token_rewards_CT: Tensor, mask_CT: Tensor, *, discount: 
     source="Li et al. 2023, arXiv:2310.10505, eq. 6; verl core_algos",
 )
 def remax(token_rewards_CT: Tensor, mask_CT: Tensor, greedy_C: Tensor) -> TokenAdvantages:
-    """Reward to go, against the reward of a greedy rollout of the same prompt.
+    """Subtract the reward of a greedy rollout of the same prompt from the reward to go.
 
     Args:
         token_rewards_CT: reward credited to each token.
         mask_CT: bool, tokens that count.
-        greedy_C: reward of the greedy rollout; anything for completions without a token in the mask.
+        greedy_C: reward of the greedy rollout; anything for completions without a masked token.
     """
     returns_CT = _reward_to_go(token_rewards_CT, mask_CT)
     return TokenAdvantages(torch.where(mask_CT, returns_CT - greedy_C.double().unsqueeze(1), 0.0), returns_CT)
@@ -128,19 +128,19 @@ def optimal_token_baseline(
     zero_tail: bool,
     epsilon: float,
 ) -> TokenAdvantages:
-    """A baseline to each place of the sheet: siblings' reward to go from there, weighted by their gradients' size.
+    """Subtract a baseline per position: the siblings' reward to go from there, weighted by their gradient energy.
 
-    That size is the sum of 1 - 2 pi + sum pi^2 so far, the squared length of the gradient by the logits at each token.
-    A completion alone in its group has no baseline: it keeps its reward to go.
+    The energy is the running sum of 1 - 2 pi + sum pi^2, the squared norm of the gradient with respect to the logits at
+    each token. A completion alone in its group has no baseline and keeps its reward to go.
 
     Args:
         token_rewards_CT: reward credited to each token.
-        mask_CT: bool, tokens that count. A completion without any, or outside of B, is nobody's sibling.
+        mask_CT: bool, tokens that count. A completion without any, or outside B, is no sibling of others.
         groups: of the completions.
         old_logprobs_CT: log-prob of each token.
         sum_pi_squared_CT: sum of the squared probabilities over the vocabulary at each token.
         weights_CT: importance weights; 1 where there are none.
-        zero_tail: no baseline for the longest completion of a group from the place on that is the length of the second.
+        zero_tail: no baseline for the longest completion of a group beyond the length of the second longest.
         epsilon: added to the sum of weights.
     """
     mask_CT = mask_CT & groups.valid_C.unsqueeze(1)
@@ -153,7 +153,7 @@ def optimal_token_baseline(
 @ESTIMATORS.register(
     "tir_optimal_token_baseline",
     EstimatorTraits(level="token"),
-    formula="the same, t counting the tokens of the mask alone",
+    formula="as optimal_token_baseline, t counting masked tokens only",
     source="Li et al. 2026, arXiv:2602.07078; verl core_algos",
 )
 def tir_optimal_token_baseline(
@@ -167,16 +167,16 @@ def tir_optimal_token_baseline(
     zero_tail: bool,
     epsilon: float,
 ) -> TokenAdvantages:
-    """The same for tool turns: the n-th token of the policy is compared with its siblings' n-th, wherever they stand.
+    """Compute `optimal_token_baseline` for tool use: compare the n-th sampled token with the siblings' n-th.
 
     Args:
         token_rewards_CT: reward credited to each token.
-        mask_CT: bool, tokens that count. A completion without any, or outside of B, is nobody's sibling.
+        mask_CT: bool, tokens that count. A completion without any, or outside B, is no sibling of others.
         groups: of the completions.
         old_logprobs_CT: log-prob of each token.
         sum_pi_squared_CT: sum of the squared probabilities over the vocabulary at each token.
         weights_CT: importance weights; 1 where there are none.
-        zero_tail: no baseline for the tokens that the longest completion of a group has more than the second.
+        zero_tail: no baseline for the tokens of a group's longest completion beyond the length of the second longest.
         epsilon: added to the sum of weights.
     """
     mask_CT = mask_CT & groups.valid_C.unsqueeze(1)
@@ -194,18 +194,18 @@ def tir_optimal_token_baseline(
 
 
 def _time_major(values_CT: Tensor, mask_CT: Tensor) -> Tensor:
-    """float64 (T, C), 0 outside of the mask: a step of time is one piece of memory."""
+    """Return float64 (T, C), 0 outside the mask, with each time step contiguous."""
     return torch.where(mask_CT.t(), values_CT.t().double(), 0.0).contiguous()
 
 
 def _reward_to_go(token_rewards_CT: Tensor, mask_CT: Tensor) -> Tensor:
-    """Sum of the rewards from each token on; 0 outside of the mask."""
+    """Return the sum of rewards from each token on; 0 outside the mask."""
     rewards_CT = torch.where(mask_CT, token_rewards_CT.double(), 0.0)
     return torch.where(mask_CT, rewards_CT.flip(1).cumsum(dim=1).flip(1), 0.0)
 
 
 def _energy(mask_CT: Tensor, old_logprobs_CT: Tensor, sum_pi_squared_CT: Tensor, weights_CT: Tensor) -> Tensor:
-    """W: squared size of the gradient from the beginning up to each token; 0 outside of the mask."""
+    """Return W, the squared gradient norm summed up to each token; 0 outside the mask."""
     logprobs, squares, weights = (
         torch.where(mask_CT, x_CT.double(), 0.0) for x_CT in (old_logprobs_CT, sum_pi_squared_CT, weights_CT)
     )
@@ -215,7 +215,7 @@ def _energy(mask_CT: Tensor, old_logprobs_CT: Tensor, sum_pi_squared_CT: Tensor,
 def _baseline(
     returns_CT: Tensor, energy_CT: Tensor, mask_CT: Tensor, groups: Grouping, *, zero_tail: bool, epsilon: float
 ) -> Tensor:
-    """B: mean of the siblings' reward to go at each place, weighted by W; 0 for a completion that has no siblings."""
+    """Return B, the W-weighted mean of the siblings' reward to go at each position; 0 for one without siblings."""
     siblings = Grouping(groups.codes_C, mask_CT.any(dim=1), groups.num_groups)
     baseline_GT = siblings.sum(returns_CT * energy_CT) / (siblings.sum(energy_CT) + epsilon)
     baseline_CT = siblings.broadcast(torch.where(siblings.count_G.unsqueeze(1) > 1, baseline_GT, 0.0))
@@ -223,14 +223,14 @@ def _baseline(
         return baseline_CT
     length_C = mask_CT.sum(dim=1).double()
     second_C = siblings.broadcast(siblings.second_largest(length_C))
-    place_T = torch.arange(mask_CT.shape[1], device=mask_CT.device)
-    # Only the longest can be longer than the second.
-    tail_CT = (length_C > second_C).unsqueeze(1) & (place_T >= second_C.unsqueeze(1))
+    position_T = torch.arange(mask_CT.shape[1], device=mask_CT.device)
+    # Only the longest completion exceeds the second longest.
+    tail_CT = (length_C > second_C).unsqueeze(1) & (position_T >= second_C.unsqueeze(1))
     return torch.where(tail_CT, 0.0, baseline_CT)
 
 
 def _masked_result(advantages_CT: Tensor, returns_CT: Tensor, mask_CT: Tensor, whitened: bool) -> TokenAdvantages:
-    """Both of them 0 outside of the mask, the advantages whitened if asked."""
+    """Mask both, and whiten the advantages if `whitened`."""
     returns_CT = torch.where(mask_CT, returns_CT, 0.0)
     return TokenAdvantages(
         whiten(advantages_CT, mask_CT) if whitened else torch.where(mask_CT, advantages_CT, 0.0), returns_CT

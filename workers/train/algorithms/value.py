@@ -1,4 +1,4 @@
-"""The loss of a critic: how far its values are from the returns."""
+"""Value loss of a critic: the squared error of its values."""
 
 import torch
 from torch import Tensor
@@ -20,25 +20,25 @@ def value_loss(
     Source: Schulman et al. 2017 as in OpenAI baselines (ppo2); verl core_algos.compute_value_loss.
 
     Args:
-        values_RT: V, of the critic that is trained, with gradient; its dtype is that of all arithmetic by token.
-        old_values_RT: V_old, of the critic when the batch was formed.
-        returns_RT: G, what the values are to come near to.
+        values_RT: V, of the critic in training, with gradient; its dtype is used for all arithmetic per token.
+        old_values_RT: V_old, of the critic when the batch was prepared.
+        returns_RT: G, the targets.
         mask_RT: bool, tokens that bear loss; elsewhere the three may hold anything.
-        factors_R: float64, from `aggregation.factors`; a row without a loss token may hold anything.
-        clip: how far a value may move from its old one before its loss can only grow; infinite for no bound.
+        factors_R: float64, from `aggregation.row_factors`; a row without a loss token may hold anything.
+        clip: largest useful move of a value from its old one; infinity for no clipping.
 
     Returns:
-        The loss, float64. Sums over loss tokens: `value/mean`, `value/error` (squared, before the clip),
+        The loss, float64. Sums over loss tokens: `value/mean`, `value/error` (squared error before clipping),
         `value/clip_fraction`. No maxima.
     """
     values = torch.where(mask_RT, values_RT, 0.0)
     old = torch.where(mask_RT, old_values_RT.detach(), 0.0).to(values.dtype)
     returns = torch.where(mask_RT, returns_RT.detach(), 0.0).to(values.dtype)
     plain = (values - returns).square()
-    bounded = (values.clamp(old - clip, old + clip) - returns).square()
-    marks = {"value/mean": values, "value/error": plain, "value/clip_fraction": bounded > plain}
+    clipped = (values.clamp(old - clip, old + clip) - returns).square()
+    token_metrics = {"value/mean": values, "value/error": plain, "value/clip_fraction": clipped > plain}
     return LossOutput(
-        loss=weighted_sum(torch.maximum(plain, bounded) / 2, mask_RT, factors_R),
-        sums={key: mark.detach().sum(dtype=torch.float64) for key, mark in marks.items()},
+        loss=weighted_sum(torch.maximum(plain, clipped) / 2, mask_RT, factors_R),
+        sums={key: value.detach().sum(dtype=torch.float64) for key, value in token_metrics.items()},
         maxima={},
     )

@@ -25,9 +25,9 @@ from workers.train.checkpointing.replay_comparison import (
     compare_with_checkpoint,
 )
 from workers.train.step.batch import collate
+from workers.train.step.group_checks import check_group
 from workers.train.step.learner import Learner
-from workers.train.step.report import StepReport
-from workers.train.step.selection import check_group
+from workers.train.step.metrics import StepReport
 
 
 class ReplayReport(Struct, kw_only=True):
@@ -160,7 +160,7 @@ class _Replay:
             line = written.record
             if isinstance(line.outcome, Trained):
                 return place
-            reason, _ = check_group(group, self._settings, line.version, self.learner.vocab_size)
+            reason = check_group(group, self._settings, line.version, self.learner.vocab_size).drop_reason
             if reason is None:
                 return place
             if line.outcome != Dropped(reason):

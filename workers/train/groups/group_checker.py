@@ -8,7 +8,7 @@ from stream.validity import DropReason
 from workers.settings import Settings
 from workers.train.groups.invalid_reward_monitor import InvalidRewardMonitor
 from workers.train.progress import Progress
-from workers.train.step.selection import check_group
+from workers.train.step.group_checks import CheckedGroup, GroupRewards, check_group
 
 _FILTERED_STEPS = 4
 """Number of steps' worth of dropped groups whose rewards are kept for the next step's metrics."""
@@ -29,26 +29,26 @@ class GroupChecker:
         self._progress = progress
         self._monitor = InvalidRewardMonitor(settings.abort.max_invalid_fraction, settings.abort_window_groups)
         self._dropped: Counter[DropReason] = Counter()
-        self._filtered: deque[Group] = deque(maxlen=_FILTERED_STEPS * settings.train.batch_size)
+        self._filtered: deque[GroupRewards] = deque(maxlen=_FILTERED_STEPS * settings.train.batch_size)
 
-    def check(self, group: Group, version: int) -> Group | Dropped:
-        """Return the group, or `Dropped` if it is not worth training on at this policy version.
+    def check(self, group: Group, version: int) -> CheckedGroup | Dropped:
+        """Return the collated group, or `Dropped` if it is not worth training on at this policy version.
 
         Raises:
             RecordError: the group cannot be trained on as it is.
             RunFailedError: too many completions are invalid for one reason (`InvalidRewardMonitor`).
         """
-        reason, states = check_group(group, self._settings, version, self._vocab_size)
+        checked = check_group(group, self._settings, version, self._vocab_size)
         self._monitor.observe(group)
-        if reason is None:
-            return group
-        self._dropped[reason] += 1
-        self._filtered.append(group)
-        self._progress.count_states(states)
-        return Dropped(reason)
+        if checked.drop_reason is None:
+            return checked
+        self._dropped[checked.drop_reason] += 1
+        self._filtered.append(checked.rewards)
+        self._progress.count_states(checked.states)
+        return Dropped(checked.drop_reason)
 
-    def pop_dropped(self) -> tuple[dict[DropReason, int], list[Group]]:
-        """Return the number of groups dropped since the previous call, by reason, and the last of them."""
+    def pop_dropped(self) -> tuple[dict[DropReason, int], list[GroupRewards]]:
+        """Return the number of groups dropped since the previous call, by reason, and the rewards of the last of them."""
         counts, self._dropped = dict(self._dropped), Counter()
         filtered = list(self._filtered)
         self._filtered.clear()

@@ -1,4 +1,4 @@
-"""Less memory for a third more time: layers that keep nothing for the backward pass but what entered them."""
+"""Activation checkpointing: layers recompute their activations in the backward pass, for less memory."""
 
 from functools import partial
 from typing import Any
@@ -9,10 +9,10 @@ from stream.errors import SettingsError
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Have each layer compute its forward pass again when its gradient is needed.
+    """Wrap the forward pass of each layer in `torch.utils.checkpoint`.
 
-    The layers are those that transformers would choose. Its own switch acts in training mode alone, which turns dropout
-    on; here models stay in evaluation mode. Hooks of the layers (FSDP's, which gather weights) stay outside.
+    The layers are those that transformers marks for it. The switch of transformers itself works only in training mode,
+    which would turn dropout on; models here stay in evaluation mode. Hooks of the layers, such as FSDP's, stay outside.
 
     Raises:
         SettingsError: the model has no such layers.

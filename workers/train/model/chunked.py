@@ -1,10 +1,10 @@
-"""Log-probs out of hidden states and the output layer, a block of logits at a time.
+"""Log-probs from hidden states and the output layer, one block of logits at a time.
 
-Logits of all tokens are the largest thing in a training step: 8k tokens of a vocabulary of 150k are 4.9 GB in float32,
-and a loss written in the usual way holds several copies. Here they exist one block (tokens times words) after another.
-The forward pass carries the maximum, the sum of exponentials and what else is asked for from block to block; the
-backward pass computes each block again and adds its share to the gradients. That costs one more product with the output
-layer, and memory no longer depends on tokens times vocabulary.
+The logits of all tokens are the largest tensor of a training step: 8k tokens of a vocabulary of 150k are 4.9 GB in
+float32, and a naive loss holds several copies. Here only one block exists at a time. The forward pass carries running
+statistics (maximum, sum of exponentials, entropy terms) from block to block; the backward pass recomputes each block and
+adds its share to the gradients. This costs one more product with the output layer, and memory no longer grows with
+tokens times vocabulary.
 """
 
 from typing import Any, Final, Literal, NamedTuple
@@ -15,21 +15,20 @@ from torch import Tensor
 from workers.train.model.logit_blocks import BLOCK, LogitBlock, LogitConfig, LogitInputs, LogitTransform, matmul_float32
 
 MIN_LOGPROB: Final = -1e4
-"""Log-prob of a word that cannot come, where it is multiplied by its probability, 0: minus infinity times 0 is NaN."""
-
+"""Stands for the log-prob minus infinity where it is multiplied by its probability, 0, which would give NaN."""
 
 EntropyMode = Literal["", "value", "gradient"]
-"""Whether entropies are computed, and whether they bear a gradient."""
+"""No entropies, entropies without gradient, or entropies with gradient."""
 
 
 class ChunkedLogprobs(NamedTuple):
-    """Of each token; float32, or float64 where hidden states are."""
+    """Results per token; float32, or float64 for float64 hidden states."""
 
     logprobs_N: Tensor
     entropy_N: Tensor
-    """Nats; zeros unless asked for."""
+    """Nats; zeros unless requested."""
     sum_pi_squared_N: Tensor
-    """Sum of squared probabilities, without gradient; zeros unless asked for."""
+    """Sum of squared probabilities, without gradient; zeros unless requested."""
 
 
 def chunked_logprobs(
@@ -43,28 +42,28 @@ def chunked_logprobs(
     sum_pi_squared: bool = False,
     block: int = BLOCK,
 ) -> ChunkedLogprobs:
-    """Log-probs of the targets, with gradients for hidden states, weight and bias.
+    """Compute log-probs of the targets, with gradients for hidden states, weight and bias.
 
-    Under autocast, products are made of inputs rounded to its type, as everywhere in the model; they are summed up and
-    kept in float32.
+    Under autocast the inputs of products are rounded to its dtype, as everywhere in the model; sums and results are
+    float32.
 
     Args:
         hidden_NH: last hidden states.
         weight_VH: of the output layer.
-        bias_V: of the output layer, if it has one.
-        targets_N: int64.
+        bias_V: of the output layer, or None.
+        targets_N: int64, target token ids.
         transform: from products to logits.
-        entropy: compute the entropies too, without or with gradient.
-        sum_pi_squared: compute the sums of squared probabilities too.
-        block: logits that exist at a time.
+        entropy: whether to compute entropies, without or with gradient.
+        sum_pi_squared: whether to compute sums of squared probabilities.
+        block: number of logits that exist at a time.
     """
     device = hidden_NH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
     if hidden_NH.dtype == torch.float64:
         dtype = torch.float64
-    how = LogitConfig(transform, dtype, block)
-    found = _ChunkedLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, how, entropy, sum_pi_squared)  # type: ignore[no-untyped-call]
-    return ChunkedLogprobs(*found)
+    config = LogitConfig(transform, dtype, block)
+    outputs = _ChunkedLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, config, entropy, sum_pi_squared)  # type: ignore[no-untyped-call]
+    return ChunkedLogprobs(*outputs)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -75,20 +74,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_N: Tensor,
-        how: LogitConfig,
+        config: LogitConfig,
         entropy: EntropyMode,
         squares: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = LogitInputs(hidden_NH.to(how.dtype), weight_VH, bias_V, targets_N, how)
+        inputs = LogitInputs(hidden_NH.to(config.dtype), weight_VH, bias_V, targets_N, config)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             top_N, total_N, chosen_N, moment_N, squared_N = _sums(inputs, entropy=bool(entropy), squares=squares)
         log_total_N = total_N.log()
         logprobs_N = chosen_N - top_N - log_total_N
-        # H = log sum exp z - sum p z, both with the maximum taken off.
+        # H = log sum exp z - sum p z, with the maximum subtracted from z in both.
         entropy_N = log_total_N - moment_N / total_N if entropy else torch.zeros_like(logprobs_N)
         sum_pi_squared_N = squared_N / total_N.square() if squares else torch.zeros_like(logprobs_N)
         ctx.save_for_backward(inputs.hidden_NH, weight_VH, bias_V, targets_N, top_N, log_total_N, entropy_N)
-        ctx.how, ctx.hidden_dtype = how, hidden_NH.dtype
+        ctx.config, ctx.hidden_dtype = config, hidden_NH.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(sum_pi_squared_N, *(() if entropy == "gradient" else (entropy_N,)))
         return logprobs_N, entropy_N, sum_pi_squared_N
@@ -98,7 +97,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         by_logprob_N, by_entropy_N, _ = gradients
         hidden_NH, weight_VH, bias_V, targets_N, top_N, log_total_N, entropy_N = ctx.saved_tensors
-        inputs = LogitInputs(hidden_NH, weight_VH, bias_V, targets_N, ctx.how)
+        inputs = LogitInputs(hidden_NH, weight_VH, bias_V, targets_N, ctx.config)
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         if by_logprob_N is None:
             by_logprob_N = torch.zeros_like(top_N)
@@ -121,22 +120,22 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     hidden_grad_NH[rows] += matmul_float32(grad_nv, block.weight_vH)
                 if weight_grad_VH is not None:
                     weight_grad_VH[block.vocab] += matmul_float32(grad_nv.T, hidden_NH[rows])
-        found = (hidden_grad_NH, weight_grad_VH, bias_grad_V)
+        raw = (hidden_grad_NH, weight_grad_VH, bias_grad_V)
         dtypes = (ctx.hidden_dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype)
-        made = (None if grad is None else grad.to(dtype) for grad, dtype in zip(found, dtypes, strict=True))
-        return (*made, None, None, None, None)
+        cast = (None if grad is None else grad.to(dtype) for grad, dtype in zip(raw, dtypes, strict=True))
+        return (*cast, None, None, None, None)
 
 
 def _sums(inputs: LogitInputs, *, entropy: bool, squares: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Over the vocabulary, of each token.
+    """Accumulate statistics over the vocabulary for each token.
 
     Returns:
-        The largest logit m, the sum of e^(z - m), the target's logit, and where asked for the sums of e^(z - m) (z - m)
-        and of e^2(z - m).
+        The maximum logit m, the sum of e^(z - m), the target's logit, and if requested the sums of e^(z - m) (z - m) and
+        of e^2(z - m).
     """
     wide = torch.float64 if inputs.config.dtype == torch.float64 else torch.float32
     zeros_N = torch.zeros(len(inputs.hidden_NH), dtype=wide, device=inputs.hidden_NH.device)
-    # Not minus infinity: differences with it are no numbers.
+    # Not minus infinity, because differences with it are NaN.
     top_N = torch.full_like(zeros_N, torch.finfo(wide).min)
     total_N, chosen_N, moment_N, squared_N = zeros_N, zeros_N.clone(), zeros_N.clone(), zeros_N.clone()
     for block in inputs.blocks():
@@ -169,10 +168,10 @@ def _logits_grad(
     by_entropy_n: Tensor | None,
     entropy_n: Tensor,
 ) -> Tensor:
-    """What the loss changes by each product of hidden state and weight in the block.
+    """Return the gradient of the loss with respect to each product of hidden state and weight in the block.
 
-    With log-prob l of a word and p = e^l: of the target's log-prob (1 where it is the target) - p, of the entropy H
-    -p (l + H).
+    With log-prob l of a token id and p = e^l, the target's log-prob contributes (1 if it is the target else 0) - p, and
+    the entropy H contributes -p (l + H).
     """
     logits_nv = inputs.logits(block)
     scale, softcap, temperature = inputs.config.transform

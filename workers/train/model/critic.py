@@ -1,4 +1,4 @@
-"""The critic: a value head on the policy's last hidden states, trained beside it."""
+"""The critic: a value head on the policy's last hidden states."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ from torch import Tensor, nn
 
 
 class Critic(nn.Module):
-    """What the rest of the episode is worth, from the hidden state before a token.
+    """Predicts the reward to go from the hidden state before a token.
 
-    Two layers on hidden states that bear no gradient: the policy is trained by its own loss alone, whatever the critic
-    has still to learn. The last layer starts at 0, so that an untrained critic says 0 of everything.
+    Two layers on detached hidden states, so the value loss does not train the policy. The last layer starts at 0, so an
+    untrained critic returns 0.
 
     Args:
-        hidden_size: of the policy.
-        width: units of the layer between.
-        seed: of the first layer's weights.
+        hidden_size: of the policy's hidden states.
+        width: size of the inner layer.
+        seed: of the inner layer's weights.
     """
 
     def __init__(self, hidden_size: int, width: int, seed: int) -> None:
@@ -30,17 +30,17 @@ class Critic(nn.Module):
             self.outer.bias.zero_()
 
     def forward(self, hidden_NH: Tensor) -> Tensor:
-        """Values (N) of these hidden states, in the type of the critic's own weights."""
+        """Return the values (N) of hidden states, in the dtype of the critic's weights."""
         inner_NW = self.inner(hidden_NH.to(self.inner.weight.dtype))
         values: Tensor = self.outer(torch.nn.functional.silu(inner_NW)).squeeze(-1)
         return values
 
 
 def hidden_size(model: Any) -> int:
-    """Size of the last hidden states of a Hugging Face model.
+    """Return the size of the last hidden states of a Hugging Face model.
 
     Raises:
-        ValueError: its output layer is no module of its own, so they cannot be had.
+        ValueError: the output layer is no separate module, so hidden states cannot be captured.
     """
     head = model.get_output_embeddings()
     if head is None:

@@ -1,4 +1,4 @@
-"""How rows go through a model: padded to one length, or packed one behind another."""
+"""Model inputs from rows: padded to one length, or packed one after another."""
 
 from typing import Any, NamedTuple
 
@@ -7,24 +7,24 @@ from torch import Tensor
 
 
 class ModelInputs(NamedTuple):
-    """Rows as a model is given them."""
+    """Rows as a model takes them."""
 
     inputs: dict[str, Any]
-    """Arguments of the model."""
+    """Keyword arguments of the model."""
     starts_M: Tensor
-    """int64, where each row begins in the flattened sequences."""
+    """int64, start of each row in the flattened rows."""
 
 
 def lay_out(tokens_MT: Tensor, lengths_M: Tensor, *, packed: bool) -> ModelInputs:
-    """Lay out rows that are padded on the right.
+    """Convert right-padded rows to model inputs.
 
     Example, rows [1 2 3] and [4 5]::
 
         padded    input_ids [[1 2 3] [4 5 0]]                                             starts 0 3
         packed    input_ids [[1 2 3 4 5]]  position_ids [[0 1 2 0 1]]  cu_seq_lens 0 3 5  starts 0 3
 
-    Attention is causal, so padding on the right needs no mask: nothing that counts can see it. Packed rows are told
-    apart by their positions, which begin anew, and by their bounds, whichever the model's attention reads.
+    Attention is causal, so right padding needs no mask. Packed rows are separated by positions that restart at 0 and by
+    their bounds; the model's attention uses one of the two.
     """
     rows, width = tokens_MT.shape
     if not packed:

@@ -1,10 +1,10 @@
-"""The end of a model: from its last hidden states to logits.
+"""The LM head of a model: from its last hidden states to logits.
 
-Log-probs are made without the model's own logits (`chunked.py`), so what its code does to them behind the output layer
-has to be known. Configurations tell, in keys that mean different things in different models
-(`logits_scaling` divides in Granite, multiplies in HyperCLOVA X). So whatever they may mean is tried when a model is
-loaded, on logits of every size from 0.1 to 100, and what gives the model's own is taken. Where nothing does, the
-model's logits are used as they are, which is right and takes memory.
+Log-probs are computed without the model's own logits (`chunked.py`), so any transform that the model applies after its
+output layer must be known. Configuration keys are ambiguous: `logits_scaling` divides in Granite and multiplies in
+HyperCLOVA X. So every meaning that the configuration may have is tried when a model is loaded, on logits from 0.1 to
+100, and the one that reproduces the model's logits is used. If none does, the model's own logits are used, which is
+correct and takes more memory.
 """
 
 from collections.abc import Iterator
@@ -29,33 +29,33 @@ SCALES: Final = (
     "output_multiplier",
     "logits_mup_width_multiplier",
 )
-"""Keys of a configuration that may be a factor of logits, or a divisor."""
+"""Configuration keys that may be a factor or a divisor of logits."""
 SOFTCAPS: Final = ("final_logit_softcapping", "softcap", "logit_softcap")
-"""Keys of a configuration that may be a cap of logits."""
+"""Configuration keys that may be a cap of logits."""
 SIZES: Final = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""Standard deviations of the logits that a guess is tried on: where no cap is felt, and where it is all that is."""
+"""Standard deviations of trial logits: small ones that a cap does not affect, and large ones that it dominates."""
 
 
 @dataclass(frozen=True, slots=True)
 class LMHead:
-    """The output layer, and what is done to logits behind it."""
+    """The output layer and the transform after it."""
 
     layer: nn.Linear
     transform: LogitTransform
 
     @property
     def weight_VH(self) -> Tensor:
-        """The whole weight, with gradient for the parameter."""
+        """The full weight, with gradient for the parameter."""
         return full_tensor(self.layer.weight)
 
     @property
     def bias_V(self) -> Tensor | None:
-        """The whole bias, if there is one."""
+        """The full bias, or None."""
         return None if self.layer.bias is None else full_tensor(self.layer.bias)
 
 
 def find_lm_head(model: Any) -> LMHead | None:
-    """The model's head; None, and a line in the log, where logits can be had of the model alone."""
+    """Return the model's LM head; log and return None if only the model itself can compute its logits."""
     layer = model.get_output_embeddings()
     if not isinstance(layer, nn.Linear):
         log.info("lm_head.unknown", model=type(model).__name__, reason=f"its output layer is {_layer_kind(layer)}")
@@ -63,25 +63,25 @@ def find_lm_head(model: Any) -> LMHead | None:
     expected = _own_logits(model, layer)
     if expected is None:
         log.info(
-            "lm_head.unknown", model=type(model).__name__, reason="its output layer is not run once over all tokens"
+            "lm_head.unknown", model=type(model).__name__, reason="its output layer does not run once over all tokens"
         )
         return None
     hidden_NH, logits_NV = expected
     head = LMHead(layer, LogitTransform())
     with torch.no_grad():
         products_NV = nn.functional.linear(hidden_NH, head.weight_VH, head.bias_V).to(logits_NV.dtype)
-        for finish in _candidate_transforms(model.config):
-            if _nearly_equal(_apply_transform(products_NV, finish), logits_NV):
-                return LMHead(layer, finish)
+        for transform in _candidate_transforms(model.config):
+            if _nearly_equal(_apply_transform(products_NV, transform), logits_NV):
+                return LMHead(layer, transform)
     log.info(
-        "lm_head.unknown", model=type(model).__name__, reason="it does to logits what its configuration does not tell"
+        "lm_head.unknown", model=type(model).__name__, reason="no meaning of its configuration reproduces its logits"
     )
     return None
 
 
 @contextmanager
 def replace_hidden(layer: nn.Module, replacement: Any) -> Iterator[None]:
-    """Let the output layer be given what `swap` makes of the hidden states that it would have got."""
+    """Replace the hidden states that enter the output layer by `replacement` of them."""
     hook = layer.register_forward_pre_hook(lambda _, inputs: (replacement(inputs[0]), *inputs[1:]))
     try:
         yield
@@ -94,7 +94,7 @@ def _layer_kind(layer: Any) -> str:
 
 
 def _own_logits(model: Any, layer: nn.Linear) -> tuple[Tensor, Tensor] | None:
-    """Hidden states of every size, and the logits that the model's code makes of them."""
+    """Return hidden states of every trial size, and the logits that the model computes from them."""
     made: list[Tensor] = []
 
     def make(hidden: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def _own_logits(model: Any, layer: nn.Linear) -> tuple[Tensor, Tensor] | None:
 
 
 def _candidate_transforms(config: Any) -> Iterator[LogitTransform]:
-    """Everything that a configuration might mean, the simplest first."""
+    """Yield every transform that a configuration might mean, simplest first."""
     text = config.get_text_config()
     scales = [1.0, *(s for value in _numbers(text, SCALES) for s in (value, 1 / value))]
     caps = [0.0, *_numbers(text, SOFTCAPS)]
@@ -125,13 +125,13 @@ def _numbers(config: Any, keys: tuple[str, ...]) -> list[float]:
     return [float(value) for value in values if isinstance(value, int | float) and value > 0]
 
 
-def _apply_transform(products_NV: Tensor, finish: LogitTransform) -> Tensor:
-    scaled_NV = products_NV * finish.scale
-    return (scaled_NV / finish.softcap).tanh() * finish.softcap if finish.softcap else scaled_NV
+def _apply_transform(products_NV: Tensor, transform: LogitTransform) -> Tensor:
+    scaled_NV = products_NV * transform.scale
+    return (scaled_NV / transform.softcap).tanh() * transform.softcap if transform.softcap else scaled_NV
 
 
 def _nearly_equal(found_NV: Tensor, expected_NV: Tensor) -> bool:
-    """To the rounding of the type, measured by each token's largest logit."""
+    """Compare up to the rounding of the dtype, relative to each token's largest logit."""
     if found_NV.shape != expected_NV.shape:
         return False
     bound = 1e-10 if expected_NV.dtype == torch.float64 else 1e-4

@@ -1,8 +1,8 @@
-"""Which attention a model is given, and whether its rows may be packed.
+"""Choice of a model's attention implementation, and whether its rows can be packed.
 
-A model may let packed rows see one another: a recurrent state or a convolution runs on into the next row, or a
-implementation of attention does not know where rows end. So nothing is believed of a model: a few short rows are read
-packed and apart when it is loaded, and packed again with another first row.
+Packed rows may leak into one another: a recurrent state or a convolution runs into the next row, or an attention
+implementation ignores row bounds. So every model is tested when it is loaded: a few short rows run packed and apart,
+and packed again with a different first row.
 """
 
 from collections.abc import Iterator
@@ -20,28 +20,28 @@ from workers.train.model.logprobs import LogprobModel, token_logprobs
 log = structlog.get_logger()
 
 FLASH: Final = ("flash_attention_2", "flash_attention_3")
-"""Of the package `flash-attn`: half precision alone, and on GPUs."""
+"""From the package `flash-attn`: half precision on GPUs only."""
 TRIAL_LENGTHS: Final = (7, 12, 5)
-"""Rows that a model is tried on."""
+"""Lengths of the trial rows."""
 PACKED_TOLERANCE: Final = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""How far packed rows may be from the same rows apart: norm of the difference over norm, of each hidden state."""
+"""Largest difference between packed rows and the same rows apart: relative norm per hidden state."""
 LEAK_TOLERANCE: Final = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-3}
-"""How far another first row may move the rows behind it: not at all but for the shapes that kernels choose by."""
+"""Largest effect of another first row on later rows; not exactly 0, because kernels are chosen by shape."""
 
 
 def set_attention(read: LogprobModel, train: Train, dtype: torch.dtype) -> LogprobModel:
-    """Give the model its attention.
+    """Set the model's attention implementation.
 
     Args:
         read: the model.
         train: the settings.
-        dtype: bfloat16 under autocast, else the weights' own.
+        dtype: bfloat16 under autocast, otherwise the dtype of the weights.
 
     Returns:
-        The model, and whether its rows are to be packed.
+        The model with `packed` set.
 
     Raises:
-        SettingsError: what the settings ask for is not to be had of this model, here.
+        SettingsError: this model does not support the requested attention or packing on this device.
     """
     model = read.model
     own = model.config._attn_implementation  # noqa: SLF001
@@ -55,23 +55,25 @@ def set_attention(read: LogprobModel, train: Train, dtype: torch.dtype) -> Logpr
         _switch_attention(model, own)
     if train.packing == "on":
         raise SettingsError(
-            f"train.packing is 'on', but {type(model).__name__} does not read packed rows as it reads them apart "
+            f"train.packing is 'on', but {type(model).__name__} gives other results for packed rows than for the same rows apart "
             f"({'; '.join(reasons)}); set train.packing to 'auto' or 'off', or try another train.attention"
         )
     if reasons:
         log.warning("packing.disabled", reasons=reasons, model=type(model).__name__)
     if train.attention != "auto" and (reason := _switch_attention(model, train.attention)):
-        raise SettingsError(f"train.attention = {train.attention!r}: {reason}; set it to 'auto' or to another")
+        raise SettingsError(
+            f"train.attention = {train.attention!r}: {reason}; set it to 'auto' or another implementation"
+        )
     return read._replace(packed=False)
 
 
 def packing_problem(read: LogprobModel, own: str, name: str, dtype: torch.dtype) -> str:
-    """Why rows may not be packed under this attention; empty where they may. Leaves the model with it.
+    """Return why rows cannot be packed under this attention, or an empty string; leave the model with it.
 
     Args:
         read: the model.
-        own: the attention that rows are read with apart, to compare with.
-        name: the attention in question.
+        own: the attention implementation for the rows apart.
+        name: the attention implementation to test.
         dtype: as in `set_attention`.
     """
     model = read.model
@@ -84,15 +86,15 @@ def packing_problem(read: LogprobModel, own: str, name: str, dtype: torch.dtype)
     other_MT = tokens_MT.clone()
     other_MT[0] = (tokens_MT[0] + 1) % vocabulary
     weights = next(model.parameters()).dtype
-    # Flash attention of the package reads half precision alone; all others show in full precision what rounding hides.
-    # So do shards in mixed precision, whatever they are asked.
+    # flash-attn supports half precision only; others are tested in full precision too, which shows what rounding hides.
+    # Sharded models in mixed precision always compute in half precision.
     for kind in {dtype} if name in FLASH or read.sharded_root is not None else {weights, dtype}:
         try:
             _switch_attention(model, own)
             apart = _hidden_states(read._replace(packed=False), tokens_MT, widths, kind)
             _switch_attention(model, name)
             packed, other = (_hidden_states(read._replace(packed=True), t, widths, kind) for t in (tokens_MT, other_MT))
-        except (RuntimeError, ValueError, TypeError) as error:  # kernels refuse a device or dtype by any of them
+        except (RuntimeError, ValueError, TypeError) as error:  # kernels reject a device or dtype with any of these
             return f"it fails: {error}"
         first = TRIAL_LENGTHS[0] - 1
         if not _max_relative_difference(packed, apart) <= PACKED_TOLERANCE[kind]:
@@ -103,7 +105,7 @@ def packing_problem(read: LogprobModel, own: str, name: str, dtype: torch.dtype)
 
 
 def _candidates(train: Train, own: str, dtype: torch.dtype, device: torch.device) -> Iterator[str]:
-    """Names of attention to pack rows with, the best first; none where rows are to be padded."""
+    """Yield attention implementations to try for packing, best first; none if rows are to be padded."""
     if train.packing == "off":
         return
     if train.attention != "auto":
@@ -122,7 +124,7 @@ def _candidates(train: Train, own: str, dtype: torch.dtype, device: torch.device
 
 
 def _switch_attention(model: Any, name: str) -> str:
-    """Why the model cannot have this attention; empty where it has it now."""
+    """Switch the attention implementation; return why the model does not support it, or an empty string."""
     varlen.register()
     if name == varlen.NAME and not getattr(model, "_supports_flash_attn", False):
         return f"{type(model).__name__} needs masks"
@@ -135,7 +137,7 @@ def _switch_attention(model: Any, name: str) -> str:
 
 
 def _hidden_states(read: LogprobModel, tokens_MT: Tensor, lengths_M: Tensor, dtype: torch.dtype) -> Tensor:
-    """What predicts each token but the first of each row: hidden states, or log-probs where they cannot be had."""
+    """Return the hidden state before each token except a row's first, or log-probs if there are no hidden states."""
     places_T = torch.arange(tokens_MT.shape[1], device=tokens_MT.device)
     chosen_MT = (places_T > 0) & (places_T < lengths_M.unsqueeze(1))
     cast = torch.autocast(tokens_MT.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
@@ -146,5 +148,5 @@ def _hidden_states(read: LogprobModel, tokens_MT: Tensor, lengths_M: Tensor, dty
 
 
 def _max_relative_difference(found_NH: Tensor, expected_NH: Tensor) -> float:
-    """The largest difference of a token, relative; NaN where one is."""
+    """Return the largest relative difference of a token; NaN if any is NaN."""
     return float(((found_NH - expected_NH).norm(dim=1) / expected_NH.norm(dim=1).clamp(min=1e-12)).max())

@@ -1,4 +1,4 @@
-"""The policy on disk: a folder in Hugging Face form, read and written."""
+"""The policy on disk: a folder in Hugging Face form."""
 
 import shutil
 from pathlib import Path
@@ -20,15 +20,15 @@ TOKENIZER_FILES: Final = (
     "chat_template*",
     "*processor_config.json",
 )
-"""Files beside the weights that are copied from the base model's folder."""
+"""Tokenizer and processor files, copied from the base model's folder."""
 _LARGEST_FILE: Final = "5GB"
 
 
 def load_policy(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The model in a folder, without dropout, on the CPU.
+    """Load the model in a folder, without dropout, on the CPU.
 
     Raises:
-        SettingsError: there is no model there, or not all of one.
+        SettingsError: the folder holds no model, or an incomplete one.
     """
     return load_model(folder, "causal model", dtype)
 
@@ -36,13 +36,13 @@ def load_policy(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 def save_policy(model: Any, weights: dict[str, Tensor], base: Path, folder: Path, dtype_name: str) -> None:
     """Write config, weights, generation config and the tokenizer's files into an existing folder.
 
-    Weights are in `model.safetensors`; those of a large model in several such files and an index of them.
+    Weights go to `model.safetensors`, or for a large model to several such files and an index.
 
     Args:
         model: the policy; it may be sharded.
-        weights: its tensors, whole, on the CPU; those that are tied share memory.
-        base: the folder it was loaded from, which has the tokenizer's files.
-        folder: where to write.
+        weights: its full tensors on the CPU; tied ones share memory.
+        base: the folder that it was loaded from, with the tokenizer's files.
+        folder: target.
         dtype_name: of the weights, `float32` or `bfloat16`.
     """
     model.save_pretrained(folder, state_dict=weights, max_shard_size=_LARGEST_FILE)

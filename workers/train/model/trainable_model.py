@@ -1,4 +1,4 @@
-"""The model that is trained: all of it, or an adapter in it; in memory, in shards where ranks share it, and on disk."""
+"""The model in training, whole or as an adapter: in memory, sharded over ranks, and on disk."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -20,16 +20,16 @@ from workers.train.model.sharded_model import shard_model
 
 
 class TrainableModel:
-    """A policy that is trained.
+    """A policy whose weights, or whose adapter, are trained.
 
     Args:
         settings: of the run.
-        folder: the model to begin with.
-        ranks: that share it; all of them call the same methods in the same order.
-        dtype: of what is trained.
+        folder: the model to start from.
+        ranks: that share the model; all of them call the same methods in the same order.
+        dtype: of the trained parameters.
 
     Raises:
-        SettingsError: there is no model in the folder, or none that an adapter could be put into.
+        SettingsError: the folder holds no model, or one that cannot take the adapter.
     """
 
     def __init__(self, settings: Settings, folder: Path, ranks: Ranks, dtype: torch.dtype) -> None:
@@ -42,39 +42,39 @@ class TrainableModel:
         self.parameters: dict[str, torch.nn.Parameter] = (
             self.adapter.parameters if self.adapter else dict(self.model.named_parameters())
         )
-        """Of what is trained, by name."""
+        """Trained parameters by name."""
 
     def reference(self) -> tuple[LogprobModel, Callable[[], AbstractContextManager[object]]]:
-        """The policy of the beginning, and what makes it so for a pass: that an adapter is switched off."""
+        """Return the reference policy and the context to run it in, which disables the adapter if there is one."""
         if self.adapter is not None:
             return self.logprob_model, self.adapter.disabled
         return self._load(Path(self.settings.model.path), trained=False), nullcontext
 
     @property
     def saved_dtype(self) -> torch.dtype:
-        """In which `write` writes what is trained."""
+        """Dtype in which trained weights are written."""
         return torch.float32 if self.adapter else cast("torch.dtype", getattr(torch, self.settings.model.dtype))
 
     def weights(self) -> dict[str, Tensor]:
-        """The whole policy's tensors, as they are written, on the CPU; at other ranks than the first, nothing."""
+        """Return the full policy tensors as they are written, on the CPU; empty on other ranks than 0."""
         tensors = self.adapter.merged_state() if self.adapter else self.model.state_dict(keep_vars=True)
         return gather_full(tensors, self.ranks, getattr(torch, self.settings.model.dtype))
 
     def save_policy(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Write the whole policy in Hugging Face form into an existing folder; at the first rank.
+        """Write the full policy in Hugging Face form to an existing folder; rank 0 only.
 
         Args:
-            folder: where.
-            weights: as `weights` gave them.
+            folder: target.
+            weights: from `weights`.
         """
         if self.ranks.is_rank0:
             save_policy(self.model, weights, self.base, folder, self.settings.model.dtype)
 
     def load_trained_weights(self, folder: Path) -> dict[str, Tensor]:
-        """What was trained and written there, by the names of `parameters`, in the type that they have here.
+        """Load trained weights from a folder, by the names and in the dtype of `parameters`.
 
         Raises:
-            RunMismatchError: it belongs to another model, or to a run with an adapter where there is none, or without.
+            RunMismatchError: they belong to another model, or one of the two runs trains an adapter and the other does not.
         """
         if self.adapter is not None:
             return self.adapter.load(folder)

@@ -20,7 +20,6 @@ from msgspec import Struct
 from torch import Tensor
 
 from stream.errors import PenstockError
-from stream.validity import DropReason
 from workers.settings import Settings
 from workers.train.distributed.ranks import Ranks, collective_timeout_s
 from workers.train.step.batch import Batch
@@ -46,8 +45,6 @@ class TrainStep(Struct, frozen=True, tag=True):
 
     batch: Batch
     version: int
-    filtered: Batch | None
-    dropped: dict[DropReason, int]
 
 
 class GatherWeights(Struct, frozen=True, tag=True):

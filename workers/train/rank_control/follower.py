@@ -75,7 +75,7 @@ def _create_learner(order: CreateLearner, orders: RankCommands) -> Learner:
 def _execute(order: TrainStep | GatherWeights | GatherState | Restore, learner: Learner) -> None:
     match order:
         case TrainStep():
-            learner.step(order.batch, order.version, filtered=order.filtered, dropped=order.dropped)
+            learner.step(order.batch, order.version)
         case GatherWeights():
             learner.weights()
         case GatherState():

@@ -21,8 +21,9 @@ from workers.train.rank_control.commands import (
     TrainStep,
 )
 from workers.train.step.batch import Batch
+from workers.train.step.group_checks import GroupRewards
 from workers.train.step.learner import Learner
-from workers.train.step.report import StepReport
+from workers.train.step.metrics import StepReport
 from workers.train.worker import train
 
 log = structlog.get_logger()
@@ -49,11 +50,11 @@ class Rank0Learner(Learner):
         batch: Batch,
         version: int,
         *,
-        filtered: Batch | None = None,
+        filtered: Sequence[GroupRewards] = (),
         dropped: Mapping[DropReason, int] | None = None,
     ) -> StepReport:
         """Train on one batch, every rank on a part of it."""
-        with self._commands.broadcast(TrainStep(batch, version, filtered, dict(dropped or {}))):
+        with self._commands.broadcast(TrainStep(batch, version)):
             return super().step(batch, version, filtered=filtered, dropped=dropped)
 
     def weights(self) -> dict[str, Tensor]:

@@ -1,11 +1,11 @@
-"""What a step reports: a flat mapping from name to number.
+"""Metrics of a step: a flat mapping from name to number.
 
-Nothing invalid is in any of them but the counters, and a mean of nothing is left out, never 0. `NAMES` is the list of
-all that there is, with what each is measured over; names that end in `*` stand for one counter to a state or reason.
+Only counters include invalid data, and a mean over nothing is omitted, never 0. `STEP_METRICS` lists every name with what
+it is measured over; a name that ends in `*` stands for one counter per state or reason.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -13,85 +13,121 @@ from torch import Tensor
 
 from stream.validity import DropReason
 from workers.settings import Settings
+from workers.train.algorithms.correction_metrics import correction_metrics
 from workers.train.algorithms.grouping import Grouping
-from workers.train.algorithms.masks import (
-    DROP_REASONS,
-    NONE,
-    REWARD_REASONS,
-    ROLLOUT_REASONS,
-    TRUNCATION_REASONS,
-    CompletionFacts,
-    Masks,
-)
+from workers.train.algorithms.masks import NONE, TRUNCATION_REASONS, CompletionFacts, Masks, too_old_tokens
 from workers.train.algorithms.pass_at_k import pass_at_k
 from workers.train.step.batch import Batch
+from workers.train.step.group_checks import GroupRewards, count_states
+from workers.train.step.policy_comparison import CompleteComparison, compare_policies
+from workers.train.step.prepared_batch import PreparedBatch
 
 Metrics = dict[str, float | int]
 
 STEP_METRICS: Final[dict[str, str]] = {
-    "step": "optimizer batches done, this one included",
-    "version": "policy version that was trained",
+    "step": "optimizer batches so far, including this one",
+    "version": "policy version in training",
     "learning_rate": "of this step",
     "trained": "1 if the optimizer moved, 0 if the step was skipped",
     "seconds": "wall time of the step",
     "loss": "mean over loss tokens, and over the updates of the batch",
     "grad_norm": "before clipping; mean over updates",
     "reward/mean": "completions in B, after the truncation policy",
-    "reward/std": "the same, sample standard deviation; two or more",
-    "reward/min": "the same",
-    "reward/max": "the same",
-    "reward/count": "the number of completions in B that the four above divide by",
+    "reward/std": "completions in B, sample standard deviation; two or more",
+    "reward/min": "completions in B",
+    "reward/max": "completions in B",
+    "reward/count": "number of completions in B that the four above are over",
     "reward/part/*": "one part of the reward, `NAME/mean`, `/std`, `/min`, `/max`: completions in B",
     "sampled/reward_mean": "completions in B of trained and of filtered groups: what the policy earns",
-    "sampled/reward_count": "what that divides by",
+    "sampled/reward_count": "number of completions that the mean is over",
     "pass@*": "trained and filtered groups with K completions; `pass@K/valid`: of those in B; `pass@K/all`: of all, "
-    "the invalid ones counted as wrong",
+    "with invalid ones counted as wrong",
     "advantage/mean": "completions in L",
     "advantage/std": "completions in L, sample standard deviation; two or more",
     "advantage/min": "completions in L",
     "advantage/max": "completions in L",
-    "valid_fraction": "completions in B by completions",
+    "valid_fraction": "completions in B divided by all completions",
     "rows/*": "completions by state: valid, dropped:R, failed:R, reward:R, truncated:R (excluded), rejected:RULE",
-    "truncated/*": "completions cut short, by reason, whatever became of them",
-    "truncated/reward_mean": "completions in B that were cut short",
-    "truncated/length_mean": "sampled tokens of completions in B that were cut short",
+    "truncated/*": "truncated completions by reason, valid or not",
+    "truncated/reward_mean": "truncated completions in B",
+    "truncated/length_mean": "sampled tokens of truncated completions in B",
     "groups/kept": "groups of the batch",
     "groups/tie": "of those, groups with two or more completions in B, all of the same reward",
     "groups/singleton": "of those, groups with one completion in B",
-    "groups/dropped/*": "groups dropped since the step before, by reason",
-    "length/mean": "sampled tokens of a completion, over B",
-    "length/max": "the same",
-    "length/by_end/*": "the mean of the same, by how the completion ended: `finished` or why it was cut short",
-    "turns/mean": "turns of a completion, over B",
-    "tokens/loss": "tokens that bear loss: what every mean over loss tokens divides by",
+    "groups/dropped/*": "groups dropped since the previous step, by reason",
+    "length/mean": "sampled tokens per completion in B",
+    "length/max": "sampled tokens per completion in B",
+    "length/by_end/*": "mean of sampled tokens per completion in B, by how it ended: `finished` or why it was truncated",
+    "turns/mean": "turns per completion in B",
+    "tokens/loss": "tokens that bear loss: the divisor of every mean over loss tokens",
     "tokens/sampled": "tokens that the policy sampled, valid or not",
     "tokens/too_old": "of those, tokens over the maximal age",
-    "tokens/not_finite": "of those, tokens whose engine log-prob is no number",
+    "tokens/not_finite": "of those, tokens whose rollout log-prob is not finite",
     "staleness/mean": "versions between sampling and training, over loss tokens",
-    "staleness/max": "the same",
-    "clip_fraction": "loss tokens where the bounded term was taken, over all updates",
-    "clip_fraction_lower": "loss tokens where the bound for negative advantages was, over all updates",
-    "ratio/mean": "policy now by proximal policy, loss tokens, over all updates",
-    "ratio/max": "the same",
-    "kl/k1": "estimate of KL(proximal, policy now) from log-ratios, loss tokens, over all updates",
-    "kl/k3": "the same by exp(d) - 1 - d, which is never negative",
-    "kl/abs": "mean absolute log-ratio of the same, where the loss penalises it",
-    "correction/*": "how far trainer and engine were apart when the batch was formed, over loss tokens and the "
-    "completions that have them: weights, effective sample size, perplexities, KL (see `algorithms.diagnostics`)",
-    "reference/kl": "divergence from the policy of the beginning, loss tokens, over all updates",
+    "staleness/max": "versions between sampling and training, over loss tokens",
+    "clip_fraction": "loss tokens where the bounded term applies, over all updates",
+    "clip_fraction_lower": "loss tokens where the bound for negative advantages applies, over all updates",
+    "ratio/mean": "policy in training by proximal policy, loss tokens, over all updates",
+    "ratio/max": "policy in training by proximal policy, loss tokens, over all updates",
+    "kl/k1": "estimate of KL(proximal, in training) from log-ratios, loss tokens, over all updates",
+    "kl/k3": "the same divergence by exp(d) - 1 - d, which is never negative",
+    "kl/abs": "mean absolute log-ratio of the same policies, for losses that penalise it",
+    "correction/*": "distance between trainer and engine when the batch was prepared, over loss tokens and the "
+    "completions that have them: weights, effective sample size, perplexities, KL (see `algorithms.correction_metrics`)",
+    "reference/kl": "divergence from the reference policy, loss tokens, over all updates",
     "value/*": "of the critic, loss tokens, over all updates",
-    "entropy": "nats, of the distributions that loss tokens were drawn from, under the proximal policy",
+    "entropy": "nats, of the distributions that loss tokens were drawn from, under the old policy",
 }
 
 COLLECTION_METRICS: Final[dict[str, str]] = {
-    "attempt/seconds": "from claim to rolled out, of the batch's groups",
-    "attempt/seconds_first": "the same of the first attempts at those prompts; one cancelled for its age counts with "
-    "the time that it had run, so it is at least that. Above `attempt/seconds`, what is trained is too short",
+    "attempt/seconds": "from claim to end of rollout, mean over the batch's groups",
+    "attempt/seconds_first": "the same for the first attempt at each prompt; a cancelled attempt counts with the time "
+    "that it ran, a lower bound. Above `attempt/seconds`, training favours short completions",
     "attempt/cancelled": "attempts at the batch's prompts that were cancelled for their age",
-    "stragglers/seconds": "of the step: the wait for groups under way too long, with a full batch in hand",
-    "stragglers/abandoned": "groups for which it waited in vain, `pacing.straggler_timeout_s`",
+    "stragglers/seconds": "time that a full batch waited for stragglers",
+    "stragglers/given_up": "stragglers given up after `pacing.straggler_timeout_s`",
 }
-"""Beside those: how the batch came together, told by the trainer."""
+"""Metrics of how the batch was collected; the trainer adds them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """Result of training on one batch."""
+
+    trained: bool
+    """True if the optimizer moved at least once."""
+    skipped: str
+    """Why it did not move, or stopped before the last update: `no_valid_row`, `gradient_not_finite`; otherwise empty."""
+    dropped: dict[str, DropReason]
+    """Groups that rollout correction left with too little to train on, by prompt id."""
+    loss: float
+    """Mean over updates; 0.0 if nothing was valid; may be NaN if the step was skipped."""
+    metrics: Metrics
+    """By the names in `STEP_METRICS`."""
+
+
+@dataclass(slots=True, eq=False)
+class StepAccumulator:
+    """Sums and maxima over the micro-batches and updates of one step."""
+
+    updates: int = 0
+    """Updates that were computed, finite or not."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """`loss` and `grad_norm` over updates, all others over loss tokens and updates."""
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def add(self, sums: Mapping[str, Tensor | float], maxima: Mapping[str, Tensor | float]) -> None:
+        """Add the sums and maxima of a part."""
+        for name, value in sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+        for name, value in maxima.items():
+            self.maxima[name] = max(float(value), self.maxima.get(name, float("-inf")))
+
+    def metrics(self, tokens: int) -> dict[str, float]:
+        """Return means, given the number of loss tokens; entropy is over the first update only."""
+        divisors = {"loss": self.updates, "grad_norm": self.updates, "entropy": tokens}
+        means = {name: value / divisors.get(name, tokens * self.updates) for name, value in self.sums.items()}
+        return {"loss": 0.0, **means, **self.maxima}
 
 
 def step_metrics(
@@ -101,33 +137,31 @@ def step_metrics(
     *,
     settings: Settings,
     version: int,
-    too_old: int = 0,
-    filtered: tuple[Batch, Masks] | None = None,
+    filtered: Sequence[GroupRewards] = (),
     dropped: Mapping[DropReason, int] | None = None,
 ) -> Metrics:
-    """Everything that is known of a batch without its model; the learner adds what the loss knows.
+    """Return all metrics of a batch that need no pass of the model.
 
     Args:
-        batch: the groups that are trained.
-        masks: theirs.
-        advantages_C: theirs.
+        batch: the groups in training.
+        masks: of the batch.
+        advantages_C: of the batch.
         settings: of the run.
-        version: the policy version that is trained.
-        too_old: tokens over the maximal age.
-        filtered: groups that the group filter dropped, whose rewards were measured all the same.
-        dropped: numbers of groups dropped, by reason.
+        version: the policy version in training.
+        filtered: rewards of groups that the filters dropped, which count in `sampled/*` and `pass@*`.
+        dropped: number of dropped groups by reason.
     """
     facts = batch.facts
     truncated_C = masks.baseline_C & (facts.truncation_reason_C != NONE)
     lengths_C = _sampled_lengths(batch)
     rewards = masks.rewards_C[masks.baseline_C]
-    filtered_rewards = [filtered[1].rewards_C[filtered[1].baseline_C]] if filtered else []
-    sampled_rewards = torch.cat([rewards, *filtered_rewards])
-    found: Metrics = {
+    sampled_rewards = torch.cat([rewards.cpu(), *(group.rewards_C[group.baseline_C] for group in filtered)])
+    too_old_RT = too_old_tokens(batch.sampled_RT, batch.versions_RT, version, settings.pacing.max_token_age)
+    metrics: Metrics = {
         **_summary("reward", rewards),
         "reward/count": len(rewards),
-        **_parts(batch, masks),
-        **_pass_at_k([(batch, masks), *([filtered] if filtered else [])], settings.algorithm.success_threshold),
+        **_part_metrics(batch, masks),
+        **_pass_at_k(facts, masks, filtered, settings.algorithm.success_threshold),
         **_mean("sampled/reward_mean", sampled_rewards),
         "sampled/reward_count": len(sampled_rewards),
         **_summary("advantage", advantages_C[masks.loss_C]),
@@ -141,46 +175,34 @@ def step_metrics(
         **_group_counts(facts, masks, dropped or {}),
         "tokens/loss": int(masks.loss_tokens_RT.sum()),
         "tokens/sampled": int(batch.sampled_RT.sum()),
-        "tokens/too_old": too_old,
+        "tokens/too_old": int(too_old_RT.sum()),
         "tokens/not_finite": int((batch.sampled_RT & ~torch.isfinite(batch.rollout_logprobs_RT)).sum()),
     }
     staleness_N = version - batch.versions_RT[masks.loss_tokens_RT]
-    found |= _mean("staleness/mean", staleness_N) | _max("staleness/max", staleness_N)
-    found |= {f"rows/{state}": count for state, count in sorted(count_states(facts, masks).items())}
+    metrics |= _mean("staleness/mean", staleness_N) | _max("staleness/max", staleness_N)
+    metrics |= {f"rows/{state}": count for state, count in sorted(count_states(facts, masks).items())}
     for code in facts.truncation_reason_C[facts.truncation_reason_C != NONE].tolist():
         name = f"truncated/{TRUNCATION_REASONS[code]}"
-        found[name] = found.get(name, 0) + 1
-    return found
+        metrics[name] = metrics.get(name, 0) + 1
+    return metrics
 
 
-def count_states(facts: CompletionFacts, masks: Masks) -> Counter[str]:
-    """Completions by what became of them; each counts once, under the first of its facts in the order below."""
-    columns = zip(
-        facts.drop_reason_C.tolist(),
-        facts.rollout_reason_C.tolist(),
-        facts.reward_reason_C.tolist(),
-        facts.truncation_reason_C.tolist(),
-        masks.rejected_by_C.tolist(),
-        masks.baseline_C.tolist(),
-        strict=True,
+def correction_step_metrics(prepared: PreparedBatch, settings: Settings) -> dict[str, float]:
+    """Return the distance between trainer and engine when the batch was prepared, what was rejected, and the weights.
+
+    Call it after the first update, when every micro-batch's old log-probs have been recorded.
+    """
+    policies, sequences = prepared.policies, prepared.sequences
+    if not isinstance(policies, CompleteComparison):
+        policies = compare_policies(prepared.batch, sequences, policies.old_logprobs_RT, prepared.version, settings)
+    metrics = correction_metrics(
+        policies.old_logprobs_RT,
+        prepared.batch.rollout_logprobs_RT,
+        policies.log_ratios,
+        rejection=prepared.rejection,
+        weights=policies.importance,
     )
-    return Counter(_state(*column, rules=masks.rules) for column in columns)
-
-
-def _state(
-    dropped: int, failed: int, unmeasured: int, truncated: int, rejected: int, valid: bool, *, rules: Sequence[str]
-) -> str:
-    if valid:
-        return "valid"
-    if dropped != NONE:
-        return f"dropped:{DROP_REASONS[dropped]}"
-    if failed != NONE:
-        return f"failed:{ROLLOUT_REASONS[failed]}"
-    if unmeasured != NONE:
-        return f"reward:{REWARD_REASONS[unmeasured]}"
-    if rejected != NONE:
-        return f"rejected:{rules[rejected]}"
-    return f"truncated:{TRUNCATION_REASONS[truncated]}"
+    return {f"correction/{name}": float(value) for name, value in metrics.items()}
 
 
 def _group_counts(facts: CompletionFacts, masks: Masks, dropped: Mapping[DropReason, int]) -> Metrics:
@@ -194,53 +216,61 @@ def _group_counts(facts: CompletionFacts, masks: Masks, dropped: Mapping[DropRea
     }
 
 
-def _parts(batch: Batch, masks: Masks) -> Metrics:
-    found: Metrics = {}
+def _part_metrics(batch: Batch, masks: Masks) -> Metrics:
+    metrics: Metrics = {}
     for name, values_C in zip(batch.part_names, batch.parts_PC, strict=True):
-        found |= _summary(f"reward/part/{name}", values_C[masks.baseline_C])
-    return found
+        metrics |= _summary(f"reward/part/{name}", values_C[masks.baseline_C])
+    return metrics
 
 
-def _pass_at_k(sampled: Sequence[tuple[Batch, Masks]], correct_at: float) -> Metrics:
-    """Over groups as they were sampled, so filtered ones too: those all right or all wrong are the most of those."""
-    valid, every, right = [], [], []
-    for batch, masks in sampled:
-        facts = batch.facts
-        groups = Grouping(facts.group_ids_C, masks.baseline_C, facts.num_groups)
-        valid.append(groups.count_G.long().cpu())
-        every.append(torch.bincount(facts.group_ids_C, minlength=facts.num_groups).cpu())
-        right.append(groups.sum((masks.rewards_C >= correct_at).double()).long().cpu())
-    valid_G, every_G, right_G = torch.cat(valid), torch.cat(every), torch.cat(right)
-    found: Metrics = {}
+def _pass_at_k(
+    facts: CompletionFacts, masks: Masks, filtered: Sequence[GroupRewards], success_threshold: float
+) -> Metrics:
+    """Compute pass@k over trained and filtered groups: most groups that are all right or all wrong are filtered."""
+    groups = Grouping(facts.group_ids_C, masks.baseline_C, facts.num_groups)
+    right_G = groups.sum((masks.rewards_C >= success_threshold).double())
+    others = [
+        (
+            len(group.baseline_C),
+            int(group.baseline_C.sum()),
+            int((group.rewards_C >= success_threshold)[group.baseline_C].sum()),
+        )
+        for group in filtered
+    ]
+    others_3G = torch.tensor(others, dtype=torch.int64).view(-1, 3).T
+    total_G = torch.cat([torch.bincount(facts.group_ids_C, minlength=facts.num_groups).cpu(), others_3G[0]])
+    valid_G = torch.cat([groups.count_G.long().cpu(), others_3G[1]])
+    right_G = torch.cat([right_G.long().cpu(), others_3G[2]])
+    metrics: Metrics = {}
     k = 1
-    while k <= (int(every_G.max()) if len(every_G) else 0):
-        for name, n_G in (("valid", valid_G), ("all", every_G)):
+    while k <= (int(total_G.max()) if len(total_G) else 0):
+        for name, n_G in (("valid", valid_G), ("all", total_G)):
             passed = pass_at_k(n_G, right_G, k)
-            found |= _mean(f"pass@{k}/{name}", passed.value[passed.known])
+            metrics |= _mean(f"pass@{k}/{name}", passed.value[passed.known])
         k *= 2
-    return found
+    return metrics
 
 
 def _lengths_by_end(facts: CompletionFacts, masks: Masks, lengths_C: Tensor) -> Metrics:
-    found: Metrics = {}
+    metrics: Metrics = {}
     for code, end in enumerate(("finished", *TRUNCATION_REASONS), start=NONE):
-        found |= _mean(f"length/by_end/{end}", lengths_C[masks.baseline_C & (facts.truncation_reason_C == code)])
-    return found
+        metrics |= _mean(f"length/by_end/{end}", lengths_C[masks.baseline_C & (facts.truncation_reason_C == code)])
+    return metrics
 
 
 def _sampled_lengths(batch: Batch) -> Tensor:
-    """Sampled tokens of each completion: every one is in exactly one row."""
+    """Return the sampled tokens of each completion; each token is in exactly one row."""
     zeros_C = torch.zeros_like(batch.facts.group_ids_C)
     return zeros_C.index_add(0, batch.completion_ids_R, batch.sampled_RT.sum(dim=1))
 
 
 def _summary(name: str, values: Tensor) -> Metrics:
-    found = _mean(f"{name}/mean", values)
+    metrics = _mean(f"{name}/mean", values)
     if len(values) > 1:
-        found[f"{name}/std"] = float(values.std())
+        metrics[f"{name}/std"] = float(values.std())
     if len(values):
-        found |= {f"{name}/min": float(values.min()), f"{name}/max": float(values.max())}
-    return found
+        metrics |= {f"{name}/min": float(values.min()), f"{name}/max": float(values.max())}
+    return metrics
 
 
 def _mean(name: str, values: Tensor) -> Metrics:

@@ -1,4 +1,4 @@
-"""Passes of the models over rows of a batch: the policy, the reference beside it, the critic on top."""
+"""Passes of the policy, the reference policy and the critic over rows of a batch."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,25 +13,25 @@ from workers.train.distributed.ranks import Ranks
 from workers.train.model.critic import Critic
 from workers.train.model.logprobs import LogprobModel, TokenLogprobs, token_logprobs
 from workers.train.model.packing import set_attention
-from workers.train.step.batch import Batch, split_micro_batches
-from workers.train.step.forward_statistics import ForwardStatistics
+from workers.train.step.batch import Batch, ForwardStatistics, split_micro_batches
+from workers.train.step.loss import micro_batch_loss
 from workers.train.step.prepared_batch import PreparedBatch
 
 
 class ModelRunner:
-    """The models of a learner, and how they are read.
+    """Runs the models of a learner over micro-batches.
 
     Args:
-        policy: the model that is trained.
-        reference: the policy of the beginning; None where no divergence is asked for.
+        policy: the model in training.
+        reference: the reference policy; None without a KL penalty.
         critic: None unless the estimator needs values.
         settings: of the run.
         ranks: that share the work.
-        as_reference: makes the reference the policy of the beginning, for a pass; for one that is the policy itself,
-            with an adapter that is switched off.
+        as_reference: context in which `reference` is the initial policy; with LoRA it is the policy with its adapter
+            disabled.
 
     Raises:
-        SettingsError: the settings ask for an attention, or for packing, that is not to be had of these models.
+        SettingsError: these models do not support the attention or packing that the settings name.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class ModelRunner:
         self.settings, self.ranks, self.critic = settings, ranks, critic
         self.policy = self._with_attention(policy)
         self.reference = None if reference is None else self._with_attention(reference)
-        self._as_begun = as_reference
+        self._as_reference = as_reference
 
     def micro_batches(self, batch: Batch, rows_R: Tensor) -> list[Tensor | None]:
-        """Row numbers of each of this rank's micro-batches over these rows (bool); None: others have one more."""
+        """Return row numbers of this rank's micro-batches over some rows (bool, R); None where only other ranks have one."""
         tokens = self.settings.train.micro_batch_tokens
         return self.ranks.local_batches(split_micro_batches(batch, tokens, rows_R, packed=self.policy.packed))
 
     def forward_statistics(self, batch: Batch, mask_RT: Tensor) -> ForwardStatistics:
-        """A pass without gradient over the tokens that may bear loss."""
+        """Run policy and critic without gradient over the tokens that may bear loss."""
         zeros_RT = torch.zeros_like(batch.rollout_logprobs_RT)
         logprobs_RT, sum_pi_squared_RT, values_RT = zeros_RT, zeros_RT.clone(), zeros_RT.clone()
         end_values_R = zeros_RT.new_zeros(len(batch.lengths_R))
@@ -66,13 +66,15 @@ class ModelRunner:
                     continue
                 width = int(batch.lengths_R[rows].max())
                 mask = mask_RT[rows, :width]
-                found = self._forward(self.policy, batch, rows, mask, squares=True, ends=self.critic is not None)
-                for whole, part in ((logprobs_RT, found.logprobs_N), (sum_pi_squared_RT, found.sum_pi_squared_N)):
+                outputs = self._forward(
+                    self.policy, batch, rows, mask, sum_pi_squared=True, end_states=self.critic is not None
+                )
+                for whole, part in ((logprobs_RT, outputs.logprobs_N), (sum_pi_squared_RT, outputs.sum_pi_squared_N)):
                     whole[rows, :width] = torch.zeros_like(whole[rows, :width]).masked_scatter(mask, _required(part))
                 if self.critic is not None:
-                    values_N = self.critic(_required(found.hidden_NH))
+                    values_N = self.critic(_required(outputs.hidden_NH))
                     values_RT[rows, :width] = torch.zeros_like(values_RT[rows, :width]).masked_scatter(mask, values_N)
-                    end_values_R[rows] = self.critic(_required(found.end_hidden_MH))
+                    end_values_R[rows] = self.critic(_required(outputs.end_hidden_MH))
         add = self.ranks.all_reduce
         return ForwardStatistics(
             old_logprobs_RT=add(logprobs_RT),
@@ -81,75 +83,81 @@ class ModelRunner:
             end_values_R=add(end_values_R),
         )
 
-    def backward(self, formed: PreparedBatch, rows: Tensor, *, first: bool) -> LossOutput:
-        """Forward and backward over one micro-batch."""
-        batch = formed.batch
-        mask_MT = formed.masks.loss_tokens_RT[rows, : int(batch.lengths_R[rows].max())]
-        found = self._forward(self.policy, batch, rows, mask_MT, entropy=first)
+    def backward(self, prepared: PreparedBatch, rows: Tensor, *, first: bool) -> LossOutput:
+        """Run forward and backward over one micro-batch; `first` is True in the first update of a batch."""
+        batch = prepared.batch
+        mask_MT = prepared.masks.loss_tokens_RT[rows, : int(batch.lengths_R[rows].max())]
+        outputs = self._forward(self.policy, batch, rows, mask_MT, entropy=first)
         reference_N = None
         if self.reference is not None:
-            with torch.no_grad(), self._as_begun():
+            with torch.no_grad(), self._as_reference():
                 reference_N = self._forward(self.reference, batch, rows, mask_MT).logprobs_N
-        values_N = None if self.critic is None else self.critic(_required(found.hidden_NH))
-        output = formed.objective.micro_batch_loss(rows, found, first=first, reference_N=reference_N, values_N=values_N)
-        output.loss.backward()  # type: ignore[no-untyped-call]
-        return output
+        values_N = None if self.critic is None else self.critic(_required(outputs.hidden_NH))
+        loss = micro_batch_loss(
+            prepared, self.settings, rows, outputs, first=first, reference_N=reference_N, values_N=values_N
+        )
+        loss.loss.backward()  # type: ignore[no-untyped-call]
+        return loss
 
     def dummy_forward(self, batch: Batch) -> None:
-        """Go through the models with the other ranks, where this one has no micro-batch: for one token, and nothing.
+        """Run the models over one token in a turn in which only other ranks have a micro-batch.
 
-        With gradients there is a backward pass too, of a loss that is 0 whatever the model says.
+        A pass through a sharded model is a collective, so every rank makes the same number of passes. With gradients
+        enabled there is a backward pass too, of a loss that is always 0.
         """
         rows = batch.lengths_R.new_zeros(1)
         mask_MT = torch.tensor([[False, True]], device=rows.device)
-        found = self._forward(self.policy, batch, rows, mask_MT)
+        outputs = self._forward(self.policy, batch, rows, mask_MT)
         if not torch.is_grad_enabled():
             return
         if self.reference is not None:
-            with torch.no_grad(), self._as_begun():
+            with torch.no_grad(), self._as_reference():
                 self._forward(self.reference, batch, rows, mask_MT)
-        (found.logprobs_N.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+        (outputs.logprobs_N.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
-    def _with_attention(self, read: LogprobModel) -> LogprobModel:
-        dtype = torch.bfloat16 if self.settings.model.dtype == "bfloat16" else next(read.model.parameters()).dtype
-        chosen = set_attention(read, self.settings.train, dtype)
-        ways, _ = self.ranks.all_reduce_metrics({"packed" if chosen.packed else "padded": 1.0}, {})
-        if len(ways) > 1:  # said by all of them, so that none waits for one that has left
+    def _with_attention(self, model: LogprobModel) -> LogprobModel:
+        dtype = torch.bfloat16 if self.settings.model.dtype == "bfloat16" else next(model.model.parameters()).dtype
+        configured = set_attention(model, self.settings.train, dtype)
+        layouts, _ = self.ranks.all_reduce_metrics({"packed" if configured.packed else "padded": 1.0}, {})
+        if len(layouts) > 1:  # every rank raises, so none waits for one that has left
             raise SettingsError(
-                "rows are packed at some ranks and padded at others, whose devices have not the same; set "
-                "train.packing to 'off', or train.attention to one that all devices have"
+                "rows are packed on some ranks and padded on others, because their devices differ; set train.packing to "
+                "'off', or train.attention to one that all devices support"
             )
-        return chosen
+        return configured
 
     def _forward(
         self,
-        read: LogprobModel,
+        model: LogprobModel,
         batch: Batch,
         rows: Tensor,
         mask_MT: Tensor,
         *,
         entropy: bool = False,
-        squares: bool = False,
-        ends: bool = False,
+        sum_pi_squared: bool = False,
+        end_states: bool = False,
     ) -> TokenLogprobs:
+        width = mask_MT.shape[1]
         bonus = self.settings.algorithm.entropy_coefficient > 0 and torch.is_grad_enabled()
         with torch.autocast(mask_MT.device.type, torch.bfloat16, enabled=self.settings.model.dtype == "bfloat16"):
             return token_logprobs(
-                read,
-                batch.tokens_RT[rows, : mask_MT.shape[1]],
+                model,
+                batch.tokens_RT[rows, :width],
                 mask_MT,
                 temperature=self.settings.rollout.temperature,
-                lengths_M=batch.lengths_R[rows].clamp(
-                    max=mask_MT.shape[1]
-                ),  # an idle pass reads the beginning of a row
+                lengths_M=batch.lengths_R[rows].clamp(max=width),  # a dummy pass reads only the start of a row
                 entropy="gradient" if bonus else "value" if entropy else "",
-                sum_pi_squared=squares,
-                end_states=ends,
+                sum_pi_squared=sum_pi_squared,
+                end_states=end_states,
             )
 
 
 def _required(tensor: Tensor | None) -> Tensor:
-    """What was asked for, and is therefore there."""
+    """Return a tensor that was requested from the model.
+
+    Raises:
+        ValueError: the model cannot provide hidden states.
+    """
     if tensor is None:
         raise ValueError("the model's output layer is no module of its own, so its hidden states cannot be had")
     return tensor

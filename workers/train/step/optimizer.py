@@ -1,4 +1,4 @@
-"""The optimizer: AdamW over what is trained and the critic beside it, its rates, and its state as tensors by name."""
+"""The optimizer: AdamW over the policy's trained parameters and the critic, with its state as tensors by name."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, cast
@@ -16,11 +16,11 @@ _BETAS = (0.9, 0.95)
 
 
 class Optimizer:
-    """AdamW; matrices of the policy decay, gains, biases and the critic do not.
+    """AdamW with weight decay on the policy's matrices; gains, biases and the critic do not decay.
 
     Args:
-        policy: parameters that are trained, by name.
-        critic: the critic's; none where there is none.
+        policy: the policy's trained parameters, by name.
+        critic: the critic's parameters; empty without a critic.
         settings: of the run.
     """
 
@@ -45,7 +45,7 @@ class Optimizer:
         )
 
     def set_learning_rate(self, step: int, total_steps: int) -> float:
-        """Set the learning rates of a step, counted from 0; returns the policy's."""
+        """Set the learning rates of a step, counted from 0; return the policy's."""
         train = self.settings
         now = learning_rate_factor(
             step, schedule=train.schedule, warmup_steps=train.warmup_steps, total_steps=total_steps
@@ -55,23 +55,23 @@ class Optimizer:
         return train.learning_rate * now
 
     def zero_grad(self) -> None:
-        """Forget gradients."""
+        """Clear all gradients."""
         self.adamw.zero_grad(set_to_none=True)
 
     def clip_gradients(self) -> tuple[Tensor, bool]:
-        """Bound gradients, the critic's by themselves; the norm that the policy's had, and whether all are finite."""
+        """Clip policy and critic gradients separately; return the policy's norm before, and whether all are finite."""
         norm = clip_grad_norm(self.policy.values(), self.settings.max_grad_norm)
-        sound = torch.isfinite(norm)
+        finite = torch.isfinite(norm)
         if self.critic:
-            sound &= torch.isfinite(clip_grad_norm(self.critic.values(), self.settings.max_grad_norm))
-        return norm, bool(sound)
+            finite &= torch.isfinite(clip_grad_norm(self.critic.values(), self.settings.max_grad_norm))
+        return norm, bool(finite)
 
     def step(self) -> None:
-        """One step along the gradients."""
+        """Apply the gradients."""
         self.adamw.step()
 
     def state(self) -> dict[str, Tensor]:
-        """Its tensors by kind and parameter, `exp_avg.NAME`; sharded where the parameter is."""
+        """Return its tensors by kind and parameter, `exp_avg.NAME`; sharded like the parameter."""
         return {
             f"{kind}.{name}": value
             for name, parameter in (*self.policy.items(), *self.critic.items())
@@ -79,23 +79,23 @@ class Optimizer:
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], names: Collection[str], ranks: Ranks) -> None:
-        """Set parameters and state, at every rank its part of them.
+        """Set parameters and optimizer state; each rank takes its shard.
 
         Args:
-            tensors: `master.NAME` of every parameter, and what `state` gave; at the first rank.
-            names: of these, at every rank.
+            tensors: `master.NAME` of every parameter, and the tensors of `state`; rank 0 only.
+            names: of these, on every rank.
             ranks: all of them call this.
         """
         self.adamw.state.clear()
         for name, parameter in (*self.policy.items(), *self.critic.items()):
             broadcast_into(parameter, tensors.get(f"master.{name}"), ranks)
             empty = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
-            found = {
+            state = {
                 kind: torch.zeros_like(like, requires_grad=False)
                 for kind, like in empty.items()
                 if f"{kind}.{name}" in names
             }
-            for kind, tensor in found.items():
+            for kind, tensor in state.items():
                 broadcast_into(tensor, tensors.get(f"{kind}.{name}"), ranks)
-            if found:
-                self.adamw.state[parameter] = found
+            if state:
+                self.adamw.state[parameter] = state

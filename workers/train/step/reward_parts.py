@@ -1,4 +1,4 @@
-"""What rewards are made of, read from records: parts by name, turns in order, and the greedy completion's reward."""
+"""Reward parts read from records: parts by name and weight, rewards per turn, and the greedy completion."""
 
 import math
 from collections import defaultdict
@@ -12,59 +12,52 @@ from stream.errors import RecordError
 from stream.records import Completion, Group
 from stream.validity import Measured, Reward
 
+PartKey = tuple[str, float]
+"""Name and weight of a reward part."""
+
 
 class PartTable(NamedTuple):
-    """The parts of every completion's reward: `names` (P), `values_PC` and `weights_P`, float64."""
+    """The parts of every completion's reward: `keys` (P), and `values_PC` and `weights_P` in float64."""
 
-    names: tuple[str, ...]
+    keys: tuple[PartKey, ...]
     values_PC: Tensor
     weights_P: Tensor
 
 
 def measured_value(reward: Reward | None) -> float | None:
-    """The number, if somebody measured a finite one."""
+    """Return the value of a reward that is measured and finite, else None."""
     return reward.value if isinstance(reward, Measured) and math.isfinite(reward.value) else None
 
 
 def greedy_completion(group: Group) -> Completion | None:
-    """The group's greedy completion, if it has one.
+    """Return the group's greedy completion, or None.
 
     Raises:
-        RecordError: it has several, and none of them is the baseline.
+        RecordError: the group has several, so none of them can be the baseline.
     """
-    found = [completion for completion in group.completions if completion.greedy]
-    if len(found) > 1:
-        raise RecordError(f"group {group.prompt.id}: {len(found)} greedy completions; one at most expected")
-    return found[0] if found else None
+    greedy = [completion for completion in group.completions if completion.greedy]
+    if len(greedy) > 1:
+        raise RecordError(f"group {group.prompt.id}: {len(greedy)} greedy completions; one at most expected")
+    return greedy[0] if greedy else None
 
 
 def part_table(completions: Sequence[Completion]) -> PartTable:
-    """Parts by name, in the order in which they first appear.
+    """Tabulate reward parts by name and weight, in order of first appearance.
 
-    A completion's parts of one name, those of its turns for one, are added up. The same name under another weight
-    (which a run resumed with other settings may hold) is a part of its own, called `name@weight`: so the weighted sum
-    over parts is each completion's reward.
-
-    Args:
-        completions: whose parts to read.
-
-    Returns:
-        Unweighted values, 0 where a completion has no such part or nobody measured it.
+    A completion's parts of one name and weight, such as those of its turns, are added up. The same name with another
+    weight (from a run that was resumed with other settings) is a part of its own, so the weighted sum over parts equals
+    each completion's reward. Values are unweighted, and 0 where a part is absent or unmeasured.
     """
-    places: dict[tuple[str, float], int] = {}
-    names: list[str] = []
+    rows: dict[PartKey, int] = {}
     sums: defaultdict[tuple[int, int], float] = defaultdict(float)
     for column, completion in enumerate(completions):
         for part in completion.parts:
-            place = places.setdefault((part.name, part.weight), len(names))
-            if place == len(names):
-                names.append(f"{part.name}@{part.weight:g}" if part.name in names else part.name)
-            sums[place, column] += measured_value(part.reward) or 0.0
-    values_PC = torch.zeros(len(names), len(completions), dtype=torch.float64)
+            row = rows.setdefault((part.name, part.weight), len(rows))
+            sums[row, column] += measured_value(part.reward) or 0.0
+    values_PC = torch.zeros(len(rows), len(completions), dtype=torch.float64)
     at = torch.tensor(list(sums), dtype=torch.int64).view(-1, 2)
     values_PC[at[:, 0], at[:, 1]] = torch.tensor(list(sums.values()), dtype=torch.float64)
-    weights = [weight for _, weight in places]
-    return PartTable(tuple(names), values_PC, torch.tensor(weights, dtype=torch.float64))
+    return PartTable(tuple(rows), values_PC, torch.tensor([weight for _, weight in rows], dtype=torch.float64))
 
 
 def turn_rewards(
@@ -74,36 +67,35 @@ def turn_rewards(
 
     Args:
         completions: each with its prompt's id.
-        last_tokens: the last token of every sampled range of each completion, in order, as a place in the
-            flattened rows.
-        shape: rows and their width.
+        last_tokens: flat index among the rows of the last token of each sampled range, per completion, in order.
+        shape: number of rows and their width.
 
     Returns:
-        float64 (R, T); zeros for completions whose reward is not measured, whichever of their turns are.
+        float64 (R, T); zeros for completions whose reward is not measured, even if some of their turns are.
 
     Raises:
-        RecordError: a completion has rewards by turn, but not one for each sampled range.
+        RecordError: a completion has rewards per turn, but not one per sampled range.
     """
-    places: list[int] = []
+    positions: list[int] = []
     rewards: list[float] = []
-    for (prompt, completion), found in zip(completions, last_tokens, strict=True):
+    for (prompt, completion), last in zip(completions, last_tokens, strict=True):
         try:
-            of_turns = _by_range(completion, len(found))
+            by_range = _by_range(completion, len(last))
         except ValueError as error:
             raise RecordError(f"group {prompt}, completion {completion.index}: {error}") from error
-        if of_turns and measured_value(completion.reward) is not None:
-            places += found
-            rewards += of_turns
+        if by_range and measured_value(completion.reward) is not None:
+            positions += last
+            rewards += by_range
     rewards_N = torch.zeros(shape[0] * shape[1], dtype=torch.float64)
-    rewards_N[torch.tensor(places, dtype=torch.int64)] = torch.tensor(rewards, dtype=torch.float64)
+    rewards_N[torch.tensor(positions, dtype=torch.int64)] = torch.tensor(rewards, dtype=torch.float64)
     return rewards_N.view(shape)
 
 
 def _by_range(completion: Completion, ranges: int) -> list[float]:
-    """The weighted reward of each sampled range; empty where none came by turn.
+    """Return the weighted reward of each sampled range; empty without rewards per turn.
 
-    The k-th range is turn k. An engine may end a turn without a token: that ends the episode, so such a turn is the
-    last one and has no range, and its reward goes to the range before.
+    Range k is turn k. An engine may end a turn without a token, which ends the episode: such a last turn has no range,
+    and its reward goes to the previous one.
     """
     rewards = _by_turn(completion)
     if len(rewards) == ranges + 1 == completion.turns:
@@ -116,7 +108,7 @@ def _by_range(completion: Completion, ranges: int) -> list[float]:
 
 
 def _by_turn(completion: Completion) -> list[float]:
-    """The weighted reward of each turn of the model, 0.0 where nobody measured it."""
+    """Return the weighted reward of each turn of the model, 0.0 where unmeasured."""
     found: defaultdict[int, float] = defaultdict(float)
     for part in completion.parts:
         if part.turn is not None:

@@ -1,0 +1,179 @@
+"""Masks of a batch under a run's settings, and the checks that decide whether a group is worth training on."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stream.errors import RecordError
+from stream.records import Group
+from stream.validity import DropReason, TruncationReason
+from workers.settings import Settings
+from workers.train.algorithms.filters import FILTERS
+from workers.train.algorithms.grouping import Grouping
+from workers.train.algorithms.masks import (
+    DROP_REASONS,
+    NONE,
+    REWARD_REASONS,
+    ROLLOUT_REASONS,
+    TRUNCATION_REASONS,
+    CompletionFacts,
+    Masks,
+    derive_masks,
+    drop_completions,
+    too_old_tokens,
+)
+from workers.train.step.batch import Batch, collate
+from workers.train.step.estimation import estimate_advantages, greedy_baseline
+
+MAX_REWARD = 1e18
+"""Largest absolute reward; its square, and sums of squares, are finite in float32."""
+
+
+class GroupRewards(NamedTuple):
+    """Rewards of one group's completions after the truncation policy, for metrics of filtered groups."""
+
+    rewards_C: Tensor
+    """float64; 0 outside B."""
+    baseline_C: Tensor
+    """bool, B."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class CheckedGroup:
+    """A group as `check_group` collated and judged it; `batch.merge_batches` makes an optimizer batch of several."""
+
+    batch: Batch
+    """The group alone."""
+    drop_reason: DropReason | None
+    """Why the group is not worth training on; None if it is."""
+    rewards: GroupRewards
+    states: Counter[str]
+    """Number of completions by state, as `count_states`."""
+
+
+def check_group(group: Group, settings: Settings, version: int, vocab_size: int) -> CheckedGroup:
+    """Collate and mask a group, and decide whether it is worth training on at this policy version.
+
+    Raises:
+        RecordError: the group cannot be trained on (see `batch.collate`), a token id is not in the vocabulary, or a
+            reward exceeds `MAX_REWARD`.
+    """
+    batch = collate([group])
+    if batch.tokens_RT.numel() and not 0 <= int(batch.tokens_RT.min()) <= int(batch.tokens_RT.max()) < vocab_size:
+        raise RecordError(f"group {group.prompt.id}: a token id outside of the model's vocabulary of {vocab_size}")
+    masks = mask_batch(batch, settings, version)
+    largest = _max_abs_reward(batch, masks)
+    if not largest <= MAX_REWARD:
+        raise RecordError(f"group {group.prompt.id}: a reward of {largest:g}; rewards are limited to {MAX_REWARD:g}")
+    return CheckedGroup(
+        batch=batch,
+        drop_reason=filter_reasons(batch, masks, settings)[0],
+        rewards=GroupRewards(masks.rewards_C, masks.baseline_C),
+        states=count_states(batch.facts, masks),
+    )
+
+
+def mask_batch(batch: Batch, settings: Settings, version: int) -> Masks:
+    """Derive the masks of a batch at a policy version.
+
+    Tokens older than `pacing.max_token_age` are rejected; tokens whose rollout log-prob is not finite bear no loss.
+    """
+    too_old_RT = too_old_tokens(batch.sampled_RT, batch.versions_RT, version, settings.pacing.max_token_age)
+    return derive_masks(
+        batch.facts,
+        batch.completion_ids_R,
+        batch.sampled_RT,
+        truncation={reason: settings.truncation_policy(reason) for reason in TruncationReason},
+        rejected_by_rule={"too_old": too_old_RT},
+        not_finite_RT=~torch.isfinite(batch.rollout_logprobs_RT),
+    )
+
+
+def filter_reasons(batch: Batch, masks: Masks, settings: Settings) -> list[DropReason | None]:
+    """Return for each group why it is not worth training on, or None.
+
+    Counts completions in B, after rejection and the truncation policy, before reward shaping. A single completion is no
+    tie; `algorithm.single_sample_policy` decides about it. Advantage bounds apply to the group's own advantages.
+    """
+    groups = Grouping(batch.facts.group_ids_C, masks.baseline_C, batch.facts.num_groups)
+    single_G = groups.count_G == 1
+    inputs = {"rewards_C": masks.rewards_C, "groups": groups}
+    limits = settings.filter
+    failing: list[tuple[DropReason, Tensor]] = [(DropReason.NO_VALID_ROW, groups.count_G == 0)]
+    if settings.estimator.name == "remax":
+        failing.append((DropReason.NO_BASELINE, ~greedy_baseline(batch, settings)[1]))
+    if settings.algorithm.single_sample_policy == "drop":
+        failing.append((DropReason.SINGLETON, single_G))
+    minimum = {"min_valid_rows": settings.min_valid_rows}
+    failing.append((DropReason.MIN_VALID_ROWS, ~FILTERS["min_valid_rows"](inputs, minimum)))
+    if settings.drops_zero_variance:
+        failing.append((DropReason.ZERO_VARIANCE, ~FILTERS["zero_variance"](inputs, {}) & ~single_G))
+    lowest, highest = limits.mean_reward_range
+    difficulty = {"min_mean_reward": lowest, "max_mean_reward": highest}
+    failing.append((DropReason.DIFFICULTY, ~FILTERS["difficulty"](inputs, difficulty)))
+    bounds = {"min_advantage": limits.advantage_range[0], "max_advantage": limits.advantage_range[1]}
+    if limits.non_default("advantage_range"):
+        inputs["advantages_C"] = estimate_advantages(batch, masks, settings).values_C
+        failing.append((DropReason.ADVANTAGE, ~FILTERS["advantage_bounds"](inputs, bounds)))
+    reasons: list[DropReason | None] = [None] * batch.facts.num_groups
+    for reason, failing_G in reversed(failing):
+        for group in failing_G.nonzero().squeeze(1).tolist():
+            reasons[group] = reason
+    return reasons
+
+
+def drop_groups(batch: Batch, masks: Masks, reasons: Sequence[DropReason | None]) -> tuple[Batch, Masks]:
+    """Drop the completions in B of groups with a reason; completions outside B keep their own reason."""
+    codes_G = torch.tensor([NONE if reason is None else DROP_REASONS.index(reason) for reason in reasons])
+    codes_C = codes_G.to(batch.facts.drop_reason_C.device)[batch.facts.group_ids_C]
+    dropped_C = (codes_C != NONE) & masks.baseline_C
+    facts = replace(batch.facts, drop_reason_C=torch.where(dropped_C, codes_C, batch.facts.drop_reason_C))
+    return replace(batch, facts=facts), drop_completions(masks, batch.completion_ids_R, dropped_C)
+
+
+def count_states(facts: CompletionFacts, masks: Masks) -> Counter[str]:
+    """Count completions by state; each counts once, under the first of its facts in the order of `_state`."""
+    columns = zip(
+        facts.drop_reason_C.tolist(),
+        facts.rollout_reason_C.tolist(),
+        facts.reward_reason_C.tolist(),
+        facts.truncation_reason_C.tolist(),
+        masks.rejected_by_C.tolist(),
+        masks.baseline_C.tolist(),
+        strict=True,
+    )
+    return Counter(_state(*column, rules=masks.rules) for column in columns)
+
+
+def _state(
+    dropped: int, failed: int, unmeasured: int, truncated: int, rejected: int, valid: bool, *, rules: Sequence[str]
+) -> str:
+    if valid:
+        return "valid"
+    if dropped != NONE:
+        return f"dropped:{DROP_REASONS[dropped]}"
+    if failed != NONE:
+        return f"failed:{ROLLOUT_REASONS[failed]}"
+    if unmeasured != NONE:
+        return f"reward:{REWARD_REASONS[unmeasured]}"
+    if rejected != NONE:
+        return f"rejected:{rules[rejected]}"
+    return f"truncated:{TRUNCATION_REASONS[truncated]}"
+
+
+def _max_abs_reward(batch: Batch, masks: Masks) -> float:
+    """Return the largest absolute reward in use: of completions in B, their parts and turns, and greedy completions."""
+    in_baseline_R = masks.baseline_C[batch.completion_ids_R]
+    parts_PC = batch.parts_PC[:, masks.baseline_C]
+    used = (
+        masks.rewards_C,
+        parts_PC,
+        parts_PC * batch.part_weights_P.unsqueeze(1),
+        batch.turn_rewards_RT[in_baseline_R],
+        batch.greedy_rewards_G,
+    )
+    return max((float(values.abs().max()) for values in used if values.numel()), default=0.0)
