@@ -21,13 +21,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from envs.factory import EnvironmentFactory
 from stream.records import Prompt, Span
+from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.history_check import check_history
 from workers.rollout.engine_client.sampled_turn import SampledTurn
 from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.group import run_group
-from workers.rollout.tool_formats.detection import TOOL_FORMATS
+from workers.rollout.group import GroupRunner
+from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.settings import Rollout
 
 GROUP, AT_ONCE, TURNS, TURN_TOKENS, PROMPT_TOKENS = 8, 8, 3, 64, 490
@@ -149,14 +150,12 @@ async def measure(groups: int) -> dict[str, float]:
 
         async def work() -> None:
             while todo:
-                group = await run_group(
-                    todo.pop(),
-                    chat=chat,
+                group = await GroupRunner(
+                    chats={"adder": ChatSetup(chat, TOOL_FORMATS["hermes"])},
                     sampler=sampler,
                     pool=pool,
                     limits=Rollout(),
-                    tool_format=TOOL_FORMATS["hermes"],
-                )
+                ).run(todo.pop())
                 for completion in group.completions:
                     assert (completion.failure, completion.turns, completion.tool_errors) == (None, TURNS, 0)
 

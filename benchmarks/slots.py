@@ -23,12 +23,13 @@ import anyio
 from benchmarks.rollout_turns import GROUP, TURNS, Adder, make_folder, padded, prompts
 from envs.factory import EnvironmentFactory
 from stream.records import Span
+from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.engine_client.sampled_turn import SampledTurn
 from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.group import run_group
-from workers.rollout.tool_formats.detection import TOOL_FORMATS
+from workers.rollout.group import GroupRunner
+from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.settings import Rollout
 
 SLOTS, RESET_S, ENGINE_S, LIMIT = 64, 0.1, 0.03, 0.8
@@ -84,14 +85,12 @@ async def measure(groups: int, threads: int) -> dict[str, float]:
 
         async def work() -> None:
             while todo:
-                group = await run_group(
-                    todo.pop(),
-                    chat=chat,
+                group = await GroupRunner(
+                    chats={"slow": ChatSetup(chat, TOOL_FORMATS["hermes"])},
                     sampler=engine,
                     pool=pool,
                     limits=Rollout(),
-                    tool_format=TOOL_FORMATS["hermes"],
-                )
+                ).run(todo.pop())
                 for completion in group.completions:
                     assert (completion.failure, completion.turns, completion.tool_errors) == (None, TURNS, 0)
 

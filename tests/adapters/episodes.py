@@ -14,9 +14,10 @@ from stream.records import Completion, Prompt
 from tests.e2e.harness import Project, summary_of
 from tests.unit.test_episode import Scripted, make_chat
 from workers.rollout.agent_endpoint.endpoint import serve_endpoint
+from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.group import run_group
-from workers.rollout.tool_formats.detection import TOOL_FORMATS
+from workers.rollout.group import GroupRunner
+from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.settings import Rollout
 from workers.testing.scripted_engine import ScriptedEngine
 
@@ -33,16 +34,18 @@ async def completions(
         id="p", messages=[{"role": "user", "content": "Go."}], fields=fields or {}, environment="it", group_size=n
     )
     async with serve_endpoint("127.0.0.1") as endpoint:
-        group = await run_group(
-            prompt,
-            chat=chat.with_tools([tool.schema for tool in factory.tools] or None),
+        group = await GroupRunner(
+            chats={
+                prompt.environment: ChatSetup(
+                    chat.with_tools([tool.schema for tool in factory.tools] or None), TOOL_FORMATS["hermes"]
+                )
+            },
             sampler=script if hasattr(script, "sample") else Scripted(script),
             pool=pool,
             limits=Rollout(**{"max_tokens": 20_000, "max_tokens_per_turn": 5_000, **limits}),
-            tool_format=TOOL_FORMATS["hermes"],
             factories={"it": factory},
             endpoint=endpoint,
-        )
+        ).run(prompt)
     return group.completions
 
 

@@ -66,7 +66,7 @@ async def test_an_episode_that_is_cut_off_is_cancelled_at_the_server_and_the_nex
     async def slow():
         await anyio.sleep(60)
 
-    (late,) = await completions(factory, Scripted(lambda _turn, _text: slow()), wall_clock_s=8.0)
+    (late,) = await completions(factory, Scripted(lambda _turn, _text: slow()), episode_timeout_s=8.0)
     assert late.parts, late.failure
     assert not isinstance(merge_parts(late.parts), Measured)
     (completion,) = await completions(factory, ["[crane]"])

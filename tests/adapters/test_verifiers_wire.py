@@ -14,15 +14,16 @@ from envs.factory import EnvironmentFactory
 from envs.rewards.merge import merge_parts
 from envs.snapshot import thaw
 from stream.errors import DataError, EngineError, EngineRefusedError
-from stream.records import Completion, Prompt
+from stream.records import Prompt
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason
 from tests.adapters.episodes import completions
 from tests.unit.test_episode import END, Scripted, ids, make_chat, text_of
+from tests.unit.test_recorder import recorder_of
 from workers.rollout.agent_endpoint.endpoint import serve_endpoint
-from workers.rollout.agent_endpoint.recorder import ChatsByTools, Recorder
+from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.group import run_group
-from workers.rollout.tool_formats.detection import TOOL_FORMATS
+from workers.rollout.group import GroupRunner
+from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.settings import Rollout
 
 NODE = {"message": {"role": "assistant", "content": "x"}}
@@ -95,7 +96,7 @@ async def played(play, script, **limits):
         address = await tasks.start(server.serve)
         factory = await anyio.to_thread.run_sync(EnvironmentFactory.load, f"verifiers:{address}")
         found = await completions(factory, script, fields={"answer": "4"}, **limits)
-        if limits.get("wall_clock_s"):
+        if limits.get("episode_timeout_s"):
             with anyio.fail_after(5):
                 while not server.cancelled:
                     await anyio.sleep(0.01)
@@ -184,7 +185,7 @@ async def test_an_episode_that_overruns_is_cancelled_at_the_server():
         await anyio.sleep(60)
         yield b"reply", reply()
 
-    (completion,), server, _ = await played(play, ["one"], wall_clock_s=0.5)
+    (completion,), server, _ = await played(play, ["one"], episode_timeout_s=0.5)
     assert server.cancelled == [server.requests[0][0]]
     assert completion.truncated is TruncationReason.WALL_CLOCK
     assert merge_parts(completion.parts).reason is RewardReason.MISSING
@@ -251,8 +252,7 @@ async def test_an_answer_that_was_lost_is_given_again_and_not_sampled_twice():
 
 
 async def test_the_address_of_an_episode_is_a_secret_and_forgotten_with_it():
-    completion = Completion(index=0, seconds={"engine": 0.0})
-    recorder = Recorder(completion, ChatsByTools(make_chat()), Scripted(["one"]), Rollout(), TOOL_FORMATS["hermes"], 0)
+    recorder, completion = recorder_of(Scripted(["one"]))
     async with serve_endpoint("127.0.0.1") as endpoint:
         with endpoint.episode(recorder) as url:
             assert (await ask(url.replace("/v1", "x/v1"), user("a")))[0] == 404
@@ -262,9 +262,7 @@ async def test_the_address_of_an_episode_is_a_secret_and_forgotten_with_it():
 
 
 async def test_what_is_no_conversation_is_refused():
-    recorder = Recorder(
-        Completion(index=0), ChatsByTools(make_chat()), Scripted([]), Rollout(), TOOL_FORMATS["hermes"], 0
-    )
+    recorder, _ = recorder_of(Scripted([]))
     async with serve_endpoint("127.0.0.1") as endpoint:
         with endpoint.episode(recorder) as url:
             assert (await ask(url))[0] == 400
@@ -275,15 +273,13 @@ async def test_without_an_endpoint_it_is_refused_and_not_played_as_something_els
     factory = await anyio.to_thread.run_sync(EnvironmentFactory.load, "verifiers:tcp://127.0.0.1:9")
     prompt = Prompt(id="p", messages=[user("Go.")], environment="it")
     async with EnvironmentPool({"it": factory}, size=1) as pool:
-        with pytest.raises(DataError, match="nothing serves an endpoint here"):
-            await run_group(
-                prompt,
-                chat=make_chat(),
+        with pytest.raises(DataError, match="no endpoint is served here"):
+            await GroupRunner(
+                chats={prompt.environment: ChatSetup(make_chat(), TOOL_FORMATS["hermes"])},
                 sampler=Scripted([]),
                 pool=pool,
                 limits=Rollout(),
-                tool_format=TOOL_FORMATS["hermes"],
-            )
+            ).run(prompt)
 
 
 async def test_nobody_there_is_a_failed_reset():

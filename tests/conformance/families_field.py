@@ -185,7 +185,7 @@ def gpg_padding_rows(case: Case) -> None:
 def eos_by_finish_reason(case: Case) -> None:
     """What the engine says of the end decides, whatever the lengths."""
     for number, words in enumerate(case["cases"]):
-        found = [answer.is_truncated(reason) for reason in words["finish_reasons"]]
+        found = [answer.SampledTurn([], [], reason, []).is_truncated for reason in words["finish_reasons"]]
         case.expect(f"cases[{number}].expected_truncated", found, words["expected_truncated"])
 
 

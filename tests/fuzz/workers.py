@@ -19,12 +19,13 @@ from stream.trainer.ledger import Ledger
 from stream.trainer.outcomes import Dropped
 from tests.chaos.project import END, write_project
 from tests.fuzz.samples import VOCABULARY
+from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.engine_client.sampled_turn import SampledTurn
 from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.group import run_group
-from workers.rollout.tool_formats.detection import TOOL_FORMATS
+from workers.rollout.group import GroupRunner
+from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.runtime.reward_functions import load_factories, load_reward_functions
 from workers.score.worker import score_group
 from workers.settings.toml_file import parse_settings
@@ -82,15 +83,13 @@ class Workers:
         try:
             prompt = lease.prompt()
             one = msgspec.structs.replace(prompt, group_size=1)  # whatever one completion meets, all do
-            group = await run_group(
-                one,
-                chat=self._chat,
+            group = await GroupRunner(
+                chats={one.environment: ChatSetup(self._chat, TOOL_FORMATS["hermes"])},
                 sampler=_Sampler(),
                 pool=self._pool,
                 limits=self._settings.rollout,
-                tool_format=TOOL_FORMATS["hermes"],
                 factories=self._factories,
-            )
+            ).run(one)
             encode(group)
         except NewerSchemaError:
             return "newer schema"

@@ -14,13 +14,14 @@ from stream.codec import decode, encode
 from stream.records import Group, Prompt
 from stream.validity import Measured, RolloutReason
 from tests.chaos.project import END, write_project
+from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.engine_client.affinity import rank_engines
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.group import run_group
-from workers.rollout.tool_formats.detection import TOOL_FORMATS
+from workers.rollout.group import GroupRunner
+from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.settings import Rollout
 from workers.testing.scripted_engine import Fault, ScriptedEngine
 
@@ -62,15 +63,13 @@ async def group_of(client: EngineClient, folder, size: int, name: str = "d:0:0")
         id=name, messages=[{"role": "user", "content": "5"}], environment="numbered", group_size=size, seed=1
     )
     async with EnvironmentPool({"numbered": factory}, size=size) as pool:
-        group = await run_group(
-            prompt,
-            chat=chat,
+        group = await GroupRunner(
+            chats={prompt.environment: ChatSetup(chat, TOOL_FORMATS["hermes"])},
             sampler=client,
             pool=pool,
             limits=Rollout(max_tokens=16, max_tokens_per_turn=16),
-            tool_format=TOOL_FORMATS["hermes"],
             factories={"numbered": factory},
-        )
+        ).run(prompt)
     return decode(encode(group), Group)
 
 

@@ -101,7 +101,7 @@ async def test_an_engine_that_is_too_short_for_the_runs_completions_is_told_of()
             assert [line["event"] for line in lines].count("engine.context_too_short") == told
 
 
-def test_a_run_asks_for_what_it_and_its_evaluations_need():
+async def test_a_client_probes_what_the_run_and_its_evaluations_need():
     table = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}]}
     alone = parse_settings(table | {"eval": {}})
     evaluated = parse_settings(table | {"eval": {"path": "e", "temperature": 0.6}})

@@ -17,11 +17,12 @@ from workers.demo.task import training_rows
 from workers.demo.warm_start import warm_start
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.local_engine.server import serve_local_engine
+from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.group import run_group
-from workers.rollout.tool_formats.detection import TOOL_FORMATS
+from workers.rollout.group import GroupRunner
+from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.settings import Algorithm, Data, Model, RewardSettings, Rollout, Settings
 from workers.train.publishing.paused_update import PausedUpdate
 from workers.train.publishing.publisher import WeightPublisher
@@ -108,15 +109,13 @@ async def roll_out_all(policies, prompts, push_after=None):
 
                 async def play(prompt):
                     groups.append(
-                        await run_group(
-                            prompt,
-                            chat=chat,
+                        await GroupRunner(
+                            chats={prompt.environment: ChatSetup(chat, TOOL_FORMATS["hermes"])},
                             sampler=sampler,
                             pool=pool,
                             limits=LIMITS,
-                            tool_format=TOOL_FORMATS["hermes"],
                             factories=factories,
-                        )
+                        ).run(prompt)
                     )
 
                 async with anyio.create_task_group() as playing:

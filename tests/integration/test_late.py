@@ -134,11 +134,11 @@ async def test_what_a_step_drops_keeps_its_place_until_the_version_that_the_step
 
 
 def test_an_attempt_is_overtaken_past_the_bound_and_twice_at_most():
-    assert not should_cancel(start_version=3, version=4, max_staleness=1, cancellations=0)
-    assert should_cancel(start_version=3, version=5, max_staleness=1, cancellations=0)
-    assert should_cancel(start_version=3, version=5, max_staleness=1, cancellations=1)
-    assert not should_cancel(start_version=3, version=5, max_staleness=1, cancellations=2)
-    assert not should_cancel(start_version=0, version=-1, max_staleness=0, cancellations=0)
+    assert not should_cancel(claimed_version=3, version=4, max_staleness=1, cancellations=0)
+    assert should_cancel(claimed_version=3, version=5, max_staleness=1, cancellations=0)
+    assert should_cancel(claimed_version=3, version=5, max_staleness=1, cancellations=1)
+    assert not should_cancel(claimed_version=3, version=5, max_staleness=1, cancellations=2)
+    assert not should_cancel(claimed_version=0, version=-1, max_staleness=0, cancellations=0)
 
 
 async def test_what_was_cancelled_is_handed_out_before_what_is_fresh_and_says_how_often_it_was(pipe):

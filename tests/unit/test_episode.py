@@ -2,6 +2,7 @@ import sys
 import threading
 import time
 from array import array
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,14 +30,16 @@ from stream.errors import (
 )
 from stream.records import Failure, Group, Prompt, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason
+from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.template import ChatTemplate
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.engine_client.sampled_turn import SampledTurn
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.episode import run_episode
-from workers.rollout.group import run_group
-from workers.rollout.tool_formats.detection import TOOL_FORMATS
+from workers.rollout.episode_base import EpisodeContext
+from workers.rollout.group import GroupRunner
+from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.settings import Rollout
 from workers.testing.scripted_engine import ScriptedEngine
 from workers.train.step.batch import collate
@@ -172,15 +175,15 @@ async def group_of(
     sampler = script if hasattr(script, "sample") else Scripted(script)
     prompt = prompt or make_prompt(environment="box" if env else None)
     async with EnvironmentPool(factories, size=size) as pool:
-        group = await run_group(
-            prompt,
-            chat=chat or make_chat(),
+        group = await GroupRunner(
+            chats={prompt.environment: ChatSetup(chat or make_chat(), TOOL_FORMATS["hermes"])},
             sampler=sampler,
             pool=pool,
             limits=Rollout(**limits),
-            tool_format=TOOL_FORMATS["hermes"],
             rewards=rewards,
             factories=factories,
+        ).run(
+            prompt,
             min_policy_version=min_policy_version,
             with_greedy=with_greedy,
             partials=partials,
@@ -465,7 +468,7 @@ async def test_a_wall_clock_that_runs_out_while_sampling_keeps_the_turns_before(
         return anyio.sleep(60) if turn else call("put")
 
     started = time.perf_counter()
-    completion = await completion_of(script, wall_clock_s=0.2)
+    completion = await completion_of(script, episode_timeout_s=0.2)
     assert time.perf_counter() - started < 2
     assert (completion.truncated, completion.failure, completion.turns) == (TruncationReason.WALL_CLOCK, None, 1)
     assert len(completion.rows[0].sampled_ranges) == 1
@@ -474,9 +477,9 @@ async def test_a_wall_clock_that_runs_out_while_sampling_keeps_the_turns_before(
 
 
 async def test_a_wall_clock_that_runs_out_in_a_tool_or_before_any_token():
-    completion = await completion_of([call("nap", '{"seconds": 0.5}')], wall_clock_s=0.1)
+    completion = await completion_of([call("nap", '{"seconds": 0.5}')], episode_timeout_s=0.1)
     assert (completion.truncated, completion.turns) == (TruncationReason.WALL_CLOCK, 1)
-    completion = await completion_of(lambda *_: anyio.sleep(60), wall_clock_s=0.1)
+    completion = await completion_of(lambda *_: anyio.sleep(60), episode_timeout_s=0.1)
     assert (completion.truncated, completion.rows) == (TruncationReason.WALL_CLOCK, [])
 
 
@@ -514,16 +517,21 @@ async def test_a_prompt_that_is_too_long_fails_and_a_conversation_that_became_so
     [
         EngineRefusedError("temperature must not be negative"),
         EngineError("three times 500"),
-        SampledTurn([1, 2], [-0.5], "stop", [Span(1, 0, 2)]),
-        SampledTurn([1], [float("nan")], "stop", [Span(1, 0, 1)]),
-        SampledTurn([1], [float("-inf")], "stop", [Span(1, 0, 1)]),
-        SampledTurn([1, 2], [-0.5, -0.5], "stop", []),
-        SampledTurn([1, 2], [-0.5, -0.5], "stop", [Span(1, 0, 1)]),
-        SampledTurn([1, 2], [-0.5, -0.5], "stop", [Span(1, 0, 2), Span(2, 1, 2)]),
+        partial(SampledTurn, [1, 2], [-0.5], "stop", [Span(1, 0, 2)]),
+        partial(SampledTurn, [1], [float("nan")], "stop", [Span(1, 0, 1)]),
+        partial(SampledTurn, [1], [float("-inf")], "stop", [Span(1, 0, 1)]),
+        partial(SampledTurn, [1, 2], [-0.5, -0.5], "stop", []),
+        partial(SampledTurn, [1, 2], [-0.5, -0.5], "stop", [Span(1, 0, 1)]),
+        partial(SampledTurn, [1, 2], [-0.5, -0.5], "stop", [Span(1, 0, 2), Span(2, 1, 2)]),
     ],
 )
 async def test_an_engine_that_fails_this_request_or_answers_junk_fails_this_completion(answer):
-    completion = await completion_of([call("put"), answer])
+    def script(turn, _text):
+        if turn == 0:
+            return call("put")
+        return answer() if callable(answer) else answer
+
+    completion = await completion_of(script)
     assert completion.failure.reason is RolloutReason.ENGINE
     assert completion.failure.detail
     assert (completion.parts, completion.snapshot, completion.truncated) == ([], None, None)
@@ -628,12 +636,13 @@ async def test_p20_resetting_or_reusing_an_environment_changes_no_stored_reward_
     """One environment plays every completion of two groups; the first group stays what it was when it was stored."""
     script = Scripted([call("put"), call("put"), "Done."])
     factories = {"box": factory_of(Box)}
-    options = {"chat": make_chat(), "sampler": script, "limits": Rollout(), "tool_format": TOOL_FORMATS["hermes"]}
+    chats = {"box": ChatSetup(make_chat(), TOOL_FORMATS["hermes"])}
     async with EnvironmentPool(factories, size=1) as pool:
-        first = await run_group(make_prompt(group_size=2), pool=pool, factories=factories, **options)
+        runner = GroupRunner(chats=chats, sampler=script, pool=pool, limits=Rollout(), factories=factories)
+        first = await runner.run(make_prompt(group_size=2))
         stored = encode(first)
         script.script = lambda turn, _text: call("put") if turn < 5 else "Done."
-        second = await run_group(make_prompt(id="train:1:0", group_size=2), pool=pool, factories=factories, **options)
+        second = await runner.run(make_prompt(id="train:1:0", group_size=2))
     assert encode(first) == stored
     rewards = [[[part.reward for part in c.parts] for c in group.completions] for group in (first, second)]
     assert rewards == [[[Measured(2.0)]] * 2, [[Measured(5.0)]] * 2]
@@ -792,14 +801,12 @@ async def test_a_cancelled_group_leaves_no_environment_in_use():
     pool = EnvironmentPool({"box": factory_of(Box)}, size=2)
     async with pool:
         with anyio.move_on_after(0.1):
-            await run_group(
-                make_prompt(group_size=2),
-                chat=make_chat(),
+            await GroupRunner(
+                chats={"box": ChatSetup(make_chat(), TOOL_FORMATS["hermes"])},
                 sampler=Scripted(lambda *_: anyio.sleep(60)),
                 pool=pool,
                 limits=Rollout(),
-                tool_format=TOOL_FORMATS["hermes"],
-            )
+            ).run(make_prompt(group_size=2))
         with anyio.fail_after(1):
             await pool.acquire("box")
             await pool.acquire("box")
@@ -844,14 +851,15 @@ async def test_each_completion_is_kept_while_others_are_not_finished():
 
 
 async def test_an_episode_can_be_played_alone():
-    completion = await run_episode(
-        make_prompt(environment=None),
-        5,
+    context = EpisodeContext(
+        prompt=make_prompt(environment=None),
+        index=5,
         chat=make_chat(),
+        tool_format=TOOL_FORMATS["hermes"],
         sampler=Scripted(["Done."]),
         slot=None,
         limits=Rollout(),
-        tool_format=TOOL_FORMATS["hermes"],
     )
+    completion = await run_episode(context)
     assert (completion.index, completion.rows[0].tokens.tolist()) == (5, ids("Done." + END))
     assert completion.rows[0].logprobs == array("f", [-0.5] * 6).tobytes()

@@ -16,12 +16,14 @@ from stream.errors import SettingsError
 from stream.records import Group, Prompt, Span
 from stream.validity import TruncationReason
 from tests.cases.families import FAMILIES, chat_of, spelled, template_of, tokenizer_of
+from workers.rollout.chat.chat_setup import ChatSetup
+from workers.rollout.chat.format_detection import choose_tool_format
 from workers.rollout.chat.history_check import check_history
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.engine_client.sampled_turn import SampledTurn
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.group import run_group
-from workers.rollout.tool_formats.detection import TOOL_FORMATS, choose_tool_format
+from workers.rollout.group import GroupRunner
+from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.settings import Rollout
 from workers.testing.scripted_engine import ScriptedEngine, scripted_logprob
 from workers.train.step.batch import collate
@@ -135,14 +137,12 @@ async def played(chat, choice, tokenizer, texts, messages=(ASK,), environment=Su
         EngineClient([engine.url], request_timeout_s=5, max_attempts=1, unavailable_timeout_s=5) as client,
         EnvironmentPool({"sums": factory(environment)}, size=1) as pool,
     ):
-        group = await run_group(
-            prompt,
-            chat=chat,
+        group = await GroupRunner(
+            chats={prompt.environment: ChatSetup(chat, choice.format)},
             sampler=client,
             pool=pool,
             limits=Rollout(**{"max_tokens": 20_000, "max_tokens_per_turn": 2_000} | limits),
-            tool_format=choice.format,
-        )
+        ).run(prompt)
     group = decode(encode(group), Group)
     collate([group])  # it can be trained
     return group.completions[0], [list(request.token_ids) for request in engine.requests], said
@@ -360,14 +360,12 @@ async def test_whatever_a_model_says_its_rows_hold_exactly_what_was_asked_and_an
     said = [spelled(tokenizer, text + FAMILIES[name].eos) for text in [*turns, "Done."]]
     engine = Says(said)
     async with EnvironmentPool({"sums": factory()}, size=1) as pool:
-        group = await run_group(
-            Prompt(id="train:0:0", messages=messages, environment="sums", group_size=1),
-            chat=chat,
+        group = await GroupRunner(
+            chats={"sums": ChatSetup(chat, choice.format)},
             sampler=engine,
             pool=pool,
             limits=Rollout(max_tokens=20_000),
-            tool_format=choice.format,
-        )
+        ).run(Prompt(id="train:0:0", messages=messages, environment="sums", group_size=1))
     (completion,) = decode(encode(group), Group).completions
     assert completion.failure is None
     collate([group])
@@ -425,7 +423,7 @@ def test_a_template_that_no_format_reads_is_refused_with_the_names_there_are():
     own.source = own.source.replace("<tool_call>", "<invoke>")
     with pytest.raises(SettingsError, match=f"no tool format reads what .*<invoke>.*{names}"):
         choose_tool_format("auto", own, TOOLS)
-    with pytest.raises(SettingsError, match=f"writes no tool calls.*{names}"):
+    with pytest.raises(SettingsError, match=f"neither writes tool calls.*{names}"):
         choose_tool_format("auto", template_of("gemma-2"), TOOLS)
     assert choose_tool_format("pythonic", template_of("gemma-2"), TOOLS).name == "pythonic"
 
@@ -434,4 +432,4 @@ def test_a_template_without_calls_that_tells_the_model_of_a_tag_is_believed():
     telling = template_of("gemma-2")
     telling.source = "{% if tools %}Write <tool_call>JSON</tool_call>.{% endif %}" + telling.source
     choice = choose_tool_format("auto", telling, TOOLS)
-    assert (choice.name, "tells the model" in choice.reason) == ("hermes", True)
+    assert (choice.name, "describes" in choice.reason) == ("hermes", True)

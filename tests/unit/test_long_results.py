@@ -6,8 +6,8 @@ import pytest
 
 from stream.validity import TruncationReason
 from workers.rollout import environment_slot as slots
-from workers.rollout.long_result import MAX_CHARACTERS_PER_TOKEN, truncate_result
 from workers.rollout.tool_formats.hermes import Hermes
+from workers.rollout.tool_result import MAX_CHARACTERS_PER_TOKEN, truncate_result
 from workers.settings import Rollout
 from workers.testing import call, play
 

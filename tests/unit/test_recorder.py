@@ -1,4 +1,4 @@
-"""What an episode that leads itself says and hears: kept readable, and nothing added once it is over."""
+"""The recorder samples and records the turns that an agent requests, and adds none once the episode is over."""
 
 import json
 
@@ -7,11 +7,12 @@ import msgspec
 import pytest
 
 from stream.errors import EngineRefusedError
-from stream.records import Completion
+from stream.records import Completion, Prompt
 from tests.unit.test_episode import Scripted, make_chat
 from workers.rollout.agent_endpoint.openai_messages import parse_messages, to_openai_message
-from workers.rollout.agent_endpoint.recorder import ChatsByTools, Recorder
-from workers.rollout.tool_formats.detection import TOOL_FORMATS
+from workers.rollout.agent_endpoint.recorder import Recorder
+from workers.rollout.episode_base import EpisodeContext
+from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.settings import Rollout
 
 ADD = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -21,39 +22,48 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def recorder_of(sampler):
+def recorder_of(sampler, **limits):
+    """A recorder of an episode of its own, and the completion that it fills."""
     completion = Completion(index=0, seconds={"engine": 0.0})
-    return Recorder(completion, ChatsByTools(make_chat()), sampler, Rollout(), TOOL_FORMATS["hermes"], 0)
+    context = EpisodeContext(
+        prompt=Prompt(id="p", messages=[user("a")]),
+        index=0,
+        chat=make_chat(),
+        tool_format=TOOL_FORMATS["hermes"],
+        sampler=sampler,
+        slot=None,
+        limits=Rollout(**limits),
+    )
+    return Recorder(context, completion), completion
 
 
 @pytest.mark.parametrize("argument", [str(10**40), "[" * 120 + "]" * 120], ids=["huge", "nested"])
-async def test_a_call_that_no_record_can_hold_is_kept_as_text_and_the_line_of_conversation_goes_on(argument):
+async def test_a_call_that_a_record_cannot_hold_is_recorded_as_text_and_the_row_continues(argument):
     call = '<tool_call>{"name": "add", "arguments": {"a": ' + argument + "}}</tool_call>"
-    recorder = recorder_of(Scripted([call, "done"]))
-    said = await recorder.complete({"messages": [user("a")], "tools": ADD})
-    told = to_openai_message(said)
-    assert json.loads(told["tool_calls"][0]["function"]["arguments"]) == {"a": json.loads(argument)}
-    answer = {"role": "tool", "tool_call_id": told["tool_calls"][0]["id"], "content": "3"}
-    await recorder.complete({"messages": [user("a"), told, answer], "tools": ADD})
+    recorder, completion = recorder_of(Scripted([call, "done"]))
+    reply = to_openai_message(await recorder.complete({"messages": [user("a")], "tools": ADD}))
+    assert json.loads(reply["tool_calls"][0]["function"]["arguments"]) == {"a": json.loads(argument)}
+    answer = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": "3"}
+    await recorder.complete({"messages": [user("a"), reply, answer], "tools": ADD})
     assert len(recorder.rows()) == 1
-    assert parse_messages([told])[0]["tool_calls"] == recorder.completion.messages[0]["tool_calls"]
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(recorder.completion), type=Completion) == recorder.completion
+    assert parse_messages([reply])[0]["tool_calls"] == completion.messages[0]["tool_calls"]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(completion), type=Completion) == completion
 
 
-async def test_a_request_that_no_record_can_hold_is_refused():
-    recorder = recorder_of(Scripted(["one"]))
-    with pytest.raises(EngineRefusedError, match="no record"):
+async def test_a_request_that_a_record_cannot_hold_is_refused():
+    recorder, _ = recorder_of(Scripted(["one"]))
+    with pytest.raises(EngineRefusedError, match="a record cannot hold"):
         await recorder.complete({"messages": [user("a")], "tools": [{"huge": 10**40}]})
 
 
-async def test_a_turn_under_way_when_the_episode_is_over_is_given_up_and_none_comes_after_it():
+async def test_closing_the_recorder_cancels_the_running_turn_and_refuses_the_next():
     class Slow(Scripted):
-        async def sample(self, prompt_ids, sampling, *, min_policy_version=0):
+        async def sample(self, prompt_ids, options, *, min_policy_version=0):
             asked.set()
             await anyio.sleep_forever()
 
     asked, refused = anyio.Event(), []
-    recorder = recorder_of(Slow([]))
+    recorder, completion = recorder_of(Slow([]))
 
     async def ask():
         try:
@@ -67,4 +77,4 @@ async def test_a_turn_under_way_when_the_episode_is_over_is_given_up_and_none_co
         await asked.wait()
         recorder.close()
     assert refused == ["the episode is over"] * 2
-    assert (recorder.completion.turns, recorder.completion.messages, recorder.rows()) == (0, [], [])
+    assert (completion.turns, completion.messages, recorder.rows()) == (0, [], [])

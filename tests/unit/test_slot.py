@@ -177,8 +177,8 @@ async def test_a_tool_past_its_deadline_is_told_to_the_model_and_spoils_the_slot
 
 async def test_waiting_for_a_thread_is_not_taken_from_a_tools_time():
     slots = [slot_of(Counter)]
-    slots += [EnvironmentSlot("env", slots[0]._factory, slots[0]._caller) for _ in range(3)]
-    slots[0]._caller._limiter.total_tokens = 1
+    slots += [EnvironmentSlot("env", slots[0]._factory, slots[0]._calls) for _ in range(3)]
+    slots[0]._calls._limiter.total_tokens = 1
     for slot in slots:
         await slot.reset({}, 0, 0, 5)
     results = []

@@ -8,7 +8,7 @@ from envs.references import Reference
 from stream.errors import SettingsError
 from tests.cases.chats import TEMPLATE, model_folder
 from workers.rollout.chat.chat_setup import load_chat_setups
-from workers.rollout.tool_formats.detection import TOOL_FORMATS
+from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.settings.toml_file import parse_settings
 
 CALLING = TEMPLATE.replace(
@@ -72,12 +72,12 @@ def test_a_format_named_in_the_settings_is_taken_as_it_is(folder):
     with capture_logs() as logs:
         spoken = load_chat_setups(settings(folder, tool_format="pythonic"), folder, factories(adder=Adder))
     assert spoken["adder"].tool_format is TOOL_FORMATS["pythonic"]
-    assert logs[0]["tool_format_why"] == "model.tool_format says so"
+    assert logs[0]["tool_format_why"] == "set by model.tool_format"
 
 
 def test_a_template_that_does_not_say_how_to_call_is_an_error_only_where_there_are_tools(folder):
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with pytest.raises(SettingsError, match=r"writes no tool calls.*set model\.tool_format"):
+    with pytest.raises(SettingsError, match=r"neither writes tool calls.*set model\.tool_format"):
         load_chat_setups(settings(folder), folder, factories(adder=Adder))
     with capture_logs() as logs:
         spoken = load_chat_setups(settings(folder), folder, factories(quiz=Quiz))

@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from workers.rollout.tool_formats.detection import TOOL_FORMATS
 from workers.rollout.tool_formats.parsed_turn import ToolCall
+from workers.rollout.tool_formats.registry import TOOL_FORMATS
 
 parse = TOOL_FORMATS["hermes"].parse
 
@@ -61,7 +61,7 @@ def test_integers_of_any_size_survive():
         ("", "JSON is malformed"),
         ("add(1, 2)", "JSON is malformed"),
         ("{'name': 'add'}", "JSON is malformed"),
-        ('{"name": "add", "arguments": {"a": NaN}}', "NaN is no JSON"),
+        ('{"name": "add", "arguments": {"a": NaN}}', "NaN is not valid JSON"),
         ('{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}", "JSON is malformed"),
         ("[" * 100_000, "JSON is malformed"),
         ('["add"]', "a JSON object, not an array"),
@@ -71,11 +71,11 @@ def test_integers_of_any_size_survive():
         ('{"name": 5, "arguments": {}}', "no 'name'"),
         ('{"name": "add", "arguments": [1, 2]}', "not an array"),
         ('{"name": "add", "arguments": null}', "not null"),
-        ('{"name": "add", "arguments": "1, 2"}', "a string that is no JSON"),
+        ('{"name": "add", "arguments": "1, 2"}', "a string that is not JSON"),
         ('{"name": "add", "arguments": "[1]"}', "not an array"),
         ('{"name": "add", "arguments": {"a": "\\ud800"}}', "surrogate"),
         ('{"name": "add", "arguments": "{\\"a\\": \\"\\\\ud800\\"}"}', "surrogate"),
-        (ADD + " thanks", "after its JSON stands 'thanks"),
+        (ADD + " thanks", "its JSON is followed by 'thanks"),
     ],
 )
 def test_a_malformed_call_is_an_error_that_the_model_can_read_and_its_neighbours_are_unharmed(body, told):

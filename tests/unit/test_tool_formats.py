@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.rollout.tool_formats.detection import TOOL_FORMATS
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
+from workers.rollout.tool_formats.registry import TOOL_FORMATS
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
 LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
@@ -130,7 +130,7 @@ def test_an_answer_is_no_call(name, text):
         ("llama3_json", "<|python_tag|>add.call(1)", "JSON is malformed"),
         ("llama3_json", '{"name": "add", "parameters": [1]}', "not an array"),
         ("llama3_json", '{"parameters": {}}', "no 'name'"),
-        ("llama3_json", '{"name": "add", "parameters": {"a": NaN}}', "NaN is no JSON"),
+        ("llama3_json", '{"name": "add", "parameters": {"a": NaN}}', "NaN is not valid JSON"),
         ("mistral", "[TOOL_CALLS]", "no name or JSON"),
         ("mistral", "[TOOL_CALLS]add(1)", "no name or JSON"),
         ("mistral", "[TOOL_CALLS]add[ARGS]{'a': 1}", "JSON is malformed"),
@@ -151,12 +151,12 @@ def test_an_answer_is_no_call(name, text):
         ("pythonic", "[add(a=1e999)]", "only plain values"),
         ("pythonic", "[add(a=b'x')]", "only plain values"),
         ("pythonic", "[add(a={1: 2})]", "keys must be strings"),
-        ("pythonic", "[add(a=1", "no list of Python calls"),
-        ("pythonic", "[add(a=1) + 3]", "no call"),
-        ("pythonic", "[add()()]", "no call"),
-        ("pythonic", "<|tool_call_start|><|tool_call_end|>", "no list of Python calls"),
+        ("pythonic", "[add(a=1", "not a list of Python calls"),
+        ("pythonic", "[add(a=1) + 3]", "not a call"),
+        ("pythonic", "[add()()]", "not a call"),
+        ("pythonic", "<|tool_call_start|><|tool_call_end|>", "not a list of Python calls"),
         ("pythonic", "[add(a='\\ud800')]", "surrogate"),
-        ("pythonic", "[add(a=" + "9" * 5000 + ")]", "no list of Python calls"),
+        ("pythonic", "[add(a=" + "9" * 5000 + ")]", "not a list of Python calls"),
         ("pythonic", "[add(a=" + "[" * 2000 + "]" * 2000 + ")]", "nested too deeply"),
         ("pythonic", "[add(a=" + "-" * 20000 + "1)]", ""),
         ("pythonic", "[add(a=" + "1+" * 20000 + "1)]", ""),

@@ -7,7 +7,6 @@ Two tests stand for the two halves of a snapshot: without the freeze to bytes
 
 import dataclasses
 import sys
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +18,10 @@ from envs.rewards import RewardFunction
 from envs.tools import tool_specs
 from stream.records import Prompt
 from stream.validity import Measured, RewardReason, Unmeasured
+from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.group import run_group
-from workers.rollout.tool_formats.detection import TOOL_FORMATS
+from workers.rollout.group import GroupRunner
+from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.score.worker import score_group
 from workers.settings import Rollout
 from workers.testing import call, play
@@ -220,13 +220,12 @@ async def scored(cls, read, numbers=(1, 2)):
     function = RewardFunction(lambda environments, **columns: [float(read(env)) for env in environments], "read")
     groups = []
     async with EnvironmentPool(factories, size=1) as pool:
-        play_one = partial(
-            run_group, chat=scripted_chat(), pool=pool, limits=Rollout(), tool_format=TOOL_FORMATS["hermes"]
-        )
+        chats = {"env": ChatSetup(scripted_chat(), TOOL_FORMATS["hermes"])}
         for number in numbers:
             prompt = Prompt(id=f"p{number}", messages=[{"role": "user", "content": "go"}], fields={"number": number})
             prompt.environment, prompt.group_size = "env", 1
-            groups.append(await play_one(prompt, sampler=ScriptedSampler(["done"])))
+            runner = GroupRunner(chats=chats, sampler=ScriptedSampler(["done"]), pool=pool, limits=Rollout())
+            groups.append(await runner.run(prompt))
     for group in groups:
         await score_group(group, [function], factories, 5.0)
     return [group.completions[0].reward for group in groups]

@@ -1,20 +1,18 @@
 """Rollout workers: prompts in, groups of completions out.
 
-=================  ============================================================================================
-`worker.py`        the role: many groups at once
-`held_out.py`      its means for the prompts of an evaluation
-`overtaking.py`    cancels what newer policies have overtaken
-`group.py`         all completions of a prompt
-`episode.py`       one completion: the conversation between policy and environment
-`ends.py`          what each begins with, and what is taken when it is over
-`draft.py`         its rows while they grow
-`messages.py`      its messages
-`slot.py`          an environment's instance, and deadlines around it
-`slot_pool.py`     the slots of a worker
-`tool_result.py`   what a tool returned, as the model reads it
-`engine/`          asks for tokens
-`chat/`            messages as text and token ids
-`tool_formats/`    the calls that a model writes
-`led/`             episodes led by somebody else, who asks an endpoint of ours for each turn
-=================  ============================================================================================
+======================  =======================================================================================
+`worker.py`             the role: many groups concurrently; `evaluation.py` does the same for evaluations
+`stale_canceller.py`    cancels attempts that newer policies made too old
+`group.py`              all completions of one prompt
+`episode_base.py`       one completion: reset, turns, reward, snapshot
+`episode.py`            its turns, driven by this worker
+`agent_endpoint/`       its turns, driven by the environment, which asks an endpoint for each of them
+`environment_slot.py`   one environment instance, with a deadline around every call; `environment_pool.py` shares them
+`row_builder.py`        tokens of a completion under construction
+`messages.py`           messages of a completion
+`tool_result.py`        a tool's return value, as the model reads it
+`tool_formats/`         parsers of the tool calls that models write
+`chat/`                 messages as text and token ids
+`engine_client/`        sampling from engines
+======================  =======================================================================================
 """

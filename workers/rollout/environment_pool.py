@@ -1,4 +1,4 @@
-"""The slots of a worker: so many of each environment, each for one episode at a time."""
+"""The environment slots of a worker: a fixed number per environment, each used by one episode at a time."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -11,28 +11,32 @@ from envs.call import CallRunner
 from envs.factory import EnvironmentFactory
 from stream.errors import DataError
 from workers.rollout.environment_slot import EnvironmentSlot
+from workers.runtime.concurrency import ConcurrencyLimit
 
 
 class EnvironmentPool:
-    """Slots by environment, made when needed, never more than `size` of one environment. Enter it before use.
+    """Environment slots by name, created when needed. Make and enter it within an event loop.
 
     Args:
         factories: by the environment's name.
-        size: slots of each environment.
-        limiter: bounds the threads that environments run in; `size` of them unless given.
+        size: largest number of slots of each environment.
+        limiter: bounds the threads that environments run in; default: `size` threads.
     """
 
     def __init__(
-        self, factories: Mapping[str, EnvironmentFactory], *, size: int, limiter: anyio.CapacityLimiter | None = None
+        self,
+        factories: Mapping[str, EnvironmentFactory],
+        *,
+        size: int,
+        limiter: anyio.CapacityLimiter | None = None,
     ) -> None:
         self._factories = factories
-        self._caller = CallRunner(limiter or anyio.CapacityLimiter(size))
-        self._permits = {name: anyio.Semaphore(size, fast_acquire=True) for name in factories}
+        self._calls = CallRunner(limiter or anyio.CapacityLimiter(size))
+        self._limits = {name: ConcurrencyLimit(size) for name in factories}
         self._idle: dict[str, list[EnvironmentSlot]] = {name: [] for name in factories}
-        self._closing: anyio.abc.TaskGroup | None = None
+        self._closing = anyio.create_task_group()
 
     async def __aenter__(self) -> Self:
-        self._closing = anyio.create_task_group()
         await self._closing.__aenter__()
         return self
 
@@ -41,16 +45,16 @@ class EnvironmentPool:
     ) -> None:
         for slots in self._idle.values():
             while slots:
-                self._close_in_background(slots.pop())
-        if self._closing is not None:  # not told of the error, so that it leaves here as itself, not in a group
-            await self._closing.__aexit__(None, None, None)
+                self._closing.start_soon(_close, slots.pop())
+        # The task group does not see the error, so that the error leaves here as itself, not in an exception group.
+        await self._closing.__aexit__(None, None, None)
 
     @asynccontextmanager
     async def slot(self, name: str | None) -> AsyncIterator[EnvironmentSlot | None]:
-        """Have a slot of that environment to yourself; None for data without an environment.
+        """Hold a slot of an environment; None for prompts without an environment.
 
         Raises:
-            DataError: no environment bears this name.
+            DataError: there is no environment of this name.
         """
         if name is None:
             yield None
@@ -62,28 +66,28 @@ class EnvironmentPool:
             self.release(slot)
 
     async def acquire(self, name: str) -> EnvironmentSlot:
-        """Wait for a slot of that environment."""
+        """Wait for a slot; give it back with `release`.
+
+        Raises:
+            DataError: there is no environment of this name.
+        """
         if name not in self._factories:
             raise DataError(f"no environment is called {name!r}; there are: {', '.join(self._factories) or 'none'}")
-        await self._permits[name].acquire()
-        return (
-            self._idle[name].pop() if self._idle[name] else EnvironmentSlot(name, self._factories[name], self._caller)
-        )
+        limit = self._limits[name]
+        await limit.wait_available()
+        limit.acquire()
+        idle = self._idle[name]
+        return idle.pop() if idle else EnvironmentSlot(name, self._factories[name], self._calls)
 
     def release(self, slot: EnvironmentSlot) -> None:
-        """Give a slot back. A spoiled one loses its instance; nobody waits for that."""
+        """Give a slot back. An instance that cannot be reused is closed in the background."""
         if slot.needs_replacement:
-            self._close_in_background(slot)
+            self._closing.start_soon(_close, slot)
         else:
             self._idle[slot.name].append(slot)
-        self._permits[slot.name].release()
-
-    def _close_in_background(self, slot: EnvironmentSlot) -> None:
-        if self._closing is None:
-            raise RuntimeError("the pool is not entered")
-        self._closing.start_soon(_close, slot)
+        self._limits[slot.name].release()
 
 
 async def _close(slot: EnvironmentSlot) -> None:
-    with anyio.CancelScope(shield=True):  # bounded by close's own deadline
+    with anyio.CancelScope(shield=True):  # bounded by the deadline of `close`
         await slot.close()

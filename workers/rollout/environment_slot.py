@@ -1,8 +1,8 @@
-"""Slots: one environment instance each, reused from episode to episode, every call into it bounded in time.
+"""Slots: one environment instance each, reused from episode to episode, with a deadline around every call into it.
 
-Outcomes are values. A tool's answer or its error is text for the model; where nobody knows what the policy would have
-done there is a `Failure`. After a failure, a deadline or a cancelled call the instance is not trusted again: it is
-closed in the background, and the slot makes a new one at its next reset.
+Outcomes are values. A tool's result or its error is text for the model; a `Failure` ends the episode, because the world
+failed and not the policy. After a failure, a timeout or a cancelled call the instance is not reused: it is closed in the
+background, and the slot makes a new one at its next reset.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -50,26 +50,29 @@ class EnvironmentSlot:
     Args:
         name: the environment's name in the settings.
         factory: makes instances.
-        caller: runs their code.
+        calls: runs their methods.
+
+    Attributes:
+        needs_replacement: the instance must not be reused.
     """
 
-    def __init__(self, name: str, factory: EnvironmentFactory, caller: CallRunner) -> None:
+    def __init__(self, name: str, factory: EnvironmentFactory, calls: CallRunner) -> None:
         self.name = name
         self.needs_replacement = False
         self._factory = factory
-        self._caller = caller
+        self._calls = calls
         self._environment: Any = None
         self._tools = frozenset(tool.name for tool in factory.tools)
         self._sync_tools_lock = anyio.Lock(fast_acquire=True)
 
     @property
     def has_tools(self) -> bool:
-        """The model can call something."""
+        """The environment has tools for the model."""
         return bool(self._tools)
 
     @property
     def runs_own_loop(self) -> bool:
-        """The environment leads its episodes, and asks an endpoint for each turn."""
+        """The environment runs its episodes itself, and asks an endpoint for each turn of the model."""
         return bool(self._factory.runs_own_loop)
 
     @property
@@ -78,15 +81,19 @@ class EnvironmentSlot:
         return bool(self._factory.has_reward)
 
     async def reset(self, fields: dict[str, Any], seed: int, index: int, timeout_s: float) -> Observation | Failure:
-        """Begin an episode, with a new instance where there is none to reuse.
+        """Start an episode, in a new instance if there is none to reuse.
 
-        Making an instance and resetting it may each take `timeout_s`.
+        Args:
+            fields: arguments that the environment's `reset` may ask for.
+            seed: of the episode.
+            index: of the completion within its group.
+            timeout_s: for making an instance, and again for resetting it.
         """
         if self._environment is None:
-            outcome_of_make = await self._call(self._factory.make, {}, timeout_s)
-            if not isinstance(outcome_of_make, Ok):
-                return self._failure(RolloutReason.ENV_RESET, "making it", outcome_of_make)
-            self._environment = outcome_of_make.value
+            created = await self._call(self._factory.make, {}, timeout_s)
+            if not isinstance(created, Ok):
+                return self._failure(RolloutReason.ENV_RESET, "creation", created)
+            self._environment = created.value
         arguments = self._factory.reset_arguments(self._environment, fields, seed, index)
         outcome = await self._call(self._environment.reset, arguments, timeout_s)
         if not isinstance(outcome, Ok):
@@ -94,20 +101,19 @@ class EnvironmentSlot:
         return self._validate_observation(outcome.value)
 
     async def call_tool(self, call: ToolCall, timeout_s: float) -> ToolResult | Failure:
-        """Call a tool: its answer, or for the model to read what went wrong.
+        """Call a tool, and return its result, or the error that the model reads.
 
-        Tools of one turn may run at the same time if they are async; synchronous ones take turns, in order, since no
-        class was promised that two threads would be in it at once.
+        Async tools of one turn may run concurrently. Synchronous ones run one after the other, in order, since most
+        classes do not expect two threads at a time.
         """
         if call.name not in self._tools:
             known = ", ".join(sorted(self._tools))
-            return ToolResult(
-                replace_surrogates(f"Error: there is no tool {call.name!r}; the tools are: {known}"), is_error=True
-            )
+            text = f"Error: there is no tool {call.name!r}; the tools are: {known}"
+            return ToolResult(replace_surrogates(text), is_error=True)
         try:
             method, arguments = self._bind_call(call)
-        except ToolArgumentError as wrong:
-            return ToolResult(replace_surrogates(f"Error: {wrong}"), is_error=True)
+        except ToolArgumentError as mismatch:
+            return ToolResult(replace_surrogates(f"Error: {mismatch}"), is_error=True)
         if is_async(method):
             outcome = await self._call(returning_tool_result(method), arguments, timeout_s)
         else:
@@ -117,7 +123,7 @@ class EnvironmentSlot:
             case Ok(ToolResult() as result):
                 return result
             case Ok():
-                raise AssertionError("a tool's result is converted in its own thread")
+                raise AssertionError("returning_tool_result converts every result")
             case Failed(error) if _is_environment_failure(error):
                 return self._failure(RolloutReason.ENV_STEP, call.name, outcome)
             case Failed(error):
@@ -126,7 +132,7 @@ class EnvironmentSlot:
                 return ToolResult(f"Error: {call.name} did not answer within {seconds:g} s", is_error=True)
 
     def _bind_call(self, call: ToolCall) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """What to call, and with what. Arguments of a declared tool are checked by whoever declared it."""
+        """Return the method and its arguments. An environment that declares its tools checks their arguments itself."""
         if self._factory.declares_tools:
             return self._environment.call_tool, {"name": call.name, "arguments": call.arguments}
         method = getattr(self._environment, call.name)
@@ -135,26 +141,31 @@ class EnvironmentSlot:
     async def run_episode(
         self, endpoint: str, sampling: dict[str, Any], timeout_s: float
     ) -> Failure | TruncationReason | None:
-        """Have an environment lead its episode; None where it came to its end."""
-        outcome = await self._call(
-            self._environment.run_episode, {"endpoint": endpoint, "sampling": sampling}, timeout_s
-        )
+        """Have an environment run its own loop; None if that ended normally.
+
+        Args:
+            endpoint: URL at which it asks for turns of the model.
+            sampling: temperature and `max_tokens` of a turn, for information.
+            timeout_s: for the whole episode.
+        """
+        arguments = {"endpoint": endpoint, "sampling": sampling}
+        outcome = await self._call(self._environment.run_episode, arguments, timeout_s)
         match outcome:
             case Ok():
                 return None
             case TimedOut():
                 return TruncationReason.WALL_CLOCK
             case Failed():
-                return self._failure(RolloutReason.ENV_STEP, "leading the episode", outcome)
+                return self._failure(RolloutReason.ENV_STEP, "its own loop", outcome)
 
     async def reward(self, timeout_s: float, messages: Sequence[Message] = ()) -> list[RewardPart]:
-        """What `get_reward` measured, or did not, after this conversation."""
-        parts = await self._await_or_replace(environment_reward(self._environment, timeout_s, self._caller, messages))
+        """Return the environment's own reward for this conversation, as measured or unmeasured parts."""
+        parts = await self._await_or_replace(environment_reward(self._environment, timeout_s, self._calls, messages))
         self.needs_replacement |= any(isinstance(part.reward, Unmeasured) for part in parts)
         return parts
 
     async def freeze(self, max_bytes: int, timeout_s: float) -> bytes | Failure:
-        """The instance's attributes as bytes, before anybody can reset it."""
+        """Return a snapshot of the instance's attributes."""
         outcome = await self._call(freeze, {"env": self._environment, "max_bytes": max_bytes}, timeout_s)
         if isinstance(outcome, Ok):
             return bytes(outcome.value)
@@ -162,52 +173,52 @@ class EnvironmentSlot:
         return self._failure(reason, "taking its snapshot", outcome)
 
     async def close(self) -> None:
-        """Call the instance's `close`, if it has one, for a limited time; what goes wrong is logged."""
+        """Call the instance's `close`, if it has one, with a deadline; errors are logged."""
         environment, self._environment = self._environment, None
         self.needs_replacement = False
         close = getattr(environment, "close", None)
         if not callable(close):
             return
-        outcome = await self._caller.call(close, {}, _CLOSE_TIMEOUT_S)
+        outcome = await self._calls.call(close, {}, _CLOSE_TIMEOUT_S)
         if not isinstance(outcome, Ok):
             log.warning("environment.close_failed", environment=self.name, why=describe_failure(outcome))
 
     async def _call(self, function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float) -> Outcome:
-        outcome = await self._await_or_replace(self._caller.call(function, arguments, timeout_s))
+        outcome = await self._await_or_replace(self._calls.call(function, arguments, timeout_s))
         self.needs_replacement |= isinstance(outcome, TimedOut)
         return outcome
 
     async def _await_or_replace(self, call: Awaitable[T]) -> T:
-        """Await; if that is cut short, the instance may still be busy with it."""
+        """Await a call; if that is interrupted, the instance may still be busy with it and must be replaced."""
         try:
             return await call
         except BaseException:
             self.needs_replacement = True
             raise
 
-    def _failure(self, reason: RolloutReason, what: str, outcome: Outcome) -> Failure:
+    def _failure(self, reason: RolloutReason, activity: str, outcome: Outcome) -> Failure:
         self.needs_replacement = True
-        return Failure(reason=reason, detail=f"{self.name}: {what}: {describe_failure(outcome)}")
+        return Failure(reason=reason, detail=f"{self.name}: {activity}: {describe_failure(outcome)}")
 
     def _validate_observation(self, value: Any) -> Observation | Failure:
-        """What `reset` returned, if a prompt can end with it."""
+        """Return what `reset` returned if a prompt can end with it."""
         if isinstance(value, str):
             return replace_surrogates(value)
         try:
             msgspec.msgpack.encode(value)
-            fits = is_observation(value)
+            is_valid = is_observation(value)
         except (TypeError, ValueError, OverflowError, RecursionError):
-            fits = False
-        if fits:
+            is_valid = False
+        if is_valid:
             observation: Observation = value
             return observation
         kind = type(value).__name__
-        wrong = Failed(TypeError(f"{kind} returned; None, a string, or a list of plain content parts is expected"))
-        return self._failure(RolloutReason.ENV_RESET, "reset", wrong)
+        error = TypeError(f"{kind} returned; None, a string, or a list of plain content parts is expected")
+        return self._failure(RolloutReason.ENV_RESET, "reset", Failed(error))
 
 
 def _is_environment_failure(error: BaseException) -> bool:
-    """An `EnvironmentFailure`, also one inside the group that a task group raises."""
+    """Whether an error is an `EnvironmentFailure`, or a task group's exception group that contains one."""
     if isinstance(error, BaseExceptionGroup):
         return error.subgroup(EnvironmentFailure) is not None
     return isinstance(error, EnvironmentFailure)

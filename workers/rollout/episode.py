@@ -1,31 +1,29 @@
-"""One completion: the conversation between the policy and its environment, until one of them, or a limit, ends it.
+"""One conversation between the policy and its environment, which makes one completion.
 
 ::
 
     reset ─► prompt ids ─► sample ─► parse ─► no call ─────────────────────────► reward, snapshot
                              ▲         └► calls ─► tools ─► limit reached ─────►
-                             └──── continuation ids ◄─┘   or, where the template rewrites history, all of it anew
+                             └──── continuation ids ◄─┘   or, if the template rewrites history, the whole context anew
 
-What ends an episode is a value: None (the model was done), a `TruncationReason`, or a `Failure`. Only an engine that
-answers nobody, or a prompt that the chat template refuses, is raised: that concerns all completions, not this one.
+An episode ends with a value: None (the model was done), a `TruncationReason`, or a `Failure`. Only what concerns all
+completions of the group is raised: no engine answers, or the chat template refuses the prompt.
 """
 
-import time
 from dataclasses import replace
 from functools import partial
 
 import anyio
 
+from envs.contract import Observation
 from stream.errors import EngineError, EngineUnavailableError
-from stream.records import Completion, Failure, Message, Prompt
+from stream.records import Completion, Failure, Message, Row
 from stream.validity import TruncationReason
-from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.renderer import AssistantTurn
-from workers.rollout.engine_client.sampled_turn import SampledTurn, is_truncated
-from workers.rollout.engine_client.sampling import Sampler, SamplingOptions, end_after_error, turn_seed
+from workers.rollout.engine_client.sampled_turn import SampledTurn
+from workers.rollout.engine_client.sampling import end_after_error
 from workers.rollout.environment_slot import EnvironmentSlot
-from workers.rollout.episode_common import measure, new_completion, reset_fields, timed
-from workers.rollout.long_result import truncate_result
+from workers.rollout.episode_base import BaseEpisode, EpisodeContext, EpisodeEnd, timed
 from workers.rollout.messages import (
     append_observation,
     assistant_message,
@@ -35,225 +33,158 @@ from workers.rollout.messages import (
     tool_message,
 )
 from workers.rollout.row_builder import MultiRowBuilder
-from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall, ToolFormat
-from workers.rollout.tool_result import ToolResult
-from workers.settings import Rollout
-
-EpisodeEnd = TruncationReason | Failure | None
+from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
+from workers.rollout.tool_result import ToolResult, truncate_result
 
 _LONG_TURN_CHARACTERS = 20_000
-"""Characters of a turn that is parsed off the event loop."""
+"""Turns of this length and more are parsed in a thread, so that they do not block the event loop."""
 
 
-async def run_episode(
-    prompt: Prompt,
-    index: int,
-    *,
-    chat: ChatTokenizer,
-    sampler: Sampler,
-    slot: EnvironmentSlot | None,
-    limits: Rollout,
-    tool_format: ToolFormat,
-    min_policy_version: int = 0,
-) -> Completion:
-    """Play one episode.
-
-    Args:
-        prompt: what to complete.
-        index: position within the group; part of the episode's seed.
-        chat: the model's tokenizer and template, with the tools of the prompt's environment.
-        sampler: samples tokens.
-        slot: the environment, this episode's alone; None where there is none.
-        limits: of tokens, turns, tools, time.
-        tool_format: how the model writes tool calls.
-        min_policy_version: oldest policy version that may sample.
-
-    Raises:
-        EngineUnavailableError: no engine answers.
-        DataError: the chat template refuses the prompt.
-    """
-    started = time.perf_counter()
-    episode = _Episode(prompt, index, chat, sampler, slot, limits, tool_format, min_policy_version)
-    ending: EpisodeEnd = await episode.reset()
-    if ending is None:
-        with anyio.move_on_after(limits.episode_timeout_s) as clock:
-            ending = await episode.run_turns()
-        if clock.cancelled_caught:
-            ending = TruncationReason.WALL_CLOCK
-    completion = await episode.finish(ending)
-    completion.seconds["total"] = time.perf_counter() - started
-    return completion
+async def run_episode(context: EpisodeContext) -> Completion:
+    """Run one conversation; see `BaseEpisode.run`."""
+    return await ConversationEpisode(context).run()
 
 
-class _Episode:
-    """The state of one episode: its completion so far, and the draft of its row."""
+class ConversationEpisode(BaseEpisode):
+    """An episode whose turns this worker drives: sample, parse, call tools, append their results."""
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        index: int,
-        chat: ChatTokenizer,
-        sampler: Sampler,
-        slot: EnvironmentSlot | None,
-        limits: Rollout,
-        tool_format: ToolFormat,
-        min_policy_version: int,
-    ) -> None:
-        self.prompt, self.chat, self.sampler, self.slot = prompt, chat, sampler, slot
-        self.limits, self.tool_format, self.min_policy_version = limits, tool_format, min_policy_version
-        self.completion = new_completion(prompt, index)
-        self.rows = MultiRowBuilder()
-        self.turns: list[AssistantTurn] = []
-        self.generated_ids = 0
-        self.calls_refused = False
+    def __init__(self, context: EpisodeContext) -> None:
+        super().__init__(context)
+        self._chat, self._tool_format = context.chat, context.tool_format
+        self._limits = context.limits
+        self._builder = MultiRowBuilder()
+        self._turns: list[AssistantTurn] = []
+        self._generated_ids = 0
+        self._calls_refused = False
 
-    async def reset(self) -> Failure | None:
-        """Reset the environment and render the prompt."""
-        if self.slot is not None:
-            index = self.completion.index
-            with timed(self.completion, "reset"):
-                observation = await self.slot.reset(
-                    reset_fields(self.prompt), self.prompt.seed + index, index, self.limits.call_timeout_s
-                )
-            if isinstance(observation, Failure):
-                return observation
-            self.completion.prompt_messages = append_observation(self.prompt.messages, observation)
-        self.rows = MultiRowBuilder(await self.chat.encode_prompt(self.completion.prompt_messages))
-        return None
+    def prompt_messages(self, observation: Observation) -> list[Message]:
+        """Return the prompt with the observation appended."""
+        return append_observation(self.context.prompt.messages, observation)
 
     async def run_turns(self) -> EpisodeEnd:
-        """Sample and call tools, turn by turn, until the episode ends."""
+        """Sample and call tools, turn by turn, until the episode ends or its time is up."""
+        self._builder = MultiRowBuilder(await self._chat.encode_prompt(self.completion.prompt_messages))
+        with anyio.move_on_after(self._limits.episode_timeout_s):
+            return await self._converse()
+        return TruncationReason.WALL_CLOCK
+
+    def rows(self) -> list[Row]:
+        """Return the rows that were sampled."""
+        return self._builder.rows()
+
+    async def _converse(self) -> EpisodeEnd:
         while True:
-            context = self.rows.context()
-            begun = self.chat.open_reasoning(context)
-            sampled = await self._sample(context)
+            context = self._builder.context()
+            budget = min(self._limits.max_tokens_per_turn, self._limits.max_tokens - self._builder.token_count)
+            sampled = await self._sample(context, budget)
             if not isinstance(sampled, SampledTurn):
                 return sampled
-            said = AssistantTurn(sampled.token_ids, self.chat.decode(sampled.token_ids), open_reasoning=begun)
-            turn = await self._parse(said)
-            self.completion.messages.append(_message(turn))
-            if is_truncated(sampled.finish_reason):
-                whole = len(sampled.token_ids) >= self._token_budget(just_sampled=len(sampled.token_ids))
-                return TruncationReason.LENGTH if whole else TruncationReason.CONTEXT
-            if not turn.calls and not turn.errors:
+            open_reasoning = self._chat.open_reasoning(context)
+            turn = AssistantTurn(sampled.token_ids, self._chat.decode(sampled.token_ids), open_reasoning=open_reasoning)
+            parsed = await self._parse(turn)
+            self.completion.messages.append(_message(parsed))
+            if sampled.is_truncated:
+                return TruncationReason.LENGTH if len(sampled.token_ids) >= budget else TruncationReason.CONTEXT
+            if not parsed.calls and not parsed.errors:
                 return None
             with timed(self.completion, "tools"):
-                results = await self._call_tools(turn)
+                results = await self._call_tools(parsed)
             if isinstance(results, Failure):
                 return results
             self.completion.messages += results
-            self.turns.append(replace(said, tool_results=results))
-            ending = self._limit_reached() or await self._extend_context()
-            if ending is not None:
-                return ending
+            self._turns.append(replace(turn, tool_results=results))
+            end = self._limit_reached() or await self._extend_context()
+            if end is not None:
+                return end
 
-    async def finish(self, ending: EpisodeEnd) -> Completion:
-        """The completion, with reward and snapshot."""
-        completion = self.completion
-        if isinstance(ending, Failure):
-            completion.failure = ending
-        else:
-            completion.truncated = ending
-        completion.rows = self.rows.rows()
-        if self.slot is not None:
-            await measure(completion, self.slot, self.limits)
-        return completion
-
-    async def _sample(self, context: list[int]) -> SampledTurn | EpisodeEnd:
-        sampling = SamplingOptions.from_settings(
-            self.limits,
-            max_tokens=self._token_budget(),
-            stop_token_ids=self.chat.stop_token_ids,
-            seed=turn_seed(self.prompt.seed + self.completion.index, self.completion.turns),
-            group=self.prompt.id,
-            completion=self.completion.index,
-        )
+    async def _sample(self, context: list[int], max_tokens: int) -> SampledTurn | Failure | TruncationReason:
+        turn = self.completion.turns
+        options = self.context.sampling_options(turn, max_tokens=max_tokens, stop_token_ids=self._chat.stop_token_ids)
         try:
             with timed(self.completion, "engine"):
-                sampled = await self.sampler.sample(context, sampling, min_policy_version=self.min_policy_version)
-            self.rows.append_sample(sampled)
+                sampled = await self.context.sampler.sample(
+                    context, options, min_policy_version=self.context.min_policy_version
+                )
         except EngineUnavailableError:
             raise
         except EngineError as error:
-            return end_after_error(error, self.completion.turns)
+            return end_after_error(error, turn)
+        self._builder.append_sample(sampled)
         self.completion.turns += 1
         return sampled
 
-    def _token_budget(self, just_sampled: int = 0) -> int:
-        """Tokens that a turn may have, as it stands now or stood `before` so many tokens."""
-        left = self.limits.max_tokens - self.rows.token_count + just_sampled
-        return min(self.limits.max_tokens_per_turn, left)
-
     async def _parse(self, turn: AssistantTurn) -> ParsedTurn:
-        if self.slot is None or not self.slot.has_tools:
+        """Read the tool calls of a turn; every call gets an id."""
+        if self.context.slot is None or not self.context.slot.has_tools:
             return ParsedTurn(turn.text)
-        parse = partial(self.tool_format.parse, turn.text, starts_in_reasoning=bool(turn.open_reasoning))
+        parse = partial(self._tool_format.parse, turn.text, starts_in_reasoning=bool(turn.open_reasoning))
         parsed = parse() if len(turn.text) < _LONG_TURN_CHARACTERS else await anyio.to_thread.run_sync(parse)
         return replace(parsed, calls=[call if call.id else replace(call, id=self._new_id()) for call in parsed.calls])
 
     def _new_id(self) -> str:
-        """A name for a call that the model gave none."""
-        self.generated_ids += 1
-        return call_id(self.generated_ids)
+        """Make an id for a call that has none."""
+        self._generated_ids += 1
+        return call_id(self._generated_ids)
 
     async def _call_tools(self, turn: ParsedTurn) -> list[Message] | Failure:
-        """Run the calls that are still allowed, at the same time; their results in the order of the calls."""
-        allowed = turn.calls[: max(0, self.limits.max_tool_calls - self.completion.tool_calls)]
-        self.calls_refused = len(allowed) < len(turn.calls)
-        self.completion.tool_calls += len(allowed)
-        results = await self._call_all(allowed)
+        """Run the calls that the limit allows, concurrently; return their results in the order of the calls."""
+        completion = self.completion
+        allowed = turn.calls[: max(0, self._limits.max_tool_calls - completion.tool_calls)]
+        self._calls_refused = len(allowed) < len(turn.calls)
+        completion.tool_calls += len(allowed)
+        results = await self._run_calls(allowed)
         for result in results:
             if isinstance(result, Failure):
                 return result
-        answered = [result for result in results if isinstance(result, ToolResult)]
-        self.completion.tool_errors += len(turn.errors) + sum(result.is_error for result in answered)
+        answers = [result for result in results if isinstance(result, ToolResult)]
+        completion.tool_errors += len(turn.errors) + sum(answer.is_error for answer in answers)
         messages = [
-            tool_message(truncate_result(result.content, self.limits.max_tokens), call.id, call.name)
-            for call, result in zip(allowed, answered, strict=True)
+            tool_message(truncate_result(answer.content, self._limits.max_tokens), call.id, call.name)
+            for call, answer in zip(allowed, answers, strict=True)
         ]
         return messages + [tool_message(text, self._new_id()) for text in turn.errors]
 
-    async def _call_all(self, calls: list[ToolCall]) -> list[ToolResult | Failure]:
-        slot, timeout_s = self.slot, self.limits.call_timeout_s
+    async def _run_calls(self, calls: list[ToolCall]) -> list[ToolResult | Failure]:
+        slot, timeout_s = self.context.slot, self._limits.call_timeout_s
         if slot is None or not calls:
             return []
         if len(calls) == 1:
             return [await slot.call_tool(calls[0], timeout_s)]
         results: dict[int, ToolResult | Failure] = {}
 
-        async def one(slot: EnvironmentSlot, position: int) -> None:
+        async def run_call(slot: EnvironmentSlot, position: int) -> None:
             results[position] = await slot.call_tool(calls[position], timeout_s)
 
         async with anyio.create_task_group() as tasks:
             for position in range(len(calls)):
-                tasks.start_soon(one, slot, position)
+                tasks.start_soon(run_call, slot, position)
         return [results[position] for position in range(len(calls))]
 
     def _limit_reached(self) -> TruncationReason | None:
-        """The limit that keeps the model from another turn. Each allows as many as it says; one more ends it."""
-        if self.calls_refused:
+        """Return the limit that denies the model another turn. Each limit allows exactly its number; one more ends it."""
+        if self._calls_refused:
             return TruncationReason.TOOL_CALLS
-        if self.completion.tool_errors > self.limits.max_tool_errors:
+        if self.completion.tool_errors > self._limits.max_tool_errors:
             return TruncationReason.TOOL_ERRORS
-        if self.completion.turns >= self.limits.max_turns:
+        if self.completion.turns >= self._limits.max_turns:
             return TruncationReason.MAX_TURNS
         return None
 
     async def _extend_context(self) -> TruncationReason | None:
-        """Show the model what its tools answered, if a token is left for what it may say to that."""
-        last = self.turns[-1]
-        if self.chat.rewrites_history:
-            ids, new = await self.chat.encode_conversation(self.completion.prompt_messages, self.turns)
+        """Append the tools' results to the context, if a token is left for the model's next turn."""
+        chat, last = self._chat, self._turns[-1]
+        if chat.rewrites_history:
+            ids, new_count = await chat.encode_conversation(self.completion.prompt_messages, self._turns)
         else:
-            ended = list(last.token_ids[-1:]) == [self.chat.end_of_turn_id]
-            ids = await self.chat.encode_continuation(last.tool_results, ended)
-            new = len(ids)
-        if self.rows.token_count + new >= self.limits.max_tokens:
+            ended_with_eos = list(last.token_ids[-1:]) == [chat.end_of_turn_id]
+            ids = await chat.encode_continuation(last.tool_results, ended_with_eos)
+            new_count = len(ids)
+        if self._builder.token_count + new_count >= self._limits.max_tokens:
             return TruncationReason.LENGTH
-        if self.chat.rewrites_history:
-            self.rows.set_context(ids, new)
+        if chat.rewrites_history:
+            self._builder.set_context(ids, new_count)
         else:
-            self.rows.append_context(ids)
+            self._builder.append_context(ids)
         return None
 
 

@@ -1,50 +1,67 @@
-"""What a rollout worker has for evaluations, beside what it has for the run's own prompts."""
+"""Roll out the prompts of evaluations, next to the run's own prompts."""
 
-from msgspec import Struct
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 
-from envs.factory import EnvironmentFactory
 from stream.errors import RecordError
 from stream.queue.evaluation import create_evaluation_streams
 from stream.queue.stage import Lease, Stage
-from stream.records import Prompt
 from workers.rollout.environment_pool import EnvironmentPool
+from workers.rollout.group import GroupRunner, with_attempt
 from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.context import WorkerContext
-from workers.settings import Rollout
 
 
-class EvaluationRollout(Struct, kw_only=True, eq=False):
-    """A worker's means for prompts of an evaluation."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRollout:
+    """Rolls out prompts of evaluations, each at the policy version that its entry names."""
 
     stage: Stage
-    pool: EnvironmentPool
-    """Instances of their own: no episode of an evaluation leaves a trace in one that is trained."""
-    limits: Rollout
+    runner: GroupRunner
     concurrency: ConcurrencyLimit
+    """Within the worker's own limit."""
 
-    @classmethod
-    async def from_context(
-        cls, context: WorkerContext, factories: dict[str, EnvironmentFactory], concurrency: ConcurrencyLimit
-    ) -> "EvaluationRollout":
-        """Means within a worker's `room`, of which they never take the last place: training goes on."""
-        await create_evaluation_streams(context.connection)
-        settings = context.settings
-        max_groups = settings.evaluation_groups_in_flight(concurrency.limit)
-        limits = settings.for_evaluation.rollout
-        return cls(
-            stage=Stage(context.connection, "eval:prompts", context.consumer, context.retry_policy),
-            pool=EnvironmentPool(factories, size=max_groups * limits.group_size),
-            limits=limits,
-            concurrency=ConcurrencyLimit(max_groups, parent=concurrency if max_groups < concurrency.limit else None),
-        )
-
-    @staticmethod
-    def read_lease(lease: Lease) -> tuple[Prompt, int]:
-        """The prompt, and the policy version that is to sample it.
+    async def work(self, lease: Lease, _version: int) -> None:
+        """Roll out one prompt, and complete its lease.
 
         Raises:
-            RecordError: it is no prompt of an evaluation.
+            RecordError: the entry names no policy version.
         """
         if lease.evaluated_version is None:
-            raise RecordError("it does not say which policy version it is to evaluate")
-        return lease.prompt(), lease.evaluated_version
+            raise RecordError("the entry does not name the policy version to evaluate")
+        claimed_at = time.time()
+        group = await self.runner.run(lease.prompt(), min_policy_version=lease.evaluated_version)
+        await self.stage.complete(
+            lease, "eval:groups", with_attempt(group, lease, worker=self.stage.consumer, claimed_at=claimed_at)
+        )
+
+
+@asynccontextmanager
+async def open_evaluation(
+    context: WorkerContext, runner: GroupRunner, concurrency: ConcurrencyLimit
+) -> AsyncIterator[EvaluationRollout | None]:
+    """Open what evaluations need; None if the settings have no `[eval]` prompts.
+
+    Evaluations use environment instances of their own, so none of their episodes affects one that is trained. They never
+    take the last place of the worker's limit, so training goes on.
+
+    Args:
+        context: of the worker.
+        runner: of the run's own prompts.
+        concurrency: the worker's limit of groups in flight.
+    """
+    settings = context.settings
+    if not settings.eval.path:
+        yield None
+        return
+    await create_evaluation_streams(context.connection)
+    max_groups = settings.evaluation_groups_in_flight(concurrency.limit)
+    limits = settings.for_evaluation.rollout
+    async with EnvironmentPool(runner.factories, size=max_groups * limits.group_size) as pool:
+        yield EvaluationRollout(
+            stage=Stage(context.connection, "eval:prompts", context.consumer, context.retry_policy),
+            runner=replace(runner, pool=pool, limits=limits),
+            concurrency=ConcurrencyLimit(max_groups, parent=concurrency if max_groups < concurrency.limit else None),
+        )

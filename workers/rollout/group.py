@@ -1,7 +1,8 @@
-"""All completions of one prompt, at the same time."""
+"""All completions of one prompt, run concurrently."""
 
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import anyio
 import msgspec
@@ -9,113 +10,142 @@ import msgspec
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
 from stream.errors import DataError, PenstockError
+from stream.queue.stage import Lease
 from stream.records import Completion, Group, Message, Prompt
 from workers.rollout.agent_endpoint.agent_episode import run_agent_episode
 from workers.rollout.agent_endpoint.endpoint import AgentEndpoint
-from workers.rollout.agent_endpoint.recorder import chats_by_tools
-from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.engine_client.sampling import Sampler
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.episode import run_episode
-from workers.rollout.tool_formats.parsed_turn import ToolFormat
+from workers.rollout.episode_base import EpisodeContext
 from workers.runtime.reward_functions import add_reward_parts
 from workers.settings import Rollout
 
 
-async def run_group(  # noqa: PLR0913  (by keyword, and each is a thing of its own)
-    prompt: Prompt,
-    *,
-    chat: ChatTokenizer,
-    sampler: Sampler,
-    pool: EnvironmentPool,
-    limits: Rollout,
-    tool_format: ToolFormat,
-    rewards: Sequence[RewardFunction] = (),
-    factories: Mapping[str, EnvironmentFactory] | None = None,
-    min_policy_version: int = 0,
-    with_greedy: bool = False,
-    partials: Sequence[Completion] = (),
-    save_partial: Callable[[Completion], Awaitable[None]] | None = None,
-    endpoint: AgentEndpoint | None = None,
-) -> Group:
-    """Roll out a prompt: every completion with a slot of its own, resets included.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRunner:
+    """Rolls out prompts, all in the same way."""
 
-    A completion that fails is a fact in the group; its siblings go on.
+    chats: Mapping[str | None, ChatSetup]
+    """By environment; None for prompts without one."""
+    sampler: Sampler
+    pool: EnvironmentPool
+    limits: Rollout
+    """Limits of each episode, and the sampling distribution."""
+    rewards: Sequence[RewardFunction] = ()
+    """Reward functions that run here, on the snapshots."""
+    factories: Mapping[str, EnvironmentFactory] = field(default_factory=dict)
+    """Environments by name, to thaw those snapshots."""
+    endpoint: AgentEndpoint | None = None
+    """Needed by environments that run their own loop."""
+
+    async def run(
+        self,
+        prompt: Prompt,
+        *,
+        min_policy_version: int = 0,
+        with_greedy: bool = False,
+        partials: Sequence[Completion] = (),
+        save_partial: Callable[[Completion], Awaitable[None]] | None = None,
+    ) -> Group:
+        """Roll out one prompt; each completion has an environment of its own.
+
+        A completion that fails is recorded as failed in the group; the others go on.
+
+        Args:
+            prompt: what to complete, and how many times.
+            min_policy_version: oldest policy version that may sample.
+            with_greedy: run one more episode at temperature 0, the last of the group. Its index is the group size; it has
+                tools and rewards like the others.
+            partials: completions that an earlier attempt finished, failed ones included; only the others run. Their
+                tokens keep the policy versions that sampled them, even below `min_policy_version`.
+            save_partial: called with each finished completion while others are running.
+
+        Raises:
+            EngineUnavailableError: no engine answers; try the group again later.
+            DataError: the environment is unknown, the messages are malformed, or the chat template refuses them.
+        """
+        if prompt.environment not in self.chats:
+            raise DataError(f"prompt {prompt.id}: environment {prompt.environment!r} is unknown")
+        if not prompt.messages or not all(_is_valid(message) for message in prompt.messages):
+            raise DataError(f"prompt {prompt.id}: its messages are no conversation with text or parts for content")
+        total = prompt.group_size + with_greedy
+        completions = {
+            completion.index: completion
+            for completion in partials
+            if 0 <= completion.index < total and completion.greedy == (completion.index == prompt.group_size)
+        }
+        errors: list[PenstockError] = []
+
+        async def run_completion(index: int) -> None:
+            try:
+                completion = await self._run_episode(prompt, index, min_policy_version)
+                completions[index] = completion
+                if save_partial is not None and len(completions) < total:
+                    await save_partial(completion)
+            except (
+                PenstockError
+            ) as error:  # concerns all completions; raised below as itself, not in an exception group
+                errors.append(error)
+                tasks.cancel_scope.cancel()
+            except RecursionError as error:
+                errors.append(DataError(f"prompt {prompt.id}: its content is nested too deeply: {error}"))
+                tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(total):
+                if index not in completions:
+                    tasks.start_soon(run_completion, index)
+        if errors:
+            raise errors[0]
+        group = Group(prompt=prompt, completions=[completions[index] for index in sorted(completions)])
+        await add_reward_parts(group, self.rewards, self.factories, self.limits.call_timeout_s)
+        return group
+
+    async def _run_episode(self, prompt: Prompt, index: int, min_policy_version: int) -> Completion:
+        is_greedy = index == prompt.group_size
+        chat, tool_format = self.chats[prompt.environment]
+        async with self.pool.slot(prompt.environment) as slot:
+            context = EpisodeContext(
+                prompt=prompt,
+                index=index,
+                chat=chat,
+                tool_format=tool_format,
+                sampler=self.sampler,
+                slot=slot,
+                limits=msgspec.structs.replace(self.limits, temperature=0.0) if is_greedy else self.limits,
+                min_policy_version=min_policy_version,
+            )
+            if slot is None or not slot.runs_own_loop:
+                return await run_episode(context)
+            if self.endpoint is None:
+                raise DataError(f"{slot.name!r} runs its own loop, but no endpoint is served here")
+            return await run_agent_episode(context, slot, self.endpoint)
+
+
+def with_attempt(group: Group, lease: Lease, *, worker: str, claimed_at: float) -> Group:
+    """Return the group with the facts about the attempt that rolled it out, which ends now.
 
     Args:
-        prompt: what to complete, and how many times.
-        chat: with the tools of the prompt's environment.
-        sampler: samples tokens.
-        pool: environments.
-        limits: of each episode.
-        tool_format: how the model writes tool calls.
-        rewards: reward functions to be called here, on the snapshots.
-        factories: environments by name, for thawing those snapshots.
-        min_policy_version: oldest policy version that may sample.
-        with_greedy: play one more episode, the last of the group, at temperature 0. It differs in nothing else: it
-            has a slot, tools and rewards like its siblings, and its index is the prompt's group size.
-        partials: completions that an earlier try has finished, whatever became of them; only the others are played.
-            Their tokens keep the policy versions that sampled them, `at_least` or not.
-        save_partial: called with each completion that is finished while others are not.
-        endpoint: where environments that lead their episodes ask for turns; needed only for those.
-
-    Raises:
-        EngineUnavailableError: no engine answers; the group is to be tried again.
-        DataError: the prompt names an unknown environment, its messages are none, or the chat template refuses them.
+        group: what was rolled out.
+        lease: of its prompt.
+        worker: name of the worker.
+        claimed_at: Unix time at which the worker started.
     """
-    if not prompt.messages or not all(_is_message(message) for message in prompt.messages):
-        raise DataError(f"prompt {prompt.id}: its messages are no conversation, with text or parts for content")
-    greedy_limits = msgspec.structs.replace(limits, temperature=0.0)
-    total = prompt.group_size + with_greedy
-    completions = {
-        completion.index: completion
-        for completion in partials
-        if 0 <= completion.index < total and completion.greedy == (completion.index == prompt.group_size)
-    }
-    missing = [index for index in range(total) if index not in completions]
-    errors: list[PenstockError] = []
-
-    async def run_completion(index: int) -> None:
-        is_greedy = index == prompt.group_size
-        try:
-            async with pool.slot(prompt.environment) as slot:
-                alike: dict[str, Any] = {
-                    "sampler": sampler,
-                    "limits": greedy_limits if is_greedy else limits,
-                    "tool_format": tool_format,
-                    "min_policy_version": min_policy_version,
-                }
-                if slot is not None and slot.runs_own_loop:
-                    if endpoint is None:
-                        raise DataError(f"{slot.name!r} leads its episodes itself, and nothing serves an endpoint here")
-                    completion = await run_agent_episode(
-                        prompt, index, endpoint=endpoint, chats=chats_by_tools(chat), slot=slot, **alike
-                    )
-                else:
-                    completion = await run_episode(prompt, index, chat=chat, slot=slot, **alike)
-            completion.greedy = is_greedy
-            completions[index] = completion
-            if save_partial is not None and len(completions) < total:
-                await save_partial(completion)
-        except PenstockError as error:  # about all completions alike; raised as itself, not as a group of itself
-            errors.append(error)
-            tasks.cancel_scope.cancel()
-        except RecursionError as error:
-            errors.append(DataError(f"prompt {prompt.id}: what it holds is nested too deeply: {error}"))
-            tasks.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as tasks:
-        for index in missing:
-            tasks.start_soon(run_completion, index)
-    if errors:
-        raise errors[0]
-    group = Group(prompt=prompt, completions=[completions[index] for index in sorted(completions)])
-    await add_reward_parts(group, rewards, factories or {}, limits.call_timeout_s)
-    return group
+    return msgspec.structs.replace(
+        group,
+        attempt=lease.infra_failures + lease.data_failures + len(lease.cancelled_attempts_s),
+        cancelled_attempts_s=list(lease.cancelled_attempts_s),
+        evaluated_version=lease.evaluated_version,
+        worker=worker,
+        claimed_at=claimed_at,
+        rolled_out_at=time.time(),
+    )
 
 
-def _is_message(message: Message) -> bool:
-    """Whether its content is what a template, an environment and a reward function may expect."""
+def _is_valid(message: Message) -> bool:
+    """Whether templates, environments and reward functions can handle the message's content."""
     content = message.get("content")
     return content is None or isinstance(content, str) or _are_parts(content)
 

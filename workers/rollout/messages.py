@@ -1,4 +1,4 @@
-"""A completion's messages, in OpenAI's form as chat templates take it: a call's arguments are an object."""
+"""Make a completion's messages in OpenAI's form, with a call's arguments as an object, as chat templates expect."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,43 +9,46 @@ from envs.contract import Observation
 from stream.records import Message
 
 _MAX_BRACKETS = 100
-"""Arguments with more are kept as text in the record, which has to be readable whatever a model writes."""
+"""Arguments with more brackets are recorded as text: deeply nested ones could make the record unreadable."""
 
 
 def call_id(number: int) -> str:
-    """A name for a conversation's call: nine letters and digits, which all templates take."""
+    """Return the id of a conversation's n-th call: nine letters and digits, which all templates accept."""
     return f"call{number:05}"
 
 
 def tool_call_entry(id_: str | None, name: str, arguments: object) -> dict[str, Any]:
-    """A call within an assistant's message."""
+    """Return one entry of an assistant message's `tool_calls`."""
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def assistant_message(content: str, calls: Iterable[dict[str, Any]]) -> Message:
-    """What the model said, with its calls if it made any."""
+    """Return a message of the model, with its calls if there are any."""
     message: Message = {"role": "assistant", "content": content}
     return message | ({"tool_calls": entries} if (entries := list(calls)) else {})
 
 
 def tool_message(content: str | list[dict[str, Any]], call_id: str | None, name: str | None = None) -> Message:
-    """What a call was answered."""
+    """Return the message that answers a call."""
     named = {} if name is None else {"name": name}
     return {"role": "tool", **named, "tool_call_id": call_id, "content": content}
 
 
 def storable_arguments(arguments: Any, raw: str) -> Any:
-    """A copy of a call's arguments, or their text where a record could not hold them: deep nesting, huge integers."""
+    """Return a copy of a call's arguments, or `raw`, their text, if a record cannot hold them.
+
+    Deep nesting and huge integers cannot be recorded. It is a copy because a tool may change its arguments.
+    """
     if raw.count("[") + raw.count("{") > _MAX_BRACKETS:
         return raw
     try:
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(arguments))  # a tool may change what it is called with
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(arguments))
     except (ValueError, OverflowError):
         return raw
 
 
 def append_observation(messages: list[Message], observation: Observation) -> list[Message]:
-    """The prompt with what `reset` returned appended to its last message; the prompt itself stays as it is."""
+    """Return the prompt with an observation appended to its last message; the given messages stay unchanged."""
     if not observation:
         return messages
     last = dict(messages[-1])

@@ -1,4 +1,4 @@
-"""What a tool returned, as the model reads it."""
+"""Convert what a tool returned to what the model reads."""
 
 import inspect
 import math
@@ -12,6 +12,9 @@ from envs.call import is_async, replace_surrogates
 from envs.contract import is_content_parts
 from stream.errors import EnvironmentFailure
 
+MAX_CHARACTERS_PER_TOKEN = 32
+"""More than any tokenizer packs into a token on average, except for long runs of blanks."""
+
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
@@ -20,16 +23,16 @@ class ToolResult:
     text: str
     is_error: bool = False
     parts: tuple[dict[str, Any], ...] = ()
-    """Content parts, where the tool returned a list of them; `text` is then what of it is text."""
+    """Content parts, if the tool returned a list of them; `text` is then their text."""
 
     @property
     def content(self) -> str | list[dict[str, Any]]:
-        """What its message holds."""
+        """Content of the tool message."""
         return list(self.parts) or self.text
 
 
 def to_text(value: Any) -> str:
-    """A tool's result as the model reads it: strings as they are, else JSON, else `str`."""
+    """Return strings unchanged, other values as JSON, and what JSON cannot hold as `str(value)`."""
     if isinstance(value, str):
         return replace_surrogates(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -41,24 +44,23 @@ def to_text(value: Any) -> str:
 
 
 def to_tool_result(value: Any) -> ToolResult:
-    """A tool's result: content parts as they are, anything else as text.
+    """Keep content parts, and convert anything else to text.
 
     Raises:
-        EnvironmentFailure: parts that no record can hold, an image as an object for one.
+        EnvironmentFailure: the parts hold objects that a record cannot hold, such as an image object.
     """
     if not is_content_parts(value):
         return ToolResult(to_text(value))
     try:
-        parts = msgspec.msgpack.decode(msgspec.msgpack.encode(value))  # a copy: the tool may go on changing its own
+        parts = msgspec.msgpack.decode(msgspec.msgpack.encode(value))  # a copy: the tool may change its own later
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise EnvironmentFailure(f"it returned content parts that are not plain data: {error}") from error
-    return ToolResult(
-        replace_surrogates("\n".join(part["text"] for part in parts if part["type"] == "text")), parts=tuple(parts)
-    )
+    text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+    return ToolResult(replace_surrogates(text), parts=tuple(parts))
 
 
 def returning_tool_result(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method with its result converted where it is called: in the same thread, or once it was awaited."""
+    """Wrap a tool so that it converts its own result, in the thread or task that it runs in."""
 
     async def convert_awaited(value: Any) -> ToolResult:
         return to_tool_result(await value)
@@ -71,3 +73,31 @@ def returning_tool_result(method: Callable[..., Any]) -> Callable[..., Any]:
         return convert_awaited(value) if inspect.isawaitable(value) else to_tool_result(value)
 
     return asynchronous if is_async(method) else synchronous
+
+
+def truncate_result(content: str | list[dict[str, Any]], max_tokens: int) -> str | list[dict[str, Any]]:
+    """Cut each text of a tool's result that could not fit into `max_tokens` tokens, and say so in the text.
+
+    Without this, the tokenizer would spend minutes and gigabytes on a result of 50 MB, only to find it too long.
+
+    Args:
+        content: text, or content parts; parts without text stay unchanged.
+        max_tokens: limit of the completion.
+
+    Example:
+        >>> truncate_result("x" * 1000, max_tokens=1).splitlines()[1]
+        '(cut off: it has 1,000 characters)'
+    """
+    max_characters = MAX_CHARACTERS_PER_TOKEN * max_tokens
+    if isinstance(content, str):
+        return _truncate(content, max_characters)
+    return [
+        part | {"text": _truncate(part["text"], max_characters)} if isinstance(part.get("text"), str) else part
+        for part in content
+    ]
+
+
+def _truncate(text: str, max_characters: int) -> str:
+    return (
+        text if len(text) <= max_characters else f"{text[:max_characters]}\n(cut off: it has {len(text):,} characters)"
+    )

@@ -1,33 +1,59 @@
-"""A rollout worker: prompts in, groups of completions out, many groups at once."""
+"""The rollout worker: claims prompts, rolls out many groups concurrently, and completes them."""
 
 import time
-from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import anyio
 import structlog
 
 from envs.factory import EnvironmentFactory
-from stream.errors import DataError, SettingsError
+from stream.errors import SettingsError
 from stream.queue.stage import Lease, Stage
-from stream.records import Group, Prompt
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.rollout.agent_endpoint.endpoint import serve_endpoint_if_needed
 from workers.rollout.chat.chat_setup import load_chat_setups
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.evaluation import EvaluationRollout
-from workers.rollout.group import run_group
+from workers.rollout.evaluation import open_evaluation
+from workers.rollout.group import GroupRunner, with_attempt
 from workers.rollout.stale_canceller import StaleCanceller
 from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.context import WorkerContext
 from workers.runtime.reward_functions import load_factories, open_reward_functions
 from workers.runtime.work_loop import work_loop
-from workers.settings import Rollout
+from workers.settings import Settings
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRollout:
+    """Rolls out the run's own prompts, at the newest policy version."""
+
+    stage: Stage
+    runner: GroupRunner
+    stale_canceller: StaleCanceller
+    with_greedy: bool
+    """Each group gets one more episode, at temperature 0."""
+    saves_partials: bool
+    """Finished completions of an unfinished group are saved, so that another attempt needs only the others."""
+
+    async def work(self, lease: Lease, version: int) -> None:
+        """Roll out one prompt, and complete its lease."""
+        self.stale_canceller.cancel_if_stale(lease)
+        claimed_at = time.time()
+        group = await self.runner.run(
+            lease.prompt(),
+            min_policy_version=max(0, version),
+            with_greedy=self.with_greedy,
+            partials=await self.stage.load_partial(lease) if self.saves_partials else (),
+            save_partial=partial(self.stage.save_partial, lease) if self.saves_partials else None,
+        )
+        await self.stage.complete(
+            lease, "groups", with_attempt(group, lease, worker=self.stage.consumer, claimed_at=claimed_at)
+        )
 
 
 async def rollout(context: WorkerContext) -> None:
@@ -44,87 +70,65 @@ async def rollout(context: WorkerContext) -> None:
             "rollout.truncated_sampling", keys=truncating, effect="the ratio to the engine's log-probs is not 1"
         )
     factories = await anyio.to_thread.run_sync(load_factories, settings)
-    _check_rewards(settings.rewards, factories)
-    chat_setups = await anyio.to_thread.run_sync(load_chat_setups, settings, Path(settings.model.path), factories)
+    _check_rewards(settings, factories)
+    chats = await anyio.to_thread.run_sync(load_chat_setups, settings, Path(settings.model.path), factories)
     with_greedy = settings.estimator.name == "remax"
-    max_groups = settings.rollout.groups_in_flight
-    pool = EnvironmentPool(factories, size=max_groups * (settings.rollout.group_size + with_greedy))
-    concurrency = ConcurrencyLimit(max_groups)
-    stage = Stage(context.connection, "prompts", context.consumer, context.retry_policy, settings.capacity)
-    stale_canceller = StaleCanceller(stage, settings.pacing.max_staleness)
-    evaluation = await EvaluationRollout.from_context(context, factories, concurrency) if settings.eval.path else None
-
+    concurrency = ConcurrencyLimit(settings.rollout.groups_in_flight)
+    pool_size = concurrency.limit * (settings.rollout.group_size + with_greedy)
     async with (
-        EngineClient.from_settings(settings, discovery) as engine,
-        pool,
-        evaluation.pool if evaluation else nullcontext(),
+        EngineClient.from_settings(settings, discovery) as engines,
+        EnvironmentPool(factories, size=pool_size) as pool,
         open_reward_functions(settings, "rollout") as rewards,
         serve_endpoint_if_needed(factories, settings.run.host) as endpoint,
     ):
-        await engine.wait_until_ready()
+        await engines.wait_until_ready()
+        runner = GroupRunner(
+            chats=chats,
+            sampler=engines,
+            pool=pool,
+            limits=settings.rollout,
+            rewards=rewards,
+            factories=factories,
+            endpoint=endpoint,
+        )
+        await _work(context, runner, concurrency, with_greedy=with_greedy)
 
-        async def roll_out(lease: Lease, prompt: Prompt, limits: Rollout, pool: EnvironmentPool, **more: Any) -> Group:
-            claimed_at = time.time()
-            if prompt.environment not in chat_setups:
-                raise DataError(f"prompt {prompt.id}: environment {prompt.environment!r} is unknown")
-            chat, tool_format = chat_setups[prompt.environment]
-            group = await run_group(
-                prompt,
-                chat=chat,
-                sampler=engine,
-                pool=pool,
-                limits=limits,
-                tool_format=tool_format,
-                rewards=rewards,
-                factories=factories,
-                endpoint=endpoint,
-                **more,
-            )
-            group.attempt = lease.infra_failures + lease.data_failures + len(lease.cancelled_attempts_s)
-            group.cancelled_attempts_s = list(lease.cancelled_attempts_s)
-            group.worker = context.consumer
-            group.claimed_at = claimed_at
-            group.rolled_out_at = time.time()
-            return group
 
-        async def work(lease: Lease, version: int) -> None:
-            stale_canceller.cancel_if_stale(lease)
-            prompt = lease.prompt()
-            more: dict[str, Any] = {"min_policy_version": max(0, version), "with_greedy": with_greedy}
-            if settings.rollout.save_partial_groups:
-                more |= {
-                    "partials": await stage.load_partial(lease),
-                    "save_partial": partial(stage.save_partial, lease),
-                }
-            await stage.complete(lease, "groups", await roll_out(lease, prompt, settings.rollout, pool, **more))
-
-        async def evaluate(held_out: EvaluationRollout, lease: Lease, _version: int) -> None:
-            prompt, version = held_out.read_lease(lease)
-            group = await roll_out(lease, prompt, held_out.limits, held_out.pool, min_policy_version=version)
-            group.evaluated_version = version
-            await held_out.stage.complete(lease, "eval:groups", group)
-
-        async with anyio.create_task_group() as tasks:
-            if settings.pacing.stale_policy == "cancel":
-                tasks.start_soon(stale_canceller.watch)
-            async with anyio.create_task_group() as pumps:
-                pumps.start_soon(partial(work_loop, stage, work, concurrency=concurrency, stopping=context.stopping))
-                if evaluation is not None:
-                    works = partial(evaluate, evaluation)
-                    pumps.start_soon(
-                        partial(
-                            work_loop,
-                            evaluation.stage,
-                            works,
-                            concurrency=evaluation.concurrency,
-                            stopping=context.stopping,
-                        )
+async def _work(
+    context: WorkerContext, runner: GroupRunner, concurrency: ConcurrencyLimit, *, with_greedy: bool
+) -> None:
+    """Work on the run's prompts, and on those of evaluations."""
+    settings, stopping = context.settings, context.stopping
+    stage = Stage(context.connection, "prompts", context.consumer, context.retry_policy, settings.capacity)
+    stale_canceller = StaleCanceller(stage, settings.pacing.max_staleness)
+    training = TrainingRollout(
+        stage=stage,
+        runner=runner,
+        stale_canceller=stale_canceller,
+        with_greedy=with_greedy,
+        saves_partials=settings.rollout.save_partial_groups,
+    )
+    async with open_evaluation(context, runner, concurrency) as evaluation, anyio.create_task_group() as background:
+        if settings.pacing.stale_policy == "cancel":
+            background.start_soon(stale_canceller.watch)
+        async with anyio.create_task_group() as loops:
+            loops.start_soon(partial(work_loop, stage, training.work, concurrency=concurrency, stopping=stopping))
+            if evaluation is not None:
+                loops.start_soon(
+                    partial(
+                        work_loop,
+                        evaluation.stage,
+                        evaluation.work,
+                        concurrency=evaluation.concurrency,
+                        stopping=stopping,
                     )
-            tasks.cancel_scope.cancel()
+                )
+        background.cancel_scope.cancel()
 
 
-def _check_rewards(rewards: tuple[object, ...], factories: dict[str, EnvironmentFactory]) -> None:
-    if rewards:
+def _check_rewards(settings: Settings, factories: dict[str, EnvironmentFactory]) -> None:
+    """Require a reward for every prompt."""
+    if settings.rewards:
         return
     without_reward = [name for name, factory in factories.items() if not factory.has_reward]
     if without_reward:

@@ -25,9 +25,10 @@ from envs.snapshot import thaw
 from envs.tools import ToolSpec
 from stream.records import Completion, Failure, Message, Prompt, RewardPart
 from stream.validity import Measured, Reward, TruncationReason
+from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.group import run_group
-from workers.rollout.tool_formats.detection import TOOL_FORMATS
+from workers.rollout.group import GroupRunner
+from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.runtime.daemon_thread import run_in_daemon_thread
 from workers.settings import Rollout
 from workers.testing.scripted_sampler import ScriptedSampler, scripted_chat
@@ -174,16 +175,14 @@ async def _play(
         for function in rewards:
             await stack.enter_async_context(function.open())
         pool = await stack.enter_async_context(EnvironmentPool({_NAME: environment}, size=1))
-        group = await run_group(
-            prompt,
-            chat=renders,
+        group = await GroupRunner(
+            chats={prompt.environment: ChatSetup(renders, TOOL_FORMATS["hermes"])},
             sampler=script,
             pool=pool,
             limits=limits,
-            tool_format=TOOL_FORMATS["hermes"],
             rewards=rewards,
             factories={_NAME: environment},
-        )
+        ).run(prompt)
     return group.completions[0]
 
 

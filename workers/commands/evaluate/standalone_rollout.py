@@ -11,7 +11,7 @@ from workers.rollout.agent_endpoint.endpoint import serve_endpoint_if_needed
 from workers.rollout.chat.chat_setup import ChatSetup, load_chat_setups
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.group import run_group
+from workers.rollout.group import GroupRunner
 from workers.runtime.reward_functions import load_factories, open_reward_functions
 from workers.score.worker import score_group
 from workers.settings import Settings
@@ -37,7 +37,7 @@ async def roll_out_and_score(
         DataError: a prompt cannot be rendered.
     """
     limits = settings.rollout
-    factories, spoken = await anyio.to_thread.run_sync(_load, settings, model)
+    factories, chats = await anyio.to_thread.run_sync(_load, settings, model)
     groups: dict[int, Group] = {}
     room = anyio.CapacityLimiter(MAX_GROUPS_IN_FLIGHT)
     most = max((prompt.group_size for prompt in prompts), default=1)
@@ -49,22 +49,19 @@ async def roll_out_and_score(
         serve_endpoint_if_needed(factories, settings.run.host) as endpoint,
     ):
         await engine.wait_until_ready()
+        runner = GroupRunner(
+            chats=chats,
+            sampler=engine,
+            pool=pool,
+            limits=limits,
+            rewards=at_rollout,
+            factories=factories,
+            endpoint=endpoint,
+        )
 
         async def one(place: int, prompt: Prompt) -> None:
             async with room:
-                chat, tool_format = spoken[prompt.environment]
-                group = await run_group(
-                    prompt,
-                    chat=chat,
-                    sampler=engine,
-                    pool=pool,
-                    limits=limits,
-                    tool_format=tool_format,
-                    rewards=at_rollout,
-                    factories=factories,
-                    min_policy_version=min_policy_version,
-                    endpoint=endpoint,
-                )
+                group = await runner.run(prompt, min_policy_version=min_policy_version)
                 await score_group(group, at_score, factories, limits.call_timeout_s)
                 groups[place] = group
 

@@ -1,7 +1,1 @@
-"""The engines of a run, as those see them that sample from them or give them weights. No torch.
-
-===================  ================================================================
-`roster.py`          which there are
-`addresses.py`       their URLs, and names that stand for several
-===================  ================================================================
-"""
+"""Which engines a run has: `EngineDiscovery`, from settings, DNS and the operator's list, and their URLs."""

@@ -1,4 +1,4 @@
-"""Where engines are: URLs as people write them, and names that stand for several."""
+"""Engine addresses: normalized URLs, and DNS names that stand for several engines."""
 
 import socket
 from ipaddress import ip_address
@@ -11,18 +11,18 @@ from stream.errors import SettingsError
 
 _DNS_TIMEOUT_S: Final = 10.0
 _MAX_MISSES: Final = 3
-"""An address is gone when it is missing from so many answers in a row: some name servers tell of a few at a time."""
+"""Consecutive DNS answers without an address after which it is gone: some name servers return a few addresses at a time."""
 
 
 def normalize_engine_url(text: str, source: str = "") -> str:
-    """An engine's base URL as it is known by everywhere: `http://HOST:PORT` or `https://...`, no slash at its end.
+    """Return an engine's base URL as `http://HOST:PORT` or `https://...`, without a slash at its end.
 
     Args:
-        text: what somebody wrote.
-        source: it stands, for the message.
+        text: URL from a user.
+        source: where it was written, for messages; for example `engine.urls`.
 
     Raises:
-        SettingsError: it is none.
+        SettingsError: it is not such a URL.
     """
     named = f"{source}: {text!r}" if source else repr(text)
     example = "write it as http://HOST:PORT"
@@ -34,9 +34,8 @@ def normalize_engine_url(text: str, source: str = "") -> str:
     if parts.scheme not in {"http", "https"} or not parts.hostname or any(map(str.isspace, parts.netloc + parts.path)):
         raise SettingsError(f"{named} is no URL of an engine; {example}")
     if parts.username is not None or parts.password is not None:
-        raise SettingsError(
-            f"an engine's URL{' in ' + source if source else ''} bears a password, which logs would show"
-        )
+        where = f" in {source}" if source else ""
+        raise SettingsError(f"an engine's URL{where} contains a password, which logs would show")
     if parts.query or parts.fragment:
         raise SettingsError(f"{named} has a query or a fragment, which an engine's base URL cannot have; {example}")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
@@ -44,23 +43,28 @@ def normalize_engine_url(text: str, source: str = "") -> str:
 
 
 async def resolve_engines(url: str) -> list[str]:
-    """The engines that a URL's host name stands for: one to each address, in a fixed order.
+    """Return one URL per address of the URL's host name, in a fixed order.
 
-    A machine that has addresses of both families is there once: IPv4 counts where there is any.
+    Only IPv4 addresses are returned if there are any: a machine with addresses of both families is one engine.
 
     Raises:
-        OSError: the name does not resolve, or nobody said within a time.
+        OSError: the name does not resolve, or the name server does not answer in time.
     """
     parts = urlsplit(url)
     with anyio.fail_after(_DNS_TIMEOUT_S):
         found = await anyio.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
     addresses = sorted({ip_address(place[0].partition("%")[0]) for *_, place in found}, key=lambda a: (a.version, a))
-    alike = [address for address in addresses if address.version == addresses[0].version]
-    hosts = [f"[{address}]" if address.version == 6 else str(address) for address in alike]
+    same_family = [address for address in addresses if address.version == addresses[0].version]
+    hosts = [f"[{address}]" if address.version == 6 else str(address) for address in same_family]
     return [f"{parts.scheme}://{host}:{parts.port or 80}{parts.path}" for host in hosts]
 
 
 def merge_dns_answer(misses: dict[str, int], urls: list[str]) -> dict[str, int]:
-    """What is known after another answer of the name server: how often in a row each engine was missing from it."""
-    missed = {url: misses + 1 for url, misses in misses.items() if url not in urls and misses + 1 < _MAX_MISSES}
-    return missed | dict.fromkeys(urls, 0)
+    """Return the known engines after another DNS answer.
+
+    Args:
+        misses: known engines, and how many answers in a row lacked each.
+        urls: engines in the new answer.
+    """
+    kept = {url: count + 1 for url, count in misses.items() if url not in urls and count + 1 < _MAX_MISSES}
+    return kept | dict.fromkeys(urls, 0)

@@ -1,4 +1,4 @@
-"""Which engines a run has, now: those of the settings, those behind a DNS name, and an operator's list in Redis."""
+"""Which engines a run has now: those in the settings, those behind a DNS name, and the operator's overrides in Redis."""
 
 from collections.abc import Sequence
 
@@ -18,19 +18,23 @@ from workers.settings.engine import Engine
 log = structlog.get_logger()
 
 _DNS_INTERVAL_S = 3.0
-"""Between two questions to the name server."""
+"""Between two DNS queries."""
 
 
 class EngineDiscovery:
-    """The engines of a run; whoever holds it sees every change, once it is watched.
+    """The engines of a run; follows every change while `watch` runs.
 
     Args:
-        urls: the engines that the settings name.
-        dns: a URL whose host name stands for engines, each address one; empty: none.
-        connection: to the server with the operator's list; None: there is none.
+        urls: engines from the settings.
+        dns: URL whose host name resolves to one address per engine; empty: none.
+        connection: to the server with the operator's overrides; None: there are none.
+
+    Attributes:
+        urls: base URLs without a slash at their end, without duplicates.
+        changed: set at the next change of `urls`, and then replaced by a new event.
 
     Raises:
-        SettingsError: one of them is no engine's URL.
+        SettingsError: a URL is malformed.
     """
 
     def __init__(self, urls: Sequence[str], *, dns: str = "", connection: RunConnection | None = None) -> None:
@@ -41,13 +45,11 @@ class EngineDiscovery:
         self._connection = connection
         self._overrides: list[EngineOverride] = []
         self.changed = anyio.Event()
-        """Set at the next change, which also puts another one in its place."""
         self.urls = apply_engine_overrides(self._configured_urls, ())
-        """Base URLs without a slash at their end, each once."""
 
     @property
     def empty_reason(self) -> str:
-        """Where engines could have been named, and what came of it, for people."""
+        """Why there is no engine, for people: where engines could have been named."""
         if not self._configured_urls and not self._dns:
             reason = "engine.urls is empty"
         elif self._dns and not self._dns_misses:
@@ -59,10 +61,10 @@ class EngineDiscovery:
 
     @classmethod
     async def from_settings(cls, engine: Engine, connection: RunConnection) -> "EngineDiscovery":
-        """The engines of a run, as they are at this moment.
+        """Read the current engines of a run.
 
         Raises:
-            SettingsError: the settings name something that is no engine's URL.
+            SettingsError: a URL is malformed.
         """
         discovery = cls(engine.static_urls, dns=engine.dns, connection=connection)
         if discovery._dns:
@@ -71,7 +73,7 @@ class EngineDiscovery:
         return discovery
 
     async def watch(self) -> None:
-        """Keep it current, for ever; run it beside the work."""
+        """Follow DNS and the operator's overrides; runs forever if there are any to follow."""
         async with anyio.create_task_group() as tasks:
             if self._dns:
                 tasks.start_soon(self._follow_dns)
@@ -79,8 +81,8 @@ class EngineDiscovery:
                 tasks.start_soon(self._follow_overrides, self._connection)
 
     async def _follow_overrides(self, connection: RunConnection) -> None:
-        async for words in watch_engine_overrides(connection):
-            self._set_overrides(words)
+        async for overrides in watch_engine_overrides(connection):
+            self._set_overrides(overrides)
 
     def _set_overrides(self, overrides: list[EngineOverride]) -> None:
         self._overrides = overrides
@@ -92,10 +94,10 @@ class EngineDiscovery:
             await self._resolve_dns()
 
     async def _resolve_dns(self) -> None:
-        """Ask the name server; while it does not know the name, what it said before holds."""
+        """Query the name server; while the name does not resolve, the last answer stays valid."""
         try:
             found = await resolve_engines(self._dns)
-        except (OSError, UnicodeError) as error:  # the latter: a label of the name is empty or too long
+        except (OSError, UnicodeError) as error:  # UnicodeError: a label of the name is empty or too long
             if not self._dns_failing:
                 self._dns_failing = True
                 why = str(error) or "no answer in time"

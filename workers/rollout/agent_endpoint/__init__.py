@@ -1,9 +1,9 @@
-"""Episodes that an environment leads itself: it asks an endpoint of ours for every turn of the model.
+"""Episodes of environments that run their own loop: they ask an endpoint for every turn of the model.
 
-======================  =====================================================================
-`episode.py`            one completion
-`endpoint.py`           an address for each episode, in OpenAI's protocol
-`recorder.py`           what was sampled, kept where it is sampled
-`openai_messages.py`    messages as programs send them, and as chat templates know them
-======================  =====================================================================
+======================  ============================================================
+`agent_episode.py`      one episode
+`endpoint.py`           an OpenAI-compatible URL for each episode
+`recorder.py`           samples the turns, and records them as rows
+`openai_messages.py`    converts messages between programs and chat templates
+======================  ============================================================
 """

@@ -1,10 +1,10 @@
-"""An OpenAI-compatible endpoint inside a rollout worker, for environments that lead their episodes themselves.
+"""An OpenAI-compatible endpoint inside a rollout worker, for environments that run their own loop.
 
-Each episode has an address of its own, made of a secret that is forgotten with it::
+Each episode has a URL of its own with a secret, valid until the episode ends::
 
     POST http://host:port/SECRET/v1/chat/completions      {"messages": [...], "tools": [...], "stream": true}
 
-Of a request, messages and tools are read; temperature and limits are the settings', since they are what is trained.
+Only messages and tools of a request are read; temperature and limits come from the run's settings.
 """
 
 import secrets
@@ -26,11 +26,11 @@ from workers.runtime.http_server import MAX_BODY_BYTES, error_middleware, error_
 log = structlog.get_logger()
 
 MODEL_NAME = "policy"
-"""The one model that it serves."""
+"""Name of the only model that it serves."""
 
 
 class AgentEndpoint:
-    """Serves the episodes under way. Made by `serving`."""
+    """Serves the running episodes. Made by `serve_endpoint`."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -38,7 +38,7 @@ class AgentEndpoint:
 
     @contextmanager
     def episode(self, recorder: Recorder) -> Iterator[str]:
-        """The base URL of one episode, while the context is open; a turn under way is given up then."""
+        """Serve one episode while the context is open; yields its base URL. Leaving cancels a running request."""
         secret = secrets.token_urlsafe(16)
         self._recorders[secret] = recorder
         try:
@@ -48,7 +48,7 @@ class AgentEndpoint:
             recorder.close()
 
     def app(self) -> web.Application:
-        """What is served."""
+        """Return the web application."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[error_middleware])
         app.router.add_post("/{secret}/v1/chat/completions", self._complete)
         app.router.add_get("/{secret}/v1/models", self._models)
@@ -60,11 +60,11 @@ class AgentEndpoint:
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         recorder = self._recorders.get(http.match_info["secret"])
         if recorder is None:
-            return error_response(404, "no such episode: it is over")
+            return error_response(404, "no such episode, or it has ended")
         try:
             request = msgspec.json.decode(await http.read(), type=dict[str, Any])
         except msgspec.DecodeError as error:
-            raise EngineRefusedError(f"the request is no JSON object: {error}") from error
+            raise EngineRefusedError(f"the request is not a JSON object: {error}") from error
         is_retry = http.headers.get("x-stainless-retry-count", "0") != "0"
         try:
             reply = await recorder.complete(request, is_retry=is_retry)
@@ -78,13 +78,13 @@ class AgentEndpoint:
 
 @asynccontextmanager
 async def serve_endpoint(host: str) -> AsyncIterator[AgentEndpoint]:
-    """An endpoint on a free port.
+    """Serve an endpoint on a free port.
 
     Args:
-        host: the address to listen on, as programs elsewhere reach it.
+        host: address to listen on, under which the environments reach it.
 
     Raises:
-        EngineError: it is no address of this machine.
+        EngineError: this machine does not have that address.
     """
     endpoint = AgentEndpoint()
     async with listen(endpoint.app(), host, 0) as url:
@@ -96,7 +96,7 @@ async def serve_endpoint(host: str) -> AsyncIterator[AgentEndpoint]:
 async def serve_endpoint_if_needed(
     factories: Mapping[str, EnvironmentFactory], host: str
 ) -> AsyncIterator[AgentEndpoint | None]:
-    """An endpoint, if one of these environments leads its episodes itself."""
+    """Serve an endpoint if one of these environments runs its own loop; yields None otherwise."""
     if not any(factory.runs_own_loop for factory in factories.values()):
         yield None
         return
@@ -106,6 +106,7 @@ async def serve_endpoint_if_needed(
 
 
 def _response_body(reply: Reply) -> dict[str, Any]:
+    """Return an OpenAI chat completion."""
     usage = {
         "prompt_tokens": reply.prompt_tokens,
         "completion_tokens": reply.completion_tokens,
@@ -123,7 +124,7 @@ def _response_body(reply: Reply) -> dict[str, Any]:
 
 
 async def _stream(http: web.Request, answer: dict[str, Any], *, with_usage: bool) -> web.StreamResponse:
-    """The whole answer as server-sent events: one with the message, one with its end."""
+    """Send the whole answer as server-sent events: one with the message, one with the finish reason."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(http)
     (choice,) = answer["choices"]

@@ -1,4 +1,4 @@
-"""OpenAI's chat messages, as programs send them and are told them, and as chat templates know them."""
+"""Convert messages between OpenAI's chat API, which programs use, and the form that chat templates expect."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from workers.rollout.tool_formats.parsed_turn import ParsedTurn
 
 @dataclass(slots=True)
 class Reply:
-    """A turn of the model, as the program is told it."""
+    """A turn of the model, as the answer to the program."""
 
     message: Message
     finish_reason: str
@@ -23,21 +23,21 @@ class Reply:
 
 
 def parse_messages(messages: object) -> list[Message]:
-    """OpenAI's messages as chat templates know them: arguments decoded, text in one piece.
+    """Convert OpenAI's messages to the form that chat templates expect: arguments decoded, text in one piece.
 
-    Calls are numbered anew in their order, whatever the program called them, by ids that all templates take.
+    Calls get new ids in their order, which all templates accept.
 
     Raises:
-        EngineRefusedError: they are no conversation.
+        EngineRefusedError: the messages are malformed.
     """
-    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise EngineRefusedError("messages: a list with at least one message expected")
     known: dict[Any, tuple[str, str]] = {}
     plain: list[Message] = []
     count = 0
     for message in messages:
         role = "system" if message.get("role") == "developer" else message.get("role")
-        read: Message = {"role": role, "content": _content(message.get("content"))}
+        converted: Message = {"role": role, "content": _content(message.get("content"))}
         calls = []
         for call in _calls(message):
             count += 1
@@ -45,10 +45,10 @@ def parse_messages(messages: object) -> list[Message]:
             calls.append(_call(count, name, call["function"].get("arguments")))
             known[call.get("id")] = call_id(count), name
         if calls:
-            read["tool_calls"] = calls
+            converted["tool_calls"] = calls
         if role == "tool" and message.get("tool_call_id") in known:
-            read["tool_call_id"], read["name"] = known[message.get("tool_call_id")]
-        plain.append(read)
+            converted["tool_call_id"], converted["name"] = known[message.get("tool_call_id")]
+        plain.append(converted)
     return plain
 
 
@@ -56,11 +56,11 @@ def _calls(message: Mapping[str, Any]) -> list[Any]:
     try:
         return [call for call in message.get("tool_calls") or [] if isinstance(call["function"]["name"], str)]
     except (TypeError, KeyError) as error:
-        raise EngineRefusedError(f"tool_calls: not in the form of functions: {error}") from error
+        raise EngineRefusedError(f"tool_calls: not function calls: {error}") from error
 
 
 def _content(content: object) -> Any:
-    """Text in one piece; parts stay parts where they are more than text."""
+    """Join text parts; content with other parts stays a list."""
     if content is None:
         return ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
@@ -69,19 +69,19 @@ def _content(content: object) -> Any:
 
 
 def to_template_message(turn: ParsedTurn, before: Sequence[Message]) -> Message:
-    """A turn in the form that `parse_messages` gives it when it comes back.
+    """Return a turn as `parse_messages` will return it when the program sends it back.
 
     Args:
-        turn: what the model said.
+        turn: of the model.
         before: the conversation so far.
     """
-    first = 1 + sum(len(each.get("tool_calls", ())) for each in before)
+    first = 1 + sum(len(message.get("tool_calls", ())) for message in before)
     calls = (_call(i, call.name, json.dumps(call.arguments)) for i, call in enumerate(turn.calls, first))
     return assistant_message(turn.content, calls)
 
 
 def to_openai_message(reply: Reply) -> Message:
-    """A turn as OpenAI's message: a call's arguments are text there."""
+    """Return a turn as OpenAI's message, with a call's arguments as text."""
     message = dict(reply.message)
     if "tool_calls" in message:
         message["tool_calls"] = [
@@ -96,7 +96,7 @@ def _text(arguments: object) -> str:
 
 
 def _call(number: int, name: str, arguments: object) -> dict[str, Any]:
-    """A call with its arguments decoded, as far as they are JSON that a record can hold."""
+    """Return a call with its arguments decoded if they are JSON that a record can hold, otherwise as text."""
     decoded = arguments
     if isinstance(arguments, str):
         try:

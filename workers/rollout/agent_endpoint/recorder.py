@@ -1,12 +1,12 @@
-"""What an episode that leads itself asks of the policy, and what the policy said: recorded where it is sampled.
+"""Sample the turns that an agent requests, and record them as rows of one completion.
 
-A program elsewhere (an environment server, an agent) holds the conversation and sends it whole with each request. It is
-turned into token ids here, sampled by the worker's own engine client, and kept; the program is told text. So what is
-trained on is what was sampled, whatever comes back over the wire.
+A program elsewhere (an environment server, an agent) holds the conversation and sends all of it with each request. Here it
+becomes token ids, the worker's engine client samples the next turn, and the recorder keeps the tokens; the program gets
+text. So the recorded tokens are the sampled ones, whatever the program sends back.
 
-Where a request goes on from the last turn (the same messages, the very answer, then new ones), its row goes on too, by
-a continuation. Where it does not (history rewritten, compacted, another agent's), or where the chat template cannot go
-on, a new row begins: each is exact for what the model saw when it sampled.
+A request that continues a recorded conversation (the same messages, the same answer, then new messages) extends its row by
+a continuation. Any other request (rewritten or compacted history, another agent's conversation, or a chat template that
+cannot continue) starts a new row. Each row holds exactly what the model saw when it sampled.
 """
 
 import copy
@@ -24,70 +24,46 @@ from stream.validity import TruncationReason
 from workers.rollout.agent_endpoint.openai_messages import Reply, parse_messages, to_template_message
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.history_check import check_history
-from workers.rollout.engine_client.sampled_turn import is_truncated
-from workers.rollout.engine_client.sampling import Sampler, SamplingOptions, end_after_error, turn_seed
-from workers.rollout.episode_common import timed
+from workers.rollout.engine_client.sampling import end_after_error
+from workers.rollout.episode_base import EpisodeContext, timed
 from workers.rollout.row_builder import RowBuilder
-from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolFormat
-from workers.settings import Rollout
+from workers.rollout.tool_formats.parsed_turn import ParsedTurn
 
 _MAX_EMPTY_REPLIES = 3
-"""Empty turns that a program gets once a limit is reached, so that it may end by itself; then it is refused."""
+"""Empty replies after a limit is reached, so that the program can finish by itself; then requests are refused."""
 _MAX_TOOL_SETS = 64
-"""Different lists of tools that are remembered; a model and an environment mostly have one."""
+"""Distinct lists of tools to cache; a model and an environment mostly have one."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Branch:
-    """One line of conversation, which is one row."""
+    """One conversation, which makes one row."""
 
     row: RowBuilder
     chat: ChatTokenizer
     messages: list[Message] = field(default_factory=list)
-    """As the program sent them, the model's last answer included."""
+    """As the program sent them, and the model's last answer."""
     ended_with_eos: bool = True
-    """The last turn ended with the template's own token."""
+    """The last turn ended with the template's own end-of-turn token."""
 
 
 class Recorder:
-    """One episode's turns.
+    """Samples and records one episode's turns.
 
     Args:
-        completion: gains messages, turns and rows.
-        chats: of the model, by the tools that a request brings.
-        sampler: samples tokens.
-        limits: of tokens and turns.
-        tool_format: how the model writes tool calls.
-        min_policy_version: the oldest policy version that may sample.
-        seed: of the episode.
-        group: that it belongs to.
+        context: of the episode.
+        completion: receives messages, turns and counts.
 
     Attributes:
-        failure: why nobody knows what the policy would have done.
-        error: about all completions alike.
+        end: how a failed turn or a limit ended the episode; None while nothing did.
+        error: set if no engine answers; it concerns all completions of the group.
     """
 
-    def __init__(
-        self,
-        completion: Completion,
-        chats: "ChatsByTools",
-        sampler: Sampler,
-        limits: Rollout,
-        tool_format: ToolFormat,
-        min_policy_version: int,
-        seed: int = 0,
-        group: str = "",
-    ) -> None:
-        self.completion = completion
-        self.failure: Failure | None = None
+    def __init__(self, context: EpisodeContext, completion: Completion) -> None:
+        self.end: Failure | TruncationReason | None = None
         self.error: EngineUnavailableError | None = None
-        self._chats, self._sampler, self._limits = chats, sampler, limits
-        self._tool_format, self._min_policy_version, self._seed, self._group = (
-            tool_format,
-            min_policy_version,
-            seed,
-            group,
-        )
+        self._context, self._completion = context, completion
+        self._chats = chats_by_tools(context.chat)
         self._branches: list[_Branch] = []
         self._empty_replies = 0
         self._turn_lock = anyio.Lock()
@@ -96,119 +72,115 @@ class Recorder:
         self._last_reply: tuple[bytes, Reply] | None = None
 
     def rows(self) -> list[Row]:
-        """What was sampled, a row to each line of conversation."""
-        return [row for thread in self._branches if (row := thread.row.row()) is not None]
+        """Return what was sampled, one row per branch."""
+        return [row for branch in self._branches if (row := branch.row.row()) is not None]
 
     async def complete(self, request: Mapping[str, Any], *, is_retry: bool = False) -> Reply:
         """Sample a turn.
 
         Args:
-            request: of OpenAI's chat completions; `messages` and `tools` are read.
-            is_retry: the program repeats a request whose answer did not reach it; the same answer is given once more.
+            request: an OpenAI chat completion request; only `messages` and `tools` are read.
+            is_retry: the program repeats a request whose answer was lost; the same answer is returned.
 
         Raises:
-            EngineRefusedError: a fact about the request, or a limit, or the episode is over.
-            EngineError: it could not be sampled.
+            EngineRefusedError: the request is malformed, a limit is reached, or the episode is over.
+            EngineError: the turn could not be sampled.
         """
-        async with self._turn_lock:  # a program may have several agents; a line of conversation has one end
+        async with self._turn_lock:  # a program may have several agents, but a branch grows at one end
             if not self._closed:
                 with anyio.CancelScope() as self._request_scope:
                     return await self._complete(request, is_retry=is_retry)
             raise EngineRefusedError("the episode is over")
 
     def close(self) -> None:
-        """The episode is over: no turn is added any more, and one that is being sampled is given up."""
+        """End the episode: refuse new requests, and cancel the one that is being sampled."""
         self._closed = True
         self._request_scope.cancel()
 
     async def _complete(self, request: Mapping[str, Any], *, is_retry: bool) -> Reply:
-        messages = parse_messages(request.get("messages"))
+        messages, tools = parse_messages(request.get("messages")), request.get("tools") or None
         try:
-            key = msgspec.msgpack.encode([messages, request.get("tools") or []])
+            key = msgspec.msgpack.encode([messages, tools])
         except (ValueError, OverflowError, RecursionError) as error:
-            raise EngineRefusedError(f"the request holds what no record can: {error}") from error
+            raise EngineRefusedError(f"the request holds values that a record cannot hold: {error}") from error
         if is_retry and self._last_reply is not None and self._last_reply[0] == key:
             return self._last_reply[1]
-        if self.completion.turns >= self._limits.max_turns:
+        limits = self._context.limits
+        if self._completion.turns >= limits.max_turns:
             return self._limit_reply(TruncationReason.MAX_TURNS)
-        chat, continues = await self._chats.get(request.get("tools") or None)
-        thread = self._find_thread(messages, chat) if continues else None
-        draft = await self._render(messages, chat, thread)
-        left = self._limits.max_tokens - sum(len(each.row) for each in self._branches if each is not thread)
-        left -= len(draft)
-        if left <= 0:
+        chat, can_continue = await self._chats.get(tools)
+        branch = self._find_branch(messages, chat) if can_continue else None
+        row = await self._render(messages, chat, branch)
+        tokens_left = limits.max_tokens - sum(len(other.row) for other in self._branches if other is not branch)
+        tokens_left -= len(row)
+        if tokens_left <= 0:
             return self._limit_reply(TruncationReason.LENGTH)
-        reply = await self._sample(draft, chat, left, thread, messages, tools=bool(request.get("tools")))
+        reply = await self._sample(
+            branch or _Branch(row, chat), row, messages, max_tokens=tokens_left, parses_tools=bool(tools)
+        )
         self._last_reply = key, reply
         return reply
 
-    def _find_thread(self, messages: list[Message], chat: ChatTokenizer) -> _Branch | None:
-        """The line of conversation that this request continues."""
-        for thread in self._branches:
-            known = len(thread.messages)
-            new = messages[known:]
-            if thread.chat is chat and new and messages[:known] == thread.messages:
-                return thread
+    def _find_branch(self, messages: list[Message], chat: ChatTokenizer) -> _Branch | None:
+        """Return the branch that a request continues."""
+        for branch in self._branches:
+            known = len(branch.messages)
+            if branch.chat is chat and len(messages) > known and messages[:known] == branch.messages:
+                return branch
         return None
 
-    async def _render(self, messages: list[Message], chat: ChatTokenizer, thread: _Branch | None) -> RowBuilder:
-        """The tokens that the model is to see: the line's own, and what is new; or all of them, anew."""
+    async def _render(self, messages: list[Message], chat: ChatTokenizer, branch: _Branch | None) -> RowBuilder:
+        """Return the row with the tokens that the model is to see: a branch and what is new, or all of them anew."""
         try:
-            if thread is None:
+            if branch is None:
                 return RowBuilder(await chat.encode_prompt(messages))
-            ids = await chat.encode_continuation(messages[len(thread.messages) :], thread.ended_with_eos)
+            ids = await chat.encode_continuation(messages[len(branch.messages) :], branch.ended_with_eos)
         except DataError as error:
             raise EngineRefusedError(str(error)) from error
-        longer = copy.deepcopy(thread.row)  # what could not be sampled leaves no trace
-        longer.append_context(ids)
-        return longer
+        row = copy.deepcopy(branch.row)  # a request that cannot be sampled leaves no trace
+        row.append_context(ids)
+        return row
 
     async def _sample(
-        self,
-        draft: RowBuilder,
-        chat: ChatTokenizer,
-        left: int,
-        thread: _Branch | None,
-        messages: list[Message],
-        *,
-        tools: bool,
+        self, branch: _Branch, row: RowBuilder, messages: list[Message], *, max_tokens: int, parses_tools: bool
     ) -> Reply:
-        sampling = SamplingOptions.from_settings(
-            self._limits,
-            max_tokens=min(self._limits.max_tokens_per_turn, left),
+        """Sample the next turn of a branch, and record it there."""
+        context, completion, chat = self._context, self._completion, branch.chat
+        options = context.sampling_options(
+            completion.turns,
+            max_tokens=min(context.limits.max_tokens_per_turn, max_tokens),
             stop_token_ids=chat.stop_token_ids,
-            seed=turn_seed(self._seed, self.completion.turns),
-            group=self._group,
-            completion=self.completion.index,
         )
-        context = draft.context()
+        prompt_ids = row.context()
         try:
-            with timed(self.completion, "engine"):
-                sampled = await self._sampler.sample(context, sampling, min_policy_version=self._min_policy_version)
-            draft.append_sample(sampled)
+            with timed(completion, "engine"):
+                sampled = await context.sampler.sample(
+                    prompt_ids, options, min_policy_version=context.min_policy_version
+                )
         except EngineUnavailableError as error:
             self.error = error
             raise
         except EngineError as error:
-            self._end(end_after_error(error, self.completion.turns))
+            self._record_end(end_after_error(error, completion.turns))
             raise
+        row.append_sample(sampled)
         text = chat.decode(sampled.token_ids)
-        thinking = bool(chat.open_reasoning(context))
-        turn = self._tool_format.parse(text, starts_in_reasoning=thinking) if tools else ParsedTurn(text)
+        starts_in_reasoning = bool(chat.open_reasoning(prompt_ids))
+        turn = ParsedTurn(text)
+        if parses_tools:
+            turn = context.tool_format.parse(text, starts_in_reasoning=starts_in_reasoning)
         message = to_template_message(turn, messages)
-        if thread is None:
-            thread = _Branch(draft, chat)
-            self._branches.append(thread)
-        self._record(messages, message, turn)
-        thread.row, thread.messages = draft, [*messages, message]
-        thread.ended_with_eos = sampled.token_ids[-1:] == [chat.end_of_turn_id]
-        cut = is_truncated(sampled.finish_reason)
-        reason = "length" if cut else "tool_calls" if turn.calls else "stop"
-        return Reply(message, reason, len(context), len(sampled.token_ids))
+        self._record_turn(messages, message, turn)
+        if branch not in self._branches:
+            self._branches.append(branch)
+        branch.row, branch.messages = row, [*messages, message]
+        branch.ended_with_eos = sampled.token_ids[-1:] == [chat.end_of_turn_id]
+        finish_reason = "length" if sampled.is_truncated else "tool_calls" if turn.calls else "stop"
+        return Reply(message, finish_reason, len(prompt_ids), len(sampled.token_ids))
 
-    def _record(self, messages: list[Message], message: Message, turn: ParsedTurn) -> None:
-        """Keep the conversation for people and reward functions, in the order in which it was had."""
-        completion = self.completion
+    def _record_turn(self, messages: list[Message], message: Message, turn: ParsedTurn) -> None:
+        """Append the conversation to the completion, for people and reward functions, in the order it happened."""
+        completion = self._completion
         if not completion.turns:
             completion.prompt_messages = messages
         recorded = [*completion.prompt_messages, *completion.messages]
@@ -218,14 +190,14 @@ class Recorder:
         completion.tool_calls += len(turn.calls)
         completion.tool_errors += len(turn.errors)
 
-    def _end(self, end: Failure | TruncationReason) -> None:
-        if isinstance(end, Failure):
-            self.failure = end
-        else:
-            self.completion.truncated = end
+    def _record_end(self, end: Failure | TruncationReason) -> None:
+        """Record how the episode ends; a failure outweighs a limit."""
+        if isinstance(end, Failure) or not isinstance(self.end, Failure):
+            self.end = end
 
     def _limit_reply(self, reason: TruncationReason) -> Reply:
-        self._end(reason)
+        """Return an empty reply once a limit is reached."""
+        self._record_end(reason)
         self._empty_replies += 1
         if self._empty_replies > _MAX_EMPTY_REPLIES:
             raise EngineRefusedError(f"the episode is over: its limit, {reason}, is reached")
@@ -233,14 +205,14 @@ class Recorder:
 
 
 class ChatsByTools:
-    """One model's chat with whatever tools requests bring, and whether its template can go on after a turn."""
+    """One model's chat with the tools of each request, and whether its template can continue after a turn."""
 
     def __init__(self, chat: ChatTokenizer) -> None:
         self._chat = chat
         self._cache: dict[bytes, tuple[ChatTokenizer, bool]] = {}
 
     async def get(self, tools: list[dict[str, Any]] | None) -> tuple[ChatTokenizer, bool]:
-        """The chat with these tools."""
+        """Return the chat with these tools, and whether conversations continue in one row."""
         key = msgspec.json.encode(tools)
         if key not in self._cache:
             if len(self._cache) >= _MAX_TOOL_SETS:
@@ -251,7 +223,7 @@ class ChatsByTools:
 
 @lru_cache(maxsize=32)
 def chats_by_tools(chat: ChatTokenizer) -> ChatsByTools:
-    """The same for every group of an environment, so that its tools are looked at once."""
+    """Return the cache that all groups of an environment share, so that each list of tools is checked once."""
     return ChatsByTools(chat)
 
 
@@ -259,6 +231,6 @@ def _chat_with_tools(chat: ChatTokenizer, tools: list[dict[str, Any]] | None) ->
     chat = chat.with_tools(tools)
     try:
         chat.rewrites_history = check_history(chat.renderer).rewrites_history
-    except PenstockError:  # it knows no tools
+    except PenstockError:  # the template knows no tools
         chat.rewrites_history = True
-    return chat, not chat.rewrites_history  # else every turn is rendered as a whole, a row each
+    return chat, not chat.rewrites_history  # otherwise each turn is rendered as a whole, in a row of its own

@@ -1,11 +1,12 @@
-"""Messages as text and token ids, as one model's chat template has them.
+"""Messages as text and token ids, as one model's chat template writes them.
 
-===================  ======================================================================
-`template.py`        a model's chat template, rendered
-`content.py`         messages in the forms of content that it takes
-`conversation.py`    a conversation as text: whole, and what only goes on
-`chat.py`            the same as token ids
-`history.py`         whether the template rewrites what was said
-`spoken.py`          chat and tool-call format of each environment, found out at start
-===================  ======================================================================
+======================  =================================================================
+`chat_setup.py`         chat tokenizer and tool-call format of each environment
+`chat_tokenizer.py`     conversations as token ids
+`renderer.py`           conversations as text: prompts, continuations, whole conversations
+`history_check.py`      whether the template rewrites earlier turns
+`content_parts.py`      content parts that the template can render
+`format_detection.py`   which tool-call format a model writes, from its template
+`template.py`           a model's chat template
+======================  =================================================================
 """

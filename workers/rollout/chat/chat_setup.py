@@ -1,4 +1,4 @@
-"""How one model talks with each environment: its chat, and the format of its tool calls, found out at start."""
+"""Load the chat tokenizer and the tool-call format of each environment, and check both when a worker starts."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,8 +9,8 @@ import structlog
 from envs.factory import EnvironmentFactory
 from stream.errors import SettingsError
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.chat.format_detection import choose_tool_format
 from workers.rollout.chat.history_check import check_history
-from workers.rollout.tool_formats.detection import choose_tool_format
 from workers.rollout.tool_formats.parsed_turn import ToolFormat
 from workers.settings import Settings
 
@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 
 class ChatSetup(NamedTuple):
-    """What an episode needs to turn messages into tokens and tokens into calls."""
+    """How one model converses with one environment."""
 
     chat: ChatTokenizer
     tool_format: ToolFormat
@@ -27,14 +27,14 @@ class ChatSetup(NamedTuple):
 def load_chat_setups(
     settings: Settings, model_path: Path, factories: Mapping[str, EnvironmentFactory]
 ) -> dict[str | None, ChatSetup]:
-    """A chat for each environment, since its tools stand in the prompt; None for data without one. May block.
+    """Return one setup per environment, since its tools are part of the prompt; key None without environments. Blocks.
 
-    Where there are tools, the log says which format was taken, and whether a conversation goes on in one row or forks,
-    each with the reason.
+    If there are tools, the log says which format was chosen, and whether a conversation continues in one row or the
+    template rewrites history, each with the reason.
 
     Raises:
-        PenstockError: the folder is no model with a chat template, or its template knows no tool messages.
-        SettingsError: `model.tool_format` is `auto`, and the template does not say how the model calls a tool.
+        PenstockError: the folder holds no model with a chat template, or the template ignores tool messages.
+        SettingsError: `model.tool_format` is `auto`, and the template does not show how the model calls a tool.
     """
     if not factories:
         return {None: _without_tools(settings, model_path)}
@@ -44,7 +44,7 @@ def load_chat_setups(
 def _for_environment(name: str, factory: EnvironmentFactory, settings: Settings, model_path: Path) -> ChatSetup:
     if factory.runs_own_loop:
         return _for_own_loop(settings, model_path)
-    if not factory.tools:  # one turn: nothing is read, and nothing ever continued
+    if not factory.tools:  # single-turn: nothing is parsed, and no conversation continues
         return _without_tools(settings, model_path)
     schemas = [tool.schema for tool in factory.tools]
     shown = schemas if settings.data.chat_template_kwargs.get("tools", True) else None
@@ -57,7 +57,7 @@ def _for_environment(name: str, factory: EnvironmentFactory, settings: Settings,
         log.warning(
             "template.tools_not_rendered",
             environment=name,
-            why="the chat template leaves the tools' schemas out: tell the model of them in data.system",
+            why="the chat template leaves out the tools' schemas: describe the tools to the model in data.system",
         )
     log.info(
         "template.inspected",
@@ -76,11 +76,11 @@ def _without_tools(settings: Settings, model_path: Path) -> ChatSetup:
 
 
 def _for_own_loop(settings: Settings, model_path: Path) -> ChatSetup:
-    """For an environment that leads its episodes: which tools there are, each of its requests says."""
+    """Load the setup of an environment that runs its own loop; each of its requests names its tools."""
     chat = ChatTokenizer.load(model_path, _template_kwargs(settings), None)
     try:
         return ChatSetup(chat, choose_tool_format(settings.model.tool_format, chat.renderer.template, None).format)
-    except SettingsError as error:  # only a request with tools would need one
+    except SettingsError as error:  # only a request with tools would need a format
         log.warning("template.tool_format_unknown", why=str(error))
         return _without_tools(settings, model_path)
 

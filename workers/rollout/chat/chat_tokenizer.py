@@ -1,15 +1,15 @@
 r"""Conversations as token ids: the prompt once, and after each turn only what is new.
 
-The ids that the engine sampled are never made again from text. After a turn the chat appends what the template writes
-*between* the assistant's turn-ending token and the next place to sample::
+Sampled ids are never made again from text. After a turn the chat tokenizer appends what the template writes *between* the
+assistant's end-of-turn token and the next place to sample::
 
     <|im_start|>user ... <|im_end|>\n<|im_start|>assistant\n          prompt_ids(messages)
-    <tool_call>{...}</tool_call><|im_end|>                           sampled by the engine, kept as they are
+    <tool_call>{...}</tool_call><|im_end|>                           sampled by the engine, kept unchanged
     \n<|im_start|>user\n<tool_response>42</tool_response>...           continuation_ids([tool message], True)
 
-Whether that says the same as rendering the whole conversation is what `history.examine` finds out at start. Where it
-does not, since the template rewrites earlier turns, `conversation_ids` renders all of it before each turn; what the
-model said and the template kept still has the ids that were sampled.
+`history_check.check_history` finds out at start whether that equals rendering the whole conversation. If it does not,
+because the template rewrites earlier turns, `conversation_ids` renders everything before each turn; turns that the
+template leaves unchanged still keep their sampled ids.
 """
 
 from array import array
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LONG_TEXT_CHARACTERS = 20_000
-"""Characters from which rendering and tokenising leave the event loop."""
+"""Texts of this length and more are rendered and tokenized in a thread."""
 _REASONING_WINDOW = 40
-"""Tokens at a prompt's end in which a template may begin the reasoning."""
+"""Tokens at a prompt's end in which a template may open a reasoning block."""
 _CACHED_PROMPTS = 32
-"""A group's completions mostly share one prompt; no more prompts than this are in flight at once in a worker."""
+"""A group's completions mostly share one prompt; a worker has no more different prompts in flight."""
 
 
 class ChatTokenizer:
-    """One model's tokenizer and template, with one environment's tools. Threads may share it.
+    """One model's tokenizer and chat template, with one environment's tools. Threads may share it.
 
     Attributes:
-        conversation: the same as text, which knows the template and the tools' schemas that it sees.
+        renderer: renders conversations as text.
         stop_token_ids: the tokens that end a turn, ascending.
-        end_of_turn_id: the one that the template itself writes after an assistant's text; None where it writes none,
-            which will do for single-turn episodes.
-        forks: the template rewrites earlier turns (`history.examine`), so each turn begins with `conversation_ids`.
+        end_of_turn_id: the one that the template writes after an assistant's text; None if it writes none, which suffices
+            for single-turn episodes.
+        rewrites_history: the template rewrites earlier turns, so each turn starts with `conversation_ids`.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class ChatTokenizer:
         self.rewrites_history = False
         self._tokenizer = tokenizer
         self.end_of_turn_id = self._find_end_of_turn()
-        ending = set() if self.end_of_turn_id is None else {self.end_of_turn_id}
-        self.stop_token_ids = tuple(sorted(eos_ids | ending))
+        end_of_turn = set() if self.end_of_turn_id is None else {self.end_of_turn_id}
+        self.stop_token_ids = tuple(sorted(eos_ids | end_of_turn))
         self._tool_characters = len(msgspec.json.encode(tools)) if tools else 0
         self._cached_prompt = lru_cache(maxsize=_CACHED_PROMPTS)(self._prompt_from_key)
         self._long_prompts = anyio.Lock()
@@ -71,7 +71,7 @@ class ChatTokenizer:
         """Read tokenizer, template and stop tokens from a folder in Hugging Face form. Loads no torch.
 
         Raises:
-            PenstockError: the folder, its tokenizer or its chat template is missing; says which.
+            PenstockError: the folder, its tokenizer or its chat template is missing.
         """
         from tokenizers import Tokenizer
 
@@ -80,23 +80,23 @@ class ChatTokenizer:
         file = model_path / "tokenizer.json"
         if not file.is_file():
             raise PenstockError(
-                f"{model_path}: no tokenizer.json; save the model's *fast* tokenizer beside its weights"
+                f"{model_path}: no tokenizer.json; save the model's *fast* tokenizer next to its weights"
             )
         try:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing more precise
             raise PenstockError(f"{file}: not a tokenizer: {error}") from error
-        tokenizer.no_truncation()  # a folder may ship both switched on: a prompt cut short in silence
+        tokenizer.no_truncation()  # a folder may enable both, which would silently cut prompts short
         tokenizer.no_padding()
         template = ChatTemplate.load(model_path, template_args, with_tools=bool(tools))
         return cls(tokenizer, template, tools, _eos_ids(model_path, tokenizer, template))
 
     def with_tools(self, tools: list[dict[str, Any]] | None) -> "ChatTokenizer":
-        """The same model's chat with other tools."""
+        """Return the same model's chat tokenizer with other tools."""
         return ChatTokenizer(self._tokenizer, self.renderer.template, tools, set(self.stop_token_ids))
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The conversation so far and the beginning of an assistant's turn.
+        """Encode the conversation so far and the start of an assistant's turn.
 
         Raises:
             DataError: the template refuses these messages.
@@ -104,20 +104,18 @@ class ChatTokenizer:
         try:
             key = msgspec.msgpack.encode(messages)
         except (TypeError, ValueError, OverflowError):
-            return self._encode(
-                self.renderer.render_prompt(messages)
-            )  # images and the like: rendered, never remembered
+            return self._encode(self.renderer.render_prompt(messages))  # images and the like are never cached
         return self._cached_prompt(key).tolist()
 
     def continuation_ids(self, new_messages: Sequence[Message], ended_with_eos: bool) -> list[int]:
-        """What stands between an assistant's turn and the next: the new messages, and the next turn's beginning.
+        """Encode what stands between two assistant turns: the new messages and the start of the next turn.
 
         Args:
-            new_messages: tool results, all of one turn.
-            ended_with_eos: the turn's last sampled token is `end_of_turn_id`; otherwise that token comes first here.
+            new_messages: tool messages, all of one turn.
+            ended_with_eos: the turn's last sampled token is `end_of_turn_id`; otherwise the result starts with it.
 
         Raises:
-            PenstockError: the template cannot go on after an assistant's turn.
+            PenstockError: the template cannot continue after an assistant's turn.
         """
         ids = self._encode(self.renderer.render_continuation(new_messages))
         if not ids or ids[0] != self.end_of_turn_id:
@@ -127,63 +125,63 @@ class ChatTokenizer:
         return ids[1:] if ended_with_eos else ids
 
     def conversation_ids(self, messages: Sequence[Message], turns: Sequence[AssistantTurn]) -> tuple[list[int], int]:
-        """The whole conversation as the template writes it now, and the beginning of the next turn.
+        """Encode the whole conversation as the template writes it now, and the start of the next turn.
 
-        What the model said, and the template left as it was, keeps the ids that were sampled.
+        Turns that the template leaves unchanged keep their sampled ids.
 
         Args:
             messages: the prompt.
-            turns: all that followed.
+            turns: everything after it.
 
         Returns:
-            The ids, and how many of them stand behind the last turn.
+            The ids, and how many of them follow the last turn.
 
         Raises:
             DataError: the template refuses the conversation.
         """
         ids: list[int] = []
-        last, ended = 0, False
-        for text, said in self.renderer.render_pieces(messages, turns):
+        last, ended_with_eos = 0, False
+        for text, marked in self.renderer.render_pieces(messages, turns):
             new = self._encode(text)
-            if ended:  # the turn's last token and the template's end of turn are one and the same
+            if ended_with_eos:  # the turn's last token is the template's end of turn
                 new = new[1:] if new[:1] == [self.end_of_turn_id] else new
             ids += new
             last = len(new)
-            if said is not None:
-                turn, cut = said
+            if marked is not None:
+                turn, cut = marked
                 sampled = self._ids_from(turn, cut)
-                ended = sampled[-1:] == [self.end_of_turn_id]
+                ended_with_eos = sampled[-1:] == [self.end_of_turn_id]
                 ids += sampled
         return ids, last
 
     def open_reasoning(self, context: Sequence[int]) -> str:
-        """The beginning of a reasoning block that these ids end with, so that what is sampled next is thought."""
+        """Return the start of a reasoning block that these ids end with; what is sampled next is then reasoning."""
         return open_reasoning(self._decode_all(context[-_REASONING_WINDOW:]))
 
     async def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """`prompt_ids`, off the event loop where it is long."""
+        """Run `prompt_ids`, in a thread if the prompt is long."""
         if self._tool_characters + _characters(messages) < _LONG_TEXT_CHARACTERS:
             return self.prompt_ids(messages)
-        async with self._long_prompts:  # siblings wait for the first, then find the ids remembered
+        async with self._long_prompts:  # a group's other completions wait for the first, and then find the ids cached
             return await _in_thread(partial(self.prompt_ids, messages))
 
     async def encode_conversation(
         self, messages: Sequence[Message], turns: Sequence[AssistantTurn]
     ) -> tuple[list[int], int]:
-        """`conversation_ids`, off the event loop where it is long."""
+        """Run `conversation_ids`, in a thread if the conversation is long."""
         work = partial(self.conversation_ids, messages, turns)
         size = self._tool_characters + _characters(messages)
         size += sum(len(turn.text) + _characters(turn.tool_results) for turn in turns)
         return work() if size < _LONG_TEXT_CHARACTERS else await _in_thread(work)
 
     async def encode_continuation(self, new_messages: Sequence[Message], ended_with_eos: bool) -> list[int]:
-        """`continuation_ids`, off the event loop where it is long."""
+        """Run `continuation_ids`, in a thread if the messages are long."""
         if _characters(new_messages) < _LONG_TEXT_CHARACTERS:
             return self.continuation_ids(new_messages, ended_with_eos)
         return await _in_thread(partial(self.continuation_ids, new_messages, ended_with_eos))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """A turn's text: special tokens stay, one stop token at the end does not."""
+        """Decode a turn: special tokens stay, except for one stop token at the end."""
         end = len(ids) - 1 if ids and ids[-1] in self.stop_token_ids else len(ids)
         return self._decode_all(ids[:end])
 
@@ -191,12 +189,12 @@ class ChatTokenizer:
         return array("i", self._encode(self.renderer.render_prompt(msgspec.msgpack.decode(key))))
 
     def _ids_from(self, turn: AssistantTurn, cut: int) -> list[int]:
-        """The turn's ids from that character on: as sampled, unless the cut goes through a token."""
+        """Return the turn's ids from that character on: as sampled, unless the cut splits a token."""
         ids = list(turn.token_ids)
         if not cut:
             return ids
         low, high = 0, len(ids)
-        while low < high:  # a prefix's text only grows with its tokens
+        while low < high:  # the text of a prefix only grows with its tokens
             middle = (low + high) // 2
             if len(self._decode_all(ids[:middle])) < cut:
                 low = middle + 1
@@ -204,14 +202,14 @@ class ChatTokenizer:
                 high = middle
         if self._decode_all(ids[:low]) == turn.text[:cut]:
             return ids[low:]
-        ended = ids[-1:] if ids[-1:] and ids[-1] in self.stop_token_ids else []
-        return self._encode(turn.text[cut:]) + ended
+        end = ids[-1:] if ids[-1:] and ids[-1] in self.stop_token_ids else []
+        return self._encode(turn.text[cut:]) + end
 
     def _decode_all(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def _find_end_of_turn(self) -> int | None:
-        """The special token that the template writes right after an assistant's text, if it writes one."""
+        """Return the special token that the template writes directly after an assistant's text, if there is one."""
         after = self.renderer.after_answer()
         ids = self._encode(after)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -224,7 +222,7 @@ class ChatTokenizer:
     def _encode(self, text: str) -> list[int]:
         if len(text) < _LONG_TEXT_CHARACTERS:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)  # lets go of the GIL
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)  # releases the GIL
 
 
 async def _in_thread(function: Callable[[], T]) -> T:
@@ -232,12 +230,12 @@ async def _in_thread(function: Callable[[], T]) -> T:
 
 
 def _characters(messages: Sequence[Message]) -> int:
-    """About how much that is."""
+    """Return the length of the messages' text."""
     return sum(map(len, content_texts(messages)))
 
 
 def _eos_ids(folder: Path, tokenizer: "Tokenizer", template: ChatTemplate) -> set[int]:
-    """Whatever the folder's files call the end of a sequence."""
+    """Return every token that a file of the folder declares as end of sequence."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         value = read_json(folder / name).get("eos_token_id")

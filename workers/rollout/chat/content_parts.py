@@ -1,8 +1,8 @@
-"""Content parts: which of them a template renders, and for which role.
+"""Adapt content parts to what a chat template can render for each role.
 
-Some templates render lists of parts, some fail on them, and some silently write nothing in their place. So each is
-tried once: parts that a template renders are left alone; text alone is joined where it does not; an image that it would
-leave out is an error that says so.
+Some templates render lists of parts, some fail, and some silently write nothing for them. So each combination of role and
+type is tested once: parts that the template renders stay unchanged, text parts that it does not are joined, and an image
+that it would leave out is an error.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ _CALL_ID = "call00000"
 
 
 class ContentAdapter:
-    """What one template does with content parts. Threads may share it."""
+    """Adapts messages to one template. Threads may share it."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._support: dict[tuple[str, str], bool] = {}
 
     def adapt(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages in a form that the template renders.
+        """Return the messages in a form that the template renders.
 
         Raises:
-            DataError: a part would not be rendered.
+            DataError: the template would leave a part out.
         """
         return [self._adapt(message) if isinstance(message.get("content"), list) else message for message in messages]
 
@@ -40,7 +40,7 @@ class ContentAdapter:
         if other:
             raise DataError(
                 f"the chat template of {self._template.folder} renders no content parts of type {other[0]!r} in "
-                f"messages of the role {role!r}: the model would never know of them"
+                f"messages of the role {role!r}: the model would never see them"
             )
         return {**message, "content": "\n".join(str(part.get("text", "")) for part in parts)}
 
@@ -50,7 +50,7 @@ class ContentAdapter:
         return self._support[role, kind]
 
     def _test_rendering(self, role: str, kind: str) -> bool:
-        """Whether the template writes something in the place of such a part."""
+        """Whether the template writes something for such a part."""
         with_part, without = self._render_parts(role, [_part(kind)]), self._render_parts(role, [])
         if with_part is None:
             return False
@@ -78,7 +78,7 @@ class ContentAdapter:
 
 
 def _part(kind: str) -> dict[str, Any]:
-    """A part of that type, with the fields that templates ask for."""
+    """Return a part of that type, with the fields that templates read."""
     if kind == "image_url":
         return {"type": kind, "image_url": {"url": _MARK}}
     return {"type": kind, kind: _MARK}

@@ -1,8 +1,8 @@
-"""Does a template only ever add, or does it rewrite what was said? Found out at start, on sample conversations.
+"""Check on sample conversations whether a chat template only appends, or rewrites earlier turns.
 
-A template that only adds lets a conversation go on token by token, in one row. One that rewrites earlier turns (drops
-their reasoning, or moves the system message) shows the model something else at each turn; the completion then forks
-into rows, each exact for what the model saw when it sampled.
+With a template that only appends, a conversation continues token by token in one row. A template that rewrites earlier
+turns (drops their reasoning, or moves the system message) shows the model a different text at each turn; the completion then
+gets several rows, each with exactly what the model saw when it sampled.
 """
 
 from dataclasses import dataclass
@@ -17,83 +17,83 @@ _CONTEXT_CHARACTERS = 40
 
 @dataclass(frozen=True, slots=True)
 class HistoryCheck:
-    """What a template does to earlier turns.
+    """Whether a template rewrites earlier turns.
 
     Attributes:
-        forks: it rewrites them.
-        why: in words; where it forks, the first place that differs.
+        rewrites_history: it does.
+        reason: explanation for people; if it rewrites, the first difference.
     """
 
     rewrites_history: bool
     reason: str
 
 
-def check_history(conversation: ConversationRenderer) -> HistoryCheck:
+def check_history(renderer: ConversationRenderer) -> HistoryCheck:
     """Compare sample conversations with tool calls, rendered as a whole, with the same rendered turn by turn.
 
-    A difference in white space alone does not fork: as many rows as turns would be a high price for a line break.
+    A difference in white space alone does not count as rewriting: one row per turn is a high price for a line break.
 
     Args:
-        conversation: the model's template with an environment's tools.
+        renderer: the model's template with an environment's tools.
 
     Raises:
         DataError: the template refuses tool messages.
-        PenstockError: it leaves them out, so that no model reads what its tools answered.
+        PenstockError: it leaves them out, so that no model would read its tools' results.
     """
     differences = []
-    for begun, reasoning in _reasoning_variants(conversation):
-        found = _compare_renderings(conversation, begun, reasoning)
+    for open_reasoning, reasoning in _reasoning_variants(renderer):
+        found = _compare_renderings(renderer, open_reasoning, reasoning)
         if found is None:
             return HistoryCheck(False, "a conversation rendered as a whole is what the model saw turn by turn")
         differences.append(found)
     spaces = [text for text, in_space in differences if in_space]
     if spaces:
-        return HistoryCheck(False, f"only white space differs where the whole is rendered: {spaces[0]}")
+        return HistoryCheck(False, f"only white space differs when the whole is rendered: {spaces[0]}")
     return HistoryCheck(True, differences[0][0])
 
 
-def _reasoning_variants(conversation: ConversationRenderer) -> list[tuple[str, str]]:
-    """How a turn of this model may begin: with what stands in the generation prompt already, and what is sampled.
+def _reasoning_variants(renderer: ConversationRenderer) -> list[tuple[str, str]]:
+    """Return how a turn of this model may start: the part in the generation prompt, and the sampled part.
 
-    A template that knows reasoning is asked to keep it, in any of the usual line breaks. That it gives a turn without
-    any an empty block does no harm: such a model always reasons.
+    A template that knows reasoning is tested with it, in each of the usual line breaks. If it writes an empty block into
+    a turn without reasoning, that does no harm: such a model always reasons.
     """
-    prompt = conversation.render_prompt(_SAMPLES[0][0])[-_CONTEXT_CHARACTERS:]
+    prompt = renderer.render_prompt(_SAMPLES[0][0])[-_CONTEXT_CHARACTERS:]
     for opening, closing in REASONING_TAGS:
-        if opening not in conversation.template.source and closing not in conversation.template.source:
+        if opening not in renderer.template.source and closing not in renderer.template.source:
             continue
         if closing in prompt:
             break
         endings = [f"Easy.{ending}" for ending in (f"\n{closing}\n\n", f"\n{closing}\n", closing)]
         if opening in prompt:
-            return [(begun, ending) for ending in endings for begun in (f"{opening}\n", "")]
+            return [(start, ending) for ending in endings for start in (f"{opening}\n", "")]
         return [("", f"{opening}\n{ending}") for ending in endings]
     return [("", "")]
 
 
-def _compare_renderings(conversation: ConversationRenderer, begun: str, reasoning: str) -> tuple[str, bool] | None:
-    """What differs, and whether only white space does; None where nothing does."""
+def _compare_renderings(renderer: ConversationRenderer, open_reasoning: str, reasoning: str) -> tuple[str, bool] | None:
+    """Return the first difference, and whether all differences are in white space; None if there is none."""
     in_space = None
     for prompt, rounds in _SAMPLES:
         turns: list[AssistantTurn] = []
-        pieces = conversation.render_prompt(prompt)
+        pieces = renderer.render_prompt(prompt)
         for text, results in rounds:
-            turns.append(AssistantTurn((), reasoning + text, results, begun))
-            whole = conversation.render_whole(prompt, turns)
+            turns.append(AssistantTurn((), reasoning + text, results, open_reasoning))
+            whole = renderer.render_whole(prompt, turns)
             if not all(str(result["content"]) in whole for result in results):
                 raise PenstockError(
-                    f"the chat template of {conversation.template.folder} leaves out tool messages, so that no "
-                    "model reads what its tools answered; use a template that knows the role 'tool'"
+                    f"the chat template of {renderer.template.folder} leaves out tool messages, so that the model "
+                    "would not read its tools' results; use a template that knows the role 'tool'"
                 )
             try:
-                pieces += reasoning + text + conversation.render_continuation(results)
+                pieces += reasoning + text + renderer.render_continuation(results)
             except PenstockError as error:
                 return str(error), False
             if whole != pieces:
-                told = _first_difference(whole, pieces)
+                difference = _first_difference(whole, pieces)
                 if "".join(whole.split()) != "".join(pieces.split()):
-                    return told, False
-                in_space = in_space or told
+                    return difference, False
+                in_space = in_space or difference
     return None if in_space is None else (in_space, True)
 
 
@@ -124,4 +124,4 @@ _SAMPLES: list[tuple[list[Message], list[tuple[str, list[Message]]]]] = [
         [(f"{_CALL}\n{_CALL}", [_tool_message("7."), _tool_message("8.", 2)])],
     ),
 ]
-"""What is rendered: several calls, several turns, a system message."""
+"""Conversations with several calls, several turns, and a system message."""

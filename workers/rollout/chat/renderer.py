@@ -1,7 +1,7 @@
-"""Conversations as a template writes them: prompts, what comes between two turns, and all of it with its turns marked.
+"""Render conversations as text: prompts, continuations between two turns, and whole conversations with marked turns.
 
-What comes between is rendered behind a dummy conversation of two short messages, so that its cost does not depend on
-how long the conversation is.
+A continuation is rendered after a dummy conversation of two short messages, so its cost does not depend on the length of
+the real conversation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,36 +16,36 @@ from workers.rollout.chat.template import ChatTemplate, text_after_common_prefix
 from workers.rollout.tool_formats.reasoning import reasoning_end
 
 _MARK = "end-of-dummy-5f1c"
-"""The dummy's assistant says this; what the template writes after it is what follows any assistant's text."""
+"""Text of the dummy's assistant; what the template writes after it follows any assistant's text."""
 _DUMMY: list[Message] = [{"role": "user", "content": "u"}, {"role": "assistant", "content": _MARK}]
 _CALL_ID = "call00000"
-"""Nine letters and digits, as Mistral's templates want them."""
+"""Nine letters and digits, as Mistral's templates require."""
 
 
 @dataclass(frozen=True, slots=True)
 class AssistantTurn:
-    """What the model said once, and what it was answered."""
+    """One turn of the model, and the results of its tool calls."""
 
     token_ids: Sequence[int]
-    """As sampled, the token that ended the turn included."""
+    """As sampled, including the token that ended the turn."""
     text: str
-    """Of them, without that token."""
+    """Their text, without that token."""
     tool_results: Sequence[Message] = ()
     """Tool messages."""
     open_reasoning: str = ""
-    """The beginning of its thought, where that stood in the prompt already: `<think>` and what white space follows."""
+    """Start of a reasoning block that the prompt ended with: for example `<think>` and a line break."""
 
 
 class ConversationRenderer:
-    """One model's template, with one environment's tools. Threads may share it.
+    """One model's chat template with one environment's tools. Threads may share it.
 
     Args:
         template: of the model.
         tools: schemas in OpenAI's function form that the template sees, or None.
 
     Attributes:
-        end_of_turn: the special token that the template writes after an assistant's text; empty where it writes none.
-        needs_tool_calls: the template refuses a tool's answer unless the turn before it comes as `tool_calls`.
+        end_of_turn: special token that the template writes after an assistant's text; empty if there is none.
+        needs_tool_calls: the template refuses a tool message unless the turn before it has `tool_calls`.
     """
 
     def __init__(self, template: ChatTemplate, tools: list[dict[str, Any]] | None) -> None:
@@ -60,21 +60,21 @@ class ConversationRenderer:
         self._continuation_tools: list[dict[str, Any]] | None = None
 
     def after_answer(self) -> str:
-        """What follows an assistant's text at the end of a conversation; nothing where no assistant may speak."""
-        for tools in (None, self.tools):  # templates for tools alone cannot do without
+        """Return what follows an assistant's text at the end of a conversation; empty if no assistant may speak."""
+        for tools in (None, self.tools):  # some templates require tools
             try:
                 return self._after_mark(_DUMMY, tools, add_generation_prompt=False)
             except DataError:
                 continue
-        return ""  # a template without assistants can still prompt
+        return ""  # a template without assistant messages can still render prompts
 
     def set_end_of_turn(self, end_of_turn: str) -> None:
-        """Be told which special token ends a turn."""
+        """Set the special token that ends a turn."""
         self.end_of_turn = end_of_turn
         self._continuation_tools = self._tools_for_continuations()
 
     def render_prompt(self, messages: Sequence[Message]) -> str:
-        """The conversation so far and the beginning of an assistant's turn.
+        """Render the conversation so far and the start of an assistant's turn.
 
         Raises:
             DataError: the template refuses these messages, or would leave out a part of them.
@@ -82,34 +82,35 @@ class ConversationRenderer:
         return self.template.render(self._contents.adapt(messages), self.tools, add_generation_prompt=True)
 
     def render_continuation(self, new_messages: Sequence[Message]) -> str:
-        """The end of a turn, and what follows it up to the beginning of the next.
+        """Render the end of a turn, the new messages, and the start of the next turn.
 
         Raises:
-            DataError: as for `prompt`.
-            PenstockError: the template cannot go on after an assistant's turn.
+            DataError: as for `render_prompt`.
+            PenstockError: the template cannot continue after an assistant's turn.
         """
         return self._after_dummy(new_messages, self._continuation_tools)
 
     def render_whole(self, messages: Sequence[Message], turns: Sequence[AssistantTurn]) -> str:
-        """The whole conversation as the template writes it now, and the beginning of the next turn."""
+        """Render the whole conversation as the template writes it now, and the start of the next turn."""
         parts: list[str] = []
-        for text, said in self.render_pieces(messages, turns):
-            parts += [text] if said is None else [text, said[0].text[said[1] :]]
+        for text, marked in self.render_pieces(messages, turns):
+            parts += [text] if marked is None else [text, marked[0].text[marked[1] :]]
         return "".join(parts)
 
     def render_pieces(
         self, messages: Sequence[Message], turns: Sequence[AssistantTurn]
     ) -> Iterator[tuple[str, tuple[AssistantTurn, int] | None]]:
-        """The whole conversation: the template's text, and which turn, from which character on, follows it.
+        """Render the whole conversation in pieces: text of the template, and the turn that follows it.
 
-        Each turn is rendered with a mark in the place of what was said after its thought, so that it is found again
-        whatever the template does with thoughts.
+        Each turn is rendered with a mark in place of its text after the reasoning, so that it can be located whatever
+        the template does with reasoning.
+
+        Yields:
+            The text, then the turn and the character at which its text starts here; None for the last piece.
         """
         mark = _MARK
-        while any(
-            mark in text
-            for text in content_texts([*messages, *(result for turn in turns for result in turn.tool_results)])
-        ):
+        results = [result for turn in turns for result in turn.tool_results]
+        while any(mark in text for text in content_texts([*messages, *results])):
             mark += "x"
         marks = [f"{mark}-{number}." for number in range(len(turns))]
         cuts = [_reasoning_length(turn) for turn in turns]
@@ -117,10 +118,8 @@ class ConversationRenderer:
         for turn, mark, cut in zip(turns, marks, cuts, strict=True):
             text = mark if self.needs_tool_calls else turn.open_reasoning + turn.text[:cut] + mark
             answers = self._contents.adapt(turn.tool_results)
-            conversation += [
-                _assistant_message(text, answers, as_calls=self.needs_tool_calls and bool(answers)),
-                *answers,
-            ]
+            as_calls = self.needs_tool_calls and bool(answers)
+            conversation += [_assistant_message(text, answers, as_calls=as_calls), *answers]
         rest = self.template.render(conversation, self.tools, add_generation_prompt=True)
         for turn, mark, cut in zip(turns, marks, cuts, strict=True):
             before, found, after = rest.partition(mark)
@@ -144,7 +143,7 @@ class ConversationRenderer:
         return True
 
     def _after_dummy(self, new_messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> str:
-        """The end of turn and all that follows, as text."""
+        """Return the end of a turn and everything after it, as text."""
         if not self.end_of_turn:
             raise PenstockError(
                 f"the chat template of {self.template.folder} ends an assistant's turn without a special token, so an "
@@ -153,12 +152,12 @@ class ConversationRenderer:
         answers = self._contents.adapt(new_messages)
         dummy = [_DUMMY[0], _assistant_message(_MARK, answers, as_calls=self.needs_tool_calls)]
         after = self._after_mark([*dummy, *answers], tools, add_generation_prompt=True)
-        if self.needs_tool_calls:  # the mark stands within a call; the turn ends behind it
+        if self.needs_tool_calls:  # the mark is inside a call; the turn ends after it
             after = self.end_of_turn + after.partition(self.end_of_turn)[2]
         if not after.startswith(self.end_of_turn):
             raise PenstockError(
                 f"the chat template of {self.template.folder} ends an assistant's last turn with "
-                f"{self.end_of_turn!r}, but one before a tool message with {after[:40]!r}: no way to go on from there"
+                f"{self.end_of_turn!r}, but one before a tool message with {after[:40]!r}: it cannot continue there"
             )
         return after
 
@@ -169,14 +168,14 @@ class ConversationRenderer:
         return text.partition(_MARK)[2]
 
     def _find_before_call(self) -> str:
-        """What the template writes between the place to sample and the name of an assistant's first call."""
+        """Return what the template writes between the start of a turn and the name of its first call."""
         prompt = self.render_prompt(_DUMMY[:1])
         called = [_DUMMY[0], _assistant_message(_MARK, _sample_conversation(True)[2:3], as_calls=True)]
         text = self.template.render(called, self.tools, add_generation_prompt=False)
         return text_after_common_prefix(prompt, text).partition(_MARK)[0]
 
     def _tools_for_continuations(self) -> list[dict[str, Any]] | None:
-        """The tools, only if the template writes a continuation otherwise without them: rendering them costs."""
+        """Return the tools only if the template writes a different continuation without them; rendering them is slow."""
         if not self.tools or not self.end_of_turn:
             return None
         result: list[Message] = [{"role": "tool", "name": "f", "tool_call_id": _CALL_ID, "content": "r"}]
@@ -188,18 +187,18 @@ class ConversationRenderer:
 
 
 def content_texts(messages: Sequence[Message]) -> Iterator[str]:
-    """What there is to render."""
+    """Yield the text of each message."""
     return (content_text(message.get("content")) for message in messages)
 
 
 def _reasoning_length(turn: AssistantTurn) -> int:
-    """Characters of thought at a turn's beginning, with the white space behind it."""
+    """Return how many characters of reasoning a turn starts with, including the white space after it."""
     end = reasoning_end(turn.text, starts_in_reasoning=bool(turn.open_reasoning))
     return len(turn.text) - len(turn.text[end:].lstrip()) if end else 0
 
 
 def _assistant_message(text: str, answers: Sequence[Message], *, as_calls: bool) -> Message:
-    """An assistant's turn with this text, or with calls that bear it for a name, one for each answer."""
+    """Return an assistant's turn with this text, or with one call per answer, the first of them named `text`."""
     if not as_calls:
         return {"role": "assistant", "content": text}
     calls = [
@@ -214,6 +213,6 @@ def _assistant_message(text: str, answers: Sequence[Message], *, as_calls: bool)
 
 
 def _sample_conversation(as_calls: bool) -> list[Message]:
-    """A conversation in which a tool answers twice."""
+    """Return a conversation with two tool results."""
     answer: Message = {"role": "tool", "name": "f", "tool_call_id": _CALL_ID, "content": "r"}
     return [_DUMMY[0], *2 * [_assistant_message(_MARK, [answer], as_calls=as_calls), answer]]

@@ -1,7 +1,7 @@
-"""A model's chat template, read from its folder and rendered to text, without torch and without a model.
+"""Read a model's chat template from its folder and render it to text, without torch and without a model.
 
-What `transformers` does in `AutoTokenizer.apply_chat_template` up to the point where text becomes tokens: the same
-template, the same special tokens as variables, the same sandbox.
+This is what `transformers` does in `AutoTokenizer.apply_chat_template` before text becomes tokens: the same template, the
+same special tokens as variables, the same sandbox.
 """
 
 import json
@@ -16,12 +16,12 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 
 class ChatTemplate:
-    """A chat template with its variables, bound to one model folder.
+    """A chat template with its variables.
 
     Args:
         source: the Jinja text.
-        variables: what the template may refer to besides messages and tools; special tokens, `enable_thinking`.
-        folder: where it came from, for messages.
+        variables: what the template may refer to besides messages and tools: special tokens, `enable_thinking`.
+        folder: the model's folder, for messages.
     """
 
     def __init__(self, source: str, variables: dict[str, Any], folder: Path) -> None:
@@ -31,10 +31,10 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, template_args: dict[str, Any], *, with_tools: bool) -> "ChatTemplate":
-        """Read `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`.
+        """Read `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`.
 
         Raises:
-            PenstockError: the folder holds no template, or files that are no JSON.
+            PenstockError: the folder holds no template, or a file is not JSON.
         """
         config = read_json(folder / "tokenizer_config.json")
         legacy = read_json(folder / "special_tokens_map.json")
@@ -45,10 +45,10 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool
     ) -> str:
-        """The conversation as text.
+        """Render a conversation as text.
 
         Raises:
-            DataError: the template refuses these messages, in its own words.
+            DataError: the template refuses these messages; holds its own message.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -60,7 +60,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self.variables,
             )
-        except Exception as error:  # a template is code of the model's author, and fails in any way it likes
+        except Exception as error:  # a template is foreign code, and may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise DataError(
                 f"the chat template of {self.folder} refuses messages of the roles {roles}: "
@@ -70,18 +70,17 @@ class ChatTemplate:
 
 
 def text_after_common_prefix(reference: str, text: str) -> str:
-    """What of the other text is behind the place up to which both are the same."""
-    same = next(
-        (i for i, (a, b) in enumerate(zip(reference, text, strict=False)) if a != b), min(len(reference), len(text))
-    )
-    return text[same:]
+    """Return the part of `text` after its longest common prefix with `reference`."""
+    shorter = min(len(reference), len(text))
+    common = next((i for i, (a, b) in enumerate(zip(reference, text, strict=False)) if a != b), shorter)
+    return text[common:]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty where there is no such file.
+    """Read a JSON object from a file; empty if there is no such file.
 
     Raises:
-        PenstockError: the file is there, but is no JSON object.
+        PenstockError: the file holds no JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -95,7 +94,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _source(folder: Path, config: dict[str, Any], *, with_tools: bool) -> str:
-    """The template's text. A folder may hold several by name, `tool_use` beside `default`."""
+    """Return the template's text. A folder may hold several by name, such as `tool_use` and `default`."""
     beside = folder / "chat_template.jinja"
     if beside.is_file():
         return beside.read_text(encoding="utf-8")
@@ -106,13 +105,13 @@ def _source(folder: Path, config: dict[str, Any], *, with_tools: bool) -> str:
     if not isinstance(source, str):
         raise PenstockError(
             f"{folder}: no chat template, neither chat_template.jinja nor 'chat_template' in tokenizer_config.json; "
-            "take the instruction-tuned model, or put a chat_template.jinja into the folder"
+            "use the instruction-tuned model, or put a chat_template.jinja into the folder"
         )
     return source
 
 
 def _token_text(token: object) -> str | None:
-    """A special token as text; older files write an object with its `content`."""
+    """Return a special token as text; older files hold an object with its `content`."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

@@ -1,18 +1,16 @@
-"""The engine's client.
+"""Client of the engines: it chooses an engine for each request, and retries elsewhere if that fails.
 
-===================  ================================================================
-`client.py`          asks, and asks again where that may help
-`attempt.py`         one try at one engine
-`places.py`          places at the engines, and the requests that wait for one
-`choice.py`          which engine a request goes to
-`lookout.py`         who is there, ejected or back; a task to each engine
-`concurrency.py`     how many requests an engine is given, by what it says of itself: `signals.py`
-`known_engine.py`    what is known of each engine: load, policy version, what is awaited
-`probe.py`           what an engine is and can do, found out by asking it
-`route.py`           a way to ask for tokens: `generate.py`, else `completions.py`
-`sampling.py`        one turn asked for: how, by whom, and what a failure says of the episode
-`answer.py`          what is believed of an answer
-===================  ================================================================
+========================  ===========================================================================
+`client.py`               sample a turn, with retries
+`engine_sampler.py`       one attempt at one engine
+`router.py`               which engine a request goes to; `affinity.py` holds the pure function
+`health.py`               which engines are healthy; `probe.py` finds out what an engine can do
+`engine_state.py`         the state of one engine, shared by the four above
+`adaptive_limit.py`       how many requests an engine gets, from its `engine_metrics.py`
+`sampling_api.py`         one HTTP route to sample from: `generate_api.py`, `completions_api.py`
+`sampling.py`             options of one turn
+`sampled_turn.py`         one sampled turn, and the checks of an engine's answer
+========================  ===========================================================================
 
-Requests go over HTTP by `workers/engine_api/connection.py`, as the trainer's do.
+Requests go over HTTP through `workers/engine_api/connection.py`, as the trainer's do.
 """

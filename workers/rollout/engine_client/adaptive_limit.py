@@ -1,7 +1,7 @@
-"""How many requests one engine is given at once: additive increase, multiplicative decrease, by its own figures.
+"""How many requests one engine gets at a time: additive increase, multiplicative decrease, driven by its own metrics.
 
-Several workers see the same engine, and each counts only its own requests. So each gives way in proportion to what it
-asks for itself, and takes more only while it has more to ask for.
+Several workers use the same engine, and each counts only its own requests. Each decreases in proportion to its own
+requests, and increases only while it has more requests to send.
 """
 
 from dataclasses import dataclass, replace
@@ -14,38 +14,36 @@ MIN_CONCURRENCY: Final = 8
 MAX_CONCURRENCY: Final = 512
 """Requests that a rollout worker may have at one engine at most."""
 INCREASE: Final = 8
-"""Requests more, at a look."""
+"""Requests added to the limit after one poll."""
 DECREASE: Final = 0.8
 OVERLOADED_POLLS: Final = 2
-"""Looks in a row at a crowded engine: a request that has only just arrived waits for a moment, too."""
+"""Consecutive overloaded polls that lower the limit: a request that has just arrived also waits for a moment."""
 _QUEUE_FRACTION: Final = 0.1
-"""Requests that may wait at the engine, as a part of those that run: they keep it busy between two looks."""
+"""Waiting requests allowed per running request; they keep the engine busy between two polls."""
 _KV_FULL, _KV_FREE = 0.95, 0.9
-"""Use of the KV cache above which fewer, and below which more requests are given."""
+"""KV cache usage above which the limit falls, and below which it may rise."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveLimit:
-    """What is known of an engine's room."""
+    """Upper bound on the requests that this client has in flight at one engine."""
 
     limit: int
-    """Requests of ours that it may work on."""
     overloaded_polls: int = 0
-    """Looks in a row at which it was crowded."""
+    """Consecutive polls that found the engine overloaded."""
     last_metrics: EngineMetrics | None = None
-    """The last look."""
 
     def updated(
         self, metrics: EngineMetrics, *, in_flight: int, has_waiting: bool, minimum: int, maximum: int
     ) -> "AdaptiveLimit":
-        """What is known after another look.
+        """Return the limit after another poll.
 
         Args:
-            metrics: what the engine says of itself.
-            in_flight: requests of ours that it works on.
-            has_waiting: other requests of ours could be given to it.
-            minimum: the lowest limit.
-            maximum: the highest limit.
+            metrics: what the engine reports.
+            in_flight: requests of this client that the engine works on.
+            has_waiting: other requests of this client could go to the engine.
+            minimum: lowest limit.
+            maximum: highest limit.
         """
         if self._made_no_progress(metrics):
             return replace(self, last_metrics=metrics)
@@ -53,7 +51,7 @@ class AdaptiveLimit:
         preempted = self.last_metrics is not None and metrics.preemptions > self.last_metrics.preemptions
         polls = self.overloaded_polls + 1 if overloaded else 0
         if preempted or polls >= OVERLOADED_POLLS:
-            # Until there are as few as asked for, the engine cannot say whether these are few enough.
+            # Until no more requests are in flight than the limit allows, the metrics cannot judge that limit.
             limit = self.limit if in_flight > self.limit else max(minimum, int(DECREASE * in_flight))
             return AdaptiveLimit(limit, 0, metrics)
         underloaded = not overloaded and metrics.waiting == 0 and metrics.kv_cache_usage < _KV_FREE
@@ -61,7 +59,7 @@ class AdaptiveLimit:
         return AdaptiveLimit(min(maximum, self.limit + increase), polls, metrics)
 
     def _made_no_progress(self, metrics: EngineMetrics) -> bool:
-        """Whether it did nothing since the last look, paused for new weights for instance: who waits tells nothing."""
+        """The engine has requests but processed no token since the last poll; it may be paused for new weights."""
         if self.last_metrics is None or metrics.tokens is None or self.last_metrics.tokens is None:
             return False
         return metrics.tokens == self.last_metrics.tokens and metrics.running + metrics.waiting > 0

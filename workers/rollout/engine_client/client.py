@@ -1,19 +1,18 @@
-"""The engine's client: prompt ids in, sampled ids with log-probs and policy versions out. No torch.
+"""Client of the run's engines: prompt ids in, sampled ids with log-probs and policy versions out. Loads no torch.
 
-What may be wrong with an answer, and what is done about it::
+What may go wrong with a request, and what follows::
 
-    nothing answers                          another engine at once; where there is none, wait until one answers,
-                                             `reconnect_s` at most                              EngineUnavailableError
-    500s, 429, 408, a time-out, junk,        another engine at once; where there is none, the same with back-off;
-    an abort, counts that do not agree       `attempts` times                                   EngineError
-    weights older than `at_least`            another engine at once; where there is none, wait until they come,
-                                             `reconnect_s` at most                              EngineUnavailableError
-    any other 4xx                            a fact about the request: never again              EngineRefusedError
+    no answer                                another engine immediately; if there is none, wait for one,
+                                             at most `unavailable_timeout_s`                    EngineUnavailableError
+    500s, 429, 408, a timeout, an invalid    another engine immediately; if there is none, the same one with back-off;
+    answer, an abort                         `max_attempts` attempts in all                     EngineError
+    weights older than `min_policy_version`  another engine immediately; if there is none, wait for newer weights,
+                                             at most `unavailable_timeout_s`                    EngineUnavailableError
+    any other 4xx                            no retry: the request itself is wrong              EngineRefusedError
 """
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -25,7 +24,7 @@ from stream.errors import EngineError, EngineRefusedError, EngineUnavailableErro
 from workers.engine_api.connection import ConnectionPool, RequestTimeoutError, UnreachableError
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.rollout.engine_client.adaptive_limit import MAX_CONCURRENCY, MIN_CONCURRENCY
-from workers.rollout.engine_client.attempt import Attempt, StaleWeightsError
+from workers.rollout.engine_client.engine_sampler import EngineSampler, StaleWeightsError
 from workers.rollout.engine_client.engine_state import EngineState
 from workers.rollout.engine_client.health import HealthMonitor
 from workers.rollout.engine_client.probe import EngineProbe
@@ -38,18 +37,17 @@ log = structlog.get_logger()
 
 
 class EngineClient:
-    """A connection to the engines of a run, all of the same policy; an async context manager.
+    """Samples from the engines of a run, which all serve the same policy. Make and enter it within an event loop.
 
     Args:
-        engines: which there are: a roster, which is followed, or URLs.
+        engines: an `EngineDiscovery`, which the client follows, or fixed URLs.
         request_timeout_s: for one answer.
-        max_attempts: tries of one request, while something answers.
-        unavailable_timeout_s: how long to wait for an engine to answer, or to be given its weights.
-        sampling_options: how the run samples, with which an engine is tried when it is met.
-        uses_adapters: engines are given adapters, one to a policy version, and asked for one by its name.
-        concurrency_bounds: requests under way at one engine, at least and at most; how many, its own figures decide.
-        salts_prefix_cache: engines keep what older weights have computed, so each version's requests share cached
-            prefixes apart.
+        max_attempts: attempts at one request while some engine answers.
+        unavailable_timeout_s: how long to wait for an engine to answer, or for it to get its weights.
+        sampling_options: every way in which the run samples, for the probe.
+        uses_adapters: each policy version is an adapter of its own, requested by name.
+        concurrency_bounds: lowest and highest limit of requests in flight at one engine; its load decides between them.
+        salts_prefix_cache: engines keep KV blocks that older weights computed; a salt per version keeps them apart.
     """
 
     def __init__(
@@ -65,39 +63,48 @@ class EngineClient:
         salts_prefix_cache: bool = False,
     ) -> None:
         self.sampling_options = tuple(sampling_options)
-        self._discovery = engines if isinstance(engines, EngineDiscovery) else EngineDiscovery(engines)
-        self._connection = ConnectionPool()
-        self._probe = EngineProbe(self._connection, sampling_options=sampling_options, timeout_s=request_timeout_s)
-        self._router = Router(self._discovery)
-        self._concurrency_bounds = concurrency_bounds
-        self._attempt_of = partial(
-            Attempt, timeout_s=request_timeout_s, uses_adapters=uses_adapters, salts_prefix_cache=salts_prefix_cache
-        )
         self._max_attempts = max_attempts
         self._unavailable_timeout_s = unavailable_timeout_s
+        self._discovery = engines if isinstance(engines, EngineDiscovery) else EngineDiscovery(engines)
+        self._connections = ConnectionPool()
+        self._tasks = anyio.create_task_group()
+        self._router = Router(self._discovery)
+        self._monitor = HealthMonitor(
+            self._discovery,
+            self._router,
+            self._connections,
+            EngineProbe(self._connections, sampling_options=sampling_options, timeout_s=request_timeout_s),
+            self._tasks,
+            concurrency_bounds=concurrency_bounds,
+            health_timeout_s=unavailable_timeout_s,
+        )
+        self._sampler = EngineSampler(
+            self._connections,
+            self._monitor,
+            timeout_s=request_timeout_s,
+            uses_adapters=uses_adapters,
+            salts_prefix_cache=salts_prefix_cache,
+        )
 
     @classmethod
     def from_settings(cls, settings: Settings, engines: EngineDiscovery | Sequence[str]) -> "EngineClient":
-        """A client with a run's deadlines, bounds, and ways to sample."""
-        played = [settings.rollout, *([settings.for_evaluation.rollout] if settings.eval.path else [])]
+        """Make a client with a run's deadlines, limits, and ways to sample."""
+        sampled = [settings.rollout, *([settings.for_evaluation.rollout] if settings.eval.path else [])]
         return cls(
             engines,
             request_timeout_s=settings.engine.request_timeout_s,
             max_attempts=settings.engine.max_attempts,
             unavailable_timeout_s=settings.engine_wait_s,
-            sampling_options=[SamplingOptions.from_settings(limits, max_tokens=limits.max_tokens) for limits in played],
+            sampling_options=[
+                SamplingOptions.from_settings(limits, max_tokens=limits.max_tokens) for limits in sampled
+            ],
             uses_adapters=settings.publishes_adapters,
             salts_prefix_cache=settings.weights.kv_cache == "keep",
         )
 
     async def __aenter__(self) -> Self:
-        await self._connection.__aenter__()
-        self._tasks = await anyio.create_task_group().__aenter__()
-        self._monitor = HealthMonitor(
-            *(self._discovery, self._router, self._connection, self._probe, self._tasks, self._concurrency_bounds),
-            health_timeout_s=self._unavailable_timeout_s,
-        )
-        self._attempt = self._attempt_of(self._connection, self._monitor)
+        await self._connections.__aenter__()
+        await self._tasks.__aenter__()
         self._monitor.set_engines(self._discovery.urls)
         self._tasks.start_soon(self._monitor.follow_discovery)
         self._tasks.start_soon(self._discovery.watch)
@@ -108,19 +115,19 @@ class EngineClient:
     ) -> None:
         self._tasks.cancel_scope.cancel()
         try:
-            if isinstance(error, Exception):  # it leaves as itself, not as a group of itself
+            if isinstance(error, Exception):  # raise it as itself, not in an exception group
                 await self._tasks.__aexit__(None, None, None)
             else:
                 await self._tasks.__aexit__(kind, error, trace)
         finally:
-            await self._connection.__aexit__(kind, error, trace)
+            await self._connections.__aexit__(kind, error, trace)
 
     async def wait_until_ready(self) -> None:
-        """Wait until an engine answers, and see that each that does is fit for the run.
+        """Wait until an engine answers; check that every engine that answers is compatible with the run.
 
         Raises:
-            EngineUnavailableError: nothing answered for `reconnect_s`.
-            EngineError: what answers does not speak vLLM's API, or lacks what the run needs of it.
+            EngineUnavailableError: none answered within `unavailable_timeout_s`.
+            IncompatibleEngineError: an engine does not serve vLLM's API, or lacks what the run needs.
         """
         for engine in list(self._router.engines.values()):
             with anyio.move_on_after(self._unavailable_timeout_s):
@@ -130,74 +137,63 @@ class EngineClient:
         self._router.release(await self._router.acquire(RouteRequest(UNVERSIONED), self._unavailable_timeout_s))
 
     async def sample(
-        self, prompt_ids: Sequence[int], sampling: SamplingOptions, *, min_policy_version: int = 0
+        self, prompt_ids: Sequence[int], options: SamplingOptions, *, min_policy_version: int = 0
     ) -> SampledTurn:
-        """Sample one turn. Cancelling the caller aborts it at the engine.
-
-        Args:
-            prompt_ids: the whole context.
-            sampling: how to sample.
-            min_policy_version: the oldest policy version that may sample any of it; -1 for any engine, numbered or not.
-
-        Raises:
-            EngineRefusedError: a fact about this request; the message is the engine's.
-            EngineError: this request fails while others succeed.
-            EngineUnavailableError: nothing answers, or nobody has weights as new as `at_least`.
-        """
-        began, tries = anyio.current_time(), 0
+        """Sample one turn. Cancelling the caller aborts the request at the engine. See `Sampler.sample`."""
+        started, attempts = anyio.current_time(), 0
         stale_since = math.inf
         failed: EngineState | None = None
         while True:
-            wanted = RouteRequest(min_policy_version, sampling.group, sampling.completion, failed)
-            engine = failed = await self._router.acquire(wanted, self._unavailable_timeout_s)
+            route = RouteRequest(min_policy_version, options.group, options.completion, failed)
+            engine = failed = await self._router.acquire(route, self._unavailable_timeout_s)
             try:
-                sampled = await self._attempt.sample(engine, prompt_ids, sampling, min_policy_version)
+                sampled = await self._sampler.sample(engine, prompt_ids, options, min_policy_version)
             except EngineRefusedError:
                 raise
             except StaleWeightsError as error:
                 stale_since = min(stale_since, anyio.current_time())
                 waited_s = anyio.current_time() - stale_since
-                if waited_s > self._unavailable_timeout_s and not self._router.has_alternative(
-                    engine, min_policy_version
-                ):
-                    raise EngineUnavailableError(f"{error}, for {waited_s:.3g} s; is the trainer there?") from error
+                has_alternative = self._router.has_alternative(engine, min_policy_version)
+                if waited_s > self._unavailable_timeout_s and not has_alternative:
+                    raise EngineUnavailableError(f"{error}, for {waited_s:.3g} s; is the trainer running?") from error
                 self._monitor.wait_for_weights(engine, error)
                 continue
             except EngineError as error:
-                tries += 1
-                await self._record_failure(engine, min_policy_version, error, tries)
-                if tries >= self._max_attempts:
-                    raise await self._classify_failure(error, began, tries) from error
+                attempts += 1
+                await self._record_failure(engine, min_policy_version, error, attempts)
+                if attempts >= self._max_attempts:
+                    raise await self._final_error(error, started, attempts) from error
             else:
-                self._router.record_affinity(wanted, engine)
+                self._router.record_affinity(route, engine)
                 return sampled
             finally:
                 self._router.release(engine)
             if not self._router.has_alternative(engine, min_policy_version):
-                await back_off(tries)
+                await back_off(attempts)
 
     async def _record_failure(
-        self, engine: EngineState, min_policy_version: int, error: EngineError, tries: int
+        self, engine: EngineState, min_policy_version: int, error: EngineError, attempts: int
     ) -> None:
-        """Draw from a failure what it says of the engine."""
+        """Update the engine's health after a failed request."""
         if isinstance(error, UnreachableError):
-            self._monitor.eject(engine, error)
+            engine.eject(error)
             return
-        log.warning("engine.request_failed", url=engine.url, tries=tries, why=str(error))
+        log.warning("engine.request_failed", url=engine.url, attempts=attempts, why=str(error))
         if isinstance(error, RequestTimeoutError) and await self._is_paused(engine):
-            return  # it is given new weights, which takes long
+            return  # it is installing new weights, which takes long
         self._monitor.record_failure(engine, min_policy_version, error)
 
     async def _is_paused(self, engine: EngineState) -> bool:
-        """Whether somebody has frozen it."""
+        """Whether the engine reports that it is paused."""
         try:
-            return bool((await self._connection.get(f"{engine.url}/is_paused", dict[str, object])).get("is_paused"))
+            answer = await self._connections.get(f"{engine.url}/is_paused", dict[str, object])
         except EngineError:
             return False
+        return bool(answer.get("is_paused"))
 
-    async def _classify_failure(self, error: EngineError, began: float, tries: int) -> EngineError:
-        """Is it this request, or the engine?"""
-        answered = any(engine.answered_at > began for engine in self._router.engines.values())
-        answering = answered or any([await self._monitor.check_health(engine) for engine in self._router.healthy])
-        kind = EngineError if answering else EngineUnavailableError
-        return kind(f"{tries} tries failed; the last: {error}")
+    async def _final_error(self, error: EngineError, started: float, attempts: int) -> EngineError:
+        """Make the error after the last attempt: about this request if engines answer, otherwise about the engines."""
+        succeeded = any(engine.succeeded_since(started) for engine in self._router.engines.values())
+        healthy = succeeded or any([await self._monitor.check_health(engine) for engine in self._router.healthy])
+        kind = EngineError if healthy else EngineUnavailableError
+        return kind(f"{attempts} attempts failed; the last: {error}")

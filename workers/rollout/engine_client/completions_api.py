@@ -1,7 +1,7 @@
-"""`POST /v1/completions` with token ids: what every vLLM has, but it says nothing of policy versions.
+"""`POST /v1/completions` with token ids: every vLLM has it, but its answers name no policy version.
 
-Every parameter is written out: what is left out is taken from the model's `generation_config.json`, top-k and
-repetition penalty among it.
+Requests spell out every sampling parameter: vLLM fills a missing one from the model's `generation_config.json`, including
+top-k and repetition penalty.
 """
 
 from typing import Any, ClassVar
@@ -39,14 +39,13 @@ _decoder = msgspec.json.Decoder(_Response)
 
 
 class CompletionsApi:
-    """The route of any vLLM."""
+    """The route that every vLLM has."""
 
     path: ClassVar[str] = "/v1/completions"
 
     def encode(self, request: SamplingRequest) -> bytes:
-        """Write a request; see `Route`."""
-        sampling = request.sampling.to_wire(request.top_logprobs)
-        params: dict[str, Any] = msgspec.to_builtins(sampling, str_keys=True)
+        """See `SamplingApi`."""
+        params: dict[str, Any] = msgspec.to_builtins(request.options.to_wire(request.top_logprobs), str_keys=True)
         return _encoder.encode(
             {
                 "model": request.model,
@@ -61,22 +60,20 @@ class CompletionsApi:
         )
 
     def decode(self, status: int, payload: bytes, url: str, *, version: int) -> SampledTurn:
-        """Read the answer; see `Route`."""
+        """See `SamplingApi`."""
         choice = single_choice(decode_response(status, payload, url, _decoder).choices, url)
         if choice.token_ids is None:
-            raise EngineError(
-                f"{url}{self.path} answers without token ids; it takes a vLLM that knows return_token_ids"
-            )
+            raise EngineError(f"{url}{self.path} answers without token ids; it needs a vLLM that has return_token_ids")
         logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
         spans = [Span(version, 0, len(choice.token_ids))]
         return validate_sample(choice.token_ids, logprobs, choice.finish_reason, spans, url)
 
     def reports_versions(self, _payload: bytes, /) -> bool:
-        """Never; see `Route`."""
+        """See `SamplingApi`; always false."""
         return False
 
     def first_top_logprobs(self, payload: bytes) -> list[float]:
-        """The first token's alternatives; see `Route`."""
+        """See `SamplingApi`."""
         choice = decode_response(200, payload, self.path, _decoder).choices[0]
         first = choice.logprobs.top_logprobs[:1] if choice.logprobs else []
         return sorted((first[0] or {}).values(), reverse=True) if first else []

@@ -1,50 +1,64 @@
-"""What an engine says of itself at `/metrics`, in Prometheus' text format and under vLLM's names."""
+"""Load metrics that an engine reports at `/metrics`, in Prometheus' text format under vLLM's names."""
 
 import math
-import re
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-_SAMPLE: Final = re.compile(r"^(vllm:\w+)(?:\{[^\n]*\})?[ \t]+(\S+)", re.MULTILINE)
-"""A name, labels that may be there, a value. vLLM gives one sample of each name for each of its engine processes."""
+_WAITING: Final = "vllm:num_requests_waiting"
+_RUNNING: Final = "vllm:num_requests_running"
+_KV_CACHE_USAGE: Final = "vllm:kv_cache_usage_perc"
+_PREEMPTIONS: Final = "vllm:num_preemptions_total"
+_TOKENS: Final = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+_NAMES: Final = (_WAITING, _RUNNING, _KV_CACHE_USAGE, _PREEMPTIONS, *_TOKENS)
 
 
 class EngineMetrics(NamedTuple):
-    """One look at an engine."""
+    """One poll of an engine. A server with several engine processes reports each; these are their sums."""
 
     waiting: float
-    """Requests that it has not begun, everybody's."""
+    """Requests of all clients that the engine has not started."""
     running: float
+    """Requests of all clients that it works on."""
     kv_cache_usage: float
-    """Of its KV cache, 0 to 1; 0 where it does not say."""
+    """Fraction of its KV cache in use, 0 to 1, of the fullest engine process; 0 if it does not report any."""
     preemptions: float
-    """So far: requests that were put back for want of KV cache."""
+    """Requests preempted for lack of KV cache, since the engine started."""
     tokens: float | None
-    """So far, read and sampled; None where it does not say."""
+    """Tokens read and sampled since the engine started; None if it does not report them."""
 
 
 def parse_metrics(text: str) -> EngineMetrics | None:
-    """Read what `/metrics` answered; None where it does not tell of requests that wait and run."""
+    """Parse the body of `/metrics`; None if it does not report waiting and running requests."""
     found: dict[str, list[float]] = {}
     for name, value in _samples(text):
         found.setdefault(name, []).append(value)
-    if "vllm:num_requests_waiting" not in found or "vllm:num_requests_running" not in found:
+    if _WAITING not in found or _RUNNING not in found:
         return None
-    tokens = [*found.get("vllm:prompt_tokens_total", ()), *found.get("vllm:generation_tokens_total", ())]
+    tokens = [value for name in _TOKENS for value in found.get(name, ())]
     return EngineMetrics(
-        waiting=sum(found["vllm:num_requests_waiting"]),
-        running=sum(found["vllm:num_requests_running"]),
-        kv_cache_usage=max(found.get("vllm:kv_cache_usage_perc", [0.0])),
-        preemptions=sum(found.get("vllm:num_preemptions_total", ())),
+        waiting=sum(found[_WAITING]),
+        running=sum(found[_RUNNING]),
+        kv_cache_usage=max(found.get(_KV_CACHE_USAGE, [0.0])),
+        preemptions=sum(found.get(_PREEMPTIONS, ())),
         tokens=sum(tokens) if tokens else None,
     )
 
 
 def _samples(text: str) -> Iterator[tuple[str, float]]:
-    for name, value in _SAMPLE.findall(text):
+    """Yield name and value of each finite sample under one of the names above.
+
+    Only lines that start with such a name are parsed: of some 450 lines that vLLM reports, that takes 0.3 ms instead of
+    16 ms on the event loop.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    for line in text.splitlines():
+        if not line.startswith(_NAMES):
+            continue
         try:
-            number = float(value)
+            samples = [sample for family in text_string_to_metric_families(line) for sample in family.samples]
         except ValueError:
             continue
-        if math.isfinite(number):
-            yield name, number
+        for sample in samples:
+            if sample.name in _NAMES and math.isfinite(sample.value):
+                yield sample.name, sample.value

@@ -1,7 +1,9 @@
-"""One engine, as a client knows it: whether it is there, its load, its policy version, and what of it is awaited."""
+"""One engine as this client knows it: health, load, policy version, and the requests in flight."""
 
 import math
-from typing import Literal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, Literal
 
 import anyio
 import structlog
@@ -9,119 +11,230 @@ import structlog
 from stream.errors import EngineError
 from workers.rollout.engine_client.adaptive_limit import AdaptiveLimit
 from workers.rollout.engine_client.affinity import Candidate
+from workers.rollout.engine_client.engine_metrics import EngineMetrics
 from workers.rollout.engine_client.probe import Capabilities
 from workers.rollout.engine_client.sampled_turn import UNVERSIONED
 
 log = structlog.get_logger()
 
-_VERSION_FRESH_S = 1.0
-"""How long an engine is taken to have the version that it last spoke of: it may have been started anew since."""
+_VERSION_FRESH_S: Final = 1.0
+"""How long the last reported version counts as current: the engine may have restarted since."""
 
 
 class EngineState:
-    """One server, as this client knows it.
+    """One engine's state. Every change is a method; `Router`, `HealthMonitor` and `EngineSampler` call them.
 
     Args:
-        url: its base URL.
-        max_requests: requests of ours that it may work on.
+        url: base URL.
+        min_requests: lower bound of the adaptive limit.
+        max_requests: upper bound of the adaptive limit, and its first value.
+
+    Attributes:
+        load: requests of this client that the engine works on.
+        capabilities: what the last probe found; None while the engine is not healthy: not probed yet, ejected, or removed.
+        problem: why it is not healthy; None before the first probe.
+        failures: consecutive failed requests.
+        ejections: consecutive ejections without a successful request between them.
+        version: policy version that it last reported.
+        waits_for_weights: a request needed a newer version than the engine has; it gets no such request until that
+            changes.
+        first_probe_done: set after the first probe, whatever it found.
+        busy: set while the engine works on a request of this client.
     """
 
-    def __init__(self, url: str, max_requests: int) -> None:
+    def __init__(self, url: str, min_requests: int, max_requests: int) -> None:
         self.url = url
         self.load = 0
-        """Requests of ours that it works on."""
-        self.limit = AdaptiveLimit(max_requests)
-        """How many those may be."""
         self.capabilities: Capabilities | None = None
-        """What it is and can do; None where it is not there: not met yet, or ejected."""
         self.problem: EngineError | None = None
-        """Why it is not there; None before anybody looked."""
         self.failures = 0
-        """Requests that failed in a row, though it seems to live."""
-        self.check_in_progress = False
-        """Somebody asks right now whether it does."""
         self.ejections = 0
-        """In a row, without an answer between them."""
         self.version = UNVERSIONED
-        """Policy version that it last spoke of."""
-        self.version_seen_at = self.answered_at = -math.inf
-        """When it did, and when it last answered a request for tokens."""
         self.waits_for_weights = False
-        """Its version was too old for a request; what is asked of it now is whether that has changed."""
         self.first_probe_done = anyio.Event()
-        """Set once somebody has looked whether it is there."""
         self.busy = anyio.Event()
-        """Set while it works on a request of ours."""
-        self.monitor_scope = anyio.CancelScope()
-        """Round all that looks after it."""
-        self.polling_scope = anyio.CancelScope()
-        """Round what does so while it is there."""
-        self.request_scopes: set[anyio.CancelScope] = set()
-        """Round each request that it works on."""
+        self._monitor_scope = anyio.CancelScope()
+        self._min_requests, self._max_requests = min_requests, max_requests
+        self._limit = AdaptiveLimit(max_requests)
+        self._version_seen_at = self._succeeded_at = -math.inf
+        self._polling_scope = anyio.CancelScope()
+        self._check_in_progress = False
+        self._request_scopes: set[anyio.CancelScope] = set()
         self._waiting_for: set[str] = set()
+
+    # Load
 
     @property
     def candidate(self) -> Candidate:
-        """As the choice sees it."""
-        return Candidate(self.url, self.load, self.limit.limit)
+        """The engine's load and limit, for `choose_engine`."""
+        return Candidate(self.url, self.load, self._limit.limit)
+
+    @property
+    def is_full(self) -> bool:
+        """It has as many requests of this client as its limit allows."""
+        return self.load >= self._limit.limit
+
+    @property
+    def limit(self) -> int:
+        """Upper bound of `load`."""
+        return self._limit.limit
 
     def start_request(self) -> None:
-        """It has one request more."""
+        """Count one more request."""
         self.load += 1
         self.busy.set()
 
     def finish_request(self) -> None:
-        """It has one request less."""
+        """Count one request less."""
         self.load -= 1
         if not self.load:
             self.busy = anyio.Event()
 
-    def record_success(self) -> None:
-        """It gave a sample."""
-        self.failures = self.ejections = 0
-        self.answered_at = anyio.current_time()
+    def update_limit(self, metrics: EngineMetrics, *, has_waiting: bool) -> None:
+        """Adapt the limit to the engine's metrics.
+
+        Args:
+            metrics: what the engine reports.
+            has_waiting: a request of this client waits that this engine could serve.
+        """
+        self._limit = self._limit.updated(
+            metrics,
+            in_flight=self.load,
+            has_waiting=has_waiting,
+            minimum=self._min_requests,
+            maximum=self._max_requests,
+        )
+
+    @contextmanager
+    def cancellable_request(self) -> Iterator[None]:
+        """Run a request that `cancel_requests` may cut short; the body then ends without an exception."""
+        with anyio.CancelScope() as scope:
+            self._request_scopes.add(scope)
+            try:
+                yield
+            finally:
+                self._request_scopes.discard(scope)
+
+    def cancel_requests(self) -> None:
+        """Cut short every request in flight."""
+        for scope in self._request_scopes:
+            scope.cancel()
+
+    # Health
+
+    @property
+    def is_healthy(self) -> bool:
+        """The last probe succeeded, and nothing has contradicted it since."""
+        return self.capabilities is not None
+
+    @contextmanager
+    def monitoring(self) -> Iterator[None]:
+        """Run the engine's monitoring task; removing the engine ends the body without an exception."""
+        with self._monitor_scope:
+            yield
+
+    @contextmanager
+    def polling(self) -> Iterator[None]:
+        """Run the polling of a healthy engine; ejecting the engine ends the body without an exception."""
+        with anyio.CancelScope() as self._polling_scope:
+            yield
 
     def mark_healthy(self, capabilities: Capabilities) -> None:
-        """It is there. Nobody knows its weights yet."""
+        """Record a successful probe. The engine's version is unknown until it reports one."""
         self.capabilities, self.problem, self.failures = capabilities, None, 0
-        self.version, self.version_seen_at, self.waits_for_weights = UNVERSIONED, -math.inf, False
+        self.version, self._version_seen_at, self.waits_for_weights = UNVERSIONED, -math.inf, False
         self.log_recovered("answer")
         self.first_probe_done.set()
 
-    def mark_unavailable(self, why: EngineError) -> None:
-        """Somebody looked, and it is not there. Said once, however often anybody looks."""
-        self.problem = why
+    def mark_unavailable(self, error: EngineError) -> None:
+        """Record a failed probe."""
+        self.problem = error
         self.first_probe_done.set()
-        self.log_waiting("answer", why)
+        self.log_waiting("answer", error)
 
-    def mark_ejected(self, why: EngineError) -> None:
-        """It is asked for nothing until it was looked at: another server may answer there next."""
-        self.capabilities, self.problem = None, why
+    def record_success(self) -> None:
+        """Record a valid sample."""
+        self.failures = self.ejections = 0
+        self._succeeded_at = anyio.current_time()
+
+    def record_failure(self) -> None:
+        """Record a failed request."""
+        self.failures += 1
+
+    def succeeded_since(self, time: float) -> bool:
+        """Whether it gave a sample after this moment, in `anyio.current_time()` seconds."""
+        return self._succeeded_at > time
+
+    def start_check(self) -> bool:
+        """Begin a health check; false if one is in progress."""
+        started, self._check_in_progress = not self._check_in_progress, True
+        return started
+
+    def finish_check(self) -> None:
+        """End the health check."""
+        self._check_in_progress = False
+
+    def eject(self, error: EngineError) -> None:
+        """Stop sending it requests until a new probe succeeds: another server may answer there next."""
+        if self.capabilities is None:
+            return
+        self.capabilities, self.problem = None, error
         self.ejections += 1
         self._waiting_for.add("answer")
-        log.warning("engine.ejected", url=self.url, why=str(why))
+        log.warning("engine.ejected", url=self.url, why=str(error))
+        self._polling_scope.cancel()
 
-    def log_waiting(self, what: Literal["answer", "weights"], why: EngineError) -> None:
-        """Say that we wait for it: once, however many requests do, and however long."""
+    def remove(self) -> None:
+        """Stop using and monitoring it. Requests in flight may finish."""
+        self.capabilities = None
+        self._monitor_scope.cancel()
+
+    # Policy version
+
+    def record_version(self, version: int) -> None:
+        """Record a reported version; an engine that lost its version has restarted, perhaps as another server."""
+        before = self.version
+        self.version, self._version_seen_at = version, anyio.current_time()
+        if version == UNVERSIONED < before:
+            self.eject(EngineError(f"{self.url} has no policy version after {before}, so it has restarted"))
+
+    def forget_version(self) -> None:
+        """Record that the last reported version is no longer there, without a restart."""
+        self.version, self._version_seen_at = UNVERSIONED, anyio.current_time()
+
+    def start_waiting_for_weights(self) -> bool:
+        """Stop requests for newer versions; false if they are stopped already."""
+        started, self.waits_for_weights = not self.waits_for_weights, True
+        return started
+
+    def finish_waiting_for_weights(self) -> None:
+        """Allow requests for newer versions again."""
+        self.waits_for_weights = False
+
+    def has_version(self, version: int) -> bool:
+        """Whether it recently reported this version or a newer one."""
+        is_fresh = anyio.current_time() - self._version_seen_at < _VERSION_FRESH_S
+        return (self.version if is_fresh else UNVERSIONED) >= version
+
+    def can_serve(self, min_policy_version: int) -> bool:
+        """Whether it may get a request for this version or a newer one, as far as known."""
+        return self.is_healthy and (not self.waits_for_weights or self.version >= min_policy_version)
+
+    def outdated_error(self, min_policy_version: int) -> EngineError:
+        """Make the error that says its weights are too old."""
+        has = "no policy version yet" if self.version == UNVERSIONED else f"policy version {self.version}"
+        return EngineError(f"{self.url} has {has}, older than {min_policy_version}")
+
+    # Log
+
+    def log_waiting(self, what: Literal["answer", "weights"], error: EngineError) -> None:
+        """Log that requests wait for this engine: once, until it recovers."""
         if what not in self._waiting_for:
             self._waiting_for.add(what)
-            log.warning("engine.waiting", url=self.url, what=what, why=str(why))
+            log.warning("engine.waiting", url=self.url, what=what, why=str(error))
 
     def log_recovered(self, what: Literal["answer", "weights"]) -> None:
-        """Say that it came, where that was waited for."""
+        """Log the end of that wait, if there was one."""
         if what in self._waiting_for:
             self._waiting_for.discard(what)
             log.info("engine.recovered", url=self.url, what=what)
-
-    def record_version(self, version: int) -> None:
-        """It has this version now."""
-        self.version, self.version_seen_at = version, anyio.current_time()
-
-    def has_version(self, version: int) -> bool:
-        """Whether it can be taken to have this version, or a newer one."""
-        known = self.version if anyio.current_time() - self.version_seen_at < _VERSION_FRESH_S else UNVERSIONED
-        return known >= version
-
-    def can_serve(self, min_policy_version: int) -> bool:
-        """Whether a request for this version or a newer one may go to it, as far as anybody knows."""
-        return self.capabilities is not None and (not self.waits_for_weights or self.version >= min_policy_version)

@@ -1,4 +1,4 @@
-"""`POST /inference/v1/generate`: tokens in, tokens out, and the policy version of every one of them."""
+"""`POST /inference/v1/generate`: token ids in, token ids out, with the policy version of every token."""
 
 from typing import ClassVar
 
@@ -16,26 +16,26 @@ _decoder = msgspec.json.Decoder(GenerateResponse)
 
 
 class GenerateApi:
-    """The route of the local engine, and of vLLM with `--enable-scale-out`."""
+    """The route of the local engine, and of vLLM started with `--enable-scale-out`."""
 
     path: ClassVar[str] = "/inference/v1/generate"
 
     def encode(self, request: SamplingRequest) -> bytes:
-        """Write a request; see `Route`."""
+        """See `SamplingApi`."""
         return _encoder.encode(
             GenerateRequest(
                 model=request.model,
                 token_ids=list(request.prompt_ids),
-                sampling_params=request.sampling.to_wire(request.top_logprobs),
+                sampling_params=request.options.to_wire(request.top_logprobs),
                 request_id=request.request_id,
                 cache_salt=request.cache_salt,
             )
         )
 
     def decode(self, status: int, payload: bytes, url: str, *, version: int) -> SampledTurn:
-        """Read the answer; see `Route`."""
+        """See `SamplingApi`."""
         choice = single_choice(decode_response(status, payload, url, _decoder).choices, url)
-        if choice.weight_versions is None:  # a vLLM from before it counted them
+        if choice.weight_versions is None:  # older vLLM releases do not report them
             spans = [Span(version, 0, len(choice.token_ids))]
         else:
             spans = [Span(version_from_name(span.version), span.start, span.end) for span in choice.weight_versions]
@@ -44,14 +44,15 @@ class GenerateApi:
             entry.token_id not in (token, NO_TOKEN_ID) for entry, token in zip(entries, choice.token_ids, strict=False)
         ):
             raise EngineError(f"{url} answers log-probs of other tokens than those that it sampled")
-        return validate_sample(choice.token_ids, [entry.logprob for entry in entries], choice.finish_reason, spans, url)
+        logprobs = [entry.logprob for entry in entries]
+        return validate_sample(choice.token_ids, logprobs, choice.finish_reason, spans, url)
 
     def reports_versions(self, payload: bytes, /) -> bool:
-        """Whether spans come; see `Route`."""
+        """See `SamplingApi`."""
         return decode_response(200, payload, self.path, _decoder).choices[0].weight_versions is not None
 
     def first_top_logprobs(self, payload: bytes) -> list[float]:
-        """The first token's alternatives; see `Route`."""
+        """See `SamplingApi`."""
         choice = decode_response(200, payload, self.path, _decoder).choices[0]
         first = choice.logprobs.content[:1] if choice.logprobs else []
         return sorted((entry.logprob for entry in first[0].top_logprobs), reverse=True) if first else []

@@ -1,8 +1,7 @@
-"""What an engine is and can do, found out by asking it: when a client meets it, and again when it was away.
+"""Find out what an engine is and can do, by asking it: when a client meets it, and again after every ejection.
 
-Log-probs are of the raw logits unless vLLM is told otherwise, whatever the temperature was. Which they are is measured:
-of two tokens the log-probs at temperature 1/2 lie twice as far apart as at 1 where they are processed, and as far apart
-where they are raw.
+vLLM reports log-probs of the raw logits unless told otherwise, whatever the temperature. The probe measures which kind it
+gets: processed log-probs of two tokens lie twice as far apart at temperature 1/2 as at 1, raw ones equally far.
 """
 
 import math
@@ -27,69 +26,71 @@ from workers.rollout.engine_client.sampling_api import SamplingApi, SamplingRequ
 log = structlog.get_logger()
 
 _TOP_LOGPROBS: Final = 3
-"""One may be the sampled token, so that two others are left."""
+"""Two are compared, and one of the reported ones may be the sampled token."""
 _PROMPTS: Final = ((1,), (3,), (5, 7), (11, 2), (13,))
-"""Any will do whose two likeliest tokens are not equally likely."""
+"""Any prompt works whose two most likely next tokens differ in probability; several are tried."""
 _RAW, _PROCESSED = (0.8, 1.25), (1.6, 2.5)
-"""How far log-probs at temperature 1/2 lie apart, in units of those at 1."""
+"""Ranges of the ratio of log-prob gaps, temperature 1/2 to 1."""
 _PRESENT: Final = (200, 400, 422)
-"""Of a route that is open, to an empty request."""
+"""Statuses with which an open route answers an empty request."""
 ABSENT: Final = (403, 404, 405)
-"""Of one that a server does not have, or keeps closed."""
+"""Statuses of a route that a server lacks or keeps closed."""
 _MIN_GAP: Final = 0.02
-"""Of log-probs; below it rounding could decide."""
+"""Smallest gap of log-probs that rounding cannot distort."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a probe found."""
+    """Result of a probe."""
 
     server_version: str
-    """As the server calls itself."""
     model: str
-    """The name that it is served under."""
+    """Name that the model is served under."""
     max_length: int
-    """Tokens of a sequence, prompt included; 0 where it does not say."""
+    """Longest sequence in tokens, including the prompt; 0 if unknown."""
     api: SamplingApi
-    """How it is asked for tokens."""
     reports_version: bool
-    """It says which policy version it has."""
+    """`/weight_info` names the policy version that the engine has."""
     reports_spans: bool
-    """Its answers say which policy version sampled which token; else it is asked before and after."""
+    """Answers name the policy version of each token; otherwise the client asks before and after each request."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    url: str
+    model: str
+    api: SamplingApi
 
 
 class EngineProbe:
-    """Finds out what an engine is.
+    """Inspects engines.
 
     Args:
-        connection: the way to it.
-        sampling_options: how the run samples; none: at temperature 1 from the whole vocabulary.
+        connections: HTTP connections.
+        sampling_options: every way in which the run samples; none: temperature 1, whole vocabulary.
         timeout_s: for one token.
     """
 
     def __init__(
-        self, connection: ConnectionPool, *, sampling_options: Sequence[SamplingOptions], timeout_s: float
+        self, connections: ConnectionPool, *, sampling_options: Sequence[SamplingOptions], timeout_s: float
     ) -> None:
-        self._connection = connection
+        self._connections = connections
         self._sampling_options = list(sampling_options) or [SamplingOptions(temperature=1.0, max_tokens=1)]
         self._timeout_s = timeout_s
 
     async def inspect(self, url: str) -> Capabilities:
-        """Ask it everything.
+        """Probe one engine.
 
         Raises:
-            IncompatibleEngineError: it lacks something; the message names it, and what helps.
-            EngineError: it answers, but not as vLLM does.
+            IncompatibleEngineError: it lacks something that the run needs; the message says what, and the remedy.
+            EngineError: it fails to answer.
         """
-        version = await self._connection.get(f"{url}/version", dict[str, Any])
-        models = await self._connection.get(f"{url}/v1/models", dict[str, Any])
+        version = await self._connections.get(f"{url}/version", dict[str, Any])
+        models = await self._connections.get(f"{url}/v1/models", dict[str, Any])
         try:
             first = models["data"][0]
-            server_version, model, max_length = (
-                str(version["version"]),
-                str(first["id"]),
-                int(first.get("max_model_len") or 0),
-            )
+            server_version, model = str(version["version"]), str(first["id"])
+            max_length = int(first.get("max_model_len") or 0)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise IncompatibleEngineError(
                 f"{url} answers, but /version or /v1/models is not that of vLLM's API"
@@ -97,28 +98,26 @@ class EngineProbe:
         reports_version = await self._has_route("GET", f"{url}/weight_info")
         api: SamplingApi = GenerateApi() if await self._has_route("POST", url + GenerateApi.path) else CompletionsApi()
         target = _Target(url, model, api)
-        tried = [await self._try_sampling(target, sampling) for sampling in self._sampling_options]
-        if not all(sampling.matches_raw_logits for sampling in self._sampling_options):
+        answers = [await self._try_sampling(target, options) for options in self._sampling_options]
+        if not all(options.matches_raw_logits for options in self._sampling_options):
             await self._check_logprobs(target)
-        longest = max(sampling.max_tokens for sampling in self._sampling_options)
+        longest = max(options.max_tokens for options in self._sampling_options)
         if 0 < max_length < longest:
             log.warning("engine.context_too_short", url=url, max_length=max_length, rollout_max_tokens=longest)
         log.info("engine.found", url=url, version=server_version, model=model, route=api.path, max_length=max_length)
-        return Capabilities(
-            server_version, model, max_length, api, reports_version, reports_spans=all(map(api.reports_versions, tried))
-        )
+        reports_spans = all(map(api.reports_versions, answers))
+        return Capabilities(server_version, model, max_length, api, reports_version, reports_spans)
 
     async def _has_route(self, method: str, url: str) -> bool:
-        """Whether there is such a route; what is there refuses an empty request."""
-        status, payload = await self._connection.request(
-            method, url, QUERY_TIMEOUT_S, b"{}" if method == "POST" else None
-        )
+        """Whether the server has this route; one that is there refuses an empty request."""
+        body = b"{}" if method == "POST" else None
+        status, payload = await self._connections.request(method, url, QUERY_TIMEOUT_S, body)
         if status not in (*_PRESENT, *ABSENT):
             raise EngineError(describe_response(url, status, payload))
         return status in _PRESENT
 
-    async def _check_logprobs(self, target: "_Target") -> None:
-        """See what the log-probs are of."""
+    async def _check_logprobs(self, target: _Target) -> None:
+        """Require log-probs of the distribution that is sampled from."""
         url = target.url
         gap_at_1, gap_at_half = 0.0, 0.0
         for prompt in _PROMPTS:
@@ -126,7 +125,7 @@ class EngineProbe:
             sharp = await self._top_logprobs(target, prompt, 0.5)
             gap_at_1, gap_at_half = max((gap_at_1, gap_at_half), (flat[0] - flat[1], sharp[0] - sharp[1]))
         ratio = gap_at_half / gap_at_1 if gap_at_1 > _MIN_GAP else math.nan
-        log.info("engine.logprobs_measured", url=url, apart=ratio)
+        log.info("engine.logprobs_measured", url=url, ratio=ratio)
         if _RAW[0] <= ratio <= _RAW[1]:
             raise IncompatibleEngineError(
                 f"{url} gives log-probs of the raw logits, whatever it samples from, but this run samples at a "
@@ -135,53 +134,44 @@ class EngineProbe:
             )
         if not _PROCESSED[0] <= ratio <= _PROCESSED[1]:
             raise IncompatibleEngineError(
-                f"{url}: nobody can tell what its log-probs are of: at temperature 1/2 they lie {ratio:.3g} times as "
-                "far apart as at 1, where 2 is expected of processed ones and 1 of raw ones; serve the model with "
-                "vLLM and --logprobs-mode processed_logprobs"
+                f"{url}: cannot tell what its log-probs are of: at temperature 1/2 they lie {ratio:.3g} times as far "
+                "apart as at 1, where 2 is expected of processed ones and 1 of raw ones; serve the model with vLLM and "
+                "--logprobs-mode processed_logprobs"
             )
 
-    async def _try_sampling(self, target: "_Target", sampling: SamplingOptions) -> bytes:
-        """Have a token sampled as the run would."""
+    async def _try_sampling(self, target: _Target, options: SamplingOptions) -> bytes:
+        """Sample one token as the run would, and return the answer."""
         try:
-            return await self._sample(target, _PROMPTS[0], sampling.capped(1))
+            return await self._sample(target, _PROMPTS[0], options.capped(1))
         except EngineRefusedError as error:
             raise IncompatibleEngineError(
-                f"{error}; that is how it takes the run's own sampling, {sampling.description}"
+                f"{error}; that was a request with the run's own sampling options, {options.description}"
             ) from error
 
-    async def _top_logprobs(self, target: "_Target", prompt: Sequence[int], temperature: float) -> list[float]:
-        """The log-probs of the likeliest first tokens, the highest first."""
-        sampling = SamplingOptions(temperature=temperature, max_tokens=1)
+    async def _top_logprobs(self, target: _Target, prompt: Sequence[int], temperature: float) -> list[float]:
+        """Return the log-probs of the most likely first tokens, highest first."""
+        options = SamplingOptions(temperature=temperature, max_tokens=1)
         try:
-            payload = await self._sample(target, prompt, sampling, top_logprobs=_TOP_LOGPROBS)
+            payload = await self._sample(target, prompt, options, top_logprobs=_TOP_LOGPROBS)
         except EngineRefusedError as error:
             raise IncompatibleEngineError(
-                f"{error}; that was a request for the log-probs of {_TOP_LOGPROBS} likely tokens, by which it is found "
-                f"out what they are of: start vLLM with --max-logprobs {_TOP_LOGPROBS} or more"
+                f"{error}; that was a request for the log-probs of {_TOP_LOGPROBS} likely tokens, which show what the "
+                f"engine's log-probs are of: start vLLM with --max-logprobs {_TOP_LOGPROBS} or more"
             ) from error
         found = target.api.first_top_logprobs(payload)
         if len(found) < 2:
             raise IncompatibleEngineError(
-                f"{target.url} answers without the log-probs of likely tokens, though it was asked for them"
+                f"{target.url} answers without the log-probs of likely tokens, though the request asked for them"
             )
         return found
 
     async def _sample(
-        self, target: "_Target", prompt: Sequence[int], sampling: SamplingOptions, *, top_logprobs: int = 0
+        self, target: _Target, prompt: Sequence[int], options: SamplingOptions, *, top_logprobs: int = 0
     ) -> bytes:
-        """The answer to a request, once it was found to be a sample."""
+        """Send a request, and return its answer if that is a valid sample."""
         url, api, request_id = target.url, target.api, f"{PROBE_PREFIX}{uuid4().hex}"
-        sampling = structs.replace(sampling, seed=0)  # as every request of a run has one
-        body = api.encode(
-            SamplingRequest(prompt, sampling, model=target.model, top_logprobs=top_logprobs, request_id=request_id)
-        )
-        status, payload = await self._connection.request("POST", url + api.path, self._timeout_s, body)
+        options = structs.replace(options, seed=0)  # every request of a run has a seed
+        request = SamplingRequest(prompt, options, model=target.model, top_logprobs=top_logprobs, request_id=request_id)
+        status, payload = await self._connections.request("POST", url + api.path, self._timeout_s, api.encode(request))
         api.decode(status, payload, url, version=UNVERSIONED)
         return payload
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    url: str
-    model: str
-    api: SamplingApi

@@ -1,8 +1,8 @@
-"""The places at the engines of a run, and the requests that wait for one. Nothing here speaks to an engine.
+"""Route requests to engines, and queue them while every suitable engine is at its limit. Sends nothing itself.
 
-A request is given a place at the engine that `choice.py` finds for it. Where all places are taken, it waits for one;
-then a place goes to the first of those waiting whose prefix that engine has, or else to the one that has waited
-longest, so that neither a cache nor a place is wasted.
+A request goes to the engine that `affinity.choose_engine` selects. If all are full, it waits; when an engine has a free
+slot, that goes to the first waiting request whose prefix the engine has cached, otherwise to the one that has waited
+longest. So neither a cache nor a slot is wasted.
 """
 
 from collections import OrderedDict, deque
@@ -12,32 +12,31 @@ from typing import Final
 
 import anyio
 
-from stream.errors import EngineError, EngineUnavailableError
+from stream.errors import EngineUnavailableError
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.rollout.engine_client.affinity import choose_engine, rank_engines
 from workers.rollout.engine_client.engine_state import EngineState
-from workers.rollout.engine_client.sampled_turn import UNVERSIONED
 
 _MAX_AFFINITIES: Final = 16_384
-"""Completions whose last engine is known: more than a worker has under way."""
+"""Completions whose last engine is remembered: more than a worker has in flight."""
 _WINDOW: Final = 64
-"""Requests, from the one that has waited longest, among which one is sought that suits a place best."""
+"""Longest-waiting requests among which the router looks for one with a cached prefix."""
 _MAX_SKIPS: Final = 64
-"""How often a request lets a better suited one go before it."""
+"""How often a request may be overtaken by one with a cached prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """What a request asks of an engine."""
+    """What a request needs of an engine."""
 
     min_policy_version: int
-    """The oldest policy version that may sample it."""
+    """Oldest policy version that may sample it."""
     group: str = ""
-    """Whose request it is; empty: nobody's."""
+    """Id of its group; empty: none."""
     completion: int = 0
     """Index within the group."""
     avoid: EngineState | None = None
-    """The engine at which it failed: only where there is no other."""
+    """Engine at which it failed; used again only if there is no other."""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +48,14 @@ class _Waiting:
 
 
 class Router:
-    """The engines that a client knows by URL, and who may ask which."""
+    """The engines of a client by URL, and the requests that wait for one of them.
+
+    Args:
+        discovery: names the reason if there is no engine at all.
+
+    Attributes:
+        engines: every known engine by URL, healthy or not.
+    """
 
     def __init__(self, discovery: EngineDiscovery) -> None:
         self._discovery = discovery
@@ -60,25 +66,25 @@ class Router:
     @property
     def healthy(self) -> list[EngineState]:
         """Engines that answer."""
-        return [engine for engine in self.engines.values() if engine.capabilities is not None]
+        return [engine for engine in self.engines.values() if engine.is_healthy]
 
     def has_waiting_for(self, engine: EngineState) -> bool:
-        """Whether a request waits that this engine could take, had it a place."""
+        """Whether a request waits that this engine could serve if it had a free slot."""
         return any(engine.can_serve(waiting.request.min_policy_version) for waiting in self._waiting)
 
     def has_alternative(self, engine: EngineState, min_policy_version: int) -> bool:
-        """Whether another engine could be asked."""
+        """Whether another engine could serve the request."""
         return any(other is not engine and other.can_serve(min_policy_version) for other in self.engines.values())
 
     async def acquire(self, request: RouteRequest, timeout_s: float) -> EngineState:
-        """Wait for a place; to be given back with `give_back`.
+        """Wait for a slot at an engine; give it back with `release`.
 
         Args:
-            request: what is asked of the engine.
-            timeout_s: how long there may be no engine that could be asked.
+            request: what the engine must be able to do.
+            timeout_s: how long to wait while no engine could serve it at all.
 
         Raises:
-            EngineUnavailableError: there was none for so long.
+            EngineUnavailableError: no engine could serve it for that long.
         """
         if not self._waiting and (engine := self._choose(request)):
             engine.start_request()
@@ -101,12 +107,12 @@ class Router:
         return waiting.engine
 
     def release(self, engine: EngineState) -> None:
-        """The request has ended."""
+        """Give a slot back."""
         engine.finish_request()
         self.dispatch()
 
     def record_affinity(self, request: RouteRequest, engine: EngineState) -> None:
-        """This engine has the completion's tokens in its cache."""
+        """Remember that this engine has the completion's tokens in its cache."""
         if request.group:
             key = request.group, request.completion
             self._last_engine[key] = engine.url
@@ -115,9 +121,9 @@ class Router:
                 self._last_engine.popitem(last=False)
 
     def dispatch(self) -> None:
-        """Give out the places that there are: call it when one came free, or an engine came."""
+        """Assign free slots to waiting requests; call it whenever a slot became free or an engine became usable."""
         while self._waiting:
-            free = {url for url, engine in self.engines.items() if engine.load < engine.limit.limit}
+            free = {url for url, engine in self.engines.items() if not engine.is_full}
             waiting = self._next_waiting(free) if free else None
             if waiting is None:
                 return
@@ -130,22 +136,21 @@ class Router:
             waiting.assigned.set()
 
     def _next_waiting(self, free: set[str]) -> _Waiting | None:
-        """Who is to be given one of the free engines, if anybody may be."""
+        """Return the request that gets a slot at one of the free engines; None if none of them can serve any request."""
         first: _Waiting | None = None
         eligible_urls: dict[int, tuple[str, ...]] = {}
-        for place, waiting in enumerate(self._waiting):
-            if first is not None and (place >= _WINDOW or first.times_skipped >= _MAX_SKIPS):
+        for position, waiting in enumerate(self._waiting):
+            if first is not None and (position >= _WINDOW or first.times_skipped >= _MAX_SKIPS):
                 break
             request = waiting.request
-            if request.min_policy_version not in eligible_urls:
-                eligible_urls[request.min_policy_version] = tuple(
-                    engine.url for engine in self._eligible(request.min_policy_version)
-                )
-            urls = eligible_urls[request.min_policy_version]
+            version = request.min_policy_version
+            if version not in eligible_urls:
+                eligible_urls[version] = tuple(engine.url for engine in self._eligible(version))
+            urls = eligible_urls[version]
             if free.isdisjoint(urls):
                 continue
             first = first or waiting
-            last = self._last_engine.get((request.group, request.completion), "")
+            last = self._last_url(request)
             if not request.group or (last if last in urls else rank_engines(request.group, urls)[0]) in free:
                 if waiting is not first:
                     first.times_skipped += 1
@@ -153,34 +158,31 @@ class Router:
         return first
 
     def _choose(self, request: RouteRequest) -> EngineState | None:
-        """The engine for a request; None where no engine that could be asked has a place."""
-        last = self._last_engine.get((request.group, request.completion), "")
+        """Return the engine for a request; None if every eligible engine is full."""
+        last = self._last_url(request)
         candidates = [engine.candidate for engine in self._eligible(request.min_policy_version)]
         if request.avoid is not None:
-            others = [seat for seat in candidates if seat.url != request.avoid.url]
+            others = [candidate for candidate in candidates if candidate.url != request.avoid.url]
             if others and (url := choose_engine(request.group, last, others)):
                 return self.engines[url]
         url = choose_engine(request.group, last, candidates)
         return self.engines[url] if url else None
 
+    def _last_url(self, request: RouteRequest) -> str:
+        return self._last_engine.get((request.group, request.completion), "")
+
     def _eligible(self, min_policy_version: int) -> Iterator[EngineState]:
         return (engine for engine in self.engines.values() if engine.can_serve(min_policy_version))
 
     def _raise_if_none_eligible(self, min_policy_version: int, waited_s: float) -> None:
-        """Give up where no engine could be asked; else there are only no places yet."""
+        """Raise if no engine could serve the request; otherwise the eligible ones are only full."""
         if any(self._eligible(min_policy_version)):
             return
         if not self.engines:
             raise EngineUnavailableError(self._discovery.empty_reason)
         if self.healthy:
-            old = "; ".join(str(outdated_error(engine, min_policy_version)) for engine in self.healthy)
-            raise EngineUnavailableError(f"{old}, for {waited_s:g} s; is the trainer there?")
+            outdated = "; ".join(str(engine.outdated_error(min_policy_version)) for engine in self.healthy)
+            raise EngineUnavailableError(f"{outdated}, for {waited_s:g} s; is the trainer running?")
         problems = sorted({str(engine.problem) for engine in self.engines.values() if engine.problem})
         why = f" ({'; '.join(problems)})" if problems else ""
         raise EngineUnavailableError(f"no engine answers at {', '.join(self.engines)}; tried for {waited_s:g} s{why}")
-
-
-def outdated_error(engine: EngineState, min_policy_version: int) -> EngineError:
-    """That its weights are too old."""
-    has = "no policy version yet" if engine.version == UNVERSIONED else f"policy version {engine.version}"
-    return EngineError(f"{engine.url} has {has}, older than {min_policy_version}")

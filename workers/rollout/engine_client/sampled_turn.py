@@ -1,4 +1,4 @@
-"""What an engine answers, believed only where it agrees with itself."""
+"""One sampled turn, and the checks that an engine's answer has to pass before it counts as one."""
 
 import math
 from collections.abc import Sequence
@@ -10,40 +10,61 @@ from stream.records import Span
 from workers.engine_api.wire import UNKNOWN_LOGPROB, FinishReason, policy_version
 
 UNVERSIONED: Final = -1
-"""Version of an engine that has not been given weights under a number."""
+"""Version of an engine whose weights no trainer has numbered."""
 _LOGPROB_TOLERANCE: Final = 0.01
-"""How far above 0 a log-prob may lie that was computed with few bits."""
+"""How far above 0 a log-prob may lie because of rounding in low precision."""
 
 T = TypeVar("T")
 
 
 class IncompatibleEngineError(EngineError):
-    """The engine lacks what the run needs of it."""
+    """The engine lacks something that the run needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
-    """One turn of the model."""
+    """One turn of the model, consistent in itself.
+
+    Raises:
+        EngineError: the number of log-probs differs from the number of tokens, a log-prob is not finite, or the spans
+            leave gaps, overlap, or do not cover all tokens.
+    """
 
     token_ids: list[int]
-    """A stop token that ended the turn is part of it."""
+    """Includes the stop token that ended the turn."""
     logprobs: list[float]
-    """Of each token, under the distribution that it was sampled from."""
+    """One per token, under the distribution that it was sampled from."""
     finish_reason: Literal["stop", "length"]
     spans: list[Span]
-    """Policy versions, in indices of `token_ids`; -1 where the engine was never given weights."""
+    """Policy versions by index range of `token_ids`; version -1 where the engine never got numbered weights."""
 
+    def __post_init__(self) -> None:
+        count = len(self.token_ids)
+        if len(self.logprobs) != count:
+            raise EngineError(f"{count} tokens with {len(self.logprobs)} log-probs")
+        if not math.isfinite(sum(self.logprobs)):  # a sum of finite log-probs is finite
+            raise EngineError("a log-prob is not finite")
+        end = 0
+        for span in self.spans:
+            if span.start != end or span.end <= span.start:
+                break
+            end = span.end
+        else:
+            if end == count:
+                return
+        raise EngineError(f"policy versions {self.spans} do not cover {count} tokens")
 
-def is_truncated(finish_reason: str) -> bool:
-    """Whether the engine says that it cut the turn off; never guessed from its length or its last token."""
-    return finish_reason == "length"
+    @property
+    def is_truncated(self) -> bool:
+        """The engine reports that a limit cut the turn off; never guessed from its length or its last token."""
+        return self.finish_reason == "length"
 
 
 def single_choice(choices: Sequence[T], url: str) -> T:
-    """The one completion that was asked for.
+    """Return the one completion of an answer.
 
     Raises:
-        EngineError: there is none, or more than one.
+        EngineError: the answer holds none, or more than one.
     """
     if len(choices) != 1:
         raise EngineError(f"{url} answers {len(choices)} choices, not one")
@@ -53,34 +74,30 @@ def single_choice(choices: Sequence[T], url: str) -> T:
 def validate_sample(
     token_ids: list[int], logprobs: Sequence[float | None], finish_reason: FinishReason, spans: list[Span], url: str
 ) -> SampledTurn:
-    """A sample, if what the answer says of it agrees with itself.
+    """Make a turn from the parts of an engine's answer.
 
     Raises:
-        IncompatibleEngineError: logits in place of log-probs.
-        EngineError: an abort, no tokens, tokens without a log-prob, or without a policy version.
+        IncompatibleEngineError: the log-probs are logits.
+        EngineError: the engine aborted the request, sampled nothing, or its answer is inconsistent.
     """
     if finish_reason == "abort":
         raise EngineError(f"{url} aborted the request after {len(token_ids)} tokens")
-    if not token_ids or len(logprobs) != len(token_ids):
-        raise EngineError(f"{url} answers {len(token_ids)} tokens with {len(logprobs)} log-probs")
-    known = [
-        logprob for logprob in logprobs if logprob is not None and math.isfinite(logprob) and logprob > UNKNOWN_LOGPROB
-    ]
-    if len(known) < len(logprobs):
-        raise EngineError(f"{url} answers a log-prob that is not finite")
-    if max(known) > _LOGPROB_TOLERANCE:
+    if not token_ids:
+        raise EngineError(f"{url}: 0 tokens with {len(logprobs)} log-probs")
+    known = [-math.inf if logprob is None or logprob <= UNKNOWN_LOGPROB else logprob for logprob in logprobs]
+    highest = max(known, default=0.0)
+    if highest > _LOGPROB_TOLERANCE:
         raise IncompatibleEngineError(
-            f"{url} answers {max(known):.3g} as a log-prob, and none lies above 0: it tells logits; start vLLM with "
-            "--logprobs-mode processed_logprobs"
+            f"{url} answers {highest:.3g} as a log-prob, but no log-prob is above 0, so these are logits; start vLLM "
+            "with --logprobs-mode processed_logprobs"
         )
-    edges = [0, *(span.end for span in spans)]
-    starts = [span.start for span in spans]
-    if starts != edges[:-1] or edges[-1] != len(token_ids) or any(s.end <= s.start for s in spans):
-        raise EngineError(f"policy versions {spans} do not cover {len(token_ids)} tokens")
-    return SampledTurn(token_ids, known, finish_reason, spans)
+    try:
+        return SampledTurn(token_ids, known, finish_reason, spans)
+    except EngineError as error:
+        raise EngineError(f"{url}: {error}") from error
 
 
 def version_from_name(name: str | None) -> int:
-    """The policy version of weights of this name; `UNVERSIONED` for those that no trainer gave."""
+    """Return the policy version that a weights' name stands for; `UNVERSIONED` if no trainer gave that name."""
     version = policy_version(name)
     return UNVERSIONED if version is None else version

@@ -1,4 +1,4 @@
-"""One turn asked for: how it is to be sampled, who samples it, and what a failure says of the episode."""
+"""Options for sampling one turn, the `Sampler` protocol, and how a failed turn ends an episode."""
 
 import hashlib
 import math
@@ -15,7 +15,7 @@ from workers.rollout.engine_client.sampled_turn import SampledTurn
 from workers.settings import Rollout
 
 _TOO_LONG_MESSAGES = ("maximum context length", "maximum model length")
-"""In these words vLLM's routes, and what speaks like them, refuse a context."""
+"""Phrases with which vLLM's routes, and compatible servers, refuse a context that is too long."""
 
 
 class SamplingOptions(Struct, frozen=True, kw_only=True):
@@ -32,10 +32,9 @@ class SamplingOptions(Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     group: str = ""
-    """Whose turn it is: completions of a group begin alike, so one engine may have all of them in its cache; empty:
-    nobody's."""
+    """Id of the group: its completions share a prefix, so they should share an engine. Empty: no group."""
     completion: int = 0
-    """Index within the group; the turns of a completion begin alike."""
+    """Index within the group: the turns of a completion share a prefix."""
 
     @classmethod
     def from_settings(
@@ -48,7 +47,7 @@ class SamplingOptions(Struct, frozen=True, kw_only=True):
         group: str = "",
         completion: int = 0,
     ) -> "SamplingOptions":
-        """As a run's settings have it."""
+        """Take the distribution from the run's settings."""
         sampling = limits.sampling
         return cls(
             temperature=limits.temperature,
@@ -67,23 +66,23 @@ class SamplingOptions(Struct, frozen=True, kw_only=True):
 
     @property
     def matches_raw_logits(self) -> bool:
-        """Whether log-probs of the raw logits are those of the distribution that is sampled from."""
-        steered = self.min_tokens or self.logit_bias
-        cut = self.top_p < 1 or self.top_k or self.min_p
-        return not steered and (self.temperature == 0 or (self.temperature == 1 and not cut))
+        """Log-probs of the raw logits equal those of the sampling distribution."""
+        is_biased = self.min_tokens or self.logit_bias
+        is_restricted = self.top_p < 1 or self.top_k or self.min_p
+        return not is_biased and (self.temperature == 0 or (self.temperature == 1 and not is_restricted))
 
     @property
     def description(self) -> str:
-        """What differs from the defaults, for messages."""
-        plain = structs.asdict(SamplingOptions(temperature=math.nan, max_tokens=0))
-        return ", ".join(f"{key} {value}" for key, value in structs.asdict(self).items() if value != plain[key])
+        """The options that differ from the defaults, for messages."""
+        defaults = structs.asdict(SamplingOptions(temperature=math.nan, max_tokens=0))
+        return ", ".join(f"{key} {value}" for key, value in structs.asdict(self).items() if value != defaults[key])
 
     def capped(self, max_tokens: int) -> "SamplingOptions":
-        """The same with at most so many tokens, of which one at least."""
+        """Return a copy with at most `max_tokens`; unchanged if that is not positive."""
         return structs.replace(self, max_tokens=max_tokens) if 0 < max_tokens < self.max_tokens else self
 
     def to_wire(self, top_logprobs: int = 0) -> SamplingParams:
-        """The same in vLLM's words, with log-probs of the sampled tokens and of so many `alternatives`."""
+        """Convert to vLLM's parameters, with log-probs of the sampled tokens and of the `top_logprobs` most likely ones."""
         return SamplingParams(
             temperature=self.temperature,
             max_tokens=self.max_tokens,
@@ -100,42 +99,43 @@ class SamplingOptions(Struct, frozen=True, kw_only=True):
 
 
 class Sampler(Protocol):
-    """Who samples tokens: the engine's client."""
+    """Samples turns; the engine client is one."""
 
     async def sample(
-        self, prompt_ids: Sequence[int], sampling: SamplingOptions, *, min_policy_version: int = 0
+        self, prompt_ids: Sequence[int], options: SamplingOptions, *, min_policy_version: int = 0
     ) -> SampledTurn:
-        """Sample a turn.
+        """Sample one turn.
 
         Args:
-            prompt_ids: all tokens so far.
-            sampling: temperature, limits, stop tokens.
-            min_policy_version: a policy version; an engine that is older is not asked.
+            prompt_ids: the whole context.
+            options: temperature, limits, stop tokens.
+            min_policy_version: oldest policy version that may sample any token; -1 allows engines without a version.
 
         Raises:
-            EngineRefusedError: a fact about this request.
+            EngineRefusedError: an engine refused this request; no other would take it.
             EngineError: this request fails while others succeed.
-            EngineUnavailableError: nothing answers.
+            EngineUnavailableError: no engine answers.
         """
 
 
 def turn_seed(episode_seed: int, turn: int) -> int:
-    """The seed of an episode's turn, from 0: within the 63 bits that engines take, and different in its lowest 32.
+    """Return the seed of an episode's turn (from 0): within the 63 bits that engines take, distinct in the lowest 32.
 
-    torch's generator on a CPU heeds no others: seeds that differ above alone give the same numbers.
+    torch's CPU generator uses only the lowest 32 bits.
     """
     digest = hashlib.blake2b(f"{episode_seed}:{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def end_after_error(error: EngineError, turns: int) -> Failure | TruncationReason:
-    """What it means for an episode that a turn could not be sampled, while others can be.
+    """Return how an episode ends when one of its turns could not be sampled.
 
     Args:
         error: why not.
-        turns: of the model, before.
+        turns: turns of the model before it. A context that is too long fails the episode at its first turn, and truncates
+            it later.
     """
-    if not isinstance(error, EngineRefusedError) or not any(words in str(error) for words in _TOO_LONG_MESSAGES):
+    if not isinstance(error, EngineRefusedError) or not any(phrase in str(error) for phrase in _TOO_LONG_MESSAGES):
         return Failure(reason=RolloutReason.ENGINE, detail=str(error))
     if turns:
         return TruncationReason.CONTEXT

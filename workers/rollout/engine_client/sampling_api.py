@@ -1,4 +1,4 @@
-"""A way to ask an engine for tokens: how a request is written, and how its answer is read."""
+"""How a request for tokens is written to an engine, and how its answer is read."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -10,51 +10,47 @@ from workers.rollout.engine_client.sampling import SamplingOptions
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """What an engine is asked for."""
+    """One request for tokens."""
 
     prompt_ids: Sequence[int]
     """The whole context."""
-    sampling: SamplingOptions
+    options: SamplingOptions
     _: KW_ONLY
     model: str
-    """The name that the engine serves it under."""
+    """Name that the engine serves the model or adapter under."""
     top_logprobs: int = 0
-    """So many of the likeliest tokens are to come with their log-probs, besides the sampled one."""
+    """Number of most likely tokens to report with their log-probs, besides the sampled one."""
     request_id: str = ""
-    """Of the request; empty: the engine finds one."""
+    """Empty: the engine makes one."""
     cache_salt: str = ""
-    """Only requests with the same one share cached prefixes."""
+    """Only requests with the same salt share cached prefixes."""
 
 
 class SamplingApi(Protocol):
-    """One HTTP route of an engine that takes token ids and gives token ids with log-probs."""
+    """One HTTP route of an engine: token ids in, token ids with log-probs out."""
 
     path: ClassVar[str]
 
     def encode(self, request: SamplingRequest) -> bytes:
-        """Write a request."""
+        """Write the body of a request."""
 
     def decode(self, status: int, payload: bytes, url: str, *, version: int) -> SampledTurn:
-        """Read the answer, and believe nothing of it unseen.
+        """Read and validate an answer.
 
         Args:
-            status: of HTTP.
-            payload: of the answer.
-            url: of the engine, for messages.
-            version: of all tokens, where the answer itself does not say; the older of those before and after.
+            status: HTTP status.
+            payload: body of the answer.
+            url: base URL of the engine, for messages.
+            version: policy version of all tokens if the answer names none: the older of those before and after it.
 
         Raises:
             EngineRefusedError: a 4xx other than 408 and 429.
-            EngineError: everything else that is no sample: an error, junk, an abort, no tokens, tokens without a finite
-                log-prob or without a policy version.
+            EngineError: anything else that is not a valid sample: another status, a malformed body, an abort, no tokens,
+                or tokens without a finite log-prob or a policy version.
         """
 
     def reports_versions(self, payload: bytes, /) -> bool:
-        """Whether this answer names the policy version of every token; else the engine is asked before and after."""
+        """Whether this answer names the policy version of every token."""
 
     def first_top_logprobs(self, payload: bytes) -> list[float]:
-        """The log-probs of the likeliest first tokens, highest first, of an answer that was asked for alternatives.
-
-        Raises:
-            EngineError: it has none.
-        """
+        """Return the log-probs of the most likely first tokens, highest first; empty if the answer has none."""

@@ -1,9 +1,9 @@
-"""How models write tool calls, a file to a format.
+"""Parsers of tool calls, one file per format.
 
-===============  ==========================================================================
-`choice.py`      which of them a model writes: by name, or as its chat template says
-`turn.py`        the words: a call, a turn, a format
-`reading.py`     what formats have in common
-`reasoning.py`   where a turn's thought ends
-===============  ==========================================================================
+===================  ====================================================================
+`registry.py`        the formats by name
+`parsed_turn.py`     the types: a call, a parsed turn, a format
+`parsing.py`         parsing that the formats share
+`reasoning.py`       where a turn's reasoning ends
+===================  ====================================================================
 """

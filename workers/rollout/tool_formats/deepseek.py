@@ -1,4 +1,4 @@
-"""DeepSeek: each call between tokens of its own, which are spelled with a full-width bar and a lower block."""
+"""The format of DeepSeek: special tokens around each call, spelled with a full-width bar and a lower block."""
 
 import re
 
@@ -18,9 +18,9 @@ _FENCE = re.compile(r"\s*(?:```)?\s*")
 
 
 class DeepSeek:
-    """`BEGIN function SEP add`, JSON in a fence, `END`, as V3 and R1 write; `BEGIN add SEP {"a": 1} END` as V3.1 does.
+    """Parses `BEGIN function SEP add`, JSON in a fence, `END` (V3 and R1), and `BEGIN add SEP {"a": 1} END` (V3.1).
 
-    The tokens that stand around all calls of a turn are no content, and may be missing.
+    The tokens around all calls of a turn are not content, and may be missing.
     """
 
     def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
@@ -28,7 +28,7 @@ class DeepSeek:
         if _BEGIN not in text:
             return ParsedTurn(text)
         position = reasoning_end(text, starts_in_reasoning=starts_in_reasoning)
-        thought, kept, calls, errors = text[:position], [], [], []
+        reasoning, kept, calls, errors = text[:position], [], [], []
         while (start := text.find(_BEGIN, position)) >= 0:
             kept.append(text[position:start])
             position, call = self._parse_call(text, start + len(_BEGIN))
@@ -39,10 +39,10 @@ class DeepSeek:
                 kept.append(text[start:position])
         kept.append(text[position:])
         content = "".join(kept).replace(_ALL_BEGIN, "").replace(_ALL_END, "")
-        return ParsedTurn((thought + content).strip() if calls else text, calls, errors)
+        return ParsedTurn((reasoning + content).strip() if calls else text, calls, errors)
 
     def _parse_call(self, text: str, start: int) -> tuple[int, ToolCall | str]:
-        """The call that begins at `start`, or what is wrong with it; and where reading goes on."""
+        """Return where parsing continues, and the call that starts at `start`, or an error message."""
         following = text.find(_BEGIN, start)
         limit = following if following >= 0 else len(text)
         separator = text.find(_SEPARATOR, start, limit)

@@ -1,4 +1,4 @@
-"""Hermes and Qwen: JSON between tags."""
+"""The format of Hermes and Qwen: JSON between tags."""
 
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
 from workers.rollout.tool_formats.parsing import DECODER, parse_error, skip_whitespace, to_tool_call
@@ -9,9 +9,9 @@ _CLOSING = "</tool_call>"
 
 
 class Hermes:
-    """JSON between tags, any number in a turn: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`.
+    """Parses `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`, any number in a turn.
 
-    Arguments may also be a string that holds a JSON object; a call without any may leave them out.
+    Arguments may also be a string that holds a JSON object, or be missing.
     """
 
     def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
@@ -32,7 +32,7 @@ class Hermes:
         return ParsedTurn("".join(kept).strip() if calls else text, calls, errors)
 
     def _parse_call(self, text: str, start: int) -> tuple[int, ToolCall | str]:
-        """The call whose JSON begins at `start`, or an error text; and where reading goes on."""
+        """Return where parsing continues, and the call whose JSON starts at `start`, or an error message."""
         body = skip_whitespace(text, start)
         try:
             value, end = DECODER.raw_decode(text, body)
@@ -40,13 +40,15 @@ class Hermes:
             return self._skip(text, start, f"its JSON is malformed ({error})")
         closing = skip_whitespace(text, end)
         if not text.startswith(_CLOSING, closing):
-            what = f"after its JSON stands {text[closing : closing + 20]!r}" if closing < len(text) else "the turn ends"
+            what = (
+                f"its JSON is followed by {text[closing : closing + 20]!r}" if closing < len(text) else "the turn ends"
+            )
             return self._skip(text, start, f"{_CLOSING} is missing: {what}")
         call = to_tool_call(value, text[body:end])
         return closing + len(_CLOSING), call if isinstance(call, ToolCall) else parse_error(call)
 
     def _skip(self, text: str, start: int, problem: str) -> tuple[int, str]:
-        """Go on behind this call's closing tag, but not over another call's opening."""
+        """Continue after this call's closing tag, but before the next call's opening tag."""
         closing, opening = text.find(_CLOSING, start), text.find(_OPENING, start)
         if closing >= 0 and (opening < 0 or closing < opening):
             return closing + len(_CLOSING), parse_error(problem)

@@ -1,4 +1,4 @@
-"""Llama 3: the turn is JSON, or ends with it."""
+"""The format of Llama 3: the turn is JSON, or ends with it."""
 
 import json
 import re
@@ -15,17 +15,17 @@ _KEYS = ("parameters", "arguments")
 
 
 class Llama3Json:
-    r"""JSON alone: `{"name": "add", "parameters": {"a": 1}}`, perhaps behind `<|python_tag|>`.
+    r"""Parses bare JSON: `{"name": "add", "parameters": {"a": 1}}`, perhaps after `<|python_tag|>`.
 
-    Several calls stand one after another, with `;`, a line break or nothing between them, or in one array. Text may
-    stand before the first, which begins a line. JSON that names no function and no parameters is an answer, no call,
-    unless the tag says that it is one.
+    Several calls follow one another, with `;`, a line break or nothing between them, or in one array. Text may precede
+    the first, which starts a line. JSON that names neither a function nor parameters is an answer and not a call, unless
+    it follows the tag.
     """
 
     def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
         """See `ToolFormat.parse`."""
-        thought = reasoning_end(text, starts_in_reasoning=starts_in_reasoning)
-        found = _BEGINNING.search(text, thought)
+        reasoning = reasoning_end(text, starts_in_reasoning=starts_in_reasoning)
+        found = _BEGINNING.search(text, reasoning)
         if found is None:
             return ParsedTurn(text)
         kept, calls, errors = [text[: found.start()]], [], []
@@ -52,7 +52,7 @@ class Llama3Json:
         return ParsedTurn("".join(kept).strip() if calls else text, calls, errors)
 
     def _parse_calls(self, text: str, start: int, *, tagged: bool) -> tuple[int, list[ToolCall | str]]:
-        """The calls of the JSON that begins at `start`, errors among them, and its end; none where it is no call."""
+        """Return the end of the JSON that starts at `start`, and its calls and errors; none if it is not a call."""
         body = skip_whitespace(text, start)
         try:
             value, end = DECODER.raw_decode(text, body)

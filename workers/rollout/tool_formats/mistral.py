@@ -1,4 +1,4 @@
-"""Mistral: a token that says that calls follow, then either a JSON array, or a name and its arguments."""
+"""The format of Mistral: a token that announces calls, then a JSON array, or a name and its arguments."""
 
 import json
 import re
@@ -16,13 +16,13 @@ from workers.rollout.tool_formats.reasoning import reasoning_end
 
 _OPENING = "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([^\s\[\]{}\"]{1,200})\s*(?:\[CALL_ID\]\s*(\w*)\s*)?(?:\[ARGS\])?\s*(?=\{)")
-"""`name[CALL_ID]id[ARGS]{`, of which only the name and the brace have to be there."""
+"""`name[CALL_ID]id[ARGS]{`; only the name and the brace are required."""
 
 
 class Mistral:
-    """`[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]`, and `[TOOL_CALLS]add[ARGS]{"a": 1}` of newer models.
+    """Parses `[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]`, and newer models' `[TOOL_CALLS]add[ARGS]{"a": 1}`.
 
-    Any number of either in a turn. A call may bring an id of nine letters or digits; the tool's answer then bears it.
+    A turn may hold any number of either. A call may have an id of nine letters or digits, which its answer repeats.
     """
 
     def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
@@ -43,7 +43,7 @@ class Mistral:
         return ParsedTurn("".join(kept).strip() if calls else text, calls, errors)
 
     def _parse_calls(self, text: str, start: int) -> tuple[int, list[ToolCall | str]]:
-        """What is called at `start`, errors among it, and where reading goes on."""
+        """Return where parsing continues, and the calls and errors at `start`."""
         body = skip_whitespace(text, start)
         named = _NAMED.match(text, body)
         try:

@@ -1,4 +1,4 @@
-"""The words of a turn: what an assistant said, what it calls, what of it could not be read."""
+"""What parsing a turn yields: its text, its tool calls, and errors for malformed calls."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -9,10 +9,10 @@ class ToolCall:
     """One well-formed call.
 
     Attributes:
-        name: as the model wrote it; no promise that there is such a tool.
+        name: as the model wrote it; there may be no such tool.
         arguments: by name.
-        raw: the call as it stood in the text, without its tags.
-        id: what the model called it, nine letters or digits; None where it gave it no name.
+        raw: the call's text, without its tags.
+        id: the model's own id of nine letters and digits; None if it gave none.
     """
 
     name: str
@@ -23,12 +23,12 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """What an assistant's turn says and asks for.
+    """One turn of the model.
 
     Attributes:
-        content: the text without its well-formed calls; the whole text where there are none.
+        content: the text without its well-formed calls; the whole text if there are none.
         calls: in order.
-        errors: one text for each malformed call, for the model to read.
+        errors: one message per malformed call, for the model to read.
     """
 
     content: str
@@ -37,12 +37,12 @@ class ParsedTurn:
 
 
 class ToolFormat(Protocol):
-    """A way of writing tool calls."""
+    """A syntax of tool calls."""
 
     def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
-        """Read a turn's text. Never raises.
+        """Parse a turn. Never raises.
 
         Args:
-            text: what was sampled, special tokens included, the one that ended the turn not.
-            starts_in_reasoning: the prompt ended within a reasoning block, so that the text begins with a thought.
+            text: the sampled text, including special tokens except for the one that ended the turn.
+            starts_in_reasoning: the prompt ended inside a reasoning block, so the text starts with reasoning.
         """

@@ -1,4 +1,4 @@
-"""What the formats have in common: JSON that never raises more than a ValueError, and words for what is wrong."""
+"""Parsing that the formats share: JSON that raises nothing worse than a ValueError, and error messages for the model."""
 
 import json
 import re
@@ -12,20 +12,20 @@ _MAX_ERROR = 300
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 DECODER = json.JSONDecoder(parse_constant=_refuse)
-"""Raises ValueError, or RecursionError. `raw_decode` finds the end: a string may well contain a closing tag."""
+"""Raises ValueError, or RecursionError. `raw_decode` finds the end: a string may contain a closing tag."""
 
 
 def to_tool_call(value: Any, raw: str, argument_names: tuple[str, ...] = ("arguments",)) -> ToolCall | str:
-    """Decoded JSON as a call, or what is wrong with it.
+    """Convert decoded JSON to a call, or to a message that says what is wrong with it.
 
     Args:
-        value: the JSON.
+        value: the decoded JSON.
         raw: its text.
-        argument_names: keys under which arguments may stand; the first that is there counts.
+        argument_names: keys that may hold the arguments; the first one present counts.
     """
     if not isinstance(value, dict):
         return f"it must be a JSON object, not {json_type_name(value)}"
@@ -38,34 +38,34 @@ def to_tool_call(value: Any, raw: str, argument_names: tuple[str, ...] = ("argum
         try:
             arguments = DECODER.decode(arguments)
         except (ValueError, RecursionError) as error:
-            return f"its {key!r} are a string that is no JSON ({error})"
+            return f"its {key!r} are a string that is not JSON ({error})"
     if not isinstance(arguments, dict):
         return f"its {key!r} must be a JSON object, not {json_type_name(arguments)}"
     return make_tool_call(name, arguments, raw, value.get("id"))
 
 
 def make_tool_call(name: str, arguments: dict[str, Any], raw: str, call_id: object = None) -> ToolCall | str:
-    """The call, if what it says can be stored and shown."""
+    """Make a call, or a message that says why it cannot be stored and shown."""
     try:
         json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
-        return "it contains half of a surrogate pair, which is no character"
+        return "it contains half of a surrogate pair, which is not a character"
     except RecursionError:
         return "it is nested too deeply"
     except ValueError as error:
-        return f"it holds a number that is none ({error})"
-    named = isinstance(call_id, str) and _ID.fullmatch(call_id) is not None
-    return ToolCall(name, arguments, raw, str(call_id) if named else None)
+        return f"it contains a number that is not finite ({error})"
+    has_id = isinstance(call_id, str) and _ID.fullmatch(call_id) is not None
+    return ToolCall(name, arguments, raw, str(call_id) if has_id else None)
 
 
 def skip_whitespace(text: str, position: int) -> int:
-    """The next place that is no white space."""
+    """Return the next position that is not white space."""
     found = _SPACE.match(text, position)
     return found.end() if found else position
 
 
 def json_type_name(value: object) -> str:
-    """What JSON calls a value of this type."""
+    """Return JSON's name for the type of a value."""
     names = {
         str: "a string",
         list: "an array",
@@ -78,5 +78,5 @@ def json_type_name(value: object) -> str:
 
 
 def parse_error(problem: str) -> str:
-    """An error for the model to read."""
+    """Return an error message for the model."""
     return f"Error: this tool call could not be read: {problem}"[:_MAX_ERROR]

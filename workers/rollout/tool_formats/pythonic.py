@@ -1,4 +1,4 @@
-"""Pythonic: a list of Python calls, read by Python's own parser and never run."""
+"""The pythonic format: a list of Python calls, parsed by Python's own parser and never executed."""
 
 import ast
 import math
@@ -18,17 +18,16 @@ _MAX_BRACKETS = 500
 
 
 class Pythonic:
-    """`[add(a=1, b=2), look()]`: one list in a turn, perhaps between tags, as Llama 3.2 and 4, Gemma and LFM2 write.
+    """Parses `[add(a=1, b=2), look()]`, perhaps between tags, as Llama 3.2 and 4, Gemma and LFM2 write it.
 
-    Arguments are literals, given by name: strings, numbers, True, False, None (JSON's spellings too), lists, tuples and
-    dictionaries of those. Text may stand before the list, which begins a line, and behind it.
+    Arguments are literals, given by name: strings, numbers, True, False, None (also in JSON's spelling), and lists,
+    tuples and dictionaries of those. Text may precede the list, which starts a line, and follow it.
     """
 
     def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
         """See `ToolFormat.parse`."""
-        thought = reasoning_end(text, starts_in_reasoning=starts_in_reasoning)
-        kept, calls, errors = [text[:thought]], [], []
-        position = thought
+        position = reasoning_end(text, starts_in_reasoning=starts_in_reasoning)
+        kept, calls, errors = [text[:position]], [], []
         while (found := _BEGINNING.search(text, position)) is not None:
             kept.append(text[position : found.start()])
             end, after = _extent(text, found)
@@ -44,7 +43,7 @@ class Pythonic:
 
 
 def _extent(text: str, found: re.Match[str]) -> tuple[int, int]:
-    """Where the list ends, and where the text goes on behind its closing tag."""
+    """Return where the list ends, and where the text continues after its closing tag."""
     for opening, closing in _TAGS:
         if found.group() == opening:
             end = text.find(closing, found.end())
@@ -54,18 +53,18 @@ def _extent(text: str, found: re.Match[str]) -> tuple[int, int]:
 
 
 def _parse_calls(source: str) -> list[ToolCall | str]:
-    """The calls of a list, errors among them."""
+    """Return the calls and errors of a list."""
     source = source.strip()
     if len(source) > _MAX_LENGTH or sum(map(source.count, "([{")) > _MAX_BRACKETS:
         return ["it is too long, or nested too deeply"]
     try:
-        with warnings.catch_warnings():  # about escapes in strings
+        with warnings.catch_warnings():  # about invalid escapes in strings
             warnings.simplefilter("ignore")
             tree = ast.parse(source, mode="eval").body
     except SyntaxError as error:
-        return [f"it is no list of Python calls ({error.msg})"]
+        return [f"it is not a list of Python calls ({error.msg})"]
     except (ValueError, RecursionError, MemoryError) as error:
-        return [f"it is no list of Python calls ({error})"]
+        return [f"it is not a list of Python calls ({error})"]
     if isinstance(tree, ast.Call):
         tree = ast.List([tree])
     if not isinstance(tree, ast.List) or not tree.elts:
@@ -75,7 +74,7 @@ def _parse_calls(source: str) -> list[ToolCall | str]:
 
 def _call(node: ast.expr, source: str) -> ToolCall | str:
     if not isinstance(node, ast.Call) or (name := _dotted(node.func)) is None:
-        return "in the list stands something that is no call"
+        return "the list contains something that is not a call"
     if node.args:
         return f"{name}: give arguments by name"
     arguments: dict[str, Any] = {}
@@ -98,10 +97,10 @@ def _dotted(node: ast.expr) -> str | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a literal that JSON could hold.
+    """Return the value of a literal that JSON could hold.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not such a literal.
     """
     match node:
         case ast.Constant(value=bool() | int() | str() | None as value):

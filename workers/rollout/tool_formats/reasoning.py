@@ -1,30 +1,30 @@
-"""Where a turn's thought ends. What is only thought is not called, in any format."""
+"""Locate a turn's reasoning. Tool calls inside it are not executed, in any format."""
 
 REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""How reasoning begins and ends."""
+"""Opening and closing tags."""
 
 
 def reasoning_end(text: str, *, starts_in_reasoning: bool = False) -> int:
-    """Characters of thought at a turn's beginning, its end tag included; 0 where the turn does not reason.
+    """Return how many characters of reasoning a turn starts with, including the closing tag; 0 if it has none.
 
-    A block that was never closed is thought up to the turn's end. Whatever stands before an end tag is thought, also
-    where the block began in the prompt, or behind some words: better a call too few than one that was only considered.
+    An unclosed block extends to the end of the turn. Everything before a closing tag is reasoning, even if the block was
+    opened in the prompt or after some words: losing a call is better than executing one that was only considered.
 
     Args:
         text: the turn.
-        starts_in_reasoning: the block began in the prompt.
+        starts_in_reasoning: the prompt opened the block.
     """
     start = text.lstrip()
-    begun = [closing for opening, closing in REASONING_TAGS if start.startswith(opening)]
-    closings = begun or [closing for _, closing in REASONING_TAGS]
+    opened = [closing for opening, closing in REASONING_TAGS if start.startswith(opening)]
+    closings = opened or [closing for _, closing in REASONING_TAGS]
     ends = [found + len(closing) for closing in closings if (found := text.find(closing)) >= 0]
     if ends:
         return min(ends)
-    return len(text) if begun or starts_in_reasoning else 0
+    return len(text) if opened or starts_in_reasoning else 0
 
 
 def open_reasoning(prompt: str) -> str:
-    """The beginning of a reasoning block that a prompt ends with, white space included; or nothing."""
+    """Return the opening tag, with the white space after it, that a prompt ends with; empty if it does not."""
     end = prompt.rstrip()
     opening = next((opening for opening, _ in REASONING_TAGS if end.endswith(opening)), "")
     return prompt[len(end) - len(opening) :] if opening else ""

@@ -1,0 +1,154 @@
+"""The steps of every episode: reset the environment, run the turns, measure the reward, freeze the environment."""
+
+import copy
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from envs.contract import Observation
+from stream.records import Completion, Failure, Message, Prompt, Row
+from stream.validity import TruncationReason
+from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.engine_client.sampling import Sampler, SamplingOptions, turn_seed
+from workers.rollout.environment_slot import MAX_SNAPSHOT_BYTES, EnvironmentSlot
+from workers.rollout.tool_formats.parsed_turn import ToolFormat
+from workers.settings import Rollout
+
+EpisodeEnd = TruncationReason | Failure | None
+"""How an episode ends; None: the model or the environment finished it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeContext:
+    """Everything that one episode needs."""
+
+    prompt: Prompt
+    index: int
+    """Position within the group, from 0; part of the episode's seed. The group size itself: the greedy episode."""
+    chat: ChatTokenizer
+    """The model's tokenizer and chat template, with the tools of the prompt's environment."""
+    tool_format: ToolFormat
+    """How the model writes tool calls."""
+    sampler: Sampler
+    slot: EnvironmentSlot | None
+    """The environment, for this episode alone; None for prompts without one."""
+    limits: Rollout
+    """Limits of tokens, turns, tool calls and time, and the sampling distribution."""
+    min_policy_version: int = 0
+    """Oldest policy version that may sample."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the episode."""
+        return self.prompt.seed + self.index
+
+    def sampling_options(self, turn: int, *, max_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingOptions:
+        """Make the options for sampling one turn, counted from 0."""
+        return SamplingOptions.from_settings(
+            self.limits,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            seed=turn_seed(self.seed, turn),
+            group=self.prompt.id,
+            completion=self.index,
+        )
+
+
+class BaseEpisode(ABC):
+    """One episode, which makes one completion."""
+
+    def __init__(self, context: EpisodeContext) -> None:
+        self.context = context
+        self.completion = Completion(
+            index=context.index,
+            prompt_messages=context.prompt.messages,
+            seconds=dict.fromkeys(("reset", "engine", "tools", "reward", "total"), 0.0),
+            greedy=context.index == context.prompt.group_size,
+        )
+
+    async def run(self) -> Completion:
+        """Run the episode. Everything that ends it alone is recorded in its completion.
+
+        Raises:
+            EngineUnavailableError: no engine answers.
+            DataError: the chat template refuses the prompt.
+        """
+        with timed(self.completion, "total"):
+            end: EpisodeEnd = await self.reset()
+            if end is None:
+                end = await self.run_turns()
+            if isinstance(end, Failure):
+                self.completion.failure = end
+            else:
+                self.completion.truncated = end
+            self.completion.rows = self.rows()
+            await self.measure()
+            await self.freeze()
+        return self.completion
+
+    async def reset(self) -> Failure | None:
+        """Reset the environment, if there is one."""
+        context = self.context
+        if context.slot is None:
+            return None
+        with timed(self.completion, "reset"):
+            observation = await context.slot.reset(
+                _reset_fields(context.prompt), context.seed, context.index, context.limits.call_timeout_s
+            )
+        if isinstance(observation, Failure):
+            return observation
+        self.completion.prompt_messages = self.prompt_messages(observation)
+        return None
+
+    @abstractmethod
+    def prompt_messages(self, observation: Observation) -> list[Message]:
+        """Return the messages that the episode starts with, given what the environment returned from `reset`."""
+
+    @abstractmethod
+    async def run_turns(self) -> EpisodeEnd:
+        """Sample and act until the episode ends."""
+
+    @abstractmethod
+    def rows(self) -> list[Row]:
+        """Return the rows that were sampled."""
+
+    async def measure(self) -> None:
+        """Take the environment's own reward; a failed episode has none."""
+        slot, completion, limits = self.context.slot, self.completion, self.context.limits
+        if slot is not None and slot.has_reward and completion.failure is None:
+            with timed(completion, "reward"):
+                completion.parts = await slot.reward(limits.call_timeout_s, completion.messages)
+
+    async def freeze(self) -> None:
+        """Take a snapshot of the environment, before the next episode resets it; a failed episode has none."""
+        slot, completion, limits = self.context.slot, self.completion, self.context.limits
+        if slot is None or completion.failure is not None:
+            return
+        snapshot = await slot.freeze(MAX_SNAPSHOT_BYTES, limits.call_timeout_s)
+        if isinstance(snapshot, Failure):
+            completion.failure = snapshot
+        else:
+            completion.snapshot = snapshot
+
+
+@contextmanager
+def timed(completion: Completion, activity: str) -> Iterator[None]:
+    """Add the time spent in the body to `completion.seconds[activity]`."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        completion.seconds[activity] += time.perf_counter() - started
+
+
+def _reset_fields(prompt: Prompt) -> dict[str, Any]:
+    """Return the arguments that `reset` may ask for: the data row's fields and the prompt.
+
+    They are copies, since an environment may change them.
+    """
+    shown: Any = prompt.messages[-1].get("content") if prompt.is_plain_text else prompt.messages
+    fields = {"prompt": shown, **prompt.fields}
+    return {name: value if isinstance(value, str) else copy.deepcopy(value) for name, value in fields.items()}
