@@ -1,4 +1,4 @@
-"""Records to bytes and back: a header with schema version and checksum, then msgpack.
+"""Encoding of records: a header with schema version and checksum, then msgpack.
 
 ::
 
@@ -20,7 +20,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, msgspec.msgpack.Decoder[object]] = {}
 
 MAX_RECORD_BYTES = 256 * 1024 * 1024
-"""Larger entries are refused on both sides; Redis itself takes at most 512 MiB."""
+"""The largest record that is written or read; Redis itself accepts at most 512 MiB."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -29,7 +29,7 @@ def encode(record: msgspec.Struct) -> bytes:
     """Encode a record.
 
     Raises:
-        RecordError: the record is larger than `MAX_RECORD_BYTES`, or holds a value msgpack cannot say.
+        RecordError: the record is larger than `MAX_RECORD_BYTES`, or has a value that msgpack cannot represent.
     """
     try:
         body = _encoder.encode(record)
@@ -45,16 +45,16 @@ def decode(payload: bytes, kind: type[T]) -> T:
 
     Raises:
         NewerSchemaError: a newer major version wrote it.
-        RecordError: anything else that keeps the bytes from being such a record.
+        RecordError: the bytes are not such a record for any other reason.
     """
     if len(payload) < _HEADER.size or len(payload) > MAX_RECORD_BYTES + _HEADER.size:
-        raise RecordError(f"{len(payload)} bytes are no record")
+        raise RecordError(f"{len(payload)} bytes cannot be a record")
     magic, schema, checksum = _HEADER.unpack_from(payload)
     if magic != _MAGIC:
-        raise RecordError("not a record: it does not begin with the two letters that records begin with")
+        raise RecordError("not a record: it does not begin with the bytes PS")
     body = memoryview(payload)[_HEADER.size :]
     if zlib.crc32(body, schema) != checksum:
-        raise RecordError("altered: the checksum does not match")
+        raise RecordError("damaged: the checksum does not match")
     if schema > SCHEMA:
         raise NewerSchemaError(f"schema {schema}; this version reads up to {SCHEMA}")
     decoder = _decoders.get(kind)

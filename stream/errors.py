@@ -1,54 +1,56 @@
-"""What can go wrong in the pipe, as one tree.
+"""Penstock's exceptions.
 
 ::
 
-    PenstockError                 anything of ours; the message names the thing, the place and the remedy
-    ├── SettingsError             a key of the TOML file is unknown, or has a value that it may not have
-    ├── ServerError               the Redis server is missing, too old, or configured so that it would lose work
-    ├── RecordError               bytes from the wire that are no record of ours
-    │   └── NewerSchemaError      a record of a newer major schema: left for those who can read it
-    ├── LeaseLostError            the entry belongs to somebody else by now: throw the result away
-    ├── FencedError               another trainer has taken over this run
-    ├── RunMismatchError          the run on the server or on disk is not the one that the settings describe
-    ├── ReferenceNotFoundError    an environment, or a reward function, is not where its reference says
-    ├── EnvironmentFailure        raised by an environment: nobody knows what the policy did (invalid, never 0)
-    ├── EngineError               the engine did not answer, or not as agreed
-    │   ├── EngineUnavailableError    nothing answers at all: give the work back and wait
-    │   └── EngineRefusedError    a 4xx: a fact about the request, never retried
-    ├── ServiceError              a reward model, or a judge, did not answer, or not as agreed
-    │   ├── ServiceUnavailableError   an outage: nobody knows the reward
-    │   └── ServiceRefusedError   a 4xx: a fact about the request, never retried
-    ├── DataError                 a prompt file, or a line of it, that cannot be read
-    └── RunFailedError            a run, or one of its roles, failed for good
+    PenstockError
+    ├── SettingsError
+    ├── ServerError
+    ├── RecordError
+    │   └── NewerSchemaError
+    ├── LeaseLostError
+    ├── FencedError
+    ├── RunMismatchError
+    ├── ReferenceNotFoundError
+    ├── EnvironmentFailure
+    ├── EngineError
+    │   ├── EngineUnavailableError
+    │   └── EngineRefusedError
+    ├── ServiceError
+    │   ├── ServiceUnavailableError
+    │   └── ServiceRefusedError
+    ├── DataError
+    └── RunFailedError
+
+Messages name what failed, where, and the remedy.
 """
 
 
 class PenstockError(Exception):
-    """Anything that Penstock itself raises."""
+    """Base class of all errors that Penstock raises."""
 
 
 class SettingsError(PenstockError):
-    """A setting is unknown, of the wrong type, or impossible beside another one."""
+    """A setting is unknown, of the wrong type, out of range, or conflicts with another one."""
 
 
 class ServerError(PenstockError):
-    """The Redis server cannot be reached, or cannot be trusted with a run."""
+    """The Redis server cannot be reached, refuses us, is too old, or is configured so that it would lose work."""
 
 
 class RecordError(PenstockError):
-    """Bytes that are no record of ours: wrong checksum, not msgpack, or a field of the wrong type."""
+    """Bytes that are not a valid record: wrong checksum, not msgpack, or a field of the wrong type."""
 
 
 class NewerSchemaError(RecordError):
-    """A record written by a newer major version of the schema."""
+    """A record of a newer major schema version. It is left for workers that can read it."""
 
 
 class LeaseLostError(PenstockError):
-    """The lease on an entry ran out and somebody else may have it."""
+    """The lease on an entry expired and another worker may have the entry; the result must be discarded."""
 
 
 class FencedError(PenstockError):
-    """Another trainer holds this run."""
+    """Another trainer has taken over this run."""
 
 
 class RunMismatchError(PenstockError):
@@ -56,40 +58,40 @@ class RunMismatchError(PenstockError):
 
 
 class ReferenceNotFoundError(PenstockError):
-    """A reference to an environment factory or a reward function leads nowhere."""
+    """A reference to an environment or a reward function cannot be resolved."""
 
 
-class EnvironmentFailure(PenstockError):  # noqa: N818  (the word users write: a failure of the world, not of their code)
-    """Raise this in an environment when the world failed, not the model: the completion becomes invalid."""
+class EnvironmentFailure(PenstockError):  # noqa: N818  (users raise it: a failure of the world, not an error of the code)
+    """Raise this in an environment when the world failed, not the model. The completion becomes invalid, never 0."""
 
 
 class EngineError(PenstockError):
-    """The engine answered, but not as agreed."""
+    """An engine did not answer, or answered with something unexpected."""
 
 
 class EngineUnavailableError(EngineError):
-    """No engine answers."""
+    """No engine answers. The work is given back, at no cost."""
 
 
 class EngineRefusedError(EngineError):
-    """The engine refused this request for what it is (a 4xx)."""
+    """The engine refused this request because of its content (4xx). It is never retried."""
 
 
 class ServiceError(PenstockError):
-    """A served reward model, or a judge, answered, but not as agreed."""
+    """A reward model or a judge did not answer, or answered with something unexpected."""
 
 
 class ServiceUnavailableError(ServiceError):
-    """It could not be asked: no connection, no answer in time, 5xx, 408 or 429, every time."""
+    """The service could not be reached: no connection, no answer in time, 5xx, 408 or 429, on every attempt."""
 
 
 class ServiceRefusedError(ServiceError):
-    """It refused this request for what it is (a 4xx)."""
+    """The service refused this request because of its content (4xx). It is never retried."""
 
 
 class DataError(PenstockError):
-    """A prompt file, or one line of it, cannot be read."""
+    """A prompt file, or a row of it, cannot be read."""
 
 
 class RunFailedError(PenstockError):
-    """A run, or one of its roles, failed for good."""
+    """A run, or one of its roles, failed permanently."""

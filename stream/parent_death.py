@@ -1,7 +1,7 @@
-"""Run a command that dies with its parent: `python tether.py COMMAND...`.
+"""Run a command that dies with its parent: `python parent_death.py COMMAND...`.
 
-On Linux the kernel sends SIGKILL to the command when the *thread* that started it ends, however it ends: start it from
-one that lives as long as the process. Elsewhere this is a plain exec. Without it a private server would outlive a
+On Linux the kernel sends SIGKILL to the command when the *thread* that started it ends for any reason, so start it from a
+thread that lives as long as the process. On other systems this is a plain exec. Without it a private server would outlive a
 supervisor that was killed.
 """
 
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Let this process die with its parent; end it at once where the parent has ended already.
+    """Make this process die with its parent; exit now if the parent has ended already.
 
     Args:
         parent: process id of the parent.
@@ -26,7 +26,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Tie this process to its parent, then become the command."""
+    """Make this process die with its parent, then replace it by the command."""
     die_with_parent(os.getppid())
     os.execvp(argv[0], argv)  # noqa: S606  (a fixed argument list, no shell)
 

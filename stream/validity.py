@@ -1,7 +1,7 @@
-"""The facts of validity: why a reward is not known, why a rollout failed, why an episode was cut short.
+"""Validity: why a reward is unknown, why a rollout failed, why an episode was truncated.
 
-A producer never encodes a state in a number. A reward is `Measured` or `Unmeasured`, and nothing turns the second into
-the first: *a number is a reward only if somebody measured it.*
+Missing rewards are never encoded as numbers. A reward is `Measured` or `Unmeasured`, and nothing turns an unmeasured reward
+into a measured one.
 """
 
 import math
@@ -12,33 +12,33 @@ from msgspec import Struct
 
 
 class RewardReason(StrEnum):
-    """Why nobody knows the reward."""
+    """Why a reward is unknown."""
 
     RAISED = "raised"  # the reward function, or get_reward, raised
-    TIMEOUT = "timeout"  # it ran past its deadline
+    TIMEOUT = "timeout"  # it exceeded its timeout
     MISSING = "missing"  # it returned None
     NOT_FINITE = "not_finite"  # NaN or an infinity
-    NOT_NUMERIC = "not_numeric"  # a string, a list, anything that is no number
-    SHAPE = "shape"  # the wrong number of results for the batch it was called with
-    BAD_REFERENCE = "invalid_gold"  # the gold answer itself does not parse
+    NOT_NUMERIC = "not_numeric"  # a string, a list, or anything else that is not a number
+    SHAPE = "shape"  # the number of results differs from the batch size
+    BAD_REFERENCE = "invalid_gold"  # the reference answer does not parse
     COMPONENT = "component"  # one of several required parts is unmeasured
-    UNAVAILABLE = "unavailable"  # the reward model, or judge, could not be reached
+    UNAVAILABLE = "unavailable"  # the reward model or judge could not be reached
 
 
 class RolloutReason(StrEnum):
-    """Why an episode failed: nobody knows what the policy would have done."""
+    """Why an episode failed, so that the policy's behaviour is unknown."""
 
-    ENV_RESET = "env_reset"  # reset raised, or ran past its deadline
+    ENV_RESET = "env_reset"  # reset raised, or exceeded its timeout
     ENV_STEP = "env_step"  # a tool raised EnvironmentFailure
-    ENV_TIMEOUT = "env_timeout"  # the environment hung where the model could not be told
-    ENGINE = "engine"  # the engine failed on this request while it served others
+    ENV_TIMEOUT = "env_timeout"  # the environment hung where no error could be reported to the model
+    ENGINE = "engine"  # the engine failed on this request but served others
     PROMPT_TOO_LONG = "prompt_too_long"  # the engine refused the prompt as too long
 
 
 class TruncationReason(StrEnum):
-    """Why an episode was cut short. From the engine's finish reason and the loop's own limits, never guessed."""
+    """Why an episode was truncated, from the engine's finish reason and the limits of the settings."""
 
-    LENGTH = "length"  # a turn, or the completion, used all its tokens
+    LENGTH = "length"  # the turn or the completion reached its token limit
     CONTEXT = "context"  # the model's context is full
     MAX_TURNS = "max_turns"
     TOOL_CALLS = "tool_calls"
@@ -47,7 +47,7 @@ class TruncationReason(StrEnum):
 
 
 class DropReason(StrEnum):
-    """Why a group, or a row of it, is not trained although it came back."""
+    """Why a group, or a row of it, is not trained although it was sampled."""
 
     ABORTED = "aborted"
     STALE = "stale"
@@ -55,24 +55,24 @@ class DropReason(StrEnum):
     LATE = "late"
     PADDING = "padding"
     NO_VALID_ROW = "no_valid_row"  # no row of the group is in the baseline mask
-    MIN_VALID_ROWS = "min_valid_rows"  # fewer than the setting asks for
+    MIN_VALID_ROWS = "min_valid_rows"  # fewer than the setting requires
     ZERO_VARIANCE = "zero_variance"  # every valid row has the same reward: no signal
-    SINGLETON = "singleton"  # one valid row, under the policy "drop"
-    NO_BASELINE = "no_baseline"  # the greedy completion that the others are compared with is not measured
-    DIFFICULTY = "difficulty"  # the mean reward of its valid rows is out of the filter's bounds
-    ADVANTAGE = "advantage"  # its largest advantage is out of the filter's bounds
-    GRADIENT_NOT_FINITE = "gradient_not_finite"  # the optimizer could not step on the batch that it was part of
-    OPERATOR = "operator"  # a dead letter that somebody dropped by hand
+    SINGLETON = "singleton"  # one valid row, with single_sample_policy "drop"
+    NO_BASELINE = "no_baseline"  # the greedy completion is unmeasured
+    DIFFICULTY = "difficulty"  # the mean reward of valid rows is outside the filter's bounds
+    ADVANTAGE = "advantage"  # the largest advantage is outside the filter's bounds
+    GRADIENT_NOT_FINITE = "gradient_not_finite"  # the batch's gradient was not finite
+    OPERATOR = "operator"  # an operator dropped its dead letter
 
 
 class Measured(Struct, frozen=True, tag="measured"):
-    """A reward that somebody measured: always a finite float."""
+    """A reward with a value, which is a finite float."""
 
     value: float
 
 
 class Unmeasured(Struct, frozen=True, tag="unmeasured"):
-    """A reward that nobody measured, with the reason and the error's text."""
+    """A reward without a value, with the reason and the error's text."""
 
     reason: RewardReason
     detail: str = ""
@@ -82,11 +82,10 @@ Reward = Measured | Unmeasured
 
 
 def measure(value: object) -> Reward:
-    """Classify what a reward function returned.
+    """Convert the result of a reward function.
 
     Args:
-        value: anything. Python and numpy numbers, and arrays and tensors of one element, count as numbers; bools do
-            too (an exact match is a common reward).
+        value: any object. Numbers are Python and numpy numbers, bools, and arrays and tensors of one element.
 
     Returns:
         `Measured` for a finite number, else `Unmeasured` with `missing`, `not_finite` or `not_numeric`.
@@ -100,7 +99,7 @@ def measure(value: object) -> Reward:
     if isinstance(value, Unmeasured):
         return value
     if isinstance(value, Measured):
-        value = value.value  # whoever made it may not have looked
+        value = value.value  # its value may not be finite
     if value is None:
         return Unmeasured(RewardReason.MISSING, "returned None")
     item = getattr(value, "item", None)

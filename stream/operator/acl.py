@@ -1,8 +1,8 @@
-"""What each role may do on a server, as ACL rules: the commands of its scripts, on the keys that they use them on.
+"""What each role may do on the server, as ACL rules: the commands of its scripts on the keys that they change.
 
-A script may do what its caller may do, so the rules hold for whatever a worker would run there. A grant becomes a
-*selector*: its commands on its keys, and nothing beside. Keys are named without the run's prefix; what they hold is
-told in `lua/common.lua`.
+Redis checks the commands of a script against its caller's rules, so the rules hold for every script that a worker might run.
+An `AclRule` becomes a *selector*: its commands on its keys and nothing else. Key names here have no prefix;
+`stream/lua/common.lua` says what each key holds.
 """
 
 import re
@@ -17,7 +17,7 @@ from stream.errors import PenstockError
 AclRole = Literal["feed", "rollout", "score", "train", "run", "operator", "viewer"]
 ACL_ROLES: tuple[AclRole, ...] = get_args(AclRole)
 """The four roles; `run`: `penstock run`, which starts them all under its own user; `operator`: pause, resume, stop,
-dead letters and the list of engines; `viewer`: `penstock queues` and `audit`, which write nothing."""
+dead letters and engine overrides; `viewer`: `penstock queues` and `audit`, which write nothing."""
 
 
 class AclRule(Struct, frozen=True):
@@ -32,7 +32,7 @@ _READ_COMMANDS = (
     *("xlen", "xpending", "xrange", "xread", "xrevrange", "zcard", "zrange", "zrangebyscore"),
 )
 _SERVER_COMMANDS = ("info", "time", "evalsha", "script|load", "cluster|slots", "select")
-"""Without a key, but for EVALSHA's first one, which is the run's prefix and holds nothing."""
+"""Commands without a key, except EVALSHA, whose first key is the run's prefix and holds nothing."""
 _SUBKEYS = ("leases", "retries", "attempts", "rate")
 
 
@@ -42,16 +42,16 @@ def _subkeys(stage: str, *names: str) -> tuple[str, ...]:
 
 _WAKE = AclRule(("xadd",), ("wake",))
 _STREAMS = AclRule(("xgroup|create",), (*STAGES, *EVALUATION_STAGES))
-"""Whoever comes first makes them."""
+"""Every role creates the streams if they do not exist."""
 _SERVER_RESTARTED = (
     AclRule(("zadd",), tuple(f"{stage}:leases" for stage in (*STAGES, *EVALUATION_STAGES))),
     AclRule(("hset",), ("server",)),
 )
-"""All leases start anew, and whoever finds out does it: `came_back`."""
+"""Every role extends all leases if it is the first to notice a restart of the server (`extend_after_restart`)."""
 
 
 def _worker_rules(stage: StageName | EvaluationStage) -> tuple[AclRule, ...]:
-    """Claim, renew, release and bury in a stage."""
+    """Return the rules for claiming, renewing, releasing and dead-lettering entries of a stage."""
     of_training = stage in STAGES
     return (
         AclRule(("xreadgroup", "xclaim", "xack", "xdel"), (stage,)),
@@ -127,20 +127,20 @@ _WRITE_RULES: dict[AclRole, tuple[AclRule, ...]] = {
 
 
 def acl_user(role: AclRole, run: str) -> str:
-    """The user's name: one for each run and role."""
+    """Return the name of a run's user for a role."""
     return f"{run}-{role}"
 
 
 def acl_rules(role: AclRole, run: str) -> list[str]:
-    """What `ACL SETUSER` takes to let a user do a role's work on one run, and nothing else.
+    """Return the arguments of `ACL SETUSER` that let a user do a role's work on one run, and nothing else.
 
-    It leaves passwords as they are: a new user has none, and nobody can be it before one is added.
+    Passwords stay unchanged: a new user has none, and nobody can log in as it before one is added.
 
     Raises:
-        PenstockError: the run's name cannot be part of a rule.
+        PenstockError: the run's name has spaces or parentheses.
     """
     if re.search(r"[\s()]", run):
-        raise PenstockError(f"a run called {run!r} can have no ACL rules: spaces and parentheses divide them")
+        raise PenstockError(f"run {run!r} cannot have ACL rules: spaces and parentheses in a name separate rules")
     return [
         *("on", "resetchannels", "resetkeys", "clearselectors", "-@all"),
         f"~{_escape(key_prefix(run))}",
@@ -151,7 +151,7 @@ def acl_rules(role: AclRole, run: str) -> list[str]:
 
 
 def aclfile_line(role: AclRole, run: str) -> str:
-    """The line of an `aclfile` that makes the user; a password is still to be added (`>PASSWORD`)."""
+    """Return the line of an `aclfile` that creates the user; add a password to it (`>PASSWORD`)."""
     return " ".join(("user", acl_user(role, run), *acl_rules(role, run)))
 
 
@@ -161,17 +161,17 @@ def _selector(grant: AclRule, run: str) -> str:
 
 
 def _pattern(name: str) -> str:
-    """A pattern for this key, or for all that begin so where it ends in a star."""
+    """Return a pattern for this key, or for all keys with this beginning if the name ends in a star."""
     return f"{_escape(name.removesuffix('*'))}{'*' if name.endswith('*') else ''}"
 
 
 def _escape(name: str) -> str:
-    """A pattern that matches this name alone."""
+    """Return a pattern that matches exactly this name."""
     return re.sub(r"([*?\[\]\\^])", r"\\\1", name)
 
 
 def _merge(grants: Iterable[AclRule]) -> list[AclRule]:
-    """One grant for all keys that bear the same commands: the server tries them one by one."""
+    """Merge rules so that keys with the same commands share one; the server checks selectors one by one."""
     commands: dict[str, set[str]] = {}
     for grant in grants:
         for name in grant.keys:

@@ -1,4 +1,4 @@
-"""Dead letters: what no worker could finish, kept with its payload, its stage and the last error."""
+"""Dead letters: entries that no worker could complete, with payload, stage and last error."""
 
 import re
 from collections.abc import Sequence
@@ -16,33 +16,33 @@ class DeadLetter(Struct, kw_only=True):
     id: str
     stage: str
     prompt_id: str
-    """Empty for foreign junk that bore none."""
+    """Empty for foreign junk without a prompt id."""
     reason: str
     """`infra`, `data`, or `unreadable`."""
     error: str
     infra_failures: int
     data_failures: int
     ends_prompt: bool
-    """It was one of the run's prompts, and counts as its end; False for junk."""
+    """True if it is the end of one of the run's prompts; False for junk and duplicates."""
     payload: bytes
 
 
 async def list_dead_letters(
     connection: RunConnection, letter_id: str | None = None, count: int = 1000
 ) -> list[DeadLetter]:
-    """The dead letters, oldest first; `only` one of them by id."""
+    """Return the dead letters, oldest first; with `letter_id` only that one."""
     low, high = (_check_id(connection, letter_id), letter_id) if letter_id else ("-", "+")
     found: Any = await connection.with_retry(lambda: connection.redis.xrange(connection.key("dead"), low, high, count))
     return [_parse_letter(entry_id.decode(), fields) for entry_id, fields in found]
 
 
 async def retry_dead_letters(connection: RunConnection, letter_ids: Sequence[str]) -> None:
-    """Put dead letters back into the stages that they came from, with fresh budgets."""
+    """Put dead letters back into their stages, with no failures counted."""
     await _resolve(connection, letter_ids, "retry")
 
 
 async def drop_dead_letters(connection: RunConnection, letter_ids: Sequence[str]) -> None:
-    """Delete dead letters; those that were fed count as dropped by the operator."""
+    """Delete dead letters; prompts that ended with one count as dropped by the operator."""
     await _resolve(connection, letter_ids, "drop")
 
 
@@ -52,7 +52,7 @@ async def _resolve(connection: RunConnection, letter_ids: Sequence[str], action:
         if answer[0] == 0:
             raise _unknown_letter(connection, letter_id)
         if answer[0] == -1:
-            raise PenstockError(f"dead letter {letter_id} has nothing that could be put back; drop it")
+            raise PenstockError(f"dead letter {letter_id} has no entry to put back; drop it")
         if answer[0] == -2:
             raise PenstockError(
                 f"dead letter {letter_id} is of an evaluation, which has counted it as invalid; drop it"

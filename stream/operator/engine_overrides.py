@@ -1,7 +1,7 @@
-"""An operator's list of engines, beside those that the settings name: added and removed while the run goes on.
+"""Engine overrides: engines that an operator adds to a live run, or removes, beside those of the settings.
 
-What is on it is the last word on each URL, so a removed engine stays on it: the settings may name it as well, and a
-worker that starts later is to know. Added again, it is used again.
+There is one override per URL, the last one. A removed engine stays in the list, because the settings may name it too and a
+worker that starts later must not use it. Adding it again makes it usable again.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -13,11 +13,11 @@ from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
 from stream.errors import PenstockError
 
 MAX_ENGINES = 1000
-"""URLs that the list holds; beyond, the oldest removals are forgotten."""
+"""The most URLs in the list; beyond that the oldest removals are deleted."""
 
 
 class EngineOverride(Struct, frozen=True):
-    """The last word on an engine."""
+    """The operator's last decision about an engine."""
 
     url: str
     action: Literal["add", "remove"]
@@ -27,7 +27,7 @@ class EngineOverride(Struct, frozen=True):
 
 
 async def add_engine(connection: RunConnection, url: str, by: str) -> bool:
-    """Let the run use an engine. Returns False where that was the last word on it already.
+    """Let the run use an engine. Returns False if it is added already.
 
     Raises:
         PenstockError: there is no such run, or the list is full.
@@ -36,7 +36,7 @@ async def add_engine(connection: RunConnection, url: str, by: str) -> bool:
 
 
 async def remove_engine(connection: RunConnection, url: str, by: str) -> bool:
-    """Let the run use an engine no more, whoever names it. Returns False where that was the last word on it already.
+    """Stop the run from using an engine, even if the settings name it. Returns False if it is removed already.
 
     Raises:
         PenstockError: there is no such run, or the list is full.
@@ -45,13 +45,13 @@ async def remove_engine(connection: RunConnection, url: str, by: str) -> bool:
 
 
 async def read_engine_overrides(connection: RunConnection) -> list[EngineOverride]:
-    """The list as it is now, in the order in which the words were said."""
+    """Return the overrides, oldest first."""
     found: Any = await connection.with_retry(lambda: connection.redis.xrevrange(connection.key("engines"), count=1))
     return _parse_overrides(found[0][1]) if found else []
 
 
 async def watch_engine_overrides(connection: RunConnection) -> AsyncIterator[list[EngineOverride]]:
-    """The whole list whenever it has changed, for ever; first the one that there is, if there is any."""
+    """Yield the list of overrides, if there is one, and again after each change, forever."""
     after = "0-0"
     while True:
         answer: Any = await connection.with_retry(
@@ -66,26 +66,26 @@ async def watch_engine_overrides(connection: RunConnection) -> AsyncIterator[lis
 
 
 def apply_engine_overrides(configured: Sequence[str], overrides: Sequence[EngineOverride]) -> tuple[str, ...]:
-    """The engines of a run: those named elsewhere and those added, less those removed; each once, in that order."""
-    removed = {word.url for word in overrides if word.action == "remove"}
-    added = (word.url for word in overrides if word.action == "add")
+    """Return a run's engines: the configured ones, then the added ones, without the removed ones and duplicates."""
+    removed = {override.url for override in overrides if override.action == "remove"}
+    added = (override.url for override in overrides if override.action == "add")
     return tuple(dict.fromkeys(url for url in (*configured, *added) if url not in removed))
 
 
 async def _set_override(connection: RunConnection, url: str, action: Literal["add", "remove"], by: str) -> bool:
     (status,) = await connection.run_script("set_engine_override", url, action, by, MAX_ENGINES)
     if status == -2:
-        raise PenstockError(f"the server knows no run called {connection.run!r}")
+        raise PenstockError(f"the server has no run named {connection.run!r}")
     if status == -3:
         raise PenstockError(f"run {connection.run!r} has {MAX_ENGINES} engines on its list; remove one first")
     return bool(status)
 
 
 def _parse_overrides(fields: dict[bytes, bytes]) -> list[EngineOverride]:
-    found = []
-    for url, said in fields.items():
-        word, at_ms, by = said.decode(errors="replace").split(" ", 2)
-        found.append(
-            EngineOverride(url.decode(errors="replace"), "add" if word == "add" else "remove", by, int(at_ms) / 1000)
+    overrides = []
+    for url, value in fields.items():
+        action, at_ms, by = value.decode(errors="replace").split(" ", 2)
+        overrides.append(
+            EngineOverride(url.decode(errors="replace"), "add" if action == "add" else "remove", by, int(at_ms) / 1000)
         )
-    return found
+    return overrides

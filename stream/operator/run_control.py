@@ -1,8 +1,9 @@
-"""An operator's word to a live run, wherever its roles are: they share nothing but the server, and hear it there.
+"""Pause, resume and stop a run. The commands go through the server, because it is all that the processes of a run share.
 
-*Pause*: no prompts are handed out and none are fed; what is in hand is finished and scored, and trained in full steps.
-*Resume* undoes it. *Stop*: every process that is connected now lets go of its work, as a signal would make it: each
-script that a role lives by (claim, renew, feed, stay) answers with the last request to stop, and sets `Link.stopping`.
+*Pause*: no prompts are handed out or fed; groups in progress are finished and scored, and trained in full steps. *Resume* ends
+the pause. *Stop*: every process that is connected now gives up its work as after a signal. The scripts that each role calls
+regularly (claim, renew_leases, feed, renew_trainer) return the number of the last stop request, and
+`RunConnection.observe_stop` sets `RunConnection.stopping`.
 """
 
 from typing import Literal
@@ -15,28 +16,28 @@ ControlCommand = Literal["pause", "resume", "stop"]
 
 
 async def pause(connection: RunConnection, by: str) -> bool:
-    """Pause the run. Returns whether a trainer holds it.
+    """Pause the run. Returns whether a trainer is running.
 
     Raises:
-        PenstockError: it is paused already, it has finished, or there is no such run.
+        PenstockError: the run is paused already, it has finished, or it does not exist.
     """
     return await _send_command(connection, "pause", by)
 
 
 async def resume(connection: RunConnection, by: str) -> bool:
-    """Let a paused run go on. Returns whether a trainer holds it.
+    """End the run's pause. Returns whether a trainer is running.
 
     Raises:
-        PenstockError: it is not paused, it has finished, or there is no such run.
+        PenstockError: the run is not paused, it has finished, or it does not exist.
     """
     return await _send_command(connection, "resume", by)
 
 
 async def stop(connection: RunConnection, by: str) -> bool:
-    """Ask every process of the run to stop. Returns whether a trainer holds it.
+    """Ask every process of the run to stop. Returns whether a trainer is running.
 
     Raises:
-        PenstockError: it has finished, or there is no such run.
+        PenstockError: the run has finished, or it does not exist.
     """
     return await _send_command(connection, "stop", by)
 
@@ -47,8 +48,8 @@ async def _send_command(connection: RunConnection, command: ControlCommand, by: 
         case 1:
             return bool(rest[0])
         case 0 if rest:
-            since = Pause(rest[0].decode(errors="replace"), int(rest[1]) / 1000)
-            raise PenstockError(f"run {connection.run!r} is {since} already; `penstock resume` lets it go on")
+            pause_ = Pause(rest[0].decode(errors="replace"), int(rest[1]) / 1000)
+            raise PenstockError(f"run {connection.run!r} is {pause_} already; `penstock resume` ends the pause")
         case 0:
             raise PenstockError(f"run {connection.run!r} is not paused")
         case -1:
@@ -56,4 +57,4 @@ async def _send_command(connection: RunConnection, command: ControlCommand, by: 
                 f"run {connection.run!r} has finished ({rest[0].decode()}); there is nothing to {command}"
             )
         case _:
-            raise PenstockError(f"the server knows no run called {connection.run!r}")
+            raise PenstockError(f"the server has no run named {connection.run!r}")

@@ -1,4 +1,4 @@
-"""A read-only view of a run: one atomic look, nothing consumed, nothing changed."""
+"""The status of a run, read in one atomic step. Changes nothing."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -12,26 +12,26 @@ from stream.errors import PenstockError
 
 
 class StageStatus(Struct, kw_only=True):
-    """One stage at one moment."""
+    """The status of one stage."""
 
     depth: int
-    """Entries in the stream, claimed ones included."""
+    """Entries in the stream, including claimed ones."""
     claimed: int
     delayed: int
-    """Given back, waiting for a back-off to pass."""
+    """Entries that were given back and wait for their retry delay."""
     marked: int
-    """Marked by the trainer, waiting for a checkpoint to be durable (`scored` only)."""
+    """Entries that the trainer has ended, waiting for a durable checkpoint (`scored` only)."""
     lag: int
-    """Entries that nobody has claimed yet."""
+    """Entries that were never claimed."""
     oldest_age_ms: float
     rate: float
-    """Entries settled a second, over the last minute."""
+    """Entries completed per second, over the last minute."""
     consumers: dict[str, int]
-    """Entries held, by worker."""
+    """Leased entries, by worker."""
 
 
 class Pause(Struct, frozen=True):
-    """Who paused a run, and when."""
+    """Who paused the run, and when."""
 
     paused_by: str
     paused_at: float
@@ -42,51 +42,51 @@ class Pause(Struct, frozen=True):
 
 
 class EvaluationStatus(Struct, kw_only=True):
-    """The evaluation under way, or the last one."""
+    """The status of the current evaluation, or of the last one."""
 
     stages: dict[str, StageStatus]
     version: int = -1
-    """The policy version that it is of; -1 before the first."""
+    """The evaluated policy version; -1 before the first evaluation."""
     step: int = 0
     total: int = 0
-    """Its prompts."""
+    """Number of its prompts."""
     unfinished: int = 0
-    """Of those, the prompts that are yet to be sampled and scored."""
+    """Prompts that are not sampled and scored yet."""
     results: int = 0
     finished: str = ""
-    """`1` once it is."""
+    """`1` once the evaluation has ended."""
     latest: str = ""
 
     @property
     def result(self) -> dict[str, Any]:
-        """The last result, a line of `eval.jsonl`; empty before the first."""
+        """The last result, as in a line of `eval.jsonl`; empty before the first."""
         return msgspec.json.decode(self.latest) if self.latest else {}
 
     @property
     def is_running(self) -> bool:
-        """Whether one is under way."""
+        """Whether an evaluation is in progress."""
         return self.version >= 0 and not self.finished
 
 
 class RunStatus(Struct, kw_only=True):
-    """A run at one moment."""
+    """The status of a run at one moment."""
 
     now_ms: float
     stages: dict[str, StageStatus]
     unfinished: int
-    """Prompts fed that have met no end yet."""
+    """Prompts fed that have no outcome yet."""
     outstanding: int
-    """Groups that pacing counts: claimed, waiting to be scored or trained."""
+    """Groups that count against the capacity: claimed, waiting to be scored, trained or published."""
     dead: int
-    """Dead letters, junk included."""
+    """Dead letters, including junk."""
     counts: dict[str, int]
-    """`fed`, `trained`, `dropped:REASON`, `dead`, `duplicates`, `junk`; `cancelled`: attempts, given back for age."""
+    """`fed`, `trained`, `dropped:REASON`, `dead`, `duplicates`, `junk`; `cancelled`: attempts given back as stale."""
     feed: dict[str, str] = field(default_factory=dict)
     policy: dict[str, str] = field(default_factory=dict)
     meta: dict[str, str] = field(default_factory=dict)
     latest: str = ""
     evaluation: EvaluationStatus | None = None
-    """None where no held-out prompts are evaluated."""
+    """None if the run evaluates no prompts."""
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class RunStatus(Struct, kw_only=True):
 
     @property
     def paused(self) -> Pause | None:
-        """Who paused the run; None while it goes on."""
+        """Who paused the run; None if it is not paused."""
         return Pause(self.meta["paused"], int(self.meta["paused_ms"]) / 1000) if "paused" in self.meta else None
 
     @property
@@ -110,7 +110,7 @@ class RunStatus(Struct, kw_only=True):
 
     @property
     def balance(self) -> dict[str, int]:
-        """Where the prompts fed have ended: `fed = trained + dropped + dead + outstanding`."""
+        """Prompts by outcome: `fed = trained + dropped + dead + outstanding`."""
         return {
             "fed": self.counts.get("fed", 0),
             "trained": self.counts.get("trained", 0),
@@ -121,14 +121,14 @@ class RunStatus(Struct, kw_only=True):
 
 
 async def read_status(connection: RunConnection) -> RunStatus:
-    """Look at the run.
+    """Read the status of the run.
 
     Raises:
-        PenstockError: the server knows no run of that name.
+        PenstockError: the server has no run of that name.
     """
-    view = msgspec.json.decode(await connection.run_script("run_status"), type=RunStatus, strict=False)
-    if not view.meta and not view.counts and not view.policy:
-        raise PenstockError(f"the server knows no run called {connection.run!r}")
-    if view.evaluation is not None:  # in the order of the flow
-        view.evaluation.stages = {name: view.evaluation.stages[name] for name in EVALUATION_STAGES}
-    return view
+    status = msgspec.json.decode(await connection.run_script("run_status"), type=RunStatus, strict=False)
+    if not status.meta and not status.counts and not status.policy:
+        raise PenstockError(f"the server has no run named {connection.run!r}")
+    if status.evaluation is not None:  # in the order of the flow
+        status.evaluation.stages = {name: status.evaluation.stages[name] for name in EVALUATION_STAGES}
+    return status

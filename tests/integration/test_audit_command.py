@@ -270,7 +270,7 @@ async def test_an_emptied_server_leaves_ledger_checkpoint_and_prompt_file(small,
     assert (told["fed"], told["trained"], told["dropped"]) == (4, 2, {"stale": 1})
     assert told["outstanding"] == {"again": 1}
     assert told["clean"]
-    assert "the server was not audited: the server knows no run called" in told["notes"][0]
+    assert "the server was not audited: the server has no run named" in told["notes"][0]
     assert "4 of 8 rows" in told["notes"][1]
 
 

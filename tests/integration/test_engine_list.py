@@ -78,7 +78,7 @@ async def test_a_run_that_nobody_knows_has_no_list(redis_url):
     from stream.connection.run_connection import connect
 
     async with connect(redis_url, "no-such-run", create=False) as connection:
-        with pytest.raises(PenstockError, match="knows no run called 'no-such-run'"):
+        with pytest.raises(PenstockError, match="has no run named 'no-such-run'"):
             await add_engine(connection, "http://a:1", ANN)
         assert await read_engine_overrides(connection) == []
 

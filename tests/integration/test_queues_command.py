@@ -105,7 +105,7 @@ async def test_looking_creates_no_key_and_changes_none(connection, redis_url, ru
         before = {key: redis.dump(key) for key in redis.keys("*")}
         await in_thread(run_name, redis_url, as_json=True)
         assert {key: redis.dump(key) for key in redis.keys("*")} == before
-        with pytest.raises(PenstockError, match="knows no run called 'nobody'"):
+        with pytest.raises(PenstockError, match="has no run named 'nobody'"):
             await in_thread("nobody", redis_url)
         assert set(redis.keys("*")) == set(before)
 

@@ -222,7 +222,7 @@ async def test_what_makes_no_sense_is_said_and_changes_nothing(pipe, redis_url):
             await word(pipe.connection, ANN)
     async with connect(redis_url, "nobody", create=False) as visitor:
         for word in (pause, resume, stop):
-            with pytest.raises(PenstockError, match="knows no run called 'nobody'"):
+            with pytest.raises(PenstockError, match="has no run named 'nobody'"):
                 await word(visitor, ANN)
     with Redis.from_url(redis_url) as redis:
         assert redis.keys("{nobody}*") == []

@@ -124,7 +124,7 @@ async def test_an_emptied_server_is_recognised(pipe):
 
 async def test_two_servers_on_the_same_data_are_refused(binary, tmp_path):
     async with private_server(tmp_path / "redis", binary=binary):
-        with pytest.raises(ServerError, match="another server works on"):
+        with pytest.raises(ServerError, match="another server uses"):
             async with private_server(tmp_path / "redis", binary=binary):
                 pass
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stream import parent_death as tether
+from stream import parent_death
 from stream.errors import ServerError
 from stream.server_process import command_line, find_server
 
@@ -82,11 +82,11 @@ def test_a_private_server_is_private(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process die with its parent")
-def test_a_tethered_command_dies_with_its_parent():
+def test_a_command_started_by_parent_death_dies_with_its_parent():
     sleep = shutil.which("sleep")
     code = f"""
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-I", "-S", {tether.__file__!r}, {sleep!r}, "60"])
+child = subprocess.Popen([sys.executable, "-I", "-S", {parent_death.__file__!r}, {sleep!r}, "60"])
 print(child.pid, flush=True)
 time.sleep(60)
 """

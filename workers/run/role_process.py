@@ -18,7 +18,7 @@ import anyio
 import msgspec
 import structlog
 
-from stream import parent_death as tether
+from stream import parent_death
 from stream.connection.run_connection import connect
 from stream.errors import (
     DataError,
@@ -100,7 +100,7 @@ def run_trainer(
 
     rank, size = rank_and_world_size()
     if size > 1:
-        tether.die_with_parent(
+        parent_death.die_with_parent(
             os.getppid()
         )  # torchrun gives each rank a session of its own, which nobody else would end
         if rank:

@@ -1,0 +1,15 @@
+"""The tree in the docstring of `stream.errors` is the class hierarchy."""
+
+import re
+
+from stream import errors
+
+
+def test_the_documented_tree_is_the_class_hierarchy():
+    documented, path = {}, []
+    for prefix, name in re.findall(r"^    ([│├└─ ]*)([A-Z]\w+)$", errors.__doc__, re.MULTILINE):
+        depth = len(prefix) // 4
+        path[depth:] = [name]
+        documented[name] = path[depth - 1] if depth else "Exception"
+    defined = {name: found.__base__.__name__ for name, found in vars(errors).items() if isinstance(found, type)}
+    assert documented == defined
