@@ -34,9 +34,11 @@ end
 
 if redis.call('EXISTS', key('server')) == 0 then extend_after_restart(lease_ms) end
 
--- Expired leases. Their groups are outstanding already, so they may be claimed even if there is no free capacity.
-local expired = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, count)
-if #expired > 0 and not extend_after_restart(lease_ms) then
+-- Take over entries whose lease expired because their worker died or stopped responding. Their groups are outstanding
+-- already, so they may be claimed even if there is no free capacity.
+local function reclaim_expired()
+  local expired = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, count)
+  if #expired == 0 or extend_after_restart(lease_ms) then return end
   for _, id in ipairs(expired) do
     local n = redis.call('HINCRBY', key(stage .. ':attempts'), id .. ':infra', 1)
     if n >= infra_limit then
@@ -47,6 +49,7 @@ if #expired > 0 and not extend_after_restart(lease_ms) then
     end
   end
 end
+reclaim_expired()
 
 local free = math.huge
 if capacity >= 0 then free = capacity - outstanding() end

@@ -1,10 +1,10 @@
-"""Where each prompt fed has ended, told from the ledger, the checkpoint and the server alone; no counter is trusted.
+"""The audit: where each prompt that was fed has ended, from the ledger, the checkpoint and the server; no counter is used.
 
-A prompt has ended by a line of the ledger, by a dead letter, or because the operator dropped its letter; two of these
-are one too many. A line that no checkpoint holds is an end only as long as the server could bring the group again, for
-resuming cuts it off. Without an end there must be an entry of it in some stage, or nothing will ever bring one.
+A prompt ends with a ledger record, with a dead letter, or with a dead letter that the operator dropped. Two of these are one too
+many. A ledger record after the checkpoint's length counts only while the server still has the group, because resuming cuts the
+record off. A prompt without an end must have an entry in some stage, otherwise it is lost.
 
-A second copy of a prompt that is under way, or has ended, is neither lost nor counted: the trainer holds it back.
+A duplicate of a prompt that is in progress, or has ended, is neither lost nor counted: the trainer holds it back.
 """
 
 from collections import Counter, defaultdict
@@ -15,25 +15,25 @@ from typing import TypeVar
 from msgspec import Struct, field
 
 from stream.connection.keys import STAGES
-from stream.operator.run_scan import DeadEntry, RunScan, StreamEntry
+from stream.operator.run_scan import RunScan
+from stream.queue.entry_scan import DeadEntry, StreamEntry
 from stream.trainer.ledger import LedgerLine
 from stream.trainer.outcomes import encode_outcome
 
 T = TypeVar("T")
 
 _MAX_ERROR_CHARS = 200
-"""Characters of a dead letter's error that are told."""
+"""Characters of a dead letter's error in a finding."""
 
 
 class AuditInput(Struct, kw_only=True):
-    """What an audit judges."""
+    """What an audit reads."""
 
     fed: AbstractSet[str]
-    """The prompts that the feeder has passed, by its cursor. Those seen elsewhere need not be among them."""
+    """Ids of the prompts before the feeder's cursor. Prompts found elsewhere need not be among them."""
     ledger: Sequence[LedgerLine]
-    """The ledger."""
     checkpointed_bytes: int | None
-    """Bytes of it that the newest checkpoint holds; None where nobody knows: then no line is doubted."""
+    """Length of the ledger in the newest checkpoint; None if it is unknown, then every record counts."""
     scan: RunScan = field(default_factory=RunScan)
 
 
@@ -42,11 +42,11 @@ class Finding(Struct, frozen=True):
 
     prompt: str
     evidence: list[str]
-    """All that is known of it."""
+    """Everything known about it, as text."""
 
 
 class AuditReport(Struct, kw_only=True):
-    """Every prompt fed is in one place: `fed = trained + dropped + dead + outstanding + lost + twice`."""
+    """Counts of prompts by location: `fed = trained + dropped + dead + outstanding + lost + twice`."""
 
     fed: int
     trained: int
@@ -54,64 +54,63 @@ class AuditReport(Struct, kw_only=True):
     """By reason."""
     dead: int
     outstanding: dict[str, int]
-    """By the furthest stage that has it; `marked`: a step took it that left no line; `again`: to be fed once more."""
+    """By the last stage that has an entry. `marked`: a step took the group and left no record; `again`: will be fed again."""
     lost: list[Finding]
     twice: list[Finding]
     clean: bool
-    """Nothing is lost, nothing counted twice."""
+    """Nothing is lost and nothing is counted twice."""
     unsaved: int
-    """Of those trained and dropped: no checkpoint holds them yet; a run that dies now does them again."""
+    """Trained or dropped prompts that no checkpoint contains yet; after a crash they are trained or dropped again."""
     junk: int
-    """Entries and dead letters that are no prompt's of this run, or one's second copy that died."""
+    """Entries and dead letters that belong to no prompt of this run, and dead letters of duplicates."""
     notes: list[str] = field(default_factory=list)
-    """What the audit could not see, and what else it noticed."""
+    """What the audit could not read, and other remarks."""
 
 
 def audit(facts: AuditInput) -> AuditReport:
-    """Say of each prompt where it ended, or is."""
-    census = facts.scan
-    lines = _group_by_prompt(facts.ledger, lambda written: written.record.prompt)
-    dead = _group_by_prompt((letter for letter in census.dead if letter.ends_prompt), lambda letter: letter.prompt)
-    entries = _group_by_prompt(census.entries, lambda entry: entry.prompt)
-    places: Counter[str] = Counter()
-    suspects: dict[str, list[Finding]] = {"lost": [], "twice": []}
+    """Locate every prompt."""
+    scan = facts.scan
+    lines = _group_by_prompt(facts.ledger, lambda line: line.record.prompt)
+    dead = _group_by_prompt((letter for letter in scan.dead if letter.ends_prompt), lambda letter: letter.prompt)
+    entries = _group_by_prompt(scan.entries, lambda entry: entry.prompt)
+    locations: Counter[str] = Counter()
+    findings: dict[str, list[Finding]] = {"lost": [], "twice": []}
     unsaved = 0
-    prompts = facts.fed | census.unfinished | lines.keys() | dead.keys() | census.dropped_dead
+    prompts = facts.fed | scan.unfinished | lines.keys() | dead.keys() | scan.dropped_dead
     for prompt in prompts:
-        known = _PromptEvidence(
+        evidence = _PromptEvidence(
             lines=lines.get(prompt, []),
             dead=dead.get(prompt, []),
-            dropped_dead=prompt in census.dropped_dead,
+            dropped_dead=prompt in scan.dropped_dead,
             entries=entries.get(prompt, []),
-            unfinished=prompt in census.unfinished,
+            unfinished=prompt in scan.unfinished,
             fed=prompt in facts.fed,
             checkpointed_bytes=facts.checkpointed_bytes,
         )
-        place = known.location()
-        places[place] += 1
-        unsaved += any(not known.is_checkpointed(written) for written in known.lines) and place.startswith(
-            ("trained", "dropped")
-        )
-        if place in suspects:
-            suspects[place].append(Finding(prompt, known.describe()))
-    lost, twice = (sorted(suspects[name], key=lambda finding: finding.prompt) for name in ("lost", "twice"))
+        location = evidence.location()
+        locations[location] += 1
+        has_ended = location.startswith(("trained", "dropped"))
+        unsaved += has_ended and any(not evidence.is_checkpointed(line) for line in evidence.lines)
+        if location in findings:
+            findings[location].append(Finding(prompt, evidence.describe()))
+    lost, twice = (sorted(findings[name], key=lambda finding: finding.prompt) for name in ("lost", "twice"))
     return AuditReport(
         fed=len(prompts),
-        trained=places["trained"],
-        dropped=_count_details(places, "dropped"),
-        dead=places["dead"],
-        outstanding=_count_details(places, "outstanding"),
+        trained=locations["trained"],
+        dropped=_count_details(locations, "dropped"),
+        dead=locations["dead"],
+        outstanding=_count_details(locations, "outstanding"),
         lost=lost,
         twice=twice,
         clean=not lost and not twice,
         unsaved=unsaved,
-        junk=sum(entry.prompt not in prompts for entry in census.entries)
-        + sum(not letter.ends_prompt for letter in census.dead),
+        junk=sum(entry.prompt not in prompts for entry in scan.entries)
+        + sum(not letter.ends_prompt for letter in scan.dead),
     )
 
 
 class _PromptEvidence(Struct, kw_only=True):
-    """Everything known of one prompt."""
+    """Everything known about one prompt."""
 
     lines: list[LedgerLine]
     dead: list[DeadEntry]
@@ -121,12 +120,12 @@ class _PromptEvidence(Struct, kw_only=True):
     fed: bool
     checkpointed_bytes: int | None
 
-    def is_checkpointed(self, written: LedgerLine) -> bool:
-        """Whether a checkpoint holds this line."""
-        return self.checkpointed_bytes is not None and written.end_offset <= self.checkpointed_bytes
+    def is_checkpointed(self, line: LedgerLine) -> bool:
+        """Return whether a checkpoint contains this line of the ledger."""
+        return self.checkpointed_bytes is not None and line.end_offset <= self.checkpointed_bytes
 
     def location(self) -> str:
-        """Where it is: `trained`, `dropped:REASON`, `dead`, `outstanding:STAGE`, `lost` or `twice`."""
+        """Return `trained`, `dropped:REASON`, `dead`, `outstanding:STAGE`, `lost` or `twice`."""
         if len(self.lines) + len(self.dead) + self.dropped_dead > 1:
             return "twice"
         if self.dead:
@@ -141,27 +140,27 @@ class _PromptEvidence(Struct, kw_only=True):
             return "outstanding:marked"
         return f"outstanding:{max((entry.stage for entry in self.entries), key=_stage_order)}"
 
-    def _location_by_ledger(self, written: LedgerLine) -> str:
-        if self.checkpointed_bytes is None or self.is_checkpointed(written) or self.entries:
-            return encode_outcome(written.record.outcome)
-        # What a server that lost its last writes, or all of them, has not fed again yet.
+    def _location_by_ledger(self, line: LedgerLine) -> str:
+        if self.checkpointed_bytes is None or self.is_checkpointed(line) or self.entries:
+            return encode_outcome(line.record.outcome)
+        # A server that lost its last writes, or all of them, may not have been fed the prompt again yet.
         return "lost" if self.fed or self.unfinished else "outstanding:again"
 
     def describe(self) -> list[str]:
-        """It in words."""
-        told = [
-            f"ledger line {w.number}: {encode_outcome(w.record.outcome)} in step {w.record.step}, version {w.record.version}"
-            + ("" if self.is_checkpointed(w) else ", which no checkpoint holds")
-            for w in self.lines
+        """Return the evidence as text."""
+        texts = [
+            f"ledger line {line.number}: {encode_outcome(line.record.outcome)} in step {line.record.step}, "
+            f"version {line.record.version}{'' if self.is_checkpointed(line) else ', which no checkpoint holds'}"
+            for line in self.lines
         ]
-        told += [f"dead letter {d.id} of {d.stage}: {d.reason}: {d.error[:_MAX_ERROR_CHARS]}" for d in self.dead]
-        told += ["its dead letter was dropped by the operator"] if self.dropped_dead else []
-        told += [f"entry {e.id} in {e.stage}{', marked' if e.marked else ''}" for e in self.entries]
+        texts += [f"dead letter {d.id} of {d.stage}: {d.reason}: {d.error[:_MAX_ERROR_CHARS]}" for d in self.dead]
+        texts += ["its dead letter was dropped by the operator"] if self.dropped_dead else []
+        texts += [f"entry {e.id} in {e.stage}{', marked' if e.marked else ''}" for e in self.entries]
         if not self.entries:
-            told.append(
+            texts.append(
                 "unfinished on the server, which has no entry of it" if self.unfinished else "no entry on the server"
             )
-        return told
+        return texts
 
 
 def _stage_order(stage: str) -> int:
@@ -169,12 +168,12 @@ def _stage_order(stage: str) -> int:
 
 
 def _group_by_prompt(items: Iterable[T], prompt: Callable[[T], str]) -> dict[str, list[T]]:
-    found: defaultdict[str, list[T]] = defaultdict(list)
+    groups: defaultdict[str, list[T]] = defaultdict(list)
     for item in items:
-        found[prompt(item)].append(item)
-    return found
+        groups[prompt(item)].append(item)
+    return groups
 
 
-def _count_details(places: Counter[str], what: str) -> dict[str, int]:
-    """`what:DETAIL` by detail."""
-    return {name.partition(":")[2]: n for name, n in sorted(places.items()) if name.startswith(f"{what}:")}
+def _count_details(locations: Counter[str], kind: str) -> dict[str, int]:
+    """Return the counts of `kind:DETAIL`, by detail."""
+    return {name.partition(":")[2]: n for name, n in sorted(locations.items()) if name.startswith(f"{kind}:")}

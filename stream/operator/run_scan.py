@@ -16,8 +16,6 @@ from stream.connection.run_connection import RunConnection
 from stream.operator.run_status import read_status
 from stream.queue.entry_scan import DeadEntry, StreamEntry, scan_dead_entries, scan_stage
 
-__all__ = ["DeadEntry", "RunScan", "StreamEntry", "scan_dead_entries", "scan_run"]
-
 _IDS_PER_SCAN = 1000
 
 

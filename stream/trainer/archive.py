@@ -1,17 +1,17 @@
-"""The archive: groups that met an end at the trainer, byte for byte as it leased them, on disk in the run's folder.
+"""The archive: groups that ended at the trainer, on disk in the run's folder, with the bytes in which they were leased.
 
 ::
 
     groups/
-    ├── 000001.groups     append-only segments: each life of a trainer begins a new one, and another when one is full;
-    └── 000002.groups     no two processes ever write to the same
+    ├── 000001.groups     append-only segments: each start of a trainer begins a new one, and so does a full segment; no
+    └── 000002.groups     two processes write to the same segment
 
-    a record         b"PSgr", crc32 of what follows up to the payload, size of the line, size of the payload (each 4
-                     bytes, little-endian); the ledger's line (JSON); the payload (`stream.codec`)
+    a record         b"PSgr", crc32 of everything up to the payload, size of the record, size of the payload (each 4 bytes,
+                     little-endian); the ledger record (JSON); the payload (`stream.codec`)
 
-A segment is read by its records' heads alone; a payload has a checksum of its own (`stream.codec`). What is no record,
-or was torn when its trainer died, is passed by. The ledger says which of these groups count: those of steps that were
-lost with their trainer are here too, and a group that came again is here twice.
+Readers scan the records' headers; a payload has its own checksum (`stream.codec`). Anything that is not a record, or was
+incomplete when its trainer died, is skipped. The ledger decides which groups count: the archive also has groups of steps that
+were lost with their trainer, and a group that was delivered again is in it twice.
 """
 
 import io
@@ -20,6 +20,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -37,16 +38,17 @@ _SIZES = struct.Struct("<II")
 _SUFFIX = ".groups"
 _SEGMENT_BYTES = 64_000_000
 _MIN_SEGMENTS = 8
-"""A bounded archive has at least so many, so that not much goes at once."""
+"""A bounded archive has at least this many segments, so that removing one removes little."""
 
 
 class Archive:
-    """Where the trainer puts groups. For it alone; others read `ArchivedGroups`.
+    """Writes groups; for the trainer. Other readers use `ArchivedGroups`.
 
     Args:
-        folder: of the segments; made with the first group.
-        max_bytes: bytes to keep at most: beyond it the oldest segments go, but never the one that is written; None:
-        all. folder_lock: the trainer's right to write here, where another one may come.
+        folder: of the segments; created with the first group.
+        max_bytes: bytes to keep at most; the oldest segments are removed first, never the one being written. None: keep
+            all.
+        folder_lock: the trainer's lock on the run's folder; None if no other trainer can exist.
     """
 
     def __init__(self, folder: Path, max_bytes: int | None = None, folder_lock: RunFolderLock | None = None) -> None:
@@ -59,23 +61,23 @@ class Archive:
         self._file: io.FileIO | None = None
 
     def write(self, groups: Iterable[tuple[LedgerRecord, bytes]]) -> None:
-        """Write groups, each with its ledger line and the payload that it came in; durable only after `sync`.
+        """Write groups, each with its ledger record and the payload of its entry; durable only after `sync`.
 
         Raises:
-            RunFailedError: the disk is full, or refuses. What was written of the last group will be passed by.
+            RunFailedError: the disk is full or fails. An incomplete last group is skipped by readers.
         """
         with hold_optional(self._folder_lock):
             try:
-                for line, payload in groups:
-                    self._write(line, payload)
+                for record, payload in groups:
+                    self._write(record, payload)
             except OSError as error:
                 raise self._write_error(error) from error
 
     def sync(self) -> None:
-        """Make everything written durable; call it before the ledger's lines of these groups are.
+        """Make all groups durable; call it before the ledger's records of these groups are made durable.
 
         Raises:
-            RunFailedError: the disk refuses.
+            RunFailedError: the disk is full or fails.
         """
         try:
             if self._file is not None:
@@ -90,10 +92,10 @@ class Archive:
             self._file.close()
             self._file = None
 
-    def _write(self, line: LedgerRecord, payload: bytes) -> None:
-        told = encode_record(line)
-        sizes = _SIZES.pack(len(told), len(payload))
-        head = _MAGIC + zlib.crc32(told, zlib.crc32(sizes)).to_bytes(4, "little") + sizes + told
+    def _write(self, record: LedgerRecord, payload: bytes) -> None:
+        line = encode_record(record)
+        sizes = _SIZES.pack(len(line), len(payload))
+        head = _MAGIC + zlib.crc32(line, zlib.crc32(sizes)).to_bytes(4, "little") + sizes + line
         size = len(head) + len(payload)
         if self._file is None or self._sizes[self._path] + size > self._segment_bytes:
             self._file = self._open_segment()
@@ -103,7 +105,7 @@ class Archive:
         self._sizes[self._path] += size
 
     def _open_segment(self) -> io.FileIO:
-        """A new segment; the one before is durable when it is left."""
+        """Open a new segment, after making the previous one durable."""
         self.sync()
         self.close()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -113,13 +115,13 @@ class Archive:
             self._path = self.folder / f"{number:06d}{_SUFFIX}"
             try:
                 file = self._path.open("xb", buffering=0)
-            except FileExistsError:  # of a trainer that does not know yet that it was succeeded, or of our successor
+            except FileExistsError:  # of a trainer that is being replaced, or of our successor
                 continue
             self._sizes[self._path] = 0
             return file
 
     def _remove_oldest(self, size: int) -> None:
-        """Remove the oldest segments, so that the new one may grow to this size."""
+        """Remove the oldest segments so that the new one may grow to this size."""
         if self._max_bytes is None:
             return
         for path in sorted(self._sizes.keys() - {self._path}, key=_segment_number):
@@ -130,13 +132,13 @@ class Archive:
 
     def _write_error(self, error: OSError) -> RunFailedError:
         return RunFailedError(
-            f"a group could not be archived in {self._path}: {error}. Make room on that disk, or keep less "
+            f"a group could not be archived in {self._path}: {error}. Free space on that disk, or keep less "
             "(archive.keep), and run again: the run resumes from its last checkpoint"
         )
 
 
 class ArchiveOffset(Struct, frozen=True):
-    """Where one archived group lies."""
+    """The position of one archived group."""
 
     file: Path
     offset: int
@@ -144,10 +146,10 @@ class ArchiveOffset(Struct, frozen=True):
     """Of the payload, in bytes."""
 
     def read_payload(self) -> bytes:
-        """Its bytes.
+        """Read the payload.
 
         Raises:
-            PenstockError: the segment is gone: the run goes on, and its archive is bounded.
+            PenstockError: the segment was removed, because the run continues and its archive is bounded.
         """
         try:
             with self.file.open("rb") as file:
@@ -158,17 +160,15 @@ class ArchiveOffset(Struct, frozen=True):
 
 
 class ArchivedGroups:
-    """The groups that lie in an archive, by prompt id and content hash (`stream.trainer.ledger.content_hash`).
-
-    Looking them up reads no payload; nothing is changed.
+    """The groups in an archive, by prompt id and `content_hash`. Lookups read no payload; nothing is changed.
 
     Args:
-        folder: of the segments; need not exist.
+        folder: of the segments; it need not exist.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._offsets = {(line.prompt, line.hash): place for line, place in scan_archive(folder)}
+        self._offsets = {(record.prompt, record.hash): offset for record, offset in scan_archive(folder)}
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -177,29 +177,27 @@ class ArchivedGroups:
         return key in self._offsets
 
     def read(self, prompt: str, content: str) -> Group:
-        """The group of this prompt and content.
+        """Return the group with this prompt id and content hash.
 
         Raises:
-            KeyError: it is not there.
-            RecordError: what is there is no group any more, or another one; names the file and the place.
-            PenstockError: its segment was removed meanwhile.
+            KeyError: the archive does not have it.
+            RecordError: the payload is damaged, or of another group; the message has file and offset.
+            PenstockError: the segment was removed meanwhile.
         """
-        place = self._offsets[prompt, content]
+        at = self._offsets[prompt, content]
         try:
-            group = decode(place.read_payload(), Group)
+            group = decode(at.read_payload(), Group)
         except RecordError as error:
-            raise RecordError(f"{place.file}, byte {place.offset}: the group of prompt {prompt}: {error}") from error
+            raise RecordError(f"{at.file}, byte {at.offset}: the group of prompt {prompt}: {error}") from error
         if (group.prompt.id, content_hash(group)) != (prompt, content):
-            raise RecordError(
-                f"{place.file}, byte {place.offset}: not the group of prompt {prompt} with hash {content}"
-            )
+            raise RecordError(f"{at.file}, byte {at.offset}: not the group of prompt {prompt} with hash {content}")
         return group
 
 
 def scan_archive(folder: Path) -> Iterator[tuple[LedgerRecord, ArchiveOffset]]:
-    """Every whole record in an archive, oldest first: the ledger line as it was written then, and where its group is.
+    """Yield every complete record, oldest first: the ledger record written with it, and the position of its group.
 
-    A line that the ledger does not have any more is one of a step that was lost with its trainer.
+    A ledger record that the ledger does not have any more is of a step that was lost with its trainer.
     """
     for path in _segments(folder):
         try:
@@ -213,32 +211,26 @@ def scan_archive(folder: Path) -> Iterator[tuple[LedgerRecord, ArchiveOffset]]:
 
 
 def _scan(data: mmap.mmap) -> Iterator[tuple[LedgerRecord, int, int]]:
-    """Line, and place and size of the payload, of each record; what is none is passed by, up to the next one."""
+    """Yield each record with offset and size of its payload; skip everything else up to the next record."""
     at = data.find(_MAGIC)
     while 0 <= at <= len(data) - _HEAD.size:
-        _, checksum, told, size = _HEAD.unpack_from(data, at)
-        begins = at + _HEAD.size
-        payload, line = begins + told, None
+        _, checksum, line_size, size = _HEAD.unpack_from(data, at)
+        begin = at + _HEAD.size
+        payload, record = begin + line_size, None
         if payload + size <= len(data):
-            text = data[begins:payload]
-            if zlib.crc32(text, zlib.crc32(_SIZES.pack(told, size))) == checksum:
-                line = _decode_record(text)
-        if line is None:
+            line = data[begin:payload]
+            if zlib.crc32(line, zlib.crc32(_SIZES.pack(line_size, size))) == checksum:
+                with suppress(ValueError):
+                    record = decode_record(line)
+        if record is None:
             at = data.find(_MAGIC, at + 1)
             continue
-        yield line, payload, size
+        yield record, payload, size
         at = data.find(_MAGIC, payload + size)
 
 
-def _decode_record(text: bytes) -> LedgerRecord | None:
-    try:
-        return decode_record(text)
-    except ValueError:
-        return None
-
-
 def _segments(folder: Path) -> list[Path]:
-    """Oldest first."""
+    """Return the segments, oldest first."""
     return sorted((path for path in folder.glob(f"*{_SUFFIX}") if path.stem.isdecimal()), key=_segment_number)
 
 

@@ -1,14 +1,17 @@
-"""The trainer's side of the pipe: one trainer to a run, marks at the step, acknowledgement at a durable checkpoint.
+"""The trainer's lease on a run, and the verbs that need it.
 
-Public: another trainer may lease scored groups with `Stage(link, "scored", ...)`, and end them with the same verbs::
+A run has one trainer. Each trainer gets a fencing token, larger than all tokens before; scripts that change the run on a
+trainer's behalf check it, so a trainer that was replaced cannot change anything::
 
-    tenure = await TrainerLease.acquire(link, owner, lease_s)       # fencing: refuses a second trainer
-    await tenure.recover(ledger)                            # what the checkpoint lacks comes again
+    lease = await TrainerLease.acquire(connection, lease_s)        # FencedError if another trainer is alive
+    await lease.recover(ledger)                                    # groups that the checkpoint lacks are delivered again
     ...
-    await tenure.commit(stage, ends, frees_at=version + 1)  # marked: no longer outstanding, not yet acknowledged
-    version = await tenure.reserve(known)                   # a number never used before
-    await tenure.publish(version, path, step, metrics)      # after the engines have it
-    await tenure.acknowledge(entry_ids)                     # after the checkpoint is durable
+    await lease.commit(stage, ended, release_version=version + 1)  # groups are marked with their outcome
+    version = await lease.reserve_version(known)                   # a version number that was never used
+    await lease.publish(version, path, step, metrics)              # after the engines have it
+    await lease.acknowledge(entry_ids)                             # after the checkpoint is durable
+
+`stream.trainer.consumer.Consumer` calls these in the right order.
 """
 
 import os
@@ -25,7 +28,7 @@ from msgspec import Struct
 
 from stream.connection.run_connection import RunConnection
 from stream.errors import FencedError, RunMismatchError
-from stream.operator.run_scan import scan_dead_entries
+from stream.queue.entry_scan import scan_dead_entries
 from stream.queue.stage import Lease, Stage
 from stream.trainer.ledger import Ledger
 from stream.trainer.outcomes import GroupOutcome, encode_outcome
@@ -41,8 +44,8 @@ class EndedGroup(Struct, frozen=True):
     lease: Lease
     outcome: GroupOutcome
     in_step: bool = False
-    """The group was part of a step, so its capacity is freed by the next version even if the step dropped it. Freed at
-    once, more groups would start under this version than can be trained in time."""
+    """The group was part of an optimizer step. Its capacity is then freed by the next published version even if the step
+    dropped it. Freed immediately, more groups would be started with this version than can be trained in time."""
 
 
 class PublishedPolicy(Struct, frozen=True):
@@ -54,7 +57,7 @@ class PublishedPolicy(Struct, frozen=True):
 
 
 async def read_published_policy(connection: RunConnection) -> PublishedPolicy:
-    """The policy version that the engines have."""
+    """Return the policy version that was published last."""
     found = await connection.read_hash("policy")
     if "version" not in found:
         return PublishedPolicy()
@@ -62,27 +65,31 @@ async def read_published_policy(connection: RunConnection) -> PublishedPolicy:
 
 
 class TrainerLease:
-    """The right to train this run. Every verb fails with `FencedError` once another trainer has taken over."""
+    """The exclusive right to train a run. Every verb raises `FencedError` once another trainer has taken over."""
 
     def __init__(self, connection: RunConnection, token: int, lease_s: float) -> None:
         self.connection = connection
         self.token = token
+        """The fencing token."""
         self._lease_s = lease_s
         self._published: tuple[int, str, int, bytes] | None = None
-        """The last version, path, step and metrics that the server was told of."""
+        """Version, path, step and metrics of the last publication."""
 
     @classmethod
     async def acquire(cls, connection: RunConnection, lease_s: float, min_token: int = 0) -> "TrainerLease":
-        """Become the trainer; a holder that does not renew within its lease is succeeded.
+        """Become the run's trainer; waits for the lease of a previous trainer that does not renew it to expire.
 
-        The token is larger than any that the server knows, and than `above` (what the run's folder knows of).
+        Args:
+            connection: to the run.
+            lease_s: how long the lease lasts without being renewed.
+            min_token: the highest token that the run's folder has seen; the new token is larger.
 
         Raises:
-            FencedError: a living trainer holds the run.
+            FencedError: another trainer is alive.
         """
         here = await anyio.to_thread.run_sync(_process_namespace)
         me = f"{here}/{os.getpid()}/{secrets.token_hex(4)}"
-        deadline, known_dead, told = anyio.current_time() + 1.5 * lease_s + 1, "", False
+        deadline, known_dead, logged = anyio.current_time() + 1.5 * lease_s + 1, "", False
         while True:
             answer = await connection.run_script("acquire_trainer", me, int(lease_s * 1000), known_dead, min_token)
             if answer[0]:
@@ -95,158 +102,158 @@ class TrainerLease:
                 raise FencedError(
                     f"{holder} trains run {connection.run!r} already; stop it first, or give this run another name"
                 )
-            if not told:
+            if not logged:
                 log.info("trainer.waiting", holder=holder, lease_ms=answer[2])
-                told = True
+                logged = True
             await anyio.sleep(min(1.0, answer[2] / 1000 + 0.01))
 
     async def renew_forever(self) -> None:
-        """Renew the right, for ever; run it in the trainer's task group.
-
-        A server that lost its last writes is told again which policy version there is: it may have forgotten that
-        groups gave their places back, and nobody could claim until the next one.
-        """
+        """Renew the lease until cancelled; run it in the trainer's task group."""
         while True:
             await anyio.sleep(self._lease_s / 3)
             await self.renew()
 
     async def renew(self) -> None:
-        """Renew the right once; also a way to ask whether one still has it, before a step that no script guards."""
+        """Renew the lease once. Call it before a change that no script checks, such as a push of weights.
+
+        If the server lost the last publication, it is published again: otherwise the capacity that it freed would stay
+        taken, and no worker could claim until the next version.
+        """
         published = self._published
-        held, *told = await self.connection.run_script("renew_trainer", self.token, int(self._lease_s * 1000))
+        held, *answer = await self.connection.run_script("renew_trainer", self.token, int(self._lease_s * 1000))
         self._raise_if_fenced(held)
-        stop, version = told
+        stop, version = answer
         self.connection.observe_stop(stop)
         if published is not None and version < published[0]:
             log.warning("policy.state_lost", version=published[0], server_has=version)
             self._raise_if_fenced(await self.connection.run_script("publish_version", self.token, *published))
 
     async def release(self) -> None:
-        """Give the right up, so that a successor need not wait."""
+        """Give up the lease, so that the next trainer need not wait."""
         await self.connection.run_script("renew_trainer", self.token, 0)
 
     async def recover(self, ledger: Ledger) -> int:
-        """Meet what an earlier trainer left behind: acknowledge what the ledger holds, let the rest come again.
+        """Acknowledge marked groups that the ledger has, and requeue all others that a previous trainer held.
 
-        Call it before the first claim, with the ledger as the checkpoint left it.
+        Call it before the first claim, with the ledger truncated to the checkpoint's length.
 
         Returns:
-            Groups that come again.
+            The number of marked groups that are delivered again.
 
         Raises:
-            RunMismatchError: prompts have ended on the server that neither the ledger nor a mark remembers.
+            RunMismatchError: the server counts more ended prompts than the ledger and the marks explain.
         """
         marked = await self.connection.read_hash("scored:marked")
         again = {entry: prompt for entry, prompt in marked.items() if prompt not in ledger.outcomes}
         counts = await self.connection.read_hash("counts")
         ended = sum(int(n) for name, n in counts.items() if name == "trained" or name.startswith("dropped:"))
-        forgotten = ended - int(counts.get("dropped:operator", 0)) - len(again) - len(ledger.outcomes)
-        if forgotten > 0:
+        unknown = ended - int(counts.get("dropped:operator", 0)) - len(again) - len(ledger.outcomes)
+        if unknown > 0:
             raise RunMismatchError(
-                f"{forgotten} prompts of run {self.connection.run!r} have ended of which {ledger.path} knows nothing: it is "
-                "another run's ledger, or an older one. Put the run's own folder back, or give this run another name"
+                f"{unknown} prompts of run {self.connection.run!r} have ended that are not in {ledger.path}: it is another "
+                "run's ledger, or an older one. Restore the run's own folder, or give this run another name"
             )
         await self.reconcile_server(ledger)
-        open_prompts: Any = await self.connection.with_retry(
+        unfinished: Any = await self.connection.with_retry(
             lambda: self.connection.redis.hkeys(self.connection.key("unfinished"))
         )
-        closed = [prompt for prompt in open_prompts if prompt.decode(errors="replace") in ledger.outcomes]
+        ended_prompts = [prompt for prompt in unfinished if prompt.decode(errors="replace") in ledger.outcomes]
+        counts_json = msgspec.json.encode(ledger.count_outcomes())
         self._raise_if_fenced(
             await self.connection.run_script(
-                *(
-                    "recover",
-                    self.token,
-                    ledger.checkpointed_bytes,
-                    msgspec.json.encode(ledger.count_outcomes()),
-                    len(closed),
-                    *closed,
-                ),
+                *("recover", self.token, ledger.checkpointed_bytes, counts_json, len(ended_prompts), *ended_prompts),
                 *(item for pair in again.items() for item in pair),
             )
         )
         return len(again)
 
     async def reconcile_server(self, ledger: Ledger) -> None:
-        """Meet what a server brought back that lost its last writes: prompts that have ended by the ledger.
+        """Correct a server that lost its last writes, for prompts that have an outcome in the ledger.
 
-        A second copy may have died on the way: a dead letter of it is no end of the prompt. A mark that was
-        acknowledged already stands again. Call it with a ledger that a durable checkpoint holds, before the run is
-        finished; `recover` does it, too.
+        A duplicate of such a prompt may have become a dead letter, which does not end the prompt; a mark that was
+        acknowledged may be there again. Call it with a ledger that a durable checkpoint contains, before the run is
+        finished. `recover` does it, too.
         """
-        copies = [
+        duplicates = [
             letter
             for letter in await scan_dead_entries(self.connection)
             if letter.ends_prompt and letter.prompt in ledger.outcomes
         ]
-        for i in range(0, len(copies), _CHUNK):
+        for i in range(0, len(duplicates), _CHUNK):
             flat = [
                 item
-                for copy in copies[i : i + _CHUNK]
-                for item in (copy.id, encode_outcome(ledger.outcomes[copy.prompt]))
+                for letter in duplicates[i : i + _CHUNK]
+                for item in (letter.id, encode_outcome(ledger.outcomes[letter.prompt]))
             ]
             self._raise_if_fenced(await self.connection.run_script("mark_duplicates", self.token, *flat))
         marked = await self.connection.read_hash("scored:marked")
         await self.acknowledge([entry for entry, prompt in marked.items() if prompt in ledger.outcomes])
 
     async def commit(self, stage: Stage, ended: Sequence[EndedGroup], release_version: int) -> list[str]:
-        """Mark groups as ended; those trained, or in a step, give their place back when `frees_at` is published.
+        """Mark groups with their outcome.
+
+        Args:
+            stage: where they were leased.
+            ended: the groups.
+            release_version: the version whose publication frees the capacity of groups that were trained or in a step.
 
         Returns:
-            Entry ids whose lease was lost before they could be marked; somebody will bring them again.
+            Entry ids whose lease was lost before they could be marked; they are delivered again.
         """
-        for end in ended:
-            end.lease.ending = True
         flat = [
-            x
-            for end in ended
-            for x in (end.lease.id, end.lease.prompt_id, "step:" * end.in_step + encode_outcome(end.outcome))
+            item
+            for each in ended
+            for item in (
+                each.lease.id,
+                each.lease.prompt_id,
+                "step:" * each.in_step + encode_outcome(each.outcome),
+            )
         ]
-        answer = await self.connection.run_script("commit", stage.consumer, self.token, release_version, *flat)
+        with stage.ending([each.lease for each in ended]):
+            answer = await self.connection.run_script("commit", stage.consumer, self.token, release_version, *flat)
         self._raise_if_fenced(answer[0])
-        for end in ended:
-            stage.leases.pop(end.lease.id, None)
         return [entry.decode() for entry in answer[1]]
 
     async def acknowledge(self, entry_ids: Sequence[str]) -> None:
-        """Delete marked entries: a checkpoint that contains their effect is durable."""
+        """Delete marked entries. Call it after a checkpoint that contains their effect is durable."""
         for i in range(0, len(entry_ids), _CHUNK):
-            self._raise_if_fenced(
-                1 + await self.connection.run_script("acknowledge", self.token, *entry_ids[i : i + _CHUNK])
-            )
+            chunk = entry_ids[i : i + _CHUNK]
+            self._raise_if_fenced(1 + await self.connection.run_script("acknowledge", self.token, *chunk))
 
     async def reserve_version(self, known: int) -> int:
-        """A policy version number that nobody has used, above `known` (the highest the checkpoint or an engine has)."""
+        """Return a policy version number that was never used, above `known` (of the checkpoint, or of an engine)."""
         number: int = await self.connection.run_script("reserve_version", self.token, known)
         self._raise_if_fenced(number + 1)
         return number
 
     async def publish(self, version: int, path: Path, step: int, metrics: dict[str, Any]) -> None:
-        """Say that the engines have a version."""
-        said = (version, str(path), step, msgspec.json.encode(metrics))
-        self._raise_if_fenced(await self.connection.run_script("publish_version", self.token, *said))
-        self._published = said
+        """Announce a version that the engines have."""
+        publication = (version, str(path), step, msgspec.json.encode(metrics))
+        self._raise_if_fenced(await self.connection.run_script("publish_version", self.token, *publication))
+        self._published = publication
 
     async def begin_evaluation(self, version: int, step: int, settings_digest: str) -> str:
-        """Begin an evaluation of a published version (`stream.queue.evaluation`); what an earlier one left goes.
+        """Begin an evaluation of a published version (`stream.queue.evaluation`); the previous one is deleted.
 
         Args:
-            version: that the engines have.
-            step: of the trainer.
-            settings_digest: which settings the held-out prompts must have been made by.
+            version: the version; the engines have it.
+            step: the trainer's step.
+            settings_digest: of the settings that must have made the evaluation prompts.
 
         Returns:
-            Empty where it has begun; else the `wake` entry to wait after: the feeder has yet to bring those prompts.
+            An empty string if the evaluation has begun. Otherwise the feeder has not uploaded those prompts yet, and the
+            return value is the `wake` entry to wait after.
         """
         status, *rest = await self.connection.run_script("begin_evaluation", self.token, version, step, settings_digest)
         self._raise_if_fenced(1 + status)
         return "" if status == 1 else str(rest[0].decode())
 
     async def end_evaluation(self, latest: bytes) -> None:
-        """The evaluation under way is over, or given up; `latest`: the last result that there is, in JSON."""
+        """End the current evaluation, complete or not; `latest` is the last result that exists, in JSON."""
         self._raise_if_fenced(await self.connection.run_script("end_evaluation", self.token, latest))
 
     async def finish_run(self, reason: str) -> None:
-        """End the run: whoever waits for work goes home."""
+        """End the run: all its workers exit."""
         self._raise_if_fenced(await self.connection.run_script("finish_run", self.token, reason))
 
     def _raise_if_fenced(self, answer: int) -> None:
@@ -255,7 +262,7 @@ class TrainerLease:
 
 
 def _process_namespace() -> str:
-    """Where a process id means what it means to us: this host and, in containers, this namespace of process ids."""
+    """Return what makes a process id unique: the host and, on Linux, the namespace of process ids (containers)."""
     try:
         return f"{socket.gethostname()}:{Path('/proc/self/ns/pid').readlink()}"
     except OSError:
@@ -263,7 +270,7 @@ def _process_namespace() -> str:
 
 
 def _has_exited(holder: str, namespace: str) -> bool:
-    """Whether the holder was a process beside us that no longer exists."""
+    """Return whether the holder was a process of our namespace that no longer exists."""
     place, pid, _ = (*holder.rsplit("/", 2), "", "")[:3]
     if place != namespace or not pid.isdigit():
         return False

@@ -171,7 +171,7 @@ def test_records_over_the_limit_are_refused_on_both_sides(monkeypatch):
     monkeypatch.setattr(codec, "MAX_RECORD_BYTES", 500)
     with pytest.raises(RecordError, match="over the limit of 500"):
         encode(Prompt(id="a" * 1000, messages=[]))
-    with pytest.raises(RecordError, match="no record"):
+    with pytest.raises(RecordError, match="cannot be a record"):
         decode(payload, Prompt)
 
 

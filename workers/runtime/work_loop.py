@@ -21,6 +21,7 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
+from stream.cancellation import cancel_on
 from stream.connection.keys import EVALUATION_STAGES
 from stream.errors import DataError, EngineUnavailableError, LeaseLostError, NewerSchemaError, RecordError
 from stream.queue.stage import Claim, Lease, ReleaseReason, Stage
@@ -46,10 +47,8 @@ async def work_loop(stage: Stage, work: Work, *, concurrency: int | ConcurrencyL
     async with anyio.create_task_group() as background:
         background.start_soon(stage.renew_leases)
         async with anyio.create_task_group() as jobs:  # noqa: SIM117  (jobs outlive the claiming)
-            async with anyio.create_task_group() as claiming:
-                claiming.start_soon(_cancel_when, stopping, claiming.cancel_scope)
+            async with cancel_on(stopping):
                 await _claim_entries(stage, work, limit, jobs)
-                claiming.cancel_scope.cancel()
         background.cancel_scope.cancel()
 
 
@@ -79,11 +78,6 @@ async def _claim(stage: Stage, count: int) -> Claim:
     with anyio.CancelScope(shield=True):
         claim = await stage.claim(count)
     return claim  # noqa: RET504  (a cancel scope may swallow what is in it, for all that mypy knows)
-
-
-async def _cancel_when(event: anyio.Event, scope: anyio.CancelScope) -> None:
-    await event.wait()
-    scope.cancel()
 
 
 async def _run_job(stage: Stage, lease: Lease, version: int, work: Work, limit: ConcurrencyLimit) -> None:
