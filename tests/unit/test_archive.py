@@ -213,7 +213,9 @@ def test_a_full_disk_is_a_clear_error_and_what_was_there_stands(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # no file may grow beyond, as if the disk were full
     try:
-        with pytest.raises(RunFailedError, match=r"000002.groups.*Free space on that disk, or keep less \(archive.keep"):
+        with pytest.raises(
+            RunFailedError, match=r"000002.groups.*Free space on that disk, or keep less \(archive.keep"
+        ):
             archive.write([ended(group("c", tokens=1000)), ended(group("d"))])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
