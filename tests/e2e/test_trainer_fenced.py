@@ -144,7 +144,7 @@ async def test_a_trainer_that_wakes_after_its_successor_began_changes_nothing(
 async def three_a_step(run: Run) -> Path:
     def write() -> Path:
         file = run.folder / "three.toml"
-        file.write_text(run.file.read_text().replace("groups_per_step = 2", "groups_per_step = 3"))
+        file.write_text(run.file.read_text().replace("batch_size = 2", "batch_size = 3"))
         return file
 
     return await anyio.to_thread.run_sync(write)
