@@ -9,8 +9,8 @@ pytestmark = pytest.mark.usefixtures("preloaded")
 
 
 @pytest.mark.timeout(150)
-def test_fifteen_kills_lose_nothing_and_train_nothing_twice():
-    survives(kills=15, groups=300, seed=1, limit_s=110)
+def test_fifteen_kills_and_three_of_the_server_lose_nothing_and_train_nothing_twice():
+    survives(kills=15, server_kills=3, fsync="always", groups=300, seed=1, limit_s=110)
 
 
 @pytest.mark.full

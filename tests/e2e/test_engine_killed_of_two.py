@@ -64,6 +64,7 @@ def engines(project):
         engine.kill()
 
 
+@pytest.mark.full
 def test_one_of_two_is_killed_and_started_again_and_a_third_is_added_and_no_group_is_lost(project, engines):
     stays, dies, added = engines
     project.prompts(5000)

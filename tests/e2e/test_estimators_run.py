@@ -32,21 +32,13 @@ def metrics(project):
     return [json.loads(line) for line in (project.run_folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_remax_samples_one_greedy_completion_more_and_trains_against_it(project):
-    project.table |= {"estimator": {"name": "remax"}}
-    summary = summary_of(project.run("run", str(project.write()), "--json"), project)
-    assert balanced(summary)
-    # Every group of four is trained, tied or not: the greedy one is the baseline, and never among them.
-    assert (summary["groups_trained"], summary["completion_states"]) == (10, {"valid": 40})
-
-
-def test_a_group_whose_greedy_completion_nobody_measured_is_dropped_by_name(project):
+def test_remax_trains_against_a_greedy_completion_and_drops_a_group_where_nobody_measured_it(project):
     (project.folder / "moody.py").write_text(
         "class Moody:\n"
-        "    def reset(self, completion_index, **row):\n"
-        "        self.index = completion_index\n"
+        "    def reset(self, number, completion_index, **row):\n"
+        "        self.number, self.index = number, completion_index\n"
         "    def get_reward(self):\n"
-        "        return None if self.index == 4 else float(self.index % 2)\n"
+        "        return None if self.index == 4 and self.number % 2 else float(self.index % 2)\n"
     )
     project.table |= {
         "estimator": {"name": "remax"},
@@ -55,7 +47,32 @@ def test_a_group_whose_greedy_completion_nobody_measured_is_dropped_by_name(proj
         "abort": {"max_invalid_fraction": 0.5},
     }
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
-    assert (summary["groups_trained"], summary["groups_dropped"]) == (0, {"no_baseline": 10})
+    assert balanced(summary)
+    # The greedy completion, one more than the four, is the baseline, and is never counted among them.
+    assert (summary["groups_trained"], summary["groups_dropped"]) == (5, {"no_baseline": 5})
+    assert summary["completion_states"] == {"valid": 40}
+
+
+def test_a_run_of_which_nothing_could_be_trained_fails_and_says_why(project):
+    """Half of the rewards nobody measured. The engine's log-probs are the trainer's, so that a rule of rollout
+    correction that wants them twice as large rejects every token of the other half.
+    """
+    (project.folder / "rewards.py").write_text(
+        "def by_chance(completions, number, **columns):\n"
+        "    if number[0] % 2:\n"
+        "        raise OSError('no grader')\n"
+        "    return [float(i) for i in range(len(completions))]\n"
+    )
+    project.table["correction"] = {"reject": [{"rule": "token_k1", "lower": 2.0, "upper": 3.0}]}
+    project.table["abort"] = {"max_invalid_fraction": 0.9}
+    result = project.run("run", str(project.write()), "--json")
+    assert result.returncode == 1
+    assert "not one of the run's 40 completions was valid (rejected:token_k1 20, reward:raised 20)" in result.stderr
+    summary = json.loads(result.stdout)
+    assert balanced(summary)
+    assert summary["groups_dropped"] == {"no_valid_row": 10}
+    assert {line["outcome"] for line in project.ledger()} == {"dropped:no_valid_row"}
+    assert len(project.ledger()) == 10
 
 
 @pytest.mark.full
@@ -78,14 +95,3 @@ def test_gae_trains_a_critic_on_rewards_by_turn_and_a_resumed_run_still_has_it(p
     losses = [line["value/error"] for line in metrics(project)]
     assert len(losses) == 3
     assert all(loss > 0 for loss in losses)
-
-
-def test_groups_that_rollout_correction_rejects_end_by_name_and_a_run_of_nothing_else_says_so(project):
-    """The engine's log-probs are the trainer's; a rule that wants them twice as large rejects every token."""
-    project.table["correction"] = {"reject": {"token_k1": [2.0, 3.0]}}
-    project.table["filter"] = {"zero_variance": False}
-    result = project.run("run", str(project.write()), "--json")
-    assert result.returncode == 1
-    assert "not one of the run's 40 completions was valid (rejected:token_k1 40)" in result.stderr
-    assert {line["outcome"] for line in project.ledger()} == {"dropped:no_valid_row"}
-    assert len(project.ledger()) == 10

@@ -11,6 +11,7 @@ from tests.e2e.harness import assert_all_trained_once, balanced, children, finis
 pytestmark = [pytest.mark.timeout(280), pytest.mark.usefixtures("preloaded")]
 
 
+@pytest.mark.full
 def test_a_rollout_worker_the_scorer_and_the_trainer_are_killed_once_each(project):
     prompts = 80
     project.prompts(prompts)

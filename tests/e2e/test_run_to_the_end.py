@@ -10,27 +10,42 @@ from tests.e2e.harness import balanced, summary_of
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("preloaded")]
 
 
-def test_every_prompt_ends_once_and_the_last_smaller_batch_is_trained(project):
-    project.table["filter"] = {"zero_variance": False}
+PARITY = """
+class Parity:
+    def reset(self, number, completion_index, **row):
+        self.n = number + completion_index
+        return 'Even or odd?'
+
+    def get_reward(self):
+        return float(self.n % 2)
+"""
+
+
+def test_every_prompt_ends_once_and_a_finished_run_that_is_run_again_does_nothing_twice(project):
+    """On the way: an environment in a folder `envs/` of the project's own, and three lines that are no prompts."""
+    (project.folder / "envs").mkdir()
+    (project.folder / "envs" / "parity.py").write_text(PARITY)
+    project.table |= {"environments": {"parity": "envs.parity:Parity"}, "rewards": []}
+    project.prompts(10, extra='{"prompt": \n[1, 2]\n{"number": 3}\n')
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert summary["fed"] == summary["groups_trained"] == 10
     assert summary["steps"] == 3  # 4 + 4 + 2
     assert summary["outstanding"] == summary["dead"] == summary["duplicates"] == 0
     assert balanced(summary)
-    assert summary["completion_states"]["valid"] == 40
+    assert summary["completion_states"] == {"valid": 40}
     assert summary["tokens_per_second"] > 0
-    ends = project.ledger()
-    assert sorted(line["prompt"] for line in ends) == sorted({line["prompt"] for line in ends})
-    assert {line["outcome"] for line in ends} == {"trained"}
+    records = project.ledger()
+    assert sorted(line["prompt"] for line in records) == sorted({line["prompt"] for line in records})
+    assert {line["outcome"] for line in records} == {"trained"}
     assert json.loads((project.run_folder / "summary.json").read_text()) == summary
+    told = (project.run_folder / "logs" / "feed-0.log").read_text()
+    for line in (11, 12, 13):
+        assert f"prompts.jsonl:{line}" in told, told
 
-
-def test_a_finished_run_that_is_run_again_does_nothing_twice(project):
-    file = str(project.write())
-    first = summary_of(project.run("run", file, "--json"), project)
     again = summary_of(project.run("run", str(project.run_folder / "run.toml"), "--json"), project)
     for key in ("fed", "groups_trained", "groups_dropped", "steps", "completion_states"):
-        assert again[key] == first[key], key
+        assert again[key] == summary[key], key
+    assert project.ledger() == records
 
 
 def test_rewards_that_nobody_measured_are_counted_by_reason_and_leave_siblings_alone(project):
@@ -65,16 +80,6 @@ def test_rewards_that_nobody_measured_are_counted_by_reason_and_leave_siblings_a
     assert summary["groups_trained"] + sum(summary["groups_dropped"].values()) == prompts
 
 
-def test_malformed_lines_are_told_and_the_others_are_fed(project):
-    project.prompts(6, extra='{"prompt": \n[1, 2]\n{"number": 3}\n')
-    result = project.run("run", str(project.write()), "--json")
-    summary = summary_of(result, project)
-    assert summary["fed"] == 6
-    told = (project.run_folder / "logs" / "feed-0.log").read_text()
-    for line in (7, 8, 9):
-        assert f"prompts.jsonl:{line}" in told, told
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -96,34 +101,6 @@ def test_bad_input_gets_a_clear_error(project, change, words):
     assert "Traceback" not in result.stderr
     if result.stdout:  # it began, and failed: the summary says how far it came
         assert balanced(json.loads(result.stdout))
-
-
-def test_a_project_with_a_folder_envs_of_its_own(project):
-    (project.folder / "envs").mkdir()
-    (project.folder / "envs" / "parity.py").write_text(
-        "class Parity:\n"
-        "    def reset(self, number, completion_index, **row):\n"
-        "        self.n = number + completion_index\n"
-        "        return 'Even or odd?'\n"
-        "    def get_reward(self):\n"
-        "        return float(self.n % 2)\n"
-    )
-    project.table |= {"environments": {"parity": "envs.parity:Parity"}, "rewards": []}
-    summary = summary_of(project.run("run", str(project.write()), "--json"), project)
-    assert summary["groups_trained"] == 10
-    assert summary["completion_states"] == {"valid": 40}
-
-
-def test_a_run_in_which_nobody_measured_anything_fails_and_says_why(project):
-    (project.folder / "rewards.py").write_text(
-        "def by_chance(completions, **columns):\n    raise OSError('no grader')\n"
-    )
-    result = project.run("run", str(project.write()), "--json")
-    assert result.returncode == 1
-    assert "not one of the run's 40 completions was valid (reward:raised 40)" in result.stderr
-    summary = json.loads(result.stdout)
-    assert balanced(summary)
-    assert summary["groups_dropped"] == {"no_valid_row": 10}
 
 
 @pytest.mark.full

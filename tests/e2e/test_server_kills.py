@@ -7,8 +7,9 @@ from tests.chaos.survival import survives
 pytestmark = pytest.mark.usefixtures("preloaded")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("fsync", ["always", pytest.param("everysec", marks=pytest.mark.full)])
+@pytest.mark.parametrize("fsync", ["always", "everysec"])
 def test_three_kills_of_the_server_lose_nothing_and_train_nothing_twice(fsync):
     survives(kills=4, server_kills=3, fsync=fsync, groups=250, seed=4, limit_s=110)
 
