@@ -63,7 +63,7 @@ def test_a_run_of_which_nothing_could_be_trained_fails_and_says_why(project):
         "        raise OSError('no grader')\n"
         "    return [float(i) for i in range(len(completions))]\n"
     )
-    project.table["correction"] = {"reject": [{"rule": "token_k1", "lower": 2.0, "upper": 3.0}]}
+    project.table["correction"] = {"reject": {"token_k1": [2.0, 3.0]}}
     project.table["abort"] = {"max_invalid_fraction": 0.9}
     result = project.run("run", str(project.write()), "--json")
     assert result.returncode == 1

@@ -8,9 +8,10 @@ import pytest
 
 from stream.connection.run_connection import connect
 from tests.e2e.harness import environment
+from tests.preload.fixtures import pid_of
 from workers.testing.scripted_engine import ScriptedEngine
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("preloaded")]
 
 WATCHED_S = 6.0
 
@@ -35,10 +36,10 @@ async def test_idle_workers_use_under_one_percent_of_a_core(project, redis_url, 
                     while await waiting(connection) < len(processes):
                         await anyio.sleep(0.2)
             await anyio.sleep(1.0)
-            began, before = time.monotonic(), [cpu_seconds(p.pid) for p in processes]
+            began, before = time.monotonic(), [cpu_seconds(pid_of(p.pid)) for p in processes]
             await anyio.sleep(WATCHED_S)
             took = time.monotonic() - began
-            used = [(cpu_seconds(p.pid) - b) / took for p, b in zip(processes, before, strict=True)]
+            used = [(cpu_seconds(pid_of(p.pid)) - b) / took for p, b in zip(processes, before, strict=True)]
             assert max(used) < 0.01, used
         finally:
             for process in processes:

@@ -1,5 +1,6 @@
 """Workers that user code wears out: hung threads, memory, floods of output. Real processes, a real server."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from stream.operator.run_status import read_status
 from stream.queue.feed import Feed
 from stream.records import Group, Prompt
 from tests.chaos.project import END, write_project
+from tests.e2e.by_hand import send
 from tests.e2e.harness import environment
 from tests.integration.test_supervisor import FINISH, Pipeline
 from workers.run import child_process, restart_policy
@@ -120,7 +122,7 @@ async def test_a_worker_drains_and_says_so_and_its_successors_lose_nothing(
                 with anyio.fail_after(40):
                     while process.returncode is None:
                         if (await read_status(pipe.connection)).stages["groups"].lag == prompts:
-                            process.terminate()
+                            send(process, signal.SIGTERM)
                         with anyio.move_on_after(0.1):
                             await process.wait()
             view = await read_status(pipe.connection)
