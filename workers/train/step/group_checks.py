@@ -68,7 +68,7 @@ def check_group(group: Group, settings: Settings, version: int, vocab_size: int)
     masks = mask_batch(batch, settings, version)
     largest = _max_abs_reward(batch, masks)
     if not largest <= MAX_REWARD:
-        raise RecordError(f"group {group.prompt.id}: a reward of {largest:g}; rewards are limited to {MAX_REWARD:g}")
+        raise RecordError(f"group {group.prompt.id}: a reward of {largest:g} is too large; the limit is {MAX_REWARD:g}")
     return CheckedGroup(
         batch=batch,
         drop_reason=filter_reasons(batch, masks, settings)[0],
