@@ -15,6 +15,7 @@ from workers.train.algorithms.aggregation import AGGREGATIONS
 from workers.train.algorithms.divergence import DIVERGENCES
 from workers.train.algorithms.losses import LOSSES
 from workers.train.algorithms.rejection import REJECTIONS
+from workers.train.model.logprobs import token_logprobs
 from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
 
@@ -156,15 +157,35 @@ def test_packed_rows_computed_again_change_nothing(base, case, train):
             assert other.metrics[name] == pytest.approx(one.metrics[name], rel=2e-3, abs=1e-4), name
 
 
+def sampled_by(trained, *groups, shift=0.0):
+    """Groups with the learner's own log-probs as the engine's, each shifted by this."""
+    for row in (row for each in groups for completion in each.completions for row in completion.rows):
+        prompt, tokens = array("i", row.prompt_ids), array("i", row.token_ids)
+        ids = torch.tensor([[*prompt, *tokens]])
+        sampled = torch.zeros_like(ids, dtype=torch.bool)
+        for start, end in row.sampled_ranges:
+            sampled[0, len(prompt) + start : len(prompt) + end] = True
+        with torch.no_grad():
+            own = token_logprobs(trained.runner.policy, ids, sampled, temperature=trained.settings.rollout.temperature)
+        row.logprobs = array("f", (own.logprobs_N + shift).tolist()).tobytes()
+    return collate(groups)
+
+
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_trains(base, name):
+def test_every_preset_trains_what_the_policy_sampled_and_its_rules_reject_what_it_did_not(base, name):
     preset = PRESETS[name]
     proximal = "engine" if preset.bypass else "recompute"
-    found = learner(
-        base, correction={"preset": name}, algorithm={"proximal": proximal}, loss={"name": preset.loss}
-    ).step(collate([group("p"), group("q", shift=1)]), 3)
-    # The narrow ones reject all of an untrained model's tokens, and say so.
-    assert found.trained or set(found.dropped) == {"p", "q"}
+    chosen = {"correction": {"preset": name}, "algorithm": {"proximal": proximal}, "loss": {"name": preset.loss}}
+    trained = learner(base, **chosen)
+    before = weights(trained)
+    report = trained.step(sampled_by(trained, group("p"), group("q", shift=1)), 3)
+    assert (report.trained, report.dropped) == (True, {})
+    assert report.metrics["tokens/loss"] == report.metrics["tokens/sampled"] > 0
+    assert not torch.equal(weights(trained), before)
+    far = learner(base, **chosen)
+    report = far.step(sampled_by(far, group("p"), group("q", shift=1), shift=-1.0), 3)
+    assert set(report.dropped) == ({"p", "q"} if preset.reject else set())
+    assert report.trained == (not preset.reject)
 
 
 def test_every_rule_of_the_settings_is_registered():

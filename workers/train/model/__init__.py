@@ -1,23 +1,23 @@
-"""The policy as a model: on disk, in memory, and what it says of tokens.
+"""The policy as a model: on disk, in memory, and its log-probs of tokens.
 
 ::
 
-    rows of tokens ─► layout, varlen ─► layers (recomputing, adapter) ─► hidden states ─► head ─► chunked ─► log-probs
-                      padded or packed  what they keep for backward          └─► critic ─► values   blocks of logits
+    rows of tokens ─► input_layout, varlen ─► layers ─► hidden states ─► lm_head ─► chunked ─► log-probs
+                      padded or packed        adapter        └─► critic ─► values   blocks of logits
 
-===================  ==================================================================
-`trained.py`         the model that is trained: in memory, in shards, on disk
-`policy.py`          a folder in Hugging Face form, read and written
-`adapter.py`         LoRA: an adapter in it, which alone is trained
-`logprobs.py`        what the model says of chosen tokens, and of no others
-`head.py`            its end: from the last hidden states to logits
-`blocks.py`          logits out of both, a block at a time
-`chunked.py`         log-probs out of those, and gradients back through them
-`layout.py`          rows padded to one length, or packed one behind another
-`packing.py`         whether they may be packed, and with which attention
-`varlen.py`          attention over packed rows
-`recomputing.py`     gradient checkpointing: layers that make their activations again
-`critic.py`          a value head on the last hidden states
-`sharded_model.py`   the model sharded over ranks
-===================  ==================================================================
+=============================  ==============================================================
+`trainable_model.py`           the model in training: in memory, sharded, on disk
+`policy_folder.py`             a folder in Hugging Face form
+`adapter.py`                   LoRA
+`sharded_model.py`             the model sharded over ranks
+`logprobs.py`                  log-probs of selected tokens
+`lm_head.py`                   the output layer and the transform after it
+`logit_blocks.py`              logits of one block
+`chunked.py`                   log-probs block by block, and their gradients
+`input_layout.py`              model inputs from rows, padded or packed
+`packing.py`                   whether rows can be packed, and with which attention
+`varlen.py`                    attention over packed rows
+`activation_checkpointing.py`  recomputing activations in the backward pass
+`critic.py`                    value head
+=============================  ==============================================================
 """

@@ -22,8 +22,8 @@ def checkpoint_layers(model: Any) -> None:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise SettingsError(
-            f"train.gradient_checkpointing is set, but {type(model).__name__} has no layers that can be computed "
-            "again; leave it out"
+            f"train.gradient_checkpointing is set, but {type(model).__name__} has no layers that can be "
+            "recomputed; leave it out"
         )
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

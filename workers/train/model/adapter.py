@@ -1,7 +1,7 @@
-"""LoRA: an adapter in a model, which alone is trained, while the weights of the model stay as they are.
+"""LoRA: an adapter in a model, trained while the base weights stay frozen.
 
-The layers are peft's, put into the model in place: to everybody who reads it, it is the model that it was. On disk an
-adapter is a folder in peft's form, which `peft.PeftModel.from_pretrained` and vLLM load.
+The layers are peft's, injected in place, so the model keeps its interface. On disk an adapter is a folder in peft's
+format, which `peft.PeftModel.from_pretrained` and vLLM load.
 """
 
 import hashlib
@@ -25,28 +25,28 @@ from workers.train.model.policy_folder import load_policy, save_policy
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
 _NAME: Final = "default"
-"""The adapter's name within the model, which is not part of the names in its file."""
+"""Name of the adapter inside the model; the file leaves it out of tensor names."""
 _PREFIX: Final = "base_model.model."
-"""Of the names in peft's files."""
+"""Prefix of tensor names in peft's files."""
 _DIGEST_ELEMENTS: Final = 64
-"""Elements of each weight that the base model is known by."""
+"""Number of elements of each weight in the digest of a base model."""
 
 
 class Adapter:
-    """The adapter in a model.
+    """The LoRA adapter of a model.
 
-    Its parameters are float32 (float64 beside such weights), and whole at every rank, whatever the weights beside them
-    are. An untrained adapter adds exactly nothing.
+    Its parameters are float32 (float64 for a float64 model) and replicated on every rank, even if the base weights are
+    sharded or bfloat16. An untrained adapter changes nothing.
 
     Args:
-        model: a Hugging Face causal language model; its own weights are frozen, and may be in shards: then all ranks
-            make their adapter together.
-        base: the folder that it was loaded from.
-        lora: rank, alpha, targets.
-        seed: of the first of the two matrices; the second begins at 0.
+        model: a Hugging Face causal language model; its weights are frozen. If they are sharded, all ranks create their
+            adapter together.
+        base: the folder that the model was loaded from.
+        lora: rank, alpha, target modules.
+        seed: of the first of the two matrices; the second starts at 0.
 
     Raises:
-        SettingsError: peft is not installed, or the model has no such layers.
+        SettingsError: peft is not installed, or the model lacks the target modules.
     """
 
     def __init__(self, model: Any, base: Path, lora: Lora, seed: int) -> None:
@@ -56,7 +56,7 @@ class Adapter:
         self._config = _inject(model, base, lora)
         self._layers = [model.get_submodule(name) for name in self._config.target_modules]
         self.parameters: dict[str, torch.nn.Parameter] = {}
-        """By their names in peft's file."""
+        """Parameters by their names in peft's file."""
         dtype = torch.promote_types(model.dtype, torch.float32)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(requires_grad=f".{_NAME}." in name)
@@ -66,13 +66,13 @@ class Adapter:
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.parameters.items():
             if "lora_A" in name:
-                drawn = torch.empty(parameter.shape)  # float32, so that a seed means the same in every type
-                torch.nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
-                parameter.data.copy_(drawn)
+                initial = torch.empty(parameter.shape)  # float32, so a seed gives the same values in every dtype
+                torch.nn.init.kaiming_uniform_(initial, a=math.sqrt(5), generator=generator)
+                parameter.data.copy_(initial)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Meanwhile the model is without it: the policy of the beginning. No gradient may be asked of that."""
+        """Disable the adapter in a block, which gives the initial policy; compute no gradients inside."""
         for layer in self._layers:
             layer.enable_adapters(enabled=False)
         try:
@@ -82,12 +82,12 @@ class Adapter:
                 layer.enable_adapters(enabled=True)
 
     def merged_state(self) -> dict[str, Tensor]:
-        """Weights of an ordinary model that says the same, by its names, in shards if they are so here.
+        """Return the weights of an equivalent model without adapter, by its names, sharded as they are here.
 
-        Those without an adapter are not copied.
+        Weights without an adapter are not copied.
         """
         state = self.model.state_dict(keep_vars=True)
-        found = {}
+        merged = {}
         with torch.no_grad():
             for name, value in state.items():
                 if f".{_NAME}." in name:
@@ -96,26 +96,26 @@ class Adapter:
                 if is_layer and rest == "weight":
                     delta = self.model.get_submodule(place).get_delta_weight(_NAME)
                     value = (value.to(delta.dtype) + shard_like(delta, value)).to(value.dtype)  # noqa: PLW2901
-                found[f"{place}.{rest}" if is_layer else name] = value
-        return found
+                merged[f"{place}.{rest}" if is_layer else name] = value
+        return merged
 
     def save(self, folder: Path, dtype_name: str) -> None:
-        """Write the adapter in peft's form into an existing folder.
+        """Write the adapter in peft's format to an existing folder.
 
         Args:
-            folder: where.
-            dtype_name: in which the model is written when it is merged; the adapter itself is float32.
+            folder: target.
+            dtype_name: dtype of the merged model, should it be written; the adapter itself is float32.
         """
         self._config.save_pretrained(folder)
         tensors = {name: p.detach().to("cpu", torch.float32).contiguous() for name, p in self.parameters.items()}
         save_file(tensors, folder / WEIGHTS, {"format": "pt", "base": self._digest, "dtype": dtype_name})
 
     def load(self, folder: Path) -> dict[str, Tensor]:
-        """What `write` wrote, by name.
+        """Load an adapter's tensors, by name.
 
         Raises:
-            RunMismatchError: there is no adapter, or a damaged one; it is of another shape or scale, or was trained
-                beside other weights.
+            RunMismatchError: the folder holds no adapter or a damaged one, or one with another shape, scale or base
+                model.
         """
         if not (folder / WEIGHTS).is_file():
             raise RunMismatchError(
@@ -134,7 +134,7 @@ class Adapter:
                     f"{folder}: the adapter was trained beside other weights than those in {self.base} (or in another "
                     "model.dtype); put them back, or use another run name"
                 )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dictionary)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
         if {n: t.shape for n, t in tensors.items()} != {n: p.shape for n, p in self.parameters.items()}:
             raise RunMismatchError(
                 f"{folder}: the adapter has other layers, or another rank, than [lora] says; put [lora] back, or use "
@@ -144,20 +144,20 @@ class Adapter:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether the folder holds an adapter in place of a model."""
+    """Return whether the folder holds an adapter instead of a model."""
     return (folder / CONFIG).is_file()
 
 
 def merge_adapter(folder: Path, out: Path) -> None:
-    """Write the adapter in a folder and the model that it was trained beside as one ordinary model.
+    """Merge an adapter into its base model, and write the result as an ordinary model.
 
     Args:
-        folder: as `Adapter.save` wrote it.
-        out: an existing folder.
+        folder: the adapter, from `Adapter.save`.
+        out: existing target folder.
 
     Raises:
-        SettingsError: the base model is not where it was.
-        RunMismatchError: it is another one now, or the adapter is damaged.
+        SettingsError: the base model is gone.
+        RunMismatchError: the base model has changed, or the adapter is damaged.
     """
     config = _config(folder)
     with _open_safetensors(folder / WEIGHTS) as file:
@@ -174,7 +174,7 @@ def merge_adapter(folder: Path, out: Path) -> None:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """What peft's file says of the adapter in a folder."""
+    """Read peft's description of the adapter in a folder."""
     try:
         return msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as error:
@@ -183,7 +183,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _open_safetensors(file: Path) -> Iterator[Any]:
-    """A file of safetensors."""
+    """Open a safetensors file."""
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened
@@ -192,7 +192,7 @@ def _open_safetensors(file: Path) -> Iterator[Any]:
 
 
 def _inject(model: Any, base: Path, lora: Lora) -> Any:
-    """Put peft's layers into the model; returns peft's description of them."""
+    """Inject peft's layers into the model; return peft's description of them."""
     try:
         import peft
     except ImportError as error:
@@ -214,7 +214,7 @@ def _inject(model: Any, base: Path, lora: Lora) -> Any:
         r=lora.rank,
         lora_alpha=lora.alpha,
         target_modules="all-linear" if "all-linear" in lora.target_modules else list(lora.target_modules),
-        lora_dropout=0.0,  # a policy with dropout is not the one that the engine samples from
+        lora_dropout=0.0,  # with dropout the policy would differ from the one that the engine samples from
         bias="none",
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(base.absolute()),
@@ -231,7 +231,7 @@ def _inject(model: Any, base: Path, lora: Lora) -> Any:
 
 
 def _digest(model: Any) -> str:
-    """What a model's weights are known by: names, shapes, and some elements of each."""
+    """Return a digest of a model's weights: names, shapes, and some elements of each."""
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
         flat = full_tensor(parameter.detach()).flatten()

@@ -1,28 +1,25 @@
-"""One optimizer batch, from records to moved weights. Nothing here knows of streams, or waits.
+"""One optimizer step: from groups to updated weights. Nothing here knows of streams, or waits.
 
 ::
 
-    groups ─► batch ─► forming ──────────────────────────────────► learner: updates of micro-batches ─► report
-                        selection   masks, verdicts                   ▲ passes: forward, loss, backward
-                        survey      what the model says now  ◄────────┘
-                        estimation  rewards made ready, advantages
-                        objective   what the loss is made from
+    groups ─► batch ─► group_checks ─► prepared_batch ───────────────────────► learner: updates by micro-batch ─► metrics
+              tensors  masks, filters  statistics, rejection, advantages, ─►   model_runner: forward, backward
+                                       policy comparison, loss weights         loss: read from the prepared batch
 
-===================  ==================================================================
-`batch.py`           groups as tensors, and their micro-batches
-`reward_parts.py`    what rewards are made of, read from records
-`selection.py`       masks and verdicts under a run's settings
-`forming.py`         everything that is decided of a batch before its first gradient
-`survey.py`          what a pass without gradient sees of it
-`estimation.py`      rewards made ready, the estimator called: advantages
-`objective.py`       every tensor that the loss of a micro-batch is made from
-`passes.py`          the policy, the reference and the critic over rows: survey, forward and backward
-`learner.py`         model and optimizer: one batch in, one step done
-`optimizer.py`       AdamW: its rates, its state by name
-`tally.py`           what the updates of a batch add up to
-`report.py`          what became of it
-`metrics.py`         the numbers of that report, by name
-===================  ==================================================================
+=======================  ================================================================
+`batch.py`               groups as tensors, merged into batches, split into micro-batches
+`reward_parts.py`        reward parts and turn rewards, read from records
+`group_checks.py`        masks under a run's settings; whether a group is worth training on
+`estimation.py`          rewards shaped and normalized, the estimator called: advantages
+`policy_comparison.py`   old and proximal log-probs, importance weights
+`prepared_batch.py`      everything that is decided before the first gradient, in stages
+`loss.py`                the loss of one micro-batch: policy, entropy, KL, value
+`model_runner.py`        passes of policy, reference and critic over rows
+`optimizer.py`           AdamW, its learning rates, its state by name
+`learner.py`             trains on one batch at a time
+`metrics.py`             the metrics of a step, and its report
+=======================  ================================================================
 
-`selection`, `estimation` and `objective` are where `algorithms` meets the settings, `passes` where it meets the model.
+`group_checks`, `estimation`, `policy_comparison`, `prepared_batch` and `loss` connect `algorithms` with the settings;
+`model_runner` connects it with the model.
 """
