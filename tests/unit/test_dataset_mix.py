@@ -145,7 +145,7 @@ def test_a_bad_row_of_one_set_is_told_with_its_file_and_the_others_are_fed(make,
 @pytest.mark.parametrize(
     ("sets", "error"),
     [
-        ({"a": (2, {"name": "x"}), "b": (2, {"name": "x"})}, "two data sets have the name 'x'"),
+        ({"a": (2, {"name": "x"}), "b": (2, {"name": "x"})}, "two datasets have the name 'x'"),
         ({"a": (2, {"weight": 1}), "b": (200, {"weight": 1e-6})}, "bring the weights nearer"),
     ],
 )

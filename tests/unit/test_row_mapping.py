@@ -156,12 +156,12 @@ def test_values_of_other_libraries_become_pythons_own_and_survive_the_wire():
 
 @pytest.mark.parametrize("value", [object(), 2**70, "\ud800", {"deep": [object()]}])
 def test_a_value_that_no_record_can_hold_is_refused_with_its_column(value):
-    with pytest.raises(DataError, match="row 17: column 'gold' holds a value that cannot be passed on"):
+    with pytest.raises(DataError, match="row 17: column 'gold' has a value that cannot be stored"):
         prompt_of({"prompt": "Hi", "gold": value})
 
 
 def test_a_prompt_with_half_a_character_is_refused():
-    with pytest.raises(DataError, match="column 'prompt' holds a value that cannot be passed on"):
+    with pytest.raises(DataError, match="column 'prompt' has a value that cannot be stored"):
         prompt_of({"prompt": "\ud800"})
 
 

@@ -114,7 +114,7 @@ def test_a_data_set_on_disk_gives_its_rows_and_one_with_splits_asks_for_one(tmp_
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("nowhere.jsonl", "no such file or folder"), ("train.csv", "a .jsonl or .parquet file"), ("", "not a data set")],
+    [("nowhere.jsonl", "no such file or folder"), ("train.csv", "a .jsonl or .parquet file"), ("", "not a dataset")],
 )
 def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, name, message):
     (tmp_path / "train.csv").write_text("prompt\na")
@@ -132,7 +132,7 @@ def test_a_missing_library_names_the_extra_that_brings_it(tmp_path, library, nam
         f"open_source(Data(path={str(tmp_path / name)!r}))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert f"takes {library}, which is not installed: pip install 'penstock[data]'" in found.stderr
+    assert f"needs {library}, which is not installed: pip install 'penstock[data]'" in found.stderr
 
 
 def test_a_hash_in_a_files_name_is_part_of_it(tmp_path):

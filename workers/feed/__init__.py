@@ -1,4 +1,5 @@
-"""The feeder: rows of a prompt file become prompts in the backlog.
+"""The feeder: rows of prompt files become prompts in the backlog.
 
-`source` reads files, `mapping` turns a row into a prompt, `worker` feeds them and remembers where it stands.
+`source` reads files, `dataset_mix` orders the rows of all datasets, `row_mapping` turns a row into a prompt, `worker` feeds the
+prompts and remembers its position, `evaluation_prompts` uploads the prompts of evaluations.
 """

@@ -1,8 +1,7 @@
-"""A run's data sets, mixed: which row of which set stands at each place of the feed.
+"""The mix of a run's datasets: which row of which dataset is at each position of the feed.
 
-A place is told from its number alone: the same on every machine, in every process, and after a restart in the middle.
-Each set is passed row by row in its own order, epoch after epoch; the turns of each lie as evenly as they can, so that
-every optimizer batch has its share of each::
+A position alone determines its row: on every machine, in every process, and after a restart. Each dataset is read in its own
+order, epoch after epoch. Its rows are spread as evenly as possible, so that every optimizer batch has its share of each dataset::
 
     weights 2 : 1      a b a a b a a b a ...
 """
@@ -25,139 +24,142 @@ from workers.settings import Settings
 from workers.settings.data import DatasetSettings
 
 _MAX_REPEATS = 100
-"""Times that a set may be passed on average while the mix goes once through the others."""
+"""How often rows may be repeated on average until each row of every dataset has been fed."""
 
 
 class SampleIndex(NamedTuple):
-    """Where a prompt comes from."""
+    """The row that a prompt is made from."""
 
     dataset: int
+    """Index of the dataset in the mix."""
     epoch: int
     row: int
 
 
 class Dataset(NamedTuple):
-    """One data set."""
+    """One dataset of a mix."""
 
     settings: Settings
-    """Of the run, with `[data]` as if this set were the only one."""
+    """The run's settings, with `[data]` as if this were the only dataset."""
     source: Source
     name: str
     weight: float
 
 
 class DatasetMix:
-    """All data sets of a run; often one.
+    """All datasets of a run; often one.
 
     Args:
         settings: of the run.
-        datasets: its data sets.
+        datasets: its datasets.
     """
 
     def __init__(self, settings: Settings, datasets: Sequence[Dataset]) -> None:
         self._settings = settings
         self.datasets = datasets
-        self.sizes = [len(part.source) for part in datasets]
+        self.sizes = [len(dataset.source) for dataset in datasets]
+        """Rows of each dataset."""
 
     @property
     def paths(self) -> str:
-        """Where they are, for messages."""
-        return ", ".join(part.settings.data.path for part in self.datasets)
+        """The paths of the datasets, for messages."""
+        return ", ".join(dataset.settings.data.path for dataset in self.datasets)
 
     @cached_property
     def prompt_counts(self) -> list[int]:
-        """How many places each set has in the whole feed."""
+        """The number of positions of each dataset in the whole feed."""
         epochs = self._settings.data.epochs
-        if not all(part.weight for part in self.datasets) or len(self.datasets) == 1:
+        if not all(dataset.weight for dataset in self.datasets) or len(self.datasets) == 1:
             return [epochs * size for size in self.sizes]
-        weights = [part.weight if size else 0.0 for part, size in zip(self.datasets, self.sizes, strict=True)]
+        weights = [dataset.weight if size else 0.0 for dataset, size in zip(self.datasets, self.sizes, strict=True)]
         passes = max(
             (epochs * size / weight for size, weight in zip(self.sizes, weights, strict=True) if weight), default=0.0
         )
         counts = [math.ceil(round(passes * weight, 6)) for weight in weights]
         if sum(counts) > _MAX_REPEATS * epochs * max(1, sum(self.sizes)):
             raise DataError(
-                f"[[data.sets]]: with these weights {sum(counts):,} prompts would be fed until each of "
-                f"{sum(self.sizes):,} rows was once; bring the weights nearer to the numbers of rows"
+                f"[[data.sets]]: with these weights {sum(counts):,} prompts would be fed until each of the "
+                f"{sum(self.sizes):,} rows was fed once; bring the weights nearer to the numbers of rows"
             )
         return counts
 
     @property
     def total_prompts(self) -> int:
-        """Places, epochs counted through."""
+        """The number of positions in the feed, over all epochs."""
         return sum(self.prompt_counts)
 
     def sample_indices(self, start: int, stop: int) -> Iterator[SampleIndex]:
-        """What stands at these places of the feed."""
+        """Yield the row at each of these positions."""
         turns = _interleave(tuple(self.prompt_counts)) if len(self.datasets) > 1 else None
-        passed = self.consumed_counts(start)
-        for place in range(start, min(stop, self.total_prompts)):
-            part = turns[place] if turns is not None else 0
-            epoch, position = divmod(passed[part], self.sizes[part])
-            passed[part] += 1
-            yield SampleIndex(part, epoch, self._epoch_order(part, epoch)[position])
+        consumed = self.consumed_counts(start)
+        for position in range(start, min(stop, self.total_prompts)):
+            i = turns[position] if turns is not None else 0
+            epoch, offset = divmod(consumed[i], self.sizes[i])
+            consumed[i] += 1
+            yield SampleIndex(i, epoch, self._epoch_order(i, epoch)[offset])
 
     def consumed_counts(self, cursor: int) -> list[int]:
-        """How many places of each set stand before this one."""
+        """Return the number of positions before the cursor, for each dataset."""
         if len(self.datasets) == 1:
             return [min(cursor, self.total_prompts)]
         turns = _interleave(tuple(self.prompt_counts))
-        return [turns.count(part, 0, max(0, cursor)) for part in range(len(self.datasets))]
+        return [turns.count(i, 0, max(0, cursor)) for i in range(len(self.datasets))]
 
     def read_prompts(self, start: int, stop: int) -> tuple[list[Prompt], list[DataError]]:
-        """The prompts at these places, and what kept other rows from becoming prompts."""
+        """Return the prompts at these positions, and an error for each row that is not a prompt."""
         prompts: list[Prompt] = []
         errors: list[DataError] = []
-        places = list(self.sample_indices(start, stop))
+        samples = list(self.sample_indices(start, stop))
         rows = [
-            part.source.read_rows([p.row for p in places if p.dataset == i]) for i, part in enumerate(self.datasets)
+            dataset.source.read_rows([sample.row for sample in samples if sample.dataset == i])
+            for i, dataset in enumerate(self.datasets)
         ]
-        for place in places:
-            _, row = next(rows[place.dataset])
+        for sample in samples:
+            _, row = next(rows[sample.dataset])
             try:
                 if isinstance(row, DataError):
                     raise row
-                prompts.append(_prompt(self.datasets[place.dataset], row, place.row, place.epoch))
+                prompts.append(_prompt(self.datasets[sample.dataset], row, sample.row, sample.epoch))
             except DataError as error:
                 errors.append(error)
         return prompts, errors
 
     def consumed_ids(self, cursor: int) -> set[str]:
-        """The ids of all rows that this cursor has passed, those that could not be fed included."""
+        """Return the ids of all rows before the cursor, including rows that are not prompts."""
         ids: set[str] = set()
-        for part, passed in enumerate(self.consumed_counts(cursor)):
-            size = self.sizes[part]
-            for epoch in range(math.ceil(passed / size) if size else 0):
-                count = min(size, passed - epoch * size)
-                numbers = range(size) if count == size else self._epoch_order(part, epoch)
-                ids.update(prompt_id(self.datasets[part].name, epoch, number) for number in islice(numbers, count))
+        for i, consumed in enumerate(self.consumed_counts(cursor)):
+            size = self.sizes[i]
+            for epoch in range(math.ceil(consumed / size) if size else 0):
+                count = min(size, consumed - epoch * size)
+                numbers = range(size) if count == size else self._epoch_order(i, epoch)
+                ids.update(prompt_id(self.datasets[i].name, epoch, number) for number in islice(numbers, count))
         return ids
 
     def find_sample(self, prompt: str) -> SampleIndex | None:
-        """Where the prompt of this id comes from; None where no row's prompt is called so."""
-        data_set, *numbers = prompt.rsplit(":", 2)
-        part = next((i for i, part in enumerate(self.datasets) if part.name == data_set), None)
-        if part is None or len(numbers) != 2 or not all(n.isascii() and n.isdecimal() for n in numbers):
+        """Return the row that the prompt with this id is made from; None if there is none."""
+        name, *numbers = prompt.rsplit(":", 2)
+        i = next((i for i, dataset in enumerate(self.datasets) if dataset.name == name), None)
+        if i is None or len(numbers) != 2 or not all(n.isascii() and n.isdecimal() for n in numbers):
             return None
-        epoch, number = map(int, numbers)
-        size, count = self.sizes[part], self.prompt_counts[part]
-        if number >= size or prompt_id(data_set, epoch, number) != prompt:
+        epoch, row = map(int, numbers)
+        size, count = self.sizes[i], self.prompt_counts[i]
+        if row >= size or prompt_id(name, epoch, row) != prompt:
             return None
         left = count - epoch * size
-        there = left >= size or number in islice(self._epoch_order(part, epoch), max(0, left))
-        return SampleIndex(part, epoch, number) if there else None
+        is_fed = left >= size or row in islice(self._epoch_order(i, epoch), max(0, left))
+        return SampleIndex(i, epoch, row) if is_fed else None
 
     def fingerprint(self) -> str:
-        """A digest of the content of all data sets, and of how they are mixed."""
+        """Return a digest of the content of all datasets and of their mix."""
         if len(self.datasets) == 1:
             return self.datasets[0].source.fingerprint()
         digest = hashlib.blake2b(digest_size=16)
-        for part, count in zip(self.datasets, self.prompt_counts, strict=True):
-            digest.update(f"{part.name}\0{count}\0{part.source.fingerprint()}\0".encode())
+        for dataset, count in zip(self.datasets, self.prompt_counts, strict=True):
+            digest.update(f"{dataset.name}\0{count}\0{dataset.source.fingerprint()}\0".encode())
         return digest.hexdigest()
 
-    def _epoch_order(self, part: int, epoch: int) -> Sequence[int]:
-        return epoch_order(self.sizes[part], epoch, self._settings.run.seed, self._settings.data.shuffle)
+    def _epoch_order(self, i: int, epoch: int) -> Sequence[int]:
+        return epoch_order(self.sizes[i], epoch, self._settings.run.seed, self._settings.data.shuffle)
 
 
 def _prompt(dataset: Dataset, row: Row, number: int, epoch: int) -> Prompt:
@@ -165,29 +167,28 @@ def _prompt(dataset: Dataset, row: Row, number: int, epoch: int) -> Prompt:
 
 
 def open_dataset_mix(settings: Settings) -> DatasetMix:
-    """Open all that `[data]` names.
+    """Open all datasets of `[data]`.
 
     Raises:
-        DataError: a data set cannot be opened, or two are called by one name.
+        DataError: a dataset cannot be opened, or two have the same name.
     """
     data = settings.data
-    parts: dict[str, Dataset] = {}
-    sets = data.sets or (DatasetSettings(path=data.path),)
-    for each in sets:
+    datasets: dict[str, Dataset] = {}
+    for each in data.sets or (DatasetSettings(path=data.path),):
         name = each.name or default_dataset_name(each.path)
-        if name in parts:
+        if name in datasets:
             raise DataError(
-                f"two data sets have the name {name!r}, {parts[name].settings.data.path} and {each.path}, so their "
+                f"two datasets have the name {name!r}, {datasets[name].settings.data.path} and {each.path}, so their "
                 "prompts would have the same ids; give one of them another `name`"
             )
-        of_set = _settings_for(each, settings)
-        source = open_source(of_set.data, "[[data.sets]] path" if data.sets else "data.path")
-        parts[name] = Dataset(of_set, source, name, each.weight)
-    return DatasetMix(settings, list(parts.values()))
+        its_settings = _settings_for(each, settings)
+        source = open_source(its_settings.data, "[[data.sets]] path" if data.sets else "data.path")
+        datasets[name] = Dataset(its_settings, source, name, each.weight)
+    return DatasetMix(settings, list(datasets.values()))
 
 
 def _settings_for(dataset: DatasetSettings, settings: Settings) -> Settings:
-    """Return the settings as if this data set were the only one; its environment is the first, which is the default."""
+    """Return the settings as if this dataset were the only one; its environment is the first, which is the default."""
     data = settings.data
     replaced = msgspec.structs.replace(
         data,
@@ -205,16 +206,16 @@ def _settings_for(dataset: DatasetSettings, settings: Settings) -> Settings:
 
 @lru_cache(maxsize=2)
 def _interleave(counts: tuple[int, ...]) -> bytes:
-    """Whose turn it is at each place, so that each set's turns lie as evenly as they can: one byte to a place."""
+    """Return the dataset of each position, one byte each, so that every dataset's positions are spread evenly."""
     turns = bytearray()
-    # The j-th turn of a set with n places is due at (j + 1/2) / n of the way.
-    due = [(0.5 / count, part, 0) for part, count in enumerate(counts) if count]
+    # The j-th turn of a dataset with n positions is due at (j + 1/2) / n of the way.
+    due = [(0.5 / count, i, 0) for i, count in enumerate(counts) if count]
     heapq.heapify(due)
     while due:
-        _, part, turn = due[0]
-        turns.append(part)
-        if turn + 1 < counts[part]:
-            heapq.heapreplace(due, ((turn + 1.5) / counts[part], part, turn + 1))
+        _, i, turn = due[0]
+        turns.append(i)
+        if turn + 1 < counts[i]:
+            heapq.heapreplace(due, ((turn + 1.5) / counts[i], i, turn + 1))
         else:
             heapq.heappop(due)
     return bytes(turns)

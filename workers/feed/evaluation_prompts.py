@@ -1,4 +1,4 @@
-"""Brings the held-out prompts, once; the trainer says when they are sampled."""
+"""Uploads the evaluation prompts, once; the trainer decides when they are sampled."""
 
 import anyio
 import structlog
@@ -15,24 +15,27 @@ log = structlog.get_logger()
 
 
 async def upload_evaluation_prompts(context: WorkerContext) -> None:
-    """Put the prompts of `eval.path` in the place of those that the server has, if it has others.
+    """Upload the prompts of `eval.path`, unless the server has them already.
 
     Raises:
-        DataError: a row of theirs is no prompt. A score over fewer than all of them would be another score.
+        DataError: a row is not a prompt. Results over fewer prompts could not be compared.
     """
-    prompts, data = await anyio.to_thread.run_sync(read_evaluation_prompts, context.settings)
+    prompts, data_fingerprint = await anyio.to_thread.run_sync(read_evaluation_prompts, context.settings)
     await create_evaluation_streams(context.connection)
     await replace_evaluation_prompts(
-        context.connection, prompts, settings_digest=context.settings.evaluation_digest, data_fingerprint=data
+        context.connection,
+        prompts,
+        settings_digest=context.settings.evaluation_digest,
+        data_fingerprint=data_fingerprint,
     )
     log.info("evaluation.prompts_uploaded", prompts=len(prompts))
 
 
 def read_evaluation_prompts(settings: Settings) -> tuple[list[Prompt], str]:
-    """The held-out prompts in the order of their file, and its fingerprint.
+    """Return the evaluation prompts in the order of their file, and the file's fingerprint.
 
     Raises:
-        DataError: there are none, or a row is no prompt.
+        DataError: there are no rows, or a row is not a prompt.
     """
     settings = settings.for_evaluation
     source = open_source(settings.data, "eval.path")
@@ -42,5 +45,5 @@ def read_evaluation_prompts(settings: Settings) -> tuple[list[Prompt], str]:
             raise row
         prompts.append(row_to_prompt(row, number, 0, settings=settings))
     if not prompts:
-        raise DataError(f"{settings.data.path}: eval.path holds no prompts")
+        raise DataError(f"{settings.data.path}: eval.path has no prompts")
     return prompts, source.fingerprint()

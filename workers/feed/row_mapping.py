@@ -1,4 +1,4 @@
-"""A row of the prompt file becomes a prompt."""
+"""Turns rows of prompt files into prompts."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from workers.settings import Settings
 
 _ENVIRONMENT = "environment"
 _SEED_MASK = 0x7FFF_FFFF
-"""Seeds are 31 bits, which every library's generator takes."""
+"""Seeds have 31 bits, which the generators of all libraries accept."""
 
 
 def prompt_id(dataset: str, epoch: int, row: int) -> str:
-    """What the prompt of a row is called, in every attempt and every life of the run."""
+    """Return the id of a row's prompt, which is the same in every attempt and after every restart."""
     return f"{dataset}:{epoch}:{row}"
 
 
@@ -26,18 +26,18 @@ def row_to_prompt(row: Mapping[str, Any], number: int, epoch: int, *, settings: 
 
     Args:
         row: columns by name.
-        number: of the row in the file, from 0.
+        number: index of the row in the file, from 0.
         epoch: from 0.
         settings: names of columns, environments, group size, seed.
-        dataset: name of the data set; empty: the name of its file or folder.
+        dataset: name of the dataset; empty: the name of its file or folder.
 
     Raises:
-        DataError: the row has no usable prompt, lacks a column, names an unknown environment, or holds a value that no
-            record can.
+        DataError: the row has no usable prompt, lacks a column, names an unknown environment, or has a value that cannot
+            be stored in a record.
 
     Example:
         `{"prompt": "2 + 2?", "answer": "4"}` of `train.jsonl`, row 17, becomes
-        `Prompt(id="train:0:17", messages=[{"role": "user", "content": "2 + 2?"}], text=True, fields={"answer": "4"})`.
+        `Prompt(id="train:0:17", messages=[{"role": "user", "content": "2 + 2?"}], is_plain_text=True, fields={"answer": "4"})`.
     """
     place = f"{settings.data.path}: row {number}"
     messages, is_text = _messages(row.get(settings.data.prompt), settings, place)
@@ -58,10 +58,10 @@ def row_to_prompt(row: Mapping[str, Any], number: int, epoch: int, *, settings: 
 
 
 def _messages(value: Any, settings: Settings, place: str) -> tuple[list[Message], bool]:
-    """The prompt column as messages, and whether it was plain text."""
+    """Return the prompt column as messages, and whether it was plain text."""
     column = settings.data.prompt
     system: list[Message] = [{"role": "system", "content": settings.data.system}] if settings.data.system else []
-    if not column:  # what `reset` returns is appended to it
+    if not column:  # the environment's observation is appended to it
         return [*system, {"role": "user", "content": ""}], False
     if isinstance(value, str) and value.strip():
         return [*system, {"role": "user", "content": _text(value, column, place)}], True
@@ -77,7 +77,7 @@ def _message(value: Any, position: int, column: str, place: str) -> Message:
     where = f"{place}: message {position} of column {column!r}"
     if not isinstance(value, Mapping):
         raise DataError(f"{where} is {type(value).__name__}, not an object with 'role' and 'content'")
-    # Columnar formats give every message the keys of all, with nothing in them.
+    # Columnar formats give each message the keys of all messages, with None as the value of missing ones.
     message = {key: item for key, item in value.items() if item is not None}
     if not isinstance(message.get("role"), str):
         raise DataError(f"{where} has no 'role'")
@@ -87,7 +87,7 @@ def _message(value: Any, position: int, column: str, place: str) -> Message:
 
 
 def _fields(row: Mapping[str, Any], settings: Settings, place: str) -> dict[str, Any]:
-    """All columns but the prompt, under the names that `data.columns` gives them."""
+    """Return all columns except the prompt, renamed by `data.columns`."""
     renames = settings.data.columns
     for name, column in renames.items():
         if column not in row:
@@ -102,7 +102,7 @@ def _fields(row: Mapping[str, Any], settings: Settings, place: str) -> dict[str,
 
 
 def _environment(fields: dict[str, Any], settings: Settings, place: str) -> str | None:
-    """The environment that the row asks for, taken out of its fields; the first one unless it asks."""
+    """Remove and return the environment that the row names; the first one if it names none."""
     if not settings.environments:
         return None
     name = fields.pop(_ENVIRONMENT, None)
@@ -121,12 +121,12 @@ def _seed(run_seed: int, name: str) -> int:
 
 
 def _storable(value: Any, column: str, place: str) -> Any:
-    """The value in types that a record can hold: numpy's and pyarrow's scalars and arrays become Python's."""
+    """Convert scalars and arrays of numpy and pyarrow to Python's types, which a record can store."""
     try:
         plain = _plain(value)
         msgspec.msgpack.encode(plain)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise DataError(f"{place}: column {column!r} holds a value that cannot be passed on: {error}") from error
+        raise DataError(f"{place}: column {column!r} has a value that cannot be stored: {error}") from error
     return plain
 
 

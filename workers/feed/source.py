@@ -1,6 +1,6 @@
-"""Prompt files: rows by number, from JSONL, Parquet, or a Hugging Face data set on disk.
+"""Prompt files: rows by index, from JSONL, Parquet, or a Hugging Face dataset on disk.
 
-A row that cannot be read is a `DataError` among the rows, with file, line and reason, so that the others are fed.
+A row that cannot be read is a `DataError` in place of the row, with file, line and reason, so that the other rows are fed.
 """
 
 import hashlib
@@ -25,26 +25,26 @@ class Source(Protocol):
     """A prompt file."""
 
     def __len__(self) -> int:
-        """Rows, those that cannot be read included."""
+        """Return the number of rows, including rows that cannot be read."""
 
     def read_rows(self, numbers: Iterable[int]) -> Iterator[tuple[int, Row | DataError]]:
-        """These rows, in this order; for one that cannot be read, why."""
+        """Yield these rows in this order; an error in place of a row that cannot be read."""
 
     def fingerprint(self) -> str:
-        """A digest of the content, which tells two versions of a file apart."""
+        """Return a digest of the content."""
 
 
 def open_source(data: Data, setting: str = "data.path") -> Source:
-    """Open the file, or folder, that `data.path` names.
+    """Open the file or folder that `data.path` names.
 
     A folder with several splits is opened as `path/to/folder#split`.
 
     Args:
-        data: its `path`, and how rows are read.
-        setting: what named that path; errors say it.
+        data: the path, and the name of the prompt column.
+        setting: the name of the setting with the path, for error messages.
 
     Raises:
-        DataError: there is no such file, its kind is unknown, or the library that reads it is missing.
+        DataError: there is no such file, its format is unknown, or the library that reads it is missing.
     """
     path, split = _split_path(data.path)
     if path.is_dir():
@@ -55,16 +55,16 @@ def open_source(data: Data, setting: str = "data.path") -> Source:
         return JsonLinesSource(data, path)
     if path.suffix == ".parquet":
         return TableSource(data, _parquet(path), path)
-    raise DataError(f"{data.path}: prompts come from a .jsonl or .parquet file, or a data set saved to a folder")
+    raise DataError(f"{data.path}: prompts come from a .jsonl or .parquet file, or a dataset saved to a folder")
 
 
 @lru_cache(maxsize=8)
 def epoch_order(size: int, epoch: int, seed: int, shuffle: bool) -> Sequence[int]:
-    """The row numbers of an epoch, in feeding order: the same on every machine and in every process."""
+    """Return the row indices of an epoch in feeding order: the same on every machine and in every process."""
     if not shuffle:
         return range(size)
     numbers = array("q", range(size))
-    draw = random.Random(f"{seed}:{epoch}").random  # of a generator's methods, only this one never changes
+    draw = random.Random(f"{seed}:{epoch}").random  # the only method of a generator whose results never change
     for last in range(size - 1, 0, -1):
         other = int(draw() * (last + 1))
         numbers[last], numbers[other] = numbers[other], numbers[last]
@@ -78,7 +78,7 @@ def default_dataset_name(path: str) -> str:
 
 
 class JsonLinesSource:
-    """One JSON object a line; blank lines do not count as rows."""
+    """One JSON object per line; blank lines are not rows."""
 
     def __init__(self, data: Data, path: Path) -> None:
         self._prompt = data.prompt
@@ -118,7 +118,7 @@ class JsonLinesSource:
 
 
 class TableSource:
-    """Rows of a table in memory, or mapped into it: Parquet, and Hugging Face data sets."""
+    """Rows of a table in memory, or mapped into memory: Parquet and Hugging Face datasets."""
 
     def __init__(self, data: Data, table: "Table", path: Path) -> None:
         self._prompt = data.prompt
@@ -138,7 +138,7 @@ class TableSource:
             place = f"{self._path}: row {number}"
             try:
                 yield number, _check_prompt(self._table.row(number), self._prompt, place)
-            except (ValueError, TypeError, OSError) as error:  # a timestamp out of range, an image that is none
+            except (ValueError, TypeError, OSError) as error:  # for example a timestamp out of range, or a broken image
                 yield number, DataError(f"{place}: cannot be read: {error}")
 
     def fingerprint(self) -> str:
@@ -150,7 +150,7 @@ class TableSource:
 
 
 class Table:
-    """Anything with columns whose rows can be had by number."""
+    """A table with access to rows by index."""
 
     def __init__(self, size: int, columns: Sequence[str], row: Callable[[int], Row]) -> None:
         self._size = size
@@ -187,19 +187,19 @@ def _hugging_face(path: Path, split: str) -> Table:
     try:
         found = datasets.load_from_disk(str(path))
     except (FileNotFoundError, ValueError, OSError) as error:
-        raise DataError(f"{path}: not a data set saved to disk (save_to_disk): {error}") from error
+        raise DataError(f"{path}: not a dataset saved to disk (save_to_disk): {error}") from error
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
             splits = ", ".join(found)
             raise DataError(f"{path}: name a split as {path}#SPLIT; there are: {splits}")
         found = found[split]
     elif split:
-        raise DataError(f"{path}: a data set without splits; leave out #{split}")
+        raise DataError(f"{path}: a dataset without splits; leave out #{split}")
     return Table(len(found), found.column_names, found.__getitem__)
 
 
 def _check_prompt(row: Row, prompt: str, place: str) -> Row | DataError:
-    """The row, unless it has nothing to prompt with."""
+    """Return the row, or an error if it has no prompt."""
     value = row.get(prompt)
     if not prompt:
         return row
@@ -211,14 +211,14 @@ def _check_prompt(row: Row, prompt: str, place: str) -> Row | DataError:
 
 
 def _split_path(path: str) -> tuple[Path, str]:
-    """A path, and the split after its last `#`; a `#` in the name of what is there is part of the name."""
+    """Return the path and the split after its last `#`. If the whole path exists, its `#` is part of the name."""
     whole = Path(path)
     folder, mark, split = path.rpartition("#")
     return (whole, "") if whole.exists() or not mark else (Path(folder), split)
 
 
 def _missing_library(library: str, path: Path) -> DataError:
-    return DataError(f"{path}: reading it takes {library}, which is not installed: pip install 'penstock[data]'")
+    return DataError(f"{path}: reading it needs {library}, which is not installed: pip install 'penstock[data]'")
 
 
 def _digest(paths: Iterable[Path]) -> str:

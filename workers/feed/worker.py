@@ -1,7 +1,7 @@
-"""Feeds the backlog, epoch after epoch, and resumes where it stopped.
+"""The feeder process: feeds all prompts, epoch after epoch, and resumes at its last position.
 
-The cursor is the number of rows passed since the beginning, epochs counted through; it lives in Redis and moves in the
-same atomic step as the prompts that it passes.
+The cursor is the number of rows consumed, over all epochs. It is stored in Redis and moves in the same atomic step as the
+prompts that it passes.
 """
 
 from collections.abc import Collection
@@ -9,6 +9,7 @@ from collections.abc import Collection
 import anyio
 import structlog
 
+from stream.cancellation import cancel_on
 from stream.connection.run_connection import MAX_BLOCK_S
 from stream.errors import DataError, RunFailedError
 from stream.queue.feed import CursorMovedError, Feed
@@ -22,34 +23,30 @@ log = structlog.get_logger()
 _BATCH = 32
 _MAX_LOGGED_ROWS = 20
 _IDLE_POLL_S = 1.0
-"""Between two looks at a run that has all its prompts."""
+"""Seconds between reads of the run's state once all prompts are fed."""
 
 
 async def feed(context: WorkerContext) -> None:
-    """Feed everything, then stay until the run has ended."""
-    settings = context.settings
+    """Feed all prompts, then wait until the run has ended or a stop is requested."""
+    settings, connection = context.settings, context.connection
     dataset_mix = await anyio.to_thread.run_sync(open_dataset_mix, settings)
-    await context.connection.write_hash(
-        "meta",
-        {"data": await anyio.to_thread.run_sync(dataset_mix.fingerprint), "capacity": str(settings.capacity)},
-    )
+    fingerprint = await anyio.to_thread.run_sync(dataset_mix.fingerprint)
+    await connection.write_hash("meta", {"data": fingerprint, "capacity": str(settings.capacity)})
     total = await anyio.to_thread.run_sync(lambda: dataset_mix.total_prompts)
-    await context.connection.write_hash("feed", {"total": str(total)})
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_stop_when, context.stopping, tasks.cancel_scope)
+    await connection.write_hash("feed", {"total": str(total)})
+    async with cancel_on(context.stopping):
         while True:
             if settings.eval.path:
                 await upload_evaluation_prompts(context)
             await _feed_all(context, dataset_mix, total)
-            await Feed(context.connection, settings.data.max_queued_prompts).finish()
+            await Feed(connection, settings.data.max_queued_prompts).finish()
             log.info("feed.finished", rows=total)
             if await _run_has_ended(context):
                 break
-        tasks.cancel_scope.cancel()
 
 
 async def _run_has_ended(context: WorkerContext) -> bool:
-    """Stay until the run has ended. False where something is to be fed again: the server lost its last writes."""
+    """Wait until the run has ended. Returns False if the server lost its last writes, so that prompts must be fed again."""
     after = "0-0"
     while True:
         after = await context.connection.wait_for_change(after, MAX_BLOCK_S)
@@ -59,59 +56,55 @@ async def _run_has_ended(context: WorkerContext) -> bool:
             log.warning("feed.state_lost", why="the server lost its last writes")
             return False
         await context.connection.poll_stop()
-        await anyio.sleep(_IDLE_POLL_S)  # a run that goes on wakes many times a second
-
-
-async def _stop_when(stopping: anyio.Event, scope: anyio.CancelScope) -> None:
-    await stopping.wait()
-    scope.cancel()
+        await anyio.sleep(_IDLE_POLL_S)  # a busy run wakes its waiters many times per second
 
 
 async def _feed_all(context: WorkerContext, dataset_mix: DatasetMix, total: int) -> None:
     feed = Feed(context.connection, context.settings.data.max_queued_prompts)
-    cursor, bad = await feed.cursor(), 0
-    known = await _ended_prompts(context, cursor)
+    cursor, rejected = await feed.cursor(), 0
+    ended = await _ended_prompts(context, cursor)
     while int(cursor or 0) < total:
         start = int(cursor or 0)
         stop = min(total, start + _BATCH)
         prompts, errors = await anyio.to_thread.run_sync(dataset_mix.read_prompts, start, stop)
         for error in errors:
-            bad += 1
-            if bad <= _MAX_LOGGED_ROWS:
+            rejected += 1
+            if rejected <= _MAX_LOGGED_ROWS:
                 log.warning("row.rejected", error=str(error))
-        fresh = [prompt for prompt in prompts if prompt.id not in known]
+        fresh = [prompt for prompt in prompts if prompt.id not in ended]
         try:
             await feed.put(fresh, cursor, str(stop), already_ended=len(prompts) - len(fresh))
         except CursorMovedError as moved:
             log.warning("feed.cursor_moved", cursor=moved.cursor, expected=cursor)
             cursor = moved.cursor
-            known = await _ended_prompts(context, cursor)
+            ended = await _ended_prompts(context, cursor)
         else:
             cursor = str(stop)
             if errors:
-                await context.connection.write_hash("feed", {"bad_rows": str(bad)})
-    if bad == total and total:
-        raise DataError(f"{dataset_mix.paths}: none of {total} rows could be fed; the first errors are above")
+                await context.connection.write_hash("feed", {"bad_rows": str(rejected)})
+    if rejected == total and total:
+        raise DataError(f"{dataset_mix.paths}: none of {total} rows is a prompt; the first errors are above")
 
 
 async def _ended_prompts(context: WorkerContext, cursor: str) -> Collection[str]:
-    """Prompts to pass by: a run whose ledger outlived its server is fed from the start, without what has ended.
+    """Return the ids of prompts not to feed again, if the server was emptied and feeding begins anew.
 
-    Only as much of the ledger counts as the trainer's checkpoint knows of, so the trainer has to have spoken first.
+    Only the part of the ledger that the trainer's checkpoint contains counts, so this waits for the trainer to start.
     """
     path = context.settings.folder / "ledger.jsonl"
     if cursor or not await anyio.Path(path).exists() or not (await anyio.Path(path).stat()).st_size:
-        return {}
-    deadline, told = anyio.current_time() + context.settings.abort.stall_timeout_s, False
+        return ()
+    timeout_s = context.settings.abort.stall_timeout_s
+    deadline, logged = anyio.current_time() + timeout_s, False
     while not (policy := await context.connection.read_hash("policy")).get("ledger"):
         if anyio.current_time() > deadline:
             raise RunFailedError(
-                f"{path} tells of an earlier life of this run, but no trainer has taken it up for abort.stall_timeout_s = "
-                f"{context.settings.abort.stall_timeout_s:g} s; start one"
+                f"{path} is from an earlier start of this run, but no trainer has resumed it within abort.stall_timeout_s = "
+                f"{timeout_s:g} s; start one"
             )
-        if not told:
-            log.info("trainer.waiting", why="the run has a ledger, but its server knows nothing of it")
-            told = True
+        if not logged:
+            log.info("trainer.waiting", why="the run has a ledger, but the server has no trainer's state")
+            logged = True
         await context.connection.wait_for_change("$", MAX_BLOCK_S)
         await context.connection.poll_stop()
     return await anyio.to_thread.run_sync(Ledger.read_outcomes, path, int(policy["ledger"]))

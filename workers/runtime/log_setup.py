@@ -1,4 +1,4 @@
-"""Logging: events for people on a terminal, JSON lines everywhere else; on stderr unless a file is given."""
+"""Logging: readable events on a terminal, JSON lines everywhere else; on stderr unless a file is given."""
 
 import sys
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ def configure_logging(role: str, *, file: TextIO | None = None, level: str = "de
     """Set up structlog for this process.
 
     Args:
-        role: named in every event.
-        file: where the terminal is for something else, a progress display for one.
-        level: events below it are left out.
+        role: added to every event.
+        file: where to write if the terminal is used for something else, such as a progress display; None: stderr.
+        level: events below it are not logged.
     """
     people = file is None and sys.stderr.isatty()
     renderer = structlog.dev.ConsoleRenderer() if people else structlog.processors.JSONRenderer()
@@ -36,7 +36,7 @@ def configure_logging(role: str, *, file: TextIO | None = None, level: str = "de
 
 @contextmanager
 def log_to_file(role: str, path: Path) -> Iterator[None]:
-    """Write this process's events to a file for a while: the terminal is for progress, stdout for the result."""
+    """Write this process's events to a file inside the context, so that the terminal shows progress and stdout the result."""
     before, bound = structlog.get_config(), structlog.contextvars.get_contextvars()
     with path.open("a", buffering=1) as file:
         configure_logging(role, file=file)

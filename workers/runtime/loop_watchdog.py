@@ -1,7 +1,7 @@
-"""Says who holds the event loop, when nothing else gets its turn: no lease is renewed meanwhile.
+"""Logs which code blocks the event loop.
 
-An `async def` that blocks (`time.sleep`, `requests.get`, a long computation) cannot be cut short from outside. What it
-costs is bounded elsewhere: leases run out, and their entries go to other workers. Who wrote it has to be told.
+An `async def` that blocks (`time.sleep`, `requests.get`, a long computation) cannot be interrupted, and no lease is renewed
+meanwhile. Leases expire and their entries go to other workers, so nothing is lost, but the author must learn about it.
 """
 
 import sys
@@ -19,10 +19,10 @@ _OWN_FOLDERS = tuple(str(Path(__file__).parents[2] / package) + "/" for package 
 
 
 class LoopWatchdog:
-    """Watches one event loop from a thread of its own.
+    """Watches one event loop from a separate thread.
 
     Args:
-        after_s: it is told when the loop has been held for so long, and at the latest at twice that; once each time.
+        after_s: log when the loop has been blocked for this long, at the latest after twice as long; once per block.
     """
 
     def __init__(self, after_s: float) -> None:
@@ -32,9 +32,9 @@ class LoopWatchdog:
         self._loop_thread = 0
 
     async def watch(self) -> None:
-        """Watch the loop that this runs on until cancelled."""
+        """Watch the current event loop until cancelled."""
         self._loop_thread = threading.get_ident()
-        threading.Thread(target=self._check, daemon=True, name="penstock held loop").start()
+        threading.Thread(target=self._check, daemon=True, name="penstock loop watchdog").start()
         try:
             while True:
                 self._beats += 1
@@ -43,17 +43,17 @@ class LoopWatchdog:
             self._stopped.set()
 
     def _check(self) -> None:
-        seen = told = 0
+        seen = logged = 0
         while not self._stopped.wait(self._after_s):
-            if seen == self._beats != told:
-                told = seen
+            if seen == self._beats != logged:
+                logged = seen
                 frame = sys._current_frames().get(self._loop_thread)  # noqa: SLF001  (the only way to see another thread)
                 log.warning("event_loop.blocked", by=_blocking_frame(frame), so_far_s=self._after_s)
             seen = self._beats
 
 
 def _blocking_frame(frame: FrameType | None) -> str:
-    """Of the frames, the outermost that our code has called last, as file:line and name; that is where users' begin."""
+    """Return the outermost user frame, as file:line and name: the frame after the last one of Penstock's own code."""
     outer = inner = None
     for each in _outermost_first(frame):
         if inner is None or inner.f_code.co_filename.startswith(_OWN_FOLDERS):

@@ -1,4 +1,4 @@
-"""Environments and reward functions as the settings name them; a group's parts, one to each completion."""
+"""The environments and reward functions of the settings, and the calls that measure a group's reward parts."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -19,39 +19,39 @@ from workers.settings import RewardSettings, Settings
 
 
 def load_factories(settings: Settings, *, with_tools: bool = True) -> dict[str, EnvironmentFactory]:
-    """A run's environments by name. Imports and constructs, and so may block.
+    """Load a run's environments, by name. May block: imports modules and makes objects.
 
-    Without their tools, no server of theirs has to answer: enough to thaw snapshots.
+    `with_tools=False` is enough to restore snapshots, and needs no answer from the environments' servers.
     """
     return {
-        name: EnvironmentFactory.load(world, with_tools=with_tools)
-        if isinstance(world, str)
-        else EnvironmentFactory.load(world.ref, world.args, with_tools=with_tools)
-        for name, world in settings.environments.items()
+        name: EnvironmentFactory.load(environment, with_tools=with_tools)
+        if isinstance(environment, str)
+        else EnvironmentFactory.load(environment.ref, environment.args, with_tools=with_tools)
+        for name, environment in settings.environments.items()
     }
 
 
-def load_reward_functions(settings: Settings, *where: str) -> list[RewardFunction]:
-    """The reward functions of a run that are called there: `score`, `rollout`. Imports and constructs, may block."""
-    return [load_reward_function(r) for r in settings.rewards if r.run_in in where]
+def load_reward_functions(settings: Settings, *run_in: str) -> list[RewardFunction]:
+    """Load the reward functions of a run that run in `score` or `rollout`. May block, as `load_factories`."""
+    return [load_reward_function(r) for r in settings.rewards if r.run_in in run_in]
 
 
 def load_reward_function(settings: RewardSettings) -> RewardFunction:
-    """One of `[[rewards]]`, called as it says. Imports and constructs, and so may block."""
-    calling = CallOptions(
+    """Load one of `[[rewards]]`. May block, as `load_factories`."""
+    options = CallOptions(
         settings.processes,
         settings.granularity,
         settings.timeout_s,
         settings.max_concurrency,
         settings.calls_per_second,
     )
-    return RewardFunction.load(settings.ref, settings.weight, settings.run_in, settings.name, settings.args, calling)
+    return RewardFunction.load(settings.ref, settings.weight, settings.run_in, settings.name, settings.args, options)
 
 
 @asynccontextmanager
-async def open_reward_functions(settings: Settings, *where: str) -> AsyncIterator[list[RewardFunction]]:
-    """`load_reward_functions`, each ready to be called."""
-    functions = await anyio.to_thread.run_sync(partial(load_reward_functions, settings, *where))
+async def open_reward_functions(settings: Settings, *run_in: str) -> AsyncIterator[list[RewardFunction]]:
+    """Load reward functions and open them, ready to be called."""
+    functions = await anyio.to_thread.run_sync(partial(load_reward_functions, settings, *run_in))
     async with AsyncExitStack() as stack:
         for function in functions:
             await stack.enter_async_context(function.open())
@@ -61,48 +61,48 @@ async def open_reward_functions(settings: Settings, *where: str) -> AsyncIterato
 async def add_reward_parts(
     group: Group, functions: Sequence[RewardFunction], factories: Mapping[str, EnvironmentFactory], timeout_s: float
 ) -> None:
-    """Call every function on all completions that did not fail, and append what it measured to their parts.
+    """Call every function on all completions that did not fail, and append the results to their reward parts.
 
-    Each function sees environments thawed for it alone, so that none can change what another one reads. A completion
-    whose snapshot cannot be read is unmeasured; the others are judged without it.
+    Each function gets environments restored for it alone, so that no function changes what another one reads. A completion
+    whose snapshot cannot be read is unmeasured; the other completions are measured without it.
 
     Args:
-        group: its completions gain parts, in the order of the functions.
+        group: parts are appended to its completions, in the order of the functions.
         functions: with their weights.
         factories: environments by name.
         timeout_s: for each call of a function.
     """
-    judged = [completion for completion in group.completions if completion.failure is None]
-    if not judged or not functions:
+    completions = [completion for completion in group.completions if completion.failure is None]
+    if not completions or not functions:
         return
     factory = factories.get(group.prompt.environment or "")
     found: dict[int, list[RowResult]] = {}
 
     async def call(position: int, function: RewardFunction) -> None:
-        found[position] = await _measure(group, judged, function, factory, timeout_s)
+        found[position] = await _measure(group, completions, function, factory, timeout_s)
 
     async with anyio.create_task_group() as calls:
         for position, function in enumerate(functions):
             calls.start_soon(call, position, function)
     for position, function in enumerate(functions):
-        for completion, entry in zip(judged, found[position], strict=True):
+        for completion, entry in zip(completions, found[position], strict=True):
             completion.parts += function.to_parts(entry)
 
 
 async def _measure(
     group: Group,
-    judged: list[Completion],
+    completions: list[Completion],
     function: RewardFunction,
     factory: EnvironmentFactory | None,
     timeout_s: float,
 ) -> list[RowResult]:
     if factory is None:
         return await function(
-            RewardBatch.from_group(msgspec.structs.replace(group, completions=judged), None), timeout_s
+            RewardBatch.from_group(msgspec.structs.replace(group, completions=completions), None), timeout_s
         )
-    thawed = await anyio.to_thread.run_sync(_thaw_all, judged, factory)
+    thawed = await anyio.to_thread.run_sync(_thaw_all, completions, factory)
     readable = [
-        completion for completion, state in zip(judged, thawed, strict=True) if not isinstance(state, Unmeasured)
+        completion for completion, state in zip(completions, thawed, strict=True) if not isinstance(state, Unmeasured)
     ]
     states = [state for state in thawed if not isinstance(state, Unmeasured)]
     batch = RewardBatch.from_group(msgspec.structs.replace(group, completions=readable), states)

@@ -1,1 +1,1 @@
-"""The scoring stage: calls reward functions on thawed snapshots, merges the parts of each reward."""
+"""The scoring stage: calls reward functions on restored environments and merges the parts of each reward."""

@@ -1,4 +1,4 @@
-"""What came of a group of an evaluation: how many were valid, how many right, and why the others count as neither."""
+"""The result of an evaluation's group: how many completions are valid, successful, or invalid for which reason."""
 
 import math
 from collections import Counter
@@ -10,13 +10,13 @@ from workers.settings import Settings
 
 
 def evaluate_group(group: Group, version: int, settings: Settings) -> PromptEvaluation:
-    """Judge each completion of a scored group, once.
+    """Classify each completion of a scored group.
 
     Args:
         group: with its rewards.
-        version: the policy version that is evaluated. Its tokens' spans prove that it sampled a completion: one with a
-            token of another version is set apart as mixed, whatever it was worth.
-        settings: of the run: what is right, and which truncations count as nobody's measure.
+        version: the evaluated policy version. Spans prove which version sampled each token; a completion with a token of
+            another version counts as `mixed_versions`, whatever its reward.
+        settings: of the run: the success threshold, and which truncated completions are invalid.
     """
     mixed, rewards, invalid = 0, list[float](), Counter[str]()
     for completion in group.completions:
@@ -38,12 +38,12 @@ def evaluate_group(group: Group, version: int, settings: Settings) -> PromptEval
 
 
 def _invalid_reason(completion: Completion, settings: Settings) -> str:
-    """Why nobody measured it, as the training's metrics name it (`rows/*`); empty where somebody did."""
-    reward, cut = completion.reward, completion.truncated
+    """Return why the reward is unknown, as in the training metrics (`failed:engine`); empty if it is known."""
+    reward, truncation = completion.reward, completion.truncated
     if completion.failure is not None:
         return f"failed:{completion.failure.reason}"
     if reward is None or isinstance(reward, Unmeasured):
         return f"reward:{reward.reason if reward else 'missing'}"
-    if cut is not None and settings.truncation_policy(cut) == "exclude":
-        return f"truncated:{cut}"
+    if truncation is not None and settings.truncation_policy(truncation) == "exclude":
+        return f"truncated:{truncation}"
     return ""

@@ -1,7 +1,6 @@
-"""A scorer: groups in, groups with rewards out.
+"""The scorer process: groups in, groups with rewards out.
 
-It may turn a reward from measured to unmeasured, and may add one where none was asked for before; it never turns an
-unmeasured one into 0.0.
+An unmeasured reward stays unmeasured; it is never replaced by 0.0.
 """
 
 import time
@@ -30,7 +29,7 @@ async def score(context: WorkerContext) -> None:
     settings = context.settings
     factories = await anyio.to_thread.run_sync(partial(load_factories, settings, with_tools=False))
     stage = Stage(context.connection, "groups", context.consumer, context.retry_policy)
-    held_out = Stage(context.connection, "eval:groups", context.consumer, context.retry_policy)
+    evaluation_stage = Stage(context.connection, "eval:groups", context.consumer, context.retry_policy)
 
     async with open_reward_functions(settings, "score") as functions:
 
@@ -43,26 +42,29 @@ async def score(context: WorkerContext) -> None:
         async def evaluate(lease: Lease, _version: int) -> None:
             group = lease.group()
             if group.evaluated_version is None:
-                raise RecordError("it does not say which policy version it evaluates")
+                raise RecordError("the group does not name the policy version that it evaluates")
             await score_group(group, functions, factories, settings.rollout.call_timeout_s)
-            await held_out.record_evaluation(
-                lease, msgspec.json.encode(evaluate_group(group, group.evaluated_version, settings))
-            )
+            result = evaluate_group(group, group.evaluated_version, settings)
+            await evaluation_stage.record_evaluation(lease, msgspec.json.encode(result))
 
-        room = ConcurrencyLimit(settings.rollout.groups_in_flight)
-        async with anyio.create_task_group() as pumps:
-            pumps.start_soon(partial(work_loop, stage, work, concurrency=room, stopping=context.stopping))
+        limit = ConcurrencyLimit(settings.rollout.groups_in_flight)
+        async with anyio.create_task_group() as loops:
+            loops.start_soon(partial(work_loop, stage, work, concurrency=limit, stopping=context.stopping))
             if settings.eval.path:
                 await create_evaluation_streams(context.connection)
-                at_once = settings.evaluation_groups_in_flight(room.limit)
-                share = ConcurrencyLimit(at_once, parent=room if at_once < room.limit else None)
-                pumps.start_soon(partial(work_loop, held_out, evaluate, concurrency=share, stopping=context.stopping))
+                share = settings.evaluation_groups_in_flight(limit.limit)
+                evaluation_limit = ConcurrencyLimit(share, parent=limit if share < limit.limit else None)
+                loops.start_soon(
+                    partial(
+                        work_loop, evaluation_stage, evaluate, concurrency=evaluation_limit, stopping=context.stopping
+                    )
+                )
 
 
 async def score_group(
     group: Group, functions: Sequence[RewardFunction], factories: Mapping[str, EnvironmentFactory], timeout_s: float
 ) -> None:
-    """Fill in the parts and the merged reward of every completion that did not fail."""
+    """Set the reward parts and the merged reward of every completion that did not fail."""
     await add_reward_parts(group, functions, factories, timeout_s)
     for completion in group.completions:
         if completion.failure is None:
