@@ -19,8 +19,8 @@ from tests.e2e.harness import environment
 from tests.e2e.test_idle import cpu_seconds
 from tests.faults.proxy import Proxy, address_of
 from tests.preload.fixtures import pid_of
-from workers.run.role_process import PERMANENT_FAILURE
 from workers.run.run_folder import write_settings
+from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
 from workers.testing.scripted_engine import ScriptedEngine
 
@@ -153,7 +153,7 @@ async def test_roles_before_their_server_and_workers_before_their_engine_wait_qu
             await second.start()
             async with ended([second]):
                 with anyio.fail_after(60):
-                    assert await second.process.wait() == PERMANENT_FAILURE
+                    assert await second.process.wait() == ExitCode.PERMANENT
             assert "trains run 'chaos' already; stop it first" in second.log.read_text()
             await score.said("work.waiting", stage="groups")
             await train.said("work.waiting", stage="scored")

@@ -20,6 +20,7 @@ from stream.validity import Measured
 from tests.e2e.harness import balanced, environment
 from tests.reward_server import reward_server
 from workers.local_engine.pooling.reference_classifier import ReferenceClassifier
+from workers.runtime.exit_codes import ExitCode
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "reward_model"
@@ -156,5 +157,5 @@ async def test_a_scorer_refuses_to_begin_on_a_server_that_squashes_and_says_what
         command = [sys.executable, "-m", "workers", "score", "run.toml", "--redis", redis_url]
         with anyio.fail_after(60):
             result = await anyio.run_process(command, cwd=tmp_path, env=environment(), check=False)
-    assert result.returncode == 2  # a restart would not help
+    assert result.returncode == ExitCode.PERMANENT
     assert "squashed" in result.stderr.decode().splitlines()[-1]

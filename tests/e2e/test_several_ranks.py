@@ -11,7 +11,7 @@ import torch
 
 from tests.e2e.harness import assert_all_trained_once, balanced, children, finish, running, wait_for_trained
 from tests.ranks_on_a_ledger import Job, work
-from workers.run.role_process import PERMANENT_FAILURE
+from workers.runtime.exit_codes import ExitCode
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.model.policy_folder import load_policy
 from workers.train.step.learner import Learner
@@ -107,7 +107,7 @@ def test_nonsense_about_patience_is_told_once(shared, redis_url, monkeypatch):
     monkeypatch.setenv("PENSTOCK_RANKS_TIMEOUT_S", "soon")
     shared.table["run"]["redis"] = redis_url
     result = shared.run("train", str(shared.write()), timeout=100)
-    assert result.returncode == PERMANENT_FAILURE
+    assert result.returncode == ExitCode.PERMANENT
     assert "PENSTOCK_RANKS_TIMEOUT_S is 'soon'" in result.stderr
 
 

@@ -16,7 +16,7 @@ from tests.e2e.by_hand import send
 from tests.e2e.harness import environment
 from tests.integration.test_supervisor import FINISH, Pipeline
 from workers.run import child_process, restart_policy
-from workers.run.role_process import RECYCLE
+from workers.runtime.exit_codes import ExitCode
 from workers.testing.scripted_engine import ScriptedEngine
 
 STICKY = """
@@ -45,14 +45,14 @@ def make_pipeline(tmp_path, run_name, redis_url):
 
 async def test_a_worker_that_is_worn_out_is_started_again_and_that_is_no_crash(make_pipeline, monkeypatch):
     monkeypatch.setattr(restart_policy, "QUICK_EXIT_S", 0.0)
-    worn = f"if len(lives('rollout')) < 5: print('worn out'); sys.exit({RECYCLE})\nstay()"
+    worn = f"if len(lives('rollout')) < 5: print('worn out'); sys.exit({int(ExitCode.RECYCLE)})\nstay()"
     train = "until(lambda: len(lives('rollout')) == 5);" + FINISH
     outcome = await make_pipeline({"rollout": worn, "train": train}, max_restarts=1).run()
     assert outcome.failure is None
 
 
 async def test_a_worker_that_is_worn_out_at_once_and_again_fails_the_run(make_pipeline):
-    outcome = await make_pipeline({"rollout": f"print('all threads hang'); sys.exit({RECYCLE})"}).run()
+    outcome = await make_pipeline({"rollout": f"print('all threads hang'); sys.exit({int(ExitCode.RECYCLE)})"}).run()
     assert "3 times in a row: all threads hang" in str(outcome.failure)
 
 
@@ -129,10 +129,10 @@ async def test_a_worker_drains_and_says_so_and_its_successors_lose_nothing(
             assert view.stages["prompts"].claimed == 0, "it left holding something"
             lives.append((process.returncode, log.read_text()[-3000:]))
             assert len(lives) < 6
-    worn = [text for code, text in lives if code == RECYCLE]
+    worn = [text for code, text in lives if code == ExitCode.RECYCLE]
     assert worn
     assert all(why in text.splitlines()[-1] for text in worn)
-    assert lives[-1][0] in (0, RECYCLE)
+    assert lives[-1][0] in (0, ExitCode.RECYCLE)
     stage = pipe.stage("groups")
     groups = [lease.group() for lease in (await stage.claim(100)).leases]
     assert sorted(group.prompt.id for group in groups) == sorted(prompt.id for prompt in fed)

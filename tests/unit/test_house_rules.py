@@ -29,7 +29,7 @@ RETIRED_NAMES = frozenset(
     Finish Formed Gauge Grant Guard Hand Harness HeldLoop HeldOut How InFlight Journal Judgement KnownEngine Letter Link
     Live Lookout LostThreads Lull Mail MisfitError Mixture NoFormError Nodes Orders Overran Overtaking Pace Places
     PutBack Raised Returned Roll Room Roster RunView Said Seat Signals SilentError Spoken Stragglers Survey Taken Tally
-    Tenure Trained Trajectories UnfitError Wanted Way Wear Word Written
+    Tenure Trajectories UnfitError Wanted Way Wear Word Written
     NONE_YET WORN_OUT at_least believed bury cooled disown drives_itself enlist keep_finished left_out likeliest
     lost_threads overtake overtaking patiently put_down run_aside settle steer tally verdicts
     """.split()  # noqa: SIM905  (a list of words)

@@ -14,7 +14,8 @@ from stream.validity import Measured
 from tests.cases.models import write_small_qwen3
 from tests.unit.test_learner import VOCABULARY, completion, group, learner
 from workers.commands.evaluate.evaluate import find_policy_folder
-from workers.run.role_process import PERMANENT_FAILURE, run_engine
+from workers.run.role_process import run_engine
+from workers.runtime.exit_codes import ExitCode
 from workers.settings.toml_file import dump_settings, parse_settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.checkpointing.export import export
@@ -266,7 +267,7 @@ def test_publishing_adapters_needs_a_rank_and_does_not_keep_the_kv_cache():
 def test_the_local_engine_refuses_to_serve_a_run_that_publishes_adapters(base, tmp_path, capsys):
     table = LEAST | {"lora": {"rank": 4}, "weights": {"transport": "adapter"}, "model": {"path": str(base)}}
     (tmp_path / "run.toml").write_text(dump_settings(parse_settings(table)))
-    assert run_engine(tmp_path / "run.toml", "127.0.0.1", 0, ()) == PERMANENT_FAILURE
+    assert run_engine(tmp_path / "run.toml", "127.0.0.1", 0, ()) == ExitCode.USAGE
     said = capsys.readouterr().err
     assert "weights.transport" in said
     assert "'files'" in said

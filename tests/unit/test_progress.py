@@ -24,7 +24,7 @@ METRICS = {"sampled/reward_mean": 0.75, "valid_fraction": 0.98, "staleness/mean"
 
 
 def stage(**fields) -> StageStatus:
-    zeros = {"depth": 0, "claimed": 0, "delayed": 0, "trained": 0, "lag": 0, "oldest_age_ms": 0.0, "rate": 0.0}
+    zeros = {"depth": 0, "claimed": 0, "delayed": 0, "marked": 0, "lag": 0, "oldest_age_ms": 0.0, "rate": 0.0}
     return StageStatus(**(zeros | {"consumers": {}} | fields))
 
 
@@ -96,7 +96,7 @@ def test_restarts_are_told():
 
 
 def test_trained_groups_that_wait_for_a_checkpoint_are_not_shown_as_queued():
-    assert "scored 1 " in format_line(view(scored=stage(depth=9, trained=8)), RUNNING)
+    assert "scored 1 " in format_line(view(scored=stage(depth=9, marked=8)), RUNNING)
 
 
 def test_lines_come_every_ten_seconds_and_with_every_new_phase(capsys):

@@ -1,7 +1,7 @@
 """The command `penstock`.
 
 Every command imports its modules when it runs, so `penstock --help` is fast and `penstock queues` needs neither torch
-nor a model. Exit codes: 0 success; 1 failure, or a finding; 2 wrong command line or settings, nothing was started.
+nor a model. Exit codes are those of `workers.runtime.exit_codes.ExitCode`.
 
 ==========================  ===================================================================
 `start_commands.py`         start a demo, a run, one of its roles, an engine

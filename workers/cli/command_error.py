@@ -5,11 +5,13 @@ from typing import Any
 
 import click
 
+from workers.runtime.exit_codes import ExitCode
+
 
 class CommandError(click.ClickException):
     """An expected error of a command."""
 
-    exit_code = 1
+    exit_code = ExitCode.FAILURE
 
     def show(self, file: Any = None) -> None:
         """Write it to stderr in the form that the supervisor quotes from a role's log."""
@@ -19,7 +21,7 @@ class CommandError(click.ClickException):
 class SettingsCommandError(CommandError):
     """The settings or the command line are wrong, and nothing was started."""
 
-    exit_code = 2
+    exit_code = ExitCode.USAGE
 
 
 def as_command_error(error: BaseException) -> CommandError | None:

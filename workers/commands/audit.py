@@ -21,6 +21,7 @@ from workers.commands.run_files import saved_settings
 from workers.feed.dataset_mix import DatasetMix, open_dataset_mix
 from workers.run.run_info import RunLocation, find_run, with_run
 from workers.run.summary import latest_progress
+from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
 
 _MAX_FINDINGS_SHOWN = 20
@@ -50,7 +51,7 @@ def show_audit(target: str | None, redis: str, *, as_json: bool = False, show_al
         print_json({"run": location.run} | msgspec.to_builtins(report))
     else:
         _print_report(location.run, report, show_all)
-    return 0 if report.clean else 1
+    return ExitCode.SUCCESS if report.clean else ExitCode.FAILURE
 
 
 def audit_run(location: RunLocation) -> AuditReport:

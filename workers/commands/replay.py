@@ -13,6 +13,7 @@ from workers.commands.output import print_json, print_line
 from workers.commands.run_files import saved_settings
 from workers.run.role_process import run_async
 from workers.run.run_info import find_run
+from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
 from workers.train.checkpointing.replay import ReplayReport, replay
 from workers.train.checkpointing.replay_comparison import CheckpointMatch, ReplayMismatch
@@ -49,7 +50,7 @@ def show_replay(target: str | None, *, as_json: bool = False, command: Sequence[
         print_json({"run": location.run} | msgspec.to_builtins(report))
     else:
         _print_report(report, folder / "run.toml")
-    return 0 if report.is_identical else 1
+    return ExitCode.SUCCESS if report.is_identical else ExitCode.FAILURE
 
 
 def _run_replay(

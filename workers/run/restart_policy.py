@@ -5,7 +5,7 @@ import time
 from collections import deque
 
 from stream.operator.run_status import RunStatus
-from workers.run.role_process import RECYCLE
+from workers.runtime.exit_codes import ExitCode
 from workers.settings import Queue
 
 RESTART_WINDOW_S = 600.0
@@ -44,7 +44,7 @@ class RestartPolicy:
         self._quick_exits = self._quick_exits + 1 if code >= 0 and uptime_s < QUICK_EXIT_S else 0
         if self._quick_exits >= MAX_QUICK_EXITS:
             return f"it ended within {QUICK_EXIT_S:g} s of its start {self._quick_exits} times in a row"
-        if code == RECYCLE:
+        if code == ExitCode.RECYCLE:
             return 0.0  # it worked, until user code had used it up: no crash
         while self._recent and now - self._recent[0] > RESTART_WINDOW_S:
             self._recent.popleft()

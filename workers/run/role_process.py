@@ -1,9 +1,4 @@
-"""One process, one role: settings, connection, signals, drain, exit code.
-
-Exit codes: 0 the run has ended, or a drain was asked for; 1 failed, a restart may help; 2 failed for good: the settings
-or the files are at fault, and a restart would fail the same way; 3 worn out by user code and drained (`wear.py`): to be
-started again, nothing has failed.
-"""
+"""The process of one role: settings, connection, signals, drain, exit code (`ExitCode`)."""
 
 import os
 import secrets
@@ -11,6 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -32,6 +28,7 @@ from stream.errors import (
 from workers.local_engine.choice import choose_server
 from workers.runtime import log_setup as logs
 from workers.runtime.context import RoleMain, WorkerContext
+from workers.runtime.exit_codes import ExitCode
 from workers.runtime.loop_watchdog import LoopWatchdog
 from workers.runtime.recycling import WorkerRecycler
 from workers.settings import Settings
@@ -39,7 +36,6 @@ from workers.settings.toml_file import load_settings
 
 log = structlog.get_logger()
 
-FAILURE, PERMANENT_FAILURE, RECYCLE = 1, 2, 3
 _PERMANENT_ERRORS = (SettingsError, ReferenceNotFoundError, RunMismatchError, DataError, FencedError, RunFailedError)
 
 
@@ -57,27 +53,35 @@ def run_role(
     """Run one role until its work is done. Returns the exit code.
 
     Args:
-        role: its name.
-        file: the settings.
-        overrides: of single settings, as `--set` takes them.
-        redis: URL of the server; `run.redis` unless given.
-        engines: URLs; `engine.urls` unless given.
-        role_main: its coroutine; the one of that name unless given.
+        role: name of the role.
+        file: the settings file.
+        overrides: overridden settings, as for `--set`.
+        redis: URL of the server; empty: `run.redis`.
+        engines: URLs of engines; empty: `engine.urls`.
+        role_main: the role's coroutine function; default: the one of that name.
     """
     logs.configure_logging(role)
+    try:
+        settings, url = _load_for_role(role, file, overrides, redis)
+        role_main = role_main or _role_main(role)
+    except SettingsError as error:
+        return _report_error(error, ExitCode.USAGE)
+    if engines:
+        settings = msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, urls=engines))
+    return _run(partial(_run_connected, role, settings, url, role_main))
 
-    async def main() -> int:
-        settings = load_settings(file, overrides)
-        if engines:
-            settings = msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, urls=engines))
-        url = redis or settings.run.redis
-        if not url:
-            raise SettingsError(
-                f"{file}: run.redis is empty and no --redis was given: `penstock {role}` needs a server"
-            )
-        return await _run_connected(role, settings, url, role_main or _role_main(role))
 
-    return _run(main)
+def _load_for_role(role: str, file: Path, overrides: tuple[str, ...], redis: str) -> tuple[Settings, str]:
+    """Return the settings, and the URL of the server.
+
+    Raises:
+        SettingsError: the settings are wrong, or no server is named.
+    """
+    settings = load_settings(file, overrides)
+    url = redis or settings.run.redis
+    if not url:
+        raise SettingsError(f"{file}: run.redis is empty and no --redis was given: `penstock {role}` needs a server")
+    return settings, url
 
 
 def run_trainer(
@@ -112,9 +116,9 @@ def run_trainer(
         return run_role("train", file, overrides, redis, engines, train_as_rank0)
     try:
         ranks = load_settings(file, overrides).train.ranks
-        collective_timeout_s()  # nonsense is told here once, not by each of them
+        collective_timeout_s()  # report an invalid value here once, not in every rank
     except PenstockError as error:
-        return _report_error(error)
+        return _report_error(error, ExitCode.USAGE)
     if ranks == 1 or "RANK" in os.environ:
         return run_role("train", file, overrides, redis, engines)
     from workers.train.rank_control.launcher import launch_ranks
@@ -142,10 +146,13 @@ def run_engine(
         dtype: of the weights; the file's `model.dtype`, or `float32`, unless given.
     """
     logs.configure_logging("serve")
+    try:
+        serve = choose_server(target, overrides, runner, dtype)
+    except SettingsError as error:
+        return _report_error(error, ExitCode.USAGE)
 
     async def main() -> int:
         stopping = anyio.Event()
-        serve = await anyio.to_thread.run_sync(choose_server, target, overrides, runner, dtype)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_watch_signals, stopping, tasks.cancel_scope)
             tasks.start_soon(_limit_drain, stopping, 0.0, tasks.cancel_scope)
@@ -155,7 +162,7 @@ def run_engine(
                 ready=lambda url: print(f"listening on {url}", flush=True),  # noqa: T201  (the supervisor reads it)
             )
             tasks.cancel_scope.cancel()
-        return 0
+        return ExitCode.SUCCESS
 
     return _run(main)
 
@@ -166,7 +173,7 @@ def run_async(main: Callable[[], Awaitable[T]]) -> T:
 
 
 def _run(main: Callable[[], Awaitable[int]]) -> int:
-    """Run to the end, and turn what ended it into an exit code and one clear line."""
+    """Run a coroutine function to its end. An expected error becomes one line and an exit code."""
     try:
         return run_async(main)
     except BaseExceptionGroup as group:
@@ -187,10 +194,12 @@ def _find_penstock_error(group: BaseExceptionGroup[BaseException]) -> PenstockEr
     return None
 
 
-def _report_error(error: PenstockError) -> int:
+def _report_error(error: PenstockError, code: ExitCode | None = None) -> int:
+    """Log and print an error. Returns the code; by default the one of the error's class."""
     log.error("role.failed", kind=type(error).__name__, error=str(error))
     print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201  (the supervisor quotes this line)
-    return PERMANENT_FAILURE if isinstance(error, _PERMANENT_ERRORS) else FAILURE
+    default = ExitCode.PERMANENT if isinstance(error, _PERMANENT_ERRORS) else ExitCode.FAILURE
+    return default if code is None else code
 
 
 async def _run_connected(name: str, settings: Settings, url: str, main: RoleMain) -> int:
@@ -209,9 +218,9 @@ async def _run_connected(name: str, settings: Settings, url: str, main: RoleMain
             log.info("role.ended", drained=role.stopping.is_set())
             tasks.cancel_scope.cancel()
     if wear.reason:
-        print(f"worn out, to be started again: {wear.reason}", file=sys.stderr, flush=True)  # noqa: T201
-        return RECYCLE
-    return 0
+        print(f"asks for a restart: {wear.reason}", file=sys.stderr, flush=True)  # noqa: T201
+        return ExitCode.RECYCLE
+    return ExitCode.SUCCESS
 
 
 async def _watch_signals(stopping: anyio.Event, scope: anyio.CancelScope) -> None:

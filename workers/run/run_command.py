@@ -16,13 +16,11 @@ from workers.run.run_folder import lock_folder, write_atomically, write_settings
 from workers.run.summary import RunSummary, latest_progress, summarize
 from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runtime import log_setup as logs
+from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 
 log = structlog.get_logger()
-
-_KILLED = 130
-"""What a shell says of a command that Ctrl-C ended."""
 
 
 class RunResult(Struct, kw_only=True):
@@ -50,7 +48,7 @@ def run(file: Path, overrides: tuple[str, ...] = (), *, as_json: bool = False, q
     if outcome.interrupted:
         tell = f"stopped; `penstock run {settings.folder / 'run.toml'}` resumes"
         print(tell, file=sys.stderr, flush=True)  # noqa: T201
-    return _KILLED if outcome.interrupted and outcome.killed else 0
+    return ExitCode.INTERRUPTED if outcome.interrupted and outcome.killed else ExitCode.SUCCESS
 
 
 def supervise(

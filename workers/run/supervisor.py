@@ -37,8 +37,8 @@ from workers.run.engine_processes import EngineProcesses
 from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import ProgressDisplay, SupervisorState
 from workers.run.restart_policy import RestartPolicy, StallDetector
-from workers.run.role_process import PERMANENT_FAILURE, RECYCLE
 from workers.run.role_specs import ENGINE, MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs
+from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
 
 log = structlog.get_logger()
@@ -217,12 +217,14 @@ class Supervisor:
             RunFailedError: it may not.
         """
         name = child.spec.name
-        unfit = code == PERMANENT_FAILURE or (code > 0 and child.spec.role == ENGINE and not child.has_listened)
+        unfit = code in (ExitCode.USAGE, ExitCode.PERMANENT) or (
+            code > 0 and child.spec.role == ENGINE and not child.has_listened
+        )
         verdict = "that is for good" if unfit else restarts.decide(code, lived_s)
         if isinstance(verdict, str):
             words = await anyio.to_thread.run_sync(child.last_error)
             raise RunFailedError(f"{name} {describe_exit(code)}, and {verdict}: {words} (its log is {child.log_file})")
-        if code == RECYCLE:
+        if code == ExitCode.RECYCLE:
             log.warning("worker.recycled", name=name, why=await anyio.to_thread.run_sync(child.last_error))
         else:
             self._restarts[name] += 1

@@ -16,6 +16,7 @@ from workers.commands.check.environment_check import check_environment
 from workers.commands.check.rendering import render_report
 from workers.commands.check.reward_check import check_reward, is_reward_function
 from workers.runtime.daemon_thread import run_in_daemon_thread
+from workers.runtime.exit_codes import ExitCode
 from workers.runtime.log_setup import configure_logging
 
 _LOAD_TIMEOUT_S = 120.0
@@ -51,7 +52,7 @@ def check_reference(
         click.echo(msgspec.json.format(encoded, indent=2).decode())
     else:
         Console().print(render_report(report))
-    return 0 if report.ok else 1
+    return ExitCode.SUCCESS if report.ok else ExitCode.FAILURE
 
 
 async def _check(

@@ -15,6 +15,7 @@ from workers.commands.evaluate.standalone_rollout import roll_out_and_score
 from workers.commands.output import print_json
 from workers.feed.evaluation_prompts import read_evaluation_prompts
 from workers.run.role_process import run_async
+from workers.runtime.exit_codes import ExitCode
 from workers.score.evaluation import evaluate_group
 from workers.settings import Lora, Settings
 from workers.settings.toml_file import load_settings
@@ -42,7 +43,7 @@ def evaluate_and_print(
         print_json(found)
     else:
         _show(found, settings, str(model or engine))
-    return 0
+    return ExitCode.SUCCESS
 
 
 def find_policy_folder(path: Path) -> Path:

@@ -14,6 +14,7 @@ from stream.validity import Measured, Unmeasured
 from workers.commands.output import print_json
 from workers.commands.rewardbench.accuracy import BenchReport, PreferencePair, summarize
 from workers.feed.source import open_source
+from workers.runtime.exit_codes import ExitCode
 from workers.settings import Data
 
 _CHUNK = 256
@@ -45,7 +46,7 @@ def run_rewardbench(file: Path, urls: Sequence[str], reference: Path | None, *, 
         print_json(report)
     else:
         _show(report)
-    return 1 if any(pair.is_correct is None for pair in pairs) else 0
+    return ExitCode.FAILURE if any(pair.is_correct is None for pair in pairs) else ExitCode.SUCCESS
 
 
 PairRow = tuple[PreferencePair, list[Message], list[Message]]

@@ -20,9 +20,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from workers.runtime.exit_codes import ExitCode
+
 log = structlog.get_logger()
 
-_FAILED: Final = 1
 _START_TIMEOUT_S: Final = 120
 
 
@@ -78,4 +79,4 @@ def launch_ranks(world_size: int, command: Sequence[str]) -> int:
     codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
     log.error("ranks.failed", codes=codes)
     first_rank = codes.get(0, 0)
-    return first_rank if first_rank > 0 else _FAILED
+    return first_rank if first_rank > 0 else ExitCode.FAILURE
