@@ -35,6 +35,12 @@ class EngineAvailability:
         self.problem = error
         self.log_waiting("answer", error)
 
+    def mark_ejected(self, error: EngineError) -> None:
+        """Record that the client stops using the engine after it failed; logs `engine.ejected` instead of a wait."""
+        self.problem = error
+        self._waiting_for.add("answer")
+        log.warning("engine.ejected", url=self.url, why=str(error))
+
     def log_waiting(self, what: str, error: EngineError) -> None:
         """Log that `what` of this engine is awaited: once, however often it is called until `log_recovered`."""
         if what not in self._waiting_for:

@@ -66,10 +66,7 @@ class GroupRunner:
             EngineUnavailableError: no engine answers; try the group again later.
             DataError: the environment is unknown, the messages are malformed, or the chat template refuses them.
         """
-        if prompt.environment not in self.chats:
-            raise DataError(f"prompt {prompt.id}: environment {prompt.environment!r} is unknown")
-        if not prompt.messages or not all(_is_valid(message) for message in prompt.messages):
-            raise DataError(f"prompt {prompt.id}: its messages are no conversation with text or parts for content")
+        self._validate(prompt)
         total = prompt.group_size + with_greedy
         completions = {
             completion.index: completion
@@ -102,6 +99,12 @@ class GroupRunner:
         group = Group(prompt=prompt, completions=[completions[index] for index in sorted(completions)])
         await add_reward_parts(group, self.rewards, self.factories, self.limits.call_timeout_s)
         return group
+
+    def _validate(self, prompt: Prompt) -> None:
+        if prompt.environment not in self.chats:
+            raise DataError(f"prompt {prompt.id}: environment {prompt.environment!r} is unknown")
+        if not prompt.messages or not all(_is_valid(message) for message in prompt.messages):
+            raise DataError(f"prompt {prompt.id}: its messages are no conversation with text or parts for content")
 
     async def _run_episode(self, prompt: Prompt, index: int, min_policy_version: int) -> Completion:
         is_greedy = index == prompt.group_size

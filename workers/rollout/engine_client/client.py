@@ -14,12 +14,12 @@ What may go wrong with a request, and what follows::
 import math
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import anyio
 import structlog
 
-from envs.remote.service_client import back_off
+from stream.backoff import Backoff
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
 from workers.engine_api.connection import ConnectionPool, RequestTimeoutError, UnreachableError
 from workers.engine_api.discovery.discovery import EngineDiscovery
@@ -34,6 +34,9 @@ from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.settings import Settings
 
 log = structlog.get_logger()
+
+_BACKOFF: Final = Backoff(0.2, 5.0, jitter=1.0)
+"""Between two attempts at the only engine."""
 
 
 class EngineClient:
@@ -132,8 +135,9 @@ class EngineClient:
         for engine in list(self._router.engines.values()):
             with anyio.move_on_after(self._unavailable_timeout_s):
                 await engine.first_probe_done.wait()
-            if isinstance(engine.problem, IncompatibleEngineError):
-                raise engine.problem
+            problem = engine.availability.problem
+            if isinstance(problem, IncompatibleEngineError):
+                raise problem
         self._router.release(await self._router.acquire(RouteRequest(UNVERSIONED), self._unavailable_timeout_s))
 
     async def sample(
@@ -169,7 +173,7 @@ class EngineClient:
             finally:
                 self._router.release(engine)
             if not self._router.has_alternative(engine, min_policy_version):
-                await back_off(attempts)
+                await anyio.sleep(_BACKOFF.delay_s(attempts))
 
     async def _record_failure(
         self, engine: EngineState, min_policy_version: int, error: EngineError, attempts: int

@@ -67,7 +67,7 @@ class EngineSampler:
             first = sampled.spans[0].version
             if first < min_policy_version:
                 raise StaleWeightsError(f"{engine.url} sampled with policy version {first}, not {min_policy_version}")
-            engine.log_recovered("weights")
+            engine.availability.log_recovered("weights")
             return sampled
         raise UnreachableError(f"{engine.url} stopped answering")
 

@@ -3,19 +3,17 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, Literal
+from typing import Final
 
 import anyio
-import structlog
 
 from stream.errors import EngineError
+from workers.engine_api.availability import EngineAvailability
 from workers.rollout.engine_client.adaptive_limit import AdaptiveLimit
 from workers.rollout.engine_client.affinity import Candidate
 from workers.rollout.engine_client.engine_metrics import EngineMetrics
 from workers.rollout.engine_client.probe import Capabilities
 from workers.rollout.engine_client.sampled_turn import UNVERSIONED
-
-log = structlog.get_logger()
 
 _VERSION_FRESH_S: Final = 1.0
 """How long the last reported version counts as current: the engine may have restarted since."""
@@ -32,7 +30,7 @@ class EngineState:
     Attributes:
         load: requests of this client that the engine works on.
         capabilities: what the last probe found; None while the engine is not healthy: not probed yet, ejected, or removed.
-        problem: why it is not healthy; None before the first probe.
+        availability: whether it answers, and why not.
         failures: consecutive failed requests.
         ejections: consecutive ejections without a successful request between them.
         version: policy version that it last reported.
@@ -46,7 +44,7 @@ class EngineState:
         self.url = url
         self.load = 0
         self.capabilities: Capabilities | None = None
-        self.problem: EngineError | None = None
+        self.availability = EngineAvailability(url)
         self.failures = 0
         self.ejections = 0
         self.version = UNVERSIONED
@@ -60,7 +58,6 @@ class EngineState:
         self._polling_scope = anyio.CancelScope()
         self._check_in_progress = False
         self._request_scopes: set[anyio.CancelScope] = set()
-        self._waiting_for: set[str] = set()
 
     # Load
 
@@ -141,16 +138,15 @@ class EngineState:
 
     def mark_healthy(self, capabilities: Capabilities) -> None:
         """Record a successful probe. The engine's version is unknown until it reports one."""
-        self.capabilities, self.problem, self.failures = capabilities, None, 0
+        self.capabilities, self.failures = capabilities, 0
         self.version, self._version_seen_at, self.waits_for_weights = UNVERSIONED, -math.inf, False
-        self.log_recovered("answer")
+        self.availability.mark_available()
         self.first_probe_done.set()
 
     def mark_unavailable(self, error: EngineError) -> None:
         """Record a failed probe."""
-        self.problem = error
+        self.availability.mark_unavailable(error)
         self.first_probe_done.set()
-        self.log_waiting("answer", error)
 
     def record_success(self) -> None:
         """Record a valid sample."""
@@ -178,10 +174,9 @@ class EngineState:
         """Stop sending it requests until a new probe succeeds: another server may answer there next."""
         if self.capabilities is None:
             return
-        self.capabilities, self.problem = None, error
+        self.capabilities = None
         self.ejections += 1
-        self._waiting_for.add("answer")
-        log.warning("engine.ejected", url=self.url, why=str(error))
+        self.availability.mark_ejected(error)
         self._polling_scope.cancel()
 
     def remove(self) -> None:
@@ -202,8 +197,9 @@ class EngineState:
         """Record that the last reported version is no longer there, without a restart."""
         self.version, self._version_seen_at = UNVERSIONED, anyio.current_time()
 
-    def start_waiting_for_weights(self) -> bool:
+    def start_waiting_for_weights(self, error: EngineError) -> bool:
         """Stop requests for newer versions; false if they are stopped already."""
+        self.availability.log_waiting("weights", error)
         started, self.waits_for_weights = not self.waits_for_weights, True
         return started
 
@@ -224,17 +220,3 @@ class EngineState:
         """Make the error that says its weights are too old."""
         has = "no policy version yet" if self.version == UNVERSIONED else f"policy version {self.version}"
         return EngineError(f"{self.url} has {has}, older than {min_policy_version}")
-
-    # Log
-
-    def log_waiting(self, what: Literal["answer", "weights"], error: EngineError) -> None:
-        """Log that requests wait for this engine: once, until it recovers."""
-        if what not in self._waiting_for:
-            self._waiting_for.add(what)
-            log.warning("engine.waiting", url=self.url, what=what, why=str(error))
-
-    def log_recovered(self, what: Literal["answer", "weights"]) -> None:
-        """Log the end of that wait, if there was one."""
-        if what in self._waiting_for:
-            self._waiting_for.discard(what)
-            log.info("engine.recovered", url=self.url, what=what)

@@ -9,6 +9,7 @@ when two polls in a row remain unanswered, and when it lost a route or its polic
 answer at its address now. It returns after a new probe.
 """
 
+import itertools
 import random
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -18,6 +19,7 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
+from stream.backoff import Backoff
 from stream.errors import EngineError
 from workers.engine_api.connection import QUERY_TIMEOUT_S, ConnectionPool, UnreachableError
 from workers.engine_api.discovery.discovery import EngineDiscovery
@@ -34,10 +36,12 @@ MAX_FAILURES: Final = 3
 """Consecutive failed requests that eject an engine even if its health check succeeds."""
 _MAX_UNANSWERED: Final = 2
 """Consecutive unanswered polls that eject an engine; its requests then go elsewhere."""
-_MIN_PROBE_PAUSE_S, _MAX_PROBE_PAUSE_S = 0.05, 2.0
-_INCOMPATIBLE_PAUSE_S: Final = 10.0
-_MAX_EJECTION_S: Final = 30.0
-"""Longest pause before an engine is probed that passes health checks but keeps failing requests."""
+_PROBE_BACKOFF: Final = Backoff(0.05, 2.0)
+"""Between two probes of an engine that is not healthy."""
+_INCOMPATIBLE_BACKOFF: Final = Backoff(10.0, 10.0)
+"""Between two probes of an engine that stays incompatible."""
+_EJECTION_BACKOFF: Final = Backoff(0.5, 30.0, jitter=0.0)
+"""Before an engine is probed that passes health checks but keeps failing requests, by its ejections in a row."""
 _POLL_INTERVAL_S: Final = (1.0, 2.0)
 """Between two polls of an engine's metrics; random, so that workers do not poll in step."""
 _VERSION_INTERVAL_S: Final = 0.5
@@ -111,8 +115,7 @@ class HealthMonitor:
 
     def wait_for_weights(self, engine: EngineState, error: EngineError) -> None:
         """Route requests that need newer weights elsewhere until the engine has them."""
-        engine.log_waiting("weights", error)
-        if engine.start_waiting_for_weights():
+        if engine.start_waiting_for_weights(error):
             self._tasks.start_soon(self._poll_version, engine)
 
     async def fetch_version(self, engine: EngineState) -> int:
@@ -143,20 +146,19 @@ class HealthMonitor:
                 with engine.polling():
                     await self._poll_metrics(engine)
                 if engine.failures >= MAX_FAILURES:  # its health checks may well succeed
-                    await anyio.sleep(min(_MAX_EJECTION_S, 2.0 ** min(engine.ejections, 10) / 4))
+                    await anyio.sleep(_EJECTION_BACKOFF.delay_s(engine.ejections))
 
     async def _wait_until_healthy(self, engine: EngineState) -> None:
         """Probe the engine until it is healthy and compatible."""
-        pause = _MIN_PROBE_PAUSE_S
-        while True:
+        for attempt in itertools.count(1):
             try:
                 await self._get_health(engine)
                 engine.mark_healthy(await self._probe.inspect(engine.url))
             except EngineError as error:
                 engine.mark_unavailable(error)
-                await anyio.sleep(random.uniform(pause / 2, pause))
-                is_incompatible = isinstance(error, IncompatibleEngineError)
-                pause = _INCOMPATIBLE_PAUSE_S if is_incompatible else min(2 * pause, _MAX_PROBE_PAUSE_S)
+                stays_incompatible = attempt > 1 and isinstance(error, IncompatibleEngineError)
+                backoff = _INCOMPATIBLE_BACKOFF if stays_incompatible else _PROBE_BACKOFF
+                await anyio.sleep(backoff.delay_s(attempt))
             else:
                 return
 

@@ -183,6 +183,6 @@ class Router:
         if self.healthy:
             outdated = "; ".join(str(engine.outdated_error(min_policy_version)) for engine in self.healthy)
             raise EngineUnavailableError(f"{outdated}, for {waited_s:g} s; is the trainer running?")
-        problems = sorted({str(engine.problem) for engine in self.engines.values() if engine.problem})
+        problems = sorted({str(e.availability.problem) for e in self.engines.values() if e.availability.problem})
         why = f" ({'; '.join(problems)})" if problems else ""
         raise EngineUnavailableError(f"no engine answers at {', '.join(self.engines)}; tried for {waited_s:g} s{why}")
