@@ -151,7 +151,7 @@ class Row(Struct, kw_only=True):
     seconds: float
     trained: int
     cancelled: int
-    given_up: int
+    abandoned: int
     waited_s: float
     age_mean: float
     age_max: int
@@ -182,7 +182,7 @@ def measure(policy: str, settings: Settings, watched: Observed, numbers: list[in
         seconds=round(watched.seconds, 1),
         trained=outcome.view.counts.get("trained", 0),
         cancelled=outcome.view.counts.get("cancelled", 0),
-        given_up=int(sum(step.get("stragglers/abandoned", 0) for step in told)),
+        abandoned=int(sum(step.get("stragglers/abandoned", 0) for step in told)),
         waited_s=round(sum(step.get("stragglers/seconds", 0.0) for step in told), 1),
         age_mean=round(mean("staleness/mean"), 2),
         age_max=int(max(step["staleness/max"] for step in told)),
@@ -214,7 +214,7 @@ def table(rows: list[Row]) -> str:
     ]
     lines += [
         f"| {r.policy} | {r.trained} | {r.cancelled} | {r.age_mean:.2f} | {r.age_max} | {r.over:.1%} "
-        f"| {r.waited_s:.1f} s, {r.given_up} given up | {r.length_trained:.1f} / {r.length_fed:.1f} "
+        f"| {r.waited_s:.1f} s, {r.abandoned} abandoned | {r.length_trained:.1f} / {r.length_fed:.1f} "
         f"| {r.seconds_trained:.2f} / ≥ {r.seconds_first:.2f} | {r.seconds:.0f} s |"
         for r in rows
     ]

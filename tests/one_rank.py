@@ -29,7 +29,7 @@ CASES = {
     "divergence": {"algorithm": {"kl_coefficient": 0.1}},
     "kl_cov": {"loss": {"name": "kl_cov", "kl_cov_ratio": 0.2}},
     "rejection, normalised weights": {
-        "correction": {"normalize": True, "reject": [{"rule": "seq_mean_k1", "lower": 0.01, "upper": 100.0}]},
+        "correction": {"weights": "token-normalized", "reject": {"seq_mean_k1": [0.01, 100.0]}},
         "filter": {"min_valid_rows": 2},
     },
 }

@@ -145,6 +145,6 @@ def test_a_policy_that_makes_its_verifier_time_out_stops_the_run_which_says_so(p
     told = result.stderr.strip().splitlines()[-1]
     assert "reward:timeout" in told
     assert "abort.max_invalid_fraction" in told
-    assert "mend the reward, or raise the bound" in told
+    assert "fix the reward function, or raise the limit" in told
     found = audited(project)
     assert (found["lost"], found["twice"]) == ([], [])

@@ -1,4 +1,4 @@
-"""What the first rank tells the others arrives as it was; and what they could not carry out ends all orders."""
+"""Rank commands arrive unchanged, and none is sent after one that failed."""
 
 from dataclasses import fields, replace
 
@@ -88,7 +88,7 @@ def test_a_tensor_of_any_type_and_shape_arrives_to_the_bit(tensor):
 
 def test_what_cannot_be_sent_is_named():
     batch = replace(collate([group()]), turn_rewards_RT=object())
-    with pytest.raises(TypeError, match=r"an order to the ranks holds a builtins\.object"):
+    with pytest.raises(TypeError, match=r"a rank command holds a builtins\.object"):
         passed_on(TrainStep(batch, 7))
 
 
@@ -119,7 +119,7 @@ def test_after_an_order_that_was_not_carried_out_there_is_no_other(fault):
     orders = RankCommands(ranks)
     with pytest.raises((RankLostError, ValueError)), orders.broadcast(Heartbeat()):
         raise fault
-    with pytest.raises(RankLostError, match="started again"), orders.broadcast(GatherWeights()):
+    with pytest.raises(RankLostError, match="has to be restarted"), orders.broadcast(GatherWeights()):
         pass
     said = ranks.said
     orders.shut_down()

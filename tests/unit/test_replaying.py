@@ -264,7 +264,7 @@ def test_an_altered_byte_of_an_archived_group_is_told_with_its_place(made, which
     content = bytearray(place.file.read_bytes())
     content[place.offset + place.size // 2] ^= 1
     place.file.write_bytes(content)
-    with pytest.raises(RecordError, match=rf"byte {place.offset}: the group of prompt {line.prompt}: altered"):
+    with pytest.raises(RecordError, match=rf"byte {place.offset}: the group of prompt {line.prompt}: damaged"):
         made.replay()
 
 

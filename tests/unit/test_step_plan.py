@@ -56,7 +56,7 @@ def test_what_is_too_old_already_makes_nobody_else_late():
     assert plan_step(begun, {"ancient", "due"}, (), course(9, k=1)).prompt_ids == ["due"]
 
 
-def test_who_was_given_up_is_awaited_no_more():
+def test_an_abandoned_group_is_no_longer_waited_for():
     begun = {"hung": 3, "young": 4}
     assert plan_step(begun, {"young"}, {"hung"}, course(4, k=1)).stragglers == []
 

@@ -29,7 +29,7 @@ def test_it_waits_until_none_has_come_for_so_long(clock):
     assert waiting.abandoned({"b": 3}) == {"b"}
 
 
-def test_who_comes_in_time_is_not_given_up(clock):
+def test_a_straggler_that_arrives_in_time_is_not_abandoned(clock):
     waiting = StragglerWait(10.0)
     waiting.abandoned({"a": 3})
     assert waiting.should_wait(["a"], paused=False)

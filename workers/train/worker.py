@@ -10,7 +10,6 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 import structlog
@@ -33,6 +32,7 @@ from workers.train.metrics_log import MetricsLog
 from workers.train.progress import Progress
 from workers.train.publishing.policy_versions import PolicyVersions
 from workers.train.publishing.publisher import WeightPublisher, open_publisher
+from workers.train.step.group_checks import CheckedGroup
 from workers.train.step.learner import Learner
 from workers.train.trainer import Trainer
 
@@ -80,7 +80,7 @@ async def train(context: WorkerContext, make_learner: Callable[[Settings], Learn
 
 async def _train(
     settings: Settings,
-    consumer: Consumer[Any],
+    consumer: Consumer[CheckedGroup],
     checker: GroupChecker,
     publisher: WeightPublisher,
     files: _RunFiles,
@@ -111,7 +111,7 @@ async def _open_consumer(
     folder_lock: RunFolderLock,
     files: _RunFiles,
     checker: GroupChecker,
-) -> AsyncIterator[Consumer[Any]]:
+) -> AsyncIterator[Consumer[CheckedGroup]]:
     """Open the run's consumer at the checkpoint's resume point."""
     progress = files.progress
     resume = ResumePoint(ledger_bytes=progress.ledger_bytes, version=progress.version, step=progress.step)

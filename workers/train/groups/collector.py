@@ -1,7 +1,6 @@
 """Fills a step: polls the consumer until enough groups are buffered, or no more will come."""
 
 import time
-from typing import Any
 
 import structlog
 from msgspec import Struct, field
@@ -15,6 +14,7 @@ from workers.settings import Settings
 from workers.train.groups.group_checker import GroupChecker
 from workers.train.groups.step_plan import StepPlan, VersionSchedule, plan_step
 from workers.train.groups.straggler_wait import StragglerWait
+from workers.train.step.group_checks import CheckedGroup
 
 log = structlog.get_logger()
 
@@ -39,7 +39,7 @@ class Collector:
         checker: counts dropped groups.
     """
 
-    def __init__(self, settings: Settings, consumer: Consumer[Any], checker: GroupChecker) -> None:
+    def __init__(self, settings: Settings, consumer: Consumer[CheckedGroup], checker: GroupChecker) -> None:
         self.consumer = consumer
         self.pop_dropped = checker.pop_dropped
         self._settings = settings

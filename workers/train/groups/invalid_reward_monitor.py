@@ -1,9 +1,8 @@
-"""The farming guard: a run whose rewards are not measured any more stops, and says so.
+"""Stops a run whose rewards are no longer measured.
 
-Invalid rows are left out, which a policy could learn to exploit, and a dead verifier would go unnoticed. So the
-fraction of completions that are invalid, by environment and reason, is watched over a window of groups; beyond the
-bound the run stops. Nothing is turned into 0 to get there. A greedy completion counts like any other: it is a rollout
-too.
+Invalid completions are excluded from training. A policy could learn to exploit that, and a verifier that fails would go
+unnoticed. So this monitor counts invalid completions by environment and reason over a window of groups, and ends the
+run above a limit. Greedy completions count like all others.
 """
 
 from collections import Counter, deque
@@ -14,11 +13,11 @@ from stream.validity import Unmeasured
 
 
 class InvalidRewardMonitor:
-    """Watches the last groups of each environment.
+    """Counts invalid completions in the last groups of each environment.
 
     Args:
-        max_invalid_fraction: fraction of completions that may be invalid for one reason.
-        window: groups looked at together.
+        max_invalid_fraction: largest fraction of completions that may be invalid for one reason.
+        window: number of groups counted together.
     """
 
     def __init__(self, max_invalid_fraction: float, window: int) -> None:
@@ -27,10 +26,10 @@ class InvalidRewardMonitor:
         self._recent: dict[str, deque[tuple[int, Counter[str]]]] = {}
 
     def observe(self, group: Group) -> None:
-        """Take one group into account.
+        """Count one group.
 
         Raises:
-            RunFailedError: one reason is over the bound, over a full window.
+            RunFailedError: over a full window, one reason exceeds the limit.
         """
         environment = group.prompt.environment or "no environment"
         recent = self._recent.setdefault(environment, deque(maxlen=self._window))
@@ -45,8 +44,8 @@ class InvalidRewardMonitor:
             if n > self._max_invalid_fraction * completions:
                 raise RunFailedError(
                     f"{n} of the last {completions} completions of {environment} are invalid for one reason, {reason}, "
-                    f"more than abort.max_invalid_fraction = {self._max_invalid_fraction:g} allows. Nobody measured what they are "
-                    "worth, so the run stops instead of training on the rest; mend the reward, or raise the bound"
+                    f"more than abort.max_invalid_fraction = {self._max_invalid_fraction:g} allows. Their rewards are unmeasured, "
+                    "so the run stops instead of training on the rest; fix the reward function, or raise the limit"
                 )
 
 

@@ -1,16 +1,14 @@
-"""Several processes that are one trainer, with the model in shards over them.
+"""Several processes (ranks) that are one trainer, with the model in shards over them.
 
 ::
 
-    launching ─► rank 0: leading, the trainer as it is alone ──── orders ────► rank 1..: following
-                   └────────────── every step: the same collectives (ranks, sharding) ──────┘
+    launcher ─► rank 0: the trainer, with a `Rank0Learner` ─── commands ───► ranks 1, 2, ...: followers
+                   └──────── every step: the same collectives (`workers.train.distributed`) ────────┘
 
 ===================  ==================================================================
-`launching.py`       starts them on this machine, by the agent of `torchrun`, and ends them together
-`ranks.py`           which of them this is, and what they add up
-`sharding.py`        a model in shards, one at each
-`leading.py`         the first: a learner that takes the others along
-`orders.py`          what it tells them, and how they hear of it
-`following.py`       each of the others: does what it is told
+`launcher.py`        starts the ranks on this machine with the agent of `torchrun`
+`commands.py`        what rank 0 tells the followers, and how
+`rank0.py`           the trainer as rank 0: its learner broadcasts each command first
+`follower.py`        the other ranks: execute commands until `Shutdown`
 ===================  ==================================================================
 """

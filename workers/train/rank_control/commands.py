@@ -1,11 +1,11 @@
-"""What the first rank tells the others to do, and how they hear of it.
+"""Commands from rank 0 to the followers.
 
-Rank 0 is the trainer: it alone speaks to Redis, to engines and to the disk. Whenever it is about to do something in
-which every rank takes part, it says so, and all of them do it. Between two orders it may wait for groups for hours;
-a beat now and then tells the others that it is still there, and tells it the same of them.
+Rank 0 is the trainer: only it talks to Redis, to engines and to the disk. Before it does something in which every rank
+takes part, it broadcasts a command, and all ranks do it. Between two commands it may wait hours for groups; heartbeats
+show the ranks meanwhile that the others are alive.
 
-A batch goes to all ranks as it is: what is decided of it (advantages, masks, how much of the loss each token is) hangs
-on all of its completions, and is decided by everybody alike. It is small beside what the ranks exchange in one pass.
+Every rank receives the whole batch, because advantages, masks and loss weights depend on all of its completions, and
+every rank computes them alike. A batch is small beside what ranks exchange in one pass.
 """
 
 import threading
@@ -25,101 +25,102 @@ from workers.train.distributed.ranks import Ranks, collective_timeout_s
 from workers.train.step.batch import Batch
 
 HEARTBEATS_PER_TIMEOUT: Final = 20
-"""Within the time after which the first rank is given up: it may be held up for much longer than one of them."""
+"""So many, because rank 0 may be delayed by much more than one interval without being lost."""
 
 
 class RankLostError(PenstockError):
-    """A rank ended, or hangs: the others cannot go on without it."""
+    """A rank exited or hangs; the others cannot continue without it."""
 
 
 class CreateLearner(Struct, frozen=True, tag=True):
-    """Make the learner."""
+    """Create the learner."""
 
     settings: Settings
     dtype: str
-    """Of weights and optimizer state."""
+    """Of weights and optimizer state, as torch names it."""
 
 
 class TrainStep(Struct, frozen=True, tag=True):
-    """Take one step (`Learner.step`)."""
+    """Train one step (`Learner.step`)."""
 
     batch: Batch
     version: int
 
 
 class GatherWeights(Struct, frozen=True, tag=True):
-    """Gather the policy at the first rank."""
+    """Gather the policy's weights on rank 0."""
 
 
 class GatherState(Struct, frozen=True, tag=True):
-    """Gather everything else that the next step depends on."""
+    """Gather optimizer state and everything else that the next step depends on, on rank 0."""
 
 
 class Restore(Struct, frozen=True, tag=True):
-    """Go back to what a checkpoint holds."""
+    """Restore a checkpoint that rank 0 has read."""
 
     names: list[str]
-    """Of the tensors that the first rank has."""
+    """Of the checkpoint's tensors."""
     steps: int
     skipped_steps: int
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
-    """Do nothing: the first rank is there."""
+    """Meet at a barrier, to show that all ranks are alive."""
 
 
 class Shutdown(Struct, frozen=True, tag=True):
-    """Leave."""
+    """Exit."""
 
 
 RankCommand = CreateLearner | TrainStep | GatherWeights | GatherState | Restore | Heartbeat | Shutdown
 
 
 class RankCommands:
-    """The way from the first rank to the others.
+    """Sends commands from rank 0 and receives them on followers.
 
     Args:
-        ranks: all of them.
+        ranks: all ranks.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self._lock = threading.Lock()
         self._broken = False
+        """A command was not completed, so the ranks may be in different collectives."""
 
     @contextmanager
-    def broadcast(self, order: RankCommand) -> Iterator[None]:
-        """Tell the others, and do the same within the block. One order at a time, from whichever thread.
+    def broadcast(self, command: RankCommand) -> Iterator[None]:
+        """Send a command to the followers; rank 0 executes it in the block. One command at a time, from any thread.
 
         Raises:
-            RankLostError: they are not there any more.
+            RankLostError: a rank is lost, now or during an earlier command.
         """
         with self._lock:
             if self._broken:
-                raise RankLostError("the ranks have lost one another; the trainer has to be started again")
-            self._broken = True  # until it was carried out: what ended half way cannot be followed by another order
+                raise RankLostError("an earlier command to the ranks failed; the trainer has to be restarted")
+            self._broken = True
             try:
-                self.ranks.broadcast_bytes(_ENCODER.encode(order))
+                self.ranks.broadcast_bytes(_ENCODER.encode(command))
                 yield
             except RuntimeError as error:
                 raise RankLostError(
-                    f"the {self.ranks.world_size} ranks could not carry out {type(order).__name__} together: {error}. "
-                    "Another rank ended, or this one failed; what each of them said is above"
+                    f"the {self.ranks.world_size} ranks did not complete {type(command).__name__}: {error}. Another "
+                    "rank exited, or this one failed; the log lines above are of both"
                 ) from error
             self._broken = False
 
     def receive(self) -> RankCommand:
-        """The next order; at the other ranks."""
+        """Wait for the next command; on followers."""
         return _DECODER.decode(self.ranks.broadcast_bytes())
 
     async def send_heartbeats(self) -> None:
-        """Tell the others now and then that this rank is there, and see that they are, for ever."""
+        """Send heartbeats forever."""
         while True:
             await anyio.sleep(collective_timeout_s() / HEARTBEATS_PER_TIMEOUT)
             await anyio.to_thread.run_sync(self._send_heartbeat)
 
     def shut_down(self) -> None:
-        """Let the others leave, if they can still be told."""
+        """Let the followers exit, unless they are lost."""
         if not self._broken:
             with self.broadcast(Shutdown()):
                 pass
@@ -132,7 +133,7 @@ class RankCommands:
 def _encode_tensor(value: Any) -> Any:
     if isinstance(value, Tensor):
         plain = value.detach().cpu().contiguous()
-        content = plain.view(-1).view(torch.uint8)  # as bytes: NumPy does not know every dtype
+        content = plain.view(-1).view(torch.uint8)  # as bytes, since NumPy lacks some dtypes
         return str(plain.dtype).removeprefix("torch."), list(plain.shape), content.numpy().tobytes()
     raise TypeError(_unsupported(type(value)))
 
@@ -148,8 +149,8 @@ def _decode_tensor(kind: type, value: Any) -> Any:
 
 def _unsupported(kind: type) -> str:
     return (
-        f"an order to the ranks holds a {kind.__module__}.{kind.__qualname__}: beside what msgspec encodes only "
-        "tensors are sent; have its field hold one of those, or teach `_encode_tensor` and `_decoded` the type"
+        f"a rank command holds a {kind.__module__}.{kind.__qualname__}, which cannot be sent: fields hold tensors and "
+        "types that msgspec encodes; extend `_encode_tensor` and `_decode_tensor` for others"
     )
 
 

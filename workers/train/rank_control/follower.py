@@ -1,4 +1,4 @@
-"""A rank that follows: it holds its shards, and does what the first rank tells it. It knows no Redis, and no files."""
+"""A follower: holds its shards and executes rank 0's commands. It uses neither Redis nor files."""
 
 import signal
 import time
@@ -24,13 +24,13 @@ from workers.train.step.learner import Learner
 log = structlog.get_logger()
 
 _EXIT_DELAY_S: Final = 1.0
-"""The first rank's exit code is the one that tells why; it is to be read before this one's."""
+"""Rank 0's exit code carries the cause, so rank 0 should exit first."""
 
 
 def run_follower() -> int:
-    """Follow until the first rank lets go. Returns the exit code: 1 where it, or another rank, was lost."""
+    """Execute commands until `Shutdown`. Returns the exit code: 0, or 1 if a rank was lost."""
     init_process_group()
-    # From here on the first rank decides: it drains when it is asked to stop, and says when that is done.
+    # On a stop signal rank 0 drains and then sends `Shutdown`.
     for received in (signal.SIGTERM, signal.SIGINT):
         signal.signal(received, signal.SIG_IGN)
     ranks = Ranks()
@@ -39,7 +39,7 @@ def run_follower() -> int:
     try:
         _run_commands(RankCommands(ranks))
     except RuntimeError as error:
-        log.error("rank.lost", why=str(error))  # noqa: TRY400  (that another rank ended is no fault of this one)
+        log.error("rank.lost", why=str(error))  # noqa: TRY400  (another rank's exit needs no traceback here)
         time.sleep(_EXIT_DELAY_S)
         return 1
     log.info("rank.left")
@@ -47,38 +47,38 @@ def run_follower() -> int:
     return 0
 
 
-def _run_commands(orders: RankCommands) -> None:
+def _run_commands(commands: RankCommands) -> None:
     learner: Learner | None = None
     while True:
-        order = orders.receive()
-        match order:
+        command = commands.receive()
+        match command:
             case Shutdown():
                 return
             case Heartbeat():
-                orders.ranks.barrier()
+                commands.ranks.barrier()
             case CreateLearner():
-                learner = _create_learner(order, orders)
+                learner = _create_learner(command, commands)
             case _ if learner is None:
-                raise RuntimeError(f"the first rank asks for {type(order).__name__} before there is a learner")
+                raise RuntimeError(f"rank 0 sent {type(command).__name__} before CreateLearner")
             case _:
-                _execute(order, learner)
+                _execute(command, learner)
 
 
-def _create_learner(order: CreateLearner, orders: RankCommands) -> Learner:
+def _create_learner(command: CreateLearner, commands: RankCommands) -> Learner:
     try:
-        return Learner(order.settings, dtype=getattr(torch, order.dtype))
+        return Learner(command.settings, dtype=getattr(torch, command.dtype))
     except PenstockError:
-        orders.receive()  # the first rank has found the same: it says so, and ends
+        commands.receive()  # rank 0 fails with the same error, reports it and shuts down
         raise
 
 
-def _execute(order: TrainStep | GatherWeights | GatherState | Restore, learner: Learner) -> None:
-    match order:
+def _execute(command: TrainStep | GatherWeights | GatherState | Restore, learner: Learner) -> None:
+    match command:
         case TrainStep():
-            learner.step(order.batch, order.version)
+            learner.step(command.batch, command.version)
         case GatherWeights():
             learner.weights()
         case GatherState():
             learner.state()
         case Restore():
-            learner.load_state({}, order.names, steps=order.steps, skipped_steps=order.skipped_steps)
+            learner.load_state({}, command.names, steps=command.steps, skipped_steps=command.skipped_steps)

@@ -1,4 +1,4 @@
-"""The first of several ranks: the trainer as it is alone, with a learner that takes the others along."""
+"""Rank 0: the trainer, with a learner that broadcasts each command to the followers before it executes it."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
@@ -32,11 +32,11 @@ T = TypeVar("T")
 
 
 class Rank0Learner(Learner):
-    """A learner that tells the other ranks of everything in which they take part, before it does it.
+    """A learner whose operations run on all ranks.
 
     Args:
         settings: of the run.
-        commands: the way to the others.
+        commands: the connection to the followers.
         dtype: of weights and optimizer state.
     """
 
@@ -53,60 +53,60 @@ class Rank0Learner(Learner):
         filtered: Sequence[GroupRewards] = (),
         dropped: Mapping[DropReason, int] | None = None,
     ) -> StepReport:
-        """Train on one batch, every rank on a part of it."""
+        """Train on one batch; each rank computes some of its micro-batches."""
         with self._commands.broadcast(TrainStep(batch, version)):
             return super().step(batch, version, filtered=filtered, dropped=dropped)
 
     def weights(self) -> dict[str, Tensor]:
-        """Gather the policy here."""
+        """Gather the policy's weights here."""
         with self._commands.broadcast(GatherWeights()):
             return super().weights()
 
     def state(self) -> dict[str, Tensor]:
-        """Gather here what the next step depends on beside it."""
+        """Gather here everything else that the next step depends on."""
         with self._commands.broadcast(GatherState()):
             return super().state()
 
     def load_state(
         self, tensors: Mapping[str, Tensor], names: Sequence[str], *, steps: int, skipped_steps: int = 0
     ) -> None:
-        """Give every rank its part of what a checkpoint holds."""
+        """Load a checkpoint's tensors, each rank its shards."""
         with self._commands.broadcast(Restore(list(names), steps, skipped_steps)):
             super().load_state(tensors, names, steps=steps, skipped_steps=skipped_steps)
 
 
 async def train_as_rank0(context: WorkerContext) -> None:
-    """Be the trainer, and take the other ranks along; they leave when it does.
+    """Run the trainer as rank 0; the followers exit with it.
 
     Raises:
-        RankLostError: one of them ended. They all have to be started again, and go on from the checkpoint.
+        RankLostError: a rank was lost. All ranks must be restarted; they resume from the checkpoint.
     """
     await run_with_followers(
-        lambda orders: train(context, make_learner=lambda settings: Rank0Learner(settings, orders))
+        lambda commands: train(context, make_learner=lambda settings: Rank0Learner(settings, commands))
     )
 
 
-async def run_with_followers(do: Callable[[RankCommands], Awaitable[T]]) -> T:
-    """Do something as the first rank, while the others follow; they leave when it is done.
+async def run_with_followers(main: Callable[[RankCommands], Awaitable[T]]) -> T:
+    """Run `main` as rank 0, then let the followers exit.
 
     Args:
-        do: is given the way to them.
+        main: receives the connection to the followers.
 
     Raises:
-        RankLostError: one of them ended.
+        RankLostError: a rank was lost.
     """
     await anyio.to_thread.run_sync(init_process_group)
     try:
-        orders = RankCommands(Ranks())
-        log.info("ranks.connected", ranks=orders.ranks.world_size, device=str(orders.ranks.device))
+        commands = RankCommands(Ranks())
+        log.info("ranks.connected", ranks=commands.ranks.world_size, device=str(commands.ranks.device))
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(orders.send_heartbeats)
-                done = await do(orders)
+                tasks.start_soon(commands.send_heartbeats)
+                result = await main(commands)
                 tasks.cancel_scope.cancel()
-            return done
+            return result
         finally:
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(orders.shut_down)
+                await anyio.to_thread.run_sync(commands.shut_down)
     finally:
         destroy_process_group()

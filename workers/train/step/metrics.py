@@ -85,7 +85,7 @@ COLLECTION_METRICS: Final[dict[str, str]] = {
     "that it ran, a lower bound. Above `attempt/seconds`, training favours short completions",
     "attempt/cancelled": "attempts at the batch's prompts that were cancelled for their age",
     "stragglers/seconds": "time that a full batch waited for stragglers",
-    "stragglers/given_up": "stragglers given up after `pacing.straggler_timeout_s`",
+    "stragglers/abandoned": "stragglers abandoned after `pacing.straggler_timeout_s`",
 }
 """Metrics of how the batch was collected; the trainer adds them."""
 
