@@ -1,4 +1,4 @@
-"""Weights to an engine, by vLLM's control routes: the trainer of this folder brings no transfer of its own."""
+"""Gives an engine weights over vLLM's control routes."""
 
 import json
 import urllib.request

@@ -10,7 +10,7 @@ from stream import Feed, Prompt, connect
 async def main(redis, run, total):
     async with connect(redis, run) as connection:
         feed = Feed(connection, max_queued_prompts=64)
-        cursor = await feed.cursor()  # where a feeder before us stopped; the text is ours to choose
+        cursor = await feed.cursor()  # where the last feeder stopped; its format is up to the feeder
         for number in range(int(cursor.removeprefix("row ") or 0), total):
             message = {"role": "user", "content": str(number)}
             prompt = Prompt(id=f"own:0:{number}", messages=[message], fields={"number": number}, group_size=2)

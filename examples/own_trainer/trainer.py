@@ -1,7 +1,7 @@
-"""A trainer that is not Penstock's: it leases scored groups, trains, publishes, and loses nothing however it is killed.
+"""A trainer of your own: it leases scored groups, trains, publishes, and loses nothing when it is killed.
 
-What it trains is a table: for each prompt an estimate of its reward, and how often that was updated. The policy is the
-same model all the time, published under a new number after each step. Put a model of yours in both places.
+It trains a table: for each prompt an estimate of its reward, and the number of updates. The policy is always the same model,
+published under a new version after each step. Replace both with your model.
 
     python examples/own_trainer/trainer.py RUN_FOLDER REDIS_URL RUN_NAME ENGINE_URL MODEL_FOLDER
 """
@@ -21,7 +21,7 @@ from stream import Measured, ResumePoint, connect, consume
 
 def train(table, group):
     value, updates = table.get(group.prompt.id, (0.0, 0))
-    for reward in [c.reward for c in group.completions if isinstance(c.reward, Measured)]:  # others are no 0
+    for reward in [c.reward for c in group.completions if isinstance(c.reward, Measured)]:  # unmeasured is not 0
         value -= 0.1 * (value - reward.value)  # the gradient of half the squared error
     table[group.prompt.id] = (value, updates + 1)
 
@@ -32,7 +32,7 @@ def save(path, state, resume_point):
         os.fsync(file.fileno())
     path.with_suffix(".tmp").rename(path)
     folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # the new name is durable, too
+    os.fsync(folder)  # makes the new name durable
     os.close(folder)
 
 
@@ -42,20 +42,20 @@ async def main(folder, redis, run, engine, model):
     resume = ResumePoint(ledger_bytes=state["ledger_bytes"], version=state["version"], step=state["step"])
     async with (
         connect(redis, run) as connection,
-        consume(connection, folder / "ledger.jsonl", resume, lease_s=5.0) as groups,
+        consume(connection, folder / "ledger.jsonl", resume, lease_s=5.0) as consumer,
     ):
         while True:
-            await groups.publish(model, state["step"], partial(push, engine, model))
-            if not (taken := await groups.claim(8)):
+            await consumer.publish(model, state["step"], partial(push, engine, model))
+            if not (batch := await consumer.claim(8)):
                 break
-            for each in taken:
+            for each in batch:
                 train(state["table"], each.group)
             state["step"] += 1
-            await groups.commit(taken, state["step"])
+            await consumer.commit(batch, state["step"])
             if state["step"] % 3 == 0:
-                await groups.checkpoint(partial(save, path, state))
-        await groups.checkpoint(partial(save, path, state))
-        await groups.finish(f"trained {state['step']} steps")
+                await consumer.checkpoint(partial(save, path, state))
+        await consumer.checkpoint(partial(save, path, state))
+        await consumer.finish(f"trained {state['step']} steps")
 
 
 if __name__ == "__main__":
