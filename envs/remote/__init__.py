@@ -1,11 +1,11 @@
-"""Rewards that a server measures, asked over HTTP.
+"""Rewards measured by HTTP servers.
 
-===================  ======================================================================
-`service.py`         servers that are alike: deadlines, retries by class of failure
-`reward_model.py`    `reward_model`: a served reward model; gathers what many groups ask
-`probe.py`           whether it is one, and whether its scores are raw
-`tally.py`           what it did, for the log
-`classify.py`        what goes over HTTP to and from it
-`judge.py`           `judge`: the verdict of a language model
-===================  ======================================================================
+=====================  =================================================================================
+`reward_model.py`      `reward_model`: a served reward model; batches the requests of many groups
+`model_check.py`       check that a server serves a reward model and returns raw scores
+`classify_api.py`      requests and responses of vLLM's `/classify`
+`stats.py`             statistics of a served reward model, for the log
+`judge.py`             `judge`: a language model rates completions
+`service_client.py`    the HTTP client of both: deadlines, retries, several servers
+=====================  =================================================================================
 """

@@ -1,4 +1,4 @@
-"""Is this a reward model, and are its scores raw? Asked of each server before anything is believed."""
+"""Check that a server serves a reward model and returns raw scores, before any score is used."""
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,59 +15,59 @@ PROBE_CONVERSATIONS: Sequence[Sequence[Message]] = (
     build_conversation(_QUESTION, "The capital of France is Paris."),
     build_conversation(_QUESTION, "no no no 17 17"),
 )
-"""An answer, and what is none."""
+"""A good and a bad answer."""
 _ABSOLUTE_TOLERANCE, _RELATIVE_TOLERANCE = 0.1, 0.05
-"""Servers of one model may differ by so much, or by this part of the score: bfloat16, another GPU, another batch."""
+"""Allowed difference between servers of one model: bfloat16, another GPU or another batch change scores slightly."""
 
 Post = Callable[[bytes], Awaitable[bytes]]
-"""Asks the server once."""
+"""Sends one request body and returns the response body."""
 
 
-async def probe_server(post: Post, url: str, template_args: Mapping[str, Any], *, from_0_to_1: bool) -> list[float]:
-    """Score a pair of conversations, and see that the scores are raw logits.
+async def probe_server(
+    post: Post, url: str, chat_template_kwargs: Mapping[str, Any], *, scores_in_unit_interval: bool
+) -> list[float]:
+    """Score `PROBE_CONVERSATIONS`, and check that the scores are raw logits.
 
     Args:
-        post: asks the server.
-        url: of it, for messages.
-        template_args: of its chat template.
-        from_0_to_1: this model's own scores lie between 0 and 1.
-
-    Returns:
-        The scores of `PAIR`.
+        post: sends a request to the server.
+        url: the server, for messages.
+        chat_template_kwargs: extra arguments of the server's chat template.
+        scores_in_unit_interval: the model's raw scores lie between 0 and 1; skips the check.
 
     Raises:
-        RunFailedError: it is no reward model, or its scores went through an activation; says what to do.
-        ServiceUnavailableError: it does not answer.
+        RunFailedError: the server is no reward model, or its scores went through an activation.
+        ServiceUnavailableError: the server does not respond.
     """
-    raw = [await _score(post, url, messages, template_args) for messages in PROBE_CONVERSATIONS]
-    if from_0_to_1 or not all(0 <= score <= 1 for score in raw):
+    raw = [await _score(post, url, messages, chat_template_kwargs) for messages in PROBE_CONVERSATIONS]
+    if scores_in_unit_interval or not all(0 <= score <= 1 for score in raw):
         return raw
-    # Between 0 and 1 by chance, or squashed? With the activation on, an honest server answers something else.
+    # Raw scores may lie in [0, 1] by chance. If they do, requesting the activation changes them; squashed ones stay.
     try:
-        squashed = [
-            await _score(post, url, messages, template_args, use_activation=True) for messages in PROBE_CONVERSATIONS
+        activated = [
+            await _score(post, url, messages, chat_template_kwargs, use_activation=True)
+            for messages in PROBE_CONVERSATIONS
         ]
     except RunFailedError:
-        squashed = raw
-    as_raw = sum(abs(now - before) for now, before in zip(squashed, raw, strict=True))
-    as_sigmoid = sum(abs(now - 1 / (1 + math.exp(-before))) for now, before in zip(squashed, raw, strict=True))
+        activated = raw
+    as_raw = sum(abs(now - before) for now, before in zip(activated, raw, strict=True))
+    as_sigmoid = sum(abs(now - 1 / (1 + math.exp(-before))) for now, before in zip(activated, raw, strict=True))
     if as_raw <= as_sigmoid:
         raise RunFailedError(
-            f"{url}: the scores look squashed: {raw[0]:.4g} and {raw[1]:.4g} for two unlike conversations, and the "
-            "same whether `use_activation` is false or true. Serve raw logits (a vLLM that knows `use_activation`, "
-            "nothing between that drops it), or say args.from_0_to_1 = true if this model's own scores are like that"
+            f"{url}: the scores look squashed: {raw[0]:.4g} and {raw[1]:.4g} for two very different conversations, "
+            "whether `use_activation` is false or true. Serve raw logits (a vLLM that supports `use_activation`, and no "
+            "proxy that drops it), or set args.scores_in_unit_interval = true if the model's raw scores are like that"
         )
     return raw
 
 
 def check_same_model(scores: Mapping[str, Sequence[float]]) -> None:
-    """See that all servers serve the same model.
+    """Check that all servers serve the same model.
 
     Args:
-        scores: of `PAIR`, by server.
+        scores: scores of `PROBE_CONVERSATIONS` by server URL.
 
     Raises:
-        RunFailedError: they differ by more than rounding.
+        RunFailedError: scores differ by more than rounding.
     """
     (first, expected), *others = scores.items()
     for url, found in others:
@@ -83,20 +83,20 @@ async def _score(
     post: Post,
     url: str,
     messages: Sequence[Message],
-    template_args: Mapping[str, Any],
+    chat_template_kwargs: Mapping[str, Any],
     *,
     use_activation: bool = False,
 ) -> float:
     try:
-        payload = await post(classify_request(messages, template_args, use_activation=use_activation))
+        payload = await post(classify_request(messages, chat_template_kwargs, use_activation=use_activation))
     except ServiceUnavailableError:
         raise
     except ServiceRefusedError as error:
         raise RunFailedError(
-            f"{url} is no reward model that can be asked: {error}. Serve one with `vllm serve MODEL --runner pooling`, "
-            "or `penstock serve MODEL`, with a chat template"
+            f"{url} does not serve a reward model: {error}. Serve one with `vllm serve MODEL --runner pooling` or "
+            "`penstock serve MODEL`; the model needs a chat template"
         ) from error
     reward = parse_score(payload, url)
     if isinstance(reward, Unmeasured):
-        raise RunFailedError(f"{url} is no reward model: {reward.detail} ({reward.reason})")
+        raise RunFailedError(f"{url} does not serve a reward model: {reward.detail} ({reward.reason})")
     return reward.value

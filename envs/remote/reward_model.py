@@ -1,4 +1,4 @@
-"""`reward_model`: a served reward model scores the conversation; raw logits, whoever its neighbours are.
+"""`reward_model`: raw scores (logits) of conversations from a served reward model.
 
 ::
 
@@ -6,28 +6,36 @@
     ref = "reward_model"
     args = { urls = ["http://gpu-3:8000", "http://gpu-4:8000"] }
 
-The servers speak vLLM's `POST /classify` (`vllm serve MODEL --runner pooling`, or `penstock serve MODEL`): one
-conversation a request, rendered there by the model's own chat template. What many groups ask for at the same time is
-gathered for a moment and goes to one server together, which puts it into one pass.
+The servers speak vLLM's `POST /classify` (`vllm serve MODEL --runner pooling`, or `penstock serve MODEL`), one
+conversation for each request, rendered by the server with the model's chat template. Requests of many groups are
+collected for a few milliseconds and sent together, so that the server can run them in one forward pass.
 
-What came of a conversation, if not a number: `unavailable` (every try failed), `raised` (refused, a 4xx: too long, for
-one), `shape` (another number of scores than one), `not_finite`. Never 0.
+A conversation without a score is `unavailable` (every attempt failed), `raised` (a 4xx, e.g. too long), `shape` (not
+exactly one score) or `not_finite`; never 0.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import anyio
 import structlog
 from anyio import CancelScope
+from anyio.abc import TaskGroup
 
 from envs.messages import build_conversation
 from envs.remote.classify_api import CLASSIFY_PATH, classify_request, parse_score
 from envs.remote.model_check import check_same_model, probe_server
-from envs.remote.service_client import RewardServiceClient, ServerState, back_off
+from envs.remote.service_client import (
+    RETRY_BACKOFF,
+    ClientOptions,
+    RewardServiceClient,
+    ServerState,
+    parse_client_options,
+)
 from envs.remote.stats import ServiceStats
 from stream.errors import RunFailedError, ServiceError, ServiceRefusedError, ServiceUnavailableError, SettingsError
 from stream.records import Message
@@ -36,149 +44,144 @@ from stream.validity import Reward, RewardReason, Unmeasured
 log = structlog.get_logger()
 
 _MAX_BATCHES_PER_SERVER = 4
-"""For each server; beyond them, callers wait."""
+"""Concurrent batches for each server; beyond them, callers wait."""
 
 
 class _PendingRequest:
-    """One conversation that waits for its score."""
+    """One conversation waiting for its score."""
 
     __slots__ = ("body", "done", "reward")
 
     def __init__(self, body: bytes) -> None:
         self.body = body
         self.done = anyio.Event()
-        self.reward: Reward = Unmeasured(RewardReason.UNAVAILABLE, "it was not asked")
+        self.reward: Reward = Unmeasured(RewardReason.UNAVAILABLE, "no request was sent")
 
 
 class RewardModel:
-    """The reward function; entered before its first call, which probes each server, and left after the last.
+    """The reward function. Entering it checks each server; see `model_check.py`.
 
     Args:
-        urls: servers of the same model; the one with least to do is asked.
-        batch: conversations that are sent together, at most.
-        wait_ms: how long the first of a batch waits for others.
-        timeout_s: for one answer. `attempts` of them should fit into `rollout.call_timeout_s`, past which the
-            reason is `timeout`.
-        attempts: tries of one conversation.
-        start_s: how long to wait for the servers at the start.
-        template_args: further arguments of the server's chat template.
-        from_0_to_1: this model's own scores lie between 0 and 1: do not take that for an activation.
-        report_s: seconds between two log events `reward_model.served`.
+        urls: servers of the same model; the least-loaded one is used.
+        max_batch_size: conversations sent together, at most.
+        batch_wait_ms: how long the first conversation of a batch waits for others.
+        chat_template_kwargs: extra arguments of the server's chat template.
+        scores_in_unit_interval: the model's raw scores lie between 0 and 1; do not refuse them as squashed.
+        startup_timeout_s: how long to wait for the servers when entering.
+        log_interval_s: seconds between two log events `reward_model.served`.
+        client: deadline and attempts of a request, see `ClientOptions`.
     """
 
     def __init__(
         self,
-        urls: Sequence[str],
-        batch: int = 32,
-        wait_ms: float = 4.0,
-        timeout_s: float = 8.0,
-        attempts: int = 3,
-        start_s: float = 60.0,
-        template_args: dict[str, Any] | None = None,
-        from_0_to_1: bool = False,
-        report_s: float = 30.0,
+        urls: str | Sequence[str],
+        max_batch_size: int = 32,
+        batch_wait_ms: float = 4.0,
+        *,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        scores_in_unit_interval: bool = False,
+        startup_timeout_s: float = 60.0,
+        log_interval_s: float = 30.0,
+        client: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         urls = [urls] if isinstance(urls, str) else list(urls)
-        if not urls or batch < 1 or attempts < 1 or timeout_s <= 0 or wait_ms < 0:
-            raise SettingsError("reward_model takes one URL or more, and positive batch, attempts and timeout_s")
-        self._service = RewardServiceClient(urls, timeout_s=timeout_s, attempts=attempts)
-        self._batch = batch
-        self._wait_s = wait_ms / 1000
-        self._start_s = start_s
-        self._template_args = template_args or {}
-        self._from_0_to_1 = from_0_to_1
-        self._report_s = report_s
+        if not urls or max_batch_size < 1 or batch_wait_ms < 0:
+            raise SettingsError("reward_model: args need at least one URL and a positive max_batch_size")
+        self._client = RewardServiceClient(urls, parse_client_options(client, ClientOptions, "reward_model"))
+        self._max_batch_size = max_batch_size
+        self._batch_wait_s = batch_wait_ms / 1000
+        self._chat_template_kwargs = chat_template_kwargs
+        self._scores_in_unit_interval = scores_in_unit_interval
+        self._startup_timeout_s = startup_timeout_s
+        self._log_interval_s = log_interval_s
+        self._stats = ServiceStats()
+        self._limiter = anyio.CapacityLimiter(len(urls) * _MAX_BATCHES_PER_SERVER * max_batch_size)
         self._pending: deque[_PendingRequest] = deque()
+        self._request_added, self._batch_full = anyio.Event(), anyio.Event()
         self._verify_lock = anyio.Lock()
+        self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        self._limiter = anyio.Semaphore(len(self._service.servers) * _MAX_BATCHES_PER_SERVER * self._batch)
-        self._arrived, self._full = anyio.Event(), anyio.Event()
-        self._stats = ServiceStats()
-        await self._service.__aenter__()
-        try:
+        async with AsyncExitStack() as resources:
+            await self._client.__aenter__()
+            resources.push_async_callback(self._close)
             await self._verify_all()
-        except BaseException:
-            with CancelScope(shield=True):
-                await self._service.__aexit__(None, None, None)
-            raise
-        self._tasks = anyio.create_task_group()
-        await self._tasks.__aenter__()
-        self._tasks.start_soon(self._form_batches)
-        self._tasks.start_soon(self._log_stats)
+            tasks = await resources.enter_async_context(anyio.create_task_group())
+            resources.callback(tasks.cancel_scope.cancel)
+            tasks.start_soon(self._form_batches, tasks)
+            tasks.start_soon(self._log_stats)
+            self._resources = resources.pop_all()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        self._tasks.cancel_scope.cancel()
-        try:
-            return await self._tasks.__aexit__(kind, error, trace)
-        finally:
-            self._stats.log_and_reset(self._service.retries)
-            with CancelScope(shield=True):
-                await self._service.__aexit__(None, None, None)
+        return await self._resources.__aexit__(kind, error, trace)
+
+    async def _close(self) -> None:
+        self._stats.log_and_reset(self._client.retries)
+        with CancelScope(shield=True):
+            await self._client.__aexit__(None, None, None)
 
     async def __call__(self, prompts: list[Any], completions: list[Any], **_: Any) -> list[Any]:
-        """One raw logit for each conversation, or why there is none."""
-        conversations = [build_conversation(p, c) for p, c in zip(prompts, completions, strict=True)]
-        return await self.score(conversations)
+        """Return the raw score of each conversation, or why there is none."""
+        return await self.score([build_conversation(p, c) for p, c in zip(prompts, completions, strict=True)])
 
     async def score(self, conversations: Sequence[Sequence[Message]]) -> list[Reward]:
-        """Score conversations, in their order."""
+        """Score conversations; the rewards are in their order."""
         rewards: list[Reward] = [Unmeasured(RewardReason.UNAVAILABLE)] * len(conversations)
 
-        async def score(position: int) -> None:
-            rewards[position] = await self._enqueue(classify_request(conversations[position], self._template_args))
+        async def score_one(i: int) -> None:
+            rewards[i] = await self._enqueue(classify_request(conversations[i], self._chat_template_kwargs))
 
         async with anyio.create_task_group() as tasks:
-            for position in range(len(conversations)):
-                tasks.start_soon(score, position)
+            for i in range(len(conversations)):
+                tasks.start_soon(score_one, i)
         return rewards
 
     async def _enqueue(self, body: bytes) -> Reward:
-        item = _PendingRequest(body)
+        request = _PendingRequest(body)
         async with self._limiter:
-            self._pending.append(item)
-            self._arrived.set()
-            if len(self._pending) >= self._batch:
-                self._full.set()
+            self._pending.append(request)
+            self._request_added.set()
+            if len(self._pending) >= self._max_batch_size:
+                self._batch_full.set()
             try:
-                await item.done.wait()
+                await request.done.wait()
             except anyio.get_cancelled_exc_class():
-                if item in self._pending:
-                    self._pending.remove(item)
+                if request in self._pending:
+                    self._pending.remove(request)
                 raise
-        return item.reward
+        return request.reward
 
-    async def _form_batches(self) -> None:
-        """Form batches: whatever came within a few milliseconds of the first, `batch` at most."""
+    async def _form_batches(self, tasks: TaskGroup) -> None:
+        """Send batches of pending requests: when one is full, or when its first request has waited long enough."""
         while True:
-            await self._arrived.wait()
-            if len(self._pending) < self._batch:
-                with anyio.move_on_after(self._wait_s):
-                    await self._full.wait()
-            batch = [self._pending.popleft() for _ in range(min(self._batch, len(self._pending)))]
+            await self._request_added.wait()
+            if len(self._pending) < self._max_batch_size:
+                with anyio.move_on_after(self._batch_wait_s):
+                    await self._batch_full.wait()
+            batch = [self._pending.popleft() for _ in range(min(self._max_batch_size, len(self._pending)))]
             if not self._pending:
-                self._arrived = anyio.Event()
-            if len(self._pending) < self._batch:
-                self._full = anyio.Event()
-            self._stats.batch_sizes.append(len(batch))
-            for item in batch:
-                self._tasks.start_soon(self._complete_request, item)
+                self._request_added = anyio.Event()
+            if len(self._pending) < self._max_batch_size:
+                self._batch_full = anyio.Event()
+            self._stats.record_batch(len(batch))
+            for request in batch:
+                tasks.start_soon(self._complete_request, request)
 
-    async def _complete_request(self, item: _PendingRequest) -> None:
-        began = anyio.current_time()
+    async def _complete_request(self, request: _PendingRequest) -> None:
+        start = anyio.current_time()
         try:
-            item.reward = await self._fetch_reward(item.body)
+            request.reward = await self._fetch_reward(request.body)
         finally:
-            item.done.set()
-        self._stats.record(item.reward, anyio.current_time() - began)
+            request.done.set()
+        self._stats.record(request.reward, anyio.current_time() - start)
 
     async def _fetch_reward(self, body: bytes) -> Reward:
         try:
-            payload, server = await self._service.post(CLASSIFY_PATH, body)
-            if not server.is_verified:  # it was away, and whoever came back may be another one
+            payload, server = await self._client.post(CLASSIFY_PATH, body)
+            if not server.is_verified:  # its connection failed since the last check: another server may answer now
                 await self._verify(server)
         except ServiceRefusedError as error:
             return Unmeasured(RewardReason.RAISED, str(error))
@@ -187,30 +190,32 @@ class RewardModel:
         return parse_score(payload, server.url)
 
     async def _verify_all(self) -> None:
-        """See that each server serves the same reward model; those that do not answer yet are waited for.
+        """Wait for all servers and check that they serve the same reward model.
 
         Raises:
-            RunFailedError: one is no reward model, squashes its scores, or is another model than its siblings.
-            ServiceUnavailableError: one has not answered for `start_s`.
+            RunFailedError: a server is no reward model, squashes its scores, or serves another model than the others.
+            ServiceUnavailableError: a server did not respond within `startup_timeout_s`.
         """
         scores: dict[str, list[float]] = {}
-        with anyio.move_on_after(self._start_s):
-            for server in self._service.servers:
+        with anyio.move_on_after(self._startup_timeout_s):
+            for server in self._client.servers:
                 scores[server.url] = await self._wait_for_probe(server)
-        missing = [server.url for server in self._service.servers if server.url not in scores]
+        missing = [server.url for server in self._client.servers if server.url not in scores]
         if missing:
-            raise ServiceUnavailableError(f"no reward model answers at {missing[0]}; tried for {self._start_s:g} s")
+            raise ServiceUnavailableError(
+                f"no reward model answers at {missing[0]}; tried for {self._startup_timeout_s:g} s"
+            )
         check_same_model(scores)
         log.info("reward_model.found", scores=scores)
 
     async def _wait_for_probe(self, server: ServerState) -> list[float]:
-        tries = 0
+        attempts = 0
         while True:
             try:
                 return await self._probe(server)
             except ServiceUnavailableError:
-                tries += 1
-                await back_off(tries)
+                attempts += 1
+                await anyio.sleep(RETRY_BACKOFF.delay_s(attempts))
 
     async def _verify(self, server: ServerState) -> None:
         async with self._verify_lock:
@@ -218,12 +223,16 @@ class RewardModel:
                 await self._probe(server)
 
     async def _probe(self, server: ServerState) -> list[float]:
-        post = partial(self._service.post_to, server, CLASSIFY_PATH)
-        scores = await probe_server(post, server.url, self._template_args, from_0_to_1=self._from_0_to_1)
+        scores = await probe_server(
+            partial(self._client.post_to, server, CLASSIFY_PATH),
+            server.url,
+            self._chat_template_kwargs,
+            scores_in_unit_interval=self._scores_in_unit_interval,
+        )
         server.is_verified = True
         return scores
 
     async def _log_stats(self) -> None:
         while True:
-            await anyio.sleep(self._report_s)
-            self._stats.log_and_reset(self._service.retries)
+            await anyio.sleep(self._log_interval_s)
+            self._stats.log_and_reset(self._client.retries)

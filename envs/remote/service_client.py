@@ -1,26 +1,27 @@
-"""HTTP services that measure rewards: asked with deadlines, and again only where that may help.
+"""HTTP client of one or several equivalent servers: deadlines, retries with back-off, least-loaded choice.
 
-What may be wrong with an answer, and what is done about it::
-
-    no connection, no answer in time,      try again after a back-off with jitter, another server first,
-    a 5xx, 408, 429                        `attempts` times                        ServiceUnavailableError
-    any other 4xx                          a fact about the request: never again   ServiceRefusedError
-    a redirect                             nobody meant it: never again            ServiceError
+=========================================  =============================================================================
+no connection, no response in time,        retried on another server after a back-off with jitter, `max_attempts` times
+a 5xx, 408 or 429                          in all: `ServiceUnavailableError`
+any other 4xx                              the request is at fault, never retried: `ServiceRefusedError`
+a redirect                                 never followed or retried: `ServiceError`
+=========================================  =============================================================================
 """
 
 import json
 import math
-import random
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 import anyio
+import msgspec
 import structlog
 
 from envs.call import describe_error
 from envs.extras import missing_extra
-from stream.errors import ServiceError, ServiceRefusedError, ServiceUnavailableError
+from stream.backoff import Backoff
+from stream.errors import ServiceError, ServiceRefusedError, ServiceUnavailableError, SettingsError
 
 try:
     import aiohttp
@@ -29,74 +30,93 @@ except ModuleNotFoundError as error:
 
 log = structlog.get_logger()
 
-_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 5.0
+RETRY_BACKOFF = Backoff(0.2, 5.0, jitter=1.0)
+"""Delay before a request is tried again."""
+_SERVER_BACKOFF = Backoff(0.2, 5.0, jitter=0.0)
+"""Time for which other servers are preferred after a failure."""
 _CONNECT_S = 10.0
 _RETRYABLE_STATUSES = (408, 429)
 _MAX_ERROR_CHARS = 800
-"""Characters of a server's own words, at most."""
+
+
+class ClientOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How requests are made: `args.client` of a remote reward."""
+
+    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 8.0
+    """Deadline of one attempt. All attempts should fit into `rollout.call_timeout_s`."""
+    max_attempts: Annotated[int, msgspec.Meta(ge=1)] = 3
+    """Attempts of one request."""
+
+
+_Options = TypeVar("_Options", bound=ClientOptions)
+
+
+def parse_client_options(options: Mapping[str, Any], kind: type[_Options], reward: str) -> _Options:
+    """Read the table `args.client` of a reward.
+
+    Raises:
+        SettingsError: a key is unknown, or a value out of range.
+    """
+    try:
+        return msgspec.convert(dict(options), kind)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{reward}: args.client: {error}") from error
 
 
 class ServerState:
-    """One of them, as this client knows it."""
+    """What this client knows about one server."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.in_flight = 0
-        """Requests of ours that it works on."""
+        """Requests of this client that the server is processing."""
         self.consecutive_failures = 0
-        """In a row."""
         self.backoff_until = -math.inf
-        """Others are asked first until then."""
+        """Other servers are preferred until then."""
         self.is_verified = False
-        """Whoever asks has seen that it is what it should be, and it was not away since."""
+        """The server passed the caller's check, and its connection has not failed since."""
 
     def record_failure(self, error: ServiceError) -> None:
-        """It could not be asked. Said once, however many requests that meets, and however long it lasts."""
+        """Count a failed attempt; logs `service.waiting` at the first of an outage."""
         if not self.consecutive_failures:
             log.warning("service.waiting", url=self.url, why=str(error))
         self.consecutive_failures += 1
-        self.backoff_until = anyio.current_time() + min(
-            _MAX_BACKOFF_S, _BACKOFF_S * 2 ** min(self.consecutive_failures, 10)
-        )
+        self.backoff_until = anyio.current_time() + _SERVER_BACKOFF.delay_s(self.consecutive_failures)
 
     def record_success(self) -> None:
-        """It was asked, and spoke."""
+        """Reset the failures; logs `service.recovered` at the end of an outage."""
         if self.consecutive_failures:
             log.info("service.recovered", url=self.url)
         self.consecutive_failures, self.backoff_until = 0, -math.inf
 
 
 class RewardServiceClient:
-    """One server, or several that are alike; an asynchronous context manager.
+    """Client of one server, or of several that serve the same. An asynchronous context manager.
 
     Args:
-        urls: of the servers.
-        timeout_s: for one answer.
-        attempts: tries of one request.
+        urls: base URLs of the servers.
+        options: deadline and attempts of a request.
         headers: sent with each request.
-        secret: a text in those headers that no message may show.
+        secret: a text in the headers that messages must not contain.
     """
 
     def __init__(
         self,
         urls: Sequence[str],
+        options: ClientOptions,
         *,
-        timeout_s: float,
-        attempts: int,
         headers: Mapping[str, str] = MappingProxyType({}),
         secret: str = "",
     ) -> None:
         self.servers = [ServerState(url) for url in urls]
         self.retries = 0
-        """Tries after the first, of all requests."""
-        self._timeout_s = timeout_s
-        self._attempts = attempts
+        """Attempts after the first, over all requests."""
+        self._options = options
         self._headers = dict(headers)
         self._secret = secret
 
     async def __aenter__(self) -> Self:
-        # Requests under way are bounded by whoever asks.
+        # No connection limit: callers limit their concurrent requests.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), headers={"Content-Type": "application/json"} | self._headers
         )
@@ -108,28 +128,31 @@ class RewardServiceClient:
         await self._session.close()
 
     async def post(self, path: str, body: bytes) -> tuple[bytes, ServerState]:
-        """POST to whichever server has least to do. Returns the body of a 2xx, and who gave it.
+        """POST to the least-loaded server, with retries.
+
+        Returns:
+            The body of a 2xx response, and the server that sent it.
 
         Raises:
             ServiceRefusedError: a 4xx other than 408 and 429; the message is the server's.
-            ServiceUnavailableError: every try failed.
-            ServiceError: an answer that is neither.
+            ServiceUnavailableError: every attempt failed.
+            ServiceError: any other response.
         """
-        tries, last = 0, None
+        attempts, last = 0, None
         while True:
             now = anyio.current_time()
             server = min(self.servers, key=lambda s: (s is last, s.backoff_until > now, s.in_flight))
             try:
                 return await self.post_to(server, path, body), server
             except ServiceUnavailableError as error:
-                tries, last = tries + 1, server
-                if tries >= self._attempts:
-                    raise ServiceUnavailableError(f"{tries} tries failed; the last: {error}") from error
+                attempts, last = attempts + 1, server
+                if attempts >= self._options.max_attempts:
+                    raise ServiceUnavailableError(f"{attempts} attempts failed; the last: {error}") from error
             self.retries += 1
-            await back_off(tries)
+            await anyio.sleep(RETRY_BACKOFF.delay_s(attempts))
 
     async def post_to(self, server: ServerState, path: str, body: bytes) -> bytes:
-        """`ask`, once, of this server."""
+        """POST to one server, without retries. Raises the same errors as `post`."""
         server.in_flight += 1
         try:
             status, payload = await self._post(server.url + path, body)
@@ -149,19 +172,24 @@ class RewardServiceClient:
         raise (ServiceRefusedError if status >= 400 else ServiceError)(self._describe_response(server, status, payload))
 
     def redact(self, text: str) -> str:
-        """The text without the secret, which a server may repeat."""
+        """Return the text with the secret replaced, in case a server repeats it."""
         return text.replace(self._secret, "***") if self._secret else text
 
     async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=_CONNECT_S)
+        timeout_s = self._options.timeout_s
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
         try:
             async with self._session.post(url, data=body, timeout=timeout, allow_redirects=False) as response:
                 return response.status, await response.read()
         except aiohttp.InvalidURL as error:
-            raise ServiceError(f"{url}: no URL that can be asked") from error
+            raise ServiceError(f"{url}: not a valid URL") from error
         except TimeoutError as error:
-            raise ServiceUnavailableError(f"{url}: no answer within {self._timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError, RuntimeError) as error:  # the last: uvloop, of a connection just lost
+            raise ServiceUnavailableError(f"{url}: no response within {timeout_s:g} s") from error
+        except (
+            aiohttp.ClientError,
+            OSError,
+            RuntimeError,
+        ) as error:  # uvloop raises RuntimeError for a lost connection
             raise ServiceUnavailableError(f"{url}: {self.redact(describe_error(error))}") from error
 
     def _describe_response(self, server: ServerState, status: int, payload: bytes) -> str:
@@ -169,20 +197,15 @@ class RewardServiceClient:
 
 
 def describe_response(url: str, status: int, payload: bytes) -> str:
-    """An answer that nobody asked for, as errors tell it."""
+    """Return an unexpected response as text for an error message."""
     return f"{url} answers {status}: {error_message(payload)}"
 
 
 def error_message(payload: bytes) -> str:
-    """What an answer says is wrong, in OpenAI's form or any other."""
+    """Return the error message in a response, in OpenAI's form or any other."""
     try:
-        told: Any = json.loads(payload)
-        text = told["error"]["message"] if isinstance(told["error"], dict) else told["error"]
+        response: Any = json.loads(payload)
+        text = response["error"]["message"] if isinstance(response["error"], dict) else response["error"]
     except (ValueError, KeyError, TypeError, RecursionError):
         text = payload[:_MAX_ERROR_CHARS].decode(errors="replace")
     return str(text)[:_MAX_ERROR_CHARS]
-
-
-async def back_off(tries: int) -> None:
-    """Sleep with full jitter; longer after more tries."""
-    await anyio.sleep(random.uniform(0, min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** min(tries, 10))))

@@ -1,4 +1,4 @@
-"""What a served reward model did, between two log events."""
+"""Statistics of a served reward model, logged at intervals."""
 
 import statistics
 from collections import Counter
@@ -11,33 +11,35 @@ log = structlog.get_logger()
 
 
 class ServiceStats:
-    """Counts since the last event."""
+    """Collects scores, latencies and errors, and logs them as `reward_model.served`."""
 
     def __init__(self) -> None:
         self._logged_retries = 0
-        """Of all time, when the last event was written."""
         self._clear()
 
     def _clear(self) -> None:
-        self.batch_sizes: list[int] = []
-        """Conversations of each batch."""
+        self._batch_sizes: list[int] = []
         self._latencies: list[float] = []
         self._scores: list[float] = []
         self._errors: Counter[str] = Counter()
 
+    def record_batch(self, size: int) -> None:
+        """Count a batch of `size` conversations."""
+        self._batch_sizes.append(size)
+
     def record(self, reward: Reward, latency_s: float) -> None:
-        """A conversation was answered, after retries."""
+        """Count the final result of one conversation, and its latency including retries."""
         self._latencies.append(latency_s)
         if isinstance(reward, Measured):
             self._scores.append(reward.value)
         else:
             self._errors[reward.reason] += 1
 
-    def log_and_reset(self, retries: int) -> None:
-        """Write the event, where there is anything to tell, and begin anew.
+    def log_and_reset(self, total_retries: int) -> None:
+        """Log the statistics since the last call; log nothing if no conversation was scored.
 
         Args:
-            retries: tries after the first, of all time.
+            total_retries: retries since the client was opened.
         """
         if not self._latencies:
             return
@@ -45,17 +47,17 @@ class ServiceStats:
             "reward_model.served",
             scored=len(self._scores),
             errors=dict(self._errors),
-            retries=retries - self._logged_retries,
+            retries=total_retries - self._logged_retries,
             score_mean=_rounded(statistics.fmean(self._scores) if self._scores else None),
             score_std=_rounded(statistics.stdev(self._scores) if len(self._scores) > 1 else None),
             score_min=_rounded(min(self._scores, default=None)),
             score_max=_rounded(max(self._scores, default=None)),
             latency_mean_s=_rounded(statistics.fmean(self._latencies)),
             latency_max_s=_rounded(max(self._latencies)),
-            batch_mean=_rounded(statistics.fmean(self.batch_sizes) if self.batch_sizes else None),
-            batch_max=max(self.batch_sizes, default=None),
+            batch_mean=_rounded(statistics.fmean(self._batch_sizes) if self._batch_sizes else None),
+            batch_max=max(self._batch_sizes, default=None),
         )
-        self._logged_retries = retries
+        self._logged_retries = total_retries
         self._clear()
 
 

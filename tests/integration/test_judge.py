@@ -44,11 +44,12 @@ class Chat:
 
 
 @asynccontextmanager
-async def judging(say, **args):
+async def judging(say, client=None, **args):
     chat = Chat(say)
     app = web.Application()
     app.router.add_post("/v1/chat/completions", chat.complete)
-    async with listen(app, "127.0.0.1", 0) as url, Judge(url, "m", **({"timeout_s": 2.0} | args)) as judge:
+    client = {"timeout_s": 2.0} | (client or {})
+    async with listen(app, "127.0.0.1", 0) as url, Judge(url, "m", client=client, **args) as judge:
         yield chat, judge
 
 
@@ -107,13 +108,13 @@ async def test_what_is_no_verdict_is_no_reward(said, reason):
     ],
 )
 async def test_a_verdict_may_be_a_key_of_json(said, expected):
-    reward = await verdict(said, verdict="json:score", scale=[0, 10])
+    reward = await verdict(said, score_pattern="json:score", scale=[0, 10])
     assert (reward.value if isinstance(reward, Measured) else reward.reason) == expected
 
 
 async def test_the_template_is_filled_in_once_with_prompt_completion_and_columns():
     template = 'Rubric {rubric}; {"json": {unknown}}\nQ: {prompt}\nA: {completion}'
-    async with judging(lambda *_: "Score: 3", template=template, system="Be fair.") as (chat, judge):
+    async with judging(lambda *_: "Score: 3", prompt_template=template, system_prompt="Be fair.") as (chat, judge):
         await judge(["why {rubric}?"], ["because {prompt}"], rubric=["R {completion}"])
         turns = [{"role": "assistant", "content": "3"}, {"role": "user", "content": "sure?"}]
         await judge([[{"role": "user", "content": "1 + 2"}]], [turns], rubric=[7])
@@ -132,22 +133,25 @@ async def test_the_template_is_filled_in_once_with_prompt_completion_and_columns
 async def test_the_key_comes_from_the_environment_and_is_in_no_message(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with capture_logs() as events:
-        async with judging(lambda number, _: 503 if number < 2 else 401, api_key_env="JUDGE_KEY") as (chat, judge):
+        async with judging(lambda number, _: 503 if number < 2 else 401, client={"api_key_env": "JUDGE_KEY"}) as (
+            chat,
+            judge,
+        ):
             (refused,) = await judge(["p"], ["c"])
-        async with judging(lambda *_: f"I was given {KEY}", api_key_env="JUDGE_KEY") as (_, judge):
+        async with judging(lambda *_: f"I was given {KEY}", client={"api_key_env": "JUDGE_KEY"}) as (_, judge):
             (silent,) = await judge(["p"], ["c"])
     assert chat.headers[0]["Authorization"] == f"Bearer {KEY}"
     assert refused.reason is RewardReason.RAISED
     assert "***" in refused.detail
     assert "***" in silent.detail
-    assert KEY not in f"{refused} {silent} {events} {judge.__dict__['_api_key_env']}"
+    assert KEY not in f"{refused} {silent} {events} {judge.__dict__['_options']}"
     assert events  # the 503s were told
 
 
 async def test_a_key_that_is_not_there_is_told_before_anything_is_asked(monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(RunFailedError, match="JUDGE_KEY, which is not set"):
-        async with Judge("http://127.0.0.1:1", "m", api_key_env="JUDGE_KEY"):
+        async with Judge("http://127.0.0.1:1", "m", client={"api_key_env": "JUDGE_KEY"}):
             raise AssertionError
 
 
@@ -155,14 +159,14 @@ async def test_requests_are_bounded_and_every_verdict_finds_its_completion():
     def say(_, request):
         return f"Score: {request['messages'][-1]['content']}"
 
-    async with judging(say, template="{completion}", concurrency=3) as (chat, judge):
+    async with judging(say, prompt_template="{completion}", client={"max_concurrency": 3}) as (chat, judge):
         rewards = await judge(["p"] * 30, [str(1 + i % 10) for i in range(30)])
     assert rewards == [Measured((i % 10) / 9) for i in range(30)]
     assert chat.most <= 3
 
 
 async def test_an_outage_is_asked_about_so_often_and_a_refusal_once():
-    async with judging(lambda *_: 429, attempts=2) as (chat, judge):
+    async with judging(lambda *_: 429, client={"max_attempts": 2}) as (chat, judge):
         await judge(["p"], ["c"])
         assert len(chat.asked) == 2
         chat.say = lambda *_: 422
@@ -175,9 +179,10 @@ async def test_an_outage_is_asked_about_so_often_and_a_refusal_once():
     [
         ({"scale": [1]}, "scale"),
         ({"scale": [3, 3]}, "scale"),
-        ({"verdict": "score"}, "no group"),
-        ({"verdict": "(["}, "regular expression"),
-        ({"concurrency": 0}, "concurrency"),
+        ({"score_pattern": "score"}, "no group"),
+        ({"score_pattern": "(["}, "regular expression"),
+        ({"client": {"max_concurrency": 0}}, "max_concurrency"),
+        ({"client": {"retries": 0}}, "retries"),
         ({"rubric": "x"}, "rubric"),
     ],
     ids=str,

@@ -18,8 +18,9 @@ ATTEMPTS = 3
 
 
 @asynccontextmanager
-async def model_of(*servers: RewardServer, **args):
-    args = {"timeout_s": 2.0, "attempts": ATTEMPTS, "start_s": 5.0} | args
+async def model_of(*servers: RewardServer, timeout_s=2.0, max_attempts=ATTEMPTS, **args):
+    client = {"timeout_s": timeout_s, "max_attempts": max_attempts}
+    args = {"startup_timeout_s": 5.0, "client": client} | args
     async with RewardModel([server.url for server in servers], **args) as model:
         yield model
 
@@ -52,7 +53,7 @@ async def test_it_is_found_by_its_name_and_scores_texts_and_messages_as_whole_co
 
 async def test_groups_that_come_together_are_sent_together():
     with capture_logs() as events:
-        async with reward_server() as server, model_of(server, batch=32, wait_ms=2_000) as model:
+        async with reward_server() as server, model_of(server, max_batch_size=32, batch_wait_ms=2_000) as model:
             server.together = 32  # four groups of eight: no answer to anybody before all are there
             with anyio.fail_after(10):
                 async with anyio.create_task_group() as groups:
@@ -64,13 +65,17 @@ async def test_groups_that_come_together_are_sent_together():
 
 
 async def test_a_lonely_conversation_waits_for_others_no_longer_than_it_is_told():
-    async with reward_server() as server, model_of(server, batch=32, wait_ms=1) as model:
+    async with reward_server() as server, model_of(server, max_batch_size=32, batch_wait_ms=1) as model:
         with anyio.fail_after(5):
             assert await model(["p"], ["one"]) == [value("one")]
 
 
 async def test_what_is_under_way_is_bounded_and_spread_over_the_servers():
-    async with reward_server() as one, reward_server() as two, model_of(one, two, batch=4, wait_ms=0) as model:
+    async with (
+        reward_server() as one,
+        reward_server() as two,
+        model_of(one, two, max_batch_size=4, batch_wait_ms=0) as model,
+    ):
         one.together = two.together = 1_000  # nobody is answered before the test says so
         found: list[object] = []
 
@@ -110,7 +115,7 @@ async def test_an_outage_leaves_unavailable_after_so_many_tries_and_no_number(fa
 
 
 async def test_another_server_answers_while_one_is_away():
-    async with reward_server() as away, reward_server() as here, model_of(away, here, attempts=2) as model:
+    async with reward_server() as away, reward_server() as here, model_of(away, here, max_attempts=2) as model:
         away.fault = lambda *_: "reset"
         assert await model(["p"], ["right"]) == [value("right")]
         assert (len(away.asked), len(here.asked)) == (1, 1)
@@ -164,7 +169,7 @@ async def test_a_redirect_is_no_score_and_is_not_followed():
 
 
 async def test_a_caller_that_gives_up_leaves_nothing_behind():
-    async with reward_server() as server, model_of(server, batch=4, wait_ms=60_000) as model:
+    async with reward_server() as server, model_of(server, max_batch_size=4, batch_wait_ms=60_000) as model:
         with anyio.move_on_after(0.05):
             await model(["p"] * 3, ["left", "left", "left"])
         with anyio.fail_after(5):
@@ -193,7 +198,7 @@ async def test_raw_scores_that_happen_to_lie_between_0_and_1_are_not_taken_for_s
 async def test_a_model_whose_own_scores_lie_between_0_and_1_is_taken_where_its_user_says_so():
     async with reward_server() as server:
         server.squashes = True
-        async with model_of(server, from_0_to_1=True) as model:
+        async with model_of(server, scores_in_unit_interval=True) as model:
             (reward,) = await model(["p"], ["abc"])
     assert 0 < reward.value < 0.01
 
@@ -222,13 +227,13 @@ async def test_what_is_no_reward_model_is_refused_with_a_remedy():
 
 async def test_a_server_that_is_not_there_is_waited_for_so_long_and_the_wait_said_once(free_tcp_port):
     with capture_logs() as events, pytest.raises(ServiceUnavailableError, match=f"{free_tcp_port}; tried for 0.3 s"):
-        async with RewardModel([f"http://127.0.0.1:{free_tcp_port}"], start_s=0.3):
+        async with RewardModel([f"http://127.0.0.1:{free_tcp_port}"], startup_timeout_s=0.3):
             raise AssertionError
     assert [event["event"] for event in events] == ["service.waiting"]
 
 
 async def test_a_server_that_comes_while_it_is_waited_for_is_used(free_tcp_port):
-    model = RewardModel([f"http://127.0.0.1:{free_tcp_port}"], start_s=20.0)
+    model = RewardModel([f"http://127.0.0.1:{free_tcp_port}"], startup_timeout_s=20.0)
     async with anyio.create_task_group() as tasks:
         asked = anyio.Event()
 
@@ -246,7 +251,7 @@ async def test_a_server_that_comes_while_it_is_waited_for_is_used(free_tcp_port)
 
 async def test_a_server_that_was_away_is_not_believed_before_it_is_probed_again(free_tcp_port):
     async with reward_server(port=free_tcp_port) as before:
-        model = RewardModel([before.url], timeout_s=2.0, attempts=2)
+        model = RewardModel([before.url], client={"timeout_s": 2.0, "max_attempts": 2})
         await model.__aenter__()
         assert await model(["p"], ["abc"]) == [value("abc")]
     try:

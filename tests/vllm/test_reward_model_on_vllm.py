@@ -40,7 +40,7 @@ async def test_scores_are_those_of_transformers_alone_together_and_in_another_or
     plain = await anyio.to_thread.run_sync(ReferenceClassifier, folder)
     expected = [plain.score(chat) for chat in chats]
     assert max(expected) - min(expected) > 2
-    async with RewardModel([url], timeout_s=300) as model:
+    async with RewardModel([url], client={"timeout_s": 300}) as model:
         together = await model(*split(chats))
         backwards = (await model(*split(chats[::-1])))[::-1]
         alone = [(await model(*split([chat])))[0] for chat in chats[:8]]
@@ -52,7 +52,7 @@ async def test_scores_are_those_of_transformers_alone_together_and_in_another_or
 
 
 async def test_too_long_is_the_rows_alone_in_vllms_words(url):
-    async with RewardModel([url], timeout_s=300) as model:
+    async with RewardModel([url], client={"timeout_s": 300}) as model:
         good, long = await model(["p", "p"], ["a", "1 " * 600])
     assert isinstance(good, Measured)
     assert long.reason is RewardReason.RAISED
@@ -73,7 +73,7 @@ async def test_vllm_behind_something_that_drops_use_activation_is_refused(url):
         app.router.add_post("/classify", drop)
         async with listen(app, "127.0.0.1", 0) as proxy:
             with pytest.raises(RunFailedError, match="squashed"):
-                async with RewardModel([proxy], timeout_s=300):
+                async with RewardModel([proxy], client={"timeout_s": 300}):
                     raise AssertionError
 
 
