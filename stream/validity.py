@@ -20,7 +20,7 @@ class RewardReason(StrEnum):
     NOT_FINITE = "not_finite"  # NaN or an infinity
     NOT_NUMERIC = "not_numeric"  # a string, a list, or anything else that is not a number
     SHAPE = "shape"  # the number of results differs from the batch size
-    BAD_REFERENCE = "invalid_gold"  # the reference answer does not parse
+    INVALID_GOLD = "invalid_gold"  # the reference answer does not parse
     COMPONENT = "component"  # one of several required parts is unmeasured
     UNAVAILABLE = "unavailable"  # the reward model or judge could not be reached
 

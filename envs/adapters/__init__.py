@@ -1,15 +1,15 @@
-"""Adapters: other people's environments, run as they are. Each is an optional extra, imported only where it is used.
+"""Adapters: run environments of other projects unmodified. Each needs an optional extra, imported only when used.
 
 ======================  ===================  ==========================================================================
-module                  extra                what it speaks to
+module                  extra                connects to
 ======================  ===================  ==========================================================================
 `openenv`               `openenv`            an OpenEnv server, over its WebSocket
 `verifiers_server`      `verifiers`          an environment server of verifiers 0.4, over ZMQ
-`gymnasium_text`        `gymnasium`          a Gymnasium environment, with a text codec of the user's
+`gymnasium_text`        `gymnasium`          a Gymnasium environment, with the user's text codec
 `mcp_tools`             `mcp`                a tool server of the Model Context Protocol, over stdio or HTTP
 ======================  ===================  ==========================================================================
 
-What they have in common: a failure of the wire is an `EnvironmentFailure`, so that the completion is invalid and never
-scored 0; a connection is given up with the first call that did not come to its end, and made anew at the next reset;
-a copy (the snapshot) has the facts and no connection.
+All of them: a connection failure is an `EnvironmentFailure`, so the completion is invalid and never scored 0. A
+connection is closed at the first incomplete call and opened again by the next reset. A copy (the snapshot) has the data
+but no connection.
 """

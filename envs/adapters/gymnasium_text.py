@@ -1,4 +1,4 @@
-"""Gymnasium environments as text: what an action looks like, and what the model reads, is a codec of the user's.
+"""Gymnasium environments as text, with the user's codec: parse actions, render observations.
 
 ::
 
@@ -7,8 +7,8 @@
     args = { id = "FrozenLake-v1", make = { render_mode = "ansi", is_slippery = false }, parse_action = "lake.py:parse",
              render = "lake.py:render", how = "left, down, right or up" }
 
-The model acts by one tool, `act(action)`. What `parse_action` raises, and an action outside of the action space, is
-told to the model; the environment sees neither. What the environment itself raises makes the episode invalid.
+The model acts through one tool, `act(action)`. It reads the error if `parse_action` raises or if the action is not in
+the action space; the environment is not called then. An exception from the environment makes the episode invalid.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,24 +24,22 @@ Codec = Callable[..., Any]
 
 
 class GymnasiumText:
-    """A Gymnasium environment with a text codec. Its methods are synchronous, and so run in threads.
+    """A Gymnasium environment with a text codec. Its methods are synchronous and run in threads.
 
     Args:
-        id: of a registered environment; `module:Name-v0` imports the module first.
-        parse_action: from the model's text to an action, or a reference to such a function; raises what the model is
-            to read.
-        render: from `observation`, `reward`, `terminated`, `truncated`, `info` and `env`, as many as it names, to what
-            the model reads, or a reference to such a function. Without it the environment's own `render()`, which has
-            to give text (`render_mode = "ansi"`).
+        id: id of a registered environment; `module:Name-v0` imports the module first.
+        parse_action: function, or reference to one, from the model's text to an action. Its exceptions are for the model.
+        render: function, or reference to one, to the text the model reads; receives those of `observation`, `reward`,
+            `terminated`, `truncated`, `info` and `env` that it names. Default: the environment's own `render()`, which
+            must return text (`render_mode = "ansi"`).
         make: keyword arguments for `gymnasium.make`.
-        how: what an action looks like, for the tool's description.
-        reward: what becomes of the steps' rewards: their `sum` (0 where the model took no step: that is what such an
-            episode returns), or the `last`.
+        how: description of an action, for the tool's schema.
+        reward: `sum` of the steps' rewards (0 without a step), or the `last`.
 
     Attributes:
-        rewards: of each step.
-        terminated: the environment reached an end of its own.
-        truncated: it was cut short, by a time limit for one.
+        rewards: reward of each step.
+        terminated: the environment reached a final state.
+        truncated: the environment cut the episode short, e.g. by a time limit.
     """
 
     def __init__(
@@ -67,30 +65,30 @@ class GymnasiumText:
         self._env: Any = import_extra("gymnasium", "gymnasium").make(id, **make)
 
     def __copy__(self) -> "GymnasiumText":
-        """The facts, without the environment: a copy of a wrapper would share what it wraps."""
-        facts = object.__new__(type(self))
+        """Copy the data without the environment, which a copy would share."""
+        copied = object.__new__(type(self))
         handles = {"_env", "_parse", "_render"}
-        facts.__dict__.update({name: value for name, value in vars(self).items() if name not in handles})
-        return facts
+        copied.__dict__.update({name: value for name, value in vars(self).items() if name not in handles})
+        return copied
 
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """The one tool."""
+        """Return the tool `act`."""
         action = {"type": "string", "description": self._how}
-        shape = {"type": "object", "properties": {"action": action}, "required": ["action"]}
-        act = {"name": "act", "description": "Take one step in the environment.", "parameters": shape}
+        parameters = {"type": "object", "properties": {"action": action}, "required": ["action"]}
+        act = {"name": "act", "description": "Take one step in the environment.", "parameters": parameters}
         return [{"type": "function", "function": act}]
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> str:
-        """Begin an episode: with the completion's seed, unless the row has a column `seed` (all siblings alike)."""
+        """Start an episode with the completion's seed, or the row's column `seed` for all completions of the group."""
         self.actions, self.rewards, self.terminated, self.truncated = [], [], False, False
         self.observation, info = self._env.reset(seed=seed, options=options)
         return self._render_text(None, info)
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
-        """Act.
+        """Take one step.
 
         Raises:
-            ValueError: the text is no action, or the episode is over; for the model to read.
+            ValueError: the text is no valid action, or the episode is over; the model reads the message.
             EnvironmentFailure: the environment raised.
         """
         text = arguments.get("action")
@@ -100,7 +98,7 @@ class GymnasiumText:
             raise ValueError("the episode is over")
         action = self._parse(text)
         if not self._env.action_space.contains(action):
-            raise ValueError(f"{text!r} is no action here; {self._how}")
+            raise ValueError(f"{text!r} is not a valid action; {self._how}")
         self.actions.append(action)
         try:
             self.observation, reward, terminated, truncated, info = self._env.step(action)
@@ -111,7 +109,7 @@ class GymnasiumText:
         return self._render_text(float(reward), info)
 
     def get_reward(self) -> float | None:
-        """What the steps were worth."""
+        """Return the sum of the rewards, or the last one; None if there is none."""
         if self._reward_of == "last":
             return self.rewards[-1] if self.rewards else None
         return float(sum(self.rewards))
@@ -121,7 +119,7 @@ class GymnasiumText:
         self._env.close()
 
     def _render_text(self, reward: float | None, info: dict[str, Any]) -> str:
-        offered = {
+        available = {
             "observation": self.observation,
             "reward": reward,
             "terminated": self.terminated,
@@ -130,16 +128,16 @@ class GymnasiumText:
             "env": self._env,
         }
         try:
-            return str(self._render(**filter_kwargs(self._render, offered)))
+            return str(self._render(**filter_kwargs(self._render, available)))
         except Exception as error:
             raise EnvironmentFailure(f"{self.id}: rendering raised {describe_error(error)}") from error
 
 
 def _load_function(function: str | Codec) -> Codec:
-    """A part of the codec, by itself or by reference.
+    """Return a function of the codec, given directly or by reference.
 
     Raises:
-        ReferenceNotFoundError: it leads nowhere, or to nothing that can be called.
+        ReferenceNotFoundError: the reference does not resolve, or not to a callable.
     """
     target = resolve(function, None).target if isinstance(function, str) else function
     if not callable(target):
@@ -148,9 +146,9 @@ def _load_function(function: str | Codec) -> Codec:
 
 
 def _render_ansi(env: Any) -> str:
-    shown = env.render()
-    if not isinstance(shown, str):
+    text = env.render()
+    if not isinstance(text, str):
         raise TypeError(
-            f"render() gave {type(shown).__name__}, no text: make it with render_mode 'ansi', or give render"
+            f"render() returned {type(text).__name__} instead of text: set make.render_mode to 'ansi', or set render"
         )
-    return shown
+    return text

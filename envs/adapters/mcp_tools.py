@@ -1,11 +1,11 @@
-"""MCP tool servers, over stdio or streamable HTTP, with the official SDK: the server's tools, a reward of the user's.
+"""Tools of MCP servers, over stdio or streamable HTTP, with the official SDK.
 
-A tool's own error (`isError`) is text for the model, and so are arguments that the server refuses. Everything else that
-keeps an answer from coming is a failure of the world: the episode is invalid, and the next reset opens a new session.
+A tool's own error (`isError`) and arguments that the server refuses are text for the model. Any other failure makes the
+episode invalid, and the next reset opens a new session.
 
-The SDK holds its connections in cancel scopes, which must be left by the task that entered them. So each session lives
-in a task of its own, on an event loop of its own in one daemon thread of this process; calls are handed to it. That
-also keeps what the SDK does on opening (finding and starting a command) off the worker's event loop.
+The SDK's connections must be closed by the task that opened them. So each session has its own task, on the event loop of
+one daemon thread of this process, and calls are sent there. This also keeps blocking work of the SDK (finding and
+starting a command) off the worker's event loop.
 """
 
 import threading
@@ -19,30 +19,30 @@ from anyio.abc import TaskStatus
 from anyio.from_thread import BlockingPortal
 
 from envs.call import describe_error
+from envs.contract import ToolError
 from envs.extras import import_extra
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 
 _OPEN_S = 30.0
 _MODEL_ERROR_CODES = frozenset({-32602, -32601})
-"""JSON-RPC's codes for invalid parameters and unknown methods: what the model wrote does not fit."""
-
-
-class ToolError(Exception):
-    """What a tool answered in place of a result: text for the model."""
+"""JSON-RPC codes for invalid parameters and unknown methods: errors in what the model wrote."""
 
 
 class McpTools:
-    """The tools of one MCP server. It measures no reward: a reward function does, from `calls` and the conversation.
+    """The tools of one MCP server. The reward comes from a reward function, from `calls` and the conversation.
 
     Args:
-        url: of a server that speaks streamable HTTP, `http://host:port/mcp`; or
-        command: what starts a server that speaks over stdio, with `args`, `env` and `cwd`. One process a session.
-        fresh: open a new session for each episode. Without it a session is reused until something fails on it, so that
-            what the server remembers of an episode is there in the next one.
-        timeout_s: for each answer of the server. Past it the session is not trusted again.
+        url: URL of a streamable HTTP server, `http://host:port/mcp`; or
+        command: command that starts a stdio server, with `args`, `env` and `cwd`; one process for each session.
+        args: arguments of the command.
+        env: environment variables of the command.
+        cwd: working directory of the command.
+        fresh: open a new session for each episode. Otherwise a session is reused until it fails, with whatever state the
+            server keeps.
+        timeout_s: deadline of each response; a session that misses it is closed.
 
     Attributes:
-        calls: the tools called in this episode: `tool`, `arguments`, the `text` answered, and whether it `is_error`.
+        calls: tool calls of this episode: `tool`, `arguments`, the `text` returned, and `is_error`.
 
     Example::
 
@@ -73,16 +73,16 @@ class McpTools:
         self._broken = ""
 
     def __copy__(self) -> "McpTools":
-        """The facts, without the session."""
-        facts = object.__new__(type(self))
-        facts.__dict__.update({"place": self.address, "calls": self.calls, "_broken": self._broken})
-        return facts
+        """Copy the data without the session."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update({"address": self.address, "calls": self.calls, "_broken": self._broken})
+        return copied
 
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """Ask the server for its tools, in a session that is closed again.
+        """List the server's tools, in a session of its own.
 
         Raises:
-            ReferenceNotFoundError: nothing answers there.
+            ReferenceNotFoundError: the server does not answer.
         """
         import_extra("mcp", "mcp")
         try:
@@ -93,12 +93,12 @@ class McpTools:
                 session.close()
         except EnvironmentFailure as failure:
             raise ReferenceNotFoundError(
-                f"no MCP server answers at {self.address!r}: {failure}. Its tools stand in the prompt, so it has to be "
-                "there from the start"
+                f"no MCP server answers at {self.address!r}: {failure}. Its tools are part of the prompt, so it must "
+                "run before the workers start"
             ) from failure
 
     def reset(self) -> None:
-        """Begin an episode, with a new session where the last one failed.
+        """Start an episode; open a new session if the last one failed.
 
         Raises:
             EnvironmentFailure: no session can be opened.
@@ -110,11 +110,11 @@ class McpTools:
             self._session = _Session(self._server, self._timeout_s)
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
-        """Call a tool of the server's.
+        """Call a tool of the server.
 
         Raises:
-            ToolError: the tool's own error, for the model to read.
-            EnvironmentFailure: no answer came.
+            ToolError: the tool's own error, which the model reads.
+            EnvironmentFailure: there was no response.
         """
         if self._broken or self._session is None:
             raise EnvironmentFailure(self._broken or "it was never reset")
@@ -131,14 +131,14 @@ class McpTools:
         return text
 
     def close(self) -> None:
-        """End the session; a server that was started for it ends too."""
+        """Close the session; a server started for it ends too."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
 
 
 class _Session:
-    """One session, in a task of its own. Its methods block: they are for threads other than the loop's."""
+    """One session, in its own task. Its methods block, so call them in other threads than the event loop's."""
 
     def __init__(self, server: str | dict[str, Any], timeout_s: float) -> None:
         self.is_lost = False
@@ -150,39 +150,39 @@ class _Session:
             raise EnvironmentFailure(f"no session: {_describe(error)}") from error
 
     def tools(self) -> list[dict[str, Any]]:
-        """The server's tools in OpenAI's form, of all its pages."""
-        found: list[dict[str, Any]] = []
+        """Return the server's tools from all pages, in OpenAI's form."""
+        tools: list[dict[str, Any]] = []
         cursor: str | None = None
         while True:
             page = self._request(partial(self._client.list_tools, cursor=cursor))
             for tool in page.tools:
-                shape = {key: value for key, value in tool.input_schema.items() if key not in ("title", "$schema")}
-                function = {"name": tool.name, "description": tool.description or "", "parameters": shape}
-                found.append({"type": "function", "function": function})
+                parameters = {key: value for key, value in tool.input_schema.items() if key not in ("title", "$schema")}
+                function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+                tools.append({"type": "function", "function": function})
             cursor = page.next_cursor
             if not cursor:
-                return found
+                return tools
 
     def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """What a tool answered as text, and whether that is an error."""
+        """Call a tool; return its text and whether it is an error."""
         from mcp import MCPError
 
         try:
-            answer = self._request(partial(self._client.call_tool, name, arguments))
+            response = self._request(partial(self._client.call_tool, name, arguments))
         except MCPError as error:
             return error.error.message, True
-        texts = [getattr(part, "text", None) or f"({part.type})" for part in answer.content]
-        return "\n".join(texts), bool(answer.is_error)
+        texts = [getattr(part, "text", None) or f"({part.type})" for part in response.content]
+        return "\n".join(texts), bool(response.is_error)
 
-    def _request(self, question: Any) -> Any:
+    def _request(self, call: Any) -> Any:
         from mcp import MCPError
 
-        async def ask() -> Any:
+        async def run() -> Any:
             with anyio.fail_after(self._timeout_s):
-                return await question()
+                return await call()
 
         try:
-            return self._portal.call(ask)
+            return self._portal.call(run)
         except MCPError as error:
             if error.error.code in _MODEL_ERROR_CODES:
                 raise
@@ -193,7 +193,7 @@ class _Session:
             raise EnvironmentFailure(_describe(error)) from error
 
     def close(self) -> None:
-        """Have the task leave what it entered."""
+        """Let the session's task close its connection."""
         self.is_lost = True
         with suppress(Exception):
             self._portal.call(self._leave.set)
@@ -201,7 +201,7 @@ class _Session:
 
 
 async def _session_task(server: str | dict[str, Any], timeout_s: float, *, task_status: TaskStatus[Any]) -> None:
-    """Enter a session, hand it out, and leave it when told to, all in one task."""
+    """Open a session, hand it out, and close it on request, all in one task."""
     from mcp import Client, StdioServerParameters
 
     leave = anyio.Event()
@@ -215,7 +215,7 @@ async def _session_task(server: str | dict[str, Any], timeout_s: float, *, task_
 
 
 def _describe(error: BaseException) -> str:
-    """An error's text; of a group's, that of its first."""
+    """Describe an error; of an exception group, the first one."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return describe_error(error)
@@ -226,7 +226,7 @@ _portals: list[BlockingPortal] = []
 
 
 def _portal() -> BlockingPortal:
-    """The event loop of all sessions of this process; its thread is a daemon, and ends with the process."""
+    """Return the event loop of all sessions of this process, which runs in a daemon thread."""
 
     async def serve(ready: threading.Event) -> None:
         async with BlockingPortal() as portal:

@@ -1,4 +1,4 @@
-"""OpenEnv: an environment behind the WebSocket of an unmodified OpenEnv server (`openenv-core` 0.2 and 0.3).
+"""OpenEnv: environments behind the WebSocket of an unmodified OpenEnv server (`openenv-core` 0.2 and 0.3).
 
 ::
 
@@ -8,10 +8,10 @@
     <-  {"type": "observation", "data": {"observation": {"tool_name": ..., "result": {...}}, "reward": 0.2, ...}}
     <-  {"type": "error", "data": {"message": "...", "code": "EXECUTION_ERROR"}}
 
-A socket on which an exchange did not come to its end is aborted (`openenv_socket.py` says why), the episode is invalid,
-and the next reset connects anew. Only `/ws` serves episodes: the HTTP routes make a new environment for each call.
+After an incomplete exchange the socket is closed (see `openenv_socket.py`), the episode is invalid, and the next reset
+connects again. Only `/ws` keeps an episode: the HTTP routes make a new environment for each call.
 
-Tools are those of the server's MCP list; a server without one has a single tool, `step`, with its action's schema.
+The tools are those in the server's MCP list. A server without a list has one tool, `step`, with its action schema.
 """
 
 import json
@@ -20,34 +20,31 @@ from typing import Any, Literal
 
 from envs.adapters.openenv_socket import EnvironmentSocket, websocket_url
 from envs.call import describe_error
+from envs.contract import ToolError
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.validity import RewardReason, Unmeasured
 
 _STEP = "step"
-"""The tool of a server without an MCP list. OpenEnv reserves the name, so that no tool of such a list bears it."""
+"""The tool of a server without an MCP list. OpenEnv reserves the name."""
 _MAX_SEED = 2**31
-"""Larger ones are refused by some of the random generators behind such servers."""
+"""Some random generators behind such servers refuse larger seeds."""
 _MODEL_ERROR_TYPES = frozenset({"execution_error", "invalid_args", "tool_not_found", "timeout"})
-"""Errors of a tool that are the model's business; `transport_error` is nobody's."""
+"""Tool errors that the model reads; others make the episode invalid."""
 
 RewardAggregation = Literal["sum", "last", "max", "none"]
 
 
-class ToolError(Exception):
-    """What a tool answered in place of a result: text for the model."""
-
-
 class OpenEnv:
-    """An OpenEnv environment whose reward, if it has one, is not asked for: reward functions measure.
+    """An OpenEnv environment without `get_reward`: reward functions score the episode.
 
     Args:
-        url: of the server, `ws://host:port` (or http, wss, https).
-        max_message_bytes: the longest answer.
+        url: URL of the server, `ws://host:port` (or http, wss, https).
+        max_message_bytes: size limit of a response.
 
     Attributes:
-        calls: the tools called in this episode, with their arguments and what the server answered.
-        rewards: of each step, as it came: None where the server sent null, as it does for NaN.
-        done: the server said that the episode is over.
+        calls: tool calls of this episode, with arguments and the server's observation.
+        rewards: reward of each step; None if the server sent null, which it does for NaN.
+        done: the server ended the episode.
     """
 
     def __init__(self, url: str, max_message_bytes: int = 64 * 1024 * 1024) -> None:
@@ -61,65 +58,65 @@ class OpenEnv:
         self._socket: EnvironmentSocket | None = None
 
     def __copy__(self) -> "OpenEnv":
-        """The facts, without the socket."""
-        facts = object.__new__(type(self))
-        facts.__dict__.update(vars(self) | {"_socket": None})
-        return facts
+        """Copy the data without the socket."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update(vars(self) | {"_socket": None})
+        return copied
 
     async def tool_schemas(self) -> list[dict[str, Any]]:
-        """Ask the server for its tools, on a connection that is closed again.
+        """List the server's tools, on a connection of its own.
 
         Raises:
-            ReferenceNotFoundError: nothing answers there; says how such a server is started.
+            ReferenceNotFoundError: the server does not answer; the message says how to start one.
         """
         try:
             async with EnvironmentSocket.open(self.url, self._max_message_bytes) as socket:
-                question = {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1}
-                answer = await socket.request({"type": "mcp", "data": question})
-                listed = answer.get("result")
+                list_request = {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1}
+                response = await socket.request({"type": "mcp", "data": list_request})
+                listed = response.get("result")
                 return _mcp_tools(listed["tools"]) if listed else [_step_tool(await socket.action_schema())]
         except EnvironmentFailure as failure:
             raise ReferenceNotFoundError(
-                f"no OpenEnv server answers at {self.url}: {failure}. Its tools stand in the prompt, so it has to be "
-                "there from the start, e.g. `python -m uvicorn server.app:app --port 8000` in the environment's folder"
+                f"no OpenEnv server answers at {self.url}: {failure}. Its tools are part of the prompt, so it must "
+                "run before the workers start, e.g. `python -m uvicorn server.app:app --port 8000` in the environment's folder"
             ) from failure
 
     async def reset(self, **row: Any) -> str | None:
-        """Begin an episode; the server takes of the row's fields what its own `reset` names.
+        """Start an episode; the server uses the fields that its own `reset` names.
 
         Raises:
-            EnvironmentFailure: it cannot be reached, or its reset failed.
+            EnvironmentFailure: the server cannot be reached, or its reset failed.
         """
         self.observation, self.calls, self.rewards, self.done, self._broken = None, [], [], False, ""
         if self._socket is None or self._socket.is_closed:
             self._socket = await EnvironmentSocket.connect(self.url, self._max_message_bytes)
-        answer = await self._exchange({"type": "reset", "data": _json_fields(row)})
-        self.done = bool(answer.get("done"))
-        self.observation = answer.get("observation") or None
+        response = await self._exchange({"type": "reset", "data": _json_fields(row)})
+        self.done = bool(response.get("done"))
+        self.observation = response.get("observation") or None
         return _text(self.observation) if self.observation else None
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
         """Take a step.
 
         Raises:
-            ToolError: the tool's error, for the model to read.
-            EnvironmentFailure: of the server, or of the way to it.
+            ToolError: the tool's error, which the model reads.
+            EnvironmentFailure: the server or the connection failed.
         """
         if self.done:
             raise ToolError("the episode is over")
         action = arguments if name == _STEP else {"type": "call_tool", "tool_name": name, "arguments": arguments}
         call = {"tool": name, "arguments": arguments, "observation": None}
         self.calls.append(call)
-        answer = await self._exchange({"type": "step", "data": action})
-        if "errors" in answer:
-            raise ToolError(f"the arguments do not fit: {_text(answer['errors'])}")
-        self.rewards.append(answer.get("reward"))
-        self.done = bool(answer.get("done"))
-        call["observation"] = observation = answer.get("observation")
+        response = await self._exchange({"type": "step", "data": action})
+        if "errors" in response:
+            raise ToolError(f"the arguments do not fit: {_text(response['errors'])}")
+        self.rewards.append(response.get("reward"))
+        self.done = bool(response.get("done"))
+        call["observation"] = observation = response.get("observation")
         return _text(observation) if name == _STEP else _tool_result(observation)
 
     async def close(self) -> None:
-        """Close the socket; the server ends its session."""
+        """Close the socket, which ends the server's session."""
         socket, self._socket = self._socket, None
         if socket is not None:
             await socket.close()
@@ -131,18 +128,18 @@ class OpenEnv:
             raise EnvironmentFailure("it was never reset")
         try:
             return await self._socket.request(message)
-        except BaseException as error:  # cancelled by a deadline, too
-            self._broken = f"the connection to {self.url} was given up in this episode: {describe_error(error)}"
+        except BaseException as error:  # including cancellation by a deadline
+            self._broken = f"the connection to {self.url} was closed in this episode: {describe_error(error)}"
             raise
 
 
 class RewardedOpenEnv(OpenEnv):
-    """An OpenEnv environment whose steps bear rewards.
+    """An OpenEnv environment whose steps have rewards.
 
     Args:
-        url: of the server.
-        reward: of all steps' rewards their `sum`, the `last`, or the `max`.
-        max_message_bytes: the longest answer.
+        url: URL of the server.
+        reward: `sum`, `last` or `max` of the steps' rewards.
+        max_message_bytes: size limit of a response.
     """
 
     def __init__(self, url: str, reward: RewardAggregation = "sum", max_message_bytes: int = 64 * 1024 * 1024) -> None:
@@ -150,34 +147,33 @@ class RewardedOpenEnv(OpenEnv):
         self.aggregation = reward
 
     def get_reward(self) -> float | Unmeasured:
-        """What the steps were worth, or that nobody knows.
+        """Return the aggregated reward, or `Unmeasured`.
 
-        A null on the wire may have been a NaN, so a sum or a maximum over one is not known. An environment that speaks
-        of rewards only with its last step wants `last`.
+        A null from the server may have been NaN, so the sum or maximum over it is unknown. For an environment that
+        rewards only its last step use `last`.
 
         Raises:
-            EnvironmentFailure: an exchange did not come to its end.
+            EnvironmentFailure: an exchange failed in this episode.
         """
         if self._broken:
             raise EnvironmentFailure(self._broken)
-        seen = self.rewards[-1:] if self.aggregation == "last" else self.rewards
-        numbers = [reward for reward in seen if reward is not None]
-        if not seen:
-            return Unmeasured(RewardReason.MISSING, "no step bore a reward: none was taken")
-        if len(numbers) < len(seen):
-            told = f"{len(seen) - len(numbers)} of {len(seen)} steps came with null for their reward"
-            return Unmeasured(RewardReason.MISSING, f"{told}, as NaN and inf do, too")
+        rewards = self.rewards[-1:] if self.aggregation == "last" else self.rewards
+        numbers = [reward for reward in rewards if reward is not None]
+        if not rewards:
+            return Unmeasured(RewardReason.MISSING, "no reward: the model took no step")
+        if len(numbers) < len(rewards):
+            nulls = f"{len(rewards) - len(numbers)} of {len(rewards)} steps have null as their reward"
+            return Unmeasured(RewardReason.MISSING, f"{nulls}, which also stands for NaN and infinity")
         return max(numbers) if self.aggregation == "max" else float(sum(numbers))
 
 
 def openenv(url: str, reward: RewardAggregation = "sum", max_message_bytes: int = 64 * 1024 * 1024) -> OpenEnv:
-    """An environment of an OpenEnv server: what `openenv:ws://host:port` stands for.
+    """Make an environment of an OpenEnv server, for references `openenv:ws://host:port`.
 
     Args:
-        url: of the server, `ws://host:port` (or http, wss, https).
-        reward: what becomes of the steps' rewards: their `sum`, the `last`, the `max`, or `none` where the server
-            measures nothing and reward functions do.
-        max_message_bytes: the longest answer.
+        url: URL of the server, `ws://host:port` (or http, wss, https).
+        reward: `sum`, `last` or `max` of the steps' rewards; `none` if only reward functions score the episode.
+        max_message_bytes: size limit of a response.
     """
     if reward not in ("sum", "last", "max", "none"):
         raise ReferenceNotFoundError(f"reward = {reward!r}; it may be 'sum', 'last', 'max' or 'none'")
@@ -187,7 +183,7 @@ def openenv(url: str, reward: RewardAggregation = "sum", max_message_bytes: int 
 
 
 def _mcp_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools of MCP's `tools/list`, whichever way the server's version spells the schema's key."""
+    """Convert the tools of MCP's `tools/list`; server versions spell the schema's key in two ways."""
     return [
         _function(tool["name"], tool.get("description"), tool.get("inputSchema") or tool.get("input_schema"))
         for tool in tools
@@ -195,21 +191,21 @@ def _mcp_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _step_tool(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The one tool of a server without a list; metadata is between programs."""
-    properties = {name: shape for name, shape in schema.get("properties", {}).items() if name != "metadata"}
+    """Make the tool of a server without an MCP list; `metadata` is not for the model."""
+    properties = {name: schema for name, schema in schema.get("properties", {}).items() if name != "metadata"}
     return _function(_STEP, schema.get("description") or "Take an action.", {**schema, "properties": properties})
 
 
 def _function(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    shape = {key: value for key, value in (parameters or {}).items() if key not in ("title", "description")}
+    schema = {key: value for key, value in (parameters or {}).items() if key not in ("title", "description")}
     return {
         "type": "function",
-        "function": {"name": name, "description": (description or "").strip(), "parameters": shape},
+        "function": {"name": name, "description": (description or "").strip(), "parameters": schema},
     }
 
 
 def _json_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a row what JSON can say; the prompt is the model's."""
+    """Return the fields of a row that JSON can express, without the prompt."""
     fields: dict[str, Any] = {}
     for name, value in row.items():
         try:
@@ -224,11 +220,11 @@ def _json_fields(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool_result(observation: Any) -> str:
-    """What an MCP tool answered.
+    """Return the text of an MCP tool's result.
 
     Raises:
-        ToolError: it says that it went wrong.
-        EnvironmentFailure: it could not be asked.
+        ToolError: the tool reported an error.
+        EnvironmentFailure: the server could not call the tool.
     """
     error = observation.get("error") if isinstance(observation, dict) else None
     if isinstance(error, dict):

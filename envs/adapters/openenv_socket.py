@@ -1,7 +1,7 @@
-"""One WebSocket to an OpenEnv server: a message, and the answer to it, or the end of the connection.
+"""One WebSocket to an OpenEnv server: one request and its response at a time.
 
-Answers bear no number, so one that comes late would be taken for the answer to the next question, for ever after. Hence
-the one rule: **a socket on which an exchange did not come to its end is aborted.**
+Responses have no id, so a late one would be read as the response to the next request. Therefore **a socket is aborted
+after an incomplete exchange.**
 """
 
 import json
@@ -22,7 +22,7 @@ _LEAVE_S = 1.0
 
 
 class EnvironmentSocket:
-    """One connection, which is one environment at the server. One exchange at a time."""
+    """One connection, which is one environment on the server."""
 
     def __init__(self, session: Any, stream: Any, url: str) -> None:
         self._session = session
@@ -33,10 +33,10 @@ class EnvironmentSocket:
 
     @classmethod
     async def connect(cls, url: str, max_message_bytes: int) -> "EnvironmentSocket":
-        """Open a session at the server.
+        """Open a session on the server.
 
         Raises:
-            EnvironmentFailure: nothing answers there.
+            EnvironmentFailure: the server does not answer.
         """
         aiohttp = import_extra("aiohttp", "openenv")
         session = aiohttp.ClientSession()
@@ -54,7 +54,7 @@ class EnvironmentSocket:
     @classmethod
     @asynccontextmanager
     async def open(cls, url: str, max_message_bytes: int) -> "AsyncIterator[EnvironmentSocket]":
-        """A session for as long as the context is open."""
+        """Open a session, and close it on exit."""
         socket = await cls.connect(url, max_message_bytes)
         try:
             yield socket
@@ -62,14 +62,14 @@ class EnvironmentSocket:
             await socket.close()
 
     async def request(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a message and take its answer's `data`; whatever keeps that from ending aborts the socket.
+        """Send a message and return the `data` of its response; any failure or cancellation aborts the socket.
 
         Raises:
-            EnvironmentFailure: the connection broke, or the server says that something of its own did.
+            EnvironmentFailure: the connection failed, or the server reported an error of its own.
         """
         async with self._lock:
             if self.is_closed:
-                raise EnvironmentFailure(f"the connection to {self._url} was given up")
+                raise EnvironmentFailure(f"the connection to {self._url} was closed")
             try:
                 await self._stream.send_str(json.dumps(message))
                 return _response_data(await self._stream.receive(), self._url)
@@ -80,7 +80,7 @@ class EnvironmentSocket:
                 raise
 
     async def action_schema(self) -> dict[str, Any]:
-        """The JSON schema of the server's actions."""
+        """Return the JSON schema of the server's actions."""
         try:
             with anyio.fail_after(_CONNECT_S):
                 async with self._session.get(f"http{self._url.removeprefix('ws')}/schema") as response:
@@ -92,7 +92,7 @@ class EnvironmentSocket:
             ) from error
 
     async def close(self) -> None:
-        """Say that the session is over, and close."""
+        """End the session and close the connection."""
         with anyio.move_on_after(_LEAVE_S), suppress(Exception):
             if not self.is_closed:
                 await self._stream.send_str('{"type": "close"}')
@@ -100,21 +100,21 @@ class EnvironmentSocket:
         await self.abort()
 
     async def abort(self) -> None:
-        """Give the connection up at once, without a closing handshake that somebody would have to wait for."""
+        """Close the connection without a closing handshake."""
         self.is_closed = True
         with anyio.CancelScope(shield=True):
             await self._session.close()
 
 
 def _response_data(message: Any, url: str) -> dict[str, Any]:
-    """What an answer holds."""
+    """Return the `data` of a response."""
     if not isinstance(message.data, str):
         raise EnvironmentFailure(f"the server at {url} closed the connection ({message.type.name} {message.data})")
-    answer = json.loads(message.data)
-    data = answer.get("data") if isinstance(answer, dict) else None
+    response = json.loads(message.data)
+    data = response.get("data") if isinstance(response, dict) else None
     if not isinstance(data, dict):
-        raise EnvironmentFailure(f"the server at {url} answers junk: {message.data[:200]}")
-    if answer.get("type") != "error":
+        raise EnvironmentFailure(f"the server at {url} sent an invalid message: {message.data[:200]}")
+    if response.get("type") != "error":
         return data
     if data.get("code") == "VALIDATION_ERROR":
         return {"errors": data.get("errors") or data.get("message")}
@@ -122,14 +122,14 @@ def _response_data(message: Any, url: str) -> dict[str, Any]:
 
 
 def websocket_url(url: str) -> str:
-    """The address of a server as its WebSocket's, without a path.
+    """Convert a server's URL to its WebSocket URL without a path.
 
     Raises:
-        ReferenceNotFoundError: it is none.
+        ReferenceNotFoundError: it is not a URL of a supported scheme.
     """
     for scheme, socket in (("https://", "wss://"), ("http://", "ws://")):
         if url.startswith(scheme):
             url = socket + url.removeprefix(scheme)
     if not url.startswith(("ws://", "wss://")):
-        raise ReferenceNotFoundError(f"{url!r} is no URL of an OpenEnv server; write ws://host:port")
+        raise ReferenceNotFoundError(f"{url!r} is not the URL of an OpenEnv server; write ws://host:port")
     return url.rstrip("/").removesuffix("/ws")

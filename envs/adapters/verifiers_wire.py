@@ -1,9 +1,9 @@
-"""The wire of verifiers 0.4's environment servers: three frames of msgpack over ZMQ, spoken without verifiers.
+"""The protocol of verifiers 0.4's environment servers: three ZMQ frames with msgpack, without importing verifiers.
 
 ::
 
     DEALER ->  [id, b"run", {"task_data", "client", "model", "sampling"}]       or b"health", b"cancel"
-           <-  [id, b"delta", {"trace", "open" | "set" | "nodes" | "discard" ...}]     as the episode goes on
+           <-  [id, b"delta", {"trace", "open" | "set" | "nodes" | "discard" ...}]     while the episode runs
            <-  [id, b"reply", {"success", "error", "head": {"ok", "is_timeout", ...}, "traces": [{"id", ...}]}]
 """
 
@@ -19,20 +19,20 @@ from envs.extras import import_extra
 from stream.errors import EnvironmentFailure
 
 _LINGER_MS = 1000
-"""For a message, such as a cancel, that is still on its way when its socket is closed."""
+"""Time to send pending messages, such as a cancel, after the socket is closed."""
 _CANCEL_S = 5.0
-"""For a cancel to be queued: it never waits for the server, unless a thousand messages do."""
+"""Time to queue a cancel; it blocks only if about a thousand messages are already queued."""
 _encode = msgspec.msgpack.encode
 
 
 class Connection:
-    """A connection to a server, for one question."""
+    """A connection to a server, for one request."""
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket
 
     async def request(self, method: bytes, payload: object) -> dict[str, Any]:
-        """Ask a question that is answered at once."""
+        """Send a request with a single reply."""
         request_id = await self._send(method, payload)
         while True:
             kind, data = await self._receive(request_id)
@@ -40,10 +40,7 @@ class Connection:
                 return data
 
     async def run_episode(self, request: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Have an episode played: the reply, and the traces it speaks of, in its order.
-
-        Cancelled, it tells the server to stop.
-        """
+        """Run an episode; return the final reply and its traces in order. Cancellation stops the episode on the server."""
         traces: dict[str, dict[str, Any]] = {}
         request_id = await self._send(b"run", request)
         try:
@@ -64,10 +61,10 @@ class Connection:
         return request_id
 
     async def _receive(self, request_id: bytes) -> tuple[bytes, dict[str, Any]]:
-        """The next frames that belong to a request.
+        """Wait for the next message of a request; return its kind and data.
 
         Raises:
-            EnvironmentFailure: they are not of this protocol.
+            EnvironmentFailure: the message does not follow the protocol.
         """
         while True:
             frames = await self._socket.recv_multipart()
@@ -78,7 +75,7 @@ class Connection:
             try:
                 data = msgspec.msgpack.decode(frames[2])
             except (msgspec.DecodeError, ValueError, TypeError) as error:
-                raise EnvironmentFailure(f"the environment server sends junk: {error}") from error
+                raise EnvironmentFailure(f"the environment server sent an invalid message: {error}") from error
             if not isinstance(data, dict):
                 raise EnvironmentFailure(f"the environment server sends a {type(data).__name__}, not a map")
             return frames[1], data
@@ -86,7 +83,7 @@ class Connection:
 
 @asynccontextmanager
 async def open_connection(address: str) -> AsyncIterator[Connection]:
-    """A connection to the server at an address, which need not be there yet: ZMQ does not say."""
+    """Open a connection. ZMQ does not report whether a server is listening."""
     zmq = import_extra("zmq.asyncio", "verifiers")
     socket = zmq.Context.instance().socket(import_extra("zmq", "verifiers").DEALER)
     try:
@@ -97,7 +94,7 @@ async def open_connection(address: str) -> AsyncIterator[Connection]:
 
 
 def _apply_delta(delta: Mapping[str, Any], traces: dict[str, dict[str, Any]]) -> None:
-    """Bring a trace up to date. Nodes and calls are only ever added, the rest is sent whole where it changed."""
+    """Apply an update to a trace: nodes, calls and errors are appended, other fields replaced."""
     name = str(delta.get("trace"))
     if delta.get("discard"):
         traces.pop(name, None)

@@ -1,14 +1,14 @@
-"""What comes with the package: environments and reward functions, a file each, named by entry points.
+"""Built-in environments and reward functions, one file each, named by entry points.
 
-Another one is a file here, and a line in pyproject.toml under "penstock.environments" or "penstock.rewards".
+To add one: a file here, and a line in pyproject.toml under "penstock.environments" or "penstock.rewards".
 
 =======================  ====================================================================
 `calculator`             three tools for whole numbers; `calculator_answer`, the demo's reward
-`guess`                  a number to be guessed
-`python`                 `python_sandbox.py`: the model's Python in a child with limits
-`math`                   `math_verifier.py`: the same expression as the gold answer
-`vlm`                    parts for image prompts
-`code_jaccard`           how alike two pieces of code are
-`golds.py`               what those with gold answers have in common
+`guess`                  guess a number
+`python`                 `python_sandbox.py`: run the model's Python in a child with limits
+`math`                   `math_verifier.py`: mathematical equality with the gold answer
+`vlm`                    weighted reward parts for image prompts
+`code_jaccard`           similarity of two pieces of code
+`gold_answers.py`        the column with the gold answers, shared by these rewards
 =======================  ====================================================================
 """

@@ -1,4 +1,4 @@
-"""A calculator as tools, and the reward of the demo: the exact answer, reached with at least one call.
+"""A calculator as tools, and the demo's reward: the exact answer, after at least one tool call.
 
 ::
 
@@ -19,7 +19,7 @@ _LIMIT = 10**100
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call of a tool."""
+    """One tool call."""
 
     tool: str
     a: int
@@ -28,9 +28,9 @@ class ToolCall:
 
 
 class Calculator:
-    """Three tools for whole numbers. The problem itself is in the prompt.
+    """Three tools for whole numbers. The problem is in the prompt.
 
-    Scored by `exact_answer`, since an environment does not see what the model says in the end.
+    The reward function is `exact_answer`, because an environment does not see the model's final message.
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,12 @@ class Calculator:
         self.calls: list[ToolCall] = []
 
     def reset(self, problem: str = "", answer: Any = None, **fields: Any) -> None:  # noqa: ARG002
-        """Begin a problem.
+        """Start an episode.
 
         Args:
-            problem: its text, for people.
-            answer: its answer, for people.
-            **fields: the row's other columns.
+            problem: text of the problem, for reading snapshots.
+            answer: gold answer, for reading snapshots.
+            **fields: other columns of the row.
         """
         self.problem = problem
         self.answer = answer
@@ -79,7 +79,7 @@ class Calculator:
 
     def _record_call(self, tool: str, a: int, b: int, result: int) -> int:
         if abs(result) >= _LIMIT:
-            raise ValueError("the result has more than 100 digits")  # read by the model
+            raise ValueError("the result has more than 100 digits")  # the model reads this
         self.calls.append(ToolCall(tool, a, b, result))
         return result
 
@@ -87,14 +87,14 @@ class Calculator:
 def exact_answer(
     completions: Sequence[Any], environments: Sequence[Any], answer: Sequence[Any], **_: Any
 ) -> list[float | Reward]:
-    """1.0 where the last thing the model said has `Answer: N` with the right number, after at least one call.
+    """Return 1.0 if the model's last message has `Answer: N` with the right number, after at least one tool call.
 
-    Where it gives several answers, the last one counts. A gold answer that is no whole number makes the completion
-    invalid (`invalid_gold`): nobody can know whether the model was right.
+    The last of several answers counts. A gold answer that is no whole number makes the completion invalid
+    (`invalid_gold`).
 
     Args:
         completions: conversations, or texts.
-        environments: what remains of each `Calculator`.
+        environments: thawed snapshots of each `Calculator`.
         answer: the gold answers.
     """
     scored = zip(completions, environments, answer, strict=True)
@@ -102,7 +102,7 @@ def exact_answer(
 
 
 def final_answer(completion: Any) -> int | None:
-    """The number in the last `Answer: N` of the model's last message; None without one."""
+    """Return the number in the last `Answer: N` of the model's last message, or None."""
     found = _ANSWER.findall(last_assistant_text(completion))
     return int(found[-1]) if found and len(found[-1]) <= len(str(_LIMIT)) else None
 
@@ -111,5 +111,5 @@ def _score(completion: Any, environment: Any, gold: Any) -> float | Reward:
     try:
         expected = int(gold) if isinstance(gold, float) and gold.is_integer() else int(str(gold).strip())
     except ValueError:
-        return Unmeasured(RewardReason.BAD_REFERENCE, f"the answer in the data, {gold!r}, is no whole number")
+        return Unmeasured(RewardReason.INVALID_GOLD, f"the answer in the data, {gold!r}, is not a whole number")
     return measure(final_answer(completion) == expected and len(environment.calls) > 0)

@@ -1,4 +1,4 @@
-"""The reward `code_jaccard`: how alike two pieces of code are, by their words and their lengths.
+"""The reward `code_jaccard`: similarity of two pieces of code by their words and lengths.
 
 ::
 
@@ -16,33 +16,33 @@ from stream.validity import Reward, RewardReason, Unmeasured, measure
 
 
 class CodeJaccard:
-    """The similarity of what the model said last to the gold code.
+    """Similarity of the model's last message to the gold code.
 
     Args:
-        answer: the column with the gold code.
+        answer: name of the column with the gold code.
     """
 
     def __init__(self, answer: str = "answer") -> None:
         self._column = answer
 
     def __call__(self, completions: Sequence[Any], **columns: Sequence[Any]) -> list[Reward]:
-        """Judge completions.
+        """Score completions.
 
         Args:
             completions: conversations, or texts.
-            **columns: of the data; the gold code is one of them.
+            **columns: columns of the data, among them the gold code.
         """
         return [
-            _judge(gold, completion)
+            _score(gold, completion)
             for gold, completion in zip(gold_column(columns, self._column), completions, strict=True)
         ]
 
 
 def similarity(gold: str, text: str) -> float:
-    """Jaccard's index of the two texts' words, times the ratio of their lengths in characters; in [0, 1].
+    """Return the Jaccard index of the two texts' words times the ratio of their lengths in characters, in [0, 1].
 
-    Both are stripped and lowered first. Equal texts have 1, also two empty ones; no other text has anything in common
-    with an empty gold one.
+    Both texts are stripped and lowercased first. Equal texts have similarity 1; any other text compared to an empty gold
+    text has 0.
     """
     gold, text = gold.strip().lower(), text.strip().lower()
     if gold == text:
@@ -54,9 +54,9 @@ def similarity(gold: str, text: str) -> float:
     return min(1.0, max(0.0, index * min(len(gold), len(text)) / max(len(gold), len(text))))
 
 
-def _judge(gold: Any, completion: Any) -> Reward:
+def _score(gold: Any, completion: Any) -> Reward:
     if not isinstance(gold, str):
-        return Unmeasured(RewardReason.BAD_REFERENCE, f"the gold code is a {type(gold).__name__}, not a string")
+        return Unmeasured(RewardReason.INVALID_GOLD, f"the gold code is a {type(gold).__name__}, not a string")
     try:
         return measure(similarity(gold, last_assistant_text(completion)))
     except TypeError as error:

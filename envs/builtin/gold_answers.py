@@ -1,4 +1,4 @@
-"""Gold answers: the column of the data that they stand in, and what is said of one that nobody can read."""
+"""Gold answers: their column in the data, and the result for an invalid one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,17 +9,17 @@ _MAX_SHOWN_CHARS = 200
 
 
 def gold_column(columns: Mapping[str, Sequence[Any]], column: str) -> Sequence[Any]:
-    """The gold answers of a call.
+    """Return the column with the gold answers.
 
     Raises:
         KeyError: the data has no such column.
     """
     golds = columns.get(column)
     if golds is None:
-        raise KeyError(f"the data has no column {column!r}; name the one with the gold answers: args.answer")
+        raise KeyError(f"the data has no column {column!r}; set args.answer to the column with the gold answers")
     return golds
 
 
 def invalid_gold(gold: Any, why: str) -> Unmeasured:
-    """Nobody can know whether the model was right: the data is at fault."""
-    return Unmeasured(RewardReason.BAD_REFERENCE, f"the gold answer {str(gold)[:_MAX_SHOWN_CHARS]!r} {why}")
+    """Return the reward for a gold answer that is unusable: the completion is invalid, the data is at fault."""
+    return Unmeasured(RewardReason.INVALID_GOLD, f"the gold answer {str(gold)[:_MAX_SHOWN_CHARS]!r} {why}")

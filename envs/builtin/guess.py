@@ -1,4 +1,4 @@
-"""A number to be guessed: the smallest environment whose state the model's calls change."""
+"""Guess a number: a minimal environment whose state the model's calls change."""
 
 from random import Random
 from typing import Any, Literal
@@ -7,10 +7,10 @@ from envs.contract import EnvironmentFailure
 
 
 class Guess:
-    """Higher or lower. The reward is 1.0 once the number was found.
+    """Higher or lower. The reward is 1.0 once the number is found.
 
-    Rows may give `secret`, `low` and `high`. Without a secret one is drawn from the seed, another for each completion:
-    give it where the completions of a group are to be compared.
+    Rows may set `secret`, `low` and `high`. Without `secret` each completion draws its own from its seed; set it so that
+    the completions of a group are comparable.
     """
 
     def __init__(self) -> None:
@@ -18,19 +18,19 @@ class Guess:
         self.guesses: list[int] = []
 
     def reset(self, secret: int | None = None, low: int = 1, high: int = 100, seed: int = 0, **fields: Any) -> str:  # noqa: ARG002
-        """Think of a number.
+        """Choose the number.
 
         Args:
             secret: the number; drawn if None.
-            low: the smallest it may be.
-            high: the largest it may be.
-            seed: to draw it from.
-            **fields: the row's other columns.
+            low: smallest possible number.
+            high: largest possible number.
+            seed: seed for drawing the number.
+            **fields: other columns of the row.
         """
         if secret is None and low <= high:
             secret = Random(seed).randint(low, high)
         if secret is None or not low <= secret <= high:
-            raise EnvironmentFailure(f"the row asks for the secret {secret} between {low} and {high}")
+            raise EnvironmentFailure(f"the row's secret {secret} is not between {low} and {high}")
         self.secret = secret
         self.guesses = []
         return f"I am thinking of a whole number from {low} to {high}. Guess it."
@@ -50,5 +50,5 @@ class Guess:
         return "higher" if number < self.secret else "lower"
 
     def get_reward(self) -> float:
-        """1.0 if the number was found."""
+        """Return 1.0 if the number was found."""
         return float(self.secret in self.guesses)

@@ -1,17 +1,17 @@
-r"""The reward `math`: is the answer the same expression as the gold one? Judged by math-verify 0.9.
+r"""The reward `math`: mathematical equality with the gold answer, by math-verify 0.9.
 
 ::
 
     gold \frac12   "... so it is 0.5"             1.0
-    gold 4         "\boxed{3} ... \boxed{4}"      0.0   two answers are none
-    gold 4         "no idea"                      0.0   the model's business
+    gold 4         "\boxed{3} ... \boxed{4}"      0.0   two answers count as none
+    gold 4         "no idea"                      0.0
     gold \frac{1}{ anything                       invalid, invalid_gold
-    gold 1         "\boxed{9^{9^{9^9}}}"          invalid, timeout; the farming guard watches these
+    gold 1         "\boxed{9^{9^{9^9}}}"          invalid, timeout
 
-math-verify sets an alarm, which works in a main thread alone, and in a thread pool makes a right answer look wrong; its
-own timeout is silently "wrong" unless `raise_on_error` is set, and is no `Exception`. So it runs in the main threads
-of processes that are killed past their deadline (`Calling`), and each of its calls is judged apart: what the data did
-wrong, what the model did, and what the verifier did.
+math-verify uses an alarm signal, which works only in a main thread: in a thread pool a right answer looks wrong. Its
+timeout exception is no `Exception`, and without `raise_on_error` a timeout silently means "wrong". So it runs in the main
+threads of killable child processes (`CallOptions`), and each step distinguishes errors in the data, in the model's answer
+and in the verifier. A model can provoke timeouts; `[abort]` stops a run in which too many completions are invalid.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,18 +25,18 @@ from envs.rewards.loading import CallOptions
 from stream.validity import Measured, Reward, RewardReason, Unmeasured
 
 PROCESSES = 2
-"""Unless the setting says otherwise."""
+"""Child processes, unless `rewards.processes` is set."""
 DEFAULT_VERIFIER = "math_verify"
 _TIMEOUT_S = 5
-"""math-verify's own, for each of its steps; a pool's deadline is the hard one."""
+"""math-verify's own timeout for each step; the process pool enforces the hard deadline."""
 
 
 class Math:
-    """1.0 where the last thing the model said is equal to the gold answer, else 0.0.
+    r"""1.0 if the model's last message equals the gold answer, else 0.0.
 
     Args:
-        answer: the column with the gold answers: LaTeX, with or without dollars or a box around it.
-        verifier: who judges; one of `VERIFIERS`.
+        answer: name of the column with the gold answers: LaTeX, with or without dollars or `\boxed`.
+        verifier: name in `VERIFIERS`.
         precision: decimal places to which numbers are compared.
     """
 
@@ -48,15 +48,15 @@ class Math:
         self._equal = get_verifier(verifier)
 
     def prepare(self) -> None:
-        """Load what is slow to load, once in each process."""
+        """Run once in each process, so that slow imports do not count towards a call's deadline."""
         self._equal("1", r"\boxed{1}", self._precision)
 
     def __call__(self, completions: Sequence[Any], **columns: Sequence[Any]) -> list[Reward]:
-        """Judge completions.
+        """Score completions.
 
         Args:
             completions: conversations, or texts.
-            **columns: of the data; the gold answers are one of them.
+            **columns: columns of the data, among them the gold answers.
         """
         judged = zip(gold_column(columns, self._column), completions, strict=True)
         return [self._equal(gold, last_assistant_text(completion), self._precision) for gold, completion in judged]
@@ -66,30 +66,30 @@ Verifier = Callable[[Any, str, int], Reward]
 
 
 def get_verifier(name: str) -> Verifier:
-    """The verifier of that name.
+    """Return a verifier by name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: unknown name.
         MissingExtraError: its library is not installed.
     """
     if name not in VERIFIERS:
-        raise ValueError(f"there is no verifier {name!r}; known are: {', '.join(VERIFIERS)}")
+        raise ValueError(f"there is no verifier {name!r}; known verifiers: {', '.join(VERIFIERS)}")
     if find_spec("math_verify") is None:
         raise missing_extra("math_verify", "math")
     return VERIFIERS[name]
 
 
 def math_verify(gold: Any, text: str, precision: int = 6) -> Reward:
-    """Whether a text says the gold answer. In a process's main thread only, and in one that may be killed.
+    """Return whether a text states the gold answer. Call it only in the main thread of a killable process.
 
     Args:
         gold: a string, or a number.
-        text: what the model said.
+        text: the model's message.
         precision: decimal places to which numbers are compared.
     """
     if isinstance(gold, bool) or not isinstance(gold, str | int | float):
         return Unmeasured(
-            RewardReason.BAD_REFERENCE, f"the gold answer is a {type(gold).__name__}, no text and no number"
+            RewardReason.INVALID_GOLD, f"the gold answer is a {type(gold).__name__}, neither text nor number"
         )
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
     from math_verify.errors import TimeoutException
@@ -99,19 +99,19 @@ def math_verify(gold: Any, text: str, precision: int = 6) -> Reward:
     step = "parse the gold answer"
     try:
         expected = parse(f"\\boxed{{{gold}}}", (from_latex,), **limits)
-        if all(isinstance(expression, str) for expression in expected):  # nothing, or the text itself for want of more
+        if all(isinstance(expression, str) for expression in expected):  # nothing parsed, or only text
             return invalid_gold(gold, "is no expression")
         step = "parse the prediction"
         found = parse(text, (from_text, from_latex), **limits)
         step = "compare the two"
         equal = verify(expected, found, float_rounding=precision, timeout_seconds=_TIMEOUT_S, raise_on_error=True)
-    except TimeoutException:  # no Exception
+    except TimeoutException:  # not a subclass of Exception
         return Unmeasured(RewardReason.TIMEOUT, f"math-verify did not {step} within {_TIMEOUT_S} s")
     except MemoryError:
         return Unmeasured(RewardReason.RAISED, f"math-verify needed too much memory to {step}")
-    except (ImportError, OSError):  # the machine's failure, whoever's words were being read
+    except (ImportError, OSError):  # a failure of the machine
         raise
-    except Exception:  # the library's ways of saying that it cannot read this
+    except Exception:  # the library raises many types for unreadable input
         if step == "parse the gold answer":
             return invalid_gold(gold, "is no expression")
         if step == "parse the prediction":

@@ -1,12 +1,11 @@
-"""An environment whose one tool runs the model's Python, in a child process with limits.
+"""An environment whose tool runs the model's Python in a child process with limits.
 
-What is held back: processor time, wall time, memory, size of files and output, new processes (for root: by becoming
-nobody, where the interpreter can be read by everybody), our environment variables, our packages and memory, our open
-files, standard input. A fresh interpreter for each call, in a folder of its own that is removed afterwards.
+Limited: CPU time, wall time, memory, size of files and output, new processes (root switches to the user nobody, if that
+user can read the interpreter). Not available: the worker's environment variables, packages, memory, open files and
+standard input. Each call starts a new interpreter in a temporary folder, which is removed afterwards.
 
-What is *not*: the network, and reading whatever files the user it runs as may read. This keeps a policy's accidents
-from a worker; it is no wall against an attacker. For code that you do not trust, run the worker itself in a container
-without a network.
+Not limited: the network, and files that the user may read. The sandbox protects a worker from a policy's accidents, not
+from an attacker. To run untrusted code, run the worker in a container without a network.
 """
 
 import functools
@@ -35,30 +34,30 @@ log = structlog.get_logger()
 
 NOBODY = 65534
 _EXIT_TIMEOUT_S = 5.0
-"""For a process that was killed to be gone."""
+"""Time for a killed process to exit."""
 _START_TIMEOUT_S = 30.0
-"""For one to begin the model's code, beyond which the sandbox is dead."""
+"""Time for a process to start the model's code."""
 
 
 @dataclass(frozen=True)
 class SandboxRun:
-    """One call of the tool."""
+    """One tool call."""
 
     code: str
     output: str
 
 
 class Python:
-    """Run Python code. State does not carry over from one call to the next.
+    """Run Python code. No state is kept between calls.
 
     Args:
-        timeout_s: wall seconds of one run.
-        cpu_s: processor seconds of one run.
-        memory_mb: address space of one run.
-        file_mb: of each file that it writes.
-        output_chars: of its output, what the model gets to read; the middle is left out.
-        processes: new processes and threads that it may have; 0: none. Without effect for root, see `sandbox_user`.
-        interpreter: the Python that runs the code, without its site packages.
+        timeout_s: wall time of one call.
+        cpu_s: CPU seconds of one call.
+        memory_mb: address space of one call.
+        file_mb: size of each file that the code writes.
+        output_chars: characters of the output that the model reads; the middle is cut.
+        processes: processes and threads that the code may start; no effect for root, see `sandbox_user`.
+        interpreter: the Python that runs the code, without site packages.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Python:
             self._limits["user"] = user
 
     def reset(self, **row: Any) -> None:  # noqa: ARG002
-        """Begin an episode; the task is in the prompt."""
+        """Start an episode; the task is in the prompt."""
         self.runs = []
 
     async def python(self, code: str) -> str:
@@ -99,17 +98,17 @@ class Python:
         """
         folder, output = await to_thread.run_sync(self._prepare, code)
         try:
-            told = await self._run(folder, output)
+            ending = await self._run(folder, output)
             printed = await to_thread.run_sync(self._read_output, output)
         finally:
             with anyio.CancelScope(shield=True):
                 await to_thread.run_sync(_remove, folder, output)
-        text = "\n".join(filter(None, [printed.rstrip("\n"), told])) or "(no output)"
+        text = "\n".join(filter(None, [printed.rstrip("\n"), ending])) or "(no output)"
         self.runs.append(SandboxRun(code, text))
         return text
 
     def _prepare(self, code: str) -> tuple[Path, BinaryIO]:
-        """A folder with the program in it, and a file for its output that has no name which the code could reach."""
+        """Make a folder with the program, and an unnamed file for its output, which the code cannot open."""
         try:
             folder = Path(tempfile.mkdtemp(prefix="penstock-python-"))
             program = folder / "main.py"
@@ -122,11 +121,11 @@ class Python:
             raise EnvironmentFailure(f"the sandbox has no folder to run in: {error}") from error
 
     async def _run(self, folder: Path, output: BinaryIO) -> str:
-        """Run the program to its end, or to its deadline; what there is to say of how it ended."""
+        """Run the program until it ends or its deadline passes; return a line on how it ended, empty for success."""
         limited = [self._interpreter, "-I", "-S", confine.__file__, json.dumps(self._limits)]
         program = [self._interpreter, "-I", "-S", "-u", "-X", "utf8", "main.py"]
         try:
-            with anyio.CancelScope(shield=True):  # cut off half-way it would be a process that nobody knows
+            with anyio.CancelScope(shield=True):  # cancelled half-way, the process would leak
                 process = await anyio.open_process(
                     [*limited, *program], stdin=None, stderr=output, cwd=folder, env={}, start_new_session=True
                 )
@@ -139,15 +138,15 @@ class Python:
             return f"TimeoutError: the code did not end within {self._timeout_s:g} s"
         finally:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+                os.killpg(process.pid, signal.SIGKILL)  # and the processes it started
             with anyio.CancelScope(shield=True), anyio.move_on_after(_EXIT_TIMEOUT_S):
                 await process.aclose()
 
     async def _wait_started(self, process: Process) -> None:
-        """Wait until the model's code begins.
+        """Wait until the model's code starts.
 
         Raises:
-            EnvironmentFailure: it does not, through no fault of the model's.
+            EnvironmentFailure: it does not start, which is not the model's fault.
         """
         assert process.stdout is not None  # noqa: S101  (a pipe)
         found = b""
@@ -157,15 +156,15 @@ class Python:
                     found += await process.stdout.receive()
             if found != b"begun":
                 why = found.removeprefix(b"begun").decode(errors="replace") or "its process ended"
-                raise EnvironmentFailure(f"the sandbox cannot begin: {why}")
+                raise EnvironmentFailure(f"the sandbox cannot start: {why}")
             return
-        raise EnvironmentFailure(f"the sandbox did not begin within {_START_TIMEOUT_S:g} s")
+        raise EnvironmentFailure(f"the sandbox did not start within {_START_TIMEOUT_S:g} s")
 
     def _read_output(self, output: BinaryIO) -> str:
-        """What it printed; of more than fits, the beginning and the end."""
+        """Return the output; of a long output its beginning and end."""
         size = output.seek(0, os.SEEK_END)
         output.seek(0)
-        most = 4 * self._output_chars  # bytes of as many characters
+        most = 4 * self._output_chars  # UTF-8 needs at most four bytes for a character
         if size <= 2 * most:
             text = output.read().decode(errors="replace")
             if len(text) <= self._output_chars:
@@ -185,7 +184,7 @@ def _remove(folder: Path, output: BinaryIO) -> None:
 
 
 def _describe_exit(code: int) -> str:
-    """What a model is told of an exit code."""
+    """Describe an exit code for the model; empty for 0."""
     if code >= 0:
         return "" if code == 0 else f"(exit code {code})"
     names = {signal.SIGXCPU: "its processor time was over", signal.SIGKILL: "it was killed: too much processor time"}
@@ -194,10 +193,10 @@ def _describe_exit(code: int) -> str:
 
 @functools.cache
 def sandbox_user(interpreter: str) -> int | None:
-    """The user that root becomes before it runs the model's code; None: it stays who it is.
+    """Return the user id to switch to before running the model's code; None: no switch.
 
-    Root is held by no limit on processes, and may read everything; so it becomes nobody, if nobody can read the
-    interpreter and its library.
+    Limits on processes do not apply to root, which may also read every file. So root switches to the user nobody, if that
+    user can read the interpreter and its library.
     """
     if os.geteuid() != 0:
         return None

@@ -1,16 +1,16 @@
-r"""The reward `vlm`: parts for image prompts, weighted; after NeMo-RL's, with its rules for boxes and golds put right.
+r"""The reward `vlm`: weighted parts for image prompts, after NeMo-RL's, with corrected rules for boxes and gold answers.
 
 =============  ========================================================================================================
-`format`       .25 for `<think>...</think>`, .75 for `<answer>...</answer>`; needs no gold answer
-`exact_alnum`  1 where the answer's letters and digits are the gold's, case aside
-`math_expr`    1 where the answer is the same expression as the gold (`math_verifier`)
-`bbox_giou`    generalised intersection over union of two boxes `[x1, y1, x2, y2]`, from -1 to 1. A box is four finite
-               numbers with x2 > x1 and y2 > y1; anything else is no box, and worth 0
-`geo3k`        .9 for the right expression in the last `\boxed{}`, .1 for `</think> ... \boxed{}`
+`format`       .25 for `<think>...</think>` plus .75 for `<answer>...</answer>`; needs no gold answer
+`exact_alnum`  1 if the answer's letters and digits equal the gold's, ignoring case
+`math_expr`    1 if the answer is mathematically equal to the gold (`math_verifier`)
+`bbox_giou`    generalized intersection over union of two boxes `[x1, y1, x2, y2]`, from -1 to 1. A box is four finite
+               numbers with x2 > x1 and y2 > y1; any other answer gives 0
+`geo3k`        .9 for the right expression in the last `\boxed{}` plus .1 for `</think> ... \boxed{}`
 =============  ========================================================================================================
 
-The answer is what stands between `<answer>` and `</answer>`; without it the parts that look at it are 0. A gold answer
-that a part cannot read makes that part invalid (`invalid_gold`), whatever the model said.
+The answer is the text between `<answer>` and `</answer>`; without it, parts that need it are 0. A gold answer that a part
+cannot read makes the part invalid (`invalid_gold`), whatever the model answered.
 """
 
 import math
@@ -33,11 +33,11 @@ _GEO3K_FORMAT = 0.1
 
 
 class Vlm:
-    """A weighted mean of parts, within [-1, 1]; each is kept as `NAME.PART`, its weight already in it.
+    """A weighted mean of parts, in [-1, 1]. Each part is stored as `NAME.PART`, multiplied by its weight.
 
     Args:
-        parts: the weight of each part that counts; they are divided by their sum.
-        answer: the column with the gold answers.
+        parts: weight of each part; weights are normalized to sum 1.
+        answer: name of the column with the gold answers.
 
     Example (settings)::
 
@@ -53,43 +53,43 @@ class Vlm:
     ) -> None:
         unknown = [name for name in parts if name not in PARTS]
         if unknown:
-            raise ValueError(f"there is no part {unknown[0]!r}; known are: {', '.join(PARTS)}")
+            raise ValueError(f"there is no part {unknown[0]!r}; known parts: {', '.join(PARTS)}")
         total = math.fsum(parts.values())
         if not (math.isfinite(total) and total > 0 and min(parts.values()) >= 0):
-            raise ValueError("the parts' weights are numbers of 0 and more, at least one of them above 0")
+            raise ValueError("the weights of the parts must be at least 0, and one of them above 0")
         self._weights = {name: weight / total for name, weight in parts.items()}
         self._column = answer
         self._needs_math = not {"math_expr", "geo3k"}.isdisjoint(parts)
         if self._needs_math:
-            get_verifier("math_verify")  # refuse now, not in a child
+            get_verifier("math_verify")  # fail here rather than in a child process
 
     def prepare(self) -> None:
-        """Load what is slow to load, once in each process."""
+        """Run once in each process, so that slow imports do not count towards a call's deadline."""
         if self._needs_math:
             math_expr("1", "<answer>1</answer>")
 
     def __call__(self, completions: Sequence[Any], **columns: Sequence[Any]) -> list[dict[str, Reward]]:
-        """Judge completions.
+        """Score completions.
 
         Args:
             completions: conversations, or texts.
-            **columns: of the data; the gold answers are one of them.
+            **columns: columns of the data, among them the gold answers.
         """
         golds = columns.get(self._column, [None] * len(completions))
         judged = zip(golds, map(last_assistant_text, completions), strict=True)
         return [
-            {name: _weighted(PARTS[name](gold, said), weight) for name, weight in self._weights.items()}
-            for gold, said in judged
+            {name: _weighted(PARTS[name](gold, text), weight) for name, weight in self._weights.items()}
+            for gold, text in judged
         ]
 
 
 def format_tags(_: Any, text: str) -> Reward:
-    """Whether it thinks, and answers, between tags."""
+    """Score the tags around reasoning and answer."""
     return Measured(0.25 * bool(_THINK.search(text)) + 0.75 * bool(_ANSWER.search(text)))
 
 
 def exact_alnum(gold: Any, text: str) -> Reward:
-    """Whether the letters and digits of the answer are the gold's."""
+    """Return 1 if the answer's letters and digits equal the gold's."""
     expected = _alnum(str(gold)) if isinstance(gold, str | int) and not isinstance(gold, bool) else ""
     if not expected:
         return invalid_gold(gold, "has no letter and no digit")
@@ -98,13 +98,13 @@ def exact_alnum(gold: Any, text: str) -> Reward:
 
 
 def math_expr(gold: Any, text: str) -> Reward:
-    """Whether the answer is the gold's expression."""
+    """Return 1 if the answer is mathematically equal to the gold."""
     answer = _answer(text)
     return get_verifier("math_verify")(gold, "" if answer is None else f"\\boxed{{{answer}}}", 6)
 
 
 def bbox_giou(gold: Any, text: str) -> Reward:
-    """How far the answer's box covers the gold's, and is near it."""
+    """Return the generalized intersection over union of the answer's box and the gold's."""
     expected = parse_box(gold)
     if expected is None:
         return invalid_gold(gold, "is no box")
@@ -114,7 +114,7 @@ def bbox_giou(gold: Any, text: str) -> Reward:
 
 
 def geo3k(gold: Any, text: str) -> Reward:
-    """Whether the last box holds the gold's expression, and thinking comes before it."""
+    r"""Score the expression in the last `\boxed{}`, and reasoning before it."""
     answer = last_boxed(text)
     right = get_verifier("math_verify")(gold, "" if answer is None else f"\\boxed{{{answer}}}", 6)
     if isinstance(right, Unmeasured):
@@ -135,7 +135,7 @@ Box = tuple[float, float, float, float]
 
 
 def parse_box(value: Any) -> Box | None:
-    """A box from a text, or from a list of numbers; None for anything that is no box."""
+    """Parse a box from a text or a list of numbers; None for anything else."""
     if isinstance(value, str):
         value = value.replace("[", "").replace("]", "").split(",")
     if not isinstance(value, list | tuple) or len(value) != 4:
@@ -149,19 +149,19 @@ def parse_box(value: Any) -> Box | None:
 
 
 def generalized_iou(a: Box, b: Box) -> float:
-    """Generalised intersection over union (Rezatofighi et al. 2019) of two boxes."""
+    """Generalized intersection over union (Rezatofighi et al. 2019) of two boxes."""
     width = max(0.0, min(a[2], b[2]) - max(a[0], b[0]))
     height = max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
     both = width * height
     either = _area(a) + _area(b) - both
     hull = _area((min(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])))
     if not (0 < either < math.inf and 0 < hull < math.inf):
-        return math.nan  # too small, or too large, for a float to tell
+        return math.nan  # not computable in floating point
     return both / either - (hull - either) / hull
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{}`; None without one, or if it does not close."""
+    r"""Return the content of the last `\boxed{}`; None if there is none or it does not close."""
     start = text.rfind(_BOX)
     depth = 1
     for i in range(start + len(_BOX), len(text) if start >= 0 else 0):

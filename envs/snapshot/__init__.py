@@ -1,24 +1,24 @@
-"""Snapshots: what is left of an environment when its episode is over.
+"""Snapshots: an environment's state at the end of an episode, as bytes.
 
-Taken when a completion ends, before its environment is reset for the next one: `copy.copy` first, which is where a
-class's own `__copy__` drops its handles; then bytes at once, since a shallow copy shares every list with the live
-object. Reward functions are handed what `thaw` makes of them, an object of the factory's own class with the same
-attributes, so that its properties and methods work. It was never initialised and holds no handles.
+A snapshot is taken before the environment is reset for the next episode: `copy.copy` first, where a class's own
+`__copy__` drops its handles, then bytes at once, because a shallow copy shares its lists with the live object. Reward
+functions receive the thawed snapshot: an instance of the environment's class, made without `__init__`, with the same
+attributes, so its properties and methods work. It holds no handles.
 
 ::
 
-    [1, {attribute: value, ...}, {attribute: why it was left out, ...}, contents]
+    [1, {attribute: value, ...}, {attribute: why it was omitted, ...}, contents]
 
-Attributes are those of `__dict__` and of all `__slots__`, private ones too; contents those of a class derived from a
-dict, list or the like. Values are in the form of `values.py`, objects within them in this same form with their class's
-name in front, which is only ever looked up in the factory's closed table of classes.
+Attributes are those in `__dict__` and in all `__slots__`, private ones included; contents are those of a class derived
+from dict, list or the like. Values are encoded as in `value_codec.py`. Nested objects have the same form with their class
+name instead of the version; the name is only looked up among the environment's known classes, never imported.
 
-===============  ============================================================================
-`freezing.py`    an environment as bytes
-`thawing.py`     and back
-`frozen.py`      an object in parts
-`values.py`      Python values as msgpack, and back; a type that should survive is added here
-===============  ============================================================================
+===================  ==================================================================
+`freezing.py`        environment -> bytes
+`thawing.py`         bytes -> environment
+`object_state.py`    attributes, slots and contents of an object, and its encoded form
+`value_codec.py`     Python values <-> msgpack; add support for another type here
+===================  ==================================================================
 """
 
 from envs.snapshot.freezing import freeze

@@ -1,4 +1,4 @@
-"""An environment as bytes: what of it is data is kept, and what is not is told."""
+"""Freeze an environment: encode its data, and note what was omitted."""
 
 import copy
 import sys
@@ -25,14 +25,15 @@ _MAX_REASON = 200
 
 
 def freeze(env: object, max_bytes: int) -> bytes:
-    """An environment's state as bytes.
+    """Encode an environment's state.
 
     Args:
-        env: the environment, at rest.
-        max_bytes: the largest attributes are left out until the rest fits; the names of what was left out always stay.
+        env: the environment, with no call in progress.
+        max_bytes: size limit; the largest attributes are omitted until the rest fits. Names of omitted attributes are
+            always kept.
 
     Raises:
-        EnvironmentFailure: the class's own `__copy__` raised, so that nobody knows the state.
+        EnvironmentFailure: the class's own `__copy__` raised.
     """
     source = _copy(env)
     freezer = _Freezer(env, source, max_bytes)
@@ -56,7 +57,7 @@ def freeze(env: object, max_bytes: int) -> bytes:
             return data
         largest = max(attributes, key=lambda name: len(attributes[name]))
         size = len(attributes.pop(largest))
-        omitted[largest] = f"its {size} bytes did not fit into the {max_bytes} that a snapshot may have"
+        omitted[largest] = f"its {size} bytes exceed the snapshot limit of {max_bytes} bytes"
 
 
 def _copy(env: object) -> object:
@@ -65,16 +66,16 @@ def _copy(env: object) -> object:
     except Exception as error:
         if hasattr(type(env), "__copy__"):
             raise EnvironmentFailure(f"{type(env).__name__}.__copy__ raised {describe_error(error)}") from error
-        return env  # a class that cannot be copied: its attributes are read where they are
+        return env  # not copyable: read the attributes of the live object
 
 
 class _Freezer:
-    """One environment on its way to bytes.
+    """Encodes the values of one environment.
 
     Args:
-        env: the live object; what refers back to it is left out.
-        source: the copy whose attributes are taken.
-        limit: bytes that a single attribute may need.
+        env: the live object; references back to it are omitted.
+        source: the copy whose attributes are encoded.
+        limit: maximum bytes of a single attribute.
     """
 
     def __init__(self, env: object, source: object, limit: int) -> None:
@@ -83,7 +84,7 @@ class _Freezer:
         self._limit = limit
 
     def freeze_value(self, value: object) -> bytes:
-        """One attribute's value as bytes."""
+        """Encode the value of one attribute."""
         packer = Packer(self._limit, self._pack_object)
         for root in self._roots:
             packer.enter(root)
@@ -93,14 +94,14 @@ class _Freezer:
             raise UnfreezableError("it is nested too deeply") from None
 
     def _pack_object(self, value: object, packer: Packer) -> Any:
-        """An object within an environment; what it cannot keep is left out of it, not of the environment."""
+        """Encode a nested object; what cannot be encoded is omitted from that object only."""
         cls = type(value)
         base = builtin_base(cls)
         packer.enter(value)
         try:
-            why = _omission_reason(cls, base, self._user_packages)
-            if why:
-                raise UnfreezableError(why)
+            reason = _omission_reason(cls, base, self._user_packages)
+            if reason:
+                raise UnfreezableError(reason)
             frozen = FrozenObject(class_key(cls), {})
             if base is not None:
                 frozen.contents = (Raw(encode(packer.pack(BUILTIN_READERS[base](value)))),)
@@ -115,21 +116,21 @@ class _Freezer:
         return packer.extension(Tag.OBJECT, frozen)
 
 
-def _omission_reason(cls: type, base: type | None, homes: set[str]) -> str:
-    """Why objects of a class are not walked into: empty for data, and for classes of the user's own."""
+def _omission_reason(cls: type, base: type | None, user_packages: set[str]) -> str:
+    """Return reason objects of a class are omitted; empty for data classes and the user's own classes."""
     name = f"{cls.__module__}.{cls.__qualname__}"
     if has_hidden_state(cls, base or object):
         return f"a {name} is not made of Python attributes"
     marks = ("__dataclass_fields__", "__struct_fields__", "__attrs_attrs__", "__pydantic_fields__")
-    if base is not None or any(hasattr(cls, mark) for mark in marks) or _is_user_class(cls, homes):
+    if base is not None or any(hasattr(cls, mark) for mark in marks) or _is_user_class(cls, user_packages):
         return ""
     return f"{name} is a library's object, not data"
 
 
-def _is_user_class(cls: type, homes: set[str]) -> bool:
-    """Of the environment's package, or of a file that was not installed; other objects are handles, or hold them."""
+def _is_user_class(cls: type, user_packages: set[str]) -> bool:
+    """Return whether a class belongs to the environment's package or to a file that is not installed."""
     top = cls.__module__.partition(".")[0]
-    if top in homes:
+    if top in user_packages:
         return True
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     installed = {"site-packages", "dist-packages"}

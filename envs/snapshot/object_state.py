@@ -1,4 +1,4 @@
-"""Objects in parts: attributes, slots, the contents of a built-in base; as they lie in memory, and as bytes."""
+"""The state of an object: attributes, slots, contents of a built-in base class; and its encoded form."""
 
 import struct
 import types
@@ -10,7 +10,7 @@ from msgspec import Raw, Struct
 
 VERSION = 1
 CONTENTS = "(contents)"
-"""The name of what is in a derived dict, list or the like, among what was left out."""
+"""Stands for the contents of a derived dict, list or the like among the omitted attributes."""
 
 BUILTIN_READERS: dict[type, Callable[[Any], Any]] = {
     dict: lambda v: dict(dict.items(v)),
@@ -23,31 +23,31 @@ BUILTIN_READERS: dict[type, Callable[[Any], Any]] = {
     float: float.__float__,
     bytes: lambda v: bytes(bytes.__iter__(v)),
 }
-"""Built-in classes that others derive from, and how to read such a one without running the derived class's code."""
+"""How to read the contents of a class derived from a built-in, without running the derived class's code."""
 
 _POINTER = struct.calcsize("P")
 _HEAP_TYPE, _MANAGED_DICT = 1 << 9, 1 << 4  # CPython's type flags
 
 
 class FrozenObject(Struct, array_like=True):
-    """An object as bytes."""
+    """The encoded form of an object."""
 
     head: int | str
-    """The format's version, or the class of an object within another one."""
+    """The format version, or the class name of a nested object."""
     attributes: dict[str, Raw]
     omitted: dict[str, str] = {}
     contents: tuple[Raw, ...] = ()
-    """One entry for what derives from a dict, list or the like; else none."""
+    """One entry for a class derived from dict, list or the like; else empty."""
 
 
 @lru_cache(maxsize=1024)
 def has_hidden_state(cls: type, base: type) -> bool:
-    """Whether instances hold more than their attributes: something written in C, such as a tensor or a lock.
+    """Return whether instances have state beyond their attributes, e.g. tensors or locks implemented in C.
 
-    As `object.__reduce_ex__` finds out: an instance must be no larger than its base, dict, weak references and slots.
+    Same test as in `object.__reduce_ex__`: an instance must be no larger than its base, dict, weak references and slots.
     """
     if issubclass(cls, Struct):
-        return False  # its fields are all there is
+        return False  # all its state is in its fields
     if any(not c.__flags__ & _HEAP_TYPE for c in cls.__mro__ if c not in (base, object)):
         return True
     slots = sum(1 for c in cls.__mro__ for m in vars(c).values() if isinstance(m, types.MemberDescriptorType))
@@ -56,12 +56,12 @@ def has_hidden_state(cls: type, base: type) -> bool:
 
 
 def builtin_base(cls: type) -> type | None:
-    """The built-in class with contents that a class derives from, if it does."""
+    """Return the built-in class with contents that a class derives from, or None."""
     return next((c for c in cls.__mro__ if c in BUILTIN_READERS), None)
 
 
 def instance_attributes(obj: object) -> Iterator[tuple[str, Any]]:
-    """Every instance attribute: of `__dict__` and of all slots in the classes above."""
+    """Yield every instance attribute: those in `__dict__` and in all slots."""
     try:
         own = dict(object.__getattribute__(obj, "__dict__"))
     except AttributeError:

@@ -1,4 +1,4 @@
-"""An environment out of its bytes, as an object to read."""
+"""Thaw an environment: decode a snapshot to an object for reading."""
 
 import types
 from typing import Any
@@ -14,11 +14,11 @@ from stream.errors import RecordError
 
 
 class Namespace:
-    """A frozen object whose class is not known here: its attributes, to read."""
+    """A frozen object of an unknown class: read-only attributes."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Refuse: it stands for what was."""
-        raise AttributeError(f"{name} cannot be set: this is a snapshot, to be read only")
+        """Raise an AttributeError: snapshots are read-only."""
+        raise AttributeError(f"{name} cannot be set: snapshots are read-only")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Namespace) and vars(self) == vars(other)
@@ -31,38 +31,38 @@ class Namespace:
 
 
 def thaw(data: bytes, factory: EnvironmentFactory | None) -> object:
-    """The environment that was frozen, as an object to read.
+    """Decode a snapshot.
 
     Args:
-        data: what `freeze` returned.
-        factory: whose class it is, and whose classes its attributes may have; None gives a read-only namespace.
+        data: the result of `freeze`.
+        factory: gives the environment's class and the classes of nested objects; None gives a read-only namespace.
 
     Returns:
-        An instance of the factory's class, made without `__init__`. Reading an attribute that was left out raises an
-        AttributeError that says so.
+        An instance of the factory's class, made without `__init__`. Reading an omitted attribute raises an
+        AttributeError that says why it was omitted.
 
     Raises:
-        RecordError: the bytes are no snapshot, or none that this class can hold.
+        RecordError: the bytes are not a snapshot, or do not fit this class.
     """
     thawer = _Thawer(factory.known_classes if factory is not None else {})
     try:
         frozen = msgspec.msgpack.decode(data, type=FrozenObject)
         if frozen.head != VERSION:
-            raise RecordError(f"a snapshot of version {frozen.head!r}; this version reads {VERSION}")
+            raise RecordError(f"the snapshot has version {frozen.head!r}; expected {VERSION}")
         return thawer.make_object(factory.environment_class if factory is not None else Namespace, frozen)
     except (msgspec.MsgspecError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
         raise RecordError(f"not a snapshot of this environment: {type(error).__name__}: {error}") from error
     except (RecursionError, MemoryError, UnfreezableError) as error:
-        raise RecordError(f"a snapshot that cannot be read here: {type(error).__name__}: {error}") from error
+        raise RecordError(f"this snapshot cannot be read here: {type(error).__name__}: {error}") from error
 
 
 def omitted_attributes(snapshot: object) -> dict[str, str]:
-    """What a thawed object lacks, and why, by the attribute's name."""
+    """Return the omitted attributes of a thawed object, each with the reason."""
     return dict(vars(type(snapshot)).get("__omitted__", {}))
 
 
 class _Thawer:
-    """Objects out of bytes, with one closed table of classes."""
+    """Decodes objects; nested objects get their class from a closed table."""
 
     def __init__(self, known: dict[str, type]) -> None:
         self._known = known
@@ -71,7 +71,7 @@ class _Thawer:
     def _make_nested(self, data: memoryview) -> object:
         frozen = msgspec.msgpack.decode(data, type=FrozenObject)
         if not isinstance(frozen.head, str):
-            raise TypeError("an object within a snapshot bears the name of its class")
+            raise TypeError("a nested object has no class name")
         cls = self._known.get(frozen.head)
         base = builtin_base(cls) if cls is not None else None
         if cls is not None and not has_hidden_state(cls, base or object):
@@ -81,7 +81,7 @@ class _Thawer:
         return self.make_object(_named_namespace(frozen.head), frozen)
 
     def make_object(self, cls: type, frozen: FrozenObject) -> object:
-        """An instance of a class with these attributes, made without running the class's code."""
+        """Make an instance with the frozen attributes, without running the class's code."""
         attributes: dict[str, Any] = {}
         omitted = dict(frozen.omitted)
         for name, raw in frozen.attributes.items():
@@ -107,7 +107,7 @@ class _Thawer:
 
 
 def _new_uninitialized(cls: type, contents: Any) -> Any:
-    """An instance without its `__new__` and `__init__`, with the contents of its built-in base."""
+    """Make an instance without `__new__` and `__init__`, with the contents of its built-in base."""
     base = builtin_base(cls)
     if base is None:
         return object.__new__(cls)
@@ -122,28 +122,28 @@ def _new_uninitialized(cls: type, contents: Any) -> Any:
 
 
 def _make_struct(cls: type[Struct], attributes: dict[str, Any]) -> Struct:
-    """Make a struct, by its constructor: msgspec allows no other way."""
+    """Make a struct by its constructor; msgspec offers no other way."""
     names = cls.__struct_fields__
     return cls(**{name: value for name, value in attributes.items() if name in names})
 
 
 def _named_namespace(key: str) -> type:
-    """A namespace whose representation shows the class that the object had."""
+    """Return a namespace class whose `repr` shows the original class name."""
     name = key.rpartition(":")[2].rpartition(".")[2]
     return type(name if name.isidentifier() else "Namespace", (Namespace,), {})
 
 
 class _NoInitSubclass:
-    """Keeps `__init_subclass__` of a user's class from running when a class is made on the fly."""
+    """Keeps a user's `__init_subclass__` from running when a subclass is made on the fly."""
 
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
-        """Do nothing, and do not pass it on."""
+        """Do nothing, and do not call the user's."""
 
 
 class _OmittedAttribute:
-    """Stands on the class for an attribute that was left out. Setting the attribute removes it."""
+    """Descriptor in place of an omitted attribute: reading it raises; setting the attribute removes the descriptor."""
 
     def __init__(self, name: str, text: str) -> None:
         self.name = name
@@ -158,12 +158,12 @@ class _OmittedAttribute:
 
 
 def _with_omissions(cls: type, omitted: dict[str, str]) -> type:
-    """A subclass, for one instance, on which reading what was left out raises an error that says so.
+    """Make a subclass, for one instance, on which reading an omitted attribute raises an error with the reason.
 
-    On the class, since a class's default (`session = None`) would answer for an attribute that is merely absent; and
-    in `__getattr__` too, which Python asks after an AttributeError.
+    Descriptors on the class are needed because a class default (`session = None`) would answer for a missing instance
+    attribute; `__getattr__` is needed because Python calls a user's `__getattr__` after an AttributeError.
     """
-    texts = {n: f"{cls.__name__}.{n} was left out of the snapshot: {why}" for n, why in omitted.items()}
+    texts = {n: f"{cls.__name__}.{n} was omitted from the snapshot: {reason}" for n, reason in omitted.items()}
 
     def __getattr__(self: object, name: str) -> Any:  # noqa: N807
         fallback = getattr(cls, "__getattr__", None)

@@ -1,11 +1,10 @@
-"""Python values as msgpack, and back, without losing their types.
+"""Encode Python values as msgpack and decode them without losing their types.
 
-msgspec turns tuples and sets into arrays, drops time zones' folds, refuses integers beyond 64 bits, and never asks its
-hook about any of them. So values are walked here, and what msgpack cannot say becomes an extension of ours: a code from
-`Tag` and a payload that is msgpack again. Nothing else is interpreted on the way back: no pickle, no eval, and no name
-in the data is ever imported.
+msgspec turns tuples and sets into arrays, drops the fold of datetimes and refuses integers beyond 64 bits, without calling
+its hook. So values are walked here, and types that msgpack lacks become extensions: a code from `Tag` and a msgpack
+payload. Decoding uses no pickle and no eval, and never imports a name from the data.
 
-To add a type: a `Tag` (numbers are never reused), a line in `_PACKERS`, a line in `_READERS`.
+To add a type: add a `Tag` (numbers are never reused), a line in `_PACKERS` and a line in `_READERS`.
 """
 
 import datetime as dt
@@ -28,15 +27,15 @@ from envs.references import class_key
 _MAX_DEPTH = 100
 _INT64_RANGE = 1 << 63
 _DTYPE_KINDS = frozenset("biufcSUmM")
-"""numpy's booleans, numbers, fixed-width text, dates: what is fully said by its bytes."""
+"""numpy dtypes that their bytes fully describe: booleans, numbers, fixed-width text, dates."""
 _FACTORIES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (int, float, str, bool, list, dict, set, tuple)}
-"""What a `defaultdict` may have as its factory; with another one it comes back without."""
+"""Factories of a `defaultdict` that survive; others are dropped."""
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 class Tag(IntEnum):
-    """Codes of msgpack extensions. On the wire: never renumber."""
+    """Codes of msgpack extensions. They are stored: never renumber."""
 
     TUPLE = 1
     SET = 2
@@ -68,20 +67,20 @@ class Tag(IntEnum):
 
 
 class UnfreezableError(Exception):
-    """A value cannot become bytes, or bytes cannot become a value here; the text says why."""
+    """A value cannot be encoded, or cannot be decoded here."""
 
 
 def encode(value: object) -> bytes:
-    """The bytes of what a `Packer` made."""
+    """Encode the result of `Packer.pack`."""
     return _encoder.encode(value)
 
 
 class Packer:
-    """Packs one value: what comes out is made of what msgpack says natively, and of extensions.
+    """Converts one value to msgpack types and extensions.
 
     Args:
-        limit: bytes; a value that is certain to need more is given up early.
-        pack_object: packs an object of a class that is not known here.
+        limit: maximum bytes; a value that needs more is refused early.
+        pack_object: converts objects of other classes.
     """
 
     def __init__(self, limit: int, pack_object: "Callable[[object, Packer], Any]") -> None:
@@ -91,10 +90,10 @@ class Packer:
         self._pack_object = pack_object
 
     def pack(self, value: Any) -> Any:
-        """Pack a value.
+        """Convert a value.
 
         Raises:
-            UnfreezableError: it, or something in it, cannot become bytes.
+            UnfreezableError: the value, or something in it, cannot be encoded.
         """
         kind = type(value)
         self.reserve(len(value) if kind in (str, bytes, bytearray) else 1)
@@ -111,25 +110,25 @@ class Packer:
         return self._pack_object(value, self)
 
     def reserve(self, size: int) -> None:
-        """Count bytes that are certain to be needed."""
+        """Count bytes that the value needs at least."""
         self._bytes_left -= size
         if self._bytes_left < 0:
-            raise UnfreezableError(f"it is larger than the {self._limit} bytes that a snapshot may have")
+            raise UnfreezableError(f"it exceeds the snapshot limit of {self._limit} bytes")
 
     def enter(self, value: object) -> None:
-        """Go into a container or object; `leave` it afterwards."""
+        """Enter a container or object; call `leave` afterwards. Detects cycles and excessive depth."""
         if id(value) in self._path:
-            raise UnfreezableError("it refers back to what holds it")
+            raise UnfreezableError("it contains itself")
         if len(self._path) >= _MAX_DEPTH:
             raise UnfreezableError(f"it is nested more than {_MAX_DEPTH} levels deep")
         self._path.add(id(value))
 
     def leave(self, value: object) -> None:
-        """The way back from `enter`."""
+        """Leave a container or object entered by `enter`."""
         self._path.discard(id(value))
 
     def extension(self, tag: Tag, payload: object) -> Ext:
-        """An extension."""
+        """Make an extension."""
         return _ext(tag, _encoder.encode(payload))
 
     def _pack_nested(self, value: object, tag: Tag | None, pack: Callable[[], Any]) -> Any:
@@ -141,15 +140,15 @@ class Packer:
         return payload if tag is None else self.extension(tag, payload)
 
     def pack_items(self, tag: Tag | None, values: Iterable[Any]) -> Any:
-        """A sequence, or what a tag makes of one."""
+        """Convert a sequence to an array, in an extension if there is a tag."""
         return self._pack_nested(values, tag, lambda: [self.pack(item) for item in values])
 
     def pack_pairs(self, value: Mapping[Any, Any]) -> list[list[Any]]:
-        """A mapping's items, for keys that are no strings."""
+        """Convert a mapping to a list of pairs, for keys that are not strings."""
         return [[self.pack(key), self.pack(item)] for key, item in value.items()]
 
     def pack_mapping(self, value: Mapping[Any, Any]) -> Any:
-        """A dict: msgpack's own map where all keys are plain strings."""
+        """Convert a dict: to a msgpack map if all keys are ASCII strings, else to pairs."""
         if all(type(key) is str and key.isascii() for key in value):
             return self._pack_nested(
                 value, None, lambda: {self.pack(key): self.pack(item) for key, item in value.items()}
@@ -161,13 +160,13 @@ class Packer:
         is_array = type(value) is numpy.ndarray
         dtype = value.dtype
         if dtype.kind not in _DTYPE_KINDS or not (is_array or isinstance(value, numpy.generic)):
-            raise UnfreezableError(f"a numpy {type(value).__qualname__} of {dtype} is more than its bytes")
+            raise UnfreezableError(f"a numpy {type(value).__qualname__} of {dtype} cannot be stored as bytes")
         self.reserve(value.nbytes)
         return self.extension(Tag.NDARRAY if is_array else Tag.SCALAR, [dtype.str, list(value.shape), value.tobytes()])
 
 
 def _ext(tag: Tag, data: bytes) -> Ext:
-    return Ext(int(tag), data)  # which takes no enum
+    return Ext(int(tag), data)  # Ext takes no enum
 
 
 def _pack_int(packer: Packer, value: int) -> Any:
@@ -181,7 +180,7 @@ def _pack_int(packer: Packer, value: int) -> Any:
 def _pack_str(_: Packer, value: str) -> Any:
     try:
         value.encode()
-    except UnicodeEncodeError:  # a half of a surrogate pair
+    except UnicodeEncodeError:  # a lone surrogate
         return _ext(Tag.TEXT, value.encode("utf-8", "surrogatepass"))
     return value
 
@@ -223,10 +222,10 @@ def _factory_name(factory: object) -> str | None:
 
 
 class Unpacker:
-    """Reads what a `Packer` wrote.
+    """Decodes what a `Packer` encoded.
 
     Args:
-        known: the closed table of classes, by `class_key`.
+        known: the only classes that may be used, by `class_key`.
         make_object: makes an object from the payload of `Tag.OBJECT`.
     """
 
@@ -236,11 +235,11 @@ class Unpacker:
         self._decoder = msgspec.msgpack.Decoder(ext_hook=self._read)
 
     def unpack(self, data: "bytes | memoryview | msgspec.Raw") -> Any:
-        """Read a value.
+        """Decode a value.
 
         Raises:
-            UnfreezableError: the value cannot be made here, although its bytes are in order.
-            Exception: `msgspec.MsgspecError`, `ValueError` and others of the kind, for bytes that are not.
+            UnfreezableError: the bytes are valid, but the value cannot be made here.
+            Exception: `msgspec.MsgspecError`, `ValueError` and the like for invalid bytes.
         """
         return self._decoder.decode(data)
 
@@ -257,7 +256,7 @@ class Unpacker:
         return _READERS[code](payload)
 
     def _enum(self, key: str, name: str | None, value: object) -> object:
-        """The member of that name; a combination of flags by its value; the plain value of an unknown class."""
+        """Return the member with that name, a flag combination by value, or the plain value for an unknown class."""
         cls = self._known.get(key)
         if not isinstance(cls, type) or not issubclass(cls, Enum):
             return value
@@ -269,20 +268,20 @@ class Unpacker:
 
 
 def _read_hashed(code: int, payload: Any) -> object:
-    """Sets and maps hash what they hold, which may be the user's code."""
+    """Make a set or dict; hashing the items may run the user's code."""
     if not isinstance(payload, list):
-        raise TypeError("an array expected")
+        raise TypeError("expected an array")
     pairs = [(key, value) for key, value in payload] if code == Tag.MAP else []
     try:
         return dict(pairs) if code == Tag.MAP else (set if code == Tag.SET else frozenset)(payload)
     except Exception as error:
-        raise UnfreezableError(f"what it holds cannot be hashed any more: {type(error).__name__}: {error}") from error
+        raise UnfreezableError(f"its items cannot be hashed: {type(error).__name__}: {error}") from error
 
 
 def _expect(kind: type, value: Any) -> Any:
-    """The value, which has to be of this kind: a few bytes may say a range, or a power, that fills the memory."""
+    """Check a payload's type: a few bytes of another type could expand until memory is full."""
     if not isinstance(value, kind):
-        raise TypeError(f"a {kind.__name__} expected, not a {type(value).__name__}")
+        raise TypeError(f"expected a {kind.__name__}, not a {type(value).__name__}")
     return value
 
 
@@ -290,10 +289,10 @@ def _read_array(dtype: str, shape: list[int], data: bytes) -> Any:
     try:
         import numpy as np
     except ImportError as error:
-        raise UnfreezableError("it is made of numpy arrays, and numpy is not installed here") from error
+        raise UnfreezableError("it contains numpy arrays, and numpy is not installed here") from error
     kind = np.dtype(dtype)
     if kind.kind not in _DTYPE_KINDS:
-        raise ValueError(f"{dtype} is no dtype of a snapshot")
+        raise ValueError(f"{dtype} is not a supported dtype")
     if kind.itemsize == 0:
         return np.zeros(shape, kind)
     return np.frombuffer(data, kind).reshape(shape).copy()

@@ -1,14 +1,14 @@
-"""Methods as tools: what a model is shown of them, and the check of what it calls them with.
+"""Methods as tools: JSON schemas for the model, and validation of the arguments it writes.
 
-=================  =========================================================================================
-`specs.py`         an environment's public methods, or what it declares, as tools; a model's arguments bound
-`hints.py`         type hints as shapes; a kind of hint that a parameter may have is added here
-`docstrings.py`    what docstrings and `Annotated` say in words
-`shapes.py`        shapes: a JSON schema, and the check of what a model wrote
-`containers.py`    shapes that hold others; a tool's parameter
-`libraries.py`     shapes that msgspec or pydantic knows already
-`samples.py`       arguments made up from a schema, to try a tool without a model
-=================  =========================================================================================
+======================  ======================================================================================
+`specs.py`              an environment's tools in OpenAI's form; validation of a tool call's arguments
+`type_hints.py`         type hint -> argument type; add support for another kind of hint here
+`docstrings.py`         descriptions from docstrings and `Annotated`
+`argument_types.py`     argument types: a JSON schema, and validation with errors for the model
+`container_types.py`    argument types that contain others; a tool's parameter
+`library_types.py`      argument types that msgspec or pydantic implement
+`examples.py`           example arguments from a schema, to call a tool without a model
+======================  ======================================================================================
 """
 
 from envs.tools.specs import ToolArgumentError, ToolSpec, bind_arguments, declared_specs, tool_specs

@@ -1,7 +1,7 @@
-"""Shapes: what a tool's argument may be, as a JSON schema for the model and as a check of what the model wrote.
+"""Argument types: a JSON schema for the model, and validation of what the model wrote.
 
-Nothing is guessed on the way: the string "3" is no integer, a field that is not there is refused. Every error is
-written for the model, and says where in the argument it is.
+Validation is strict: the string "3" is no integer, an unknown field is an error. Error messages are read by the model and
+say where in the argument the error is, e.g. `expected `int`, got `str` - at `$.items[0].price``.
 """
 
 import dataclasses
@@ -16,47 +16,48 @@ _JSON_TYPE = {bool: "boolean", int: "integer", float: "number", str: "string", t
 
 
 NO_DEFAULT = object()
-"""The default of what may be left out without one."""
+"""Marks an optional field whose default is unknown or cannot be shown."""
 
 
 class ArgumentValidationError(ValueError):
-    """A value does not have the shape; says what is wrong, and where, for the model that wrote it."""
+    """A value does not have the argument type. The message, for the model, says what is wrong and where."""
 
     def __init__(self, message: str, path: str = "") -> None:
         super().__init__(f"{message} - at `${path}`" if path else message)
 
 
 class SchemaBuilder:
-    """What the schema of one tool refers to: types that contain themselves."""
+    """Collects the definitions of recursive types while the schema of one tool is built."""
 
     def __init__(self) -> None:
         self.definitions: dict[str, Schema] = {}
         self.in_progress: list[object] = []
-        """Classes whose schemas are being written."""
+        """Classes whose schemas are being built."""
         self.recursive: set[object] = set()
+        """Classes found to contain themselves."""
 
 
 class ArgumentType:
-    """Any value at all; the shapes of particular types derive from it."""
+    """Accepts any value. Base class of all argument types."""
 
     def schema(self, builder: SchemaBuilder) -> Schema:  # noqa: ARG002
-        """Its JSON schema."""
+        """Return the JSON schema."""
         return {}
 
     def validate(self, value: Any, path: str) -> Any:  # noqa: ARG002
-        """The value as the hint says.
+        """Convert a value decoded from JSON to the hinted Python type.
 
         Args:
             value: decoded from JSON.
-            path: where it stands, `.items[0]`.
+            path: position in the argument, e.g. `.items[0]`, for messages.
 
         Raises:
-            ArgumentValidationError: it does not fit.
+            ArgumentValidationError: the value does not have this type.
         """
         return value
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value fits."""
+        """Return whether a value has this type."""
         try:
             self.validate(value, "")
         except ArgumentValidationError:
@@ -66,10 +67,10 @@ class ArgumentType:
 
 @dataclasses.dataclass(frozen=True)
 class EnumType(ArgumentType):
-    """One of some values, each of which stands for something."""
+    """One of several JSON values, each mapped to a Python value."""
 
     options: tuple[tuple[Any, Any], ...]
-    """(in JSON, in Python)"""
+    """(JSON value, Python value)"""
 
     def schema(self, builder: SchemaBuilder) -> Schema:  # noqa: ARG002
         values = [value for value, _ in self.options]
@@ -78,28 +79,28 @@ class EnumType(ArgumentType):
         return kind | {"enum": values}
 
     def validate(self, value: Any, path: str) -> Any:
-        for known, meant in self.options:
+        for known, converted in self.options:
             if type(known) is type(value) and known == value:
-                return meant
+                return converted
         known_values = ", ".join(_json(known) for known, _ in self.options)
         raise ArgumentValidationError(f"expected one of {known_values}, got {_json(value)}", path)
 
 
 @dataclasses.dataclass(frozen=True)
 class UnionType(ArgumentType):
-    """A union."""
+    """A union; an option of the value's exact type is tried first."""
 
     options: tuple[tuple[Any, ArgumentType], ...]
 
     def schema(self, builder: SchemaBuilder) -> Schema:
-        return {"anyOf": [shape.schema(builder) for _, shape in self.options]}
+        return {"anyOf": [option.schema(builder) for _, option in self.options]}
 
     def validate(self, value: Any, path: str) -> Any:
         exact_first = sorted(self.options, key=lambda option: option[0] is not type(value))
         errors = []
-        for hint, shape in exact_first:
+        for hint, option in exact_first:
             try:
-                return shape.validate(value, path)
+                return option.validate(value, path)
             except ArgumentValidationError as error:
                 if hint is not type(None):
                     errors.append(str(error))
@@ -108,7 +109,7 @@ class UnionType(ArgumentType):
 
 @dataclasses.dataclass(frozen=True)
 class AnnotatedType(ArgumentType):
-    """A shape with words of its own."""
+    """An argument type with its own description."""
 
     base: ArgumentType
     description: str

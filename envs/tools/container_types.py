@@ -1,4 +1,4 @@
-"""Shapes that hold others: lists, tuples, mappings, and records with named fields."""
+"""Argument types that contain others: lists, tuples, mappings, and records with named fields."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from envs.tools.argument_types import (
 
 @dataclasses.dataclass(frozen=True)
 class ArrayType(ArgumentType):
-    """Any number of values of one shape."""
+    """A list of items of one type."""
 
     construct: Callable[[list[Any]], Any]
     item: ArgumentType
@@ -34,30 +34,30 @@ class ArrayType(ArgumentType):
         try:
             return self.construct(items)
         except TypeError as error:
-            raise ArgumentValidationError(f"its items cannot be told apart: {error}", path) from error
+            raise ArgumentValidationError(f"its items are not hashable: {error}", path) from error
 
 
 @dataclasses.dataclass(frozen=True)
 class TupleType(ArgumentType):
-    """A tuple with a shape for each place."""
+    """A tuple with a type for each position."""
 
     items: tuple[ArgumentType, ...]
 
     def schema(self, builder: SchemaBuilder) -> Schema:
         count = len(self.items)
-        places = [shape.schema(builder) for shape in self.items]
-        return {"type": "array", "minItems": count, "maxItems": count, "prefixItems": places, "items": False}
+        items = [item.schema(builder) for item in self.items]
+        return {"type": "array", "minItems": count, "maxItems": count, "prefixItems": items, "items": False}
 
     def validate(self, value: Any, path: str) -> Any:
         if len(_require_list(value, path)) != len(self.items):
             raise ArgumentValidationError(f"expected {len(self.items)} items, got {len(value)}", path)
         pairs = zip(self.items, value, strict=True)
-        return tuple(shape.validate(item, f"{path}[{i}]") for i, (shape, item) in enumerate(pairs))
+        return tuple(item_type.validate(item, f"{path}[{i}]") for i, (item_type, item) in enumerate(pairs))
 
 
 @dataclasses.dataclass(frozen=True)
 class MappingType(ArgumentType):
-    """An object whose keys are free."""
+    """An object with arbitrary keys."""
 
     key: Any
     item: ArgumentType
@@ -76,13 +76,13 @@ class MappingType(ArgumentType):
         try:
             (found,) = msgspec.convert({key: None}, dict[self.key, None], str_keys=True)  # type: ignore[name-defined]
         except (msgspec.ValidationError, TypeError) as error:
-            raise ArgumentValidationError(f"the key {key!r} does not fit: {error}", path) from error
+            raise ArgumentValidationError(f"the key {key!r} is invalid: {error}", path) from error
         return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A named value within a record, or a parameter of a tool."""
+    """A field of a record, or a parameter of a tool."""
 
     name: str
     argument_type: ArgumentType
@@ -91,12 +91,14 @@ class Field:
     description: str = ""
 
     def schema(self, builder: SchemaBuilder) -> Schema:
-        """Its JSON schema, with description and default."""
+        """Return the JSON schema, with description and default."""
         described = dict(self.argument_type.schema(builder))
         if self.description:
             described["description"] = self.description
         if not self.required:
-            with suppress(TypeError, ValueError, OverflowError, RecursionError):  # optional all the same
+            with suppress(
+                TypeError, ValueError, OverflowError, RecursionError
+            ):  # a default that JSON cannot express is not shown
                 described.setdefault("default", msgspec.json.decode(msgspec.json.encode(_require_finite(self.default))))
         return described
 
@@ -109,7 +111,7 @@ class RecordType(ArgumentType):
     construct: Callable[..., Any]
     description: str
     fields: list[Field] = dataclasses.field(default_factory=list)
-    """Filled in after it was made, since a field may have the same shape."""
+    """Filled in after construction, since a field may have this same type."""
 
     def schema(self, builder: SchemaBuilder) -> Schema:
         name = self.cls.__name__
@@ -119,12 +121,12 @@ class RecordType(ArgumentType):
         builder.in_progress.append(self.cls)
         properties = {field.name: field.schema(builder) for field in self.fields}
         builder.in_progress.pop()
-        whole: Schema = {"description": self.description} if self.description else {}
-        whole |= {"type": "object", "properties": properties}
-        whole["required"] = [field.name for field in self.fields if field.required]
+        schema: Schema = {"description": self.description} if self.description else {}
+        schema |= {"type": "object", "properties": properties}
+        schema["required"] = [field.name for field in self.fields if field.required]
         if self.cls in builder.recursive:
-            builder.definitions[name] = whole
-        return whole
+            builder.definitions[name] = schema
+        return schema
 
     def validate(self, value: Any, path: str) -> Any:
         given = _require_object(value, path)
@@ -138,7 +140,7 @@ class RecordType(ArgumentType):
         fitted = {name: known[name].argument_type.validate(item, f"{path}.{name}") for name, item in given.items()}
         try:
             return self.construct(**fitted)
-        except Exception as error:  # its __post_init__ is the user's, and says what it refuses
+        except Exception as error:  # the user's __post_init__ may raise anything
             raise ArgumentValidationError(describe_error(error), path) from error
 
 
@@ -160,9 +162,9 @@ def _json_type_name(value: Any) -> str:
 
 
 def _require_finite(value: Any) -> Any:
-    """A default that JSON can say; infinities would become null."""
+    """Return a default that JSON can express; raise for others (infinities would become null)."""
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):  # noqa: PLR0124
-        raise ValueError("no JSON")
+        raise ValueError("not finite")
     if value is NO_DEFAULT:
         raise ValueError("no default")
     return value

@@ -1,4 +1,4 @@
-"""What docstrings and `Annotated` say in words."""
+"""Descriptions from docstrings and from `Annotated`."""
 
 import inspect
 from typing import Any
@@ -7,20 +7,20 @@ from docstring_parser import Docstring, DocstringStyle, ParseError, parse, parse
 
 
 def annotated_description(hint: Any) -> str:
-    """What `Annotated` says in words: a string, or the description of a `Meta`, a `Doc` or a pydantic `Field`."""
+    """Return the description in `Annotated`: a string, or that of a `Meta`, a `Doc` or a pydantic `Field`."""
     for note in getattr(hint, "__metadata__", ()):
-        told = (
+        text = (
             note
             if isinstance(note, str)
             else getattr(note, "description", None) or getattr(note, "documentation", None)
         )
-        if isinstance(told, str) and told:
-            return told
+        if isinstance(text, str) and text:
+            return text
     return ""
 
 
 def parse_google_docstring(text: str) -> Docstring:
-    """A docstring in Google's style; one of another style is all description."""
+    """Parse a Google-style docstring; a docstring in another style is all description."""
     try:
         return parse(inspect.cleandoc(text), style=DocstringStyle.GOOGLE)
     except ParseError:
@@ -30,12 +30,12 @@ def parse_google_docstring(text: str) -> Docstring:
 
 
 def join_lines(text: str | None) -> str:
-    """A description without the line breaks of its docstring."""
+    """Return a description on one line."""
     return " ".join((text or "").split())
 
 
 def class_docstring(cls: Any) -> Docstring:
-    """Its own docstring, and those of its fields; not the one that dataclasses and named tuples are given."""
+    """Parse a class docstring and the docstrings of its fields, without the generated ones of dataclasses and tuples."""
     try:
         found = parse_from_object(cls, style=DocstringStyle.GOOGLE)
     except (ParseError, OSError, TypeError, SyntaxError, IndentationError):

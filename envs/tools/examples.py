@@ -1,4 +1,4 @@
-"""Arguments made up from a tool's JSON schema: what it takes to call a tool without a model."""
+"""Example arguments from a tool's JSON schema, to call a tool without a model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +15,10 @@ _TEXTS = {
 
 
 def example_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that fit a tool's parameters: the required ones, the least that their types allow.
+    """Return minimal valid arguments: the required parameters only.
 
     Args:
-        parameters: the JSON schema under `parameters` of a `ToolSpec`'s schema.
+        parameters: the JSON schema under `parameters` in `ToolSpec.schema`.
     """
     return _object(parameters, parameters.get("$defs", {}), _MAX_DEPTH)
 
@@ -34,8 +34,8 @@ def _example(schema: dict[str, Any], definitions: dict[str, Any], depth: int) ->
     if options:
         last = [option for option in options if option.get("type") == "null"] if depth <= 0 else []
         return _example((last or options)[0], definitions, depth - 1)
-    sample = _SAMPLES.get(schema.get("type", "string"))
-    return sample(schema, definitions, depth) if sample else None
+    make_example = _EXAMPLES.get(schema.get("type", "string"))
+    return make_example(schema, definitions, depth) if make_example else None
 
 
 def _object(schema: dict[str, Any], definitions: dict[str, Any], depth: int) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def _number(schema: dict[str, Any], *_: Any) -> int | float:
     return number
 
 
-_SAMPLES: dict[str, Callable[[dict[str, Any], dict[str, Any], int], Any]] = {
+_EXAMPLES: dict[str, Callable[[dict[str, Any], dict[str, Any], int], Any]] = {
     "string": lambda schema, *_: _TEXTS.get(schema.get("format", ""), "text").ljust(schema.get("minLength", 0), "."),
     "integer": _number,
     "number": _number,

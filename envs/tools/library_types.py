@@ -1,4 +1,4 @@
-"""Shapes that a library knows already: by msgspec, by pydantic."""
+"""Argument types implemented by msgspec or pydantic."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from envs.tools.argument_types import REF_TEMPLATE, ArgumentType, ArgumentValida
 
 @dataclasses.dataclass(frozen=True)
 class MsgspecType(ArgumentType):
-    """What msgspec knows."""
+    """A type that msgspec supports."""
 
     hint: Any
 
@@ -25,13 +25,13 @@ class MsgspecType(ArgumentType):
         try:
             return msgspec.convert(value, self.hint, str_keys=True)
         except (msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
-            what, _, inner = str(error).partition(" - at `$")
-            raise ArgumentValidationError(what[:1].lower() + what[1:], path + inner.rstrip("`")) from error
+            message, _, inner = str(error).partition(" - at `$")
+            raise ArgumentValidationError(message[:1].lower() + message[1:], path + inner.rstrip("`")) from error
 
 
 @dataclasses.dataclass(frozen=True)
 class ConstrainedType(ArgumentType):
-    """A shape with the bounds that `msgspec.Meta` gives."""
+    """An argument type with constraints from `msgspec.Meta`."""
 
     base: ArgumentType
     constraints: MsgspecType
@@ -46,7 +46,7 @@ class ConstrainedType(ArgumentType):
 
 @dataclasses.dataclass(frozen=True)
 class PydanticType(ArgumentType):
-    """A pydantic model, which brings schema and validation along."""
+    """A pydantic model: its own schema, strict validation."""
 
     cls: Any
 
@@ -64,14 +64,14 @@ class PydanticType(ArgumentType):
             if not details:
                 raise ArgumentValidationError(describe_error(error), path) from error
             inner = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in details[0]["loc"])
-            what = str(details[0]["msg"])
-            raise ArgumentValidationError(what[:1].lower() + what[1:], path + inner) from error
+            message = str(details[0]["msg"])
+            raise ArgumentValidationError(message[:1].lower() + message[1:], path + inner) from error
 
 
 def _inline_definitions(
     schema: Any, definitions: Mapping[str, Any], builder: SchemaBuilder, above: frozenset[str] = frozenset()
 ) -> Any:
-    """Put definitions where they are referred to, which models read better; a type within itself stays a reference."""
+    """Inline definitions, which models read better than references; a recursive type stays a reference."""
     if isinstance(schema, list):
         return [_inline_definitions(item, definitions, builder, above) for item in schema]
     if not isinstance(schema, dict):

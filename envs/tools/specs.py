@@ -1,7 +1,7 @@
-"""Tools: an environment's public methods, as a model is shown them and as it may call them.
+"""An environment's public methods as tools, and validation of the arguments a model writes.
 
-A method becomes a function in OpenAI's form: its name, what its Google-style docstring says, and a JSON schema of its
-type hints. The arguments that a model writes are checked against the same hints before the method sees them.
+A method becomes a function in OpenAI's form: its name, the description in its Google-style docstring, and a JSON schema of
+its type hints. Arguments of a tool call are validated against the same hints before the method is called.
 """
 
 import inspect
@@ -28,11 +28,11 @@ _CHOICES = re.compile(r"\s*\(choices:\s*(\[.*?\])\s*\)\s*$", re.IGNORECASE)
 
 
 class ToolArgumentError(PenstockError):
-    """The arguments of a tool call do not fit the tool; the message is written for the model that made the call."""
+    """The arguments of a tool call are invalid. The message is for the model."""
 
 
 class ToolSpec(Struct, frozen=True, kw_only=True):
-    """A tool as chat templates and engines take it.
+    """A tool in the form that chat templates and engines accept.
 
     Example, for `def add(self, a: int, b: int = 1) -> int`::
 
@@ -48,34 +48,34 @@ class ToolSpec(Struct, frozen=True, kw_only=True):
     schema: dict[str, Any]
     """OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters": JSON schema}}`."""
     problems: tuple[str, ...] = ()
-    """What makes the tool harder to use than it needs to be: no docstring, a parameter whose type says nothing."""
+    """Warnings for the author: no docstring, a parameter without a usable type hint."""
 
 
 @dataclass(frozen=True)
 class _Signature:
     parameters: dict[str, Field]
     extra: Field | None
-    """`**kwargs`: takes every other name."""
+    """`**kwargs`: accepts every other name."""
     problems: tuple[str, ...]
 
 
 def tool_specs(env: object) -> list[ToolSpec]:
-    """The tools of an environment, in the order of their definition, inherited ones first.
+    """Return the tools of an environment in the order of their definition, inherited ones first.
 
     Raises:
-        ReferenceNotFoundError: a tool has positional-only parameters, which no model can fill.
+        ReferenceNotFoundError: a tool has positional-only parameters, which a model cannot fill.
     """
     return [_spec(name, method) for name, method in _methods(env)]
 
 
 def declared_specs(schemas: Iterable[Any]) -> list[ToolSpec]:
-    """The tools of an environment that declares them.
+    """Return the tools that an environment lists itself.
 
     Args:
-        schemas: what its `tool_schemas` returned: tools in OpenAI's form.
+        schemas: the result of its `tool_schemas`: tools in OpenAI's form.
 
     Raises:
-        ReferenceNotFoundError: an entry is no tool in that form, or two bear one name.
+        ReferenceNotFoundError: an entry is not a tool in that form, or a name appears twice.
     """
     specs: dict[str, ToolSpec] = {}
     for schema in schemas:
@@ -83,32 +83,32 @@ def declared_specs(schemas: Iterable[Any]) -> list[ToolSpec]:
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(function, dict) or not isinstance(name, str) or not name or name in specs:
             raise ReferenceNotFoundError(
-                f"tool_schemas returned {schema!r}, which is no tool of its own name in OpenAI's form: "
+                f"tool_schemas returned {schema!r}, which is not a tool with a unique name in OpenAI's form: "
                 '{"type": "function", "function": {"name", "description", "parameters"}}'
             )
-        shape = {"type": "object", "properties": {}} | (function.get("parameters") or {})
+        parameters = {"type": "object", "properties": {}} | (function.get("parameters") or {})
         description = str(function.get("description") or "")
         problems = () if description else ("it has no description: a model must guess what it does",)
-        whole = {"type": "function", "function": {"name": name, "description": description, "parameters": shape}}
-        specs[name] = ToolSpec(name=name, description=description, schema=whole, problems=problems)
+        tool = {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+        specs[name] = ToolSpec(name=name, description=description, schema=tool, problems=problems)
     return list(specs.values())
 
 
 def bind_arguments(method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Check a model's arguments against a tool's type hints, and convert them.
+    """Validate a model's arguments against a tool's type hints, and convert them.
 
-    JSON becomes what the hints say: dataclasses, enums, sets, dates and so on, at any depth. Nothing is guessed: the
-    string "3" is no integer. Parameters left out keep their defaults.
+    JSON values become the hinted types (dataclasses, enums, sets, dates, ...) at any depth. Validation is strict: the
+    string "3" is no integer. Omitted parameters keep their defaults.
 
     Args:
         method: the environment's bound method.
-        arguments: what the model wrote, decoded from JSON.
+        arguments: the model's arguments, decoded from JSON.
 
     Returns:
         Keyword arguments for the method.
 
     Raises:
-        ToolArgumentError: all that is wrong, in words for the model.
+        ToolArgumentError: lists every error, for the model.
     """
     name = getattr(method, "__name__", "the tool")
     if not isinstance(arguments, dict):
@@ -134,9 +134,9 @@ def bind_arguments(method: Callable[..., Any], arguments: dict[str, Any]) -> dic
 
 
 def _methods(env: object) -> list[tuple[str, Callable[..., Any]]]:
-    """Plain functions, static and class methods that the classes define, and methods that were bound to the instance.
+    """Return public functions, static and class methods of the classes, and methods bound to the instance.
 
-    Properties and other attributes are no tools.
+    Properties and other attributes are not tools.
     """
     cls = type(env)
     kinds = (types.FunctionType, staticmethod, classmethod)
@@ -150,25 +150,25 @@ def _methods(env: object) -> list[tuple[str, Callable[..., Any]]]:
 def _spec(name: str, method: Callable[..., Any]) -> ToolSpec:
     doc = parse_google_docstring(inspect.getdoc(method) or "")
     description = "\n\n".join(filter(None, [doc.short_description, doc.long_description]))
-    signature, book = _signature_of(method), SchemaBuilder()
-    shape: dict[str, Any] = {"type": "object"}
-    shape["properties"] = {p.name: p.schema(book) for p in signature.parameters.values()}
-    shape["required"] = [p.name for p in signature.parameters.values() if p.required]
+    signature, builder = _signature_of(method), SchemaBuilder()
+    parameters: dict[str, Any] = {"type": "object"}
+    parameters["properties"] = {p.name: p.schema(builder) for p in signature.parameters.values()}
+    parameters["required"] = [p.name for p in signature.parameters.values() if p.required]
     if signature.extra is not None:
-        shape["additionalProperties"] = signature.extra.argument_type.schema(book) or True
-    function = {"name": name, "description": description, "parameters": shape}
-    returned = _return_schema(method, doc, book)
+        parameters["additionalProperties"] = signature.extra.argument_type.schema(builder) or True
+    function = {"name": name, "description": description, "parameters": parameters}
+    returned = _return_schema(method, doc, builder)
     if returned:
         function["return"] = returned
-    if book.definitions:
-        shape["$defs"] = book.definitions
+    if builder.definitions:
+        parameters["$defs"] = builder.definitions
     problems = [] if description else ["it has no docstring: a model must guess what it does"]
     schema = {"type": "function", "function": function}
     return ToolSpec(name=name, description=description, schema=schema, problems=(*problems, *signature.problems))
 
 
 def _return_schema(method: Callable[..., Any], doc: Docstring, builder: SchemaBuilder) -> dict[str, Any]:
-    """What it returns, as far as type hint and docstring tell; chat templates may show it or not."""
+    """Return the schema of the return value, from type hint and docstring; some chat templates show it."""
     hint = inspect.signature(method).return_annotation
     schema: dict[str, Any] = {}
     if hint not in (inspect.Signature.empty, None, "None"):
@@ -189,7 +189,7 @@ def _signature_of(method: Callable[..., Any]) -> _Signature:
 def _signature(function: Callable[..., Any], *, is_bound: bool) -> _Signature:
     parameters: dict[str, Field] = {}
     extra, problems = None, []
-    told = {
+    descriptions = {
         param.arg_name.lstrip("*"): join_lines(param.description)
         for param in parse_google_docstring(function.__doc__ or "").params
     }
@@ -197,11 +197,11 @@ def _signature(function: Callable[..., Any], *, is_bound: bool) -> _Signature:
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ReferenceNotFoundError(
                 f"{function.__qualname__} cannot be a tool: {parameter.name!r} is positional-only, and models name "
-                "their arguments; remove the '/', or begin the method's name with an underscore"
+                "their arguments; remove the '/', or start the method's name with an underscore"
             )
         if parameter.kind is parameter.VAR_POSITIONAL:
             continue
-        field, problem = _field(function, parameter, told.get(parameter.name, ""))
+        field, problem = _field(function, parameter, descriptions.get(parameter.name, ""))
         if parameter.kind is parameter.VAR_KEYWORD:
             extra = field
             continue
@@ -212,32 +212,30 @@ def _signature(function: Callable[..., Any], *, is_bound: bool) -> _Signature:
 
 
 def _field(function: Callable[..., Any], parameter: inspect.Parameter, documented: str) -> tuple[Field, str]:
-    """A parameter, and what is wrong with its type: one that says nothing lets anything through."""
+    """Return a parameter and a warning about its type hint, if that accepts anything."""
     documented, choices = _split_choices(documented)
-    hint, shape, problem = None, ANY_TYPE, ""
+    hint, argument_type, problem = None, ANY_TYPE, ""
     if parameter.annotation is parameter.empty:
-        problem = (
-            "" if parameter.kind is parameter.VAR_KEYWORD else "it has no type hint, so that anything is let through"
-        )
+        problem = "" if parameter.kind is parameter.VAR_KEYWORD else "it has no type hint, so any value is accepted"
     else:
         try:
             hint = _resolve_annotation(function, parameter.name, parameter.annotation)
             if choices and hint in (str, int, float):
                 hint = Literal[tuple(choices)]
-            shape = argument_type_of(hint)
-            if parameter.default is None and not shape.accepts(None):
-                shape = argument_type_of(hint | None)
+            argument_type = argument_type_of(hint)
+            if parameter.default is None and not argument_type.accepts(None):
+                argument_type = argument_type_of(hint | None)
         except UnsupportedTypeError as error:
-            problem = f"{error}: anything is let through"
+            problem = f"{error}: any value is accepted"
         except (NameError, AttributeError, TypeError, SyntaxError) as error:
-            problem = f"its type hint cannot be read ({error}), so that anything is let through"
+            problem = f"its type hint cannot be read ({error}), so any value is accepted"
     description = documented or annotated_description(hint)
     required = parameter.default is parameter.empty
-    return Field(parameter.name, shape, required, parameter.default, description), problem
+    return Field(parameter.name, argument_type, required, parameter.default, description), problem
 
 
 def _resolve_annotation(function: Callable[..., Any], name: str, annotation: Any) -> Any:
-    """An annotation as a type, whatever is written as text in it."""
+    """Resolve an annotation that contains strings."""
     holder = types.SimpleNamespace(__annotations__={name: annotation})
     scope = getattr(inspect.unwrap(function), "__globals__", {})
     return get_type_hints(holder, globalns=scope, include_extras=True)[name]

@@ -101,7 +101,7 @@ async def train(
     project.table["rewards"] = [{"ref": reward}] if reward else []
     project.table["rollout"] |= {"max_tokens_per_turn": 200, "max_tokens": 2000, "groups_in_flight": 1, **limits}
     project.table["train"] |= {"batch_size": 1}
-    project.table["engine"]["max_length"] = 4096
+    project.table["engine"]["max_model_len"] = 4096
     async with ScriptedEngine(reply, version="0") as engine:
         project.table["engine"]["urls"] = [engine.url]
         done = await anyio.to_thread.run_sync(partial(project.run, "run", str(project.write()), "--json", timeout=300))

@@ -73,7 +73,7 @@ async def test_what_cannot_be_parsed_goes_to_the_model_and_not_to_the_environmen
 
 async def test_an_action_outside_of_the_space_goes_to_the_model():
     completion, kept = await play("7", parse_action="builtins:int")
-    assert "is no action here" in completion.messages[1]["content"]
+    assert "is not a valid action" in completion.messages[1]["content"]
     assert kept.actions == []
 
 

@@ -29,7 +29,7 @@ def factory(tmp_path_factory):
         command = [python, HERE / "verifiers" / "serve.py", f"tcp://127.0.0.1:{port}", url]
         with serving(command, port, folder, {"PATH": path}):
             task = {"name": "wordle", "base_url": url, "use_docker": False, "provider_kwargs": {}, "reset": {}}
-            args = {"task": task, "nulls": ["env"], "prompt": False, "health_s": 60.0}
+            args = {"task": task, "nulls": ["env"], "prompt": False, "health_timeout_s": 60.0}
             found = EnvironmentFactory.load(f"verifiers:tcp://127.0.0.1:{port}", args)
             found.args = args  # for the test that writes them into a settings file
             yield found

@@ -283,7 +283,9 @@ async def test_without_an_endpoint_it_is_refused_and_not_played_as_something_els
 
 
 async def test_nobody_there_is_a_failed_reset():
-    factory = await anyio.to_thread.run_sync(EnvironmentFactory.load, "verifiers:tcp://127.0.0.1:9", {"health_s": 0.2})
+    factory = await anyio.to_thread.run_sync(
+        EnvironmentFactory.load, "verifiers:tcp://127.0.0.1:9", {"health_timeout_s": 0.2}
+    )
     (completion,) = await completions(factory, [])
     assert completion.failure.reason is RolloutReason.ENV_RESET
     assert "tcp://127.0.0.1:9" in completion.failure.detail

@@ -90,7 +90,7 @@ def test_only_the_last_thing_said_counts():
 
 @pytest.mark.parametrize("gold", [None, "many", 0.5, float("nan"), True])
 def test_a_gold_answer_that_is_no_whole_number_is_not_the_models_fault(gold):
-    assert score("Answer: 679", gold).reason is RewardReason.BAD_REFERENCE
+    assert score("Answer: 679", gold).reason is RewardReason.INVALID_GOLD
 
 
 async def test_it_is_scored_from_the_snapshot_by_name():

@@ -63,7 +63,7 @@ async def test_one_that_looks_at_environments_gets_snapshots(function):
     assert {trial.reward for trial in report.trials} == {Measured(0.0)}
     assert any("every row got the reward 0" in warning for warning in report.warnings)
     failed = await check_reward(ref, {"secret": 0}, environment="guess")
-    assert "asks for the secret 0 between 1 and 100" in failed.errors[0]
+    assert "the row's secret 0 is not between 1 and 100" in failed.errors[0]
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ def test_the_similarity_of_two_texts(gold, said, expected):
 
 
 @pytest.mark.parametrize("gold", [None, 3, ["x"], b"x"])
-def test_a_gold_answer_that_is_no_string_is_a_bad_reference(gold):
+def test_a_gold_answer_that_is_no_string_is_invalid(gold):
     (reward, other) = CodeJaccard()(completions=["x", "x"], answer=[gold, "x"])
-    assert reward.reason is RewardReason.BAD_REFERENCE
+    assert reward.reason is RewardReason.INVALID_GOLD
     assert other == Measured(1.0)
 
 

@@ -132,7 +132,7 @@ def test_an_environment_that_leads_its_episodes_has_no_tools():
 @pytest.mark.parametrize("schemas", [[{"name": "add"}], [ADD, ADD], ["add"], [{"function": {"name": ""}}]])
 def test_schemas_in_another_form_are_refused_at_start(monkeypatch, schemas):
     monkeypatch.setattr(Declaring, "schemas", schemas)
-    with pytest.raises(ReferenceNotFoundError, match="no tool of its own name in OpenAI's form"):
+    with pytest.raises(ReferenceNotFoundError, match="not a tool with a unique name in OpenAI's form"):
         load(Declaring)
 
 

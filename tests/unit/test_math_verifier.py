@@ -21,7 +21,7 @@ from stream.validity import Measured, RewardReason, Unmeasured
 from workers.train.groups.invalid_reward_monitor import InvalidRewardMonitor
 
 REF = "envs.builtin.math_verifier:Math"
-BAD = RewardReason.BAD_REFERENCE
+BAD = RewardReason.INVALID_GOLD
 
 # (gold, what the model said, the right verdict)
 PAIRS = [
@@ -165,7 +165,7 @@ def test_the_verifier_that_is_named_is_the_one_that_is_used(monkeypatch):
 
 
 def test_an_unknown_verifier_is_refused_at_the_start():
-    with pytest.raises(ReferenceNotFoundError, match="no verifier 'mathruler'; known are: math_verify"):
+    with pytest.raises(ReferenceNotFoundError, match="no verifier 'mathruler'; known verifiers: math_verify"):
         RewardFunction.load(REF, args={"verifier": "mathruler"})
 
 

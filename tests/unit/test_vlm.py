@@ -14,7 +14,7 @@ from stream.records import Completion, Group, Prompt
 from stream.validity import Measured, RewardReason
 from workers.score.worker import score_group
 
-BAD = RewardReason.BAD_REFERENCE
+BAD = RewardReason.INVALID_GOLD
 SQUARE = "[0, 0, 1, 1]"
 
 
@@ -80,7 +80,7 @@ def test_a_bad_gold_answer_makes_the_completion_invalid_and_leaves_the_part_that
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ({"colour": 1}, "no part 'colour'; known are: format, exact_alnum"),
+        ({"colour": 1}, "no part 'colour'; known parts: format, exact_alnum"),
         ({}, "at least one"),
         ({"format": 0}, "at least one"),
         ({"format": 2, "geo3k": -1}, "0 and more"),
