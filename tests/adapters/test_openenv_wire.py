@@ -166,9 +166,9 @@ async def test_one_instance_connects_anew_at_the_reset_after_a_cancelled_call(se
     await env.reset()
     with anyio.move_on_after(0.05):
         await env.call_tool("say", {"fault": "late", "reward": 0.111})
-    with pytest.raises(EnvironmentFailure, match="given up in this episode"):
+    with pytest.raises(EnvironmentFailure, match="was closed in this episode"):
         env.get_reward()
-    with pytest.raises(EnvironmentFailure, match="given up in this episode"):
+    with pytest.raises(EnvironmentFailure, match="was closed in this episode"):
         await env.call_tool("say", {"reward": 1})
     server.released.set()
     await env.reset()
@@ -231,7 +231,7 @@ async def test_nobody_there_is_told_with_the_address_and_how_to_start_one():
 @pytest.mark.parametrize(
     ("ref", "args", "told"),
     [
-        ("openenv:ftp://x", {}, "no URL of an OpenEnv server"),
+        ("openenv:ftp://x", {}, "not the URL of an OpenEnv server"),
         ("openenv:ws://x", {"reward": "mean"}, "'sum', 'last', 'max' or 'none'"),
         ("openenvy:ws://x", {}, "there is no adapter 'openenvy'; there are: openenv"),
     ],
