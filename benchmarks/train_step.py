@@ -167,8 +167,8 @@ def main() -> int:
             settings.Settings(
                 model=settings.Model(path=f"{folder}/base", dtype=dtype),
                 data=settings.Data(path="none"),
+                run=settings.Run(threads=given.threads),
                 train=settings.Train(
-                    threads=given.threads,
                     learning_rate=3e-4 if given.small else 1e-6,
                     updates_per_batch=given.updates,
                     micro_batch_tokens=given.micro_batch_tokens,
