@@ -216,7 +216,7 @@ def _codes(case: Sequence[Made], state: str, code: int) -> Tensor:
 
 
 def interleaved(case: Sequence[Made], source: random.Random) -> list[MadeRow]:
-    """The rows in another order; those of one completion stay in theirs, which is the order of time."""
+    """The rows in another order; rows of one completion keep theirs, which is the order of time."""
     rows = rows_of(case)
     owners = [row.completion for row in rows]
     source.shuffle(owners)

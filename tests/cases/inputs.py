@@ -29,7 +29,7 @@ RICH += [Made(key=200 + n, group=n, reward=0.25, turns=(7 + n,)) for n in range(
 
 
 def policy(reason: TruncationReason) -> str:
-    """What becomes of the cases' completions that were cut short."""
+    """Truncation policies of the cases."""
     return {"length": "exclude", "tool_calls": "baseline_only"}.get(reason, "keep")
 
 
@@ -44,7 +44,7 @@ def bearing(case: Sequence[Made]) -> Tensor:
 
 
 def sampled(case: Sequence[Made], width: int = 0) -> Tensor:
-    """bool (C, T), a line to a completion, the tool's tokens between those sampled; so many more columns."""
+    """bool (C, T), a line to a completion, tool tokens between sampled ones; `more` extra columns."""
     lines = [
         [True] * made.turns[0] + [x for n in made.turns[1:] for x in [False] * made.gap + [True] * n] for made in case
     ]

@@ -38,7 +38,7 @@ OF_THE_LEARNER = ("step", "version", "learning_rate", "trained", "seconds", "gra
 
 
 class Network(torch.nn.Module):
-    """A causal language model: each token's distribution hangs on all before it. With a critic's head."""
+    """A causal language model with a critic head: each token's distribution depends on all tokens before it."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -130,7 +130,7 @@ def settings_of(table: Table, extra: Table | None = None) -> Settings:
 
 
 def choosing(table: Table, number: dict[str, Table]) -> Table:
-    """The table, with its loss's selector choosing so many; the table as it is if there is none."""
+    """The table with its loss's selector choosing this fraction; unchanged without a selector."""
     options = number.get(LOSSES[table["loss"]["name"]].traits.selector, {})
     return merged(table, {"loss": options})
 
@@ -155,7 +155,7 @@ def _tables() -> dict[str, Table]:
                     waiting[slot].remove(name)
                 break
         found[" ".join(names)] = table
-    raise AssertionError(f"no table can name {waiting}; the settings refuse it beside everything else")
+    raise AssertionError(f"no table can name {waiting}; the settings refuse it in every combination")
 
 
 TABLES = _tables()

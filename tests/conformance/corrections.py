@@ -72,9 +72,9 @@ def weights_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
 def correct(
     old_logprobs_RT: Tensor, rollout_logprobs_RT: Tensor, mask_RT: Tensor, config: Mapping[str, Any]
 ) -> Corrected:
-    """Reject, weigh what survived, measure; every row is a completion.
+    """Reject, weigh the survivors, compute metrics; every row is a completion.
 
-    The file's metrics are over what was there before rejection, those of the weights too.
+    The file's metrics, including those of the weights, are over the tokens before rejection.
     """
     ids_R = torch.arange(len(mask_RT))
     options = weights_of(config)

@@ -18,7 +18,7 @@ ESTIMATOR_NAMES: Final = {
     "grpo_passk_no_std": ("grpo_passk", {"normalize_std": False}),
     "rloo_vectorized": ("rloo", {}),
 }
-"""Names of the file that are ours with an option; the others are ours as they are."""
+"""Our name and options for names of the file; other names are the same."""
 OPTION_NAMES: Final = {
     "norm_by_std": "normalize_std",
     "norm_adv_by_std_in_grpo": "normalize_std",
@@ -37,7 +37,7 @@ UNSAID: Final = {
     "zero_tail": True,
     "k": 1,
 }
-"""Options where a case leaves them out: those of the project that the file was made with."""
+"""Defaults of options that a case leaves out: those of the project that made the file."""
 
 
 @family("group_advantages")
@@ -59,7 +59,7 @@ def gdpo(case: Case) -> None:
 
 
 def advantages_C(case: Case, estimator: str, params: Mapping[str, Any], **extra: Tensor) -> Tensor:
-    """Estimate by the file's name of an estimator; `singleton` as the project has it unless told otherwise."""
+    """Estimate by the file's name of an estimator; `singleton` defaults to the project's value."""
     name, options = estimator_of(estimator, params)
     valid_C = case.mask("valid", [True] * len(case["group_ids"]))
     if named(ESTIMATORS, name, "estimator").traits.level != "completion":
@@ -106,7 +106,7 @@ def token_advantages(case: Case) -> None:
 
 @family("whitening")
 def whitening(case: Case) -> None:
-    """Values over a mask; mean and variance are those of the same values in one group."""
+    """Values over a mask; mean and variance as of the same values in one group."""
     values, mask = case.floats("values"), case.mask("mask")
     shift = bool(case.get("shift", "shift_False" not in case.id))
     case.expect("expected_masked", whiten(values, mask, shift=shift))

@@ -19,7 +19,7 @@ def rollout_correction(case: Case) -> None:
 def check_correction(case: Case, *, peer: bool = False) -> None:
     """Compare mask, weights, factor and metrics, as far as the case expects them.
 
-    A peer leaves a weight at a token that it rejects, where nobody looks at it; ours is 0 there.
+    A peer keeps the weight of a rejected token, which is unused; ours is 0 there.
     """
     mask_RT = case.mask("mask") & case.mask("valid", [True] * len(case["mask"])).unsqueeze(1)
     found = correct(case.floats("train_log_prob"), case.floats("rollout_log_prob"), mask_RT, case["config"])

@@ -1,6 +1,6 @@
 """The family of defects seen in the field: the right value, through the functions that decide it.
 
-A case is told by the last part of its id; what it says only in its description stands here as inputs.
+The last part of an id names its case; inputs that a case gives only in its description are written here.
 """
 
 import itertools

@@ -13,13 +13,13 @@ from workers.train.algorithms.sequences import Sequences
 from workers.train.algorithms.token_selection import SELECTORS, select_tokens
 
 LOSS_NAMES: Final = {"vanilla": "clipped"}
-"""Names of the file that are ours under another; the others are ours as they are."""
+"""Our names for names of the file; other names are the same."""
 SEED: Final = 0
 """Of selectors that draw: cases with them take every token that may be drawn."""
 
 
 def loss_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """verl's configuration of its losses as our options; what it leaves unsaid is verl's default."""
+    """verl's configuration of its losses as our options; missing keys take verl's defaults."""
     said = {name: value for name, value in {**config.get("policy_loss", {}), **config}.items() if value is not None}
     both = said.get("clip_ratio", 0.2)
     return {

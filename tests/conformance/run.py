@@ -2,9 +2,9 @@
 
     python tests/conformance/run.py FILE [--verbose]
 
-Prints a line to each family, `family: passed/failed`, and a total; of each failed case its id, the field and the
-largest deviation. Exits with 1 if a case failed, with 2 if the file cannot be run. Nothing here computes anything: the
-modules beside this one translate the file's words into the project's functions and options.
+Prints a line per family, `family: passed/failed`, and a total; for each failed case its id, the field and the largest
+deviation. Exits with 1 if a case failed, with 2 if the file cannot be run. The other modules of this folder translate the
+file's names into the project's functions and options; nothing here computes results.
 """
 
 import argparse

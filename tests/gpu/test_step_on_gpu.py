@@ -21,7 +21,7 @@ from workers.train.step.learner import Learner
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is at hand (torch.cuda.is_available() is False)"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU (torch.cuda.is_available() is False)"),
 ]
 
 VOCABULARY = 1000
@@ -52,7 +52,7 @@ def ids(generator, count):
 
 @pytest.fixture(scope="module")
 def batch():
-    """Two groups of four completions, 40 to 200 tokens each, with log-probs near those of an untrained model."""
+    """Two groups of four completions, 40 to 200 tokens each, with log-probs close to an untrained model's."""
     generator, groups = torch.Generator().manual_seed(1), []
     for name in ("p", "q"):
         completions = []

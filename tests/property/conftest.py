@@ -13,7 +13,7 @@ from hypothesis import settings
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
 QUICK = {"test_properties_of_the_path": 5, "test_properties_of_": 12, "test_twins_of_": 20, "test_": 100}
-"""At most so many examples to a test of the modules whose names begin so, but by hand."""
+"""Maximum number of examples per test, by how the module's name begins."""
 MOST = 5000
 RESTED_ON = {
     *("grpo", "rloo", "opo", "passk", "grpo_passk", "reinforce_plus_plus_baseline", "gpg", "gdpo"),

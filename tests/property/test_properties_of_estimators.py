@@ -77,10 +77,10 @@ def test_p5_a_singleton_is_0_however_many_invalid_siblings_it_has(name, case, ot
     siblings = [replace(made, group=made.group % len(case)) for made in fresh(others, "unmeasured")]
     assert (answer(name, alone + siblings, options, 1e30) == 0).all()
     if not ESTIMATORS[name].traits.whitened:
-        beside = [replace(made, group=99) for made in RICH]
-        found = answer(name, [*alone, *siblings, *beside], options)
+        others_too = [replace(made, group=99) for made in RICH]
+        found = answer(name, [*alone, *siblings, *others_too], options)
         single = torch.tensor(
-            [m.group != 99 for m in sorted([*alone, *beside], key=lambda m: m.key) if m.voting(policy)]
+            [m.group != 99 for m in sorted([*alone, *others_too], key=lambda m: m.key) if m.voting(policy)]
         )
         assert (found[single.bool()] == 0).all()
 
@@ -165,19 +165,21 @@ def test_p7_what_is_whitened_has_mean_0_and_variance_1_over_tokens(name, case, d
 
 @pytest.mark.parametrize("name", [n for n, found in ESTIMATORS.items() if found.traits.within_group])
 @given(case=cases, data=st.data())
-def test_p7_who_compares_within_a_group_says_of_one_group_what_he_says_beside_others(name, case, data):
+def test_p7_an_estimator_within_a_group_gives_the_same_without_other_groups(name, case, data):
     options = data.draw(drawn(ESTIMATORS[name]))
     first = [made for made in case if made.group == case[0].group]
-    beside = [*first, *(replace(made, key=made.key + 10**8, group=9, reward=8 - made.reward) for made in case)]
+    others_too = [*first, *(replace(made, key=made.key + 10**8, group=9, reward=8 - made.reward) for made in case)]
     valid = answer(name, first, options)
-    inputs = inputs_of(beside)
+    inputs = inputs_of(others_too)
     found = estimate(name, inputs, options, single_sample_policy="zero")
-    own = torch.tensor([made.group != 9 for made in beside])
+    own = torch.tensor([made.group != 9 for made in others_too])
     if isinstance(found, TokenAdvantages):
-        found = torch.cat([by_key(beside, torch.where(own.unsqueeze(1), v, 0.0), tokens(beside)) for v in found])
+        found = torch.cat(
+            [by_key(others_too, torch.where(own.unsqueeze(1), v, 0.0), tokens(others_too)) for v in found]
+        )
         kept = [
-            tokens(sorted(beside, key=lambda m: m.key)),
-            [m.group != 9 for m in sorted(beside, key=lambda m: m.key)],
+            tokens(sorted(others_too, key=lambda m: m.key)),
+            [m.group != 9 for m in sorted(others_too, key=lambda m: m.key)],
         ]
         of_first = torch.tensor(kept[1]).unsqueeze(1).expand(kept[0].shape)[kept[0]].repeat(2)
         assert same(found[of_first], valid)
@@ -210,7 +212,7 @@ def test_p10_p12_padding_and_tool_tokens_at_the_end_change_nothing(name, case, w
 @given(case=cases)
 @pytest.mark.parametrize("name", OF_COMPLETIONS)
 def test_p16_a_measured_0_is_not_an_unmeasured_reward(name, case):
-    """Siblings are told the difference; so are the masks (test_properties_of_masks)."""
+    """Siblings differ; masks as well (test_properties_of_masks)."""
     zero = Made(key=-1, group=0, reward=0.0)
     one, other = [*RICH, zero], [*RICH, replace(zero, state="unmeasured")]
     options = defaults(ESTIMATORS[name]) | ({"k": 1} if name == "passk" else {})

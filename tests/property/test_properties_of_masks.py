@@ -170,7 +170,7 @@ def test_p16_a_measured_0_and_an_unmeasured_reward_differ_in_what_is_trained(tab
 def test_p17_why_a_reward_is_unknown_changes_counters_alone(table, rewards, reason):
     assume(None in rewards)
     settings = SETTINGS[table]
-    # Every group has a greedy completion here; whoever needs one is not refused for that.
+    # Every group has a greedy completion here, so estimators that need one are not refused.
     greedy = "greedy_C" in ESTIMATORS[settings.estimator.name].input_names
     made = [Made(key=key, group=0, reward=reward or 0.0) for key, reward in enumerate(rewards)]
 

@@ -45,7 +45,7 @@ def rewards_by_group(batch, masks):
 
 
 def metrics_of(case, filtered=(), junk=None, dropped=None):
-    """Of a step of these completions, beside some that the group filter dropped."""
+    """Metrics of a step of these completions, with rewards of some groups that the filters dropped."""
 
     def masked(case):
         batch = build(case)
@@ -58,9 +58,9 @@ def metrics_of(case, filtered=(), junk=None, dropped=None):
 
     batch, masks = masked(case)
     advantages = torch.where(masks.loss_C, advantages_of(case), 0.0 if junk is None else junk)
-    beside = rewards_by_group(*masked(filtered)) if filtered else []
+    dropped_groups = rewards_by_group(*masked(filtered)) if filtered else []
     found = step_metrics(
-        batch, masks, advantages, settings=POLICY, version=VERSION, filtered=beside, dropped=dropped or {}
+        batch, masks, advantages, settings=POLICY, version=VERSION, filtered=dropped_groups, dropped=dropped or {}
     )
     return found, masks
 

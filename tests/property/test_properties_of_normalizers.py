@@ -88,7 +88,7 @@ def test_p6_equal_values_are_exactly_0_where_a_mean_is_subtracted(name, case, da
     options = data.draw(drawn(NORMALIZERS[name]))
     options |= {"shift": True} if "shift" in options else {"mean": "batch"}
     if options.get("leave_one_out") or "loss_C" in NORMALIZERS[name].input_names:
-        case = [replace(made, state="ok") for made in case]  # all vote, or one has nobody to be compared with
+        case = [replace(made, state="ok") for made in case]  # all count, otherwise one may have no sibling
     assert (answer(name, case, options, inputs=about_one(name, case)) == 0).all()
 
 

@@ -1,4 +1,4 @@
-"""Every registered estimator and normaliser equals its naive twin, on batches that nobody chose.
+"""Every registered estimator and normalizer equals its naive twin on random batches.
 
 Groups of one to nine, interleaved, in several sizes, with invalid completions and junk wherever nothing may look.
 """

@@ -46,7 +46,7 @@ def normalize(
     def centred(i: int) -> Fraction:
         compared = [] if mean == "none" else [j for j in pool(mean, i) if not (leave_one_out and j == i)]
         if mean != "none" and not compared:
-            return Fraction(0)  # nobody to be compared with
+            return Fraction(0)  # no sibling
         return Fraction(values[i]) - sum((Fraction(values[j]) for j in compared), Fraction(0)) / max(1, len(compared))
 
     @cache

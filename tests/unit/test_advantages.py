@@ -113,7 +113,7 @@ def test_a_baseline_weighted_by_length():
     assert advantages("opo", [0.0, 0, 0, 1], lengths=[4, 3, 2, 1]) == pytest.approx([-0.1, -0.1, -0.1, 0.9])
 
 
-def test_a_group_in_which_nobody_has_a_token_has_no_mean_by_length():
+def test_a_group_without_a_token_has_no_mean_by_length():
     found = advantages("opo", [0.0, 1, 0, 2], groups="aabb", lengths=[0, 0, 1, 1])
     assert found == [0, 0, -1, 1]
 

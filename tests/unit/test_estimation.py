@@ -17,7 +17,7 @@ LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "c
 
 
 def completion(index, reward, *, turns=(2,), by_turn=None, **facts):
-    """Turns of so many sampled tokens, each but the last followed by one of the tool's."""
+    """Turns with these numbers of sampled tokens; one tool token follows each but the last."""
     sampled, place = [], 0
     for length in turns:
         sampled.append((place, place + length))

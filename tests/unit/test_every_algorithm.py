@@ -37,7 +37,7 @@ def learner(base, *, train=None, **sections):
 
 
 def completion(index, tokens, reward, **facts):
-    """Behind the prompt [1, 2]; token 0 is a tool's answer. Log-probs near those of an untrained model."""
+    """Behind the prompt [1, 2]; token 0 is a tool's answer. Log-probs close to an untrained model's."""
     sampled = []
     for place, token in enumerate(tokens):
         if token and sampled and sampled[-1][1] == place:

@@ -36,14 +36,14 @@ def base(tmp_path_factory):
 
 
 def learner(base, *, dtype="float32", learning_rate=1e-2, train=None, **sections):
-    """With these sections of the settings beside what is needed."""
+    """A learner with the required settings and these sections."""
     least = {"data": {"path": "none"}, "environments": {"a": "calculator"}}
     train = {"learning_rate": learning_rate, "max_grad_norm": 1e9} | (train or {})
     return Learner(parse_settings(least | {"model": {"path": str(base), "dtype": dtype}, "train": train} | sections))
 
 
 def completion(index, tokens, reward, version=3, **facts):
-    """An episode behind the prompt [1, 2]; token 0 stands for a tool's answer, which nobody sampled."""
+    """An episode behind the prompt [1, 2]; token 0 stands for tool output, which is not sampled."""
     sampled = [(i, i + 1) for i, token in enumerate(tokens) if token]
     row = Row(
         prompt_ids=array("i", [1, 2]).tobytes(),

@@ -227,7 +227,10 @@ def test_a_model_whose_state_runs_on_into_the_next_row_is_not_packed(name):
     made = getattr(transformers, f"{name}Config")(**{"vocab_size": VOCABULARY} | STATEFUL[name])
     model = transformers.AutoModelForCausalLM.from_config(made).eval()
     own = model.config._attn_implementation
-    with pytest.raises(SettingsError, match=r"train\.packing is 'on', but .* gives other results for packed rows than for the same rows apart"):
+    with pytest.raises(
+        SettingsError,
+        match=r"train\.packing is 'on', but .* gives other results for packed rows than for the same rows apart",
+    ):
         readable(model, packing="on")
     assert model.config._attn_implementation == own
     assert not readable(model).packed

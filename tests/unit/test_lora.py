@@ -72,7 +72,7 @@ def read(model, rows):
 
 
 def whole_logprobs(model, rows):
-    """Those of a plain forward pass."""
+    """Log-probs of a plain forward pass."""
     tokens, chosen = rows
     with torch.no_grad():
         found = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
@@ -147,7 +147,7 @@ def test_peft_itself_loads_what_is_written_and_says_the_same(base, rows, tmp_pat
 
 
 def test_the_policy_of_the_beginning_is_the_model_without_its_adapter(base, rows):
-    """Loss, gradient and metrics are those of a run in which it is a second model."""
+    """Loss, gradient and metrics equal those with the reference as a second model."""
     algorithm = {"kl_coefficient": 0.3}
     batch = collate([group(completion(2, [9, 9], Measured(0.5)))])
     one, two = trained(base, algorithm=algorithm), trained(base, algorithm=algorithm)
@@ -202,7 +202,7 @@ def test_two_learners_begin_with_the_same_adapter_and_another_seed_with_another(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_exported_run_is_an_ordinary_model_with_the_adapter_beside_it(base, tmp_path, dtype):
+def test_an_exported_run_is_an_ordinary_model_and_its_adapter(base, tmp_path, dtype):
     found = trained(base, dtype=dtype)
     CheckpointStore(tmp_path / "checkpoints").save(3, found, Progress(step=3))
     export(tmp_path, tmp_path / "out")
@@ -285,12 +285,12 @@ def test_an_adapter_of_another_kind_of_run_is_refused_by_name(base, bases, tmp_p
         adapter.restore(lora(base, more={"rank": 2}))
     with pytest.raises(RunMismatchError, match=r"lora\.alpha = 8, not 16"):
         adapter.restore(lora(base, more={"alpha": 16.0}))
-    with pytest.raises(RunMismatchError, match="beside other weights"):
+    with pytest.raises(RunMismatchError, match="other base weights"):
         adapter.restore(lora(bases[False]))
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
-def test_a_file_of_an_adapter_that_was_cut_short_is_told_by_name(base, tmp_path, name):
+def test_a_file_of_an_adapter_that_was_cut_short_is_named(base, tmp_path, name):
     learner = trained(base)
     learner.write_trained_weights(tmp_path)
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-8])
@@ -310,7 +310,7 @@ def test_a_base_model_that_was_changed_or_moved_is_not_merged_with(base, tmp_pat
     with pytest.raises(SettingsError, match="is gone"):
         export(tmp_path / "run", tmp_path / "out")
     model.save_pretrained(moved)
-    with pytest.raises(RunMismatchError, match="beside other weights"):
+    with pytest.raises(RunMismatchError, match="other base weights"):
         export(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -110,7 +110,7 @@ def test_an_unknown_policy_is_refused_by_name():
         one_row_each(facts([1.0]), "forgive")
 
 
-def test_what_the_policy_did_to_a_reward_is_told():
+def test_masks_report_zeroed_and_penalised_completions():
     found = facts([1.0, 5.0, None], truncated={1: TruncationReason.LENGTH, 2: TruncationReason.LENGTH})
     assert one_row_each(found, "zero_reward").zeroed_C.tolist() == [False, True, False]
     assert one_row_each(found, "penalty").penalised_C.tolist() == [False, True, False]

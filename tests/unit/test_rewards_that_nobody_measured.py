@@ -1,4 +1,4 @@
-"""How the field turns failures into rewards, row by row, and what becomes of each here.
+"""How other projects turn failures into rewards, row by row, and how each is treated here.
 
 Every row of the list of what peers do wrong has a test that bears its name. Those below go the whole way that matters:
 reward functions called by the scoring stage, parts merged, groups collated, masks derived, advantages estimated. Where
@@ -67,7 +67,7 @@ MEAN = {"estimator": {"name": "grpo", "normalize_std": False}}
 
 
 def completion(index, reward=None, tokens=2, **facts):
-    """One turn of so many sampled tokens, saying its own index."""
+    """One turn with this number of sampled tokens, which carry the completion's index."""
     row = sampled_row([2] * tokens, [-1.0] * tokens, prompt=[1])
     if isinstance(reward, int | float):
         reward = Measured(float(reward))
@@ -331,7 +331,7 @@ async def test_a_verifiers_result_of_the_wrong_shape_is_no_reward_for_any_row(re
 
 
 async def test_environments_silent_on_validity_mix_with_those_that_speak_of_it():
-    """A finite number is valid, whoever says nothing more; who says None, or Unmeasured, is believed."""
+    """A finite number without a statement on validity is valid; None and Unmeasured are not."""
 
     class Silent:
         def get_reward(self):
@@ -361,7 +361,7 @@ async def test_environments_silent_on_validity_mix_with_those_that_speak_of_it()
     assert advantages == pytest.approx([-1 / 3, 2 / 3, 0.0, 0.0, -1 / 3])
 
 
-async def test_a_function_silent_on_validity_beside_one_that_speaks_of_it():
+async def test_a_function_without_validity_next_to_one_with_validity():
     """The parts of one reward: a row is valid where both measured it."""
 
     def silent(completions):

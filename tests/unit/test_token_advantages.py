@@ -149,7 +149,7 @@ def test_tool_turns_are_compared_token_by_token_of_the_policy():
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_a_completion_that_is_invalid_or_has_no_token_is_nobodys_sibling(name):
+def test_a_completion_that_is_invalid_or_has_no_token_is_no_sibling(name):
     mask, rewards = [[1, 1], [1, 1], [0, 0], [1, 1]], [[1, 2], [9, 9], [9, 9], [0, 1]]
     advantages, returns = found(name, sheet(mask, rewards, valid=[True, False, True, True]), zero_tail=True)
     alone, _ = found(name, sheet([[1, 1], [1, 1]], [[1, 2], [0, 1]]), zero_tail=True)

@@ -182,7 +182,7 @@ def _masked_fractions(kept_RT: Tensor, sequences: Sequences) -> Metrics:
 
 
 def _over_completions(sequences: Sequences, *, uniform: bool) -> Callable[[Tensor], Tensor]:
-    """Return the mean over a completion's tokens; values equal on all its tokens are taken as they are, unrounded."""
+    """Return the mean over a completion's tokens; a value that all its tokens share is taken without rounding."""
     return sequences.max if uniform else sequences.mean
 
 

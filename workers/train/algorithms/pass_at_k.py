@@ -25,7 +25,7 @@ def pass_at_k(n_valid: Tensor, n_correct: Tensor, k: int) -> PassAtK:
 
     Args:
         n_valid: integers of any shape, n: completions in B.
-        n_correct: the same, c: those of them that are right, 0 ... n.
+        n_correct: the same shape, c: number of right completions among them, 0 ... n.
         k: number of attempts, at least 1.
 
     Raises:

@@ -131,7 +131,7 @@ class Adapter:
         with _open_safetensors(folder / WEIGHTS) as file:
             if file.metadata().get("base") != self._digest:
                 raise RunMismatchError(
-                    f"{folder}: the adapter was trained beside other weights than those in {self.base} (or in another "
+                    f"{folder}: the adapter was trained with other base weights than those in {self.base} (or with another "
                     "model.dtype); put them back, or use another run name"
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
@@ -164,7 +164,7 @@ def merge_adapter(folder: Path, out: Path) -> None:
         dtype_name = file.metadata()["dtype"]
     base = Path(config["base_model_name_or_path"])
     if not (base / "config.json").is_file():
-        raise SettingsError(f"{folder}: the adapter was trained beside {base}, which is gone; put it back there")
+        raise SettingsError(f"{folder}: the adapter's base model {base} is gone; put it back")
     lora = Lora(rank=config["r"], alpha=config["lora_alpha"], target_modules=tuple(config["target_modules"]))
     adapter = Adapter(load_policy(base, getattr(torch, dtype_name)), base, lora, seed=0)
     with torch.no_grad():

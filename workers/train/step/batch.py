@@ -1,6 +1,6 @@
 """Groups as tensors: what a training step works on.
 
-Rows are right-padded. Facts about completions and groups stand beside the rows and rows point to them by code, so a
+Rows are right-padded. Rows point to their completion and group by code, so a
 completion without a row (its rollout failed before sampling) counts like any other. A greedy completion is not part of
 the batch; its reward is a fact of its group. Buffers are read in place; no token passes through Python.
 """
