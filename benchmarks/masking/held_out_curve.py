@@ -29,7 +29,7 @@ from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.feed.row_mapping import row_to_prompt
 from workers.run.child_process import ChildProcess
 from workers.run.plot import read_metrics
-from workers.run.role_process import run_async
+from workers.run.process_main import run_async
 from workers.run.role_specs import engine_spec
 from workers.run.run_command import raise_for_failure, supervise
 from workers.runtime import log_setup as logs

@@ -21,7 +21,7 @@ from workers.demo.scoring import _play  # the public `evaluate` keeps means alon
 from workers.demo.task import training_rows
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.run.child_process import ChildProcess
-from workers.run.role_process import run_async
+from workers.run.process_main import run_async
 from workers.run.role_specs import engine_spec
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore

@@ -107,7 +107,7 @@ def test_nonsense_about_patience_is_told_once(shared, redis_url, monkeypatch):
     monkeypatch.setenv("PENSTOCK_RANKS_TIMEOUT_S", "soon")
     shared.table["run"]["redis"] = redis_url
     result = shared.run("train", str(shared.write()), timeout=100)
-    assert result.returncode == ExitCode.PERMANENT
+    assert result.returncode == ExitCode.USAGE
     assert "PENSTOCK_RANKS_TIMEOUT_S is 'soon'" in result.stderr
 
 

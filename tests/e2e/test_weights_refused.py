@@ -18,7 +18,7 @@ async def test_where_no_engine_was_started_to_take_weights_the_run_ends_at_once_
         project.table["queue"]["shutdown_timeout_s"] = 1.0
         told = await anyio.to_thread.run_sync(partial(project.run, "run", str(project.write()), timeout=90))
     assert told.returncode == 1, told.stderr
-    assert ", and that is for good: no engine took version" in " ".join(told.stderr.split())
+    assert ", and a restart would not help: no engine took version" in " ".join(told.stderr.split())
     for engine_said in ("without --weight-transfer-config; start it with", "with backend 'nccl'; start it with"):
         assert engine_said in told.stderr
     log = (project.run_folder / "logs" / "train-0.log").read_text()

@@ -83,7 +83,7 @@ def worker(file: Path, url: str, engine: str, *settings: str) -> list[str]:
     ("leak", "limit_s", "bound", "why"),
     [
         (0, 0.2, "queue.max_abandoned_threads=4", "4 threads hang"),
-        (10_000_000, 30, "queue.max_memory_mb=260", "MiB of memory, of 260"),
+        (10_000_000, 30, "queue.max_memory_mb=260", "MiB of memory, the limit is 260"),
     ],
     ids=["threads", "memory"],
 )

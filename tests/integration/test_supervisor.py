@@ -217,7 +217,7 @@ async def test_a_role_that_is_killed_too_often_fails_the_run(make_pipeline):
 async def test_a_permanent_error_fails_the_run_at_once(make_pipeline):
     pipeline = make_pipeline({"train": "print('error: model: no such folder', file=sys.stderr); sys.exit(2)"})
     outcome = await pipeline.run()
-    assert "train-0 exited with code 2, and that is for good: model: no such folder" in str(outcome.failure)
+    assert "train-0 exited with code 2, and a restart would not help: model: no such folder" in str(outcome.failure)
     assert len(pipeline.lives("train")) == 1
     await pipeline.assert_nobody_is_left()
 
@@ -336,7 +336,7 @@ async def test_an_engine_may_take_longer_to_start_than_a_run_may_stand_still(mak
 async def test_an_engine_that_ends_before_it_ever_listened_fails_the_run_at_once(make_pipeline):
     pipeline = make_pipeline({"engine": "print('error: CUDA out of memory', file=sys.stderr); sys.exit(1)"})
     outcome = await pipeline.run()
-    assert "engine-0 exited with code 1, and that is for good: CUDA out of memory" in str(outcome.failure)
+    assert "engine-0 exited with code 1, and it has never listened: CUDA out of memory" in str(outcome.failure)
     assert len(pipeline.lives("engine")) == 1
 
 
@@ -356,7 +356,7 @@ async def test_a_run_that_stands_still_fails_and_says_where_the_work_is(make_pip
     pipeline = make_pipeline({}, stall_timeout_s=1.5)
     outcome = await pipeline.run()
     assert "nothing was trained or dropped for 1.5 s" in str(outcome.failure)
-    assert "1 prompts are open: prompts has 1 waiting, 0 held" in str(outcome.failure)
+    assert "1 prompts are unfinished: prompts has 1 waiting, 0 claimed" in str(outcome.failure)
     await pipeline.assert_nobody_is_left()
 
 

@@ -17,7 +17,9 @@ from workers.run.progress_display import (
     render_table,
     sparkline,
 )
-from workers.run.restart_policy import RestartPolicy, StallDetector
+from workers.run.restart_policy import GiveUp, Restart, RestartPolicy
+from workers.run.stall_detector import StallDetector
+from workers.runtime.exit_codes import ExitCode
 from workers.settings import Queue
 
 METRICS = {"sampled/reward_mean": 0.75, "valid_fraction": 0.98, "staleness/mean": 0.5, "tokens_per_second": 1234.5}
@@ -143,22 +145,33 @@ def test_a_flat_sparkline_is_flat():
 
 def test_a_process_may_be_restarted_within_its_budget_and_again_when_the_window_has_passed():
     restarts = RestartPolicy(Queue(max_restarts=2, lease_s=30.0))
-    assert 0.5 <= restarts.decide(-9, 100, now=0) <= 1.0
-    assert 1.0 <= restarts.decide(-9, 100, now=1) <= 2.0
-    assert "restarted 2 times within 10 minutes" in restarts.decide(-9, 100, now=2)
-    assert isinstance(restarts.decide(-9, 100, now=601), float)
+    assert 0.5 <= restarts.decide(-9, 100, now=0).delay_s <= 1.0
+    assert 1.0 <= restarts.decide(-9, 100, now=1).delay_s <= 2.0
+    assert "restarted 2 times within 10 minutes" in restarts.decide(-9, 100, now=2).reason
+    assert isinstance(restarts.decide(-9, 100, now=601), Restart)
 
 
 def test_three_quick_ends_in_a_row_are_a_crash_loop_unless_one_of_them_lasted():
     restarts = RestartPolicy(Queue(max_restarts=50))
     for lived_s in (1, 1, 60, 1, 1):
-        assert isinstance(restarts.decide(1, lived_s, now=0), float)
-    assert "3 times in a row" in restarts.decide(1, 1, now=0)
+        assert isinstance(restarts.decide(1, lived_s, now=0), Restart)
+    assert "3 times in a row" in restarts.decide(1, 1, now=0).reason
 
 
 def test_being_killed_is_no_crash_loop():
     restarts = RestartPolicy(Queue(max_restarts=5))
-    assert all(isinstance(restarts.decide(-9, 0.1, now=0), float) for _ in range(5))
+    assert all(isinstance(restarts.decide(-9, 0.1, now=0), Restart) for _ in range(5))
+
+
+@pytest.mark.parametrize("code", [ExitCode.USAGE, ExitCode.PERMANENT])
+def test_a_process_that_cannot_succeed_is_not_restarted(code):
+    assert isinstance(RestartPolicy(Queue()).decide(code, 100, now=0), GiveUp)
+
+
+def test_recycling_takes_nothing_of_the_budget():
+    policy = RestartPolicy(Queue(max_restarts=1))
+    assert all(policy.decide(ExitCode.RECYCLE, 100, now=0) == Restart(0.0) for _ in range(5))
+    assert isinstance(policy.decide(1, 100, now=0), Restart)
 
 
 def test_the_alarm_goes_off_only_when_nothing_ends_while_there_is_work():
@@ -167,9 +180,9 @@ def test_the_alarm_goes_off_only_when_nothing_ends_while_there_is_work():
     assert not alarm.observe(view(counts={"trained": 2}, is_open=3), now=18)
     told = alarm.observe(view(counts={"trained": 2}, is_open=3, feed={"done": "1"}), now=28)
     assert told.startswith(
-        "nothing was trained or dropped for 10 s (abort.stall_timeout_s), while 3 prompts are open: prompts"
+        "nothing was trained or dropped for 10 s (abort.stall_timeout_s), while 3 prompts are unfinished: prompts"
     )
-    assert "prompts has 3 waiting, 2 held by rollout-1 2, 0 given back" in told
+    assert "prompts has 3 waiting, 2 claimed by rollout-1 2, 0 delayed" in told
 
 
 def test_a_run_without_work_does_not_stand_still():

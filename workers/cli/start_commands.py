@@ -90,7 +90,7 @@ def serve(target: Path, host: str, port: int, runner: Any, dtype: str | None, ov
 
     Uses the local engine, or vLLM if FILE or --set has engine.server = "vllm".
     """
-    from workers.run.role_process import run_engine
+    from workers.run.model_server import run_engine
 
     exit_process(run_engine(target, host, port, overrides, runner, dtype or ""))
 

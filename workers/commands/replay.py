@@ -11,7 +11,7 @@ import msgspec
 from stream.parent_death import die_with_parent
 from workers.commands.output import print_json, print_line
 from workers.commands.run_files import saved_settings
-from workers.run.role_process import run_async
+from workers.run.process_main import run_async
 from workers.run.run_info import find_run
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings

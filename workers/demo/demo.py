@@ -25,7 +25,7 @@ from workers.demo.prepare import STEPS, NegativeControl, demo_settings, prepare_
 from workers.demo.report import conversations, score_table
 from workers.demo.scoring import DemoScore, score_policy
 from workers.demo.task import held_out_rows
-from workers.run.role_process import run_async
+from workers.run.process_main import run_async
 from workers.run.run_command import raise_for_failure, supervise
 from workers.run.run_folder import write_atomically
 from workers.run.summary import RunSummary

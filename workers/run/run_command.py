@@ -31,7 +31,7 @@ class RunResult(Struct, kw_only=True):
     """None where the server was gone before it could be asked."""
 
 
-def run(file: Path, overrides: tuple[str, ...] = (), *, as_json: bool = False, quiet: bool = False) -> int:
+def run(file: Path, overrides: tuple[str, ...] = (), *, as_json: bool = False, quiet: bool = False) -> ExitCode:
     """Run, or resume, the run that a settings file describes. Returns the exit code.
 
     Raises:

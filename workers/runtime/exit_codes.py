@@ -1,20 +1,27 @@
-"""Exit codes of the command `penstock` and of the processes of a run."""
+"""Exit codes of `penstock` and of its roles.
+
+===  ============  ======================================================  =================================
+0    SUCCESS       done, or stopped as requested                           a finished role is not restarted
+1    FAILURE       failed, or a check has findings                         restarted, within its budget
+2    USAGE         command line or settings are wrong; nothing was begun   fails the run
+3    RECYCLE       a worker drained because user code used it up           restarted, counts as no failure
+4    PERMANENT     failed, and a restart would fail the same way           fails the run
+130  INTERRUPTED   a second signal killed processes that were draining     (the supervisor's own)
+===  ============  ======================================================  =================================
+
+The last column says what `penstock run` does when one of its roles exits with the code. Python itself exits with 1 for
+an unexpected exception; a process killed by signal N has the code -N.
+"""
 
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What the end of a process means. A code below 0 stands for a signal."""
+    """What the end of a process means; see the table above."""
 
     SUCCESS = 0
-    """The work is done, or a requested drain has finished."""
     FAILURE = 1
-    """It failed, and a restart may help; of a command that measures or compares: it found a problem."""
     USAGE = 2
-    """The command line or the settings are wrong. Nothing was started."""
     RECYCLE = 3
-    """A drained worker asks to be restarted, because user code has used it up. Nothing has failed."""
     PERMANENT = 4
-    """It failed in a way that a restart cannot fix."""
     INTERRUPTED = 130
-    """A second Ctrl-C killed processes that had not drained."""

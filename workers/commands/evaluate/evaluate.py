@@ -14,7 +14,7 @@ from workers.commands.evaluate.evaluation_engine import with_existing_engine, wi
 from workers.commands.evaluate.standalone_rollout import roll_out_and_score
 from workers.commands.output import print_json
 from workers.feed.evaluation_prompts import read_evaluation_prompts
-from workers.run.role_process import run_async
+from workers.run.process_main import run_async
 from workers.runtime.exit_codes import ExitCode
 from workers.score.evaluation import evaluate_group
 from workers.settings import Lora, Settings

@@ -1,0 +1,102 @@
+"""The process of `penstock serve`: chooses the server for a model, and runs it until it is stopped."""
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import anyio
+
+from stream.errors import SettingsError
+from workers.run.process_main import limit_drain, report_error, run_to_exit_code, watch_signals
+from workers.runtime.exit_codes import ExitCode
+from workers.runtime.log_setup import configure_logging
+from workers.settings.toml_file import load_settings, settings_for_model
+
+Runner = Literal["auto", "generate", "pooling"]
+"""What is served: tokens, the scores of a sequence classifier, or whichever of them the model's configuration names."""
+
+
+def run_engine(
+    target: Path, host: str, port: int, overrides: tuple[str, ...], runner: Runner = "auto", dtype: str = ""
+) -> ExitCode:
+    """Serve the model of a settings file, or of a model folder. Returns the exit code.
+
+    Prints `listening on URL` once it answers; the supervisor waits for that line.
+
+    Args:
+        target: the file, or the folder.
+        host: address to listen on.
+        port: 0 for a free one.
+        overrides: values of single settings, as `--set` takes them; they take precedence over the file.
+        runner: what is served of the model.
+        dtype: of the weights; default: `model.dtype` of the settings.
+    """
+    configure_logging("serve")
+    try:
+        serve = choose_server(target, overrides, runner, dtype)
+    except SettingsError as error:
+        return report_error(error, ExitCode.USAGE)
+
+    async def main() -> ExitCode:
+        stopping = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch_signals, stopping, tasks.cancel_scope)
+            tasks.start_soon(limit_drain, stopping, 0.0, tasks.cancel_scope)
+            await serve(
+                host=host,
+                port=port,
+                ready=lambda url: print(f"listening on {url}", flush=True),  # noqa: T201
+            )
+            tasks.cancel_scope.cancel()
+        return ExitCode.SUCCESS
+
+    return run_to_exit_code(main)
+
+
+def choose_server(
+    target: Path, overrides: tuple[str, ...], runner: Runner, dtype: str
+) -> Callable[..., Awaitable[None]]:
+    """Return the coroutine function that serves a model; it takes `host`, `port` and `ready`.
+
+    Args:
+        target: a settings file, or a model folder.
+        overrides: values of single settings; they take precedence over the file.
+        runner: what is served of the model.
+        dtype: of the weights; default: `model.dtype` of the settings.
+
+    Raises:
+        SettingsError: the engine that the settings name cannot serve this model.
+    """
+    settings = settings_for_model(target, overrides) if target.is_dir() else load_settings(target, overrides)
+    if settings.engine.server == "vllm":
+        if runner == "pooling":
+            raise SettingsError("--runner pooling is for the local engine; start vLLM yourself (docs/reward-models.md)")
+        from workers.vllm.server import serve_vllm
+
+        return partial(serve_vllm, settings)
+    from workers.local_engine.pooling.classifier import is_classifier
+
+    model, dtype, engine = Path(settings.model.path), dtype or settings.model.dtype, settings.engine
+    if runner == "pooling" or (runner == "auto" and is_classifier(model)):
+        from workers.local_engine.pooling.server import serve_pooling
+
+        # A reward model reads as many tokens as it has positions, unless a length was asked for.
+        asked = not target.is_dir() or any(override.startswith("engine.max_model_len=") for override in overrides)
+        length = engine.max_model_len if asked else 0
+        return partial(serve_pooling, model, max_length=length, threads=settings.run.threads, dtype=dtype)
+    if settings.publishes_adapters:
+        raise SettingsError(
+            f"{target}: weights.transport is 'adapter', but the local engine does not support adapters; set it to "
+            "'files', or serve the model with vLLM and --enable-lora"
+        )
+    from workers.local_engine.server import serve_local_engine
+
+    return partial(
+        serve_local_engine,
+        model,
+        max_batch=engine.max_batch_size,
+        max_length=engine.max_model_len,
+        threads=settings.run.threads,
+        dtype=dtype,
+    )

@@ -1,0 +1,87 @@
+"""What all long-running processes share: event loop, signals, time limit of a drain, exit code."""
+
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from importlib.util import find_spec
+from typing import TypeVar
+
+import anyio
+import structlog
+
+from stream.errors import (
+    DataError,
+    FencedError,
+    PenstockError,
+    ReferenceNotFoundError,
+    RunFailedError,
+    RunMismatchError,
+    SettingsError,
+)
+from workers.runtime.exit_codes import ExitCode
+
+log = structlog.get_logger()
+
+_PERMANENT_ERRORS = (SettingsError, ReferenceNotFoundError, RunMismatchError, DataError, FencedError, RunFailedError)
+
+T = TypeVar("T")
+
+
+def run_async(main: Callable[[], Awaitable[T]]) -> T:
+    """Run a coroutine function, on uvloop if it is installed."""
+    return anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})
+
+
+def run_to_exit_code(main: Callable[[], Awaitable[ExitCode]]) -> ExitCode:
+    """Run a coroutine function; an expected error becomes one line on stderr and an exit code."""
+    try:
+        return run_async(main)
+    except BaseExceptionGroup as group:
+        error = _find_penstock_error(group)
+        if error is None:
+            raise
+        return report_error(error)
+    except PenstockError as error:
+        return report_error(error)
+
+
+def report_error(error: PenstockError, code: ExitCode | None = None) -> ExitCode:
+    """Log an error and print it in the form that the supervisor quotes. Returns `code`, or that of the error's class."""
+    log.error("role.failed", kind=type(error).__name__, error=str(error))
+    print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+    default = ExitCode.PERMANENT if isinstance(error, _PERMANENT_ERRORS) else ExitCode.FAILURE
+    return default if code is None else code
+
+
+async def watch_signals(stopping: anyio.Event, scope: anyio.CancelScope) -> None:
+    """Start a drain at the first SIGTERM or SIGINT, and end it at the second.
+
+    Args:
+        stopping: set by the first signal.
+        scope: cancelled by the second.
+    """
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        is_first = True  # `stopping` may be set already, by `penstock stop`
+        async for received in signals:
+            if not is_first:
+                scope.cancel()
+                return
+            is_first = False
+            log.info("drain.started", signal=received.name)
+            stopping.set()
+
+
+async def limit_drain(stopping: anyio.Event, timeout_s: float, scope: anyio.CancelScope) -> None:
+    """Cancel `scope` when a drain, whoever started it, takes longer than `timeout_s`."""
+    await stopping.wait()
+    await anyio.sleep(timeout_s)
+    scope.cancel()
+
+
+def _find_penstock_error(group: BaseExceptionGroup[BaseException]) -> PenstockError | None:
+    """Return the first expected error in a group of exceptions."""
+    for error in group.exceptions:
+        found = _find_penstock_error(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(found, PenstockError):
+            return found
+    return None

@@ -1,0 +1,123 @@
+"""Keeps the processes of a run running until their work is done or the run ends."""
+
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from stream.connection.run_connection import RunConnection
+from stream.errors import RunFailedError, ServerError
+from workers.run.child_process import ChildProcess, describe_exit
+from workers.run.restart_policy import GiveUp, Restart, RestartPolicy
+from workers.run.role_specs import ENGINE
+from workers.run.run_ending import RunEnding
+from workers.runtime.exit_codes import ExitCode
+from workers.settings import Queue
+
+log = structlog.get_logger()
+
+
+class RestartLoop:
+    """Restarts processes that end before the run does.
+
+    Args:
+        connection: to the run.
+        queue: settings with the restart budget.
+        ending: told when the trainer is done, and when a process cannot be kept running.
+    """
+
+    def __init__(self, connection: RunConnection, queue: Queue, ending: RunEnding) -> None:
+        self.restarts: Counter[str] = Counter()
+        """Restarts after a failure, by process."""
+        self._connection = connection
+        self._queue = queue
+        self._ending = ending
+        self._stopping = anyio.Event()
+        self._reopened = anyio.Event()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether no process is started any more."""
+        return self._stopping.is_set()
+
+    def stop(self) -> None:
+        """Start no process any more."""
+        self._stopping.set()
+        self._reopened.set()
+
+    async def keep_running(self, child: ChildProcess, on_listening: Callable[[str], None] | None = None) -> None:
+        """Run a process until its work is done or the run ends; one that cannot be kept running fails the run.
+
+        Args:
+            child: the process.
+            on_listening: called with the URL of a server, each time it is started.
+        """
+        policy = RestartPolicy(self._queue)
+        try:
+            while not self._stopping.is_set():
+                started_at = time.monotonic()
+                log.info("role.started", name=child.spec.name, command=" ".join(child.spec.command))
+                code = await child.run(on_listening)
+                log.info("role.exited", name=child.spec.name, code=code)
+                if self._stopping.is_set():
+                    return
+                if code == ExitCode.SUCCESS and await self._has_finished(child.spec.role):
+                    await self._reopened.wait()
+                elif await self._stop_requested():
+                    return
+                else:
+                    await self._prepare_restart(child, code, policy, time.monotonic() - started_at)
+        except (RunFailedError, ServerError) as error:
+            if not self._stopping.is_set():
+                self._ending.fail(error if isinstance(error, RunFailedError) else RunFailedError(str(error)))
+        finally:
+            child.exited.set()
+
+    async def reopen(self) -> None:
+        """Declare the run unfinished because a trainer is about to start; finished roles are started again."""
+        connection = self._connection
+        meta = connection.key("meta")
+        await connection.with_retry(lambda: cast("Awaitable[Any]", connection.redis.hdel(meta, "finished")))
+        self._reopened.set()
+        self._reopened = anyio.Event()
+
+    async def _prepare_restart(self, child: ChildProcess, code: int, policy: RestartPolicy, uptime_s: float) -> None:
+        """Wait until a process may be restarted.
+
+        Raises:
+            RunFailedError: it may not.
+        """
+        name = child.spec.name
+        decision: Restart | GiveUp = policy.decide(code, uptime_s)
+        if code > 0 and child.spec.role == ENGINE and not child.has_listened:
+            decision = GiveUp("it has never listened")
+        if isinstance(decision, GiveUp):
+            last_error = await anyio.to_thread.run_sync(child.last_error)
+            raise RunFailedError(
+                f"{name} {describe_exit(code)}, and {decision.reason}: {last_error} (its log is {child.log_file})"
+            )
+        if code == ExitCode.RECYCLE:
+            log.warning("worker.recycled", name=name, why=await anyio.to_thread.run_sync(child.last_error))
+        else:
+            self.restarts[name] += 1
+            log.warning("role.restarted", name=name, code=code, after_s=round(decision.delay_s, 2))
+        with anyio.move_on_after(decision.delay_s):
+            await self._stopping.wait()
+        if child.spec.role == "train":
+            await self.reopen()
+
+    async def _has_finished(self, role: str) -> bool:
+        """Return whether the run's work is done, so that a role that ended with success need not come back."""
+        has_finished = bool((await self._connection.read_hash("meta")).get("finished"))
+        if role == "train" and has_finished:
+            self._ending.finish()
+        return has_finished
+
+    async def _stop_requested(self) -> bool:
+        """Return whether `penstock stop` was called; a role may see that, and end, before the supervisor does."""
+        await self._connection.poll_stop()
+        return self._connection.stopping.is_set()

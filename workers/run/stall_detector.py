@@ -1,0 +1,63 @@
+"""Detects a run that makes no progress although there is work."""
+
+import time
+
+from stream.operator.run_status import RunStatus
+
+
+class StallDetector:
+    """Raises an alarm when nothing was trained, dropped or evaluated for too long, unless the run is paused or idle.
+
+    Args:
+        timeout_s: longest time without progress.
+        now: monotonic time in seconds.
+    """
+
+    def __init__(self, timeout_s: float, now: float | None = None) -> None:
+        self._timeout_s = timeout_s
+        self._progress_at = time.monotonic() if now is None else now
+        self._progress: tuple[int, ...] = ()
+
+    def observe(self, status: RunStatus | None, now: float | None = None) -> str:
+        """Compare a run's status with the one before.
+
+        Args:
+            status: None as long as the run has not begun.
+            now: monotonic time in seconds.
+
+        Returns:
+            What stands still and where; empty as long as there is no alarm.
+        """
+        now = time.monotonic() if now is None else now
+        if status is None:
+            is_late = now - self._progress_at >= self._timeout_s
+            return f"the run had not begun after {self._timeout_s:g} s" if is_late else ""
+        progress = _progress(status)
+        has_work = status.unfinished > 0 or status.feed.get("done") != "1"
+        if progress != self._progress or not has_work or status.paused:
+            self._progress, self._progress_at = progress, now
+        if now - self._progress_at < self._timeout_s:
+            return ""
+        return (
+            f"nothing was trained or dropped for {self._timeout_s:g} s (abort.stall_timeout_s), while "
+            f"{status.unfinished} prompts are unfinished: {'; '.join(_describe_stages(status))}"
+        )
+
+
+def _progress(status: RunStatus) -> tuple[int, ...]:
+    """Return numbers that change whenever a group or an evaluation ends."""
+    balance, evaluation = status.balance, status.evaluation
+    ended = balance["trained"] + balance["dropped"] + balance["dead"]
+    return (ended, evaluation.version, evaluation.unfinished) if evaluation else (ended,)
+
+
+def _describe_stages(status: RunStatus) -> list[str]:
+    """Describe what waits in each stage and which worker has claimed how much."""
+    parts = []
+    for name, stage in status.stages.items():
+        consumers = ", ".join(f"{consumer} {count}" for consumer, count in sorted(stage.consumers.items()) if count)
+        claimed = f"{stage.claimed} claimed by {consumers}" if consumers else f"{stage.claimed} claimed"
+        parts.append(f"{name} has {stage.lag} waiting, {claimed}, {stage.delayed} delayed")
+    if status.feed.get("done") != "1":
+        parts.append("feed has not finished")
+    return parts
