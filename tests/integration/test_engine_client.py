@@ -83,7 +83,7 @@ async def test_a_refusal_is_never_retried_and_keeps_the_engines_words():
     assert engine.request_count == 1
 
 
-async def test_where_nothing_answers_the_url_is_named():
+async def test_an_unavailable_engine_is_named_by_its_url():
     url = f"http://127.0.0.1:{free_port()}"
     async with client_of(url, reconnect_s=0.3) as client:
         with pytest.raises(EngineUnavailableError, match=url):
@@ -92,7 +92,7 @@ async def test_where_nothing_answers_the_url_is_named():
             await client.sample([1], SAMPLING)
 
 
-async def test_many_requests_wait_together_for_an_engine_that_is_gone():
+async def test_many_requests_wait_together_for_an_engine_to_return():
     async with client_of(f"http://127.0.0.1:{free_port()}", reconnect_s=0.3) as client:
         unavailable = []
 
@@ -108,7 +108,7 @@ async def test_many_requests_wait_together_for_an_engine_that_is_gone():
     assert len(unavailable) == 50
 
 
-async def test_an_engine_that_comes_back_with_old_weights_samples_nothing_until_it_has_new_ones():
+async def test_an_engine_that_returns_with_old_weights_gets_no_request_before_new_ones():
     port = free_port()
     said = []
     async with client_of(f"http://127.0.0.1:{port}", reconnect_s=10) as client, anyio.create_task_group() as tasks:
@@ -139,7 +139,7 @@ async def test_weights_that_never_come_make_the_engine_unavailable():
         assert (await client.sample([1], SAMPLING, min_policy_version=2)).spans == [Span(2, 0, 3)]
 
 
-async def test_an_engine_that_was_started_anew_while_nobody_asked_is_given_no_work_before_its_weights(monkeypatch):
+async def test_an_engine_that_restarted_while_idle_gets_no_request_before_its_weights(monkeypatch):
     monkeypatch.setattr("workers.rollout.engine_client.engine_state._VERSION_FRESH_S", 0.0)
     async with ScriptedEngine(reply, version="3") as engine, client_of(engine.url) as client:
         await client.sample([1], SAMPLING, min_policy_version=3)
@@ -155,7 +155,7 @@ async def test_an_engine_that_was_started_anew_while_nobody_asked_is_given_no_wo
         assert engine.request_count == 2
 
 
-async def test_an_engine_without_a_number_is_taken_only_where_any_is():
+async def test_an_engine_without_a_version_serves_only_requests_for_any_version():
     async with ScriptedEngine(reply) as engine, client_of(engine.url, reconnect_s=0.2) as client:
         with pytest.raises(EngineUnavailableError):
             await client.sample([1], SAMPLING)
@@ -172,7 +172,7 @@ async def test_cancelling_the_caller_ends_the_request_at_the_engine():
     assert (engine.request_count, engine.aborted_count) == (1, 1)
 
 
-async def test_the_other_engine_is_asked_where_one_fails():
+async def test_a_failed_request_goes_to_the_other_engine():
     async with (
         ScriptedEngine(reply, version="0") as good,
         ScriptedEngine(reply, version="0") as bad,
@@ -197,7 +197,7 @@ async def test_requests_spread_over_engines():
     assert (one.request_count, other.request_count) == (10, 10)
 
 
-def test_an_answer_without_logprobs_is_no_sample():
+def test_an_answer_without_logprobs_is_not_a_sample():
     choice = b'{"index": 0, "token_ids": [1], "finish_reason": "stop"}'
     payload = b'{"request_id": "", "choices": [' + choice + b'], "weight_versions": []}'
     with pytest.raises(EngineError, match="1 tokens with 0 log-probs"):

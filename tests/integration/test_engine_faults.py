@@ -74,9 +74,7 @@ async def group_of(client: EngineClient, folder, size: int, name: str = "d:0:0")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_completion_that_meets_it_every_time_is_invalid_with_its_reason_and_its_siblings_are_unharmed(
-    tmp_path, fault
-):
+async def test_a_fault_at_every_attempt_fails_one_completion_and_not_the_others(tmp_path, fault):
     async with ScriptedEngine(reply, version="0") as engine, client_of(engine) as client:
         engine.faults = lambda _, request: fault if request.token_ids[-1] == 2 else None
         group = await group_of(client, tmp_path, size=4)
@@ -92,7 +90,7 @@ async def test_a_completion_that_meets_it_every_time_is_invalid_with_its_reason_
 
 
 @pytest.mark.parametrize("fault", RETRIED)
-async def test_what_one_engine_keeps_failing_another_one_answers(tmp_path, fault):
+async def test_a_request_that_one_engine_keeps_failing_is_answered_by_another(tmp_path, fault):
     async with (
         ScriptedEngine(reply, version="0") as bad,
         ScriptedEngine(reply, version="0") as good,
@@ -109,7 +107,7 @@ async def test_what_one_engine_keeps_failing_another_one_answers(tmp_path, fault
     assert len({tuple(request.token_ids) for request in bad.requests}) == bad.request_count
 
 
-async def test_a_400_of_one_engine_is_not_asked_of_another():
+async def test_a_400_is_not_sent_to_another_engine():
     async with (
         ScriptedEngine(reply, version="0") as one,
         ScriptedEngine(reply, version="0") as other,
@@ -121,7 +119,7 @@ async def test_a_400_of_one_engine_is_not_asked_of_another():
     assert one.request_count + other.request_count == 1
 
 
-async def test_a_group_whose_completions_all_fail_is_a_group_all_the_same(tmp_path):
+async def test_a_group_whose_completions_all_fail_is_still_a_group(tmp_path):
     async with ScriptedEngine(reply, version="0") as engine, client_of(engine) as client:
         engine.faults = lambda *_: "500"
         group = await group_of(client, tmp_path, size=3)
@@ -131,7 +129,7 @@ async def test_a_group_whose_completions_all_fail_is_a_group_all_the_same(tmp_pa
 # What the log says
 
 
-async def test_many_requests_that_wait_for_weights_ask_seldom_and_say_so_once():
+async def test_many_requests_waiting_for_weights_poll_rarely_and_log_once():
     async with ScriptedEngine(reply, version=None) as engine, client_of(engine, timeout_s=5) as client:
         with capture_logs() as lines, anyio.fail_after(20):
             async with anyio.create_task_group() as tasks:
@@ -151,7 +149,7 @@ async def test_many_requests_that_wait_for_weights_ask_seldom_and_say_so_once():
     assert asked <= 60 + took / 0.5 + 1
 
 
-async def test_many_requests_that_wait_for_an_engine_say_so_once():
+async def test_many_requests_waiting_for_an_engine_log_once():
     async with ScriptedEngine(reply, version="0") as engine:
         port = int(engine.url.rpartition(":")[2])
     async with client_of(engine, timeout_s=5) as client:

@@ -37,7 +37,7 @@ def client_of(
 
 
 @pytest.mark.parametrize(("closed", "route"), [(set(), GenerateApi), ({GenerateApi.path}, CompletionsApi)])
-async def test_generate_is_taken_where_it_is_open_and_completions_elsewhere(closed, route):
+async def test_generate_is_used_if_it_is_open_and_completions_otherwise(closed, route):
     async with ScriptedEngine(reply, version="3") as engine, client_of(engine.url) as client:
         engine.missing_routes = closed
         with capture_logs() as lines:
@@ -65,7 +65,7 @@ async def test_generate_is_taken_where_it_is_open_and_completions_elsewhere(clos
     ],
     ids=lambda case: case.description if isinstance(case, SamplingOptions) else "",
 )
-async def test_raw_logprobs_will_do_only_where_they_are_those_of_what_is_sampled(sampling, fit, closed):
+async def test_raw_logprobs_are_accepted_only_if_they_match_the_sampling_distribution(sampling, fit, closed):
     async with ScriptedEngine(reply, version="0") as engine:
         engine.missing_routes, engine.reports_raw_logprobs = closed, True
         async with client_of(engine.url, samplings=[PLAIN, sampling]) as client:
@@ -82,7 +82,7 @@ async def test_raw_logprobs_will_do_only_where_they_are_those_of_what_is_sampled
 
 @pytest.mark.parametrize("closed", [set(), {GenerateApi.path}], ids=["generate", "completions"])
 @pytest.mark.parametrize("sampling", [PLAIN, WARM], ids=lambda sampling: sampling.description)
-async def test_logits_are_no_logprobs_although_they_lie_as_far_apart(sampling, closed):
+async def test_logits_are_refused_although_their_gaps_look_processed(sampling, closed):
     async with ScriptedEngine(reply, version="0") as engine:
         engine.missing_routes, engine.reports_logits = closed, True
         with anyio.fail_after(5):
@@ -91,7 +91,7 @@ async def test_logits_are_no_logprobs_although_they_lie_as_far_apart(sampling, c
                     await client.wait_until_ready()
 
 
-async def test_an_engine_that_is_too_short_for_the_runs_completions_is_told_of():
+async def test_an_engine_with_a_short_context_is_reported():
     longest = SamplingOptions(temperature=1.0, max_tokens=5000)
     async with ScriptedEngine(reply, version="0") as engine:
         for samplings, told in (([PLAIN], 0), ([PLAIN, longest], 1)):
@@ -118,7 +118,7 @@ async def test_the_local_engine_passes_the_same_probe(models):  # noqa: F811
             assert len((await client.sample([5, 6], samplings[1], min_policy_version=-1)).token_ids) >= 2
 
 
-async def test_a_server_that_knows_no_versions_is_refused_with_what_helps():
+async def test_a_server_without_versions_is_refused_with_the_remedy():
     async with ScriptedEngine(reply, version="0") as engine, client_of(engine.url) as client:
         engine.missing_routes = {"/weight_info"}
         with pytest.raises(EngineError, match=rf"{engine.url}.*VLLM_SERVER_DEV_MODE=1"):
@@ -137,7 +137,7 @@ async def test_a_server_that_knows_no_versions_is_refused_with_what_helps():
     ],
     ids=["nothing", "a page", "no model", "no version", "no route"],
 )
-async def test_what_is_no_vllm_is_told_so(answers, said):
+async def test_a_server_that_is_not_vllm_is_refused(answers, said):
     async def answer(http: web.Request) -> web.Response:
         body = b"" if http.path == "/health" else answers.get(http.path)
         return web.Response(status=404) if body is None else web.Response(body=body)
@@ -150,7 +150,7 @@ async def test_what_is_no_vllm_is_told_so(answers, said):
     assert url in str(refused.value)
 
 
-async def test_another_server_at_the_same_place_is_looked_at_anew():
+async def test_another_server_at_the_same_address_is_probed_again():
     port = free_port()
     async with client_of(f"http://127.0.0.1:{port}", samplings=[WARM], attempts=3, reconnect_s=10) as client:
         async with ScriptedEngine(reply, version="1", port=port):
@@ -171,7 +171,7 @@ async def test_another_server_at_the_same_place_is_looked_at_anew():
         assert engine.request_count == 0
 
 
-async def test_many_that_meet_an_engine_at_once_look_once():
+async def test_many_concurrent_requests_probe_an_engine_once():
     async with ScriptedEngine(reply, version="0") as engine, client_of(engine.url) as client:
         async with anyio.create_task_group() as tasks:
             for _ in range(50):
@@ -186,7 +186,7 @@ async def test_many_that_meet_an_engine_at_once_look_once():
     "fault",
     ["500", "429", "hang", "reset", "garbage", "count_mismatch", "nan_logprob", "unknown_logprob", "abort", "empty"],
 )
-async def test_a_fault_over_completions_is_never_a_sample(fault: Fault):
+async def test_a_fault_over_completions_is_not_a_sample(fault: Fault):
     async with ScriptedEngine(reply, version="0") as engine, client_of(engine.url, attempts=3, timeout_s=0.5) as client:
         engine.missing_routes = {GenerateApi.path}
         engine.faults = lambda number, _: fault if number == 0 else None
@@ -197,7 +197,7 @@ async def test_a_fault_over_completions_is_never_a_sample(fault: Fault):
             await client.sample([5], PLAIN)
 
 
-async def test_weights_that_come_meanwhile_leave_the_older_version_on_all_of_it():
+async def test_an_update_during_a_completions_request_leaves_the_older_version():
     async with ScriptedEngine(reply, version="4", delay_s=0.4) as engine, client_of(engine.url) as client:
         engine.missing_routes = {GenerateApi.path}
         await client.wait_until_ready()
@@ -212,7 +212,7 @@ async def test_weights_that_come_meanwhile_leave_the_older_version_on_all_of_it(
         assert (await client.sample([5], PLAIN, min_policy_version=4)).spans == [Span(5, 0, 3)]
 
 
-async def test_an_engine_that_lost_its_weights_meanwhile_has_sampled_nothing():
+async def test_an_engine_that_lost_its_version_during_a_request_gave_no_sample():
     async with (
         ScriptedEngine(reply, version="4", delay_s=0.4) as engine,
         client_of(engine.url, reconnect_s=10) as client,
@@ -232,7 +232,7 @@ async def test_an_engine_that_lost_its_weights_meanwhile_has_sampled_nothing():
         assert engine.request_count == 2
 
 
-async def test_what_is_left_out_is_not_left_to_the_models_own_defaults():
+async def test_the_models_generation_defaults_are_overridden():
     seen: list[dict] = []
 
     async def answer(http: web.Request) -> web.Response:

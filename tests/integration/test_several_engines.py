@@ -94,7 +94,7 @@ async def test_all_turns_of_all_completions_of_a_group_are_sampled_by_one_engine
     assert one.request_count + other.request_count == 40 * 4 * 3
 
 
-async def test_many_groups_at_once_burden_both_engines_alike_and_most_completions_stay_where_they_began():
+async def test_many_groups_load_both_engines_equally_and_most_completions_stay():
     async with (
         ScriptedEngine(reply, version="0", delay_s=0.02) as one,
         ScriptedEngine(reply, version="0", delay_s=0.02) as other,
@@ -108,7 +108,7 @@ async def test_many_groups_at_once_burden_both_engines_alike_and_most_completion
     assert sum(count == 3 for count in at.values()) > 0.8 * 24 * 8
 
 
-async def test_a_group_whose_engine_is_ejected_goes_on_at_another_one():
+async def test_a_group_whose_engine_is_ejected_continues_at_another():
     async with (
         ScriptedEngine(reply, version="0") as one,
         ScriptedEngine(reply, version="0") as other,
@@ -125,7 +125,7 @@ async def test_a_group_whose_engine_is_ejected_goes_on_at_another_one():
 # Ejection and return
 
 
-async def test_an_engine_that_is_killed_costs_no_request_and_its_ejection_and_return_are_told_once():
+async def test_a_killed_engine_costs_no_request_and_its_ejection_and_recovery_are_logged_once():
     async with ScriptedEngine(reply, version="0", delay_s=0.3) as stays:
         dies = await ScriptedEngine(reply, version="0", delay_s=0.3).__aenter__()
         with capture_logs() as lines:
@@ -148,7 +148,7 @@ async def test_an_engine_that_is_killed_costs_no_request_and_its_ejection_and_re
     assert told == [("engine.ejected", dies.url), ("engine.recovered", dies.url)]
 
 
-async def test_an_engine_that_comes_back_is_looked_at_like_a_new_one_and_waits_for_its_weights():
+async def test_an_engine_that_returns_is_probed_and_waits_for_its_weights():
     async with (
         ScriptedEngine(reply, version="4") as stays,
         ScriptedEngine(reply, version="4") as first,
@@ -169,7 +169,7 @@ async def test_an_engine_that_comes_back_is_looked_at_like_a_new_one_and_waits_f
                     assert all(said.spans[0].version >= 4 for said in await ask_all(client, 8, min_policy_version=4))
 
 
-async def test_an_engine_that_fails_every_request_is_ejected_although_it_says_that_it_is_well():
+async def test_an_engine_that_fails_every_request_is_ejected_despite_good_health_checks():
     async with ScriptedEngine(reply, version="0") as good, ScriptedEngine(reply, version="0") as bad:
         bad.faults = lambda *_: "500"
         with capture_logs() as lines:
@@ -181,7 +181,7 @@ async def test_an_engine_that_fails_every_request_is_ejected_although_it_says_th
         assert ("engine.ejected", bad.url) in events(lines, "engine.ejected")
 
 
-async def test_an_engine_that_never_answers_a_request_holds_up_its_share_once():
+async def test_an_engine_that_never_answers_delays_its_requests_once():
     async with ScriptedEngine(reply, version="0", delay_s=0.01) as good, ScriptedEngine(reply, version="0") as mute:
         mute.faults = lambda *_: "hang"
         async with client_of(good, mute, timeout_s=0.5) as client:
@@ -220,7 +220,7 @@ async def mute_proxy(engine: ScriptedEngine):
         tasks.cancel_scope.cancel()
 
 
-async def test_an_engine_that_takes_connections_and_says_nothing_loses_its_requests_to_the_others(monkeypatch):
+async def test_the_requests_of_an_engine_that_accepts_connections_but_never_answers_move(monkeypatch):
     monkeypatch.setattr("workers.rollout.engine_client.health.QUERY_TIMEOUT_S", 0.3)
     monkeypatch.setattr("workers.rollout.engine_client.health._POLL_INTERVAL_S", (0.05, 0.1))
     async with (
@@ -243,7 +243,7 @@ async def test_an_engine_that_takes_connections_and_says_nothing_loses_its_reque
         assert events(lines, "engine.ejected") == [("engine.ejected", url)]
 
 
-async def test_a_pause_for_new_weights_is_no_failure_however_long_it_lasts(monkeypatch):
+async def test_a_pause_for_new_weights_is_not_a_failure(monkeypatch):
     monkeypatch.setattr("workers.rollout.engine_client.health._POLL_INTERVAL_S", (0.05, 0.1))
     async with ScriptedEngine(reply, version="0") as one, ScriptedEngine(reply, version="0") as other:
         for engine in (one, other):
@@ -261,7 +261,7 @@ async def test_a_pause_for_new_weights_is_no_failure_however_long_it_lasts(monke
 # The roster
 
 
-async def test_an_engine_that_is_added_gets_work_once_it_has_weights_and_one_that_is_removed_finishes_its_own(
+async def test_an_added_engine_works_once_it_has_weights_and_a_removed_one_finishes_its_requests(
     connection,
 ):
     async with (
@@ -312,7 +312,7 @@ async def test_requests_that_wait_for_an_engine_are_answered_by_one_that_is_adde
     assert new.request_count == 12
 
 
-async def test_without_any_engine_left_the_remedy_is_named(connection):
+async def test_without_any_engine_the_error_names_the_remedy(connection):
     async with ScriptedEngine(reply, version="0") as engine:
         roster = await EngineDiscovery.from_settings(Engine(urls=(engine.url,)), connection)
         async with client_of(roster, reconnect_s=0.5) as client:
@@ -325,7 +325,7 @@ async def test_without_any_engine_left_the_remedy_is_named(connection):
 # Concurrency
 
 
-async def test_no_more_is_given_than_an_engine_may_have_and_who_waits_is_served_in_turn():
+async def test_an_engine_gets_no_more_than_its_limit_and_waiting_requests_go_in_order():
     most = 0
     async with (
         ScriptedEngine(reply, version="0", delay_s=0.02) as engine,
@@ -347,7 +347,7 @@ async def test_no_more_is_given_than_an_engine_may_have_and_who_waits_is_served_
     assert all(abs(place - i) < 8 for place, i in enumerate(order))
 
 
-async def test_who_is_cancelled_while_waiting_takes_no_place_with_him():
+async def test_a_request_cancelled_while_waiting_keeps_no_slot():
     async with (
         ScriptedEngine(reply, version="0", delay_s=0.05) as engine,
         client_of(engine, concurrency_bounds=(1, 2)) as client,
@@ -360,7 +360,7 @@ async def test_who_is_cancelled_while_waiting_takes_no_place_with_him():
         assert len(await ask_all(client, 6)) == 6
 
 
-async def test_an_engine_in_which_requests_wait_is_given_fewer(monkeypatch):
+async def test_an_engine_with_a_queue_gets_fewer_requests(monkeypatch):
     monkeypatch.setattr("workers.rollout.engine_client.health._POLL_INTERVAL_S", (0.02, 0.03))
     waited = []
     async with (
@@ -384,7 +384,7 @@ async def test_an_engine_in_which_requests_wait_is_given_fewer(monkeypatch):
     assert sum(n >= 0 for n in settled) > 0.6 * len(settled), "it is kept busy"
 
 
-async def test_an_engine_without_figures_is_given_a_fixed_number_which_is_said_once(monkeypatch):
+async def test_an_engine_without_metrics_gets_a_fixed_limit_which_is_logged_once(monkeypatch):
     monkeypatch.setattr("workers.rollout.engine_client.health._POLL_INTERVAL_S", (0.01, 0.02))
 
     async def nothing(self, _):
@@ -400,7 +400,7 @@ async def test_an_engine_without_figures_is_given_a_fixed_number_which_is_said_o
     ]
 
 
-async def test_one_that_does_not_tell_its_figures_just_now_is_asked_again(monkeypatch):
+async def test_an_engine_whose_metrics_fail_once_is_polled_again(monkeypatch):
     monkeypatch.setattr("workers.rollout.engine_client.health._POLL_INTERVAL_S", (0.01, 0.02))
     told, figures = [], ScriptedEngine._metrics
 
@@ -417,7 +417,7 @@ async def test_one_that_does_not_tell_its_figures_just_now_is_asked_again(monkey
     assert not [line for line in lines if line["event"] == "engine.metrics_missing"]
 
 
-async def test_while_all_places_are_taken_a_place_goes_to_a_request_whose_prefix_is_there():
+async def test_a_free_slot_goes_to_a_waiting_request_with_a_cached_prefix():
     async with (
         ScriptedEngine(reply, version="0", delay_s=0.1) as one,
         ScriptedEngine(reply, version="0", delay_s=0.1) as other,

@@ -41,7 +41,7 @@ def test_a_prompt_ends_where_the_assistant_begins(folder):
     assert ids == ids_of(folder, text_of(folder, ids))
 
 
-def test_tools_stand_in_the_prompt_and_not_in_continuations(folder):
+def test_tools_are_in_the_prompt_and_not_in_continuations(folder):
     with_tools, without = ChatTokenizer.load(folder, {}, [ADD]), ChatTokenizer.load(folder, {}, None)
     assert '"name": "add"' in text_of(folder, with_tools.prompt_ids([USER]))
     assert with_tools.continuation_ids([tool("3")], True) == without.continuation_ids([tool("3")], True)
@@ -65,7 +65,7 @@ def test_what_follows_the_end_of_turn_belongs_to_the_continuation(folder):
     assert text_of(folder, chat.continuation_ids([tool("3")], True)) == expected
 
 
-def test_a_turn_that_stopped_otherwise_gets_its_end_from_the_continuation(folder):
+def test_the_continuation_adds_the_end_of_turn_that_was_not_sampled(folder):
     chat = ChatTokenizer.load(folder, {}, None)
     assert chat.continuation_ids([tool("3")], False) == [chat.end_of_turn_id, *chat.continuation_ids([tool("3")], True)]
 
@@ -96,7 +96,7 @@ def test_a_tool_result_that_quotes_the_dummy_conversation_is_passed_on_whole(fol
         ({"tokenizer_config.json": {}}, set()),
     ],
 )
-def test_a_turn_stops_at_whatever_the_folder_calls_its_end_and_at_what_the_template_writes(folder, files, expected):
+def test_stop_tokens_come_from_the_folder_and_the_template(folder, files, expected):
     (folder / "tokenizer_config.json").write_text("{}")
     for name, content in files.items():
         write(folder, name, **content)
@@ -162,7 +162,7 @@ def test_a_template_without_an_end_of_turn_serves_single_turns_only(folder):
         (lambda folder: (folder / "config.json").write_text("[]"), "holds a JSON list"),
     ],
 )
-def test_a_folder_that_is_no_model_is_refused_by_what_is_wrong_with_it(folder, break_it, message):
+def test_a_folder_that_holds_no_model_is_refused_with_the_reason(folder, break_it, message):
     break_it(folder)
     with pytest.raises(PenstockError, match=message):
         ChatTokenizer.load(folder, {}, None)
@@ -173,13 +173,13 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
         ChatTokenizer.load(tmp_path / "nowhere", {}, None)
 
 
-def test_messages_that_the_template_refuses_are_the_datas_fault(folder):
+def test_messages_that_the_template_refuses_are_a_data_error(folder):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(DataError, match="roles must alternate"):
         ChatTokenizer.load(folder, {}, None).prompt_ids([USER, USER])
 
 
-def test_prompts_that_are_remembered_are_not_mixed_up_nor_shared(folder):
+def test_cached_prompts_are_neither_confused_nor_shared(folder):
     chat = ChatTokenizer.load(folder, {}, None)
     first = chat.prompt_ids([USER])
     other = chat.prompt_ids([{"role": "user", "content": "Else?"}])
@@ -196,7 +196,7 @@ class WatchedTemplate(ChatTemplate):
         return super().render(*args, **kwargs)
 
 
-async def test_long_texts_are_rendered_off_the_event_loop_and_once_for_all_siblings(folder):
+async def test_long_texts_are_rendered_in_a_thread_and_once_per_group(folder):
     import anyio
 
     template = WatchedTemplate(TEMPLATE, {}, folder)

@@ -41,7 +41,7 @@ class Camera(Box):
         return [{"type": "cat", "text": "no content part"}]
 
 
-async def test_parts_of_a_tool_go_into_its_message_the_record_and_the_reward_function():
+async def test_a_tools_parts_reach_its_message_the_record_and_the_reward_function():
     seen = []
 
     def sees(completions):
@@ -58,13 +58,13 @@ async def test_parts_of_a_tool_go_into_its_message_the_record_and_the_reward_fun
     assert completion.tool_errors == 0
 
 
-async def test_parts_of_text_alone_are_joined_where_the_template_renders_no_parts():
+async def test_text_parts_are_joined_if_the_template_renders_no_parts():
     completion = await completion_of([call("glance"), "Done."], env=Camera)
     assert [part["text"] for part in completion.messages[1]["content"]] == ["A cat.", "It sleeps."]
     assert "<|im_start|>tool\nA cat.\nIt sleeps.<|im_end|>" in text_of(completion.rows[0].tokens)
 
 
-async def test_an_image_that_the_template_would_leave_out_is_an_error_that_says_so():
+async def test_an_image_that_the_template_would_omit_is_an_error():
     with pytest.raises(DataError, match="no content parts of type 'image_url' in messages of the role 'tool'"):
         await completion_of([call("look"), "Done."], env=Camera)
     prompt = make_prompt(fields={"greeting": [IMAGE]})
@@ -78,18 +78,18 @@ async def test_an_image_from_reset_is_rendered_and_kept():
     assert "[Fill it.]<img>" in text_of(completion.rows[0].prompt)
 
 
-async def test_a_part_that_no_record_can_hold_fails_the_episode():
+async def test_a_part_that_a_record_cannot_hold_fails_the_episode():
     completion = await completion_of([call("develop"), "Done."], env=Camera, chat=seeing())
     assert completion.failure.reason is RolloutReason.ENV_STEP
     assert "content parts that are not plain data" in completion.failure.detail
 
 
-async def test_other_lists_of_mappings_are_results_as_ever():
+async def test_other_lists_of_mappings_are_plain_results():
     completion = await completion_of([call("rows"), "Done."], env=Camera, chat=seeing())
     assert completion.messages[1]["content"] == '[{"type":"cat","text":"no content part"}]'
 
 
-def test_a_tool_may_go_on_changing_what_it_returned():
+def test_a_tool_may_change_its_result_later():
     value = [dict(TEXT)]
     result = to_tool_result(value)
     value[0]["text"] = "A dog."
@@ -97,14 +97,14 @@ def test_a_tool_may_go_on_changing_what_it_returned():
     assert result.text == "A cat."
 
 
-def test_a_real_template_that_drops_parts_in_silence_gets_their_text():
+def test_a_real_template_that_silently_drops_parts_gets_their_text():
     prompt = chat_of("qwen3", None).renderer.render_prompt([{"role": "user", "content": [TEXT, TEXT]}])
     assert prompt == "<|im_start|>user\nA cat.\nA cat.<|im_end|>\n<|im_start|>assistant\n"
     with pytest.raises(DataError, match="'image_url'"):
         ContentAdapter(template_of("qwen3")).adapt([{"role": "user", "content": [TEXT, IMAGE]}])
 
 
-def test_a_real_template_that_renders_parts_gets_them_as_they_are():
+def test_a_real_template_that_renders_parts_gets_them_unchanged():
     messages = [{"role": "user", "content": [TEXT, IMAGE]}]
     assert ContentAdapter(template_of("ministral-3")).adapt(messages) == messages
     assert "[INST]" in chat_of("ministral-3", None).renderer.render_prompt(messages)

@@ -18,7 +18,7 @@ from workers.engine_api.discovery.addresses import merge_dns_answer, normalize_e
         ("http://[::1]:8000", "http://[::1]:8000"),
     ],
 )
-def test_an_engine_is_known_by_one_url_however_it_is_written(text, known_by):
+def test_spellings_of_an_engines_url_are_normalized(text, known_by):
     assert normalize_engine_url(text) == known_by
 
 
@@ -35,7 +35,7 @@ def test_an_engine_is_known_by_one_url_however_it_is_written(text, known_by):
         ("http://[::1:8000", "write it as http://HOST:PORT"),
     ],
 )
-def test_what_is_no_url_of_an_engine_is_refused_with_the_key_and_the_remedy(text, words):
+def test_a_malformed_engine_url_is_refused_with_the_key_and_the_remedy(text, words):
     with pytest.raises(SettingsError, match=r"engine\.urls") as caught:
         normalize_engine_url(text, "engine.urls")
     assert words in str(caught.value)
@@ -57,7 +57,7 @@ def resolving_to(monkeypatch, *addresses: str):
     monkeypatch.setattr("anyio.getaddrinfo", getaddrinfo)
 
 
-async def test_each_address_of_a_name_is_an_engine_once_in_one_order(monkeypatch):
+async def test_each_address_of_a_name_is_one_engine_in_a_fixed_order(monkeypatch):
     resolving_to(monkeypatch, "10.0.0.10", "10.0.0.9", "10.0.0.10")
     assert await resolve_engines("http://engines:8000") == ["http://10.0.0.9:8000", "http://10.0.0.10:8000"]
     resolving_to(monkeypatch, "fd00::2", "fd00::1")
@@ -73,7 +73,7 @@ async def test_a_real_name_resolves():
     assert await resolve_engines("http://localhost:8123") in (["http://127.0.0.1:8123"], ["http://[::1]:8123"])
 
 
-def test_an_address_is_gone_when_three_answers_in_a_row_lack_it():
+def test_an_address_is_dropped_after_three_answers_without_it():
     known = merge_dns_answer({}, ["a", "b"])
     for _ in range(2):
         known = merge_dns_answer(known, ["a"])
@@ -86,7 +86,7 @@ def word(url: str, said: str) -> EngineOverride:
     return EngineOverride(url, said, "me", 0.0)
 
 
-def test_the_last_word_on_an_engine_counts_whoever_names_it():
+def test_the_last_override_of_an_engine_counts():
     assert apply_engine_overrides(("a", "b", "a"), [word("b", "remove"), word("c", "add")]) == ("a", "c")
     assert apply_engine_overrides(("a", "b"), [word("b", "add")]) == ("a", "b")
     assert apply_engine_overrides((), []) == ()

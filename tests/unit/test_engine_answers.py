@@ -45,7 +45,7 @@ def completed(**changes) -> bytes:
     return msgspec.json.encode({"id": "r", "object": "text_completion", "choices": [choice | changes]})
 
 
-def test_a_whole_answer_is_a_sample():
+def test_a_complete_answer_is_a_sample():
     one = GenerateApi().decode(200, generated(), URL, version=9)
     other = CompletionsApi().decode(200, completed(), URL, version=9)
     assert (one.token_ids, one.logprobs, one.finish_reason) == ([7, 2], [-0.5, -1.5], "stop")
@@ -53,7 +53,7 @@ def test_a_whole_answer_is_a_sample():
     assert (one.spans, other.spans) == ([Span(4, 0, 1), Span(5, 1, 2)], [Span(9, 0, 2)])
 
 
-def test_an_answer_without_versions_has_the_one_that_was_asked_for_before_and_after():
+def test_an_answer_without_versions_gets_the_given_one():
     old = generated(weight_versions=None)
     assert not GenerateApi().reports_versions(old)
     assert GenerateApi().reports_versions(generated())
@@ -82,7 +82,7 @@ def test_an_answer_without_versions_has_the_one_that_was_asked_for_before_and_af
         ({"weight_versions": [{"version": "4", "start": 0, "end": 3}]}, "do not cover 2 tokens"),
     ],
 )
-def test_what_generate_answers_else_is_no_sample(changes, said):
+def test_an_invalid_answer_of_generate_is_not_a_sample(changes, said):
     with pytest.raises(EngineError, match=said) as error:
         GenerateApi().decode(200, generated(**changes), URL, version=9)
     assert not isinstance(error.value, EngineRefusedError)
@@ -103,7 +103,7 @@ def test_what_generate_answers_else_is_no_sample(changes, said):
         ({"logprobs": {"token_logprobs": [-0.5, 17.5]}}, "17.5 as a log-prob"),
     ],
 )
-def test_what_completions_answers_else_is_no_sample(changes, said):
+def test_an_invalid_answer_of_completions_is_not_a_sample(changes, said):
     with pytest.raises(EngineError, match=said) as error:
         CompletionsApi().decode(200, completed(**changes), URL, version=9)
     assert not isinstance(error.value, EngineRefusedError)
@@ -113,13 +113,13 @@ def test_what_completions_answers_else_is_no_sample(changes, said):
 @pytest.mark.parametrize(
     "payload", [b"", b"null", b"[]", b'{"choices": []}', b'{"choices": {}}', b"[" * 10_000, b'{"choices": [1, 2]}']
 )
-def test_junk_is_no_sample(route, payload):
+def test_malformed_json_is_not_a_sample(route, payload):
     with pytest.raises(EngineError):
         route.decode(200, payload, URL, version=0)
 
 
 @pytest.mark.parametrize("route", [GenerateApi(), CompletionsApi()])
-def test_two_choices_are_none(route):
+def test_two_choices_are_refused(route):
     whole = msgspec.json.decode(generated() if isinstance(route, GenerateApi) else completed())
     with pytest.raises(EngineError, match="2 choices"):
         route.decode(200, msgspec.json.encode(whole | {"choices": whole["choices"] * 2}), URL, version=0)
@@ -132,7 +132,7 @@ def test_two_choices_are_none(route):
         "This model's maximum context length is 256 tokens. However, your prompt contains 300 input tokens, ...",
     ],
 )
-def test_both_routes_words_for_a_context_that_is_too_long_are_known(words):
+def test_both_routes_messages_for_a_context_that_is_too_long_are_recognized(words):
     payload = msgspec.json.encode({"error": {"message": words, "code": 400}})
     with pytest.raises(EngineRefusedError) as refused:
         GenerateApi().decode(400, payload, URL, version=0)
@@ -146,12 +146,12 @@ def test_both_routes_words_for_a_context_that_is_too_long_are_known(words):
     ("name", "version"),
     [("4", 4), ("0", 0), (None, None), ("none", None), ("default", None), ("v4", None), ("-1", None)],
 )
-def test_weights_that_no_trainer_named_are_of_no_version(name, version):
+def test_names_that_no_trainer_gave_have_no_version(name, version):
     told = msgspec.json.decode(msgspec.json.encode({"weight_version": name}), type=WeightInfo)
     assert policy_version(told.weight_version) == version
 
 
-def test_a_request_says_all_of_it_on_both_routes():
+def test_a_request_spells_out_every_option_on_both_routes():
     sampling = SamplingOptions(
         temperature=0.7,
         max_tokens=3,

@@ -199,7 +199,7 @@ async def completion_of(script, **options):
 # Bookkeeping
 
 
-async def test_three_turns_are_kept_token_by_token():
+async def test_three_turns_are_recorded_token_by_token():
     chat = make_chat()
     first, second, third = call("put", '{"thing": "a"}'), call("put") + " " + call("put"), "Done."
     turns = [
@@ -236,7 +236,7 @@ async def test_three_turns_are_kept_token_by_token():
     assert [(p.name, p.reward) for p in completion.parts] == [("env", Measured(3.0))]
 
 
-async def test_messages_tell_people_what_happened():
+async def test_messages_show_the_whole_conversation():
     completion = await completion_of([f"Hm. {call('put')}", call("give") + "<tool_call>oops</tool_call>", "Done."])
     assert completion.prompt_messages == [{"role": "user", "content": "Fill it."}]
     called = {"id": "call00001", "type": "function", "function": {"name": "put", "arguments": {}}}
@@ -263,7 +263,7 @@ async def test_the_row_equals_the_whole_conversation_rendered():
     assert text_of(row.prompt) + text_of(row.tokens) == text_of(chat.prompt_ids(whole)) + "Done." + END
 
 
-async def test_a_turn_that_stopped_at_another_token_is_ended_by_tokens_that_bear_no_loss():
+async def test_a_turn_with_another_stop_token_is_ended_by_tokens_without_loss():
     completion = await completion_of([call("put") + "<|eos|>", "Done."])
     (row,) = completion.rows
     (_, end), (again, _) = row.sampled_ranges
@@ -290,7 +290,7 @@ class CountingTemplate(ChatTemplate):
         return text
 
 
-async def test_what_a_turn_costs_does_not_grow_with_the_conversation():
+async def test_the_cost_of_a_turn_does_not_grow_with_the_conversation():
     template = CountingTemplate(TEMPLATE, {}, Path("model"))
     counts = []
 
@@ -306,14 +306,14 @@ async def test_what_a_turn_costs_does_not_grow_with_the_conversation():
     assert max(costs) <= min(costs) + 1  # "has 9", "has 10"
 
 
-async def test_seconds_are_told_by_activity():
+async def test_seconds_are_recorded_by_activity():
     completion = await completion_of([call("nap", '{"seconds": 0.05}'), "Done."])
     assert set(completion.seconds) == {"reset", "engine", "tools", "reward", "total"}
     assert completion.seconds["tools"] >= 0.05
     assert completion.seconds["total"] >= sum(v for k, v in completion.seconds.items() if k != "total")
 
 
-async def test_whatever_a_model_writes_as_arguments_survives_the_wire():
+async def test_any_arguments_survive_encoding():
     big, deep = call("put", '{"thing": ' + "9" * 40 + "}"), call("put", '{"thing": ' + "[" * 900 + "]" * 900 + "}")
     half = call("put", '{"thing": "\\ud800"}')
     completion = await completion_of([big, deep, half, "Done."], max_tokens_per_turn=4000)
@@ -355,7 +355,7 @@ async def test_reset_gets_fields_prompt_seed_and_index():
     assert seen == [{"prompt": "Fill it.", "answer": "4", "seed": 100 + i, "completion_index": i} for i in range(2)]
 
 
-async def test_an_environment_that_changes_its_fields_changes_nobody_elses():
+async def test_an_environment_that_changes_its_fields_does_not_change_others():
     class Greedy(Box):
         def reset(self, things, prompt):
             super().reset()
@@ -372,7 +372,7 @@ async def test_an_environment_that_changes_its_fields_changes_nobody_elses():
 # Limits
 
 
-async def test_a_turn_that_uses_all_its_tokens_is_cut_by_length_and_its_calls_are_not_run():
+async def test_a_turn_that_uses_its_budget_is_truncated_by_length_and_its_calls_do_not_run():
     completion = await completion_of([call("put") + "x" * 500], max_tokens_per_turn=60)
     assert (completion.truncated, completion.turns, completion.tool_calls) == (TruncationReason.LENGTH, 1, 0)
     assert completion.rows[0].sampled_ranges == [(0, 60)]
@@ -380,13 +380,13 @@ async def test_a_turn_that_uses_all_its_tokens_is_cut_by_length_and_its_calls_ar
     assert completion.snapshot is not None
 
 
-async def test_a_turn_that_ends_before_its_tokens_are_used_met_the_context():
+async def test_a_turn_cut_before_its_budget_is_truncated_by_the_context():
     completion = await completion_of([sampled("abc", finish="length")], max_tokens_per_turn=60)
     assert completion.truncated is TruncationReason.CONTEXT
     assert completion.rows[0].sampled_ranges == [(0, 3)]
 
 
-async def test_the_completions_budget_counts_what_tools_say():
+async def test_the_token_budget_counts_tool_results():
     one = len(ids(call("put") + END))
     answer = len(ids("\n<|im_start|>tool\nhas 1<|im_end|>\n<|im_start|>assistant\n"))
     exactly = one + answer
@@ -400,18 +400,18 @@ async def test_the_completions_budget_counts_what_tools_say():
     assert [p.reward for p in none_left.parts] == [Measured(1.0)]
 
 
-async def test_a_model_that_wants_one_turn_too_many_has_its_last_calls_run_and_is_cut():
+async def test_the_last_allowed_turns_calls_run_before_the_episode_is_truncated():
     completion = await completion_of(lambda *_: call("put"), max_turns=3)
     assert (completion.truncated, completion.turns, completion.tool_calls) == (TruncationReason.MAX_TURNS, 3, 3)
     assert [p.reward for p in completion.parts] == [Measured(3.0)]
     assert completion.rows[0].sampled_ranges[-1][1] == len(completion.rows[0].tokens)
 
 
-async def test_a_model_that_answers_in_its_last_turn_is_not_cut():
+async def test_an_answer_in_the_last_allowed_turn_is_not_truncated():
     assert (await completion_of([call("put"), "Done."], max_turns=2)).truncated is None
 
 
-async def test_calls_beyond_their_number_are_not_run_and_end_the_episode():
+async def test_calls_above_the_limit_do_not_run_and_end_the_episode():
     completion = await completion_of([call("put") * 2, call("put") * 2, "Done."], max_tool_calls=3)
     assert (completion.truncated, completion.turns, completion.tool_calls) == (TruncationReason.TOOL_CALLS, 2, 3)
     assert [p.reward for p in completion.parts] == [Measured(3.0)]
@@ -419,7 +419,7 @@ async def test_calls_beyond_their_number_are_not_run_and_end_the_episode():
 
 
 @pytest.mark.parametrize("wrong", [call("nowhere"), call("give"), call("put", "[]"), "<tool_call>oops"])
-async def test_errors_beyond_their_number_end_the_episode(wrong):
+async def test_errors_above_the_limit_end_the_episode(wrong):
     completion = await completion_of(lambda *_: wrong, max_tool_errors=2)
     assert (completion.truncated, completion.turns, completion.tool_errors) == (TruncationReason.TOOL_ERRORS, 3, 3)
     assert (await completion_of([wrong, wrong, "Done."], max_tool_errors=2)).truncated is None
@@ -450,7 +450,7 @@ async def test_a_policy_that_only_spams_tools_is_scored(spam):
     limit=st.integers(1, 3),
 )
 @hypothesis_settings(max_examples=40)
-async def test_p11_truncated_hangs_on_finish_reason_and_limits_alone(words, end, finish, calls, limit):
+async def test_p11_truncation_depends_only_on_finish_reason_and_limits(words, end, finish, calls, limit):
     """Whatever the tokens are, and whichever of them is the last."""
     tokens = ids("x" + words + end)
     last = SampledTurn(tokens, [-0.5] * len(tokens), finish, [Span(7, 0, len(tokens))])
@@ -463,7 +463,7 @@ async def test_p11_truncated_hangs_on_finish_reason_and_limits_alone(words, end,
         assert completion.truncated is (TruncationReason.CONTEXT if finish == "length" else None)
 
 
-async def test_a_wall_clock_that_runs_out_while_sampling_keeps_the_turns_before():
+async def test_a_timeout_while_sampling_keeps_the_earlier_turns():
     def script(turn, _text):
         return anyio.sleep(60) if turn else call("put")
 
@@ -476,21 +476,21 @@ async def test_a_wall_clock_that_runs_out_while_sampling_keeps_the_turns_before(
     assert completion.snapshot is not None
 
 
-async def test_a_wall_clock_that_runs_out_in_a_tool_or_before_any_token():
+async def test_a_timeout_in_a_tool_or_before_the_first_token():
     completion = await completion_of([call("nap", '{"seconds": 0.5}')], episode_timeout_s=0.1)
     assert (completion.truncated, completion.turns) == (TruncationReason.WALL_CLOCK, 1)
     completion = await completion_of(lambda *_: anyio.sleep(60), episode_timeout_s=0.1)
     assert (completion.truncated, completion.rows) == (TruncationReason.WALL_CLOCK, [])
 
 
-async def test_a_tool_past_its_deadline_goes_back_to_the_model():
+async def test_a_tool_timeout_is_text_for_the_model():
     completion = await completion_of([call("nap", '{"seconds": 0.4}'), "Done."], call_timeout_s=0.05)
     assert completion.messages[1]["content"] == "Error: nap did not answer within 0.05 s"
     assert (completion.failure, completion.truncated, completion.tool_errors) == (None, None, 1)
     assert "did not answer within" in text_of(completion.rows[0].tokens)
 
 
-async def test_calls_of_a_turn_run_at_the_same_time_and_answer_in_order():
+async def test_calls_of_a_turn_run_concurrently_and_answer_in_order():
     calls = "".join(call("doze", f'{{"seconds": {s}}}') for s in (0.2, 0.1, 0.15))
     started = time.perf_counter()
     completion = await completion_of([calls, "Done."])
@@ -501,7 +501,7 @@ async def test_calls_of_a_turn_run_at_the_same_time_and_answer_in_order():
 # Failures
 
 
-async def test_a_prompt_that_is_too_long_fails_and_a_conversation_that_became_so_is_truncated():
+async def test_a_first_context_that_is_too_long_fails_and_a_later_one_truncates():
     refusal = EngineRefusedError("This model's maximum context length is 64 tokens, and the prompt has 70.")
     failed = await completion_of([refusal])
     assert failed.failure.reason is RolloutReason.PROMPT_TOO_LONG
@@ -525,7 +525,7 @@ async def test_a_prompt_that_is_too_long_fails_and_a_conversation_that_became_so
         partial(SampledTurn, [1, 2], [-0.5, -0.5], "stop", [Span(1, 0, 2), Span(2, 1, 2)]),
     ],
 )
-async def test_an_engine_that_fails_this_request_or_answers_junk_fails_this_completion(answer):
+async def test_a_failed_request_or_an_inconsistent_sample_fails_the_completion(answer):
     def script(turn, _text):
         if turn == 0:
             return call("put")
@@ -537,12 +537,12 @@ async def test_an_engine_that_fails_this_request_or_answers_junk_fails_this_comp
     assert (completion.parts, completion.snapshot, completion.truncated) == ([], None, None)
 
 
-async def test_a_turn_of_no_token_at_all_is_the_end():
+async def test_a_turn_without_tokens_ends_the_episode():
     completion = await completion_of([SampledTurn([], [], "stop", [])])
     assert (completion.rows, completion.failure, completion.truncated) == ([], None, None)
 
 
-async def test_siblings_of_a_failed_completion_are_unharmed():
+async def test_a_failed_completion_does_not_affect_the_others():
     class Fragile(Box):
         def reset(self, completion_index):
             if completion_index == 1:
@@ -578,7 +578,7 @@ async def test_siblings_of_a_failed_completion_are_unharmed():
         assert completion.snapshot
 
 
-async def test_an_engine_that_answers_nobody_is_raised_as_itself_and_the_siblings_are_called_off():
+async def test_an_unavailable_engine_is_raised_unwrapped_and_cancels_the_group():
     asked = []
 
     def script(turn, text):
@@ -591,13 +591,13 @@ async def test_an_engine_that_answers_nobody_is_raised_as_itself_and_the_sibling
         await group_of([call("put"), EngineUnavailableError("all down")], prompt=make_prompt(group_size=4))
 
 
-async def test_a_prompt_that_the_template_refuses_is_the_datas_fault():
+async def test_a_prompt_that_the_template_refuses_is_a_data_error():
     refusing = ChatTemplate("{{ raise_exception('no') }}", {}, Path("model"))
     with pytest.raises(DataError, match="no"):
         await group_of(["Done."], chat=make_chat(refusing))
 
 
-async def test_a_reward_past_its_deadline_is_unmeasured_and_its_tokens_are_kept():
+async def test_a_reward_that_times_out_is_unmeasured_and_the_tokens_stay():
     class Slow(Box):
         def get_reward(self):
             time.sleep(0.4)
@@ -610,7 +610,7 @@ async def test_a_reward_past_its_deadline_is_unmeasured_and_its_tokens_are_kept(
 # Groups
 
 
-async def test_resets_of_a_group_run_at_the_same_time():
+async def test_resets_of_a_group_run_concurrently():
     together = threading.Barrier(4)
 
     class Meeting(Box):
@@ -632,7 +632,7 @@ async def test_snapshots_are_taken_before_the_slot_is_reused():
     assert [len(env.seen) for env in seen] == [2, 2, 2]
 
 
-async def test_p20_resetting_or_reusing_an_environment_changes_no_stored_reward_or_snapshot():
+async def test_p20_reusing_an_environment_changes_no_stored_reward_or_snapshot():
     """One environment plays every completion of two groups; the first group stays what it was when it was stored."""
     script = Scripted([call("put"), call("put"), "Done."])
     factories = {"box": factory_of(Box)}
@@ -650,13 +650,13 @@ async def test_p20_resetting_or_reusing_an_environment_changes_no_stored_reward_
     assert seen == [[2, 2], [5, 5]]
 
 
-async def test_data_without_an_environment_is_one_turn_and_knows_no_tools():
+async def test_a_prompt_without_an_environment_is_one_turn_without_tools():
     completion = await completion_of([call("put"), "never"], env=None)
     assert (completion.turns, completion.tool_calls, completion.snapshot) == (1, 0, None)
     assert completion.messages == [{"role": "assistant", "content": call("put")}]
 
 
-async def test_reward_functions_of_the_rollout_see_the_snapshots_of_what_did_not_fail():
+async def test_reward_functions_of_the_rollout_see_the_snapshots_of_valid_completions():
     def count(completions, environments, weight_of):
         return [
             len(env.seen) * w if len(env.seen) < 2 else None for env, w in zip(environments, weight_of, strict=True)
@@ -682,7 +682,7 @@ async def test_reward_functions_of_the_rollout_see_the_snapshots_of_what_did_not
     assert all(c.reward is None for c in group.completions)
 
 
-async def test_reward_functions_serve_data_without_environments():
+async def test_reward_functions_work_without_environments():
     def exact(completions, answer):
         return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 
@@ -698,7 +698,7 @@ class Numbered(Box):
         return str(completion_index)  # behind "Fill it."
 
 
-async def test_a_greedy_completion_is_one_more_at_temperature_0_and_differs_in_nothing_else():
+async def test_a_greedy_completion_differs_only_in_its_temperature():
     def count(completions):
         return [float(len(completions))] * len(completions)
 
@@ -718,14 +718,14 @@ async def test_a_greedy_completion_is_one_more_at_temperature_0_and_differs_in_n
     assert (greedy.turns, greedy.tool_calls, greedy.failure) == (2, 1, None)
 
 
-async def test_without_being_asked_for_there_is_no_greedy_completion():
+async def test_there_is_no_greedy_completion_by_default():
     sampler = Scripted(["Done."])
     group = await group_of(sampler, prompt=make_prompt(group_size=2), temperature=0.7)
     assert [c.greedy for c in group.completions] == [False, False]
     assert [sampling.temperature for _, sampling, _ in sampler.asked] == [0.7, 0.7]
 
 
-async def test_a_greedy_completion_that_fails_harms_nobody():
+async def test_a_failed_greedy_completion_does_not_affect_the_others():
     def script(turn, text):
         return EngineError("500") if "it.2" in text else "Done."
 
@@ -812,7 +812,7 @@ async def test_a_cancelled_group_leaves_no_environment_in_use():
             await pool.acquire("box")
 
 
-async def test_what_an_earlier_try_has_finished_is_not_played_again():
+async def test_completions_that_an_earlier_attempt_finished_do_not_run_again():
     prompt = make_prompt(group_size=3)
     first = await group_of(["Done."], prompt=prompt)
     finished, failed = first.completions[0], first.completions[2]
@@ -837,7 +837,7 @@ async def test_what_an_earlier_try_has_finished_is_not_played_again():
     assert newly == [], "the group is finished with it"
 
 
-async def test_each_completion_is_kept_while_others_are_not_finished():
+async def test_each_completion_is_saved_while_others_run():
     kept = []
 
     async def keep(completion):
@@ -850,7 +850,7 @@ async def test_each_completion_is_kept_while_others_are_not_finished():
     assert len(again.completions) == 4
 
 
-async def test_an_episode_can_be_played_alone():
+async def test_an_episode_can_run_alone():
     context = EpisodeContext(
         prompt=make_prompt(environment=None),
         index=5,

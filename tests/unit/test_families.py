@@ -191,7 +191,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-async def test_each_turns_prompt_is_what_the_engine_was_sent_and_what_the_template_renders(name):
+async def test_each_turns_context_is_what_the_engine_got_and_what_the_template_renders(name):
     chat, choice = prepared(name)
     forks, rows = ROWS[name]
     assert chat.rewrites_history is forks
@@ -215,7 +215,7 @@ async def test_each_turns_prompt_is_what_the_engine_was_sent_and_what_the_templa
 
 
 @pytest.mark.parametrize("name", [name for name, (forks, _) in ROWS.items() if not forks and name != "hermes-3"])
-async def test_rendering_all_of_it_anew_is_the_same_token_by_token_where_a_template_only_adds(name):
+async def test_rendering_the_whole_conversation_gives_the_same_tokens_if_the_template_only_appends(name):
     """As for a template that forks now and then: where it does not, the row goes on, thoughts and all."""
     chat, choice = prepared(name)
     tokenizer, write, eos = tokenizer_of(name), WRITERS.get(name, hermes), FAMILIES[name].eos
@@ -230,7 +230,7 @@ async def test_rendering_all_of_it_anew_is_the_same_token_by_token_where_a_templ
 
 
 @pytest.mark.parametrize("name", ROWS)
-async def test_malformed_calls_are_answered_and_counted_and_parallel_answers_bear_ids_of_nine(name):
+async def test_malformed_calls_are_answered_and_counted_and_parallel_results_have_ids(name):
     chat, choice = prepared(name)
     tokenizer, write, eos = tokenizer_of(name), WRITERS.get(name, hermes), FAMILIES[name].eos
     wrong = {
@@ -254,7 +254,7 @@ async def test_malformed_calls_are_answered_and_counted_and_parallel_answers_bea
 
 
 @pytest.mark.parametrize("name", [name for name, (forks, _) in ROWS.items() if forks])
-async def test_what_was_sampled_keeps_its_ids_in_the_rows_that_follow(name):
+async def test_sampled_ids_stay_in_later_rows(name):
     """No tokenizer spells words as the engine did; a context made again from text would be spelled otherwise."""
     chat, choice = prepared(name)
     tokenizer, write, eos = tokenizer_of(name), WRITERS.get(name, hermes), FAMILIES[name].eos
@@ -284,13 +284,13 @@ async def test_a_template_that_skips_the_reasoning_only_at_the_end_forks_at_ever
     assert last.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-def test_a_template_that_needs_calls_needs_them_also_where_it_is_shown_no_tools():
+def test_a_template_that_requires_tool_calls_does_so_without_tools_too():
     conversation = chat_of("mistral-nemo", None).renderer
     assert conversation.needs_tool_calls
     assert check_history(conversation).rewrites_history
 
 
-async def test_without_a_system_message_mistral_nemo_goes_on_in_one_row():
+async def test_without_a_system_message_mistral_nemo_continues_in_one_row():
     chat, choice = prepared("mistral-nemo")
     texts = [nemo((1, 2)) + "</s>", nemo((3, 4), (5, 6)) + "</s>", "Done.</s>"]
     completion, asked, said = await played(chat, choice, tokenizer_of("mistral-nemo"), texts)
@@ -298,7 +298,7 @@ async def test_without_a_system_message_mistral_nemo_goes_on_in_one_row():
     assert len(completion.rows) == 1
 
 
-async def test_the_budget_of_a_completion_counts_what_a_fork_no_longer_shows():
+async def test_the_token_budget_counts_what_a_fork_no_longer_shows():
     chat, choice = prepared("qwq")
     tokenizer = tokenizer_of("qwq")
     text = "Hm. " * 50 + "</think>" + hermes((1, 2)) + "<|im_end|>"
@@ -354,7 +354,7 @@ def conversations(draw):
 
 
 @given(conversations())
-async def test_whatever_a_model_says_its_rows_hold_exactly_what_was_asked_and_answered(conversation):
+async def test_rows_hold_exactly_the_contexts_and_the_sampled_turns(conversation):
     name, system, turns = conversation
     chat, choice, tokenizer, messages = prepared_once(name, system)
     said = [spelled(tokenizer, text + FAMILIES[name].eos) for text in [*turns, "Done."]]
@@ -382,7 +382,7 @@ class ByTurn(Sums):
         return [float(len(m.get("tool_calls", ()))) for m in messages if m["role"] == "assistant"]
 
 
-async def test_in_a_fork_every_sampled_token_bears_loss_once_and_each_turn_its_own_reward():
+async def test_in_a_fork_every_sampled_token_has_loss_once_and_each_turn_its_own_reward():
     chat, choice = prepared("qwq")
     texts = [f"Hm.</think>{text}<|im_end|>" for text in (hermes((1, 2)), hermes((3, 4), (5, 6)), "Done.")]
     completion, _, said = await played(chat, choice, tokenizer_of("qwq"), texts, environment=ByTurn)
@@ -411,13 +411,13 @@ async def test_in_a_fork_every_sampled_token_bears_loss_once_and_each_turn_its_o
         ("deepseek-r1", "deepseek"),
     ],
 )
-def test_the_format_is_the_one_that_reads_what_the_template_writes(name, format_name):
+def test_the_detected_format_parses_what_the_template_writes(name, format_name):
     choice = choose_tool_format("auto", template_of(name), TOOLS)
     assert (choice.name, choice.format) == (format_name, TOOL_FORMATS[format_name])
     assert "writes a call as" in choice.reason
 
 
-def test_a_template_that_no_format_reads_is_refused_with_the_names_there_are():
+def test_a_template_that_no_format_parses_is_refused_with_the_known_names():
     names = r"set model\.tool_format to .*hermes, mistral, deepseek, pythonic, llama3_json"
     own = template_of("qwen2.5")
     own.source = own.source.replace("<tool_call>", "<invoke>")
@@ -428,7 +428,7 @@ def test_a_template_that_no_format_reads_is_refused_with_the_names_there_are():
     assert choose_tool_format("pythonic", template_of("gemma-2"), TOOLS).name == "pythonic"
 
 
-def test_a_template_without_calls_that_tells_the_model_of_a_tag_is_believed():
+def test_a_template_that_only_describes_a_tag_to_the_model_selects_its_format():
     telling = template_of("gemma-2")
     telling.source = "{% if tools %}Write <tool_call>JSON</tool_call>.{% endif %}" + telling.source
     choice = choose_tool_format("auto", telling, TOOLS)

@@ -21,7 +21,7 @@ def test_text_without_calls_is_content_alone():
     assert (turn.content, turn.calls, turn.errors) == ("  Answer: 3\n", [], [])
 
 
-def test_a_call_is_read_and_taken_out_of_the_content():
+def test_a_call_is_parsed_and_removed_from_the_content():
     turn = parse(f"Let me see.\n<tool_call>\n{ADD}\n</tool_call>")
     assert turn.calls == [ToolCall("add", {"a": 1, "b": 2}, ADD)]
     assert (turn.content, turn.errors) == ("Let me see.", [])
@@ -41,7 +41,7 @@ def test_a_call_without_arguments_may_leave_them_out():
     assert parse(call('{"name": "look"}')).calls[0].arguments == {}
 
 
-def test_arguments_may_hold_the_tags_themselves():
+def test_arguments_may_contain_the_tags():
     body = json.dumps({"name": "run", "arguments": {"code": "print('</tool_call><tool_call>')"}})
     turn = parse(call(body) + call(ADD))
     assert [found.name for found in turn.calls] == ["run", "add"]
@@ -78,7 +78,7 @@ def test_integers_of_any_size_survive():
         (ADD + " thanks", "its JSON is followed by 'thanks"),
     ],
 )
-def test_a_malformed_call_is_an_error_that_the_model_can_read_and_its_neighbours_are_unharmed(body, told):
+def test_a_malformed_call_is_an_error_for_the_model_and_does_not_affect_others(body, told):
     turn = parse(call(body) + call(ADD))
     assert [found.name for found in turn.calls] == ["add"]
     assert len(turn.errors) == 1
@@ -105,13 +105,13 @@ def test_a_malformed_call_stays_in_the_content():
     assert parse("a" + call("oops") + "b" + call(ADD) + "c").content == "a" + call("oops") + "bc"
 
 
-def test_what_is_only_thought_is_not_called():
+def test_calls_inside_reasoning_are_not_executed():
     turn = parse(f"<think>I could write {call(ADD)}.</think>\n{call(ADD)}")
     assert len(turn.calls) == 1
     assert turn.content == f"<think>I could write {call(ADD)}.</think>"
 
 
-def test_a_text_of_nothing_but_openings_does_not_hold_the_worker_up():
+def test_a_text_of_opening_tags_is_parsed_in_linear_time():
     text = "<tool_call> [1, 2" * 2_000
     started = time.perf_counter()
     assert len(parse(text).errors) == 2_000

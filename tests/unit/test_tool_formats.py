@@ -100,7 +100,7 @@ LOOK = ("look", {})
         ),
     ],
 )
-def test_a_call_is_read_and_taken_out_of_the_content(name, text, calls, content):
+def test_a_call_is_parsed_and_removed_from_the_content(name, text, calls, content):
     turn = TOOL_FORMATS[name].parse(text)
     assert [(call.name, call.arguments) for call in turn.calls] == calls
     assert (turn.content, turn.errors) == (content, [])
@@ -119,7 +119,7 @@ def test_a_call_is_read_and_taken_out_of_the_content(name, text, calls, content)
         ("pythonic", "[see above]"),
     ],
 )
-def test_an_answer_is_no_call(name, text):
+def test_an_answer_is_not_a_call(name, text):
     assert TOOL_FORMATS[name].parse(text) == ParsedTurn(text)
 
 
@@ -163,7 +163,7 @@ def test_an_answer_is_no_call(name, text):
         ("pythonic", "[add(a=" + "a." * 20000 + "b)]", ""),
     ],
 )
-def test_a_malformed_call_is_an_error_that_the_model_can_read(name, text, told):
+def test_a_malformed_call_is_an_error_for_the_model(name, text, told):
     turn = TOOL_FORMATS[name].parse(text)
     assert not turn.calls
     assert turn.content == text
@@ -173,7 +173,7 @@ def test_a_malformed_call_is_an_error_that_the_model_can_read(name, text, told):
     assert len(error) <= 300
 
 
-def test_a_malformed_call_leaves_its_neighbours_alone():
+def test_a_malformed_call_does_not_affect_others():
     assert read("mistral", '[TOOL_CALLS]oops[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}') == ONE
     assert read("mistral", f"[TOOL_CALLS][1, {ADD}]") == ONE
     assert read("deepseek", f"{BEGIN}oops{R1}") == ONE
@@ -181,7 +181,7 @@ def test_a_malformed_call_leaves_its_neighbours_alone():
     assert read("pythonic", "[look(1), add(a=1, b=2)]") == ONE
 
 
-def test_a_call_keeps_the_name_that_the_model_gave_it_if_it_is_one():
+def test_a_call_keeps_the_models_id_if_it_is_valid():
     def named(text):
         return [call.id for call in TOOL_FORMATS["mistral"].parse(text).calls]
 
@@ -191,7 +191,7 @@ def test_a_call_keeps_the_name_that_the_model_gave_it_if_it_is_one():
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(("opening", "closing"), [("<think>", "</think>"), ("[THINK]", "[/THINK]")])
-def test_what_is_only_thought_is_not_called(name, opening, closing):
+def test_calls_inside_reasoning_are_not_executed(name, opening, closing):
     call = CALLS[name]
     thought = f"{opening}\nOr:\n{call}\n"
     for text, thinking in [(thought, False), (thought.removeprefix(opening), True)]:
@@ -257,7 +257,7 @@ def pieces():
 
 
 @given(pieces(), st.booleans())
-def test_whatever_a_model_writes_parsing_never_raises_and_says_what_can_be_stored(text, thinking):
+def test_parsing_never_raises_and_its_result_can_be_stored(text, thinking):
     for form in TOOL_FORMATS.values():
         turn = form.parse(text, starts_in_reasoning=thinking)
         assert all(isinstance(call, ToolCall) and isinstance(call.name, str) and call.name for call in turn.calls)
@@ -285,7 +285,7 @@ arguments = st.dictionaries(st.from_regex(r"[a-z]{1,8}_", fullmatch=True), json_
 
 
 @given(st.lists(arguments, min_size=1, max_size=3))
-def test_what_a_format_writes_it_reads_back(calls):
+def test_each_format_parses_back_what_it_writes(calls):
     written = {
         "hermes": "".join(f"<tool_call>{json.dumps({'name': 'f', 'arguments': a})}</tool_call>" for a in calls),
         "llama3_json": "; ".join(json.dumps({"name": "f", "parameters": a}) for a in calls),

@@ -37,7 +37,7 @@ async def publish(tenure, version):
 # -- when it was begun
 
 
-async def test_a_prompt_is_begun_at_the_version_of_its_claim(pipe, tenure):
+async def test_a_claim_records_the_policy_version(pipe, tenure):
     await pipe.feed("a", "b")
     rollout = pipe.stage("prompts")
     (first,) = (await rollout.claim(1)).leases
@@ -47,7 +47,7 @@ async def test_a_prompt_is_begun_at_the_version_of_its_claim(pipe, tenure):
     assert (first.claimed_version, second.claimed_version) == (0, 7)
 
 
-async def test_it_stays_so_through_the_stages_until_it_ends(pipe, tenure, tmp_path):
+async def test_the_claimed_version_stays_through_the_stages(pipe, tenure, tmp_path):
     await pipe.scored("a", "b")
     trainer = pipe.stage("scored", "trainer")
     a, b = (await trainer.claim(2)).leases
@@ -58,7 +58,7 @@ async def test_it_stays_so_through_the_stages_until_it_ends(pipe, tenure, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["infra", "data", "none", "stale"])
-async def test_given_back_it_is_no_longer_begun_and_taken_again_it_is_begun_anew(pipe, tenure, kind):
+async def test_a_released_prompt_gets_a_new_version_at_its_next_claim(pipe, tenure, kind):
     await pipe.feed("a")
     rollout = pipe.stage("prompts", backoff_s=0.001)
     (lease,) = (await rollout.claim(1)).leases
@@ -71,7 +71,7 @@ async def test_given_back_it_is_no_longer_begun_and_taken_again_it_is_begun_anew
     assert await inflight_versions(pipe.connection) == {"a": 3}
 
 
-async def test_taken_over_from_a_dead_worker_it_is_begun_anew_and_whoever_awaits_it_is_woken(pipe, tenure):
+async def test_a_prompt_reclaimed_from_a_dead_worker_gets_a_new_version_and_wakes_the_trainer(pipe, tenure):
     await pipe.feed("a")
     await pipe.stage("prompts", "dead", lease_s=0.05).claim(1)
     await publish(tenure, 3)
@@ -82,7 +82,7 @@ async def test_taken_over_from_a_dead_worker_it_is_begun_anew_and_whoever_awaits
     assert await inflight_versions(pipe.connection) == {"a": 3}
 
 
-async def test_a_dead_letter_is_no_longer_begun_and_revived_it_is_again_when_it_is_claimed(pipe):
+async def test_a_dead_letter_has_no_version_until_it_is_retried_and_claimed(pipe):
     await pipe.feed("a")
     rollout = pipe.stage("prompts")
     (lease,) = (await rollout.claim(1)).leases
@@ -94,7 +94,7 @@ async def test_a_dead_letter_is_no_longer_begun_and_revived_it_is_again_when_it_
     assert await inflight_versions(pipe.connection) == {"a": 0}
 
 
-async def test_the_twin_of_a_group_in_hand_ends_nothing(pipe, tenure):
+async def test_a_duplicate_of_a_buffered_group_ends_nothing(pipe, tenure):
     await pipe.scored("a")
     trainer = pipe.stage("scored", "trainer")
     ((_, fields),) = await pipe.connection.redis.xrange(pipe.connection.key("scored"))
@@ -104,7 +104,7 @@ async def test_the_twin_of_a_group_in_hand_ends_nothing(pipe, tenure):
     assert await inflight_versions(pipe.connection) == {"a": 0}
 
 
-async def test_what_a_resumed_trainer_lacks_comes_again_without_a_beginning(pipe, tenure, tmp_path):
+async def test_groups_that_a_resumed_trainer_lacks_return_without_a_claimed_version(pipe, tenure, tmp_path):
     await pipe.scored("a", "b")
     trainer = pipe.stage("scored", "trainer")
     a, _ = (await trainer.claim(2)).leases
@@ -117,7 +117,7 @@ async def test_what_a_resumed_trainer_lacks_comes_again_without_a_beginning(pipe
 
 
 @pytest.mark.parametrize(("in_step", "free"), [(False, 1), (True, 0)])
-async def test_what_a_step_drops_keeps_its_place_until_the_version_that_the_step_makes(pipe, tenure, in_step, free):
+async def test_a_group_dropped_in_a_step_stays_outstanding_until_that_steps_version(pipe, tenure, in_step, free):
     await pipe.scored("a")
     await pipe.feed("b", "c")
     trainer, rollout = pipe.stage("scored", "trainer"), pipe.stage("prompts", capacity=1)
@@ -133,7 +133,7 @@ async def test_what_a_step_drops_keeps_its_place_until_the_version_that_the_step
 # -- what is cancelled
 
 
-def test_an_attempt_is_overtaken_past_the_bound_and_twice_at_most():
+def test_an_attempt_is_cancelled_above_the_limit_and_at_most_twice():
     assert not should_cancel(claimed_version=3, version=4, max_staleness=1, cancellations=0)
     assert should_cancel(claimed_version=3, version=5, max_staleness=1, cancellations=0)
     assert should_cancel(claimed_version=3, version=5, max_staleness=1, cancellations=1)
@@ -141,7 +141,7 @@ def test_an_attempt_is_overtaken_past_the_bound_and_twice_at_most():
     assert not should_cancel(claimed_version=0, version=-1, max_staleness=0, cancellations=0)
 
 
-async def test_what_was_cancelled_is_handed_out_before_what_is_fresh_and_says_how_often_it_was(pipe):
+async def test_cancelled_prompts_are_claimed_first_and_count_their_cancellations(pipe):
     await pipe.feed("a", "b", "c")
     rollout = pipe.stage("prompts")
     for times in range(3):
@@ -155,7 +155,7 @@ async def test_what_was_cancelled_is_handed_out_before_what_is_fresh_and_says_ho
     assert view.balance["outstanding"] == 3  # it is no end
 
 
-async def test_who_listens_hears_of_each_version_at_once_and_first_of_the_one_that_there_is(pipe, tenure):
+async def test_watching_versions_yields_the_current_one_and_then_each_new_one(pipe, tenure):
     await publish(tenure, 4)
     heard = []
     with anyio.fail_after(5):
@@ -205,7 +205,7 @@ async def the_group(connection):
     return decode(fields[b"payload"], Group)
 
 
-async def test_what_is_overtaken_is_aborted_at_the_engine_twice_and_then_finished(connection, tenure, tmp_path):
+async def test_a_stale_attempt_is_aborted_at_the_engine_twice_and_then_finished(connection, tenure, tmp_path):
     await publish(tenure, 0)
     async with working(connection, tmp_path, "cancel", [60.0] * 4 + [0.5] * 2) as engine:
         for version in (1, 2, 3):
@@ -222,7 +222,7 @@ async def test_what_is_overtaken_is_aborted_at_the_engine_twice_and_then_finishe
     assert view.outstanding == 1
 
 
-async def test_what_was_overtaken_between_its_claim_and_its_start_is_cancelled_as_well(pipe):
+async def test_an_attempt_that_became_stale_before_its_start_is_cancelled(pipe):
     await pipe.feed("a")
     stage = pipe.stage("prompts")
     (lease,) = (await stage.claim(1)).leases
@@ -239,7 +239,7 @@ async def test_what_was_overtaken_between_its_claim_and_its_start_is_cancelled_a
     assert scope.cancelled_caught
 
 
-async def test_what_is_being_settled_is_not_cancelled(pipe):
+async def test_an_attempt_that_is_being_completed_is_not_cancelled(pipe):
     await pipe.feed("a")
     stage = pipe.stage("prompts")
     (lease,) = (await stage.claim(1)).leases
@@ -251,7 +251,7 @@ async def test_what_is_being_settled_is_not_cancelled(pipe):
 
 
 @pytest.mark.parametrize("late", ["train", "wait"])
-async def test_otherwise_nothing_is_cancelled(connection, tenure, tmp_path, late):
+async def test_other_policies_cancel_nothing(connection, tenure, tmp_path, late):
     await publish(tenure, 0)
     async with working(connection, tmp_path, late, [0.5] * 2) as engine:
         await until(lambda: engine.running == 2)

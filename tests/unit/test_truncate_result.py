@@ -36,27 +36,27 @@ def told(length):
 
 
 @pytest.mark.parametrize("length", [MOST + 1, 5_000_000])
-def test_a_result_that_no_completion_could_hold_is_cut_and_says_so(length):
+def test_a_result_that_fits_no_completion_is_cut_and_says_so(length):
     played = play(Wordy, [call("text", length=length)], limits=LIMITS)
     assert played.tool_replies == [told(length)]
     assert played.truncated is TruncationReason.LENGTH
     assert played.reward_value == 1.0
 
 
-def test_parts_are_cut_where_they_are_text():
+def test_text_parts_are_cut():
     played = play(Wordy, [call("parts", length=5_000_000)], limits=LIMITS)
     text, image = played.tool_replies[0]
     assert text["text"] == told(5_000_000)
     assert len(image["image"]) == 5_000_000
 
 
-def test_what_fits_is_left_as_it_is():
+def test_a_result_that_fits_is_unchanged():
     assert truncate_result("x" * MOST, LIMITS.max_tokens) == "x" * MOST
     assert truncate_result([{"type": "image"}], 1) == [{"type": "image"}]
     assert play(Wordy, [call("text", length=100)], limits=LIMITS).tool_replies == ["x" * 100]
 
 
-def test_a_long_turn_is_parsed_off_the_event_loop(monkeypatch):
+def test_a_long_turn_is_parsed_in_a_thread(monkeypatch):
     found = {}
     parse, call_tool = Hermes.parse, slots.EnvironmentSlot.call_tool
 

@@ -35,7 +35,7 @@ class Stubborn(AgentEnvironment):
     ("turns", "truncated", "failed"),
     [(2, None, None), (20, TruncationReason.MAX_TURNS, None), (0, None, RolloutReason.ENV_STEP)],
 )
-async def test_a_program_that_breaks_on_our_limit_was_cut_short_and_its_world_has_not_failed(turns, truncated, failed):
+async def test_an_agent_that_fails_after_a_limit_is_truncated_and_not_failed(turns, truncated, failed):
     (completion,) = await completions(
         EnvironmentFactory.from_callable(Stubborn), ["one"] * 30, fields={"turns": turns}, max_turns=3
     )

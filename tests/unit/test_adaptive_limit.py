@@ -23,13 +23,13 @@ def after(state: AdaptiveLimit, *looks: EngineMetrics, ours: int | None = None, 
     return state
 
 
-def test_while_nothing_waits_there_and_something_waits_here_more_are_given():
+def test_the_limit_rises_while_requests_wait_here_and_none_at_the_engine():
     assert after(AdaptiveLimit(64), signals(), signals()).limit == 64 + 2 * INCREASE
     assert after(AdaptiveLimit(64), signals(), queueing=False).limit == 64
     assert after(AdaptiveLimit(64), signals(), ours=60).limit == 64
 
 
-def test_one_look_at_a_queue_changes_nothing_and_a_lasting_one_gives_fewer():
+def test_one_poll_of_a_queue_changes_nothing_and_a_lasting_queue_lowers_the_limit():
     queue = signals(waiting=30)
     assert after(AdaptiveLimit(64), queue).limit == 64
     assert after(AdaptiveLimit(64), queue, signals(), queue, ours=10).limit == 64
@@ -40,22 +40,22 @@ def test_a_short_queue_keeps_the_engine_busy_and_changes_nothing():
     assert after(AdaptiveLimit(64), *[signals(waiting=5)] * 10).limit == 64
 
 
-def test_a_full_cache_and_preemptions_give_fewer():
+def test_a_full_cache_and_preemptions_lower_the_limit():
     assert after(AdaptiveLimit(64), *[signals(kv_use=0.97)] * OVERLOADED_POLLS).limit == int(64 * DECREASE)
     assert after(AdaptiveLimit(64), signals(), signals(preemptions=3), ours=60).limit == int(60 * DECREASE)
     assert after(AdaptiveLimit(64), *[signals(kv_use=0.92)] * 5).limit == 64
 
 
-def test_fewer_are_given_from_what_is_really_asked_for_not_from_a_bound_that_nobody_reached():
+def test_a_decrease_starts_from_the_requests_in_flight_not_from_the_limit():
     assert after(AdaptiveLimit(MOST), *[signals(waiting=40)] * OVERLOADED_POLLS, ours=50).limit == int(50 * DECREASE)
 
 
-def test_a_decrease_is_judged_once_it_has_come_about():
+def test_a_decrease_is_judged_after_the_load_has_fallen():
     down = after(AdaptiveLimit(100), *[signals(waiting=40)] * OVERLOADED_POLLS)
     assert after(down, *[signals(waiting=40)] * 10, ours=100).limit == down.limit
 
 
-def test_an_engine_that_stands_still_tells_nothing():
+def test_an_engine_without_progress_changes_nothing():
     """Paused for new weights: its queue grows, and that is nobody's fault."""
     paused = [signals(waiting=200, tokens=1000.0)] * 20
     assert after(AdaptiveLimit(64), signals(tokens=1000.0), *paused).limit == 64 + INCREASE
@@ -64,7 +64,7 @@ def test_an_engine_that_stands_still_tells_nothing():
 @given(
     st.integers(LEAST, MOST), st.lists(st.builds(signals, counts, counts, st.floats(0, 1), counts, counts), max_size=30)
 )
-def test_the_bounds_hold_whatever_an_engine_says(limit, looks):
+def test_the_bounds_hold_for_any_metrics(limit, looks):
     state = AdaptiveLimit(limit)
     for look in looks:
         state = after(state, look)
@@ -104,17 +104,17 @@ vllm:generation_tokens_total{engine="0",model_name="a b"} 34.0
 """
 
 
-def test_vllms_metrics_are_read_over_all_its_processes():
+def test_vllms_metrics_are_summed_over_its_processes():
     assert parse_metrics(VLLM) == EngineMetrics(1.0, 7.0, 0.5, 2.0, 1234.0)
 
 
-def test_metrics_without_labels_or_without_the_rest_are_read_too():
+def test_metrics_without_labels_or_optional_names_are_parsed():
     assert parse_metrics("vllm:num_requests_running 2\nvllm:num_requests_waiting 0\n") == EngineMetrics(
         0, 2, 0, 0, None
     )
 
 
-def test_what_tells_of_no_requests_is_no_signal():
+def test_metrics_without_request_counts_are_ignored():
     assert parse_metrics("") is None
     assert parse_metrics("<html>not found</html>") is None
     assert parse_metrics("vllm:num_requests_running NaN\nvllm:num_requests_waiting x\n") is None

@@ -35,7 +35,7 @@ async def becomes(roster: EngineDiscovery, *urls: str) -> None:
             await roster.changed.wait()
 
 
-async def test_a_worker_hears_at_once_of_an_engine_that_is_added_removed_and_added_again(connection):
+async def test_a_worker_learns_immediately_of_engines_added_and_removed(connection):
     async with watched(connection, urls=("http://a:1",)) as roster:
         assert await add_engine(connection, "http://b:1", ANN)
         await becomes(roster, "http://a:1", "http://b:1")
@@ -45,7 +45,7 @@ async def test_a_worker_hears_at_once_of_an_engine_that_is_added_removed_and_add
         await becomes(roster, "http://a:1", "http://b:1")
 
 
-async def test_an_engine_that_the_settings_name_stays_removed_also_for_a_worker_that_starts_later(connection):
+async def test_a_removed_engine_of_the_settings_stays_removed_for_later_workers(connection):
     urls = ("http://a:1", "http://b:1")
     async with watched(connection, urls=urls) as roster:
         await remove_engine(connection, "http://a:1", ANN)
@@ -55,7 +55,7 @@ async def test_an_engine_that_the_settings_name_stays_removed_also_for_a_worker_
     assert (await EngineDiscovery.from_settings(Engine(urls=urls), connection)).urls == urls
 
 
-async def test_saying_it_twice_changes_nothing(connection):
+async def test_repeating_an_override_changes_nothing(connection):
     assert await add_engine(connection, "http://b:1", ANN)
     assert not await add_engine(connection, "http://b:1", "bob@box")
     assert [(word.url, word.set_by) for word in await read_engine_overrides(connection)] == [("http://b:1", ANN)]
@@ -74,7 +74,7 @@ async def test_a_full_list_forgets_the_oldest_removals_and_never_an_engine_that_
     assert [word.url for word in await read_engine_overrides(connection)] == ["d", "e", "f", "b"]
 
 
-async def test_a_run_that_nobody_knows_has_no_list(redis_url):
+async def test_an_unknown_run_has_no_overrides(redis_url):
     from stream.connection.run_connection import connect
 
     async with connect(redis_url, "no-such-run", create=False) as connection:
@@ -83,7 +83,7 @@ async def test_a_run_that_nobody_knows_has_no_list(redis_url):
         assert await read_engine_overrides(connection) == []
 
 
-async def test_a_name_that_does_not_resolve_for_a_while_keeps_what_was_known_and_says_so_once(connection, monkeypatch):
+async def test_a_dns_failure_keeps_the_known_engines_and_is_logged_once(connection, monkeypatch):
     monkeypatch.setattr("workers.engine_api.discovery.discovery._DNS_INTERVAL_S", 0.02)
     answers = {"now": ["10.0.0.1", "10.0.0.2"]}
 
@@ -122,7 +122,7 @@ def file(tmp_path, redis_url, run_name):
     return str(tmp_path / "run.toml")
 
 
-async def test_the_command_lists_who_names_each_engine_whether_it_answers_and_with_which_weights(connection, file):
+async def test_the_command_lists_source_health_and_version_of_each_engine(connection, file):
     async with ScriptedEngine(lambda *_: [1], version="7") as engine:
         added = await anyio.to_thread.run_sync(lambda: invoke("add", f"{engine.url}/", file))
         assert (added["url"], added["changed"], added["healthy"]) == (engine.url, True, True)
@@ -139,9 +139,7 @@ async def test_the_command_lists_who_names_each_engine_whether_it_answers_and_wi
     )
 
 
-async def test_engines_are_asked_without_the_proxy_of_the_environment_as_workers_ask_them(
-    connection, file, monkeypatch
-):
+async def test_the_command_ignores_the_proxy_of_the_environment(connection, file, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr("urllib.request._opener", None)  # what an earlier call found in the environment
     async with ScriptedEngine(lambda *_: [1], version="7") as engine:
@@ -149,7 +147,7 @@ async def test_engines_are_asked_without_the_proxy_of_the_environment_as_workers
     assert added["healthy"], added
 
 
-async def test_a_name_that_does_not_resolve_here_is_listed_as_that_beside_all_other_engines(connection, file):
+async def test_a_name_that_does_not_resolve_is_listed_with_the_other_engines(connection, file):
     settings = anyio.Path(file)
     text = await settings.read_text()
     name = '"dns+http://no.such.host.invalid:8000"'
@@ -168,7 +166,7 @@ async def test_a_name_that_does_not_resolve_here_is_listed_as_that_beside_all_ot
     assert removed["none_left"] is False, "nobody here knows what the name stands for"
 
 
-async def test_an_engine_that_does_not_answer_may_be_added_and_that_is_said(connection, file):
+async def test_an_engine_that_does_not_answer_may_be_added_with_a_note(connection, file):
     added = await anyio.to_thread.run_sync(lambda: invoke("add", "http://127.0.0.1:9/x", file))
     assert (added["changed"], added["healthy"]) == (True, False)
     plain = await anyio.to_thread.run_sync(
@@ -181,7 +179,7 @@ async def test_an_engine_that_does_not_answer_may_be_added_and_that_is_said(conn
     ]
 
 
-async def test_an_engine_of_the_settings_that_was_removed_is_listed_as_that(connection, file):
+async def test_a_removed_engine_of_the_settings_is_listed_as_removed(connection, file):
     await anyio.to_thread.run_sync(lambda: invoke("add", "http://127.0.0.1:8", file))
     for port, none_left in ((9, False), (8, True)):
         url = f"http://127.0.0.1:{port}"
@@ -199,13 +197,13 @@ async def test_an_engine_of_the_settings_that_was_removed_is_listed_as_that(conn
     assert "it was the last one" in plain.stdout
 
 
-def test_what_is_no_url_is_refused_before_anything_is_asked():
+def test_a_malformed_url_is_refused_before_any_request():
     result = CliRunner().invoke(penstock, ["engines", "add", "engine-3"])
     assert result.exit_code == 2
     assert "'engine-3' is no URL of an engine; write it as http://HOST:PORT" in result.output
 
 
-async def test_a_roster_without_engines_says_where_they_could_have_been_named(connection):
+async def test_discovery_without_engines_explains_why(connection):
     assert "engine.urls is empty" in EngineDiscovery(()).empty_reason
     roster = await EngineDiscovery.from_settings(Engine(urls=("dns+http://no.such.host.invalid:8000",)), connection)
     assert "http://no.such.host.invalid:8000 (engine.urls) resolves to no address" in roster.empty_reason

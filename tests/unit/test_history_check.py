@@ -21,7 +21,7 @@ FORGETFUL = TEMPLATE.replace(
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("\\n<tool_response>\\n", "<tool_response>")])
-def test_a_template_that_only_adds_passes_the_check(folder, template):
+def test_a_template_that_only_appends_passes_the_check(folder, template):
     (folder / "chat_template.jinja").write_text(template)
     assert not check_history(ChatTokenizer.load(folder, {}, [ADD]).renderer).rewrites_history
 
@@ -41,7 +41,7 @@ NO_THINK_IN_HISTORY = (
         (NO_THINK, "+ '\\n' + message.content", False),  # skips it, but leaves that out of earlier turns
     ],
 )
-def test_a_template_that_begins_or_skips_the_reasoning_itself_has_to_stand_by_it(folder, begin, history, passes):
+def test_a_template_that_opens_or_skips_reasoning_must_do_so_consistently(folder, begin, history, passes):
     template = TEMPLATE.replace("'<|im_start|>assistant\\n' }}", begin).replace("+ '\\n' + message.content", history)
     assert begin in template
     assert history in template
@@ -50,14 +50,14 @@ def test_a_template_that_begins_or_skips_the_reasoning_itself_has_to_stand_by_it
     assert check_history(chat.renderer).rewrites_history is not passes
 
 
-def test_a_template_that_drops_earlier_reasoning_forks_and_says_where(folder):
+def test_a_template_that_drops_earlier_reasoning_forks_and_the_reason_shows_where(folder):
     (folder / "chat_template.jinja").write_text(FORGETFUL)
     history = check_history(ChatTokenizer.load(folder, {}, [ADD]).renderer)
     assert history.rewrites_history
     assert re.search(r"first difference at character \d+: the whole says .*<think>", history.reason)
 
 
-def test_a_line_break_alone_is_no_reason_to_fork_but_is_told(folder):
+def test_a_difference_in_line_breaks_does_not_fork_but_is_reported(folder):
     spaced = TEMPLATE.replace("'\\n</tool_response>'", "'\\n</tool_response>' + ('' if loop.last else '\\n')")
     assert spaced != TEMPLATE
     (folder / "chat_template.jinja").write_text(spaced)
@@ -75,13 +75,13 @@ def test_a_template_that_ends_no_turn_forks(folder):
     assert "without a special token" in history.reason
 
 
-def test_a_template_that_leaves_tool_messages_out_is_refused(folder):
+def test_a_template_that_omits_tool_messages_is_refused(folder):
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("+ message.content + '\\n</tool_response>'", ""))
     with pytest.raises(PenstockError, match="leaves out tool messages"):
         check_history(ChatTokenizer.load(folder, {}, [ADD]).renderer)
 
 
-def test_a_template_that_refuses_tool_messages_says_so_in_its_own_words(folder):
+def test_a_template_that_refuses_tool_messages_is_quoted(folder):
     refusing = TEMPLATE.replace("{%- if loop.first or", "{{ raise_exception('no tools here') }}{%- if loop.first or")
     (folder / "chat_template.jinja").write_text(refusing)
     chat = ChatTokenizer.load(folder, {}, [ADD])

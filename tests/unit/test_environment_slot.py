@@ -80,7 +80,7 @@ async def test_reset_passes_fields_seed_and_index_and_returns_the_observation():
 @pytest.mark.parametrize(
     "observation", ["Hello", "", None, [{"type": "text", "text": "Hello"}], [], "half a \ud800 character"]
 )
-async def test_an_observation_is_nothing_text_or_parts(observation):
+async def test_an_observation_is_none_text_or_parts(observation):
     class Observing:
         async def reset(self):
             return observation
@@ -90,7 +90,7 @@ async def test_an_observation_is_nothing_text_or_parts(observation):
 
 
 @pytest.mark.parametrize("observation", [7, {"text": "Hello"}, ["Hello"], [{"image": object()}], b"Hello"])
-async def test_an_observation_that_no_prompt_can_end_with_is_a_failed_reset(observation):
+async def test_an_observation_that_cannot_end_a_prompt_fails_the_reset(observation):
     class Observing:
         def reset(self):
             return observation
@@ -144,7 +144,7 @@ async def test_a_sync_tool_that_returns_an_awaitable_is_awaited():
         ("fail", {"kind": "other"}, "Error: ValueError: half of ? a character xxx"),
     ],
 )
-async def test_what_goes_wrong_with_a_call_is_text_for_the_model_and_leaves_the_slot_in_use(name, arguments, text):
+async def test_a_failed_call_is_text_for_the_model_and_keeps_the_slot(name, arguments, text):
     slot = slot_of(Counter)
     await slot.reset({}, 0, 0, 5)
     result = await slot.call_tool(call(name, **arguments), 5)
@@ -155,7 +155,7 @@ async def test_what_goes_wrong_with_a_call_is_text_for_the_model_and_leaves_the_
 
 
 @pytest.mark.parametrize("kind", ["world", "group"])
-async def test_a_tool_whose_world_failed_fails_the_episode_and_spoils_the_slot(kind):
+async def test_an_environment_failure_in_a_tool_fails_the_episode_and_replaces_the_instance(kind):
     slot = slot_of(Counter)
     await slot.reset({}, 0, 0, 5)
     failure = await slot.call_tool(call("fail", kind=kind), 5)
@@ -165,7 +165,7 @@ async def test_a_tool_whose_world_failed_fails_the_episode_and_spoils_the_slot(k
 
 
 @pytest.mark.parametrize("tool", ["sleep", "wait"])
-async def test_a_tool_past_its_deadline_is_told_to_the_model_and_spoils_the_slot(tool):
+async def test_a_tool_that_times_out_is_text_for_the_model_and_replaces_the_instance(tool):
     slot = slot_of(Counter)
     await slot.reset({}, 0, 0, 5)
     started = time.perf_counter()
@@ -175,7 +175,7 @@ async def test_a_tool_past_its_deadline_is_told_to_the_model_and_spoils_the_slot
     assert slot.needs_replacement
 
 
-async def test_waiting_for_a_thread_is_not_taken_from_a_tools_time():
+async def test_waiting_for_a_thread_does_not_count_towards_a_tools_timeout():
     slots = [slot_of(Counter)]
     slots += [EnvironmentSlot("env", slots[0]._factory, slots[0]._calls) for _ in range(3)]
     slots[0]._calls._limiter.total_tokens = 1
@@ -201,7 +201,7 @@ async def test_sync_tools_of_one_environment_take_turns_in_the_order_of_their_ca
     assert slot._environment.log == [("sleep", 0.06), ("sleep", 0.03), ("sleep", 0.0)]
 
 
-async def test_a_reset_that_raises_or_overruns_is_a_failure_and_the_next_one_gets_a_new_instance():
+async def test_a_reset_that_raises_or_times_out_fails_and_the_next_one_gets_a_new_instance():
     class Moody:
         made = 0
 
@@ -227,7 +227,7 @@ async def test_a_reset_that_raises_or_overruns_is_a_failure_and_the_next_one_get
             assert slot._environment.nth == 4  # the factory's sample, and one for each of three episodes
 
 
-async def test_an_environment_that_cannot_be_made_fails_the_reset():
+async def test_an_environment_that_cannot_be_created_fails_the_reset():
     class Broken:
         broken = False
 
@@ -256,7 +256,7 @@ async def test_a_slot_is_reused_and_its_environment_with_it():
     assert first.closed.is_set()
 
 
-async def test_there_are_never_more_slots_than_the_pool_may_have():
+async def test_a_pool_never_has_more_slots_than_its_size():
     async with EnvironmentPool({"env": factory_of(Counter)}, size=2) as pool:
         held, most = 0, 0
 
@@ -274,7 +274,7 @@ async def test_there_are_never_more_slots_than_the_pool_may_have():
         assert most == 2
 
 
-async def test_environments_have_slots_of_their_own_and_data_without_one_has_none():
+async def test_each_environment_has_its_own_slots_and_prompts_without_one_have_none():
     class Other(Counter):
         pass
 
@@ -287,7 +287,7 @@ async def test_environments_have_slots_of_their_own_and_data_without_one_has_non
             await pool.acquire("c")
 
 
-async def test_a_cancelled_call_spoils_the_slot_since_its_thread_may_still_be_in_it():
+async def test_a_cancelled_call_replaces_the_instance_since_its_thread_may_still_use_it():
     async with EnvironmentPool({"env": factory_of(Counter)}, size=1) as pool:
         with anyio.move_on_after(0.05):
             async with pool.slot("env") as slot:
@@ -301,7 +301,7 @@ async def test_a_cancelled_call_spoils_the_slot_since_its_thread_may_still_be_in
     assert environment.closed.is_set()
 
 
-async def test_a_close_that_hangs_keeps_nobody_waiting(monkeypatch):
+async def test_a_close_that_hangs_delays_nothing(monkeypatch):
     monkeypatch.setattr("workers.rollout.environment_slot._CLOSE_TIMEOUT_S", 0.2)
 
     class Hanging:
@@ -327,7 +327,7 @@ async def test_a_close_that_hangs_keeps_nobody_waiting(monkeypatch):
     assert time.perf_counter() - started < 2
 
 
-async def test_rewards_are_measured_or_not_and_a_slot_that_gave_none_is_spoiled():
+async def test_an_unmeasured_reward_replaces_the_instance():
     class Graded:
         def reset(self, grade):
             self.grade = grade
@@ -346,7 +346,7 @@ async def test_rewards_are_measured_or_not_and_a_slot_that_gave_none_is_spoiled(
     assert slot.needs_replacement
 
 
-async def test_rewards_of_turns_are_counted_by_the_conversation_and_a_wrong_number_spoils_the_slot():
+async def test_a_wrong_number_of_turn_rewards_replaces_the_instance():
     class Graded:
         def reset(self, grades):
             self.grades = grades
@@ -368,7 +368,7 @@ async def test_rewards_of_turns_are_counted_by_the_conversation_and_a_wrong_numb
     assert slot.needs_replacement
 
 
-async def test_a_snapshot_is_what_was_when_it_was_taken():
+async def test_a_snapshot_does_not_change_after_it_was_taken():
     slot = slot_of(Counter)
     await slot.reset({"answer": "4"}, 0, 0, 5)
     await slot.call_tool(call("sleep", seconds=0), 5)
@@ -424,7 +424,7 @@ def test_a_tools_result_becomes_text(value, text):
     assert to_text(value) == text
 
 
-async def test_an_error_leaves_the_pool_as_itself_and_environments_are_closed_all_the_same():
+async def test_an_error_leaves_the_pool_unwrapped_and_environments_are_closed():
     used = []
 
     async def work():

@@ -48,7 +48,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_the_log_says_which_format_was_taken_and_that_conversations_go_on(folder):
+def test_the_log_names_the_tool_format_and_that_conversations_continue(folder):
     with capture_logs() as logs:
         spoken = load_chat_setups(settings(folder), folder, factories(adder=Adder))
     (told,) = logs
@@ -58,7 +58,7 @@ def test_the_log_says_which_format_was_taken_and_that_conversations_go_on(folder
     assert (spoken["adder"].chat.rewrites_history, spoken["adder"].tool_format) == (False, TOOL_FORMATS["hermes"])
 
 
-def test_the_log_says_that_they_fork_and_where_the_first_difference_is(folder):
+def test_the_log_says_that_conversations_fork_and_shows_the_first_difference(folder):
     (folder / "chat_template.jinja").write_text(FORGETFUL)
     with capture_logs() as logs:
         spoken = load_chat_setups(settings(folder), folder, factories(adder=Adder))
@@ -68,14 +68,14 @@ def test_the_log_says_that_they_fork_and_where_the_first_difference_is(folder):
     assert spoken["adder"].chat.rewrites_history
 
 
-def test_a_format_named_in_the_settings_is_taken_as_it_is(folder):
+def test_a_format_named_in_the_settings_is_used(folder):
     with capture_logs() as logs:
         spoken = load_chat_setups(settings(folder, tool_format="pythonic"), folder, factories(adder=Adder))
     assert spoken["adder"].tool_format is TOOL_FORMATS["pythonic"]
     assert logs[0]["tool_format_why"] == "set by model.tool_format"
 
 
-def test_a_template_that_does_not_say_how_to_call_is_an_error_only_where_there_are_tools(folder):
+def test_a_template_without_tool_calls_is_an_error_only_if_there_are_tools(folder):
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     with pytest.raises(SettingsError, match=r"neither writes tool calls.*set model\.tool_format"):
         load_chat_setups(settings(folder), folder, factories(adder=Adder))
@@ -85,7 +85,7 @@ def test_a_template_that_does_not_say_how_to_call_is_an_error_only_where_there_a
     assert (list(spoken), list(alone), logs) == (["quiz"], [None], [])
 
 
-def test_a_template_that_leaves_the_tools_out_is_told(folder):
+def test_a_template_that_omits_the_tools_is_reported(folder):
     (folder / "chat_template.jinja").write_text(CALLING.replace("(tool | tojson)", "'?'"))
     with capture_logs() as logs:
         load_chat_setups(settings(folder), folder, factories(adder=Adder))

@@ -30,14 +30,14 @@ def seats(draw):
 
 
 @given(seats(), st.text(max_size=20), st.text(max_size=20))
-def test_an_engine_is_chosen_where_one_has_room_and_it_is_one_that_has(found, group, last):
+def test_the_chosen_engine_is_below_its_limit(found, group, last):
     chosen = choose_engine(group, last, found)
     free = {seat.url for seat in found if seat.load < seat.limit}
     assert chosen in free if free else chosen is None
 
 
 @given(urls, st.lists(st.tuples(st.integers(0, 30), st.integers(0, 7), st.booleans()), max_size=200))
-def test_no_engine_is_ever_much_busier_than_the_mean_whatever_comes_and_goes(names, requests):
+def test_no_engine_is_ever_much_busier_than_the_mean(names, requests):
     loads = Counter(dict.fromkeys(names, 0))
     lasts: dict[tuple[int, int], str] = {}
     for group, completion, ends in requests:
@@ -61,7 +61,7 @@ def test_groups_spread_over_idle_engines(names):
 
 
 @given(urls, groups)
-def test_an_engine_that_goes_moves_none_but_its_own_groups(names, group):
+def test_removing_an_engine_moves_only_its_own_groups(names, group):
     at = home(group, names)
     for gone in names:
         left = [url for url in names if url != gone]
@@ -69,7 +69,7 @@ def test_an_engine_that_goes_moves_none_but_its_own_groups(names, group):
 
 
 @given(urls, st.randoms(use_true_random=False))
-def test_an_engine_that_comes_takes_its_share_and_no_group_moves_between_the_others(names, random):
+def test_adding_an_engine_moves_groups_only_to_it(names, random):
     new = "http://new:8000"
     grown = [*names, new]
     random.shuffle(grown)
@@ -79,14 +79,14 @@ def test_an_engine_that_comes_takes_its_share_and_no_group_moves_between_the_oth
 
 
 @given(seats(), groups)
-def test_a_completion_stays_where_its_last_turn_was_sampled_unless_there_is_much_more_to_do(found, group):
+def test_a_completion_stays_at_its_last_engine_unless_that_is_much_busier(found, group):
     for seat in found:
         if seat.load < min(seat.limit, max_load(LATER_TURN_FACTOR, found)):
             assert choose_engine(group, seat.url, found) == seat.url
 
 
 @given(urls, groups)
-def test_all_completions_of_a_group_begin_on_one_engine_while_there_is_room(names, group):
+def test_all_completions_of_a_group_start_at_one_engine_below_its_limit(names, group):
     loads = Counter(dict.fromkeys(names, 0))
     for _ in range(SLACK):
         loads[choose_engine(group, "", [Candidate(url, loads[url], 100) for url in names])] += 1
@@ -94,13 +94,13 @@ def test_all_completions_of_a_group_begin_on_one_engine_while_there_is_room(name
 
 
 @given(seats(), groups)
-def test_an_engine_that_was_ejected_is_never_chosen_although_the_last_turn_was_its(found, group):
+def test_an_ejected_engine_is_never_chosen_even_if_it_sampled_the_last_turn(found, group):
     gone, *left = found
     assert choose_engine(group, gone.url, left) != gone.url
 
 
 @given(seats())
-def test_what_belongs_to_no_group_goes_where_there_is_least_to_do(found):
+def test_a_request_without_a_group_goes_to_the_least_loaded_engine(found):
     chosen = choose_engine("", "", found)
     free = {seat.url: seat.load for seat in found if seat.load < seat.limit}
     assert chosen is None or free[chosen] == min(free.values())
