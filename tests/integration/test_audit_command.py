@@ -1,4 +1,4 @@
-"""`penstock audit`: what it says of a run that was tampered with, and that it is never wrong about one that goes on."""
+"""`penstock audit` finds every kind of damage to a run, and reports none in a running one."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ KEYS = {
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """What is printed here is the command's; as a command it logs to stderr."""
+    """Log to stderr, as the command does, so that stdout has only its output."""
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     yield
     structlog.reset_defaults()
@@ -117,7 +117,7 @@ async def small(tmp_path, connection, redis_url, pipe_on):
 @pytest.fixture
 def audited(capsys):
     async def run(small: Small) -> dict:
-        """What it says; the command makes an event loop of its own."""
+        """Return its report. The command runs its own event loop, so it runs in a thread."""
         code = await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), "", as_json=True))
         (line,) = capsys.readouterr().out.splitlines()
         told = json.loads(line)
@@ -143,7 +143,7 @@ def rewrite(small: Small, change) -> None:
     small.ledger.path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
 
 
-async def test_it_says_where_every_prompt_is(small, audited):
+async def test_the_audit_says_where_every_prompt_is(small, audited):
     told = await audited(small)
     assert set(told) == KEYS
     assert (told["fed"], told["trained"], told["dropped"], told["dead"]) == (8, 3, {"stale": 1}, 1)
@@ -151,7 +151,7 @@ async def test_it_says_where_every_prompt_is(small, audited):
     assert (told["clean"], told["unsaved"], told["junk"], told["notes"]) == (True, 1, 0, [])
 
 
-async def test_looking_creates_no_key_and_changes_none(small, audited, redis_url):
+async def test_reading_creates_and_changes_no_key(small, audited, redis_url):
     with Redis.from_url(redis_url) as redis:
         before = {key: redis.dump(key) for key in redis.keys("*")}
         files = {path: path.read_bytes() for path in small.folder.rglob("*") if path.is_file()}
@@ -161,21 +161,21 @@ async def test_looking_creates_no_key_and_changes_none(small, audited, redis_url
 
 
 @pytest.mark.parametrize("stage", ["prompts", "groups", "scored"])
-async def test_a_stream_entry_that_was_deleted_is_a_prompt_lost(small, audited, stage):
+async def test_a_deleted_stream_entry_is_a_lost_prompt(small, audited, stage):
     id_, prompt = (await ids_in(small.connection, stage))[-1]
     await small.connection.redis.xdel(small.connection.key(stage), id_)
     told = await audited(small)
     assert (whose(told["lost"]), told["twice"]) == ([prompt], [])
 
 
-async def test_a_prompt_that_the_server_forgot_altogether_is_lost(small, audited):
+async def test_a_prompt_without_any_trace_is_lost(small, audited):
     ((id_, prompt),) = await ids_in(small.connection, "groups")
     await small.connection.redis.xdel(small.connection.key("groups"), id_)
     await small.connection.redis.hdel(small.connection.key("unfinished"), prompt)
     assert whose((await audited(small))["lost"]) == [prompt]
 
 
-async def test_a_ledger_line_that_was_given_another_prompt_loses_one_and_counts_one_twice(small, audited):
+async def test_a_ledger_line_with_another_prompt_loses_one_and_counts_one_twice(small, audited):
     renamed = []
 
     def change(lines):
@@ -188,7 +188,7 @@ async def test_a_ledger_line_that_was_given_another_prompt_loses_one_and_counts_
     assert whose(told["twice"]) == renamed[1:]
 
 
-async def test_a_ledger_line_that_cannot_be_read_is_told_and_its_prompt_is_lost(small, audited):
+async def test_an_unreadable_ledger_line_is_reported_and_its_prompt_is_lost(small, audited):
     content = small.ledger.path.read_bytes()
     first = json.loads(content.splitlines()[0])["prompt"]
     small.ledger.path.write_bytes(b"#" + content[1:])
@@ -197,7 +197,7 @@ async def test_a_ledger_line_that_cannot_be_read_is_told_and_its_prompt_is_lost(
     assert "ledger.jsonl, line 1" in told["notes"][0]
 
 
-async def test_a_line_of_a_prompt_that_died_counts_it_twice(small, audited):
+async def test_a_ledger_line_of_a_dead_prompt_counts_it_twice(small, audited):
     (letter,) = await list_dead_letters(small.connection)
     await anyio.to_thread.run_sync(small.ledger.append, [LedgerRecord(letter.prompt_id, Trained(), 2, 1, "abc")])
     told = await audited(small)
@@ -205,7 +205,7 @@ async def test_a_line_of_a_prompt_that_died_counts_it_twice(small, audited):
     assert any("its image does not decode" in fact for fact in told["twice"][0]["evidence"])
 
 
-async def test_a_checkpoint_that_is_gone_leaves_what_only_it_held(small, audited):
+async def test_groups_that_only_a_missing_checkpoint_held_are_lost(small, audited):
     manifest = small.folder / "checkpoints" / "step-000001" / "checkpoint.json"
     manifest.write_text("{")
     told = await audited(small)
@@ -213,21 +213,21 @@ async def test_a_checkpoint_that_is_gone_leaves_what_only_it_held(small, audited
     assert "which no checkpoint holds" in told["lost"][0]["evidence"][0]
 
 
-async def test_what_the_operator_dropped_is_dropped_by_the_operator(small, audited):
+async def test_dead_letters_dropped_by_the_operator_count_as_dropped(small, audited):
     (letter,) = await list_dead_letters(small.connection)
     await drop_dead_letters(small.connection, [letter.id])
     told = await audited(small)
     assert (told["dead"], told["dropped"], told["clean"]) == (0, {"stale": 1, "operator": 1}, True)
 
 
-async def test_junk_is_no_prompt(small, audited):
+async def test_foreign_entries_are_not_prompts(small, audited):
     await small.connection.redis.xadd(small.connection.key("groups"), {"payload": b"\xff\x00"})
     await small.connection.redis.xadd(small.connection.key("scored"), {"prompt": b"\xff", "payload": b""})
     told = await audited(small)
     assert (told["fed"], told["junk"], told["clean"]) == (8, 2, True)
 
 
-async def test_rows_that_could_not_be_fed_are_not_missed(tmp_path, connection, redis_url, pipe_on, audited):
+async def test_rows_that_could_not_be_fed_are_not_lost(tmp_path, connection, redis_url, pipe_on, audited):
     small = await made(tmp_path, connection.run, redis_url, 8, '{"prompt": \n[1]\n{"prompt": 7}\n')
     await small.begin(connection, pipe_on)
     await small.feed(0, 11)
@@ -236,20 +236,22 @@ async def test_rows_that_could_not_be_fed_are_not_missed(tmp_path, connection, r
     small.ledger.close()
 
 
-async def test_a_prompt_file_that_changed_is_told_where_it_matters(small, audited):
+async def test_a_changed_prompt_file_is_reported_if_prompts_are_lost(small, audited):
     small.file.write_text(small.file.read_text() + '{"prompt": "One more."}\n')
     id_, _ = (await ids_in(small.connection, "groups"))[0]
     await small.connection.redis.xdel(small.connection.key("groups"), id_)
     assert "has changed since the run read it" in (await audited(small))["notes"][-1]
 
 
-async def test_a_prompt_file_that_is_gone_is_a_clear_error(small, audited):
+async def test_a_missing_prompt_file_is_a_clear_error(small, audited):
     small.file.unlink()
     with pytest.raises(DataError, match=r"prompts.jsonl: no such file"):
         await audited(small)
 
 
-async def test_another_feeders_prompts_are_audited_by_their_traces(tmp_path, connection, redis_url, pipe_on, audited):
+async def test_prompts_of_a_custom_feeder_are_audited_by_their_traces(
+    tmp_path, connection, redis_url, pipe_on, audited
+):
     small = await made(tmp_path, connection.run, redis_url)
     await small.begin(connection, pipe_on)
     await small.pipe.scored("x", "y", "z")
@@ -263,7 +265,7 @@ async def test_another_feeders_prompts_are_audited_by_their_traces(tmp_path, con
     small.ledger.close()
 
 
-async def test_an_emptied_server_leaves_ledger_checkpoint_and_prompt_file(small, audited):
+async def test_after_the_server_was_emptied_files_are_audited(small, audited):
     for key in await small.connection.redis.keys(f"{{{small.connection.run}}}:*"):
         await small.connection.redis.delete(key)
     told = await audited(small)
@@ -274,7 +276,7 @@ async def test_an_emptied_server_leaves_ledger_checkpoint_and_prompt_file(small,
     assert "4 of 8 rows" in told["notes"][1]
 
 
-async def test_a_line_that_is_there_twice_shows_without_a_server_too(small, audited, tmp_path):
+async def test_a_repeated_ledger_line_is_found_without_a_server(small, audited, tmp_path):
     rewrite(small, lambda lines: lines.append(lines[0]))
     settings = msgspec.structs.replace(small.settings.run, redis="redis://127.0.0.1:1")
     refused = msgspec.structs.replace(small.settings, run=settings)
@@ -286,7 +288,7 @@ async def test_a_line_that_is_there_twice_shows_without_a_server_too(small, audi
     assert len(told["twice"]) == 1
 
 
-async def test_a_run_at_rest_is_woken_and_without_its_data_audited_from_files(tmp_path, pipe_on, audited):
+async def test_a_stopped_run_is_audited_from_its_server_data_or_its_files(tmp_path, pipe_on, audited):
     small = await made(tmp_path, "rests", "")
     async with private_server(small.folder / "redis") as url, connect(url, "rests") as connection:
         await small.begin(connection, pipe_on)
@@ -312,12 +314,12 @@ async def test_a_run_that_has_not_begun_is_a_clear_error(tmp_path, audited):
         await audited(small)
 
 
-def test_a_name_on_a_server_is_not_enough(redis_url):
+def test_an_audit_needs_the_runs_files(redis_url):
     with pytest.raises(PenstockError, match="give its folder"):
         show_audit("somebody", redis_url)
 
 
-async def test_people_read_a_table_what_is_known_and_a_verdict(small, capsys):
+async def test_the_report_has_a_table_evidence_and_a_verdict(small, capsys):
     await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), ""))
     told = capsys.readouterr().out
     assert told.splitlines()[0] == f"{small.connection.run}   8 prompts fed"
@@ -338,10 +340,8 @@ async def test_people_read_a_table_what_is_known_and_a_verdict(small, capsys):
     assert told.splitlines()[-1] == "not clean: 3 lost, 0 counted twice"
 
 
-async def test_a_run_that_goes_on_is_never_called_unclean(
-    tmp_path, connection, redis_url, pipe_on, audited, monkeypatch
-):
-    """Prompts move through every stage, and die, while they are looked at; a look takes longer than they do."""
+async def test_a_running_run_is_always_clean(tmp_path, connection, redis_url, pipe_on, audited, monkeypatch):
+    """Prompts move through every stage, and die, during an audit that takes longer than that."""
     script = RunConnection.run_script
 
     async def dawdling(self, name, *arguments):

@@ -1,4 +1,4 @@
-"""`penstock dead`: list, show, retry and drop what no worker could finish."""
+"""`penstock dead`: list, show, retry and drop entries that no worker could finish."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ TERMS = RetryPolicy(data_attempts=1)
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """What is printed here is the command's; as a command it logs to stderr."""
+    """Log to stderr, as the command does, so that stdout has only its output."""
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     yield
     structlog.reset_defaults()
@@ -46,14 +46,14 @@ async def bury_junk(connection) -> str:
 @pytest.fixture
 def run_command(redis_url, run_name, capsys):
     async def run(command, *arguments, **named) -> str:
-        """What it prints; the command makes an event loop of its own."""
+        """Return its output. The command runs its own event loop, so it runs in a thread."""
         await anyio.to_thread.run_sync(lambda: command(run_name, redis_url, *arguments, **named))
         return capsys.readouterr().out
 
     return run
 
 
-async def test_the_list_says_what_died_where_and_why(connection, run_command):
+async def test_the_list_has_stage_reason_and_error(connection, run_command):
     letter = await bury_prompt(connection)
     junk = await bury_junk(connection)
     told = await run_command(list_dead)
@@ -76,7 +76,7 @@ async def test_a_run_without_dead_letters_says_so(connection, run_command):
         assert json.loads(await run_command(command, as_json=True)) == []
 
 
-async def test_a_record_is_shown_as_what_it_says(connection, run_command):
+async def test_a_record_is_shown_as_plain_values(connection, run_command):
     await bury_prompt(connection)
     (told,) = json.loads(await run_command(show_dead, as_json=True))
     assert told["record"]["messages"] == [{"role": "user", "content": "?"}]
@@ -103,7 +103,7 @@ async def test_token_buffers_are_shown_as_numbers(connection, run_command):
     assert shown["reward"]["value"] == 1.0
 
 
-async def test_what_cannot_be_read_is_shown_as_bytes_with_the_reason(connection, run_command):
+async def test_an_unreadable_payload_is_shown_as_bytes_with_the_reason(connection, run_command):
     await bury_junk(connection)
     (told,) = json.loads(await run_command(show_dead, as_json=True))
     assert "record" not in told
@@ -127,13 +127,13 @@ async def test_a_dropped_letter_counts_as_dropped(connection, run_command):
     assert (view.dead, view.dropped) == (0, {"operator": 1})
 
 
-async def test_a_letter_that_is_not_there_changes_nothing(connection, run_command):
+async def test_an_unknown_id_changes_nothing(connection, run_command):
     letter = await bury_prompt(connection)
     with pytest.raises(PenstockError, match="has no dead letter 1-1"):
         await run_command(drop_dead, [letter, "1-1"])
     assert (await read_status(connection)).dead == 1
 
 
-def test_a_hex_dump_reads_like_one():
+def test_a_hex_dump_has_offset_bytes_and_text():
     assert hex_dump(b"PS\x00") == f"{'000000  50 53 00':<55}  PS."
     assert hex_dump(bytes(17)).splitlines()[1].startswith("000010  00")

@@ -61,7 +61,7 @@ async def test_repeating_an_override_changes_nothing(connection):
     assert [(word.url, word.set_by) for word in await read_engine_overrides(connection)] == [("http://b:1", ANN)]
 
 
-async def test_a_full_list_forgets_the_oldest_removals_and_never_an_engine_that_was_added(connection, monkeypatch):
+async def test_a_full_list_drops_the_oldest_removals_but_no_added_engine(connection, monkeypatch):
     monkeypatch.setattr("stream.operator.engine_overrides.MAX_ENGINES", 4)
     for name in ("a", "b", "c", "d"):
         await (remove_engine if name in "ac" else add_engine)(connection, name, ANN)

@@ -1,4 +1,4 @@
-"""`penstock queues`: finding a run, and looking without touching."""
+"""`penstock queues` finds a run and reads its status without changing it."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ KEYS = {
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """What is printed here is the command's; as a command it logs to stderr."""
+    """Log to stderr, as the command does, so that stdout has only its output."""
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     yield
     structlog.reset_defaults()
@@ -51,11 +51,11 @@ async def some_work(connection) -> None:
 
 
 async def in_thread(*arguments, **named) -> None:
-    """The command makes an event loop of its own."""
+    """Run the command in a thread, because it runs its own event loop."""
     await anyio.to_thread.run_sync(lambda: show_queues(*arguments, **named))
 
 
-async def test_json_has_stable_keys_and_says_where_everything_is(connection, redis_url, run_name, capsys):
+async def test_json_has_these_keys_and_counts(connection, redis_url, run_name, capsys):
     await some_work(connection)
     await in_thread(run_name, redis_url, as_json=True)
     (line,) = capsys.readouterr().out.splitlines()
@@ -73,7 +73,7 @@ async def test_json_has_stable_keys_and_says_where_everything_is(connection, red
     assert (told["version"], told["finished"]) == (-1, "")
 
 
-async def test_the_table_says_the_same_to_people(connection, redis_url, run_name, capsys):
+async def test_the_table_shows_the_same_counts(connection, redis_url, run_name, capsys):
     await some_work(connection)
     await in_thread(run_name, redis_url)
     told = capsys.readouterr().out
@@ -82,7 +82,7 @@ async def test_the_table_says_the_same_to_people(connection, redis_url, run_name
     assert "groups outstanding 2 of 8" in told
 
 
-async def test_how_the_last_steps_completions_ended_is_told_by_reason(connection, redis_url, run_name, capsys):
+async def test_the_last_steps_completions_are_counted_by_reason(connection, redis_url, run_name, capsys):
     await some_work(connection)
     metrics = {
         "rows/valid": 12, "rows/failed:prompt_too_long": 1, "truncated/length": 3, "truncated/max_turns": 1,
@@ -99,7 +99,7 @@ async def test_how_the_last_steps_completions_ended_is_told_by_reason(connection
     assert "of them truncated: length 3, max_turns 1" in shown
 
 
-async def test_looking_creates_no_key_and_changes_none(connection, redis_url, run_name):
+async def test_reading_creates_and_changes_no_key(connection, redis_url, run_name):
     await some_work(connection)
     with Redis.from_url(redis_url) as redis:
         before = {key: redis.dump(key) for key in redis.keys("*")}
@@ -124,7 +124,7 @@ def announce_mine(run_name: str, redis_url: str) -> None:
     write_run_info(make_folder(Path("runs/mine"), run_name), RunInfo(run=run_name, redis=redis_url, pid=1))
 
 
-async def test_a_run_that_goes_on_is_found_by_folder_name_file_or_alone(
+async def test_a_running_run_is_found_by_folder_name_file_or_alone(
     connection, redis_url, run_name, tmp_path, monkeypatch, capsys
 ):
     await some_work(connection)
@@ -135,7 +135,7 @@ async def test_a_run_that_goes_on_is_found_by_folder_name_file_or_alone(
         assert json.loads(capsys.readouterr().out)["run"] == run_name
 
 
-async def test_a_run_whose_server_is_at_rest_is_woken_for_the_look(tmp_path, capsys):
+async def test_a_stopped_private_server_is_started_for_the_command(tmp_path, capsys):
     folder = make_folder(tmp_path / "rests", "rests")
     async with private_server(folder / "redis") as url, connect(url, "rests") as connection:
         await some_work(connection)
@@ -143,13 +143,13 @@ async def test_a_run_whose_server_is_at_rest_is_woken_for_the_look(tmp_path, cap
     assert json.loads(capsys.readouterr().out)["fed"] == 4
 
 
-def test_settings_may_say_where_the_server_is(tmp_path, redis_url):
+def test_the_server_may_be_named_in_the_settings(tmp_path, redis_url):
     folder = make_folder(tmp_path / "far", "far", redis_url)
     assert find_run(str(folder)).url == redis_url
     assert find_run(str(folder), "redis://elsewhere").url == "redis://elsewhere"
 
 
-def test_a_run_that_cannot_be_found_is_a_clear_error(tmp_path, monkeypatch):
+def test_an_unknown_run_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PenstockError, match="no run goes on"):
         find_run(None)
@@ -163,7 +163,7 @@ def test_a_run_that_cannot_be_found_is_a_clear_error(tmp_path, monkeypatch):
         find_run("mine")
 
 
-def test_two_runs_that_go_on_have_to_be_told_apart(tmp_path, monkeypatch):
+def test_two_running_runs_need_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("one", "two"):
         write_run_info(make_folder(Path("runs") / name, name), RunInfo(run=name, redis="unix://x", pid=1))

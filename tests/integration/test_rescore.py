@@ -1,4 +1,4 @@
-"""`penstock rescore`: archived groups scored again on their frozen snapshots; the run's own files stay as they are."""
+"""`penstock rescore` scores archived groups on their snapshots and does not change the run."""
 
 import hashlib
 import json
@@ -50,7 +50,7 @@ def broken(completions, **columns):
 
 
 class Run:
-    """A run that has ended: settings, ledger, archive."""
+    """A finished run: settings, ledger, archive."""
 
     def __init__(self, folder) -> None:
         self.folder = folder / "run"
@@ -118,7 +118,7 @@ def lines(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
 
 
-def test_every_archived_completion_is_scored_again_on_its_snapshot_and_nothing_of_the_run_changes(run):
+def test_every_archived_completion_is_scored_on_its_snapshot_and_the_run_is_unchanged(run):
     before = run.digest()
     result, told = rescore(str(run.folder), "--reward", f"{run.world}:total", "--json")
     assert result.exit_code == 0, result.output
@@ -133,7 +133,7 @@ def test_every_archived_completion_is_scored_again_on_its_snapshot_and_nothing_o
     assert [f["new"]["value"] for f in found if f["new"]] == [10.0 + total for total in totals]  # env's part is kept
     assert [part["name"] for part in found[0]["new_parts"]] == ["env", "total"]
     assert found[3]["old"] == {"type": "unmeasured", "reason": "timeout", "detail": "slow"}
-    assert found[5]["new"] is None  # it failed: there is nothing to score
+    assert found[5]["new"] is None  # the completion failed
     assert (told["groups"], told["missing"]) == (3, 1)
     assert told["validity"] == {"measured": 4, "timeout -> measured": 1}
     (till,) = told["environments"]
@@ -142,7 +142,7 @@ def test_every_archived_completion_is_scored_again_on_its_snapshot_and_nothing_o
     assert till["order_agreement"] == 1.0
 
 
-def test_functions_come_from_a_toml_with_weights_and_args_and_what_they_do_not_know_has_its_reason(run, tmp_path):
+def test_functions_from_a_file_have_weights_and_args(run, tmp_path):
     file = tmp_path / "other.toml"
     file.write_text(
         f'[[rewards]]\nref = "{run.world}:picky"\nweight = 2.0\nargs = {{ limit = 6 }}\n'
@@ -157,14 +157,14 @@ def test_functions_come_from_a_toml_with_weights_and_args_and_what_they_do_not_k
     assert told["validity"] == {"measured -> component": 2, "measured": 2, "timeout -> measured": 1}
 
 
-def test_a_function_that_breaks_leaves_reasons_and_a_table_all_the_same(run):
+def test_a_failing_function_gives_reasons_and_a_complete_summary(run):
     result, _ = rescore(str(run.folder), "--reward", f"{run.world}:broken", "--name", "broken")
     assert result.exit_code == 0, result.output
     assert "measured -> component: 4" in result.stdout
     assert "1 more are not archived" in result.stdout
 
 
-def test_a_comparison_is_never_overwritten_and_may_lie_elsewhere(run, tmp_path):
+def test_a_comparison_is_never_overwritten_and_may_have_another_folder(run, tmp_path):
     reward = ("--reward", f"{run.world}:total")
     assert rescore(str(run.folder), *reward, "--out", str(tmp_path / "elsewhere"))[0].exit_code == 0
     assert len(lines(tmp_path / "elsewhere")) == 6
@@ -185,7 +185,7 @@ def test_a_comparison_is_never_overwritten_and_may_lie_elsewhere(run, tmp_path):
     ],
     ids=["nothing", "unknown", "empty", "misspelt", "field"],
 )
-def test_what_cannot_be_scored_with_is_told_and_nothing_is_written(run, tmp_path, arguments, code, words):
+def test_invalid_reward_functions_are_refused_and_nothing_is_written(run, tmp_path, arguments, code, words):
     for name, text in (("file", ""), ("wrong", "[[rewrds]]\n"), ("bad", '[[rewards]]\nref = "x"\nweigth = 1\n')):
         (tmp_path / f"{name}.toml").write_text(text)
     paths = {name: str(tmp_path / f"{name}.toml") for name in ("file", "wrong", "bad")}
@@ -204,7 +204,7 @@ def test_a_run_without_an_archive_says_so(tmp_path):
     assert list((made.folder / "rescored").iterdir()) == []
 
 
-def test_order_is_compared_within_groups_alone():
+def test_order_is_compared_within_groups_only():
     kept = [("a", 0.0, 5.0), ("a", 1.0, 6.0), ("b", 0.0, 100.0), ("b", 1.0, 101.0)]
     assert order_agreement(kept) == 1.0
     assert order_agreement([("a", 0.0, 6.0), ("a", 1.0, 5.0)]) == 0.0
@@ -212,7 +212,7 @@ def test_order_is_compared_within_groups_alone():
     assert order_agreement([("a", 1.0, 5.0), ("a", 1.0, 6.0), ("b", 0.0, 1.0)]) is None
 
 
-def test_correlation_is_pearsons_and_unknown_where_nothing_varies():
+def test_correlation_is_pearsons_and_none_for_constant_values():
     assert correlation([1, 2, 3], [2, 4, 6]) == pytest.approx(1)
     assert correlation([1, 2, 3], [1, 0, 1]) == pytest.approx(0)
     assert correlation([1, 2, 4], [3, 1, 0]) == pytest.approx(-0.9286, abs=1e-3)
@@ -220,7 +220,7 @@ def test_correlation_is_pearsons_and_unknown_where_nothing_varies():
     assert correlation([1], [1]) is None
 
 
-def test_several_environments_are_summarized_apart_and_together():
+def test_environments_are_summarized_separately_and_together():
     comparisons = [
         RewardComparison("a", "x", Measured(1.0), Measured(3.0)),
         RewardComparison("b", "y", Measured(2.0), Unmeasured(RewardReason.RAISED)),

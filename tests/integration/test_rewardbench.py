@@ -1,4 +1,4 @@
-"""`penstock rewardbench`: the table by subset, beside transformers, pair by pair; what was not scored is neither."""
+"""`penstock rewardbench`: accuracy by subset, compared with transformers; unscored pairs count separately."""
 
 import json
 import random
@@ -25,7 +25,7 @@ SUBSETS = [subset for subsets in SECTIONS.values() for subset in subsets]
 
 @contextmanager
 def in_a_thread(server):
-    """Keep an asynchronous server up while a command runs its own event loop here."""
+    """Keep an asynchronous server running while the command runs its own event loop."""
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(server) as running:
         yield running
 
@@ -52,7 +52,7 @@ def test_the_23_subsets_stand_in_the_four_sections_of_rewardbench():
     assert SECTIONS["Reasoning"]["math-prm"] == sum(n for name, n in SECTIONS["Reasoning"].items() if "hep" in name)
 
 
-def test_every_subset_beside_the_reference_pair_by_pair(tmp_path):
+def test_every_subset_is_compared_with_the_reference(tmp_path):
     make_reward_model(tmp_path / "model", seed=2)
     table = rows(2)
     file = write(tmp_path / "bench.jsonl", table)
@@ -78,11 +78,11 @@ def test_every_subset_beside_the_reference_pair_by_pair(tmp_path):
         assert (subset["pairs"], subset["agreeing"], subset["unscored"]) == (2, 2, 0)
     assert report["sections"] == report["reference_sections"]
     assert 0 < report["largest_difference"] < 1e-4
-    assert len({subset["accuracy"] for subset in report["subsets"]}) > 2  # something to get wrong
+    assert len({subset["accuracy"] for subset in report["subsets"]}) > 2  # so that a wrong assignment would show
     assert all(name in shown.stdout for name in (*SUBSETS, *SECTIONS, "reference", "agreeing"))
 
 
-def test_what_could_not_be_scored_is_neither_won_nor_lost_and_a_tie_is_not_won(tmp_path):
+def test_unscored_pairs_are_counted_separately_and_a_tie_is_wrong(tmp_path):
     table = [
         {"prompt": "p", "chosen": "longer", "rejected": "short", "subset": "hep-go"},
         {"prompt": "p", "chosen": "s", "rejected": "longer", "subset": "hep-go"},

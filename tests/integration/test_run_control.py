@@ -1,4 +1,4 @@
-"""Pausing, resuming and stopping a run that goes on: what its roles are told, and when."""
+"""Pause, resume and stop: how and when the roles of a running run notice."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ ANN = "ann@box"
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """What is printed here is the command's; as a command it logs to stderr."""
+    """Log to stderr, as the command does, so that stdout has only its output."""
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     yield
     structlog.reset_defaults()
@@ -54,7 +54,7 @@ def settings_in(folder, run, **tables):
 # --- pause
 
 
-async def test_a_paused_run_hands_out_no_prompt_whether_fresh_given_back_or_expired(pipe):
+async def test_a_paused_run_gives_out_no_prompt_new_released_or_expired(pipe):
     await pipe.feed("fresh", "back", "held", "expired")
     worker, dead = pipe.stage("prompts"), pipe.stage("prompts", "dead", lease_s=0.05)
     (_expired,) = (await dead.claim(1)).leases
@@ -71,7 +71,7 @@ async def test_a_paused_run_hands_out_no_prompt_whether_fresh_given_back_or_expi
     assert sum(lease.infra_failures for lease in claim.leases) == 2, "the pause itself is no failure of anybody"
 
 
-async def test_what_is_in_hand_is_finished_scored_and_trained_while_the_run_is_paused(pipe, tmp_path):
+async def test_groups_in_progress_are_finished_scored_and_trained_while_paused(pipe, tmp_path):
     await pipe.feed("a", "b")
     rollout, score, train = pipe.stage("prompts"), pipe.stage("groups"), pipe.stage("scored")
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
@@ -94,7 +94,7 @@ async def test_what_is_in_hand_is_finished_scored_and_trained_while_the_run_is_p
     assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
 
 
-async def test_resume_wakes_a_worker_that_waits_without_asking_again_and_again(pipe):
+async def test_resume_wakes_a_waiting_worker_without_polling(pipe):
     await pipe.feed("a")
     await pause(pipe.connection, ANN)
     worker, claims, got = pipe.stage("prompts"), 0, anyio.Event()
@@ -144,7 +144,7 @@ async def test_nothing_is_fed_while_the_run_is_paused(pipe):
     assert (await read_status(pipe.connection)).counts["fed"] == 2
 
 
-async def test_a_pause_outlives_workers_and_a_trainer_that_begins_anew(pipe, redis_url, tmp_path):
+async def test_a_pause_survives_restarts_of_workers_and_trainer(pipe, redis_url, tmp_path):
     await pipe.feed("a")
     await pause(pipe.connection, ANN)
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
@@ -162,7 +162,7 @@ async def test_the_end_of_a_run_ends_its_pause(pipe):
     assert (await read_status(pipe.connection)).paused is None
 
 
-async def test_a_look_says_who_paused_the_run_and_when(pipe, redis_url, capsys):
+async def test_the_status_says_who_paused_the_run_and_when(pipe, redis_url, capsys):
     await pipe.feed("a")
     assert (await read_status(pipe.connection)).paused is None
     await pause(pipe.connection, ANN)
@@ -179,7 +179,7 @@ async def test_a_look_says_who_paused_the_run_and_when(pipe, redis_url, capsys):
 
 
 async def test_a_trainer_does_not_call_a_paused_run_stalled(pipe, tmp_path):
-    """It is woken four times a second: each time it could see that the time is over."""
+    """It wakes four times a second, and each time could find the timeout exceeded."""
     settings = settings_in(tmp_path, pipe.connection.run, abort={"stall_timeout_s": 0.5})
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
     trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
@@ -207,7 +207,7 @@ async def test_a_trainer_does_not_call_a_paused_run_stalled(pipe, tmp_path):
 # --- what an operator is told
 
 
-async def test_what_makes_no_sense_is_said_and_changes_nothing(pipe, redis_url):
+async def test_commands_without_effect_are_refused(pipe, redis_url):
     with pytest.raises(PenstockError, match="is not paused"):
         await resume(pipe.connection, ANN)
     await pause(pipe.connection, ANN)
@@ -228,7 +228,7 @@ async def test_what_makes_no_sense_is_said_and_changes_nothing(pipe, redis_url):
         assert redis.keys("{nobody}*") == []
 
 
-async def test_a_word_is_said_by_the_command_and_answered_in_a_line(pipe, redis_url, run_name, capsys):
+async def test_each_command_prints_one_line(pipe, redis_url, run_name, capsys):
     async def told(word) -> str:
         await anyio.to_thread.run_sync(send_command, word, run_name, redis_url)
         return capsys.readouterr().out
@@ -242,7 +242,7 @@ async def test_a_word_is_said_by_the_command_and_answered_in_a_line(pipe, redis_
     assert "no trainer" not in said
 
 
-def test_a_run_at_rest_is_not_woken_to_be_told(tmp_path):
+def test_a_stopped_run_is_not_started_for_a_command(tmp_path):
     settings = settings_in(tmp_path, "rests")
     (tmp_path / "redis").mkdir()
     (tmp_path / "run.toml").write_text(dump_settings(settings))
@@ -253,7 +253,7 @@ def test_a_run_at_rest_is_not_woken_to_be_told(tmp_path):
 # --- stop
 
 
-async def test_whoever_is_asked_to_stop_gets_nothing_more_and_hears_why(pipe):
+async def test_a_stopping_process_claims_nothing_more(pipe):
     await pipe.scored("a")
     await stop(pipe.connection, ANN)
     assert not pipe.connection.stopping.is_set()
@@ -262,7 +262,7 @@ async def test_whoever_is_asked_to_stop_gets_nothing_more_and_hears_why(pipe):
     assert pipe.connection.stopping.is_set()
 
 
-async def test_a_worker_that_is_full_hears_of_a_stop_when_it_renews(pipe):
+async def test_a_busy_worker_notices_a_stop_when_it_renews_leases(pipe):
     await pipe.feed("a")
     worker = pipe.stage("prompts", lease_s=0.3)
     await worker.claim(1)
@@ -276,7 +276,7 @@ async def test_a_worker_that_is_full_hears_of_a_stop_when_it_renews(pipe):
         tasks.cancel_scope.cancel()
 
 
-async def test_a_trainer_in_a_long_step_hears_of_a_stop_when_it_renews_its_right(pipe):
+async def test_a_trainer_in_a_long_step_notices_a_stop_when_it_renews_its_lease(pipe):
     tenure = await TrainerLease.acquire(pipe.connection, 0.3)
     await stop(pipe.connection, ANN)
     async with anyio.create_task_group() as tasks:
@@ -286,7 +286,7 @@ async def test_a_trainer_in_a_long_step_hears_of_a_stop_when_it_renews_its_right
         tasks.cancel_scope.cancel()
 
 
-async def test_a_feeder_that_waits_for_room_hears_of_a_stop_at_once(pipe):
+async def test_a_waiting_feeder_notices_a_stop_immediately(pipe):
     feed = Feed(pipe.connection, 1)
     await feed.put([Prompt(id="a", messages=[])], "", "1")
     async with anyio.create_task_group() as tasks:
@@ -298,7 +298,7 @@ async def test_a_feeder_that_waits_for_room_hears_of_a_stop_at_once(pipe):
         tasks.cancel_scope.cancel()
 
 
-async def test_a_stop_is_for_those_who_were_there_and_not_for_the_next_start(pipe, pipe_on, redis_url):
+async def test_a_stop_does_not_affect_later_starts(pipe, pipe_on, redis_url):
     await pipe.feed("a", "b")
     await stop(pipe.connection, ANN)
     async with connect(redis_url, pipe.connection.run) as later:
@@ -309,7 +309,7 @@ async def test_a_stop_is_for_those_who_were_there_and_not_for_the_next_start(pip
         assert later.stopping.is_set()
 
 
-async def test_two_requests_to_stop_are_two_even_where_the_clock_was_set_back(pipe, redis_url):
+async def test_two_stop_requests_differ_even_if_the_clock_was_set_back(pipe, redis_url):
     await pipe.connection.write_hash("meta", {"stop": str(8 * 10**15)})
     async with connect(redis_url, pipe.connection.run) as later:
         await stop(later, ANN)
@@ -318,8 +318,8 @@ async def test_two_requests_to_stop_are_two_even_where_the_clock_was_set_back(pi
 
 
 @pytest.mark.parametrize(("signals", "finishes"), [(0, True), (1, True), (2, False)])
-async def test_a_drain_that_a_stop_began_is_not_cut_by_the_first_signal(pipe, redis_url, tmp_path, signals, finishes):
-    """The supervisor that hears of a stop sends everybody a signal, who have heard of it by themselves."""
+async def test_the_first_signal_does_not_interrupt_a_drain_after_a_stop(pipe, redis_url, tmp_path, signals, finishes):
+    """The supervisor signals all roles after a stop, although each has noticed the stop itself."""
     finished = False
 
     async def main(role: WorkerContext) -> None:
@@ -342,7 +342,7 @@ async def test_a_drain_that_a_stop_began_is_not_cut_by_the_first_signal(pipe, re
     assert finished == finishes
 
 
-async def test_a_drain_that_a_stop_began_ends_with_the_grace_time(pipe, redis_url, tmp_path):
+async def test_a_drain_after_a_stop_ends_with_the_shutdown_timeout(pipe, redis_url, tmp_path):
     async def main(role: WorkerContext) -> None:
         await stop(pipe.connection, ANN)
         await role.connection.poll_stop()

@@ -1,4 +1,4 @@
-"""`penstock algorithms`: everything that is registered, with its formula and source."""
+"""`penstock algorithms` lists everything that is registered, with formula and source."""
 
 import json
 
@@ -12,7 +12,7 @@ from workers.train.algorithms.losses import LOSSES
 from workers.train.algorithms.rejection import REJECTIONS
 
 
-def test_every_name_is_listed_for_programs_with_formula_source_and_defaults():
+def test_json_lists_every_name_with_formula_source_and_defaults():
     result = CliRunner().invoke(penstock, ["algorithms", "--json"])
     assert result.exit_code == 0
     found = json.loads(result.stdout)
@@ -29,6 +29,6 @@ def test_every_name_is_listed_for_programs_with_formula_source_and_defaults():
 
 
 @pytest.mark.parametrize("name", sorted({*ESTIMATORS, *LOSSES, *PRESETS}))
-def test_every_name_is_shown_to_people(name):
+def test_every_name_is_printed(name):
     result = CliRunner().invoke(penstock, ["algorithms"])
     assert f"\n  {name} " in result.stdout

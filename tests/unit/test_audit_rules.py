@@ -1,4 +1,4 @@
-"""Where an audit puts a prompt, by what is known of it. One prompt to a case, unless it says otherwise."""
+"""How an audit classifies a prompt from the evidence. Each case has one prompt unless it says otherwise."""
 
 import msgspec
 import pytest
@@ -11,7 +11,7 @@ from stream.trainer.outcomes import decode_outcome
 from workers.commands.audit import audit_until_stable
 
 LINE = 100
-"""Bytes of a line here."""
+"""Bytes of a ledger line in these tests."""
 
 
 def facts(
@@ -51,7 +51,7 @@ def letter(prompt: str = "a", *, fed: bool = True, id_: str = "9-0") -> DeadEntr
 
 
 def place(report: AuditReport) -> str:
-    """The one place that holds the one prompt, as the audit's equation has it."""
+    """Return the one class of the audit that holds the prompt."""
     places = {"trained": report.trained, "dead": report.dead, "lost": len(report.lost), "twice": len(report.twice)}
     places |= {f"dropped:{reason}": n for reason, n in report.dropped.items()}
     places |= {f"outstanding:{stage}": n for stage, n in report.outstanding.items()}
@@ -116,16 +116,16 @@ def test_a_prompt_is_in_one_place(known, expected):
     assert report.clean is (expected not in {"lost", "twice"})
 
 
-def test_junk_is_counted_beside_the_prompts():
+def test_foreign_entries_are_counted_separately():
     report = audit(facts(entry("groups", ""), entry("scored", "nobody's"), dead=[letter("", fed=False)]))
     assert (report.fed, report.junk, report.clean) == (0, 3, True)
 
 
-def test_what_is_under_way_is_no_junk():
+def test_entries_that_are_being_processed_are_not_foreign():
     assert audit(facts(entry("groups"), opened="a")).junk == 0
 
 
-def test_what_no_checkpoint_holds_yet_is_told():
+def test_outcomes_after_the_last_checkpoint_are_counted_as_unsaved():
     report = audit(facts(entry("scored", "b", marked=True), fed="a b", ledger="a b=dropped:stale", kept=1))
     assert (report.trained, report.dropped, report.unsaved) == (1, {"stale": 1}, 1)
 
@@ -154,7 +154,7 @@ def test_many_prompts_add_up():
     assert [each.prompt for each in report.twice] == ["j"]
 
 
-def test_everything_that_is_known_of_a_prompt_is_told():
+def test_findings_list_all_evidence():
     (found,) = audit(
         facts(entry("scored", marked=True), fed="a", ledger="a a=dropped:stale", kept=1, removed="a")
     ).twice
@@ -172,7 +172,7 @@ def test_everything_that_is_known_of_a_prompt_is_told():
     assert found.evidence == ["no entry on the server"]
 
 
-def test_the_keys_are_these():
+def test_the_report_has_these_keys():
     told = msgspec.to_builtins(audit(facts()))
     assert list(told) == [
         "fed", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean", "unsaved", "junk", "notes",
@@ -180,7 +180,7 @@ def test_the_keys_are_these():
 
 
 async def looked(*lost: str) -> tuple[AuditReport, int]:
-    """What `steady` makes of looks that find these prompts lost, and how often it looked."""
+    """Return the lost prompts that `audit_until_stable` reports, and the number of audits, if each audit finds these."""
     looks = [audit(facts(fed=prompts)) for prompts in lost]
     taken = []
 
@@ -191,7 +191,7 @@ async def looked(*lost: str) -> tuple[AuditReport, int]:
     return await audit_until_stable(look), len(taken)
 
 
-async def test_what_is_wrong_must_be_wrong_in_two_looks():
+async def test_a_finding_must_appear_in_two_audits_in_a_row():
     report, looks = await looked("", "a")
     assert (report.clean, looks) == (True, 1)
     report, looks = await looked("a", "")

@@ -1,4 +1,4 @@
-"""`penstock check`: an episode without a model, and a word about everything that will go wrong."""
+"""`penstock check` plays an episode without a model and warns about problems."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from workers.settings import Rollout
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch):
-    """Writes a file with an environment `Env`, and returns its reference."""
+    """Write a file with an environment `Env`; return its reference."""
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     def write(code):
@@ -32,7 +32,7 @@ def environment(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _logging_as_before():
-    """The command sets up this process's logging, on a stream that is the test's own."""
+    """The command configures logging of this process; restore it after the test."""
     yield
     structlog.reset_defaults()
     structlog.contextvars.clear_contextvars()
@@ -44,7 +44,7 @@ def shown(report):
     return console.file.getvalue()
 
 
-async def test_a_good_environment_is_played_and_shown():
+async def test_a_good_environment_is_played_and_rendered():
     report = await check_environment("guess", {"secret": 1})
     assert report.ok
     assert (report.warnings, report.errors) == ([], [])
@@ -70,7 +70,7 @@ async def test_an_environment_that_needs_a_reward_function_says_so():
     assert report.warnings == ["it has no get_reward: a run needs a reward function under [[rewards]]"]
 
 
-async def test_what_is_not_there_is_an_error_with_the_reason():
+async def test_a_missing_reference_is_an_error_with_the_reason():
     report = await check_environment("nonsense", {})
     assert not report.ok
     assert "installed are: calculator, guess" in report.errors[0]
@@ -159,7 +159,7 @@ MESSY = """
 """
 
 
-async def test_everything_that_will_misbehave_is_warned_of(environment):
+async def test_every_problem_of_an_environment_is_a_warning(environment):
     report = await check_environment(environment(MESSY), {"unseen": 1})
     assert report.ok
     warnings = "\n".join(report.warnings)
@@ -181,7 +181,7 @@ async def test_everything_that_will_misbehave_is_warned_of(environment):
     assert "say [bold]it[/bold]" in shown(report)
 
 
-async def test_a_tool_that_fails_the_episode_is_told_from_one_that_raises(environment):
+async def test_a_tool_that_fails_the_episode_differs_from_one_that_raises(environment):
     report = await check_environment(
         environment("""
             from envs import EnvironmentFailure
@@ -197,7 +197,7 @@ async def test_a_tool_that_fails_the_episode_is_told_from_one_that_raises(enviro
     assert any("failed the episode" in warning for warning in report.warnings)
 
 
-async def test_one_object_for_all_episodes_is_warned_of(environment):
+async def test_one_object_for_all_episodes_is_a_warning(environment):
     report = await check_environment(
         environment("""
             class _Env:
@@ -211,7 +211,7 @@ async def test_one_object_for_all_episodes_is_warned_of(environment):
     assert any("same object each time" in warning for warning in report.warnings)
 
 
-async def test_what_hangs_does_not_hang_the_check(environment):
+async def test_a_call_that_hangs_does_not_hang_the_check(environment):
     reference = environment("""
         import time
         class Env:

@@ -1,4 +1,4 @@
-"""`penstock check` of a reward function: called with made-up rows by the code that a scorer calls it with."""
+"""`penstock check` calls a reward function with sample rows, as a scorer would."""
 
 import io
 import textwrap
@@ -16,7 +16,7 @@ from workers.settings import Rollout
 
 @pytest.fixture
 def function(tmp_path):
-    """A reference to `f` in a file with this code."""
+    """Write a file with this code; return a reference to its function `f`."""
 
     def write(code):
         path = tmp_path / "reward.py"
@@ -38,7 +38,7 @@ def f(completions, answer, **columns):
 """
 
 
-async def test_a_good_one_tells_right_from_wrong_in_both_forms(function):
+async def test_a_good_function_is_called_with_texts_and_messages(function):
     report = await check_reward(function(EXACT), {"answer": 7})
     assert report.ok
     assert (report.errors, report.warnings) == ([], [])
@@ -49,13 +49,13 @@ async def test_a_good_one_tells_right_from_wrong_in_both_forms(function):
     assert "It is usable: no errors, no warnings." in text
 
 
-async def test_a_column_that_it_needs_is_asked_for(function):
+async def test_a_missing_column_is_requested(function):
     report = await check_reward(function(EXACT), {})
     assert report.errors == ["it asks for a column 'answer': give its value with --field answer=value"]
     assert "It is not usable" in shown(report)
 
 
-async def test_one_that_looks_at_environments_gets_snapshots(function):
+async def test_a_function_that_reads_environments_gets_snapshots(function):
     ref = function("def f(environments, **columns):\n    return [float(len(e.guesses)) for e in environments]\n")
     assert "give one with --env REF" in (await check_reward(ref, {})).errors[0]
     report = await check_reward(ref, {"secret": 3}, environment="guess")
@@ -77,7 +77,7 @@ async def test_one_that_looks_at_environments_gets_snapshots(function):
         ("def f(completions, **c):\n    import time\n    time.sleep(60)", RewardReason.TIMEOUT, "within 0.1 s"),
     ],
 )
-async def test_one_that_measures_nothing_cannot_be_used(function, code, reason, error):
+async def test_a_function_that_measures_nothing_is_not_usable(function, code, reason, error):
     report = await check_reward(function(code), {}, Rollout(call_timeout_s=0.1))
     assert not report.ok
     assert error in report.errors[0]
@@ -96,7 +96,7 @@ async def test_one_that_measures_nothing_cannot_be_used(function, code, reason, 
         ("def f(completions, **c): return [i / len(completions) for i, _ in enumerate(completions)]", "scored alone"),
     ],
 )
-async def test_what_will_surprise_is_warned_of(function, code, warning):
+async def test_surprising_behaviour_is_a_warning(function, code, warning):
     report = await check_reward(function(code), {})
     assert report.ok
     assert any(warning in told for told in report.warnings), report.warnings
@@ -115,11 +115,11 @@ async def test_what_will_surprise_is_warned_of(function, code, warning):
         ("f = 3", False),
     ],
 )
-def test_a_reward_function_is_told_from_a_factory(function, code, is_one):
+def test_reward_functions_and_factories_are_distinguished(function, code, is_one):
     assert is_reward_function(function(code)) is is_one
 
 
-def test_the_command_finds_out_what_it_was_given(function, capsys):
+def test_the_command_detects_environments_and_reward_functions(function, capsys):
     assert check_reference("calculator_answer", ("answer=3",), as_json=False, environment="calculator") == 0
     assert "a reward function found as entry point" in capsys.readouterr().out
     assert check_reference("guess", ("secret=3",), as_json=False) == 0
@@ -157,5 +157,5 @@ def test_arguments_reach_the_factory_and_the_function(tmp_path, capsys):
         ({"type": ["string", "null"]}, "string | null"),
     ],
 )
-def test_a_schema_is_shown_in_a_line(schema, text):
+def test_a_schema_is_summarized_in_one_line(schema, text):
     assert schema_summary(schema) == text

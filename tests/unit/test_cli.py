@@ -1,4 +1,4 @@
-"""The command line: quick to start, clear when something is wrong."""
+"""The command line starts fast and reports errors clearly."""
 
 import os
 import subprocess
@@ -27,12 +27,12 @@ def run_python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Com
     )
 
 
-def test_importing_it_loads_nothing_heavy(tmp_path):
+def test_importing_the_command_line_loads_no_heavy_library(tmp_path):
     code = f"import sys, workers.cli; print([name for name in {HEAVY} if name in sys.modules])"
     assert run_python("-c", code, cwd=tmp_path).stdout.strip() == "[]"
 
 
-def test_help_loads_nothing_heavy_either_and_names_every_command(tmp_path):
+def test_help_loads_no_heavy_library_and_names_every_command(tmp_path):
     code = (
         "import sys; from workers.cli import penstock; penstock(['--help'], standalone_mode=False);"
         f"print([name for name in {HEAVY} if name in sys.modules])"
@@ -97,19 +97,19 @@ def test_a_setting_on_the_command_line_is_checked_too(tmp_path):
     assert "train.batch_size" in result.stderr
 
 
-def test_other_errors_of_ours_are_one_clear_line_and_exit_code_1(tmp_path):
+def test_other_expected_errors_are_one_clear_line_and_exit_code_1(tmp_path):
     result = run_python("-m", "workers", "queues", cwd=tmp_path)
     assert result.returncode == 1
     assert result.stderr == "error: no run goes on under runs/; name a run's folder, or its settings file\n"
 
 
-def test_a_file_that_is_not_there_is_the_command_lines_fault(tmp_path):
+def test_a_missing_file_is_a_usage_error(tmp_path):
     result = run_python("-m", "workers", "train", "nowhere.toml", cwd=tmp_path)
     assert result.returncode == 2
     assert "nowhere.toml" in result.stderr
 
 
-def test_dead_letters_are_named_or_taken_all(tmp_path):
+def test_dead_letters_need_ids_or_all(tmp_path):
     result = CliRunner().invoke(penstock, ["dead", "drop"])
     assert result.exit_code == 2
     assert "--id" in result.stderr
@@ -124,7 +124,7 @@ def project_with_envs(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("pythonpath", ["", "."])
-def test_a_folder_of_a_users_own_called_envs_does_not_hide_ours(tmp_path, pythonpath):
+def test_a_project_folder_named_envs_does_not_hide_the_package(tmp_path, pythonpath):
     project_with_envs(tmp_path)
     environment = {"PYTHONPATH": pythonpath} if pythonpath else {}
     result = run_python("-m", "workers", "check", "calculator", "--json", cwd=tmp_path, **environment)
@@ -138,7 +138,7 @@ def test_a_folder_of_a_users_own_called_envs_does_not_hide_ours(tmp_path, python
         assert called.returncode == 0, called.stderr
 
 
-def test_another_package_of_that_name_is_named_as_the_intruder(tmp_path):
+def test_another_installed_package_named_envs_is_reported(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     project_with_envs(elsewhere)

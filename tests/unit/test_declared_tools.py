@@ -1,4 +1,4 @@
-"""Environments that say themselves what their tools are, and adapters whose libraries are not there."""
+"""Environments that declare their tools, and adapters whose libraries are missing."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "p
 
 
 class Declaring:
-    """Speaks for a server; `helper` is no tool."""
+    """Declares the tools of a server; `helper` is not a tool."""
 
     schemas = (ADD,)
 
@@ -43,7 +43,7 @@ class Declaring:
 
 
 class OnlyOne:
-    """TRL's contract: a method that is called `call_tool` is a tool like any other."""
+    """As in TRL, a method with the name `call_tool` is a tool like any other."""
 
     def reset(self):
         pass
@@ -58,7 +58,7 @@ class OnlyOne:
 
 
 class Leading(AgentEnvironment):
-    """Leads its episodes itself."""
+    """Runs its own agent loop."""
 
     def reset(self):
         pass
@@ -102,7 +102,7 @@ async def test_what_a_declared_tool_raises_is_text_and_a_failure_of_the_world_is
     assert isinstance((await called(gone=1))[0], Failure)
 
 
-def test_who_only_thaws_snapshots_asks_nobody_for_tools(monkeypatch):
+def test_thawing_snapshots_requests_no_tools(monkeypatch):
     monkeypatch.setattr(Declaring, "tool_schemas", lambda self: pytest.fail("it was asked"))
     factory = EnvironmentFactory.load(f"{__name__}:Declaring", with_tools=False)
     assert factory.tools == []
@@ -112,7 +112,7 @@ def test_who_only_thaws_snapshots_asks_nobody_for_tools(monkeypatch):
     )
 
 
-async def test_check_says_of_one_that_leads_its_episodes_what_it_cannot_try():
+async def test_check_warns_about_environments_with_their_own_loop():
     report = await check_environment(f"{__name__}:Leading", {})
     assert report.ok
     assert any("runs its own agent loop" in warning for warning in report.warnings)
@@ -123,7 +123,7 @@ def test_one_of_the_two_alone_is_a_tool_like_any_other():
     assert [tool.name for tool in load(OnlyOne).tools] == ["call_tool"]
 
 
-def test_an_environment_that_leads_its_episodes_has_no_tools():
+def test_an_environment_with_its_own_loop_has_no_tools():
     factory = load(Leading)
     assert factory.runs_own_loop
     assert factory.tools == []

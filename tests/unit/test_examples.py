@@ -1,4 +1,4 @@
-"""What stands under examples/ is what the settings and the contract accept."""
+"""Settings, environments and rewards in examples/ are valid."""
 
 import json
 from pathlib import Path

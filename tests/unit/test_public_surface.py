@@ -15,7 +15,7 @@ from stream.connection import keys
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_what_is_exported_is_what_is_said_to_be():
+def test_exports_are_listed_in_all():
     tree = ast.parse(Path(stream.__file__).read_text())
     imported = [
         alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
@@ -48,7 +48,7 @@ def test_stream_loads_nothing_heavy():
     assert not set(loaded) & {"torch", "transformers", "vllm", "numpy", "aiohttp", "envs", "workers"}
 
 
-def test_every_script_says_first_how_it_is_to_be_run():
+def test_every_script_begins_with_its_flags():
     for script in (REPOSITORY / "stream" / "lua").glob("*.lua"):
         if script.name != "common.lua":
             assert script.read_text().startswith("#!lua"), script

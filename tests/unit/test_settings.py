@@ -1,4 +1,4 @@
-"""One TOML file: typed, frozen, nothing unknown, nothing impossible."""
+"""The settings file: types, unknown keys, overrides, the generated page."""
 
 import importlib.util
 import tomllib
@@ -24,7 +24,7 @@ def page_module():
     return module
 
 
-def test_the_least_that_a_run_needs():
+def test_a_minimal_settings_file_has_defaults_for_everything_else():
     found = parse_settings(LEAST)
     assert found.folder == Path("runs/run")
     assert found.capacity == 2 * found.train.batch_size
@@ -55,14 +55,14 @@ def test_settings_cannot_be_changed():
         ("algorithm", {"truncation": {"boredom": "keep"}}, ["algorithm.truncation", "boredom"]),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(section, change, words):
+def test_an_invalid_value_is_refused_by_key(section, change, words):
     with pytest.raises(SettingsError) as caught:
         parse_settings(LEAST | {section: change}, "my.toml")
     for word in ["my.toml", *words]:
         assert word in str(caught.value)
 
 
-def test_a_file_that_is_not_there_or_is_no_toml(tmp_path):
+def test_a_missing_file_and_invalid_toml_are_refused(tmp_path):
     with pytest.raises(SettingsError, match="no such file"):
         load_settings(tmp_path / "run.toml")
     (tmp_path / "run.toml").write_text("[run\n")
@@ -80,7 +80,7 @@ def test_overrides_reach_any_key_and_are_checked(tmp_path):
             load_settings(file, (wrong,))
 
 
-def test_what_is_written_is_read_back_equal():
+def test_dumped_settings_are_read_back_equal():
     full = parse_settings(
         LEAST
         | {
@@ -93,7 +93,7 @@ def test_what_is_written_is_read_back_equal():
     assert parse_settings(tomllib.loads(dump_settings(full))) == full
 
 
-def test_only_load_and_the_wall_clock_are_excluded_by_default():
+def test_only_the_wall_clock_excludes_completions_by_default():
     found = parse_settings(LEAST)
     policies = {reason: found.truncation_policy(reason) for reason in TruncationReason}
     assert {reason for reason, policy in policies.items() if policy != "keep"} == {TruncationReason.WALL_CLOCK}
@@ -111,11 +111,11 @@ def test_settings_know_which_keys_change_the_sampled_distribution(sampling, keys
     assert parse_settings(LEAST | {"rollout": {"sampling": sampling}}).truncated_sampling == keys
 
 
-def test_the_number_of_keys_does_not_creep_up():
+def test_there_are_at_most_120_keys():
     assert len(setting_keys()) <= 120
 
 
-def test_every_key_is_explained_and_the_page_is_up_to_date():
+def test_every_key_has_a_docstring_and_the_page_is_up_to_date():
     module = page_module()
     texts = module.docstrings()
     for kinds in [*settings.sections().values(), [settings.SamplingSettings, settings.DatasetSettings]]:
@@ -126,7 +126,7 @@ def test_every_key_is_explained_and_the_page_is_up_to_date():
     assert module.page() == (DOCS / "settings.md").read_text(), "run: python docs/settings_page.py > docs/settings.md"
 
 
-def test_a_model_folder_is_served_with_the_defaults_but_for_what_is_overridden(tmp_path):
+def test_a_model_folder_is_served_with_defaults_and_overrides(tmp_path):
     made = settings_for_model(tmp_path, ("engine.max_model_len=64", "model.dtype=bfloat16"))
     assert (made.model.path, made.model.dtype) == (str(tmp_path), "bfloat16")
     assert (made.engine.max_model_len, made.engine.max_batch_size) == (64, Engine().max_batch_size)

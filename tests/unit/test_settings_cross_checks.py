@@ -1,4 +1,4 @@
-"""What is possible key by key, but not together, is refused with both keys and the remedy."""
+"""Keys that cannot work together are refused; the message names both keys and the remedy."""
 
 import pytest
 
@@ -96,7 +96,7 @@ def test_both_keys_and_the_remedy_are_named(change, words):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_can_be_had(name):
+def test_every_preset_can_be_selected(name):
     preset = PRESETS[name]
     proximal = "engine" if preset.bypass else "recompute"
     found = parse_settings(
@@ -111,16 +111,16 @@ def test_every_preset_can_be_had(name):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_every_estimator_can_be_chosen(name):
+def test_every_estimator_can_be_selected(name):
     assert parse_settings(LEAST | {"estimator": {"name": name}}).estimator.name == name
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_can_be_chosen(name):
+def test_every_loss_can_be_selected(name):
     assert parse_settings(LEAST | {"loss": {"name": name}}).loss.name == name
 
 
-def test_estimators_in_settings_are_those_that_are_registered():
+def test_settings_and_registry_have_the_same_estimators():
     choices = {kind.__struct_config__.tag: kind for kind in sections()["estimator"]}
     assert set(choices) == set(ESTIMATORS)
     for name, kind in choices.items():
@@ -129,7 +129,7 @@ def test_estimators_in_settings_are_those_that_are_registered():
         assert kind.per_token == (ESTIMATORS[name].traits.level == "token"), name
 
 
-def test_losses_in_settings_are_those_that_are_registered():
+def test_settings_and_registry_have_the_same_losses():
     choices = {kind.__struct_config__.tag: kind for kind in sections()["loss"]}
     assert set(choices) == set(LOSSES)
     for name, kind in choices.items():

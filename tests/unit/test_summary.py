@@ -28,7 +28,7 @@ def summary_of(view: RunStatus, before=Progress(), after=Progress(), seconds=10.
     return summarize(view, before, after, seconds)
 
 
-def test_the_keys_are_these():
+def test_the_report_has_these_keys():
     assert list(json.loads(msgspec.json.encode(summary_of(view(0))))) == KEYS
 
 

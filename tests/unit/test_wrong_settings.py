@@ -1,4 +1,4 @@
-"""Wrong settings: each message names the key, what is wrong, and what to do."""
+"""Wrong settings: each message names the key, the problem and the remedy."""
 
 import math
 import re
@@ -53,7 +53,7 @@ def measure(completions, number): return [1.0] * len(completions)
         ("model", {"path": "m", "tool_format": "hermess"}, ["model.tool_format", "'hermess'", "'hermes'"]),
     ],
 )
-def test_what_is_wrong_is_told_by_key_with_a_remedy(section, change, words):
+def test_a_wrong_value_is_refused_by_key_with_a_remedy(section, change, words):
     with pytest.raises(SettingsError) as caught:
         parse_settings(LEAST | {section: change}, "my.toml")
     for word in ["my.toml", *words]:
@@ -79,18 +79,18 @@ def test_new_names_of_old_keys_exist():
     assert not RENAMED_KEYS.keys() & current
 
 
-def test_a_bias_by_token_id_is_read_and_written_back():
+def test_a_logit_bias_is_read_and_written_back():
     table = {"top_p": 0.9, "stop": ["</answer>"], "logit_bias": {"5": -1.5}}
     settings = parse_settings(LEAST | {"rollout": {"sampling": table}})
     assert settings.rollout.sampling.logit_bias == {5: -1.5}
     assert parse_settings(tomllib.loads(dump_settings(settings))) == settings
 
 
-def test_two_functions_of_one_name_are_told_apart_by_another():
+def test_two_functions_with_the_same_name_may_be_renamed():
     parse_settings(LEAST | {"rewards": [{"ref": "a:b"}, {"ref": "c:b", "name": "other"}]})
 
 
-def test_a_prompt_file_that_is_not_there_is_named_with_the_key_that_names_it(tmp_path):
+def test_a_missing_prompt_file_is_reported_with_its_key(tmp_path):
     mix = parse_settings(LEAST | {"data": {"sets": [{"path": str(tmp_path / "gone.jsonl")}]}})
     with pytest.raises(DataError, match=r"gone\.jsonl: no such file or folder; \[\[data\.sets\]\] path"):
         open_dataset_mix(mix)
@@ -100,7 +100,7 @@ def test_a_prompt_file_that_is_not_there_is_named_with_the_key_that_names_it(tmp
         open_dataset_mix(parse_settings(LEAST))
 
 
-def test_an_environment_among_the_rewards_and_the_other_way_round_are_recognised(tmp_path):
+def test_environments_and_rewards_in_each_others_table_are_recognised(tmp_path):
     (tmp_path / "mixed_up.py").write_text(CODE)
     file = tmp_path / "mixed_up.py"
     for ref in ("guess", f"{file}:World"):
@@ -111,7 +111,7 @@ def test_an_environment_among_the_rewards_and_the_other_way_round_are_recognised
             EnvironmentFactory.load(ref)
 
 
-def test_a_function_is_called_in_a_second_scoring_as_in_the_run(tmp_path):
+def test_rescoring_calls_a_function_with_the_options_of_its_settings(tmp_path):
     (tmp_path / "mixed_up.py").write_text(CODE)
     file = tmp_path / "again.toml"
     file.write_text(
