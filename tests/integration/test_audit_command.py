@@ -365,7 +365,7 @@ async def test_a_running_run_is_always_clean(tmp_path, connection, redis_url, pi
                 await small.stages["prompts"].release(lease, "data", "no")
             await small.pass_on("groups", "scored", 28)
             await small.train(14)
-            await small.train(14, "dropped:stale")
+            await small.train(14, Dropped("stale"))
             await small.keep()
             moved += 1
 
