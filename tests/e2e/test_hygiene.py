@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 RUN = Path(__file__).parents[1] / "hygiene" / "run.py"
 SEEN = {
     "server": {"memory", "elements", "keys", "aof", "clients"},
@@ -20,19 +22,33 @@ SEEN = {
 }
 
 
+def report(groups: int, limit_s: float, *options: str) -> dict:
+    """What a run of so many groups prints at its end."""
+    command = [sys.executable, str(RUN), "--groups", str(groups), "--limit", str(limit_s), "--json", *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=limit_s + 30, check=False)
+    assert result.stdout, result.stderr[-3000:]
+    told = json.loads(result.stdout)
+    assert told["ended"] == groups, f"{told}\n{result.stderr[-3000:]}"
+    return told
+
+
 def flat(groups: int, limit_s: float) -> None:
     """A run of so many groups comes to its end, and nothing has grown beyond its bound."""
-    command = [sys.executable, str(RUN), "--groups", str(groups), "--limit", str(limit_s), "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=limit_s + 30, check=False)
-    assert result.returncode == 0, f"{result.stdout}\n{result.stderr[-3000:]}"
-    told = json.loads(result.stdout)
-    assert (told["ended"], told["grown"]) == (groups, [])
+    told = report(groups, limit_s)
+    assert told["grown"] == [], told
     assert {f"{what}.{kind}" for what, kinds in SEEN.items() for kind in kinds} <= told["quantities"].keys()
 
 
 @pytest.mark.timeout(200)
 def test_nothing_grows_over_some_thousand_completions():
     flat(1200, limit_s=160)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(200)
+def test_eight_objects_that_a_scorer_keeps_of_each_group_are_seen():
+    told = report(1200, 160, "--leak", "8")
+    assert told["grown"] == ["score-0.objects", "score-1.objects"]
 
 
 @pytest.mark.full

@@ -68,7 +68,7 @@ def test_a_run_is_paused_resumed_stopped_and_started_again(project):
     project.prompts(PROMPTS)
     project.table["filter"] = {"zero_variance": False}
     project.table["data"]["max_queued_prompts"] = 32
-    project.table["score"] = {"groups_in_flight": 1}
+    project.table["score"] = {"workers": 1}
     (project.folder / "rewards.py").write_text(SLOW)
     slowly = project.folder / "slowly"
     slowly.touch()

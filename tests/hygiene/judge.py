@@ -31,17 +31,12 @@ BOUNDS = {
     "keys": Bound(3, 0, "their number is fixed; a key that is empty is not there"),
     "clients": Bound(12, 0, "a pool keeps as many connections as were ever used at once; groups in flight bound that"),
     "rss": Bound(12 * MB, 60, "the smallest object takes 16 bytes, with its place in a list or a dict 60 and more"),
-    "objects": Bound(
-        6000,
-        0.05,
-        "something that is kept is one object for each group; a worker that has work has 5,000 more than idle",
-    ),
+    "objects": Bound(700, 0.05, "counted at rest; something that is kept is one object for each group"),
     "files": Bound(12, 0, "as clients; a file or socket left open is one for each group"),
     "threads": Bound(3, 0, "anyio keeps threads of its pool for ten seconds"),
-    "tasks": Bound(
-        96, 0, "sixteen groups in flight are five tasks each and more; one that never ends is one for each group"
-    ),
+    "tasks": Bound(2, 0, "counted at rest; one that never ends is one for each group"),
 }
+HELD = Bound(2000, 0.05, "at rest the trainer holds less than a step's groups, which are a hundred objects each")
 LEDGER = Bound(12 * MB, 300, "Ledger.outcomes: id and end of each prompt stay in the trainer's memory, by design")
 AT_MOST = {
     "server.aof": (160 * MB, "rewritten at 64 MB when it has doubled, and more is written meanwhile"),
@@ -94,7 +89,7 @@ def _judge(name: str, points: Sequence[tuple[int, float]], limits: dict[str, flo
     elif name in BY_DESIGN or name not in {f"{what}.{kind}" for kind in BOUNDS}:
         allowed, well = None, True
     else:
-        bound = LEDGER if name == "train-0.rss" else BOUNDS[kind]
+        bound = {"train-0.rss": LEDGER, "train-0.objects": HELD}.get(name, BOUNDS[kind])
         allowed = bound.floor + bound.per_group * between
         well = last - first <= allowed
     return Verdict(first=first, last=last, per_1000=slope * 1000, largest=largest, allowed=allowed, well=well)

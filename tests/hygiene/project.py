@@ -28,7 +28,7 @@ def write_project(folder: Path, groups: int) -> Settings:
             "rewards": [{"ref": f"{HERE / 'ends.py'}:reward"}],
             "rollout": {"workers": 2, "groups_in_flight": 16, "group_size": 2}
             | {"max_tokens": 16, "max_tokens_per_turn": 16},
-            "score": {"workers": 2, "groups_in_flight": 16},
+            "score": {"workers": 2},
             "train": {"batch_size": 32, "publish_every": 2, "save_every": 4},
             "archive": {"keep": ARCHIVE_MB},
         }

@@ -1,7 +1,7 @@
 """One role of a hygiene run: `role.py ROLE FILE --redis URL --engine URL`; tells of what can be seen from inside alone.
 
 That is the number of tasks on its event loop, and of objects that the garbage collector knows, written to
-`RUN/inside/PID.json` again and again.
+`RUN/inside/PID.json` whenever somebody writes another number to `RUN/inside/ask`.
 """
 
 import argparse
@@ -22,7 +22,9 @@ from workers.run.role_process import run_role
 from workers.run.run_folder import write_atomically
 from workers.runtime.context import RoleMain, WorkerContext
 
-EVERY_S = 2.0
+EVERY_S = 0.25
+ASK = "ask"
+"""A file beside those that the roles write: a number, which they repeat with what they have counted."""
 
 
 def watched(main: RoleMain) -> RoleMain:
@@ -38,11 +40,19 @@ def watched(main: RoleMain) -> RoleMain:
 
 
 async def _count(folder: Path) -> None:
+    answered = ""
     while True:
-        gc.collect()
-        told = {"tasks": len(asyncio.all_tasks()), "objects": len(gc.get_objects())}
-        await anyio.to_thread.run_sync(_tell, folder, told)
         await anyio.sleep(EVERY_S)
+        asked = await anyio.to_thread.run_sync(_asked, folder / ASK)
+        if asked != answered:
+            answered = asked
+            gc.collect()
+            told = {"asked": int(asked), "tasks": len(asyncio.all_tasks()), "objects": len(gc.get_objects())}
+            await anyio.to_thread.run_sync(_tell, folder, told)
+
+
+def _asked(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
 
 
 def _tell(folder: Path, told: dict[str, int]) -> None:

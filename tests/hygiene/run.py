@@ -26,11 +26,14 @@ from redis.exceptions import RedisError
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from stream.connection.run_connection import connect
+from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
+from stream.operator.run_control import pause, resume
+from stream.operator.run_status import read_status
 from tests.hygiene import project
+from tests.hygiene.ends import LEAK
 from tests.hygiene.judge import judge
-from tests.hygiene.samples import Sample, sample_folder, sample_processes, sample_server
+from tests.hygiene.samples import Sample, sample_folder, sample_inside, sample_processes, sample_server
 from workers.run.progress_display import choose_display
 from workers.run.run_folder import lock_folder, write_settings
 from workers.run.run_info import RunInfo, read_run_info
@@ -40,6 +43,8 @@ from workers.settings import Settings
 
 SAMPLES = 300
 """At least, over a run; a short one has fewer."""
+RESTS = (0.35, 0.6, 0.85)
+"""When the run is paused until nothing is under way, to count what is there all the same: parts of its groups."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,10 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--groups", type=int, default=100_000, help="prompts fed")
     parser.add_argument("--limit", type=float, default=7200.0, help="seconds after which the run counts as hanging")
+    parser.add_argument(
+        "--leak", type=int, default=0, help="objects that a scorer is to keep of each group, by mistake"
+    )
     parser.add_argument("--folder", type=Path, help="a new folder, which stays; else a temporary one")
     parser.add_argument("--json", action="store_true", help="print one line of JSON, and no progress")
     options = parser.parse_args(arguments)
-    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", LEAK: str(options.leak)})
     folder = options.folder or Path(tempfile.mkdtemp(prefix="penstock-hygiene-"))
     settings = project.write_project(folder.resolve(), options.groups)
     (settings.folder / "logs").mkdir(parents=True)
@@ -99,7 +107,7 @@ def _run(
 async def _watch(folder: Path, groups: int, samples: list[tuple[int, Sample]]) -> None:
     """Take a sample whenever so many groups have ended, but not more often than four times a second."""
     live = await _live(folder)
-    last = -1
+    last, rests = -1, [part * groups for part in RESTS]
     async with connect(live.redis, live.run, create=False) as connection:
         while True:
             await anyio.sleep(0.25)
@@ -110,9 +118,28 @@ async def _watch(folder: Path, groups: int, samples: list[tuple[int, Sample]]) -
             if ended == last or ended < last + groups / SAMPLES / 2:
                 continue
             last = ended
-            rest = await anyio.to_thread.run_sync(lambda: {**sample_processes(folder), **sample_folder(folder)})
+            rest = await anyio.to_thread.run_sync(lambda: {**sample_processes(), **sample_folder(folder)})
             samples.append((ended, {**found, **rest}))
+            if rests and ended >= rests[0]:
+                samples.append(await _at_rest(connection, folder, len(RESTS) + 1 - len(rests)))
+                last = rests.pop(0)
             await anyio.to_thread.run_sync(_note, folder.parent / "samples.jsonl", samples[-1])
+
+
+async def _at_rest(connection: RunConnection, folder: Path, number: int) -> tuple[int, Sample]:
+    """Pause the run until nothing is under way, have every role count what it holds all the same, and let it go on."""
+    await pause(connection, "hygiene")
+    while True:
+        view = await read_status(connection)
+        busy = (view.stages["prompts"].claimed, view.stages["groups"].depth, view.stages["scored"].lag)
+        if not any(busy):
+            break
+        await connection.wait_for_change("$", 0.2)
+    ended = view.balance["trained"] + view.balance["dropped"] + view.balance["dead"]
+    while (found := await anyio.to_thread.run_sync(sample_inside, folder, number)) is None:
+        await anyio.sleep(0.05)
+    await resume(connection, "hygiene")
+    return ended, found
 
 
 def _note(path: Path, sample: tuple[int, Sample]) -> None:

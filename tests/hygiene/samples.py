@@ -8,6 +8,9 @@ from typing import Any
 
 from stream.connection.run_connection import RunConnection
 from stream.operator.run_status import read_status
+from tests.hygiene.role import ASK
+from tests.preload.fixtures import pid_of
+from workers.run.run_folder import write_atomically
 
 Sample = dict[str, float]
 """By `WHAT.KIND`: `server.memory`, `rollout-0.rss`, ..."""
@@ -37,8 +40,8 @@ async def sample_server(connection: RunConnection) -> tuple[int, Sample]:
     return balance["trained"] + balance["dropped"] + balance["dead"], found
 
 
-def sample_processes(folder: Path) -> Sample:
-    """Each role's memory, threads and open files; and from inside, where it tells, its tasks and objects."""
+def sample_processes() -> Sample:
+    """Each role's memory, threads and open files."""
     found: Sample = {}
     for name, pid in {**_processes(), "supervisor": os.getpid()}.items():
         try:
@@ -47,9 +50,27 @@ def sample_processes(folder: Path) -> Sample:
             found[f"{name}.threads"] = len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208
         except (FileNotFoundError, ProcessLookupError):  # it has just ended
             continue
-        inside = folder / "inside" / f"{pid}.json"
-        if inside.exists():  # from its first moments on; each is put in the place of the one before
-            found |= {f"{name}.{kind}": n for kind, n in json.loads(inside.read_text()).items()}
+    return found
+
+
+def sample_inside(folder: Path, number: int) -> Sample | None:
+    """Each role's tasks and objects, as it has counted them when it was asked for this count; None until all have.
+
+    Asked while the run is paused and nothing is under way: a worker at work has thousands of objects more than one
+    that is idle, which would hide what each group leaves behind.
+    """
+    inside = folder / "inside"
+    inside.mkdir(exist_ok=True)
+    write_atomically(inside / ASK, str(number).encode())
+    found: Sample = {}
+    for name, pid in _processes().items():
+        told = inside / f"{pid}.json"
+        if name.startswith("engine"):
+            continue
+        counted = json.loads(told.read_text()) if told.exists() else {}
+        if counted.pop("asked", 0) != number:
+            return None
+        found |= {f"{name}.{kind}": n for kind, n in counted.items()}
     return found
 
 
@@ -81,9 +102,9 @@ def _processes() -> dict[str, int]:
                 continue
             for place, word in enumerate(words):
                 if word.endswith("hygiene/role.py"):
-                    found.setdefault(words[place + 1], []).append(pid)
+                    found.setdefault(words[place + 1], []).append(pid_of(pid))
                 elif word.endswith("hygiene/engine.py"):
-                    found.setdefault("engine", []).append(pid)
+                    found.setdefault("engine", []).append(pid_of(pid))
     return {f"{role}-{index}": pid for role, pids in found.items() for index, pid in enumerate(sorted(pids))}
 
 

@@ -124,7 +124,8 @@ def test_without_environments_a_column_of_that_name_is_like_any_other():
 
 
 def test_values_of_other_libraries_become_pythons_own_and_survive_the_wire():
-    pa = pytest.importorskip("pyarrow")
+    import pyarrow as pa
+
     row = {
         "prompt": "Hi",
         "int": np.int64(3),

@@ -67,7 +67,7 @@ def test_an_empty_file_has_no_rows(tmp_path):
 
 
 def test_parquet_gives_the_same_rows(tmp_path):
-    pa = pytest.importorskip("pyarrow")
+    import pyarrow as pa
     from pyarrow import parquet
 
     rows = [{"prompt": "a", "answer": 1}, {"prompt": "", "answer": 2}, {"prompt": "c", "answer": None}]
@@ -80,7 +80,7 @@ def test_parquet_gives_the_same_rows(tmp_path):
 
 
 def test_a_table_without_the_prompt_column_is_refused_at_once(tmp_path):
-    pa = pytest.importorskip("pyarrow")
+    import pyarrow as pa
     from pyarrow import parquet
 
     parquet.write_table(pa.table({"question": ["a"]}), tmp_path / "train.parquet")
@@ -95,7 +95,8 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path):
 
 
 def test_a_data_set_on_disk_gives_its_rows_and_one_with_splits_asks_for_one(tmp_path):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     one = datasets.Dataset.from_list([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}])
     one.save_to_disk(str(tmp_path / "plain"))
     datasets.DatasetDict({"train": one, "test": one.select([1])}).save_to_disk(str(tmp_path / "split"))
@@ -173,7 +174,8 @@ def test_the_order_is_the_one_that_runs_were_begun_with():
 
 
 def test_reading_any_kind_of_source_loads_no_torch(tmp_path):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     datasets.Dataset.from_list([{"prompt": "a"}]).save_to_disk(str(tmp_path / "plain"))
     code = (
         "import sys; from workers.feed.source import open_source; from workers.settings import Data\n"

@@ -68,7 +68,8 @@ def test_what_is_unmeasured_stays_unmeasured():
 
 
 def test_one_element_tensors_are_numbers():
-    torch = pytest.importorskip("torch")
+    import torch
+
     assert measure(torch.tensor(0.5, requires_grad=True)) == Measured(0.5)
     assert measure(torch.tensor([2])) == Measured(2.0)
     assert isinstance(measure(torch.tensor([1.0, 2.0])), Unmeasured)
