@@ -44,7 +44,7 @@ def bearing(case: Sequence[Made]) -> Tensor:
 
 
 def sampled(case: Sequence[Made], width: int = 0) -> Tensor:
-    """bool (C, T), a line to a completion, tool tokens between sampled ones; `more` extra columns."""
+    """bool (C, T), a line to a completion, tool tokens between sampled ones; optionally extra columns at the end."""
     lines = [
         [True] * made.turns[0] + [x for n in made.turns[1:] for x in [False] * made.gap + [True] * n] for made in case
     ]

@@ -86,9 +86,8 @@ def token_logprobs(
             end_states=end_states,
         )
         return gathered
-    rows, width = tokens_MT.shape
     if lengths_M is None:
-        lengths_M = torch.full((rows,), width, dtype=torch.int64, device=tokens_MT.device)
+        lengths_M = tokens_MT.new_full(tokens_MT.shape[:1], tokens_MT.shape[1])
     layout = lay_out(tokens_MT, lengths_M, packed=model.packed)
     rows_N, columns_N = chosen_MT.nonzero(as_tuple=True)
     positions = layout.starts_M[rows_N] + columns_N - 1
