@@ -1,4 +1,4 @@
-"""The three policies of `pacing.stale_policy` on whole runs with lognormal completions and a trainer that takes no time.
+"""The policies of `pacing.stale_policy` on whole runs with lognormal completions and a trainer that takes no time.
 
     python -m benchmarks.late [--groups 480] [--seed 1] [--json]
 

@@ -33,10 +33,10 @@ WORDS = {
 }
 """Type annotations in words, the longer names before the shorter ones that they contain."""
 CHOICES = {
-    "estimator": "Advantage estimator: `name` (default `grpo`) and its options. `penstock algorithms` shows each with its "
+    "estimator": "Advantage estimator: `name` (default `grpo`) and its options. `penstock algorithms` shows each with "
+    "its formula and source.",
+    "loss": "Policy loss: `name` (default `clipped`) and its options. `penstock algorithms` shows each with its "
     "formula and source.",
-    "loss": "Policy loss: `name` (default `clipped`) and its options. `penstock algorithms` shows each with its formula "
-    "and source.",
 }
 COMMON = (
     "run.name",

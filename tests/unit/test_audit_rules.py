@@ -180,7 +180,7 @@ def test_the_report_has_these_keys():
 
 
 async def looked(*lost: str) -> tuple[AuditReport, int]:
-    """Return the lost prompts that `audit_until_stable` reports, and the number of audits, if each audit finds these."""
+    """Return the lost prompts that `audit_until_stable` reports, and its number of audits, if each finds these."""
     looks = [audit(facts(fed=prompts)) for prompts in lost]
     taken = []
 

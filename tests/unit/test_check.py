@@ -247,7 +247,8 @@ def test_a_thread_that_hangs_does_not_keep_the_command_from_ending(environment):
             def reset(self): time.sleep(60)
     """)
     code = (
-        "import sys, workers.commands.check.environment_check as e, workers.commands.check as c; from workers.settings import Rollout; "
+        "import sys, workers.commands.check.environment_check as e, workers.commands.check as c; "
+        "from workers.settings import Rollout; "
         "e.Rollout = lambda: Rollout(call_timeout_s=0.1); sys.exit(c.check_reference(sys.argv[1], {}, True))"
     )
     began = time.monotonic()

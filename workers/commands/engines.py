@@ -145,7 +145,7 @@ async def _no_engine_left(location: RunLocation, connection: RunConnection) -> b
 
 
 async def _configured_engines(location: RunLocation) -> tuple[dict[str, Source], list[EngineReport]]:
-    """Return the engines of the settings and those that `penstock run` started, and a DNS name that does not resolve."""
+    """Return the engines that settings and `penstock run` name, and a DNS name that does not resolve."""
     found: dict[str, Source] = {}
     if location.settings is None:
         return found, []

@@ -138,7 +138,7 @@ class TirOptimalTokenBaseline(EstimatorChoice, frozen=True, tag="tir_optimal_tok
 
 
 class MaxRl(EstimatorChoice, frozen=True, tag="max_rl"):
-    """MaxRL: reward minus the mean of the group, divided by that mean. Hard prompts weigh more; rewards must be >= 0."""
+    """MaxRL: reward minus the mean of the group, divided by that mean. Hard prompts weigh more; rewards are >= 0."""
 
     epsilon: PositiveFloat = 1e-6
     """Added to the mean."""

@@ -120,7 +120,7 @@ class Settings(Section, frozen=True, kw_only=True):
 
     @property
     def evaluation_digest(self) -> str:
-        """Digest of the settings that determine the held-out prompts. With their file it identifies an evaluation set."""
+        """Digest of the settings that determine the held-out prompts; with their file it identifies them."""
         made_by = (self.eval.path, self.eval.group_size, self.data, self.run.seed, list(self.environments))
         return hashlib.blake2b(msgspec.json.encode(made_by), digest_size=8).hexdigest()
 

@@ -39,8 +39,8 @@ class Train(Section, frozen=True):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
     ranks: PositiveInt = 1
-    """Trainer processes on this machine; each holds a shard of the model and the optimizer (FSDP2). Under `torchrun` its
-    world size counts."""
+    """Trainer processes on this machine; each holds a shard of the model and the optimizer (FSDP2). Under `torchrun`
+    its world size counts."""
     save_every: PositiveInt = 20
     """Steps between checkpoints."""
     max_checkpoints: PositiveInt = 2

@@ -1,4 +1,4 @@
-"""Checks across keys: combinations that cannot work, or in which a key would have no effect, are refused before a start.
+"""Checks across keys: combinations that cannot work, or in which a key has no effect, are refused before a start.
 
 ::
 

@@ -59,8 +59,8 @@ def check_correction(s: Settings) -> Iterator[str]:
     if s.algorithm.proximal == "engine" and correction.weights != "none" and not s.loss.on_policy:
         yield (
             f"correction.weights = {correction.weights!r} and algorithm.proximal = 'engine' would correct twice: the "
-            f"ratio of loss.name = {s.loss.name!r} already uses the engine's log-probs; set the first to 'none', or the "
-            "second to 'recompute'"
+            f"ratio of loss.name = {s.loss.name!r} already uses the engine's log-probs; set the first to 'none', or "
+            "the second to 'recompute'"
         )
     low, high = correction.weight_range
     if low >= high:
