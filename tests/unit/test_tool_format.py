@@ -1,5 +1,4 @@
 import json
-import time
 
 import pytest
 
@@ -111,8 +110,6 @@ def test_calls_inside_reasoning_are_not_executed():
     assert turn.content == f"<think>I could write {call(ADD)}.</think>"
 
 
-def test_a_text_of_opening_tags_is_parsed_in_linear_time():
-    text = "<tool_call> [1, 2" * 2_000
-    started = time.perf_counter()
-    assert len(parse(text).errors) == 2_000
-    assert time.perf_counter() - started < 1.0  # 0.03 s; minutes if each opening searched what follows anew
+def test_a_text_of_opening_tags_is_parsed_quickly():
+    text = "<tool_call> [1, 2" * 4_000
+    assert len(parse(text).errors) == 4_000  # 0.2 s; minutes, and so a timeout, if each tag parsed all that follows
