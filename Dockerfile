@@ -1,8 +1,8 @@
 # One image for every role: `docker run penstock penstock ROLE ...`.
 #
-# torch comes from whatever index pip is told of. Without a GPU, use PyTorch's CPU index, which saves gigabytes:
+# pip installs torch from its configured index. Without a GPU, use PyTorch's CPU index, which saves gigabytes:
 #   docker compose build --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's CPU index>
-# or put wheels into ./wheels, which pip looks at first (for machines without that index).
+# or put wheels into ./wheels, which pip searches first (for machines without that index).
 FROM python:3.11-slim-bookworm
 
 ARG PIP_EXTRA_INDEX_URL=""

@@ -1,4 +1,4 @@
-# Everything here works on a fresh machine with Python 3.11 or newer; nothing needs to be installed by hand first.
+# Every target works on a fresh machine with Python 3.11 or newer.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -7,10 +7,10 @@ SEED   ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check test test-nightly test-gpu test-vllm clean
 
-help:  ## Show what there is
+help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
-setup: $(VENV)/.done  ## Make .venv with everything in it
+setup: $(VENV)/.done  ## Create .venv with everything in it
 
 $(VENV)/.done: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -36,12 +36,12 @@ test: setup  ## Unit, property, integration and end-to-end tests
 test-nightly: setup  ## What is too long for `make test`, with random examples; takes hours
 	$(BIN)/python tests/nightly.py
 
-test-gpu: setup  ## The trainer's step on a GPU; says so and skips where there is none
+test-gpu: setup  ## The trainer's step on a GPU; skipped without one
 	$(BIN)/pytest -m gpu tests/gpu
 
-test-vllm: setup  ## On the real vLLM, on the CPU; makes its virtual environment once
+test-vllm: setup  ## On the real vLLM, on the CPU; creates its virtual environment once
 	PYTHON=$(BIN)/python sh tests/vllm/setup.sh
 	$(BIN)/pytest -m vllm tests/vllm
 
-clean:  ## Remove what setup, tests and demos made
+clean:  ## Remove everything that setup, tests and demos created
 	rm -rf $(VENV) runs .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -146,7 +146,7 @@ def _summarize(report: RewardReport, measured: dict[str, list[Reward]]) -> None:
     values = {reward.value for found in measured.values() for reward in found if isinstance(reward, Measured)}
     if len(values) == 1:
         report.warnings.append(
-            f"every row got the reward {values.pop():g}; check that it tells right from wrong; give the columns that it "
+            f"every row got the reward {values.pop():g}; check that it tells right from wrong; give the columns it "
             "needs with --field"
         )
 

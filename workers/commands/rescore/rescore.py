@@ -87,7 +87,7 @@ def _load_functions(file: Path | None, refs: Sequence[str]) -> list[RewardFuncti
         table = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{file}: not TOML: {error}") from error
-    return [load_reward_function(told) for told in parse_rewards(table, str(file))]
+    return [load_reward_function(reward) for reward in parse_rewards(table, str(file))]
 
 
 async def rescore(
@@ -120,8 +120,8 @@ async def rescore(
         if not comparisons:
             raise PenstockError(f"{run_folder / 'groups'}: none of the run's groups is archived (archive.keep)")
         summary = summarize(comparisons, groups=archived.groups_read, missing=archived.groups_missing)
-        told = msgspec.json.format(msgspec.json.encode(summary)) + b"\n"
-        await anyio.Path(making / "summary.json").write_bytes(told)
+        text = msgspec.json.format(msgspec.json.encode(summary)) + b"\n"
+        await anyio.Path(making / "summary.json").write_bytes(text)
     return summary
 
 
@@ -229,8 +229,8 @@ def _show(summary: RescoreSummary, folder: Path) -> None:
         table.add_column(title, justify="right")
     for row in summary.environments:
         numbers = (row.old_mean, row.new_mean, row.correlation, row.order_agreement)
-        told = ("-" if number is None else f"{number:.4g}" for number in numbers)
-        table.add_row(row.environment or "-", str(row.completions), str(row.both_measured), *told)
+        cells = ("-" if number is None else f"{number:.4g}" for number in numbers)
+        table.add_row(row.environment or "-", str(row.completions), str(row.both_measured), *cells)
     console.print(table)
     for change, count in summary.validity.items():
         console.print(f"{change}: {count}")
