@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import structlog
@@ -291,22 +291,31 @@ class _ThreadCall:
         self._function = function
         self._arguments = arguments
         self._lock = Lock()
-        self._finished = False
+        self._state: Literal["queued", "running", "finished", "cancelled"] = "queued"
         self._abandoned_in: AbandonedThreads | None = None
 
     def run(self) -> Outcome:
-        """Call the function. Runs in the thread."""
+        """Call the function, unless it was abandoned before it started. Runs in the thread."""
+        with self._lock:
+            if self._state == "cancelled":
+                return TimedOut(0.0)
+            self._state = "running"
         try:
             return call_inline(self._function, self._arguments)
         finally:
             with self._lock:
-                self._finished = True
+                self._state = "finished"
                 if self._abandoned_in is not None:
                     self._abandoned_in.remove()
 
     def abandon(self) -> None:
-        """Count this thread as abandoned until the function returns. Runs on the event loop."""
+        """Count this thread as abandoned until the function returns. Runs on the event loop.
+
+        A function that has not started yet is not counted, and never called.
+        """
         with self._lock:
-            if not self._finished:
+            if self._state == "queued":
+                self._state = "cancelled"
+            elif self._state == "running":
                 self._abandoned_in = abandoned_threads
                 self._abandoned_in.add()

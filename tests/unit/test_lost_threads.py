@@ -1,4 +1,4 @@
-"""Threads that user code keeps: counted while they hang, forgotten when they come back."""
+"""Threads that user code blocks are counted while they hang, and no longer when they return."""
 
 import threading
 
@@ -12,71 +12,93 @@ from workers.settings import Queue
 
 
 @pytest.fixture
-def lost(monkeypatch):
-    """A count of the test's own: threads of other tests come back when they like."""
-    monkeypatch.setattr(call, "abandoned_threads", found := AbandonedThreads())
-    return found
+def abandoned(monkeypatch):
+    """A counter for this test alone: threads of other tests return at any time."""
+    monkeypatch.setattr(call, "abandoned_threads", counter := AbandonedThreads())
+    return counter
 
 
-async def test_a_thread_past_its_deadline_is_lost_until_it_comes_back(lost):
-    release = threading.Event()
-    caller = CallRunner(anyio.CapacityLimiter(1))
-    assert isinstance(await caller.call(release.wait, {}, 0.01), TimedOut)
-    assert lost.count == 1
-    assert await caller.call(lambda: 7, {}, 5) == Ok(7)  # another thread has taken its place
-    release.set()
-    with anyio.fail_after(5):
-        while lost.count:
+class Blocking:
+    """A function that blocks its thread until it is released."""
+
+    def __init__(self):
+        self.started, self.release = threading.Event(), threading.Event()
+
+    def __call__(self):
+        self.started.set()
+        self.release.wait()
+
+
+async def test_a_thread_past_its_deadline_is_counted_until_it_returns(abandoned):
+    runner, blocking, timeout_s = CallRunner(anyio.CapacityLimiter(1)), Blocking(), 0.01
+    while not blocking.started.is_set():  # on a busy machine the deadline may pass before the thread starts
+        assert abandoned.count == 0
+        assert isinstance(await runner.call(blocking, {}, timeout_s), TimedOut)
+        timeout_s *= 2
+    assert abandoned.count == 1
+    assert await runner.call(lambda: 7, {}, 60) == Ok(7)  # another thread has taken its place
+    blocking.release.set()
+    with anyio.fail_after(60):
+        while abandoned.count:
             await anyio.sleep(0.001)
 
 
-async def test_a_thread_whose_call_is_cancelled_is_lost_too(lost):
-    release = threading.Event()
-    caller = CallRunner(anyio.CapacityLimiter(1))
-    with anyio.move_on_after(0.01):
-        await caller.call(release.wait, {}, 60)
-    assert lost.count == 1
-    release.set()
+async def test_a_thread_whose_call_is_cancelled_is_counted(abandoned):
+    blocking = Blocking()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(CallRunner(anyio.CapacityLimiter(1)).call, blocking, {}, 60)
+        await anyio.to_thread.run_sync(blocking.started.wait)
+        tasks.cancel_scope.cancel()
+    assert abandoned.count == 1
+    blocking.release.set()
 
 
-async def test_an_async_call_past_its_deadline_loses_no_thread(lost):
+async def test_a_call_abandoned_before_it_starts_is_neither_counted_nor_made(abandoned):
+    blocking = Blocking()
+    pending = call._ThreadCall(blocking, {})
+    pending.abandon()
+    assert isinstance(pending.run(), TimedOut)
+    assert (abandoned.count, blocking.started.is_set()) == (0, False)
+
+
+async def test_an_async_call_past_its_deadline_blocks_no_thread(abandoned):
     assert isinstance(await CallRunner(anyio.CapacityLimiter(1)).call(anyio.sleep, {"delay": 60}, 0.01), TimedOut)
-    assert lost.count == 0
+    assert abandoned.count == 0
 
 
-async def test_who_waits_for_a_number_hears_of_it_at_once_and_not_before():
-    lost, heard = AbandonedThreads(), []
+async def test_waiting_for_a_count_ends_when_it_is_reached_and_not_before():
+    abandoned, seen = AbandonedThreads(), []
 
     async def wait(count: int) -> None:
-        await lost.wait_for_count(count)
-        heard.append((count, lost.count))
+        await abandoned.wait_for_count(count)
+        seen.append((count, abandoned.count))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(wait, 2)
         await anyio.wait_all_tasks_blocked()
-        lost.add()
-        lost.remove()
-        lost.add()
+        abandoned.add()
+        abandoned.remove()
+        abandoned.add()
         await anyio.wait_all_tasks_blocked()
-        assert heard == []
-        lost.add()
-    assert heard == [(2, 2)]
+        assert seen == []
+        abandoned.add()
+    assert seen == [(2, 2)]
 
 
-async def test_a_worker_that_takes_more_memory_than_it_may_is_asked_to_stop():
+async def test_a_worker_above_its_memory_limit_is_asked_to_stop():
     stopping = anyio.Event()
-    wear = WorkerRecycler(Queue(max_memory_mb=1), stopping)
+    recycler = WorkerRecycler(Queue(max_memory_mb=1), stopping)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wear.watch)
-        with anyio.fail_after(5):
+        tasks.start_soon(recycler.watch)
+        with anyio.fail_after(60):
             await stopping.wait()
         tasks.cancel_scope.cancel()
-    assert "queue.max_memory_mb" in wear.reason
+    assert "queue.max_memory_mb" in recycler.reason
 
 
-async def test_a_worker_that_is_stopping_already_is_not_worn_out():
+async def test_a_worker_that_is_stopping_already_is_not_recycled():
     stopping = anyio.Event()
     stopping.set()
-    wear = WorkerRecycler(Queue(max_memory_mb=1), stopping)
-    await wear._watch_memory()
-    assert wear.reason == ""
+    recycler = WorkerRecycler(Queue(max_memory_mb=1), stopping)
+    await recycler._watch_memory()
+    assert recycler.reason == ""

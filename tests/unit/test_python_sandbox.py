@@ -131,22 +131,22 @@ async def test_an_interpreter_that_ends_before_the_code_begins_is_no_answer_of_t
         await run("print(1)", interpreter=str(broken))
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux" or (os.geteuid() == 0 and not Path("/usr/bin/python3").exists()), reason="root"
-)
-def usable(interpreter):
+def limits_processes(interpreter):
     return Path(interpreter).exists() and (os.geteuid() != 0 or sandbox_user(interpreter) is not None)
 
 
-USABLE = next(filter(usable, (sys.executable, "/usr/bin/python3")), None)
+INTERPRETER = next(filter(limits_processes, (sys.executable, "/usr/bin/python3")), None)
 
 
-@pytest.mark.skipif(USABLE is None, reason="no Python here can be read by nobody")
+@pytest.mark.skipif(
+    sys.platform != "linux" or INTERPRETER is None,
+    reason="limits on processes need Linux, and for root a readable Python",
+)
 async def test_code_cannot_start_processes_and_root_becomes_nobody():
-    """Root is held by no limit on processes; where its Python is for root alone, the one of the system is tried."""
-    told = await run("import os\nprint(os.getuid())\nos.fork()", interpreter=USABLE)
-    assert "BlockingIOError" in told
-    assert told.split()[0] == str(NOBODY if os.geteuid() == 0 else os.geteuid())
+    """Limits on processes do not apply to root; if only root can read this Python, the system's is used."""
+    output = await run("import os\nprint(os.getuid())\nos.fork()", interpreter=INTERPRETER)
+    assert "BlockingIOError" in output
+    assert output.split()[0] == str(NOBODY if os.geteuid() == 0 else os.geteuid())
 
 
 def test_it_is_an_environment_with_one_tool_and_its_snapshot_tells_the_runs():
