@@ -59,13 +59,12 @@ class Workers:
         self._functions = load_reward_functions(self._settings, "score")
         self._chat = ChatTokenizer.load(Path(model), {}, None)
         self._ledger = Ledger(folder / "ledger.jsonl")
-        self._pool = EnvironmentPool(self._factories, size=2)
 
     @asynccontextmanager
     async def at_work(self) -> AsyncIterator[None]:
         """Open what is to be closed."""
         try:
-            async with self._pool:
+            async with EnvironmentPool(self._factories, size=2) as self._pool:
                 yield
         finally:
             self._ledger.close()

@@ -82,7 +82,7 @@ def denied(admin) -> list[str]:
     return found
 
 
-async def test_an_evaluation_passes_with_a_user_to_each_role(links, admin, pipe_on):
+async def test_an_evaluation_runs_with_one_user_per_role(links, admin, pipe_on):
     admin.acl_log_reset()
     for role in ("feed", "rollout", "score", "train"):
         await create_evaluation_streams(links[role])
@@ -111,7 +111,7 @@ async def test_an_evaluation_passes_with_a_user_to_each_role(links, admin, pipe_
     assert not denied(admin)
 
 
-async def test_groups_pass_through_all_stages_with_a_user_to_each_role(links, admin, pipe_on, tmp_path):
+async def test_groups_pass_all_stages_with_one_user_per_role(links, admin, pipe_on, tmp_path):
     admin.acl_log_reset()
     of = {role: pipe_on(connection) for role, connection in links.items()}
     feeder = Feed(links["feed"], max_queued_prompts=100)
@@ -182,9 +182,7 @@ async def test_groups_pass_through_all_stages_with_a_user_to_each_role(links, ad
     assert denied(admin) == []
 
 
-async def test_leases_start_anew_after_a_restart_whoever_of_the_roles_finds_out(
-    server, links, admin, run_name, pipe_on
-):
+async def test_every_role_may_extend_the_leases_after_a_restart(server, links, admin, run_name, pipe_on):
     """`came_back`: an entry's lease has run out, and the server is another process than the one it was given by."""
     pipe = pipe_on(links["run"])
     await pipe.scored("a", "b")
@@ -265,7 +263,7 @@ FOR_NOBODY = [
 
 
 @pytest.mark.parametrize("role", ACL_ROLES)
-def test_what_a_role_must_not_do_is_refused(role, server, admin, run_name):
+def test_forbidden_commands_are_refused(role, server, admin, run_name):
     with Redis.from_url(url_of(server, role, run_name), protocol=2) as redis:
         for command in (*REFUSED[role], *FOR_NOBODY):
             actual = [part.replace("{run}", f"{{{run_name}}}") for part in command]
@@ -282,7 +280,7 @@ def test_a_script_may_do_no_more_than_its_caller(server, admin, run_name):
     assert admin.exists(f"{key}:latest") == 0
 
 
-async def test_work_that_the_rules_do_not_allow_is_an_error_at_once_that_names_the_remedy(links, pipe_on):
+async def test_a_missing_permission_is_reported_immediately_with_the_remedy(links, pipe_on):
     remedy = r"ACL refuses us.*`penstock acl RUN`"
     with anyio.fail_after(5):
         with pytest.raises(ServerError, match=remedy):

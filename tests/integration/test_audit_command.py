@@ -306,7 +306,7 @@ async def test_a_stopped_run_is_audited_from_its_server_data_or_its_files(tmp_pa
     small.ledger.close()
 
 
-async def test_a_run_that_has_not_begun_is_a_clear_error(tmp_path, audited):
+async def test_a_run_that_has_not_started_is_an_error(tmp_path, audited):
     small = await made(tmp_path, "new", "")
     small.ledger.close()
     await anyio.to_thread.run_sync(small.ledger.path.unlink)

@@ -58,7 +58,7 @@ async def test_a_run_is_found_from_either_node(cluster, seed, pipe_on):
         assert not cluster.keys(1 - node, run)
 
 
-async def test_two_runs_on_two_nodes_at_once(cluster, pipe_on):
+async def test_two_runs_on_two_nodes(cluster, pipe_on):
     runs = [cluster.name_on(node) for node in (0, 1)]
     async with connect(cluster.url(0), runs[0]) as one, connect(cluster.url(0), runs[1]) as other:
         async with anyio.create_task_group() as tasks:
@@ -68,7 +68,7 @@ async def test_two_runs_on_two_nodes_at_once(cluster, pipe_on):
     assert all(cluster.keys(node, runs[node]) and not cluster.keys(1 - node, runs[node]) for node in (0, 1))
 
 
-async def test_a_half_moved_run_is_waited_for_and_nothing_is_begun_anew_where_it_goes(cluster, pipe_on):
+async def test_calls_wait_while_a_slot_is_half_moved_and_create_nothing_on_the_target(cluster, pipe_on):
     """A script that followed ASK would find half of the streams missing there."""
     run = cluster.name_on(0)
     async with connect(cluster.url(1), run, reconnect_s=20) as connection:
@@ -105,7 +105,7 @@ async def test_a_half_moved_run_is_waited_for_and_nothing_is_begun_anew_where_it
         assert cluster.keys(0, run) == []
 
 
-async def test_work_goes_on_while_the_run_moves_to_and_fro(cluster, pipe_on, tmp_path):
+async def test_work_continues_while_the_run_moves_between_nodes(cluster, pipe_on, tmp_path):
     run, count = cluster.name_on(0), 120
     async with connect(cluster.url(0), run, reconnect_s=30) as connection:
         trained: list[str] = []
@@ -167,7 +167,7 @@ async def test_work_goes_on_while_the_run_moves_to_and_fro(cluster, pipe_on, tmp
         assert (view.counts["trained"], view.counts.get("duplicates", 0), view.unfinished) == (count, 0, 0)
 
 
-async def test_a_cluster_that_is_down_is_waited_for(cluster, pipe_on):
+async def test_calls_wait_while_the_cluster_is_down(cluster, pipe_on):
     run = cluster.name_on(0)
     async with connect(cluster.url(0), run, reconnect_s=20) as connection:
         await pipe_on(connection).feed("a")
@@ -186,7 +186,7 @@ async def test_a_cluster_that_is_down_is_waited_for(cluster, pipe_on):
         assert [lease.prompt_id for lease in claimed] == ["a"]
 
 
-async def test_a_slot_that_nobody_serves_is_an_error_in_the_end(cluster):
+async def test_a_slot_without_a_node_is_an_error_after_the_timeout(cluster):
     run = cluster.name_on(0)
     async with connect(cluster.url(0), run, reconnect_s=0.5) as connection:
         cluster.admins[0].execute_command("CLUSTER DELSLOTS", cluster.slot(run))
@@ -196,7 +196,7 @@ async def test_a_slot_that_nobody_serves_is_an_error_in_the_end(cluster):
 
 
 @pytest.mark.full
-async def test_a_replica_that_takes_over_is_found_although_the_node_of_the_url_is_dead(cluster_with_a_replica, pipe_on):
+async def test_a_replica_is_found_when_the_node_of_the_url_is_dead(cluster_with_a_replica, pipe_on):
     cluster = cluster_with_a_replica
     run = cluster.name_on(0)
     replica = cluster.admins[2]
@@ -211,7 +211,7 @@ async def test_a_replica_that_takes_over_is_found_although_the_node_of_the_url_i
         assert [lease.prompt_id for lease in (await pipe_on(connection).stage("prompts").claim(1)).leases] == ["a"]
 
 
-def test_the_moves_here_are_real(cluster):
+def test_moves_in_these_tests_really_move_the_slot(cluster):
     """While a slot moves, a node that has lost a key says ASK, and one that has lost the slot says MOVED."""
     run = cluster.name_on(0)
     key = f"{key_prefix(run)}:x"

@@ -102,14 +102,14 @@ async def test_a_run_over_tcp_and_unix_socket_with_and_without_a_password(
     assert HUSH not in str(logs)
 
 
-async def test_another_database_is_another_place(make_server, run_name, pipe_on):
+async def test_databases_are_separate(make_server, run_name, pipe_on):
     server = make_server().start()
     await works(f"{server.url}?db=3", run_name, pipe_on)
     await works(f"{server.url}?db=4", run_name, pipe_on)
     await refused(f"{server.url}?db=99", "DB index is out of range")
 
 
-async def test_passwords_that_are_wrong_missing_or_not_wanted_are_told_at_once(make_server, binary):
+async def test_wrong_missing_and_superfluous_passwords_are_reported_immediately(make_server, binary):
     port = free_port()
     server = make_server("--port", str(port), binary=binary).start()
     await refused(f"redis://:{HUSH}@127.0.0.1:{port}", "needs no password, but the URL has one; remove it")
@@ -121,7 +121,7 @@ async def test_passwords_that_are_wrong_missing_or_not_wanted_are_told_at_once(m
     await refused(f"redis://127.0.0.1:{port}", "requires a password, but the URL has none; write")
 
 
-async def test_a_password_that_is_changed_under_us_is_told_at_once_too(make_server, run_name):
+async def test_a_changed_password_is_reported_immediately(make_server, run_name):
     server = make_server().start()
     async with connect(server.url, run_name) as connection:
         with Redis.from_url(server.url) as admin:
@@ -136,7 +136,7 @@ async def test_a_run_over_tls(tls_server, ours, run_name, pipe_on):
     await works(f"rediss://127.0.0.1:{port}?ssl_ca_certs={ours.file}&{client}", run_name, pipe_on)
 
 
-async def test_what_tls_refuses_is_told_at_once(tls_server, ours, tmp_path):
+async def test_tls_errors_are_reported_immediately(tls_server, ours, tmp_path):
     port, client = tls_server
     theirs = Authority(tmp_path, "theirs")
     wrong, wrong_key = theirs.issue("client")
@@ -152,7 +152,7 @@ async def test_what_tls_refuses_is_told_at_once(tls_server, ours, tmp_path):
     )
 
 
-async def test_plain_text_to_a_tls_port_and_tls_to_a_plain_one_are_told_at_once(tls_server, ours, make_server):
+async def test_plain_text_to_a_tls_port_and_the_reverse_are_reported_immediately(tls_server, ours, make_server):
     port, _ = tls_server
     await refused(f"redis://:{HUSH}@127.0.0.1:{port}", "it uses TLS on this port; write rediss://")
     plain = free_port()
@@ -164,7 +164,7 @@ async def test_plain_text_to_a_tls_port_and_tls_to_a_plain_one_are_told_at_once(
     )
 
 
-async def test_a_socket_that_is_not_ours_to_open_is_told_at_once(tmp_path):
+async def test_a_socket_without_permission_is_reported_immediately(tmp_path):
     if os.getuid() == 0:
         pytest.skip("root may open any socket")
     listener = await anyio.create_unix_listener(tmp_path / "r.sock", mode=0)
@@ -172,7 +172,7 @@ async def test_a_socket_that_is_not_ours_to_open_is_told_at_once(tmp_path):
         await refused(f"unix://{tmp_path / 'r.sock'}", "has no permission to open its socket")
 
 
-async def test_what_is_no_redis_is_told_at_once():
+async def test_a_server_that_is_not_redis_is_reported():
     async def answer(client) -> None:
         async with client:
             await client.receive()
@@ -186,7 +186,7 @@ async def test_what_is_no_redis_is_told_at_once():
         tasks.cancel_scope.cancel()
 
 
-async def test_a_server_that_is_not_there_yet_is_waited_for(make_server, run_name, pipe_on):
+async def test_connecting_waits_for_a_server_that_starts_later(make_server, run_name, pipe_on):
     """The probe for the other language must not take a closed port for a wrong one."""
     port = free_port()
     server = make_server("--port", str(port))
@@ -196,7 +196,7 @@ async def test_a_server_that_is_not_there_yet_is_waited_for(make_server, run_nam
         server.start()
 
 
-async def test_an_eviction_policy_is_seen_by_those_who_may_not_ask_for_the_configuration(make_server):
+async def test_the_eviction_policy_is_checked_without_permission_for_config(make_server):
     server = make_server("--maxmemory-policy", "allkeys-lru").start()
     with Redis.from_url(server.url) as admin:
         admin.execute_command("ACL", "SETUSER", "default", "-config")
@@ -211,7 +211,7 @@ def settings_of(folder: Path, redis: str):
 
 
 @pytest.mark.parametrize(("url", "mode"), [(f"redis://:{HUSH}@host", 0o600), ("redis://host", None), ("", None)])
-def test_files_that_hold_a_password_are_for_their_owner_alone(url, mode, tmp_path):
+def test_files_with_a_password_are_readable_by_their_owner_only(url, mode, tmp_path):
     old = os.umask(0o022)
     try:
         file = write_settings(settings_of(tmp_path, url))
@@ -224,7 +224,7 @@ def test_files_that_hold_a_password_are_for_their_owner_alone(url, mode, tmp_pat
     assert find_run(str(tmp_path), must_have_begun=False).url == url
 
 
-def test_no_command_line_of_a_role_bears_a_password(tmp_path):
+def test_no_role_has_a_password_on_its_command_line(tmp_path):
     url = f"redis://:{HUSH}@host"
     told = [" ".join(spec.command) for spec in role_specs(settings_of(tmp_path, url), tmp_path / "run.toml", url, ())]
     assert not any(HUSH in line for line in told)
@@ -233,7 +233,7 @@ def test_no_command_line_of_a_role_bears_a_password(tmp_path):
         assert spec.command[-2:] == ("--redis", private)
 
 
-def test_a_live_run_of_somebody_else_is_an_error_that_says_so(tmp_path, monkeypatch):
+def test_a_live_run_of_another_user_is_an_error(tmp_path, monkeypatch):
     write_settings(settings_of(tmp_path, ""))
 
     def forbidden(path: Path) -> bytes:

@@ -39,7 +39,7 @@ async def ends_in(ledger) -> dict[str, str]:
     return await anyio.to_thread.run_sync(Ledger.read_outcomes, ledger)
 
 
-async def test_groups_are_taken_marked_kept_and_forgotten_and_the_run_finished(pipe, ledger):
+async def test_groups_are_claimed_committed_checkpointed_and_deleted(pipe, ledger):
     await pipe.scored("c", "a", "b")
     await finish_feeding(pipe)
     saved = []
@@ -95,7 +95,7 @@ async def test_a_version_that_no_engine_took_is_not_published(pipe, ledger):
         assert (await read_status(pipe.connection)).version == -1
 
 
-async def test_what_the_ledger_holds_is_not_handed_out_again_and_a_second_copy_is_held_back(pipe, ledger):
+async def test_groups_in_the_ledger_and_duplicates_are_not_returned(pipe, ledger):
     await pipe.scored("a", "b")
     saved = []
     async with consume(pipe.connection, ledger) as consumer:
@@ -116,7 +116,7 @@ async def test_what_the_ledger_holds_is_not_handed_out_again_and_a_second_copy_i
     assert (view.counts, view.stages["scored"].depth) == ({"fed": 2, "trained": 2, "duplicates": 3}, 0)
 
 
-async def test_junk_is_a_dead_letter_and_a_newer_schema_is_left_for_others(pipe, ledger):
+async def test_junk_is_dead_lettered_and_a_newer_schema_is_released(pipe, ledger):
     await pipe.scored("a")
     body = encode(pipe.group("newer"))[7:]
     newer = b"PS" + bytes([SCHEMA + 1]) + zlib.crc32(body, SCHEMA + 1).to_bytes(4, "little") + body
@@ -140,7 +140,7 @@ async def test_a_second_consumer_is_refused_and_does_not_touch_the_ledger_of_the
         assert await ends_in(ledger) == {"a": Trained()}
 
 
-async def test_a_consumer_that_was_taken_over_ends_nothing(pipe, ledger):
+async def test_a_fenced_consumer_cannot_end_groups(pipe, ledger):
     await pipe.scored("a")
 
     async def train() -> None:
@@ -156,7 +156,7 @@ async def test_a_consumer_that_was_taken_over_ends_nothing(pipe, ledger):
     assert (await pipe.balance())["outstanding"] == 1
 
 
-async def test_a_pipe_in_which_nothing_moves_is_an_error_that_says_so(pipe, ledger):
+async def test_a_stalled_pipeline_is_an_error(pipe, ledger):
     await pipe.feed("a")
 
     async def wait_in_vain() -> None:
@@ -172,7 +172,7 @@ async def test_a_pipe_in_which_nothing_moves_is_an_error_that_says_so(pipe, ledg
     assert caught.group_contains(RunFailedError, match="1 prompts are unfinished")
 
 
-async def test_a_consumer_that_is_asked_to_stop_gives_back_what_it_holds_and_does_not_finish_the_run(pipe, ledger):
+async def test_a_stop_request_releases_groups_and_does_not_finish_the_run(pipe, ledger):
     await pipe.scored("a")
     async with consume(pipe.connection, ledger) as consumer, anyio.create_task_group() as tasks:
         taken = []
@@ -191,7 +191,7 @@ async def test_a_consumer_that_is_asked_to_stop_gives_back_what_it_holds_and_doe
     assert (view.stages["scored"].claimed, view.stages["scored"].delayed) == (0, 1)
 
 
-async def test_the_record_of_another_prompt_than_its_entry_names_is_unreadable(pipe, ledger):
+async def test_a_record_of_another_prompt_than_its_entry_is_dead_lettered(pipe, ledger):
     """What ends an entry ends the prompt that it names: `b` would be lost, had `a` been trained in its name."""
     await pipe.scored("a", "b")
     await pipe.connection.redis.xadd(pipe.connection.key("scored"), {"prompt": "b", "payload": encode(pipe.group("a"))})

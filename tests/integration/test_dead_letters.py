@@ -29,7 +29,7 @@ async def test_letters_are_listed_oldest_first(pipe):
 
 
 @pytest.mark.parametrize("stage", ["prompts", "groups", "scored"])
-async def test_a_letter_goes_back_where_it_came_from_with_fresh_budgets(pipe, stage):
+async def test_a_retried_letter_returns_to_its_stage_without_failures(pipe, stage):
     await {"prompts": pipe.feed, "groups": pipe.rolled_out, "scored": pipe.scored}[stage]("a")
     await bury(pipe, stage)
     (letter,) = await list_dead_letters(pipe.connection)
@@ -41,7 +41,7 @@ async def test_a_letter_goes_back_where_it_came_from_with_fresh_budgets(pipe, st
     assert await pipe.balance() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 1}
 
 
-async def test_a_dropped_letter_is_an_end(pipe):
+async def test_a_dropped_letter_ends_its_prompt(pipe):
     await pipe.feed("a", "b")
     await bury(pipe)
     await drop_dead_letters(pipe.connection, [letter.id for letter in await list_dead_letters(pipe.connection)])
@@ -51,7 +51,7 @@ async def test_a_dropped_letter_is_an_end(pipe):
 
 
 @pytest.mark.parametrize("verb", [retry_dead_letters, drop_dead_letters])
-async def test_junk_stays_out_of_the_account(pipe, verb):
+async def test_junk_does_not_count_in_the_balance(pipe, verb):
     await pipe.connection.redis.xadd(pipe.connection.key("prompts"), {"prompt": "foreign", "payload": "junk"})
     await bury(pipe, reason="unreadable")
     assert (await read_status(pipe.connection)).counts == {"junk": 1}
@@ -62,7 +62,7 @@ async def test_junk_stays_out_of_the_account(pipe, verb):
 
 @pytest.mark.parametrize("stage", ["prompts", "groups", "scored"])
 @pytest.mark.parametrize("junk_in", ["prompts", "groups", "scored"])
-async def test_junk_under_an_open_prompts_name_is_not_its_end(pipe, stage, junk_in):
+async def test_junk_with_the_id_of_an_unfinished_prompt_does_not_end_it(pipe, stage, junk_in):
     """The prompt's own entry carries it: wherever that is, it goes on, and may become a dead letter of its own."""
     await {"prompts": pipe.feed, "groups": pipe.rolled_out, "scored": pipe.scored}[stage]("a")
     own = pipe.stage(stage, "own")
@@ -77,13 +77,13 @@ async def test_junk_under_an_open_prompts_name_is_not_its_end(pipe, stage, junk_
 
 
 @pytest.mark.parametrize("letter_id", ["1-1", "nonsense", "", "1", "-", "+"])
-async def test_an_unknown_letter_is_an_error_that_names_it(pipe, letter_id):
+async def test_an_unknown_letter_is_an_error(pipe, letter_id):
     for verb in (retry_dead_letters, drop_dead_letters):
         with pytest.raises(PenstockError, match="has no dead letter"):
             await verb(pipe.connection, [letter_id])
 
 
-async def test_a_letter_that_holds_nothing_can_only_be_dropped(pipe):
+async def test_a_letter_without_an_entry_can_only_be_dropped(pipe):
     letter_id = (await pipe.connection.redis.xadd(pipe.connection.key("dead"), {"stage": "prompts"})).decode()
     with pytest.raises(PenstockError, match="drop it"):
         await retry_dead_letters(pipe.connection, [letter_id])

@@ -26,7 +26,7 @@ async def test_the_cursor_moves_with_the_prompts(connection):
     assert (await feed.cursor(), await depth(connection)) == ("3", 3)
 
 
-async def test_another_cursor_changes_nothing(connection):
+async def test_a_put_with_another_cursor_changes_nothing(connection):
     feed = Feed(connection, 100)
     await feed.put(prompts("a"), "", "1")
     with pytest.raises(CursorMovedError) as caught:
@@ -43,14 +43,14 @@ async def test_a_put_repeated_after_a_lost_reply_is_one_put(connection):
     assert await depth(connection) == 2
 
 
-async def test_a_prompt_without_an_end_is_not_fed_twice(connection):
+async def test_an_unfinished_prompt_is_not_fed_twice(connection):
     feed = Feed(connection, 100)
     await feed.put(prompts("a"), "", "1")
     assert await feed.put(prompts("a", "b", "b"), "1", "2") == 1
     assert (await read_status(connection)).balance["fed"] == 2
 
 
-async def test_prompts_passed_by_count_as_fed(connection):
+async def test_prompts_left_out_count_as_fed(connection):
     feed = Feed(connection, 1)
     await feed.put(prompts("a"), "", "1")
     with anyio.fail_after(1):  # nothing is added, so no backlog is in the way
@@ -58,7 +58,7 @@ async def test_prompts_passed_by_count_as_fed(connection):
     assert ((await read_status(connection)).counts, await feed.cursor()) == ({"fed": 3}, "3")
 
 
-async def test_a_full_backlog_blocks_until_a_claim_makes_room(pipe):
+async def test_a_full_backlog_blocks_until_a_claim(pipe):
     feed = Feed(pipe.connection, 2)
     await feed.put(prompts("a", "b"), "", "2")
     fed_at = []
@@ -76,7 +76,7 @@ async def test_a_full_backlog_blocks_until_a_claim_makes_room(pipe):
     assert fed_at[0] - claimed_at < 0.1
 
 
-async def test_a_claim_of_what_was_given_back_makes_room_too(pipe):
+async def test_a_claim_of_a_released_prompt_unblocks_feeding(pipe):
     feed = Feed(pipe.connection, 2)
     await feed.put(prompts("a", "b"), "", "2")
     worker = pipe.stage("prompts")
@@ -107,7 +107,7 @@ async def test_a_batch_of_a_thousand(connection):
     assert await Feed(connection, 10_000).put(prompts(*(f"p{i}" for i in range(1000))), "", "1000") == 1000
 
 
-async def test_the_end_of_the_feed_is_told_to_every_worker(pipe):
+async def test_every_claim_reports_the_end_of_feeding(pipe):
     claim = await pipe.stage("scored").claim(1)
     assert not claim.feed_done
     feed = Feed(pipe.connection, 10)

@@ -94,7 +94,7 @@ WAYS: dict[str, Garble] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_garbled_reply_is_asked_for_again(connection, proxy, way):
+async def test_a_call_with_a_garbled_reply_is_repeated(connection, proxy, way):
     await connection.write_hash("feed", {"cursor": "12"})
     proxy.next_reply(WAYS[way])
     with anyio.fail_after(10):
@@ -103,7 +103,7 @@ async def test_a_garbled_reply_is_asked_for_again(connection, proxy, way):
 
 
 @pytest.mark.parametrize("way", ["another first byte", "a length that is none", "an error that is cut"])
-async def test_a_script_whose_reply_was_garbled_is_run_again_and_changes_nothing_twice(connection, proxy, pipe_on, way):
+async def test_a_script_with_a_garbled_reply_is_repeated_and_changes_nothing_twice(connection, proxy, pipe_on, way):
     pipe = pipe_on(connection)
     await pipe.rolled_out("z")  # so that the server knows the scripts, and the reply that is garbled is theirs
     await pipe.feed("a", "b")
@@ -121,7 +121,7 @@ async def test_a_script_whose_reply_was_garbled_is_run_again_and_changes_nothing
     await pipe.balance()
 
 
-async def test_replies_garbled_for_ever_are_an_error_in_the_end_that_says_what_came(connection, proxy):
+async def test_permanently_garbled_replies_are_an_error_after_the_timeout(connection, proxy):
     proxy.garble = WAYS["another first byte"]
     connection.reconnect_s = 0.5
     with anyio.fail_after(10), pytest.raises(ServerError, match=r"did not answer for 0\.5 s.*Protocol error, got"):
@@ -129,7 +129,7 @@ async def test_replies_garbled_for_ever_are_an_error_in_the_end_that_says_what_c
 
 
 @pytest.mark.full
-async def test_under_random_garbling_calls_end_well_or_say_that_the_server_does_not_answer(connection, proxy):
+async def test_with_random_garbling_calls_succeed_or_raise_server_error(connection, proxy):
     """Bytes inside a value are nobody's to check here: payloads bear checksums. What frames them is."""
     rng = random.Random(7)
 

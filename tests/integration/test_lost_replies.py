@@ -117,7 +117,7 @@ async def state(pipe) -> object:
 
 @pytest.mark.parametrize("nth", [0, 1, 2])
 @pytest.mark.parametrize("deed", [feed, settle, release, bury, commit, publish, acknowledge, pausing])
-async def test_a_deed_whose_reply_was_lost_is_done_once(pipe, redis_url, pipe_on, tmp_path, deed, nth):
+async def test_a_script_whose_reply_was_lost_takes_effect_once(pipe, redis_url, pipe_on, tmp_path, deed, nth):
     """The nth, since a script that the server does not know yet takes three questions."""
     await deed(pipe, lambda: None, tmp_path)
     async with lossy(redis_url, f"{pipe.connection.run}-lossy", pipe_on, nth) as (unlucky, lose, proxy):
@@ -126,7 +126,7 @@ async def test_a_deed_whose_reply_was_lost_is_done_once(pipe, redis_url, pipe_on
         assert await state(unlucky) == await state(pipe)
 
 
-async def test_what_was_claimed_by_a_reply_that_was_lost_comes_again_after_its_lease(pipe, redis_url, pipe_on):
+async def test_entries_of_a_lost_claim_reply_are_claimed_again_after_their_lease(pipe, redis_url, pipe_on):
     await pipe.feed("a", "b")
     async with lossy(redis_url, pipe.connection.run, pipe_on, 0) as (unlucky, lose, proxy):
         worker = unlucky.stage("prompts", "unlucky", lease_s=0.3)
@@ -138,7 +138,7 @@ async def test_what_was_claimed_by_a_reply_that_was_lost_comes_again_after_its_l
         assert {lease.prompt_id for lease in (await worker.claim(2)).leases} == {"a", "b"}
 
 
-async def test_a_version_number_whose_reply_was_lost_is_skipped_and_never_given_twice(pipe, redis_url, pipe_on):
+async def test_a_version_number_whose_reply_was_lost_is_skipped(pipe, redis_url, pipe_on):
     async with lossy(redis_url, pipe.connection.run, pipe_on, 0) as (unlucky, lose, proxy):
         tenure = await TrainerLease.acquire(unlucky.connection, 30.0)
         given = [await tenure.reserve_version(0)]
@@ -150,7 +150,7 @@ async def test_a_version_number_whose_reply_was_lost_is_skipped_and_never_given_
 
 
 @pytest.mark.parametrize("verb", [retry_dead_letters, drop_dead_letters])
-async def test_a_dead_letter_whose_reply_was_lost_is_gone_once(pipe, redis_url, pipe_on, verb):
+async def test_a_dead_letter_whose_reply_was_lost_is_resolved_once(pipe, redis_url, pipe_on, verb):
     await pipe.feed("a")
     worker = pipe.stage("prompts")
     (lease,) = (await worker.claim(1)).leases

@@ -13,7 +13,7 @@ async def outstanding(pipe) -> int:
     return (await read_status(pipe.connection)).outstanding
 
 
-async def test_groups_claimed_waiting_to_be_scored_and_to_be_trained_hold_places(pipe):
+async def test_claimed_unscored_and_untrained_groups_use_capacity(pipe):
     await pipe.feed(*"abcdef")
     rollout, score = pipe.stage("prompts", capacity=3), pipe.stage("groups")
     first, second, _third = (await rollout.claim(10)).leases
@@ -26,7 +26,7 @@ async def test_groups_claimed_waiting_to_be_scored_and_to_be_trained_hold_places
     assert await outstanding(pipe) == 3
 
 
-async def test_what_is_given_back_gives_its_place_back(pipe):
+async def test_a_released_prompt_frees_capacity(pipe):
     await pipe.feed(*"abc")
     rollout = pipe.stage("prompts", capacity=2, backoff_s=10.0)
     lease, _ = (await rollout.claim(10)).leases
@@ -34,7 +34,7 @@ async def test_what_is_given_back_gives_its_place_back(pipe):
     assert [each.prompt_id for each in (await rollout.claim(10)).leases] == ["c"]
 
 
-async def test_what_was_given_back_waits_for_a_place_like_everything_else(pipe):
+async def test_a_released_prompt_waits_for_capacity(pipe):
     await pipe.feed("a", "b")
     rollout, other = pipe.stage("prompts", capacity=1), pipe.stage("prompts", "other", capacity=1)
     (lease,) = (await rollout.claim(1)).leases
@@ -45,7 +45,7 @@ async def test_what_was_given_back_waits_for_a_place_like_everything_else(pipe):
     assert len((await rollout.claim(2)).leases) == 1
 
 
-async def test_expired_leases_are_taken_over_even_where_there_is_no_room(pipe):
+async def test_expired_leases_are_reclaimed_without_free_capacity(pipe):
     await pipe.feed(*"abc")
     await pipe.stage("prompts", "dead", capacity=2, lease_s=0.05).claim(2)
     await anyio.sleep(0.06)
@@ -76,7 +76,7 @@ async def tenure(pipe):
     return await TrainerLease.acquire(pipe.connection, 30.0)
 
 
-async def test_a_trained_group_gives_its_place_back_when_its_version_is_published(pipe, tenure, tmp_path):
+async def test_a_trained_group_frees_capacity_when_its_version_is_published(pipe, tenure, tmp_path):
     await pipe.scored("a")
     await pipe.feed("b")
     rollout, trainer = pipe.stage("prompts", capacity=1), pipe.stage("scored", "trainer")
@@ -91,7 +91,7 @@ async def test_a_trained_group_gives_its_place_back_when_its_version_is_publishe
     assert len((await rollout.claim(1)).leases) == 1
 
 
-async def test_a_checkpoint_between_two_versions_gives_no_place_back(pipe, tenure, tmp_path):
+async def test_a_checkpoint_between_two_versions_frees_no_capacity(pipe, tenure, tmp_path):
     await pipe.scored("a")
     await pipe.feed("b")
     rollout, trainer = pipe.stage("prompts", capacity=1), pipe.stage("scored", "trainer")
@@ -105,7 +105,7 @@ async def test_a_checkpoint_between_two_versions_gives_no_place_back(pipe, tenur
 
 
 @pytest.mark.parametrize("ending", [Dropped("zero_variance"), AlreadyEnded(Trained())])
-async def test_a_group_that_is_not_trained_gives_its_place_back_at_once(pipe, tenure, ending):
+async def test_a_dropped_group_frees_capacity_immediately(pipe, tenure, ending):
     await pipe.scored("a")
     await pipe.feed("b")
     trainer = pipe.stage("scored", "trainer")
@@ -115,7 +115,7 @@ async def test_a_group_that_is_not_trained_gives_its_place_back_at_once(pipe, te
 
 
 @pytest.mark.parametrize("discarded", [0, 1, 3])
-async def test_p22_after_so_many_groups_are_discarded_there_is_room_for_as_many(pipe, tenure, discarded):
+async def test_discarded_groups_free_as_much_capacity_as_they_used(pipe, tenure, discarded):
     await pipe.scored(*"abcd")
     await pipe.feed(*"efghij")
     rollout, trainer = pipe.stage("prompts", capacity=4), pipe.stage("scored", "trainer")
@@ -129,7 +129,7 @@ async def test_p22_after_so_many_groups_are_discarded_there_is_room_for_as_many(
     await pipe.balance()
 
 
-async def test_a_dead_letter_gives_its_place_back_at_once(pipe):
+async def test_a_dead_letter_frees_capacity_immediately(pipe):
     await pipe.rolled_out("a")
     await pipe.feed("b")
     score = pipe.stage("groups")
@@ -138,7 +138,7 @@ async def test_a_dead_letter_gives_its_place_back_at_once(pipe):
     assert len((await pipe.stage("prompts", capacity=1).claim(1)).leases) == 1
 
 
-async def test_a_group_that_comes_again_takes_its_place_again(pipe, tenure, tmp_path):
+async def test_a_requeued_group_uses_capacity_again(pipe, tenure, tmp_path):
     await pipe.scored("a", "b")
     trainer = pipe.stage("scored", "trainer")
     leases = (await trainer.claim(2)).leases

@@ -37,7 +37,7 @@ async def expire(pipe, lease) -> None:
     await pipe.connection.redis.zadd(pipe.connection.key("prompts:leases"), {lease.id: 0})
 
 
-async def test_the_next_worker_finds_what_was_finished_whatever_became_of_it(pipe, worker):
+async def test_the_next_worker_loads_finished_completions_including_failed_ones(pipe, worker):
     lease = await claimed(worker)
     assert await worker.load_partial(lease) == []
     whole, failed = completion(pipe, 2), completion(pipe, 0, FAILED)
@@ -51,21 +51,21 @@ async def test_the_next_worker_finds_what_was_finished_whatever_became_of_it(pip
     assert whole.rows[0].spans, "its tokens keep the version that sampled them"
 
 
-async def test_what_was_kept_is_there_after_a_drain_too(pipe, worker):
+async def test_saved_completions_survive_a_drain(pipe, worker):
     lease = await claimed(worker)
     await worker.save_partial(lease, completion(pipe, 1))
     await worker.release(lease, "none", "")
     assert [c.index for c in await worker.load_partial(await claimed(worker))] == [1]
 
 
-async def test_an_attempt_that_is_cancelled_for_its_age_leaves_nothing_to_the_next(pipe, worker):
+async def test_a_stale_attempt_leaves_no_saved_completions(pipe, worker):
     lease = await claimed(worker)
     await worker.save_partial(lease, completion(pipe, 1))
     await worker.release(lease, "stale", "")
     assert await worker.load_partial(await claimed(worker)) == []
 
 
-async def test_who_lost_the_lease_keeps_nothing_and_hears_of_it(pipe, worker):
+async def test_saving_without_the_lease_saves_nothing_and_marks_it_lost(pipe, worker):
     lease = await claimed(worker)
     await expire(pipe, lease)
     heir = pipe.stage("prompts", "second")
@@ -108,7 +108,7 @@ async def delete(pipe, stage, lease) -> None:
 
 
 @pytest.mark.parametrize("end", [settle, bury, exhaust, outlive, delete])
-async def test_whatever_ends_an_entry_removes_what_was_kept_of_it(pipe, worker, end):
+async def test_ending_an_entry_deletes_its_saved_completions(pipe, worker, end):
     lease = await claimed(worker)
     await worker.save_partial(lease, completion(pipe, 0))
     assert await kept_keys(pipe)
@@ -117,7 +117,7 @@ async def test_whatever_ends_an_entry_removes_what_was_kept_of_it(pipe, worker, 
     assert await pipe.connection.redis.hgetall(pipe.connection.key("prompts:attempts")) == {}
 
 
-async def test_a_dead_letter_that_is_tried_again_begins_from_nothing(pipe, worker):
+async def test_a_retried_dead_letter_has_no_saved_completions(pipe, worker):
     lease = await claimed(worker)
     await worker.save_partial(lease, completion(pipe, 0))
     await bury(pipe, worker, lease)
@@ -125,7 +125,7 @@ async def test_a_dead_letter_that_is_tried_again_begins_from_nothing(pipe, worke
     assert await worker.load_partial(await claimed(worker)) == []
 
 
-async def test_junk_among_what_was_kept_is_passed_by(pipe, worker):
+async def test_unreadable_saved_completions_are_skipped(pipe, worker):
     lease = await claimed(worker)
     sound = encode(completion(pipe, 1))
     await worker.save_partial(lease, completion(pipe, 3))
@@ -142,7 +142,7 @@ async def test_junk_among_what_was_kept_is_passed_by(pipe, worker):
     assert [c.index for c in await worker.load_partial(lease)] == [3]
 
 
-async def test_what_is_kept_twice_is_kept_once(pipe, worker):
+async def test_saving_a_completion_twice_saves_it_once(pipe, worker):
     """A reply was lost."""
     lease = await claimed(worker)
     for _ in range(2):
@@ -150,7 +150,7 @@ async def test_what_is_kept_twice_is_kept_once(pipe, worker):
     assert len(await worker.load_partial(lease)) == 1
 
 
-async def test_a_server_without_memory_to_spare_is_not_waited_for(pipe, make_server, pipe_on, run_name):
+async def test_saving_does_not_wait_for_a_server_without_memory(pipe, make_server, pipe_on, run_name):
     server = make_server().start()
     async with connect(server.url, run_name, reconnect_s=30.0) as connection:
         mine = pipe_on(connection)

@@ -43,7 +43,7 @@ def make_pipeline(tmp_path, run_name, redis_url):
     return lambda scripts, **delivery: Pipeline(tmp_path, run_name, redis_url, scripts, **delivery)
 
 
-async def test_a_worker_that_is_worn_out_is_started_again_and_that_is_no_crash(make_pipeline, monkeypatch):
+async def test_a_recycled_worker_is_restarted_and_does_not_count_as_a_crash(make_pipeline, monkeypatch):
     monkeypatch.setattr(restart_policy, "QUICK_EXIT_S", 0.0)
     worn = f"if len(lives('rollout')) < 5: print('worn out'); sys.exit({int(ExitCode.RECYCLE)})\nstay()"
     train = "until(lambda: len(lives('rollout')) == 5);" + FINISH
@@ -51,7 +51,7 @@ async def test_a_worker_that_is_worn_out_is_started_again_and_that_is_no_crash(m
     assert outcome.failure is None
 
 
-async def test_a_worker_that_is_worn_out_at_once_and_again_fails_the_run(make_pipeline):
+async def test_a_worker_that_is_recycled_immediately_every_time_fails_the_run(make_pipeline):
     outcome = await make_pipeline({"rollout": f"print('all threads hang'); sys.exit({int(ExitCode.RECYCLE)})"}).run()
     assert "3 times in a row: all threads hang" in str(outcome.failure)
 
@@ -87,7 +87,7 @@ def worker(file: Path, url: str, engine: str, *settings: str) -> list[str]:
     ],
     ids=["threads", "memory"],
 )
-async def test_a_worker_drains_and_says_so_and_its_successors_lose_nothing(
+async def test_a_recycled_worker_drains_and_nothing_is_lost(
     tmp_path, pipe, redis_url, run_name, leak, limit_s, bound, why
 ):
     prompts = 12 if leak == 0 else 9

@@ -12,7 +12,7 @@ from stream.operator.run_status import read_status
 from stream.trainer.lease import TrainerLease
 
 
-async def test_kills_of_a_server_that_syncs_always_lose_nothing_and_double_nothing(make_server, run_name, pipe_on):
+async def test_killing_a_server_with_appendfsync_always_loses_and_repeats_nothing(make_server, run_name, pipe_on):
     server = make_server(fsync="always").start()
     names = {f"p{i}" for i in range(150)}
     chance = random.Random(7)
@@ -51,7 +51,7 @@ async def test_kills_of_a_server_that_syncs_always_lose_nothing_and_double_nothi
         assert (await pipe_on(connection).balance())["outstanding"] == len(names)
 
 
-async def test_leases_start_anew_when_the_server_comes_back(make_server, run_name, pipe_on):
+async def test_leases_are_extended_after_a_server_restart(make_server, run_name, pipe_on):
     server = make_server(fsync="always").start()
     async with connect(server.url, run_name, reconnect_s=10) as connection:
         pipe = pipe_on(connection)
@@ -74,7 +74,7 @@ async def test_leases_start_anew_when_the_server_comes_back(make_server, run_nam
         await first.complete(renewed, "groups", pipe.group("a"))
 
 
-async def test_a_trainers_hold_starts_anew_when_the_server_comes_back(make_server, run_name, pipe_on):
+async def test_the_trainers_lease_is_extended_after_a_server_restart(make_server, run_name, pipe_on):
     server = make_server(fsync="always").start()
     async with connect(server.url, run_name, reconnect_s=10) as connection:
         pipe = pipe_on(connection)
@@ -91,7 +91,7 @@ async def test_a_trainers_hold_starts_anew_when_the_server_comes_back(make_serve
             tasks.cancel_scope.cancel()
 
 
-async def test_a_server_that_lost_its_last_second_is_caught_up_with(make_server, run_name, pipe_on):
+async def test_a_server_that_lost_its_last_second_is_reconciled(make_server, run_name, pipe_on):
     """What it forgot is fed, claimed and settled again; whoever settles on a lease that it forgot finds out."""
     server = make_server(fsync="no").start()
     async with connect(server.url, run_name, reconnect_s=10) as connection:

@@ -19,7 +19,7 @@ def server(make_server):
     return make_server().start()
 
 
-async def test_a_claim_waits_for_a_server_that_was_killed_and_comes_back(server, run_name, pipe_on):
+async def test_a_claim_waits_for_a_killed_server_to_restart(server, run_name, pipe_on):
     async with connect(server.url, run_name, reconnect_s=10) as connection:
         pipe = pipe_on(connection)
         await pipe.feed("a")
@@ -53,7 +53,7 @@ async def test_a_waiter_survives_a_restart_of_its_server(server, run_name, pipe_
         assert len((await waiter.claim(1)).leases) == 1
 
 
-async def test_a_server_that_stays_away_is_an_error_that_says_where_and_shows_no_password(server, run_name):
+async def test_a_server_that_stays_down_is_an_error_without_the_password(server, run_name):
     redis = Redis.from_url(server.url)
     redis.config_set("requirepass", "opensesame")
     redis.close()
@@ -75,7 +75,7 @@ async def test_no_error_shows_a_password(url, tmp_path):
     assert "opensesame" not in str(caught.value)
 
 
-async def test_a_wrong_password_is_an_error_at_once(server, run_name):
+async def test_a_wrong_password_is_an_immediate_error(server, run_name):
     redis = Redis.from_url(server.url)
     redis.config_set("requirepass", "opensesame")
     redis.close()
@@ -84,7 +84,7 @@ async def test_a_wrong_password_is_an_error_at_once(server, run_name):
             pass
 
 
-async def test_an_address_that_is_none_is_an_error():
+async def test_an_invalid_url_is_an_error():
     with pytest.raises(ServerError, match="is not a Redis URL"):
         async with connect("localhost:6379", "run"):
             pass
@@ -98,7 +98,7 @@ async def test_a_server_that_would_evict_work_is_refused(make_server, policy):
             pass
 
 
-async def test_a_server_that_is_too_old_is_refused(tmp_path):
+async def test_an_old_server_is_refused(tmp_path):
     """Nothing older than 7.0 is at hand, so this one only says that it is."""
 
     async def answer(client) -> None:
@@ -116,7 +116,7 @@ async def test_a_server_that_is_too_old_is_refused(tmp_path):
         tasks.cancel_scope.cancel()
 
 
-async def test_cancelled_calls_leave_no_answer_for_the_next(pipe):
+async def test_a_cancelled_call_leaves_no_reply_for_the_next_one(pipe):
     """A reply that nobody waits for any more must not be taken for the answer to another question."""
     await pipe.feed(*(f"p{i}" for i in range(50)))
     stage = pipe.stage("groups")
@@ -130,7 +130,7 @@ async def test_cancelled_calls_leave_no_answer_for_the_next(pipe):
         assert await pipe.connection.read_hash("counts") == {"fed": "50"}
 
 
-async def test_out_of_memory_is_back_pressure(server, run_name, pipe_on):
+async def test_calls_wait_while_the_server_is_out_of_memory(server, run_name, pipe_on):
     """New payloads wait. Leases are renewed meanwhile, and the trainer's side, which frees memory, goes on."""
     async with connect(server.url, run_name, reconnect_s=20) as connection:
         pipe = pipe_on(connection)

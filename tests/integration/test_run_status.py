@@ -31,7 +31,7 @@ async def busy_run(pipe, tmp_path) -> None:
     await worker.dead_letter(dead, "unreadable", "altered")
 
 
-async def test_a_look_tells_every_state(pipe, tmp_path):
+async def test_the_status_has_every_state(pipe, tmp_path):
     await busy_run(pipe, tmp_path)
     view = await read_status(pipe.connection)
     prompts, groups, scored = (view.stages[name] for name in ("prompts", "groups", "scored"))
@@ -45,7 +45,7 @@ async def test_a_look_tells_every_state(pipe, tmp_path):
     assert 0 <= prompts.oldest_age_ms < 10_000
 
 
-async def test_a_look_is_read_only(pipe, tmp_path, redis_url):
+async def test_reading_the_status_changes_nothing(pipe, tmp_path, redis_url):
     await busy_run(pipe, tmp_path)
     before = await dump(pipe.connection)
     async with connect(redis_url, pipe.connection.run, create=False) as visitor:
@@ -54,14 +54,14 @@ async def test_a_look_is_read_only(pipe, tmp_path, redis_url):
     assert await dump(pipe.connection) == before
 
 
-async def test_an_unknown_run_is_an_error_and_is_not_made(redis_url):
+async def test_an_unknown_run_is_an_error_and_is_not_created(redis_url):
     async with connect(redis_url, "nobody-ran-this", create=False) as visitor:
         with pytest.raises(PenstockError, match="nobody-ran-this"):
             await read_status(visitor)
         assert await dump(visitor) == {}
 
 
-async def test_rates_are_entries_settled_a_second(pipe):
+async def test_rates_are_completed_entries_per_second(pipe):
     await pipe.rolled_out(*(f"p{i}" for i in range(10)))
     rate = (await read_status(pipe.connection)).stages["prompts"].rate
     assert 5 <= rate <= 10  # ten within this second, or this one and the one before

@@ -29,7 +29,7 @@ async def until(condition: Callable, within_s: float = 10.0) -> None:
             await anyio.sleep(0.02)
 
 
-async def test_a_private_server_that_is_killed_comes_back_with_its_data(tmp_path, run_name, pipe_on):
+async def test_a_killed_private_server_restarts_with_its_data(tmp_path, run_name, pipe_on):
     async with private_server(tmp_path / "redis", fsync="always") as url, connect(url, run_name) as connection:
         await pipe_on(connection).feed("a")
         before = await connection.redis.info("server")
@@ -38,7 +38,7 @@ async def test_a_private_server_that_is_killed_comes_back_with_its_data(tmp_path
         assert (await connection.redis.info("server"))["run_id"] != before["run_id"]
 
 
-async def test_a_private_server_that_cannot_come_back_ends_the_run_with_its_reason(tmp_path, run_name, monkeypatch):
+async def test_a_private_server_that_cannot_restart_ends_the_run(tmp_path, run_name, monkeypatch):
     monkeypatch.setattr(server, "_MAX_EXITS", 3)
     with pytest.RaisesGroup(pytest.RaisesExc(ServerError, match=r"died 3 times .*server\.log")):
         async with private_server(tmp_path / "redis") as url, connect(url, run_name) as connection:
@@ -49,7 +49,7 @@ async def test_a_private_server_that_cannot_come_back_ends_the_run_with_its_reas
             await anyio.sleep(20)
 
 
-async def test_a_trainer_tells_it_again_which_version_there_is(pipe, tmp_path):
+async def test_a_trainer_publishes_a_lost_version_again(pipe, tmp_path):
     await pipe.scored("a")
     await pipe.feed("b")
     tenure = await TrainerLease.acquire(pipe.connection, 0.3)
@@ -81,7 +81,7 @@ async def test_an_older_version_never_replaces_a_newer_one(pipe, tmp_path):
 
 
 @pytest.mark.parametrize("when", ["as the run ends", "as a trainer begins"])
-async def test_the_second_copy_of_a_trained_prompt_that_dies_is_nobodys_end(pipe, tmp_path, when):
+async def test_a_dead_duplicate_of_a_trained_prompt_does_not_end_it(pipe, tmp_path, when):
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     await pipe.feed("a", "b")
@@ -105,7 +105,7 @@ async def test_the_second_copy_of_a_trained_prompt_that_dies_is_nobodys_end(pipe
     ledger.close()
 
 
-async def test_a_feeder_that_was_done_feeds_again_what_was_forgotten(pipe, tmp_path):
+async def test_a_finished_feeder_feeds_lost_prompts_again(pipe, tmp_path):
     rows = [json.dumps({"prompt": f"Say {i}."}) for i in range(5)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
     settings = parse_settings(

@@ -11,7 +11,7 @@ from stream.operator.run_status import read_status
 from stream.queue.stage import RetryPolicy
 
 
-async def test_a_settled_entry_is_in_the_next_stage_alone(pipe):
+async def test_a_completed_entry_is_only_in_the_next_stage(pipe):
     await pipe.feed("a")
     worker = pipe.stage("prompts")
     (lease,) = (await worker.claim(10)).leases
@@ -24,7 +24,7 @@ async def test_a_settled_entry_is_in_the_next_stage_alone(pipe):
     )
 
 
-async def test_the_output_bears_the_prompt_of_the_entry_that_it_came_from(pipe):
+async def test_the_output_has_the_prompt_id_of_its_input(pipe):
     await pipe.feed("a")
     worker = pipe.stage("prompts")
     (lease,) = (await worker.claim(1)).leases
@@ -32,7 +32,7 @@ async def test_the_output_bears_the_prompt_of_the_entry_that_it_came_from(pipe):
     assert (await pipe.stage("groups").claim(1)).leases[0].prompt_id == "a"
 
 
-async def test_settling_twice_says_that_the_lease_is_gone(pipe):
+async def test_completing_twice_raises_lease_lost(pipe):
     """P21, where the same work is delivered twice."""
     await pipe.feed("a")
     worker = pipe.stage("prompts")
@@ -45,7 +45,7 @@ async def test_settling_twice_says_that_the_lease_is_gone(pipe):
 
 
 @pytest.mark.parametrize("verb", ["settle", "release", "bury"])
-async def test_whoever_lost_an_entry_cannot_end_it(pipe, verb):
+async def test_a_worker_without_the_lease_cannot_end_the_entry(pipe, verb):
     await pipe.feed("a")
     slow, quick = pipe.stage("prompts", "slow", lease_s=0.05), pipe.stage("prompts", "quick")
     (old,) = (await slow.claim(1)).leases
@@ -64,7 +64,7 @@ async def test_whoever_lost_an_entry_cannot_end_it(pipe, verb):
     assert (stages["prompts"].depth, stages["groups"].depth) == (0, 1)
 
 
-async def test_nobody_takes_an_entry_before_its_lease_runs_out(pipe):
+async def test_an_entry_is_not_claimed_before_its_lease_expires(pipe):
     await pipe.feed("a")
     await pipe.stage("prompts", "dead", lease_s=0.3).claim(1)
     other = pipe.stage("prompts", "other")
@@ -88,7 +88,7 @@ async def test_renewal_keeps_a_long_job(pipe):
     await worker.complete(lease, "groups", pipe.group("a"))
 
 
-async def test_renewal_finds_out_what_is_lost_and_stops_the_work(pipe):
+async def test_renewal_finds_lost_leases_and_cancels_their_work(pipe):
     await pipe.feed("a", "b")
     worker = pipe.stage("prompts", "stalled", lease_s=0.15)
     lost, kept = (await worker.claim(2)).leases
@@ -105,7 +105,7 @@ async def test_renewal_finds_out_what_is_lost_and_stops_the_work(pipe):
     assert list(worker.leases) == [kept.id]
 
 
-async def test_renewal_leaves_the_work_alone_that_is_being_settled(pipe):
+async def test_renewal_does_not_cancel_work_whose_lease_is_ending(pipe):
     await pipe.feed("a")
     worker = pipe.stage("prompts", lease_s=0.06)
     (lease,) = (await worker.claim(1)).leases
@@ -117,7 +117,7 @@ async def test_renewal_leaves_the_work_alone_that_is_being_settled(pipe):
     assert not scope.cancel_called
 
 
-async def test_a_worker_that_claims_its_own_lost_entry_stops_its_older_work(pipe):
+async def test_reclaiming_an_own_entry_cancels_the_older_work(pipe):
     await pipe.feed("a")
     worker = pipe.stage("prompts", lease_s=0.05)
     (old,) = (await worker.claim(1)).leases
@@ -129,7 +129,7 @@ async def test_a_worker_that_claims_its_own_lost_entry_stops_its_older_work(pipe
     assert worker.leases == {new.id: new}
 
 
-async def test_a_back_off_is_honoured(pipe):
+async def test_a_released_entry_waits_for_its_delay(pipe):
     await pipe.feed("a")
     worker, other = pipe.stage("prompts", backoff_s=0.4), pipe.stage("prompts", "other")
     (lease,) = (await worker.claim(1)).leases
@@ -145,14 +145,14 @@ async def test_a_back_off_is_honoured(pipe):
     assert claim.leases[0].infra_failures == 1
 
 
-def test_back_offs_double_up_to_a_limit():
+def test_delays_double_up_to_a_limit():
     terms = RetryPolicy(backoff_s=1.0)
     assert all(0.5 * 2**n <= terms.delay_s(n) <= 2**n for n in range(6))
     assert 30 <= terms.delay_s(100_000) <= 60
 
 
 @pytest.mark.parametrize("kind", ["infra", "data"])
-async def test_an_exhausted_budget_makes_a_dead_letter(pipe, kind):
+async def test_an_entry_at_its_failure_limit_is_dead_lettered(pipe, kind):
     await pipe.feed("a")
     worker = pipe.stage("prompts", infra_attempts=3, data_attempts=3)
     for failures in (1, 2, 3):
@@ -166,7 +166,7 @@ async def test_an_exhausted_budget_makes_a_dead_letter(pipe, kind):
     assert (await pipe.balance())["dead"] == 1
 
 
-async def test_the_budgets_are_apart(pipe):
+async def test_failure_limits_are_separate(pipe):
     await pipe.feed("a")
     worker = pipe.stage("prompts", infra_attempts=2, data_attempts=2)
     for kind in ("infra", "data"):
@@ -176,7 +176,7 @@ async def test_the_budgets_are_apart(pipe):
     assert await list_dead_letters(pipe.connection) == []
 
 
-async def test_what_is_nobodys_fault_is_counted_against_nobody(pipe):
+async def test_releases_without_a_failure_count_towards_no_limit(pipe):
     await pipe.feed("a")
     worker = pipe.stage("prompts", infra_attempts=1, data_attempts=1)
     for _ in range(5):
@@ -185,7 +185,7 @@ async def test_what_is_nobodys_fault_is_counted_against_nobody(pipe):
     assert (lease.infra_failures, lease.data_failures) == (0, 0)
 
 
-async def test_an_entry_that_outlives_too_many_workers_is_a_dead_letter(pipe):
+async def test_an_entry_whose_lease_expires_too_often_is_dead_lettered(pipe):
     await pipe.feed("a", "b")
     killed = pipe.stage("prompts", "killed", lease_s=0.03, infra_attempts=2)
     for _ in range(2):
@@ -198,7 +198,7 @@ async def test_an_entry_that_outlives_too_many_workers_is_a_dead_letter(pipe):
 
 
 @pytest.mark.parametrize("fields", [1, 6000])
-async def test_foreign_junk_is_one_dead_letter_and_the_stream_goes_on(pipe, fields):
+async def test_foreign_junk_is_one_dead_letter_and_the_stream_continues(pipe, fields):
     await pipe.connection.redis.xadd(pipe.connection.key("prompts"), {f"field{i}": "?" for i in range(fields)})
     await pipe.feed("a")
     worker = pipe.stage("prompts")
@@ -212,7 +212,7 @@ async def test_foreign_junk_is_one_dead_letter_and_the_stream_goes_on(pipe, fiel
     assert (await pipe.balance())["outstanding"] == 1
 
 
-async def test_entries_deleted_under_us_are_passed_by(pipe):
+async def test_deleted_entries_are_skipped(pipe):
     await pipe.feed("a", "b", "c")
     worker = pipe.stage("prompts", lease_s=0.05)
     first, second = (await worker.claim(2)).leases
@@ -236,7 +236,7 @@ async def test_a_thousand_entries_in_one_call(pipe):
 
 
 @pytest.mark.parametrize("what", ["feed", "settle", "release"])
-async def test_a_waiter_is_woken_at_once(pipe, what):
+async def test_a_blocked_worker_is_woken(pipe, what):
     await pipe.feed("a")
     worker, waiter = pipe.stage("prompts"), pipe.stage("groups" if what == "settle" else "prompts", "waiter")
     (lease,) = (await worker.claim(1)).leases
@@ -267,7 +267,7 @@ async def test_a_waiter_is_woken_at_once(pipe, what):
 
 
 @pytest.mark.parametrize("situation", ["nothing there", "no place for what waits"])
-async def test_an_idle_waiter_makes_hardly_a_call(pipe, situation):
+async def test_an_idle_worker_makes_few_calls(pipe, situation):
     worker = pipe.stage("prompts", capacity=1)
     if situation == "no place for what waits":
         await pipe.feed("a", "b")
@@ -289,12 +289,12 @@ async def calls(pipe) -> int:
 
 
 @pytest.mark.parametrize("name", ["released", "marked"])
-async def test_names_of_nobody_are_no_workers_names(pipe, name):
+async def test_reserved_consumer_names_are_refused(pipe, name):
     with pytest.raises(PenstockError, match=name):
         pipe.stage("prompts", name)
 
 
-async def test_what_is_released_or_trained_belongs_to_no_takeover(pipe):
+async def test_released_and_marked_entries_have_no_lease_to_expire(pipe):
     await pipe.scored("a")
     trainer = pipe.stage("scored", "trainer", lease_s=0.02)
     (lease,) = (await trainer.claim(1)).leases
@@ -314,7 +314,7 @@ async def test_an_emptied_server_is_recognised(pipe):
             await call
 
 
-async def test_an_old_wake_entry_does_not_hold_a_waiter_back(pipe):
+async def test_an_old_wake_entry_does_not_block_a_worker(pipe):
     worker = pipe.stage("prompts")
     before = await worker.claim(1)
     await pipe.feed("a")

@@ -55,14 +55,14 @@ async def test_a_second_trainer_is_refused_while_the_first_renews(pipe):
         tasks.cancel_scope.cancel()
 
 
-async def test_a_trainer_that_falls_silent_is_succeeded_after_its_lease(pipe):
+async def test_a_silent_trainer_is_replaced_after_its_lease(pipe):
     began = time.monotonic()
     await TrainerLease.acquire(pipe.connection, 0.4)
     await TrainerLease.acquire(pipe.connection, 0.4)
     assert 0.35 < time.monotonic() - began < 1.0
 
 
-async def test_a_trainer_whose_process_is_gone_is_succeeded_at_once(pipe, redis_url):
+async def test_a_trainer_whose_process_has_exited_is_replaced_immediately(pipe, redis_url):
     code = f"""
 import anyio, os
 from stream.connection.run_connection import connect
@@ -82,14 +82,14 @@ anyio.run(main)
         await TrainerLease.acquire(pipe.connection, 0.3)
 
 
-async def test_a_trainer_that_gave_up_its_right_is_succeeded_at_once(pipe):
+async def test_a_released_lease_can_be_acquired_immediately(pipe):
     first = await TrainerLease.acquire(pipe.connection, 600.0)
     await first.release()
     with anyio.fail_after(1):
         await TrainerLease.acquire(pipe.connection, 600.0)
 
 
-async def test_every_verb_of_a_zombie_is_refused(pipe, ledger, tmp_path):
+async def test_every_verb_of_a_fenced_trainer_is_refused(pipe, ledger, tmp_path):
     await pipe.scored("a")
     zombie = await TrainerLease.acquire(pipe.connection, 0.05)
     trainer = pipe.stage("scored", "zombie")
@@ -116,7 +116,7 @@ async def test_every_verb_of_a_zombie_is_refused(pipe, ledger, tmp_path):
     assert await train(pipe, heir, {"a": Trained()})
 
 
-async def test_a_server_that_forgot_its_last_writes_still_knows_the_younger_trainer(pipe):
+async def test_after_losing_writes_the_server_still_prefers_the_newer_trainer(pipe):
     old = await TrainerLease.acquire(pipe.connection, 0.01)
     await anyio.sleep(0.02)
     young = await TrainerLease.acquire(pipe.connection, 30.0)
@@ -126,7 +126,7 @@ async def test_a_server_that_forgot_its_last_writes_still_knows_the_younger_trai
         await old.reserve_version(0)
 
 
-async def test_a_server_that_was_emptied_is_no_other_trainer(pipe):
+async def test_an_emptied_server_is_not_mistaken_for_another_trainer(pipe):
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     await pipe.connection.redis.delete(pipe.connection.key("policy"))
     with pytest.raises(ServerError, match="does not know run"):
@@ -135,7 +135,7 @@ async def test_a_server_that_was_emptied_is_no_other_trainer(pipe):
     assert heir.token > tenure.token
 
 
-async def test_a_token_is_above_what_the_folder_knows_on_a_server_whose_clock_is_behind(pipe):
+async def test_a_token_is_larger_than_the_folders_even_if_the_servers_clock_is_behind(pipe):
     ahead = 2**52
     assert (await TrainerLease.acquire(pipe.connection, 0.01, min_token=ahead)).token == ahead + 1
 
@@ -176,7 +176,7 @@ async def test_a_commit_repeated_after_a_lost_reply_is_one_commit(pipe):
     assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1}
 
 
-async def test_a_commit_says_what_was_lost_before_it(pipe):
+async def test_a_commit_returns_entries_whose_lease_was_lost(pipe):
     await pipe.scored("a", "b")
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     trainer = pipe.stage("scored", "trainer", lease_s=0.05)
@@ -198,7 +198,7 @@ async def test_version_numbers_are_never_used_twice(pipe):
     assert await second.reserve_version(17) == 18  # an engine, or a checkpoint, knows more than a server that forgot
 
 
-async def test_the_published_policy_is_what_everybody_reads(pipe, tmp_path):
+async def test_the_published_policy_is_readable(pipe, tmp_path):
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     assert (await read_published_policy(pipe.connection)).version == -1
     await tenure.publish(3, tmp_path / "v3", 12, {"reward": 0.5, "odd": float("nan")})
@@ -208,7 +208,7 @@ async def test_the_published_policy_is_what_everybody_reads(pipe, tmp_path):
     assert (await read_status(pipe.connection)).metrics == {"reward": 0.5, "odd": None}
 
 
-async def test_recovery_acknowledges_what_the_ledger_holds_and_brings_the_rest_again(pipe, ledger):
+async def test_recovery_acknowledges_recorded_groups_and_requeues_the_others(pipe, ledger):
     await pipe.scored("a", "b", "c", "d")
     dead = await TrainerLease.acquire(pipe.connection, 0.01)
     await train(pipe, dead, {"a": Trained(), "b": Dropped("stale"), "c": Trained(), "d": Trained()})
@@ -223,7 +223,7 @@ async def test_recovery_acknowledges_what_the_ledger_holds_and_brings_the_rest_a
     assert sorted(lease.prompt_id for lease in claim.leases) == ["c", "d"]
 
 
-async def test_recovery_takes_back_what_the_dead_trainer_had_in_hand(pipe, ledger):
+async def test_recovery_requeues_groups_leased_by_the_dead_trainer(pipe, ledger):
     await pipe.scored("a", "b")
     await TrainerLease.acquire(pipe.connection, 0.01)
     await pipe.stage("scored", "dead").claim(2)
@@ -255,7 +255,7 @@ async def test_recovery_of_many_marks(pipe, ledger):
     assert await pipe.balance() == {"fed": 1200, "trained": 600, "dropped": 0, "dead": 0, "outstanding": 600}
 
 
-async def test_recovery_keeps_what_the_operator_dropped(pipe, ledger):
+async def test_recovery_keeps_prompts_dropped_by_the_operator(pipe, ledger):
     await pipe.feed("a")
     await pipe.connection.redis.hincrby(pipe.connection.key("counts"), "dropped:operator", 1)
     await pipe.connection.redis.hdel(pipe.connection.key("unfinished"), "a")
@@ -278,7 +278,7 @@ async def test_a_duplicate_of_a_group_that_was_trained_counts_as_one(pipe, ledge
     await pipe.balance()
 
 
-async def test_the_twin_of_a_group_in_hand_takes_no_place_and_ends_nothing(pipe, ledger):
+async def test_a_duplicate_uses_no_capacity_and_ends_nothing(pipe, ledger):
     """P21, before the group has ended."""
     await pipe.scored("a")
     await pipe.connection.redis.xadd(pipe.connection.key("scored"), {"prompt": "a", "payload": "again"})
@@ -295,7 +295,7 @@ async def test_the_twin_of_a_group_in_hand_takes_no_place_and_ends_nothing(pipe,
     await pipe.balance()
 
 
-async def test_an_end_that_the_server_forgot_is_counted_again(pipe, ledger):
+async def test_an_outcome_that_the_server_lost_is_counted_again(pipe, ledger):
     """The ledger holds the end, the server that lost its last writes does not: the group comes again."""
     await pipe.scored("a")
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
@@ -304,7 +304,7 @@ async def test_an_end_that_the_server_forgot_is_counted_again(pipe, ledger):
     await pipe.balance()
 
 
-async def test_an_end_that_the_server_forgot_is_not_counted_twice_by_a_new_trainer(pipe, ledger):
+async def test_an_outcome_that_the_server_lost_is_not_counted_twice_by_a_new_trainer(pipe, ledger):
     await pipe.scored("a", "b")
     await hold(ledger, [line("a")])
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
@@ -315,7 +315,7 @@ async def test_an_end_that_the_server_forgot_is_not_counted_twice_by_a_new_train
     assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
 
 
-async def test_a_ledger_that_lacks_what_was_acknowledged_is_refused(pipe, ledger):
+async def test_a_ledger_without_acknowledged_groups_is_refused(pipe, ledger):
     await pipe.scored("a", "b")
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     await tenure.acknowledge(await train(pipe, tenure, {"a": Trained(), "b": Trained()}))
@@ -333,7 +333,7 @@ async def test_a_run_is_rebuilt_from_its_ledger_on_an_emptied_server(pipe, ledge
     assert await pipe.balance() == {"fed": 3, "trained": 1, "dropped": 1, "dead": 0, "outstanding": 1}
 
 
-async def test_recovery_says_how_much_of_the_ledger_counts(pipe, tmp_path):
+async def test_recovery_stores_the_ledgers_length(pipe, tmp_path):
     def cut_to_a_line() -> tuple[Ledger, int]:
         ledger = Ledger(tmp_path / "cut.jsonl")
         ledger.append([line("a")])
@@ -349,7 +349,7 @@ async def test_recovery_says_how_much_of_the_ledger_counts(pipe, tmp_path):
     assert (await read_status(pipe.connection)).policy["ledger"] == str(length)
 
 
-async def test_the_end_of_the_run_is_told_to_every_worker(pipe, ledger):
+async def test_every_claim_reports_the_end_of_the_run(pipe, ledger):
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     claim = await pipe.stage("prompts").claim(1)
     async with anyio.create_task_group() as tasks:

@@ -79,7 +79,7 @@ async def test_a_run_from_the_first_prompt_to_the_end(pipe, ledger, tmp_path):
     await heir.finish_run("enough")
     view = await read_status(pipe.connection)
     assert (view.counts["trained"], view.unfinished, view.version, view.stages["scored"].depth) == (3, 3, 1, 0)
-    assert (await pipe.stage("scored").claim(1)).finished == "enough"
+    assert (await pipe.stage("scored").claim(1)).finish_reason == "enough"
     await pipe.balance()
 
 

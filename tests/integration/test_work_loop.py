@@ -44,12 +44,12 @@ async def settle(stage, lease):
     await stage.complete(lease, "groups", Group(prompt=decode(lease.payload, Prompt), completions=[]))
 
 
-async def test_everything_that_comes_is_settled(connection):
+async def test_every_entry_is_completed(connection):
     await feed(connection, 50)
     await pump_until(connection, settle, lambda view: view.stages["groups"].depth == 50)
 
 
-async def test_no_more_is_held_than_there_is_room_for(connection):
+async def test_no_more_leases_are_held_than_the_limit(connection):
     await feed(connection, 20)
     most = 0
 
@@ -64,7 +64,7 @@ async def test_no_more_is_held_than_there_is_room_for(connection):
 
 
 @pytest.mark.parametrize(("error", "reason"), [(RuntimeError("boom"), "infra"), (DataError("no such image"), "data")])
-async def test_what_keeps_failing_becomes_a_dead_letter_and_its_neighbours_do_not(connection, error, reason):
+async def test_only_the_entry_that_keeps_failing_is_dead_lettered(connection, error, reason):
     await feed(connection, 5)
 
     async def work(stage, lease):
@@ -79,7 +79,7 @@ async def test_what_keeps_failing_becomes_a_dead_letter_and_its_neighbours_do_no
     assert decode(letter.payload, Prompt).id == "d:0:2"
 
 
-async def test_an_engine_that_is_away_costs_no_attempt(connection):
+async def test_an_unavailable_engine_counts_as_no_failure(connection):
     await feed(connection, 1)
     tries = 0
 
@@ -94,7 +94,7 @@ async def test_an_engine_that_is_away_costs_no_attempt(connection):
     assert tries == 7
 
 
-async def test_junk_is_buried_at_once(connection):
+async def test_junk_is_dead_lettered_immediately(connection):
     await connection.write_hash("meta", {"data": "known"})
     await connection.redis.xadd(connection.key("prompts"), {"prompt": "d:0:0", "payload": b"junk"})
 
@@ -106,7 +106,7 @@ async def test_junk_is_buried_at_once(connection):
     assert (letter.reason, letter.ends_prompt) == ("unreadable", False)
 
 
-async def test_being_asked_to_stop_gives_back_what_is_not_done(connection):
+async def test_a_stop_request_releases_unfinished_work(connection):
     await feed(connection, 3)
     stage = Stage(connection, "prompts", "w1", TERMS)
     stopping = anyio.Event()
@@ -129,7 +129,7 @@ async def test_being_asked_to_stop_gives_back_what_is_not_done(connection):
     assert [lease.infra_failures + lease.data_failures for lease in again.leases] == [0, 0, 0]
 
 
-async def test_a_worker_goes_home_when_the_run_has_ended(connection):
+async def test_a_worker_exits_when_the_run_has_ended(connection):
     await connection.write_hash("meta", {"finished": "trained 3 steps"})
     stage = Stage(connection, "prompts", "w1", TERMS)
 

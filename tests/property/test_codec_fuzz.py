@@ -56,11 +56,11 @@ groups = st.builds(Group, prompt=prompts, completions=st.lists(completions, max_
 
 
 @given(groups)
-def test_what_is_sent_is_what_is_read(group):
+def test_decoding_reverses_encoding(group):
     assert decode(encode(group), Group) == group
 
 
-def test_spoilt_records_are_refused_or_say_something_that_every_worker_can_bear():
+def test_damaged_records_are_refused_or_safe_for_every_worker():
     """A short run of `tests/fuzz/run.py`: bytes altered, and bodies altered under a checksum made right again."""
     told = fuzz(2_500, seed=1)
     assert told["failures"] == []
@@ -73,7 +73,7 @@ def test_spoilt_records_are_refused_or_say_something_that_every_worker_can_bear(
 
 
 @given(st.binary(max_size=200) | values.map(msgspec.msgpack.encode), st.sampled_from([Prompt, Group]))
-def test_noise_under_a_valid_seal_is_a_record_or_refused(body, kind):
+def test_noise_with_a_valid_checksum_is_a_record_or_refused(body, kind):
     try:
         record = decode(seal(body), kind)
     except RecordError:

@@ -52,33 +52,35 @@ class Run(RuleBasedStateMachine):
             for w in WORKERS
         }
         self.leases = []  # (stage, lease), held or lost long ago
-        self.came_again = set()  # prompts, after they had ended: nobody knows any more when they were begun
+        self.came_again = (
+            set()
+        )  # prompts delivered again after they had ended; the server does not know when they were started
         self.fed = 0
         self.kept = 0
         self.deaths = 0
         self.version = 0
         self.begin()
-        self.begin_in_the_middle()
+        self.begin_with_entries_everywhere()
 
     def teardown(self) -> None:
         try:
-            self.bring_to_the_end()
+            self.finish_the_run()
         finally:
             self.ledger.close()
             self.call(self._connection.__aexit__, None, None, None)
             self.loop.__exit__(None, None, None)
             self.folder.cleanup()
 
-    def begin_in_the_middle(self) -> None:
-        """Something in every stage, in a worker's hand and in the ledger: else few examples would get that far."""
+    def begin_with_entries_everywhere(self) -> None:
+        """Put something into every stage, a lease and the ledger: otherwise few examples would get that far."""
         self.feed(8)
         self.claim("prompts", "w0", CAPACITY)
         for _ in range(CAPACITY):
-            self.end_a_lease(0, "settle")
+            self.end_a_lease(0, "complete")
         self.claim("groups", "w1", 3)
         for _ in range(2):
-            self.end_a_lease(0, "settle")
-        self.train(1, "trained")
+            self.end_a_lease(0, "complete")
+        self.train(1, Trained())
         self.publish()
         self.claim("prompts", "w2", 1)
 
@@ -99,15 +101,18 @@ class Run(RuleBasedStateMachine):
         assert self.call(read_status, self.connection).outstanding <= max(before, CAPACITY)
 
     @precondition(lambda self: self.leases)
-    @rule(pick=picks, how=st.sampled_from(["settle", "settle", "settle", "infra", "data", "none", "stale", "bury"]))
+    @rule(
+        pick=picks,
+        how=st.sampled_from(["complete", "complete", "complete", "infra", "data", "none", "stale", "dead_letter"]),
+    )
     def end_a_lease(self, pick, how) -> None:
         stage, lease = self.leases.pop(pick % len(self.leases))
         try:
             match how:
-                case "settle":
+                case "complete":
                     group = Group(prompt=Prompt(id=lease.prompt_id, messages=[]), completions=[])
                     self.call(stage.complete, lease, NEXT[stage.name], group)
-                case "bury":
+                case "dead_letter":
                     self.call(stage.dead_letter, lease, "unreadable", "altered")
                 case _:
                     self.call(stage.release, lease, how, "")
@@ -116,17 +121,17 @@ class Run(RuleBasedStateMachine):
 
     @precondition(lambda self: self.leases)
     @rule(pick=picks, index=st.integers(0, 3))
-    def keep_a_completion(self, pick, index) -> None:
-        """By whoever has the lease, or had it long ago."""
+    def save_a_completion(self, pick, index) -> None:
+        """Save a completion, with a lease that is held or was lost long ago."""
         stage, lease = self.leases[pick % len(self.leases)]
         self.call(stage.save_partial, lease, Completion(index=index))
 
     @precondition(lambda self: self.leases)
     @rule(pick=picks)
     def end_a_lease_twice(self, pick) -> None:
-        """A reply was lost, and the script runs again."""
+        """Run the script again, as after a lost reply."""
         stage, lease = self.leases[pick % len(self.leases)]
-        self.end_a_lease(pick, "settle")
+        self.end_a_lease(pick, "complete")
         again = self.call(
             self.connection.run_script, "complete", stage.name, stage.consumer, lease.id, NEXT[stage.name], "twice", b""
         )
@@ -140,7 +145,7 @@ class Run(RuleBasedStateMachine):
                 self.call(self.connection.redis.zadd, key, {entry: 0})
 
     @rule(pick=picks, verb=st.sampled_from([retry_dead_letters, drop_dead_letters]))
-    def see_to_a_dead_letter(self, pick, verb) -> None:
+    def resolve_a_dead_letter(self, pick, verb) -> None:
         found = self.call(list_dead_letters, self.connection)
         if found:
             letter = found[pick % len(found)]
@@ -188,14 +193,14 @@ class Run(RuleBasedStateMachine):
         self.ledger = Ledger(Path(self.folder.name) / "ledger", self.kept)
         self.trainer = Stage(self.connection, "scored", f"t{self.deaths}", TERMS)
         self.tenure = self.call(TrainerLease.acquire, self.connection, 600.0)
-        marked = self.call(self.connection.read_hash, "scored:ended")
+        marked = self.call(self.connection.read_hash, "scored:marked")
         self.came_again |= {prompt.encode() for prompt in marked.values() if prompt not in self.ledger.outcomes}
         self.call(self.tenure.recover, self.ledger)
 
     # -- what must hold
 
     @invariant()
-    def the_account_balances(self) -> None:
+    def the_balance_holds(self) -> None:
         balance = self.call(read_status, self.connection).balance
         assert balance.pop("fed") == self.fed == sum(balance.values())
 
@@ -203,12 +208,12 @@ class Run(RuleBasedStateMachine):
     def what_is_kept_goes_with_its_entry(self) -> None:
         for stage in NEXT:
             there = {entry for entry, _ in self.call(self.connection.redis.xrange, self.connection.key(stage))}
-            names = self.call(self.connection.redis.keys, self.connection.key(f"{stage}:kept:*"))
+            names = self.call(self.connection.redis.keys, self.connection.key(f"{stage}:partials:*"))
             assert {name.rpartition(b":")[2] for name in names} <= there
 
     @invariant()
-    def every_open_prompt_is_in_one_place(self) -> None:
-        open_prompts, marked, started, *rest = self.call(self.snapshot)
+    def every_unfinished_prompt_is_in_one_place(self) -> None:
+        unfinished, marked, started, *rest = self.call(self.snapshot)
         places, at = Counter(), {}
         outstanding = set()
         for stage, (entries, pending, leases, retries) in zip(STAGES, zip(*[iter(rest)] * 4, strict=True), strict=True):
@@ -217,20 +222,20 @@ class Run(RuleBasedStateMachine):
             places.update(fields[b"prompt"] for fields in unmarked.values())
             owners = {each["message_id"]: each["consumer"] for each in pending}
             assert set(owners) <= {entry for entry, _ in entries}
-            under_way = unmarked if stage != "prompts" else set(leases)
-            outstanding |= {fields[b"prompt"] for entry, fields in entries if entry in under_way}
+            in_progress = unmarked if stage != "prompts" else set(leases)
+            outstanding |= {fields[b"prompt"] for entry, fields in entries if entry in in_progress}
             assert set(retries) == {entry for entry, owner in owners.items() if owner == b"released"}
-            assert set(leases) == {entry for entry, owner in owners.items() if owner not in (b"released", b"trained")}
-            assert {entry for entry, owner in owners.items() if owner == b"trained"} == (
+            assert set(leases) == {entry for entry, owner in owners.items() if owner not in (b"released", b"marked")}
+            assert {entry for entry, owner in owners.items() if owner == b"marked"} == (
                 set(marked) if stage == "scored" else set()
             )
         assert set(places.values()) <= {1}
-        assert set(places) == set(open_prompts)
-        assert {prompt: at.get(entry) for prompt, entry in open_prompts.items()} == {p: p for p in open_prompts}
+        assert set(places) == set(unfinished)
+        assert {prompt: at.get(entry) for prompt, entry in unfinished.items()} == {p: p for p in unfinished}
         assert outstanding - self.came_again <= {prompt for prompt, _ in started} <= outstanding
 
     async def snapshot(self) -> list:
-        """The open prompts, the marks, and for each stage its entries, who owns them, leases and retries."""
+        """Return unfinished prompts, marks, and for each stage its entries, their owners, leases and retries."""
         key = self.connection.key
         async with self.connection.redis.pipeline(transaction=True) as all_at_once:
             all_at_once.hgetall(key("unfinished")).hkeys(key("scored:marked"))
@@ -240,7 +245,7 @@ class Run(RuleBasedStateMachine):
                 all_at_once.zrange(key(f"{stage}:leases"), 0, -1).zrange(key(f"{stage}:retries"), 0, -1)
             return await all_at_once.execute()
 
-    def bring_to_the_end(self) -> None:
+    def finish_the_run(self) -> None:
         for _ in range(50):
             self.time_passes("leases")
             self.time_passes("retries")
@@ -248,8 +253,8 @@ class Run(RuleBasedStateMachine):
                 self.leases = []
                 self.claim(stage, "w0", CAPACITY)
                 while self.leases:
-                    self.end_a_lease(0, "settle")
-            self.train(CAPACITY, "trained")
+                    self.end_a_lease(0, "complete")
+            self.train(CAPACITY, Trained())
             self.publish()
             if not self.call(read_status, self.connection).unfinished:
                 break
@@ -257,10 +262,10 @@ class Run(RuleBasedStateMachine):
         view = self.call(read_status, self.connection)
         assert (view.unfinished, view.outstanding) == (0, 0)
         assert [view.stages[stage].depth for stage in STAGES] == [0, 0, 0]
-        notes = ("leases", "retries", "attempts", "ended")
+        notes = ("leases", "retries", "attempts", "marked")
         left = [
             self.connection.key(name)
-            for name in ("places", "started", *(f"{stage}:{note}" for stage in STAGES for note in notes))
+            for name in ("unpublished", "inflight_versions", *(f"{stage}:{note}" for stage in STAGES for note in notes))
         ]
         assert self.call(self.connection.redis.exists, *left) == 0
         history = [msgspec.json.decode(text)["prompt"] for text in self.ledger.path.read_bytes().splitlines()]
@@ -269,5 +274,5 @@ class Run(RuleBasedStateMachine):
 
 @pytest.mark.timeout(300)  # two hundred examples in the `ci` profile
 def test_a_run_survives_any_order_of_events(redis_url):
-    phases = set(Phase) - {Phase.shrink}  # it takes minutes, and fifty steps can be read
+    phases = set(Phase) - {Phase.shrink}  # shrinking takes minutes, and fifty steps are readable
     run_state_machine_as_test(lambda: Run(redis_url), settings=settings(stateful_step_count=50, phases=phases))

@@ -75,7 +75,7 @@ def written(script: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("role", SCRIPTS)
-def test_a_role_is_granted_every_write_that_its_scripts_spell_out(role):
+def test_a_role_is_granted_every_write_with_a_literal_key(role):
     granted = {(command, name) for grant in _WRITE_RULES[role] for command in grant.commands for name in grant.keys}
     for script in SCRIPTS[role]:
         assert written(script) <= granted, script
@@ -98,24 +98,24 @@ def test_a_role_is_granted_every_write_that_its_scripts_spell_out(role):
         ("dropped_dead", {"operator"}),
     ],
 )
-def test_what_belongs_to_a_role_is_written_by_no_other(name, writers):
+def test_keys_of_one_role_are_written_by_no_other(name, writers):
     granted = {role for role, grants in _WRITE_RULES.items() if any(name in grant.keys for grant in grants)}
     assert granted - {"run"} == writers
 
 
-def test_the_reading_of_scripts_here_finds_what_is_there():
+def test_the_parser_of_scripts_finds_known_commands():
     assert {"xclaim", "zadd", "hset", "time", "info", "xreadgroup"} <= commands("claim")
     assert ("xadd", "dead") in written("claim")
     assert ("hset", "policy") in written("renew_trainer")
     assert commands("run_status") <= {*_READ_COMMANDS, "time"}
 
 
-def test_every_script_is_some_roles():
+def test_every_script_belongs_to_a_role():
     everything = {path.stem for path in LUA.glob("*.lua")} - {"common"}
     assert {name for names in SCRIPTS.values() for name in names} == everything
 
 
-def test_nobody_writes_to_another_runs_keys_or_to_all_of_its_own():
+def test_no_rule_covers_another_run_or_all_keys():
     for role in _WRITE_RULES:
         patterns: list[str] = re.findall(r"[%RW]*~[^ )]+", " ".join(acl_rules(role, "demo")))
         assert all(pattern.lstrip("%R").startswith("~{demo}") for pattern in patterns), role
@@ -123,7 +123,7 @@ def test_nobody_writes_to_another_runs_keys_or_to_all_of_its_own():
         assert wide == {"%R~{demo}:*"}, role
 
 
-def test_a_name_stands_for_itself_alone():
+def test_special_characters_in_a_run_name_are_escaped():
     assert "~{a\\*b\\[c\\]\\?}" in acl_rules("viewer", "a*b[c]?")
     with pytest.raises(PenstockError, match="spaces"):
         acl_rules("viewer", "a b")
@@ -137,7 +137,7 @@ def test_no_rule_grants_a_category_or_all_commands():
     assert STAGES == ("prompts", "groups", "scored")
 
 
-def test_the_docs_tell_of_every_user_and_show_a_line_as_it_is():
+def test_the_page_lists_every_user_and_an_actual_line():
     text = (LUA.parents[1] / "docs" / "redis.md").read_text()
     assert re.findall(r"^\| `RUN-(\w+)`", text, re.MULTILINE) == list(ACL_ROLES)
     (line,) = re.findall(r"^(user demo-score .*) \.\.\.$", text, re.MULTILINE)

@@ -28,7 +28,7 @@ from stream.errors import ServerError
         ("hush@host:6379", "the URL"),
     ],
 )
-def test_people_see_neither_user_nor_password(url, shown):
+def test_the_display_url_has_neither_user_nor_password(url, shown):
     assert redact_url(url) == shown
 
 
@@ -46,12 +46,12 @@ def test_people_see_neither_user_nor_password(url, shown):
         ("redis://:hu[sh@host", True),
     ],
 )
-def test_a_url_that_might_bear_a_password_counts_as_one_that_does(url, secret):
+def test_a_url_that_may_have_a_password_counts_as_having_one(url, secret):
     assert has_secret(url) is secret
 
 
 @pytest.mark.parametrize("url", ["hush@host", "http://:hush@host", "redis://:hu/sh@host", "redis://:hu[sh@host"])
-def test_no_url_is_an_error_that_shows_no_secret(url):
+def test_an_invalid_url_is_an_error_without_secrets(url):
     with pytest.raises(ServerError, match="is not a Redis URL") as caught:
         RedisAddress(url)
     assert "hu" not in str(caught.value)
@@ -65,13 +65,13 @@ def test_no_url_is_an_error_that_shows_no_secret(url):
         ("rediss://host?ssl_cert_reqs=maybe", "maybe"),
     ],
 )
-async def test_an_option_that_does_not_exist_is_named(url, why):
+async def test_an_unknown_option_is_named(url, why):
     with pytest.raises(ServerError, match=why):
         await RedisAddress(url).prepare()
 
 
 @pytest.mark.parametrize("option", ["ssl_ca_certs", "ssl_certfile"])
-async def test_a_tls_file_that_is_missing_or_none_is_an_error_that_says_which_options_name_one(option, tmp_path):
+async def test_a_missing_or_invalid_tls_file_is_an_error_that_names_the_options(option, tmp_path):
     (tmp_path / "no.pem").write_text("not a certificate")
     for name in ("no.pem", "missing.pem"):
         with pytest.raises(ServerError, match=f"cannot be used.*{option}"):

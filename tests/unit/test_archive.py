@@ -43,7 +43,7 @@ def segments(folder):
     return sorted(folder.iterdir())
 
 
-def test_what_was_written_is_found_by_prompt_and_content(tmp_path):
+def test_a_written_group_is_found_by_prompt_and_content(tmp_path):
     life(tmp_path / "groups", group("a"), group("b", token=2))
     found = ArchivedGroups(tmp_path / "groups")
     for made in (group("a"), group("b", token=2)):
@@ -53,7 +53,7 @@ def test_what_was_written_is_found_by_prompt_and_content(tmp_path):
     assert ("a", content_hash(group("a", token=2))) not in found
 
 
-def test_what_was_written_is_forced_to_the_disk_by_sync(tmp_path, monkeypatch):
+def test_sync_forces_groups_to_the_disk(tmp_path, monkeypatch):
     forced = set()
     monkeypatch.setattr(os, "fsync", lambda descriptor: forced.add(os.fstat(descriptor).st_ino))
     archive = Archive(tmp_path / "groups")
@@ -64,18 +64,18 @@ def test_what_was_written_is_forced_to_the_disk_by_sync(tmp_path, monkeypatch):
     archive.close()
 
 
-def test_a_record_tells_the_line_as_it_was_written(tmp_path):
+def test_a_record_contains_the_ledger_record_as_written(tmp_path):
     life(tmp_path, group("ünïcode\n"))
     assert [line for line, _ in scan_archive(tmp_path)] == [ended(group("ünïcode\n"))[0]]
 
 
-def test_where_nothing_was_kept_nothing_is_found_and_nothing_made(tmp_path):
+def test_a_missing_archive_is_empty_and_not_created(tmp_path):
     Archive(tmp_path / "groups").close()
     assert len(ArchivedGroups(tmp_path / "groups")) == 0
     assert not (tmp_path / "groups").exists()
 
 
-def test_each_life_has_a_segment_of_its_own_and_two_at_once_do_not_meet(tmp_path):
+def test_each_start_has_its_own_segment(tmp_path):
     first, second = Archive(tmp_path), Archive(tmp_path)
     for number in range(3):
         first.write([ended(group(f"zombie {number}"))])
@@ -86,7 +86,7 @@ def test_each_life_has_a_segment_of_its_own_and_two_at_once_do_not_meet(tmp_path
     assert names(tmp_path) == [f"zombie {n}" for n in range(3)] + [f"heir {n}" for n in range(3)]
 
 
-def test_two_that_begin_at_the_same_moment_do_not_take_the_same_segment(tmp_path, monkeypatch):
+def test_two_archives_opened_together_use_different_segments(tmp_path, monkeypatch):
     monkeypatch.setattr("stream.trainer.archive._segments", lambda _: [])  # each looked before the other had begun
     for name in ("a", "b", "c"):
         life(tmp_path, group(name))
@@ -96,7 +96,7 @@ def test_two_that_begin_at_the_same_moment_do_not_take_the_same_segment(tmp_path
 
 
 @pytest.mark.parametrize("left", [1, 15, 16, 40, 150])
-def test_a_torn_tail_is_passed_by_and_a_new_life_writes_behind_it(tmp_path, left):
+def test_an_incomplete_record_is_skipped(tmp_path, left):
     life(tmp_path, group("a"))
     whole = segments(tmp_path)[0].stat().st_size
     life(tmp_path / "more", group("a"), group("torn"))
@@ -109,7 +109,7 @@ def test_a_torn_tail_is_passed_by_and_a_new_life_writes_behind_it(tmp_path, left
     assert ArchivedGroups(tmp_path / "more").read("torn", content_hash(group("torn"))) == group("torn")
 
 
-def test_every_prefix_of_a_segment_gives_whole_records_alone(tmp_path):
+def test_every_prefix_of_a_segment_yields_only_complete_records(tmp_path):
     life(tmp_path, group("a", tokens=2), group("b", tokens=1))
     path = segments(tmp_path)[0]
     content = path.read_bytes()
@@ -120,7 +120,7 @@ def test_every_prefix_of_a_segment_gives_whole_records_alone(tmp_path):
 
 
 @pytest.mark.parametrize("junk", [b"\0", b"PSgr", b"PSgr" * 5, b"PSgr" + b"\xff" * 12, b"not a record" * 9])
-def test_junk_between_records_is_passed_by(tmp_path, junk):
+def test_junk_between_records_is_skipped(tmp_path, junk):
     life(tmp_path, group("a"), group("b"))
     path = segments(tmp_path)[0]
     content = path.read_bytes()
@@ -130,7 +130,7 @@ def test_junk_between_records_is_passed_by(tmp_path, junk):
     assert names(tmp_path) == ["a", "b"]
 
 
-def test_a_flipped_byte_costs_its_own_record_at_most_and_is_never_believed(tmp_path):
+def test_a_flipped_byte_affects_at_most_its_own_record(tmp_path):
     made = [group("a"), group("b"), group("c")]
     life(tmp_path, *made)
     path = segments(tmp_path)[0]
@@ -149,7 +149,7 @@ def test_a_flipped_byte_costs_its_own_record_at_most_and_is_never_believed(tmp_p
                     found.read(*key)
 
 
-def test_a_group_in_anothers_place_is_told(tmp_path):
+def test_a_payload_of_another_group_is_an_error(tmp_path):
     line, _ = ended(group("a"))
     archive = Archive(tmp_path)
     archive.write([(line, encode(group("a", token=2)))])
@@ -158,7 +158,7 @@ def test_a_group_in_anothers_place_is_told(tmp_path):
         ArchivedGroups(tmp_path).read("a", line.hash)
 
 
-def test_a_group_that_came_again_is_found_and_one_with_other_content_beside_it(tmp_path):
+def test_repeated_groups_are_found_by_content(tmp_path):
     life(tmp_path, group("a"))
     life(tmp_path, group("a"), group("a", token=2))
     found = ArchivedGroups(tmp_path)
@@ -168,7 +168,7 @@ def test_a_group_that_came_again_is_found_and_one_with_other_content_beside_it(t
         assert found.read("a", content_hash(made)) == made
 
 
-def test_a_bounded_archive_rotates_and_the_oldest_go_first(tmp_path):
+def test_a_bounded_archive_removes_the_oldest_segments_first(tmp_path):
     limit = 100_000
     archive = Archive(tmp_path, limit)
     for number in range(500):
@@ -181,7 +181,7 @@ def test_a_bounded_archive_rotates_and_the_oldest_go_first(tmp_path):
     assert len(segments(tmp_path)) == 8
 
 
-def test_the_bound_holds_over_lives_and_the_last_segment_stays(tmp_path):
+def test_the_limit_holds_across_restarts_and_the_last_segment_stays(tmp_path):
     limit = 10_000
     for number in range(30):
         life(tmp_path, group(str(number), tokens=100), limit=limit)
@@ -199,14 +199,14 @@ def test_an_unbounded_archive_keeps_everything(tmp_path):
     assert names(tmp_path) == [str(number) for number in range(110)]
 
 
-def test_files_of_others_are_left_alone(tmp_path):
+def test_other_files_in_the_folder_are_ignored(tmp_path):
     (tmp_path / "notes.groups").write_text("PSgr mine")
     life(tmp_path, group("a"), limit=1000)
     assert names(tmp_path) == ["a"]
     assert (tmp_path / "notes.groups").exists()
 
 
-def test_a_full_disk_is_a_clear_error_and_what_was_there_stands(tmp_path):
+def test_a_full_disk_is_an_error_and_earlier_groups_remain(tmp_path):
     life(tmp_path, group("a"))
     archive = Archive(tmp_path)
     archive.write([ended(group("b"))])
@@ -225,7 +225,7 @@ def test_a_full_disk_is_a_clear_error_and_what_was_there_stands(tmp_path):
     assert names(tmp_path) == ["a", "b", "c"]
 
 
-def test_a_segment_that_is_removed_while_it_is_read_is_said(tmp_path):
+def test_a_segment_removed_during_reading_is_an_error(tmp_path):
     life(tmp_path, group("a"))
     found = ArchivedGroups(tmp_path)
     segments(tmp_path)[0].unlink()

@@ -110,7 +110,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("known", "expected"), CASES.values(), ids=CASES)
-def test_a_prompt_is_in_one_place(known, expected):
+def test_a_prompt_has_one_location(known, expected):
     report = audit(known)
     assert place(report) == expected
     assert report.clean is (expected not in {"lost", "twice"})

@@ -17,7 +17,7 @@ def sealed(body: bytes, schema: int = SCHEMA) -> bytes:
     return b"PS" + bytes([schema]) + zlib.crc32(body, schema).to_bytes(4, "little") + body
 
 
-def test_a_group_comes_back_as_it_went():
+def test_decoding_reverses_encoding():
     row = Row(
         prompt_ids=b"\1\0\0\0",
         token_ids=b"\2\0\0\0\3\0\0\0",
@@ -54,13 +54,13 @@ def test_missing_fields_take_their_defaults():
     assert decode(sealed(msgspec.msgpack.encode({"id": "a", "messages": []})), Prompt).group_size == 1
 
 
-def test_a_group_of_before_there_were_greedy_completions_still_decodes():
+def test_a_group_without_the_greedy_field_decodes():
     old = {"prompt": {"id": "a", "messages": []}, "completions": [{"index": 0, "turns": 2}]}
     group = decode(sealed(msgspec.msgpack.encode(old)), Group)
     assert group.completions == [Completion(index=0, turns=2, greedy=False)]
 
 
-def test_a_newer_schema_is_told_apart_from_junk():
+def test_a_newer_schema_is_distinguished_from_junk():
     with pytest.raises(NewerSchemaError, match=f"schema {SCHEMA + 1}"):
         decode(sealed(msgspec.msgpack.encode({}), SCHEMA + 1), Prompt)
 
@@ -74,7 +74,7 @@ def test_an_altered_schema_byte_is_junk():
 
 
 @pytest.mark.parametrize("payload", [b"", b"PS", b"PS\1\0\0\0", b"XX" + bytes(20), b"\x80\x04pickle...", bytes(7)])
-def test_bytes_that_are_no_record_are_refused(payload):
+def test_invalid_bytes_are_refused(payload):
     with pytest.raises(RecordError):
         decode(payload, Prompt)
 
@@ -111,7 +111,7 @@ def test_a_field_of_the_wrong_type_is_refused(value):
         ("row.spans", [(0, 0, 2)]),
     ],
 )
-def test_a_number_that_no_worker_could_hold_is_refused(where, value):
+def test_a_number_out_of_range_is_refused(where, value):
     """A tensor of 64 bits, memory for so many completions, a place in a row."""
     row = Row(
         prompt_ids=b"", token_ids=b"\1\0\0\0", sampled_ranges=[(0, 1)], logprobs=b"\0\0\0\0", spans=[Span(0, 0, 1)]
@@ -129,7 +129,7 @@ def test_a_number_that_no_worker_could_hold_is_refused(where, value):
         decode(sealed(msgspec.msgpack.encode(tree)), Group)
 
 
-def test_a_record_that_is_nested_too_deeply_to_be_written_is_refused():
+def test_a_record_nested_too_deeply_to_encode_is_refused():
     deep: list = []
     for _ in range(100_000):
         deep = [deep]
@@ -155,7 +155,7 @@ def test_a_record_of_another_kind_is_refused():
     ],
     ids=["reserved", "huge map", "huge array", "deep", "not utf-8", "empty", "two values"],
 )
-def test_a_body_that_is_not_what_it_says_is_refused(body):
+def test_an_inconsistent_body_is_refused(body):
     with pytest.raises(RecordError):
         decode(sealed(body), Prompt)
 
@@ -166,7 +166,7 @@ def test_deep_nesting_in_a_free_field_is_refused():
         decode(sealed(body), Prompt)
 
 
-def test_records_over_the_limit_are_refused_on_both_sides(monkeypatch):
+def test_records_over_the_limit_are_neither_encoded_nor_decoded(monkeypatch):
     payload = encode(Prompt(id="a" * 1000, messages=[]))
     monkeypatch.setattr(codec, "MAX_RECORD_BYTES", 500)
     with pytest.raises(RecordError, match="over the limit of 500"):
@@ -176,6 +176,6 @@ def test_records_over_the_limit_are_refused_on_both_sides(monkeypatch):
 
 
 @pytest.mark.parametrize("value", [object(), 2**70, {1, 2}.__iter__()])
-def test_a_value_that_msgpack_cannot_say_is_refused(value):
+def test_a_value_that_msgpack_cannot_represent_is_refused(value):
     with pytest.raises(RecordError, match="a Prompt cannot be encoded"):
         encode(Prompt(id="a", messages=[], fields={"x": value}))

@@ -37,14 +37,14 @@ def names(mixture, start=0, stop=None):
     return [prompt.id for prompt in prompts]
 
 
-def test_without_weights_each_row_comes_once_and_the_sets_lie_evenly(make):
+def test_without_weights_each_row_is_fed_once_and_datasets_are_spread_evenly(make):
     mixture = make({"long": (8, {}), "short": (4, {})}, shuffle=False)
     fed = names(mixture)
     assert [name.split(":")[0] for name in fed] == ["long", "short", "long"] * 4
     assert len(fed) == len(set(fed)) == 12
 
 
-def test_with_weights_the_smaller_set_begins_again_until_the_last_one_was_passed(make):
+def test_with_weights_smaller_datasets_repeat_until_all_rows_were_fed(make):
     mixture = make({"long": (8, {"weight": 1}), "short": (3, {"weight": 1})}, shuffle=False)
     fed = names(mixture)
     assert [name.split(":")[0] for name in fed] == ["long", "short"] * 8
@@ -53,7 +53,7 @@ def test_with_weights_the_smaller_set_begins_again_until_the_last_one_was_passed
     ][:8]
 
 
-def test_each_set_has_its_own_columns_system_message_and_environment(make):
+def test_each_dataset_has_its_own_columns_system_message_and_environment(make):
     keys = {"columns": {"answer": "gold"}, "system": "Be brief.", "environment": "second", "name": "maths"}
     mixture = make({"plain": (1, {}), "other": (1, keys)}, shuffle=False, system="Hello.")
     plain, other = mixture.read_prompts(0, 2)[0]
@@ -63,7 +63,7 @@ def test_each_set_has_its_own_columns_system_message_and_environment(make):
     assert plain.seed != other.seed
 
 
-def test_the_order_is_the_one_that_runs_were_begun_with(make):
+def test_the_order_never_changes(make):
     mixture = make({"a": (4, {"weight": 3}), "b": (3, {"weight": 1})})
     found = " ".join(names(mixture))  # changing it would feed resumed runs other rows
     assert found == ("a:0:0 a:0:3 b:0:0 a:0:1 a:0:2 a:1:2 b:0:2 a:1:1 a:1:3 a:1:0 b:0:1 a:2:2")
@@ -76,7 +76,7 @@ def test_the_order_is_the_one_that_runs_were_begun_with(make):
     epochs=st.integers(1, 3),
     data=st.data(),
 )
-def test_nothing_comes_twice_every_row_comes_and_shares_hold_at_any_moment(sizes, weights, weighted, epochs, data):
+def test_rows_are_complete_and_shares_hold_at_every_position(sizes, weights, weighted, epochs, data):
     table = {"model": {"path": "m"}, "data": {"path": "p", "epochs": epochs}, "rewards": [{"ref": "a:b"}]}
     settings = parse_settings(table)
     parts = [
@@ -104,7 +104,7 @@ def test_nothing_comes_twice_every_row_comes_and_shares_hold_at_any_moment(sizes
             )
 
 
-def test_what_was_fed_is_told_from_the_cursor(make):
+def test_consumed_ids_follow_from_the_cursor(make):
     mixture = make({"a": (5, {"weight": 2}), "b": (3, {"weight": 1})}, epochs=2)
     roll = PromptIndex(mixture)
     for cursor in range(mixture.total_prompts + 1):
@@ -120,7 +120,7 @@ def test_a_fingerprint_follows_the_content_and_the_weights(make):
     assert make({"a": (5, {"weight": 2}), "b": (4, {"weight": 1})}).fingerprint() != first
 
 
-def test_rows_that_only_name_their_environment_have_their_prompt_from_reset(tmp_path):
+def test_a_dataset_without_a_prompt_column_gets_prompts_from_reset(tmp_path):
     path = tmp_path / "worlds.jsonl"
     path.write_text('{"environment": "second"}\n{}\n{"environment": "third"}\n')
     data = {"sets": [{"path": str(path), "environment": "first"}], "prompt": "", "shuffle": False}
@@ -134,7 +134,7 @@ def test_rows_that_only_name_their_environment_have_their_prompt_from_reset(tmp_
     assert "environment 'third' is unknown; [environments] has: 'first', 'zero', 'second'" in str(errors[0])
 
 
-def test_a_bad_row_of_one_set_is_told_with_its_file_and_the_others_are_fed(make, tmp_path):
+def test_a_bad_row_is_reported_with_its_file_and_the_others_are_fed(make, tmp_path):
     mixture = make({"a": (2, {}), "b": (2, {"prompt": "gold"})}, shuffle=False)
     prompts, errors = mixture.read_prompts(0, 4)
     assert [prompt.id for prompt in prompts] == ["a:0:0", "a:0:1"]
@@ -149,7 +149,7 @@ def test_a_bad_row_of_one_set_is_told_with_its_file_and_the_others_are_fed(make,
         ({"a": (2, {"weight": 1}), "b": (200, {"weight": 1e-6})}, "bring the weights nearer"),
     ],
 )
-def test_a_mix_that_makes_no_sense_is_refused(make, sets, error):
+def test_an_invalid_mix_is_refused(make, sets, error):
     with pytest.raises(DataError, match=error):
         _ = make(sets).total_prompts
 
@@ -165,13 +165,13 @@ def test_a_mix_that_makes_no_sense_is_refused(make, sets, error):
         ({"sets": [{"path": "a", "heft": 1}]}, "heft"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused_at_start(data, error):
+def test_contradictory_settings_are_refused(data, error):
     table = {"model": {"path": "m"}, "data": data, "environments": {"first": "calculator"}}
     with pytest.raises(SettingsError, match=error):
         parse_settings(table)
 
 
-def test_settings_with_a_mix_are_kept_as_they_are(make):
+def test_settings_with_a_mix_round_trip(make):
     """A run keeps its settings in its folder."""
     settings = make({"a": (1, {"weight": 2}), "b": (1, {"weight": 1, "columns": {"x": "gold"}})})._settings
     assert parse_settings(tomllib.loads(dump_settings(settings))) == settings

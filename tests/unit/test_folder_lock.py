@@ -28,7 +28,7 @@ def line(prompt: str) -> LedgerRecord:
     return LedgerRecord(prompt, Trained(), 1, 0, "")
 
 
-def test_each_trainer_takes_the_folder_from_the_one_before(tmp_path):
+def test_each_trainer_takes_over_the_folder(tmp_path):
     assert last_token(tmp_path / "run") == 0
     with RunFolderLock.acquire(tmp_path / "run", OLD).hold():
         assert last_token(tmp_path / "run") == OLD
@@ -36,7 +36,7 @@ def test_each_trainer_takes_the_folder_from_the_one_before(tmp_path):
         assert last_token(tmp_path / "run") == YOUNG
 
 
-def test_who_has_a_successor_holds_the_folder_no_more_and_cannot_take_it_back(tmp_path, zombie):
+def test_a_replaced_trainer_cannot_hold_or_reacquire_the_folder(tmp_path, zombie):
     with zombie.hold():
         pass
     RunFolderLock.acquire(tmp_path, YOUNG)
@@ -46,7 +46,7 @@ def test_who_has_a_successor_holds_the_folder_no_more_and_cannot_take_it_back(tm
         RunFolderLock.acquire(tmp_path, OLD)
 
 
-def test_the_ledger_of_a_successor_gets_no_line_and_is_not_cut(tmp_path, zombie):
+def test_a_replaced_trainer_cannot_change_the_ledger(tmp_path, zombie):
     path = tmp_path / "ledger.jsonl"
     old = Ledger(path, 0, zombie)
     old.append([line("a")])
@@ -64,7 +64,7 @@ def test_the_ledger_of_a_successor_gets_no_line_and_is_not_cut(tmp_path, zombie)
     assert list(Ledger.read_outcomes(path)) == ["a", "c", "d"]
 
 
-def test_the_metrics_of_a_successor_are_its_own(tmp_path, zombie):
+def test_a_replaced_trainer_cannot_change_the_metrics(tmp_path, zombie):
     old = MetricsLog(tmp_path / "metrics.jsonl", 0, zombie)
     old.append({"step": 1})
     heir = MetricsLog(tmp_path / "metrics.jsonl", old.size, RunFolderLock.acquire(tmp_path, YOUNG))
@@ -92,14 +92,14 @@ def in_a_write(tmp_path):
     process.stdout.close()
 
 
-def test_a_successor_does_not_go_past_somebody_who_is_suspended_in_a_write(tmp_path, in_a_write):
+def test_acquiring_waits_for_a_trainer_suspended_in_a_write(tmp_path, in_a_write):
     os.kill(in_a_write.pid, signal.SIGSTOP)
     with pytest.raises(FencedError, match=rf"locked for 0.2 s: .* process {in_a_write.pid} on .*; end it"):
         RunFolderLock.acquire(tmp_path, YOUNG, timeout_s=0.2)
     assert last_token(tmp_path) == OLD
 
 
-def test_the_kernel_lets_go_of_the_lock_of_a_process_that_dies(tmp_path, in_a_write):
+def test_the_lock_of_a_dead_process_is_released(tmp_path, in_a_write):
     os.kill(in_a_write.pid, signal.SIGSTOP)
     os.kill(in_a_write.pid, signal.SIGKILL)
     in_a_write.wait()
@@ -108,7 +108,7 @@ def test_the_kernel_lets_go_of_the_lock_of_a_process_that_dies(tmp_path, in_a_wr
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 120, b"17x host 3\n", b"\xff\xfe"])
-def test_a_file_that_a_failing_machine_left_behind_knows_no_token(tmp_path, content):
+def test_a_lock_file_with_lost_content_has_token_0(tmp_path, content):
     (tmp_path / LOCK_FILE).write_bytes(content)
     assert last_token(tmp_path) == 0
     with RunFolderLock.acquire(tmp_path, OLD).hold():

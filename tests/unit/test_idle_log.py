@@ -19,7 +19,7 @@ NOTHING = Claim(
 )
 
 
-def test_short_waits_are_not_worth_a_word():
+def test_short_waits_are_not_logged():
     with capture_logs() as lines:
         lull = IdleLogger("groups")
         for _ in range(10):
@@ -29,7 +29,7 @@ def test_short_waits_are_not_worth_a_word():
 
 
 @pytest.mark.parametrize("waits", [[MAX_BLOCK_S], [MAX_BLOCK_S / 3] * 4])
-def test_a_long_one_is_said_once_with_what_is_known_and_so_is_its_end(waits):
+def test_a_long_wait_and_its_end_are_logged_once(waits):
     with capture_logs() as lines:
         lull = IdleLogger("groups")
         for _ in range(3):
@@ -49,7 +49,7 @@ def test_a_long_one_is_said_once_with_what_is_known_and_so_is_its_end(waits):
     assert (came["event"], came["stage"]) == ("work.available", "groups")
 
 
-def test_after_its_end_a_lull_begins_anew():
+def test_a_new_wait_starts_from_zero():
     with capture_logs() as lines:
         lull = IdleLogger("groups")
         for _ in range(2):

@@ -41,7 +41,7 @@ def test_a_new_ledger_is_empty(path):
     ledger.close()
 
 
-def test_resuming_cuts_what_lies_behind_the_checkpoint(path, length):
+def test_resuming_truncates_to_the_checkpoint(path, length):
     assert path.stat().st_size > length
     ledger = Ledger(path, length)
     assert ledger.outcomes == {"a": Trained(), "b": Dropped("stale")}
@@ -53,7 +53,7 @@ def test_resuming_cuts_what_lies_behind_the_checkpoint(path, length):
     assert list(Ledger.read_outcomes(path)) == ["a", "b", "e"]
 
 
-def test_a_line_torn_behind_the_checkpoint_is_cut(path, length):
+def test_an_incomplete_line_after_the_checkpoint_is_cut(path, length):
     with path.open("ab") as file:
         file.write(b'{"prompt":"e","end":"tra')
     assert list(Ledger.read_outcomes(path)) == ["a", "b", "c", "d"]
@@ -69,7 +69,7 @@ def test_without_a_checkpoint_nothing_remains(path, length):
 
 
 @pytest.mark.parametrize("wrong_by", [-1, 1])
-def test_a_checkpoint_of_another_ledger_is_refused_and_nothing_is_cut(path, length, wrong_by):
+def test_a_length_inside_a_line_is_refused_and_nothing_is_cut(path, length, wrong_by):
     before = path.read_bytes()
     with pytest.raises(RunMismatchError, match=f"{path}, line"):
         Ledger(path, length + wrong_by)
@@ -83,14 +83,14 @@ def test_a_ledger_shorter_than_the_checkpoint_is_refused(path, length):
     assert path.read_bytes() == before
 
 
-def test_a_missing_ledger_is_refused_and_not_made(path):
+def test_a_missing_ledger_is_refused_and_not_created(path):
     with pytest.raises(RunMismatchError, match="has 0 bytes"):
         Ledger(path, 100)
     assert not path.exists()
 
 
 @pytest.mark.parametrize("junk", [b"\0\xff junk\n", b"{}\n", b"\n", b'{"prompt":"\xff"}\n', b"[1]\n"])
-def test_a_line_that_is_none_within_the_checkpoint_is_refused_by_number(path, length, junk):
+def test_an_invalid_line_before_the_checkpoint_is_refused(path, length, junk):
     content = path.read_bytes()
     whole = content[:length] + junk + content[length:]
     path.write_bytes(whole)
@@ -108,7 +108,7 @@ def test_reading_changes_nothing(path, length):
     assert not path.with_name("none.jsonl").exists()
 
 
-def test_ids_of_every_kind_come_back(path):
+def test_unusual_ids_round_trip(path):
     ids = ["ünïcode", 'quote"s', "line\nbreak", "line\u2028separator", ""]
     ledger = Ledger(path)
     ledger.append([line(each) for each in ids])
@@ -177,11 +177,11 @@ SEEN = {
 
 
 @pytest.mark.parametrize("change", SEEN.values(), ids=SEEN)
-def test_the_hash_sees_all_that_the_trainer_sees(change):
+def test_the_hash_covers_everything_that_the_trainer_uses(change):
     assert content_hash(changed(change)) != content_hash(make_group())
 
 
-def test_those_who_look_get_every_line_with_its_place_and_are_told_of_junk(path, length):
+def test_reading_returns_lines_with_offsets_and_reports_junk(path, length):
     content = path.read_bytes()
     path.write_bytes(content[:length] + b'{"a\r":1}\n' + content[length:] + b'{"prompt":"e","end":"tra')
     written, broken = read_ledger(path)
@@ -191,7 +191,7 @@ def test_those_who_look_get_every_line_with_its_place_and_are_told_of_junk(path,
     assert [text.partition(": ")[0] for text in broken] == [f"{path}, line 3"]
 
 
-def test_a_line_with_an_end_that_no_trainer_writes_is_junk(path):
+def test_a_line_with_an_unknown_outcome_is_junk(path):
     ledger = Ledger(path)
     ledger.append([line("a")])
     ledger.close()
@@ -199,5 +199,5 @@ def test_a_line_with_an_end_that_no_trainer_writes_is_junk(path):
     assert read_ledger(path) == ([], [f"{path}, line 1: 'tr@ined' is no outcome of a prompt"])
 
 
-def test_where_there_is_no_ledger_there_are_no_lines(path):
+def test_a_missing_ledger_has_no_lines(path):
     assert read_ledger(path) == ([], [])

@@ -21,7 +21,7 @@ class Rude:
 
 
 @pytest.mark.parametrize("method", ["nap", "deep"])
-async def test_who_holds_the_loop_is_named_once(method, blockbuster):
+async def test_blocking_code_is_logged_once(method, blockbuster):
     found = []
     rude = getattr(Rude(), method)
     with capture_logs() as logs:
@@ -44,7 +44,7 @@ async def test_who_holds_the_loop_is_named_once(method, blockbuster):
     assert line["by"].endswith(f"Rude.{method}")
 
 
-async def test_a_loop_that_turns_is_not_told_of():
+async def test_a_free_loop_is_not_logged():
     with capture_logs() as logs:
         async with anyio.create_task_group() as tasks:
             watch = LoopWatchdog(0.01)

@@ -40,7 +40,7 @@ def test_a_two_turn_row_reads_as_it_was_written():
         {"sampled": [(0, 5), (7, 7)]},
     ],
 )
-def test_facts_that_do_not_fit_together_are_refused(facts):
+def test_inconsistent_buffers_are_refused(facts):
     with pytest.raises(ValueError, match=r"do not (fit together|ascend)"):
         row(**facts)
 
@@ -51,7 +51,7 @@ def test_half_an_integer_is_refused(field):
         Row(**{"prompt_ids": b"", "token_ids": b"", field: b"\0\0\0"})
 
 
-def test_a_row_that_does_not_fit_together_is_no_record():
+def test_an_inconsistent_row_is_refused_when_decoded():
     good = Group(prompt=Prompt(id="a", messages=[]), completions=[Completion(index=0, rows=[row()])])
     bad = msgspec.structs.replace(good)
     bad.completions[0].rows[0].logprobs = b"\0\0\0\0"
@@ -63,7 +63,7 @@ def test_a_row_without_sampled_tokens_is_a_row():
     assert Row(prompt_ids=b"", token_ids=b"\0\0\0\0").sampled_count == 0
 
 
-def test_a_completion_written_before_there_were_greedy_ones_is_not_greedy():
+def test_a_completion_without_the_greedy_field_is_not_greedy():
     group = Group(prompt=Prompt(id="a", messages=[]), completions=[Completion(index=0, rows=[row()])])
     table = msgspec.to_builtins(group)
     assert table["completions"][0].pop("greedy") is False

@@ -35,7 +35,7 @@ def take_all(environments):
     return [len([env.things.pop() for _ in range(len(env.things))]) for env in environments]
 
 
-async def test_every_function_adds_a_part_in_order_and_sees_environments_of_its_own():
+async def test_every_function_adds_a_part_and_gets_its_own_environments():
     group = group_of(*(Completion(index=i, snapshot=snapshot(i + 1)) for i in range(2)))
     functions = [RewardFunction(take_all, "first", weight=2.0), RewardFunction(take_all, "second")]
     await add_reward_parts(group, functions, {"pile": FACTORY}, timeout_s=5)
@@ -46,7 +46,7 @@ async def test_every_function_adds_a_part_in_order_and_sees_environments_of_its_
         ]
 
 
-async def test_a_snapshot_that_cannot_be_read_leaves_its_completion_unmeasured_and_the_others_judged():
+async def test_an_unreadable_snapshot_makes_only_its_completion_unmeasured():
     whole, torn, none = (Completion(index=i, snapshot=s) for i, s in enumerate((snapshot(3), b"\xc1", None)))
     await add_reward_parts(
         group_of(torn, whole, none), [RewardFunction(take_all, "count")], {"pile": FACTORY}, timeout_s=5
@@ -58,7 +58,7 @@ async def test_a_snapshot_that_cannot_be_read_leaves_its_completion_unmeasured_a
         assert "snapshot cannot be read" in completion.parts[0].reward.detail
 
 
-async def test_a_failed_completion_is_not_judged():
+async def test_a_failed_completion_is_not_measured():
     failed = Completion(index=0, failure=Failure(reason=RolloutReason.ENGINE))
     asked = []
     await add_reward_parts(group_of(failed), [RewardFunction(asked.append, "never")], {"pile": FACTORY}, timeout_s=5)

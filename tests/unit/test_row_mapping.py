@@ -21,7 +21,7 @@ def prompt_of(row, number=17, epoch=2, **sections):
     return row_to_prompt(row, number, epoch, settings=settings(**sections))
 
 
-def test_a_text_prompt_becomes_a_users_message_and_stays_known_as_text():
+def test_a_text_prompt_becomes_a_user_message():
     prompt = prompt_of({"prompt": "2 + 2?", "answer": "4"}, rollout={"group_size": 4})
     assert prompt.messages == [{"role": "user", "content": "2 + 2?"}]
     assert prompt.is_plain_text
@@ -29,7 +29,7 @@ def test_a_text_prompt_becomes_a_users_message_and_stays_known_as_text():
     assert (prompt.fields, prompt.group_size, prompt.environment) == ({"answer": "4"}, 4, "calc")
 
 
-def test_a_conversation_is_taken_as_it_is():
+def test_a_conversation_is_unchanged():
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
@@ -75,7 +75,7 @@ def test_an_assistants_message_may_have_calls_instead_of_content():
         ([{"role": "user", "content": 7}], "has no 'content' that is text"),
     ],
 )
-def test_a_prompt_that_is_none_is_refused_with_file_and_row(value, message):
+def test_an_invalid_prompt_is_refused_with_file_and_row(value, message):
     with pytest.raises(DataError, match=r"^/somewhere/train\.jsonl: row 17: ") as raised:
         prompt_of({"prompt": value})
     assert message in str(raised.value)
@@ -93,14 +93,14 @@ def test_two_columns_may_swap_their_names_and_the_prompt_may_be_passed_on():
     assert prompt.fields == {"a": 2, "b": 1, "question": "Hi"}
 
 
-def test_a_renamed_column_that_is_not_there_is_named():
+def test_a_missing_renamed_column_is_named():
     with pytest.raises(
         DataError, match=r"no column 'solution', which data\.columns calls 'answer'; there are: 'prompt'"
     ):
         prompt_of({"prompt": "Hi"}, data={"columns": {"answer": "solution"}})
 
 
-def test_a_rename_onto_a_column_that_is_there_is_refused():
+def test_renaming_onto_an_existing_column_is_refused():
     with pytest.raises(DataError, match="calls 'solution' 'answer', but there is a column of that name too"):
         prompt_of({"prompt": "Hi", "solution": 1, "answer": 2}, data={"columns": {"answer": "solution"}})
 
@@ -117,13 +117,13 @@ def test_an_unknown_environment_is_refused_with_the_known_ones():
         prompt_of({"prompt": "Hi", "environment": "chess"})
 
 
-def test_without_environments_a_column_of_that_name_is_like_any_other():
+def test_without_environments_the_environment_column_is_an_ordinary_field():
     prompt = prompt_of({"prompt": "Hi", "environment": "kitchen"}, environments={}, rewards=[{"ref": "m:f"}])
     assert prompt.environment is None
     assert prompt.fields == {"environment": "kitchen"}
 
 
-def test_values_of_other_libraries_become_pythons_own_and_survive_the_wire():
+def test_values_of_other_libraries_become_python_values():
     import pyarrow as pa
 
     row = {
@@ -156,21 +156,21 @@ def test_values_of_other_libraries_become_pythons_own_and_survive_the_wire():
 
 
 @pytest.mark.parametrize("value", [object(), 2**70, "\ud800", {"deep": [object()]}])
-def test_a_value_that_no_record_can_hold_is_refused_with_its_column(value):
+def test_a_value_that_cannot_be_stored_is_refused_with_its_column(value):
     with pytest.raises(DataError, match="row 17: column 'gold' has a value that cannot be stored"):
         prompt_of({"prompt": "Hi", "gold": value})
 
 
-def test_a_prompt_with_half_a_character_is_refused():
+def test_a_prompt_with_a_lone_surrogate_is_refused():
     with pytest.raises(DataError, match="column 'prompt' has a value that cannot be stored"):
         prompt_of({"prompt": "\ud800"})
 
 
-def test_a_date_is_passed_on():
+def test_a_date_is_stored():
     assert "when" in prompt_of({"prompt": "Hi", "when": dt.date(2026, 1, 1)}).fields
 
 
-def test_a_seed_follows_run_and_id_and_fits_any_generator():
+def test_a_seed_depends_on_run_and_id_and_has_31_bits():
     row = {"prompt": "Hi"}
     first = prompt_of(row)
     assert first.seed == prompt_of(row).seed
@@ -182,7 +182,7 @@ def test_a_seed_follows_run_and_id_and_fits_any_generator():
     assert row_to_prompt(row, 0, 0, settings=settings()).seed == 153924715  # changing it would reseed resumed runs
 
 
-def test_the_callers_row_is_left_alone():
+def test_the_row_is_not_modified():
     row = {"prompt": [{"role": "user", "content": "Hi", "name": None}], "environment": "guess", "list": [1]}
     copy = msgspec.json.decode(msgspec.json.encode(row))
     prompt_of(row)

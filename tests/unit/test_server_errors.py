@@ -54,7 +54,7 @@ def while_connecting(cause: Exception) -> Exception:
         "ERR Protocol error: invalid bulk length",
     ],
 )
-def test_time_may_mend(line):
+def test_retryable_errors(line):
     error = answered(line)
     assert fatal_reason(error) is None
     assert is_retryable(error)
@@ -72,14 +72,14 @@ def test_time_may_mend(line):
         (while_connecting(ssl.SSLCertVerificationError("no")), "ssl_ca_certs=FILE"),
     ],
 )
-def test_told_at_once(error, remedy):
+def test_fatal_errors_name_the_remedy(error, remedy):
     assert remedy in str(fatal_reason(error))
 
 
 @pytest.mark.parametrize(
     "cause", [ConnectionRefusedError(111, "refused"), ssl.SSLError("unexpected EOF"), OSError("no")]
 )
-def test_a_connection_that_was_lost_is_waited_for(cause):
+def test_lost_connections_are_connection_errors(cause):
     error = while_connecting(cause)
     assert fatal_reason(error) is None
     assert is_retryable(error)
@@ -88,13 +88,13 @@ def test_a_connection_that_was_lost_is_waited_for(cause):
 @pytest.mark.parametrize(
     "line", ["ERR unknown command 'HSET'", "WRONGTYPE Operation against a key", "NOGROUP No such key"]
 )
-def test_what_is_neither_is_raised_as_it_is(line):
+def test_other_errors_are_neither_retryable_nor_fatal(line):
     error = answered(line)
     assert fatal_reason(error) is None
     assert not is_retryable(error)
 
 
-def test_writing_to_a_connection_that_was_just_lost_is_a_lost_connection():
+def test_writing_to_a_closed_uvloop_transport_is_a_connection_error():
     """uvloop raises a RuntimeError of its own there, where asyncio drops what is written."""
 
     async def write_after_the_end() -> None:

@@ -20,20 +20,20 @@ def all_rows(source):
     return dict(source.read_rows(range(len(source))))
 
 
-def test_rows_of_a_jsonl_file_come_by_number_in_any_order(tmp_path):
+def test_jsonl_rows_are_read_by_index_in_any_order(tmp_path):
     source = jsonl(tmp_path / "train.jsonl", LINES)
     assert len(source) == 3
     assert list(source.read_rows([2, 0, 2])) == [(2, LINES[2]), (0, LINES[0]), (2, LINES[2])]
 
 
-def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path):
+def test_blank_lines_are_not_rows_but_count_in_line_numbers(tmp_path):
     source = jsonl(tmp_path / "train.jsonl", [b"", LINES[0], b"  \t", b"", b"oops", LINES[2], b""])
     rows = all_rows(source)
     assert [rows[0], rows[2]] == [LINES[0], LINES[2]]
     assert f"{tmp_path / 'train.jsonl'}:5: not JSON" in str(rows[1])
 
 
-def test_windows_line_ends_and_a_byte_order_mark_are_read_over(tmp_path):
+def test_windows_line_ends_and_a_byte_order_mark_are_accepted(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
     assert all_rows(open_source(Data(path=str(path)))) == {0: {"prompt": "a"}, 1: {"prompt": "b"}}
@@ -54,7 +54,7 @@ def test_windows_line_ends_and_a_byte_order_mark_are_read_over(tmp_path):
         (b"[" * 100_000, "not JSON"),
     ],
 )
-def test_a_bad_line_is_named_with_its_reason_and_the_others_are_fed(tmp_path, line, why):
+def test_a_bad_line_is_an_error_and_the_others_are_read(tmp_path, line, why):
     rows = all_rows(jsonl(tmp_path / "train.jsonl", [LINES[0], line, LINES[2]]))
     assert (rows[0], rows[2]) == (LINES[0], LINES[2])
     assert isinstance(rows[1], DataError)
@@ -79,7 +79,7 @@ def test_parquet_gives_the_same_rows(tmp_path):
     assert "train.parquet: row 1: the prompt in column 'prompt' is empty" in str(found[1])
 
 
-def test_a_table_without_the_prompt_column_is_refused_at_once(tmp_path):
+def test_a_table_without_the_prompt_column_is_refused(tmp_path):
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -88,13 +88,13 @@ def test_a_table_without_the_prompt_column_is_refused_at_once(tmp_path):
         open_source(Data(path=str(tmp_path / "train.parquet")))
 
 
-def test_a_file_that_is_no_parquet_is_refused(tmp_path):
+def test_an_invalid_parquet_file_is_refused(tmp_path):
     (tmp_path / "train.parquet").write_text("{}")
     with pytest.raises(DataError, match="not a Parquet file"):
         open_source(Data(path=str(tmp_path / "train.parquet")))
 
 
-def test_a_data_set_on_disk_gives_its_rows_and_one_with_splits_asks_for_one(tmp_path):
+def test_a_hugging_face_dataset_is_read_and_splits_must_be_named(tmp_path):
     import datasets
 
     one = datasets.Dataset.from_list([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}])
@@ -117,14 +117,14 @@ def test_a_data_set_on_disk_gives_its_rows_and_one_with_splits_asks_for_one(tmp_
     ("name", "message"),
     [("nowhere.jsonl", "no such file or folder"), ("train.csv", "a .jsonl or .parquet file"), ("", "not a dataset")],
 )
-def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, name, message):
+def test_an_unsupported_path_is_refused_by_name(tmp_path, name, message):
     (tmp_path / "train.csv").write_text("prompt\na")
     with pytest.raises(DataError, match=message):
         open_source(Data(path=str(tmp_path / name)))
 
 
 @pytest.mark.parametrize(("library", "name"), [("pyarrow", "train.parquet"), ("datasets", "folder")])
-def test_a_missing_library_names_the_extra_that_brings_it(tmp_path, library, name):
+def test_a_missing_library_error_names_the_extra(tmp_path, library, name):
     (tmp_path / "folder").mkdir()
     (tmp_path / "train.parquet").write_text("")
     code = (
@@ -136,7 +136,7 @@ def test_a_missing_library_names_the_extra_that_brings_it(tmp_path, library, nam
     assert f"needs {library}, which is not installed: pip install 'penstock[data]'" in found.stderr
 
 
-def test_a_hash_in_a_files_name_is_part_of_it(tmp_path):
+def test_a_hash_sign_in_an_existing_file_name_is_part_of_it(tmp_path):
     assert len(jsonl(tmp_path / "a#b.jsonl", LINES)) == 3
     assert default_dataset_name(str(tmp_path / "a#b.jsonl")) == "a#b"
 
@@ -148,7 +148,7 @@ def test_a_fingerprint_follows_the_content_and_not_the_folder(tmp_path):
     assert jsonl(tmp_path / "train.jsonl", LINES[:2]).fingerprint() != first
 
 
-def test_an_epochs_order_holds_every_row_once_and_depends_on_seed_and_epoch_alone():
+def test_an_epochs_order_has_every_row_once_and_depends_on_seed_and_epoch():
     assert list(epoch_order(5, 3, 0, False)) == [0, 1, 2, 3, 4]
     first = list(epoch_order(50, 0, 7, True))
     assert sorted(first) == list(range(50))

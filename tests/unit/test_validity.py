@@ -56,13 +56,13 @@ def test_numbers_are_rewards(value, reward):
         (np.array("1.0"), RewardReason.NOT_NUMERIC),
     ],
 )
-def test_all_else_is_unmeasured_with_its_reason(value, reason):
+def test_other_values_are_unmeasured_with_a_reason(value, reason):
     found = measure(value)
     assert isinstance(found, Unmeasured)
     assert (found.reason, bool(found.detail)) == (reason, True)
 
 
-def test_what_is_unmeasured_stays_unmeasured():
+def test_unmeasured_rewards_stay_unmeasured():
     found = Unmeasured(RewardReason.TIMEOUT, "30 s")
     assert measure(found) is found
 
