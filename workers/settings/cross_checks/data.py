@@ -14,8 +14,8 @@ def check_rewards(s: Settings) -> Iterator[str]:
     for index, name in enumerate(names):
         if name in names[:index]:
             yield (
-                f"rewards[{names.index(name)}] and rewards[{index}] both have the name {name!r}, so their parts could "
-                "not be told apart; give one of them another name"
+                f"rewards[{names.index(name)}] and rewards[{index}] both have the name {name!r}, so their "
+                "parts could not be distinguished; give one of them another name"
             )
         if name == "env":
             yield f"rewards[{index}].name is 'env', the name of the environment's own part; choose another name"
