@@ -58,7 +58,7 @@ def test_an_unmeasured_reward_is_not_a_number(checker, progress):
 
 @pytest.mark.parametrize("reward", [1e19, -1.7e308])
 def test_a_reward_too_large_for_float32_makes_the_group_unreadable(checker, reward):
-    with pytest.raises(RecordError, match="rewards are limited"):
+    with pytest.raises(RecordError, match="too large"):
         checker.check(group(completion(0, Measured(1.0)), completion(1, Measured(reward))), 0)
 
 
