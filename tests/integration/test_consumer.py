@@ -312,3 +312,16 @@ async def test_groups_are_popped_in_the_order_of_their_prompts_and_released_grou
     assert consumer.buffer == {}
     await consumer.poll(3)
     assert list(consumer.buffer) == ["b"]
+
+
+async def test_only_the_next_version_frees_the_capacity_of_committed_groups(make_consumer, pipe):
+    await pipe.scored("a")
+    await pipe.feed("b")
+    consumer, rollout = make_consumer(), pipe.stage("prompts", capacity=1)
+    await consumer.announce(0, "weights", 0)
+    await consumer.poll(1)
+    await consumer.commit(consumer.pop("a"), 1)
+    await consumer.announce(0, "weights", 0)  # repeated, as after a server that lost its last writes
+    assert (await rollout.claim(1)).leases == []
+    await consumer.announce(1, "weights", 1)
+    assert len((await rollout.claim(1)).leases) == 1

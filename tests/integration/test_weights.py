@@ -1,6 +1,9 @@
-"""The folder of published weights, after a trainer was killed while it wrote to it."""
+"""Publication of policy versions: their folders and their numbers."""
+
+from contextlib import asynccontextmanager
 
 import anyio
+import pytest
 
 from stream.durable import create_folder_atomically
 from stream.queue.stage import RetryPolicy, Stage
@@ -20,19 +23,47 @@ def write(path) -> None:
         (folder / "model.safetensors").write_bytes(b"weights")
 
 
-async def test_what_a_killed_trainer_left_half_written_goes_with_the_next_publication(tmp_path, connection):
-    half_written = tmp_path / "weights" / ".v000001.0a1b.tmp"
-    half_written.mkdir(parents=True)
-    (half_written / "model.safetensors").write_bytes(b"half")
+@pytest.fixture
+async def consumer(tmp_path, connection):
     trainer_lease = await TrainerLease.acquire(connection, 5.0)
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
     stage = Stage(connection, "scored", "trainer", RetryPolicy())
-    consumer = Consumer(trainer_lease, stage, ledger, ResumePoint(), lambda group, _: group)
-    async with ScriptedEngine(lambda *_: [1]) as engine, anyio.create_task_group() as tasks:
-        way = PausedUpdate(SharedFolderTransfer())
-        publisher = WeightPublisher(EngineDiscovery([engine.url]), way, retry_timeout_s=5, update_timeout_s=20)
-        weights = PolicyVersions(tmp_path / "weights", consumer, publisher, tasks)
-        for step in range(2):
-            await weights.publish(write, step=step, metrics={})
+    yield Consumer(trainer_lease, stage, ledger, ResumePoint(), lambda group, _: group)
     ledger.close()
-    assert [path.name for path in sorted((tmp_path / "weights").iterdir())] == ["v000000", "v000001"]
+
+
+@asynccontextmanager
+async def policy_versions(folder, consumer, engine):
+    publisher = WeightPublisher(
+        EngineDiscovery([engine.url]), PausedUpdate(SharedFolderTransfer()), retry_timeout_s=5, update_timeout_s=20
+    )
+    async with anyio.create_task_group() as tasks:
+        yield PolicyVersions(folder, consumer, publisher, tasks)
+
+
+async def test_the_next_publication_removes_what_a_killed_trainer_left_half_written(tmp_path, consumer):
+    folder = tmp_path / "weights"
+    half_written = folder / ".v000001.0a1b.tmp"
+    half_written.mkdir(parents=True)
+    (half_written / "model.safetensors").write_bytes(b"half")
+    async with ScriptedEngine(lambda *_: [1]) as engine, policy_versions(folder, consumer, engine) as versions:
+        for step in range(2):
+            await versions.publish(write, step=step, metrics={})
+    assert [path.name for path in sorted(folder.iterdir())] == ["v000000", "v000001"]
+
+
+async def test_a_version_number_that_an_engine_has_is_not_used_again(tmp_path, consumer):
+    async with (
+        ScriptedEngine(lambda *_: [1], version="7") as engine,
+        policy_versions(tmp_path / "weights", consumer, engine) as versions,
+    ):
+        await versions.publish(write, step=0, metrics={})
+    assert (consumer.version, engine.version) == (8, "8")
+
+
+async def test_three_versions_stay_on_disk(tmp_path, consumer):
+    folder = tmp_path / "weights"
+    async with ScriptedEngine(lambda *_: [1]) as engine, policy_versions(folder, consumer, engine) as versions:
+        for step in range(5):
+            await versions.publish(write, step=step, metrics={})
+    assert [path.name for path in sorted(folder.iterdir())] == ["v000002", "v000003", "v000004"]
