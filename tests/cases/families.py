@@ -17,7 +17,7 @@ _SPECIAL = re.compile(
 
 
 class Family(NamedTuple):
-    """A template, and what its folder would say of special tokens."""
+    """A template, and the special tokens of its folder."""
 
     file: str
     bos: str
@@ -45,16 +45,16 @@ FAMILIES = {
 
 
 def template_of(name: str, **args: object) -> ChatTemplate:
-    """The family's template."""
+    """Load the family's template."""
     family = FAMILIES[name]
     source = (FOLDER / f"{family.file}.jinja").read_text(encoding="utf-8")
     return ChatTemplate(source, {"bos_token": family.bos, "eos_token": family.eos, **family.args, **args}, Path(name))
 
 
 def tokenizer_of(name: str) -> Tokenizer:
-    """One token a byte, a few of several, and one for each special token of the family."""
+    """One token per byte, a few of several bytes, and one per special token of the family."""
     family = FAMILIES[name]
-    merges = [("a", "d"), ("ad", "d"), ("H", "m"), ("I", "t")]  # so that text has more than one spelling in tokens
+    merges = [("a", "d"), ("ad", "d"), ("H", "m"), ("I", "t")]  # so text has several tokenizations
     known = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(known)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -65,13 +65,13 @@ def tokenizer_of(name: str) -> Tokenizer:
 
 
 def chat_of(name: str, tools: list[dict] | None, **args: object) -> ChatTokenizer:
-    """The family's chat, as loaded from its folder."""
+    """Make the family's chat tokenizer, as loaded from its folder."""
     tokenizer = tokenizer_of(name)
     return ChatTokenizer(tokenizer, template_of(name, **args), tools, {tokenizer.token_to_id(FAMILIES[name].eos)})
 
 
 def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The text as a model may sample it, but no tokenizer would write it: no token of several bytes."""
+    """Tokenize text one byte at a time, as a model may sample it and no tokenizer would."""
     ids = []
     for token in tokenizer.encode(text, add_special_tokens=False).ids:
         word = tokenizer.id_to_token(token)

@@ -1,4 +1,4 @@
-"""The engine's client against a scripted engine with every fault that it knows."""
+"""The engine client against a scripted engine with each of its faults."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

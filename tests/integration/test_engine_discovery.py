@@ -1,4 +1,4 @@
-"""The operator's list of engines: what `penstock engines` does, and when those hear of it who speak to engines."""
+"""Engine discovery: the operator's overrides, DNS, and `penstock engines`."""
 
 import json
 import socket
@@ -22,34 +22,34 @@ ANN = "ann@box"
 
 @asynccontextmanager
 async def watched(connection, **engine):
-    roster = await EngineDiscovery.from_settings(Engine(**engine), connection)
+    discovery = await EngineDiscovery.from_settings(Engine(**engine), connection)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(roster.watch)
-        yield roster
+        tasks.start_soon(discovery.watch)
+        yield discovery
         tasks.cancel_scope.cancel()
 
 
-async def becomes(roster: EngineDiscovery, *urls: str) -> None:
+async def becomes(discovery: EngineDiscovery, *urls: str) -> None:
     with anyio.fail_after(2):
-        while roster.urls != urls:
-            await roster.changed.wait()
+        while discovery.urls != urls:
+            await discovery.changed.wait()
 
 
 async def test_a_worker_learns_immediately_of_engines_added_and_removed(connection):
-    async with watched(connection, urls=("http://a:1",)) as roster:
+    async with watched(connection, urls=("http://a:1",)) as discovery:
         assert await add_engine(connection, "http://b:1", ANN)
-        await becomes(roster, "http://a:1", "http://b:1")
+        await becomes(discovery, "http://a:1", "http://b:1")
         assert await remove_engine(connection, "http://b:1", ANN)
-        await becomes(roster, "http://a:1")
+        await becomes(discovery, "http://a:1")
         assert await add_engine(connection, "http://b:1", ANN)
-        await becomes(roster, "http://a:1", "http://b:1")
+        await becomes(discovery, "http://a:1", "http://b:1")
 
 
 async def test_a_removed_engine_of_the_settings_stays_removed_for_later_workers(connection):
     urls = ("http://a:1", "http://b:1")
-    async with watched(connection, urls=urls) as roster:
+    async with watched(connection, urls=urls) as discovery:
         await remove_engine(connection, "http://a:1", ANN)
-        await becomes(roster, "http://b:1")
+        await becomes(discovery, "http://b:1")
     assert (await EngineDiscovery.from_settings(Engine(urls=urls), connection)).urls == ("http://b:1",)
     await add_engine(connection, "http://a:1", ANN)
     assert (await EngineDiscovery.from_settings(Engine(urls=urls), connection)).urls == urls
@@ -94,13 +94,13 @@ async def test_a_dns_failure_keeps_the_known_engines_and_is_logged_once(connecti
 
     monkeypatch.setattr("anyio.getaddrinfo", getaddrinfo)
     with capture_logs() as lines:
-        async with watched(connection, urls=("dns+http://engines:8000",)) as roster:
-            assert roster.urls == ("http://10.0.0.1:8000", "http://10.0.0.2:8000")
+        async with watched(connection, urls=("dns+http://engines:8000",)) as discovery:
+            assert discovery.urls == ("http://10.0.0.1:8000", "http://10.0.0.2:8000")
             answers["now"] = None
             await anyio.sleep(0.3)
-            assert len(roster.urls) == 2
+            assert len(discovery.urls) == 2
             answers["now"] = ["10.0.0.2", "10.0.0.3"]
-            await becomes(roster, "http://10.0.0.2:8000", "http://10.0.0.3:8000")
+            await becomes(discovery, "http://10.0.0.2:8000", "http://10.0.0.3:8000")
     events = [line["event"] for line in lines]
     assert events.count("engines.dns_failed") == events.count("engines.dns_recovered") == 1
 
@@ -141,7 +141,7 @@ async def test_the_command_lists_source_health_and_version_of_each_engine(connec
 
 async def test_the_command_ignores_the_proxy_of_the_environment(connection, file, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.setattr("urllib.request._opener", None)  # what an earlier call found in the environment
+    monkeypatch.setattr("urllib.request._opener", None)  # cached proxy settings of an earlier call
     async with ScriptedEngine(lambda *_: [1], version="7") as engine:
         added = await anyio.to_thread.run_sync(lambda: invoke("add", engine.url, file))
     assert added["healthy"], added
@@ -163,7 +163,7 @@ async def test_a_name_that_does_not_resolve_is_listed_with_the_other_engines(con
     assert "the name does not resolve here" in " ".join(plain.stdout.split())
     for port in (9, 8):
         removed = await anyio.to_thread.run_sync(partial(invoke, "remove", f"http://127.0.0.1:{port}", file))
-    assert removed["none_left"] is False, "nobody here knows what the name stands for"
+    assert removed["none_left"] is False, "the DNS name may still have engines"
 
 
 async def test_an_engine_that_does_not_answer_may_be_added_with_a_note(connection, file):
@@ -205,10 +205,10 @@ def test_a_malformed_url_is_refused_before_any_request():
 
 async def test_discovery_without_engines_explains_why(connection):
     assert "engine.urls is empty" in EngineDiscovery(()).empty_reason
-    roster = await EngineDiscovery.from_settings(Engine(urls=("dns+http://no.such.host.invalid:8000",)), connection)
-    assert "http://no.such.host.invalid:8000 (engine.urls) resolves to no address" in roster.empty_reason
+    discovery = await EngineDiscovery.from_settings(Engine(urls=("dns+http://no.such.host.invalid:8000",)), connection)
+    assert "http://no.such.host.invalid:8000 (engine.urls) resolves to no address" in discovery.empty_reason
     await remove_engine(connection, "http://a:1", ANN)
-    roster = await EngineDiscovery.from_settings(Engine(urls=("http://a:1",)), connection)
-    assert roster.urls == ()
-    assert "those in engine.urls were removed" in roster.empty_reason
-    assert "penstock engines add" in roster.empty_reason
+    discovery = await EngineDiscovery.from_settings(Engine(urls=("http://a:1",)), connection)
+    assert discovery.urls == ()
+    assert "those in engine.urls were removed" in discovery.empty_reason
+    assert "penstock engines add" in discovery.empty_reason

@@ -1,4 +1,4 @@
-"""An engine that answers with each of the faults: what becomes of the completion, of its siblings, and of the log."""
+"""Each fault of an engine: its effect on the completion, on the other completions of the group, and on the log."""
 
 import sys
 from contextlib import asynccontextmanager
@@ -36,7 +36,7 @@ def reply(token_ids: list[int], _request) -> list[int]:
 
 
 class Numbered:
-    """Its observation is the completion's index, so that an engine can tell siblings apart."""
+    """Returns the completion's index as its observation, so an engine can tell completions apart."""
 
     def reset(self, completion_index):
         return str(completion_index)
@@ -55,7 +55,7 @@ async def client_of(*engines: ScriptedEngine, timeout_s: float = 0.3, reconnect_
 
 
 async def group_of(client: EngineClient, folder, size: int, name: str = "d:0:0") -> Group:
-    """A group whose completions' prompts are 5 and their index."""
+    """Roll out a group; each completion's prompt is 5 and its index."""
     await anyio.to_thread.run_sync(write_project, folder, 1, 1)
     chat = await anyio.to_thread.run_sync(ChatTokenizer.load, folder / "model", {}, None)
     factory = EnvironmentFactory(Reference("test", "module", Numbered, sys.modules[__name__]), Numbered, Numbered())
@@ -145,7 +145,7 @@ async def test_many_requests_waiting_for_weights_poll_rarely_and_log_once():
         ("engine.recovered", "weights"),
     ]
     assert "no policy version yet" in lines[0]["why"]
-    # Each request asks once for itself; after that all make do with a question every half second.
+    # Each request asks once; after that all share one poll every half second.
     assert asked <= 60 + took / 0.5 + 1
 
 

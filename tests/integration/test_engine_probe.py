@@ -1,4 +1,4 @@
-"""What a client finds out about an engine when it meets it, and what it refuses to sample from."""
+"""What the probe of an engine finds out, and which engines it refuses."""
 
 import aiohttp
 import anyio
@@ -46,7 +46,7 @@ async def test_generate_is_used_if_it_is_open_and_completions_otherwise(closed, 
     (found,) = [line for line in lines if line["event"] == "engine.found"]
     assert (found["route"], found["version"], found["max_length"]) == (route.path, "scripted", 4096)
     assert (sampled.token_ids, sampled.spans) == ([7, 8, 2], [Span(3, 0, 3)])
-    assert engine.request_count == 1, "a probe's own requests are none of the run's"
+    assert engine.request_count == 1, "requests of the probe do not count"
 
 
 @pytest.mark.parametrize("closed", [set(), {GenerateApi.path}], ids=["generate", "completions"])

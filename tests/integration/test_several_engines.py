@@ -1,4 +1,4 @@
-"""Several engines: who is asked, who is ejected and returns, who is added and removed, how much each is given."""
+"""Several engines: routing, ejection and recovery, adding and removing, and limits of requests."""
 
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -193,7 +193,7 @@ async def test_an_engine_that_never_answers_delays_its_requests_once():
 
 @asynccontextmanager
 async def mute_proxy(engine: ScriptedEngine):
-    """Passes on what comes, until `mute` is set: then it takes every connection and every byte, and says nothing."""
+    """Forwards traffic until `mute` is set; then it accepts connections and data, and never answers."""
     mute = anyio.Event()
 
     async def pump(source, sink) -> None:
@@ -258,7 +258,7 @@ async def test_a_pause_for_new_weights_is_not_a_failure(monkeypatch):
         assert events(lines, "engine.ejected") == []
 
 
-# The roster
+# The discovery
 
 
 async def test_an_added_engine_works_once_it_has_weights_and_a_removed_one_finishes_its_requests(
@@ -300,10 +300,10 @@ async def test_an_added_engine_works_once_it_has_weights_and_a_removed_one_finis
 async def test_requests_that_wait_for_an_engine_are_answered_by_one_that_is_added(connection):
     async with ScriptedEngine(reply, version="0") as gone:
         pass
-    roster = await EngineDiscovery.from_settings(Engine(urls=(gone.url,)), connection)
+    discovery = await EngineDiscovery.from_settings(Engine(urls=(gone.url,)), connection)
     async with (
         ScriptedEngine(reply, version="0") as new,
-        EngineClient(roster, request_timeout_s=5, max_attempts=3, unavailable_timeout_s=20) as client,
+        EngineClient(discovery, request_timeout_s=5, max_attempts=3, unavailable_timeout_s=20) as client,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(ask_all, client, 12)
@@ -314,8 +314,8 @@ async def test_requests_that_wait_for_an_engine_are_answered_by_one_that_is_adde
 
 async def test_without_any_engine_the_error_names_the_remedy(connection):
     async with ScriptedEngine(reply, version="0") as engine:
-        roster = await EngineDiscovery.from_settings(Engine(urls=(engine.url,)), connection)
-        async with client_of(roster, reconnect_s=0.5) as client:
+        discovery = await EngineDiscovery.from_settings(Engine(urls=(engine.url,)), connection)
+        async with client_of(discovery, reconnect_s=0.5) as client:
             await remove_engine(connection, engine.url, "me")
             await anyio.sleep(0.2)
             with pytest.raises(EngineUnavailableError, match="penstock engines add"):
@@ -381,7 +381,7 @@ async def test_an_engine_with_a_queue_gets_fewer_requests(monkeypatch):
     assert max(waited[:10]) > 80
     settled = waited[len(waited) // 2 :]
     assert sorted(settled)[len(settled) // 2] < 25
-    assert sum(n >= 0 for n in settled) > 0.6 * len(settled), "it is kept busy"
+    assert sum(n >= 0 for n in settled) > 0.6 * len(settled), "the engine stays busy"
 
 
 async def test_an_engine_without_metrics_gets_a_fixed_limit_which_is_logged_once(monkeypatch):
@@ -424,11 +424,11 @@ async def test_a_free_slot_goes_to_a_waiting_request_with_a_cached_prefix():
         client_of(one, other, concurrency_bounds=(2, 4)) as client,
         anyio.create_task_group() as tasks,
     ):
-        urls = (one.url, other.url)  # which of them a group is near to hangs on their ports: as many groups to each
+        urls = (one.url, other.url)  # their ports decide which engine a group prefers: take as many groups for each
         near = {url: [group for group in range(500) if rank_engines(f"g{group}", urls)[0] == url][:15] for url in urls}
         groups = sorted(near[one.url] + near[other.url])
         for group in groups:
             tasks.start_soon(play, client, group, 4, 2)
     at = Counter((request.token_ids[0], engine.url) for engine in (one, other) for request in engine.requests)
     together = sum(max(at[group, one.url], at[group, other.url]) for group in groups)
-    assert together > 0.9 * 30 * 4 * 2  # 0.77 where places go to whoever has waited longest
+    assert together > 0.9 * 30 * 4 * 2  # 0.77 if slots go to the request that has waited longest

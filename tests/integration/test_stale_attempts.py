@@ -1,4 +1,4 @@
-"""The age of what is under way: when each group was begun, and what is cancelled for it, down to the engine."""
+"""Versions of outstanding groups, and cancelling stale attempts down to the engine."""
 
 from contextlib import asynccontextmanager
 from functools import partial
@@ -43,7 +43,7 @@ async def test_a_claim_records_the_policy_version(pipe, tenure):
     (first,) = (await rollout.claim(1)).leases
     await publish(tenure, 7)
     (second,) = (await rollout.claim(1)).leases
-    assert await inflight_versions(pipe.connection) == {"a": 0, "b": 7}  # nothing is sampled before the first version
+    assert await inflight_versions(pipe.connection) == {"a": 0, "b": 7}  # no version is published yet
     assert (first.claimed_version, second.claimed_version) == (0, 7)
 
 
@@ -152,7 +152,7 @@ async def test_cancelled_prompts_are_claimed_first_and_count_their_cancellations
         await rollout.release(lease, "stale", "")
     view = await read_status(pipe.connection)
     assert view.counts["cancelled"] == queue_report("r", view).cancelled == 3
-    assert view.balance["outstanding"] == 3  # it is no end
+    assert view.balance["outstanding"] == 3  # a cancelled attempt does not end its prompt
 
 
 async def test_watching_versions_yields_the_current_one_and_then_each_new_one(pipe, tenure):
@@ -169,7 +169,7 @@ async def test_watching_versions_yields_the_current_one_and_then_each_new_one(pi
 
 @asynccontextmanager
 async def working(connection, tmp_path, late, delays):
-    """A rollout worker in this process, on an engine whose n-th request takes `delays[n]` seconds."""
+    """Run a rollout worker in this process, with an engine whose n-th request takes `delays[n]` seconds."""
     settings = await anyio.to_thread.run_sync(write_project, tmp_path, 1, 1)
     taking = iter(delays)
     await Feed(connection, 10).put([Prompt(id="p", messages=[{"role": "user", "content": "5"}], group_size=2)], "", "1")
@@ -197,7 +197,7 @@ def begins(engine, count):
 
 
 async def the_group(connection):
-    """What the worker settled, when it has."""
+    """Return the group that the worker completed, once it has."""
     with anyio.fail_after(20):
         while not (found := await connection.redis.xrange(connection.key("groups"))):
             await anyio.sleep(0.005)

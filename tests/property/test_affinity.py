@@ -1,4 +1,4 @@
-"""Which engine a request goes to: near its prefix, never where much more is to do, and few move when engines do."""
+"""The choice of an engine: prefers a cached prefix, balances load, and moves few groups when engines change."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""How many requests an engine is given: by what it says of itself, between bounds, several workers at once."""
+"""The adaptive limit of requests at one engine: it follows the engine's metrics, within bounds, for several workers."""
 
 import math
 
@@ -56,7 +56,7 @@ def test_a_decrease_is_judged_after_the_load_has_fallen():
 
 
 def test_an_engine_without_progress_changes_nothing():
-    """Paused for new weights: its queue grows, and that is nobody's fault."""
+    """While an engine is paused for new weights, its queue grows without an overload."""
     paused = [signals(waiting=200, tokens=1000.0)] * 20
     assert after(AdaptiveLimit(64), signals(tokens=1000.0), *paused).limit == 64 + INCREASE
 
@@ -73,7 +73,7 @@ def test_the_bounds_hold_for_any_metrics(limit, looks):
 
 @given(st.integers(1, 6), st.integers(40, 1000))
 def test_several_workers_fill_an_engine_without_a_long_queue(workers, capacity):
-    """A simulation: an engine that runs `capacity` requests at once; each worker has more to ask for than that."""
+    """Simulate an engine that runs `capacity` requests concurrently; each worker has more requests than that."""
     states = [AdaptiveLimit(MOST) for _ in range(workers)]
     queue = []
     for look in range(400):

@@ -1,4 +1,4 @@
-"""An episode that its environment leads: whose doing its end was."""
+"""Episodes of environments that run their own loop: whether the policy or the environment caused the end."""
 
 import aiohttp
 import pytest
@@ -11,7 +11,7 @@ from tests.adapters.episodes import completions
 
 
 class Stubborn(AgentEnvironment):
-    """Goes on asking, and breaks when it is refused."""
+    """Requests turns until it is refused, and then raises."""
 
     def reset(self, turns):
         self.turns, self.said = turns, 0

@@ -189,7 +189,7 @@ def test_cached_prompts_are_neither_confused_nor_shared(folder):
 
 
 class WatchedTemplate(ChatTemplate):
-    """Notes who renders."""
+    """Records the rendering thread."""
 
     def render(self, *args, **kwargs):
         self.__dict__.setdefault("threads", []).append(threading.get_ident())

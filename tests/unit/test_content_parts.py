@@ -1,4 +1,4 @@
-"""Content parts from `reset` and from tools: into the prompt, the record, the reward function; or a clear error."""
+"""Content parts from `reset` and from tools reach the prompt, the record and reward functions, or are a clear error."""
 
 from pathlib import Path
 

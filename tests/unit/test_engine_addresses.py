@@ -1,4 +1,4 @@
-"""Where engines are: what people write, what names stand for, and what the operator's list makes of both."""
+"""Engine URLs: spelling, DNS names, and the operator's overrides."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""Answers of engines, word for word: what is a sample, and what is none."""
+"""Which answers of engines count as samples."""
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ CONTENT = [{"token_id": 7, "logprob": -0.5, "rank": 1, "top_logprobs": []}, {"to
 
 
 def generated(**changes) -> bytes:
-    """As vLLM 0.32 answers."""
+    """Return an answer of vLLM 0.32."""
     choice = {
         "index": 0,
         "finish_reason": "stop",
@@ -31,7 +31,7 @@ def generated(**changes) -> bytes:
 
 
 def completed(**changes) -> bytes:
-    """As vLLM 0.32 answers."""
+    """Return an answer of vLLM 0.32."""
     logprobs = {"text_offset": [0, 1], "token_logprobs": [-0.5, -1.5], "tokens": ["token_id:7", "token_id:2"]}
     choice = {
         "index": 0,
@@ -176,4 +176,4 @@ def test_a_request_spells_out_every_option_on_both_routes():
     assert expected.items() <= one["sampling_params"].items()
     assert expected.items() <= other.items()
     assert (one["sampling_params"]["logprobs"], other["logprobs"], other["request_id"]) == (0, 3, "probe-1")
-    assert "request_id" not in one, "an empty one would be everybody's"
+    assert "request_id" not in one, "an empty id would be shared by all requests"

@@ -33,7 +33,7 @@ def call(name, **arguments):
 
 
 class Counter:
-    """Remembers what happened to it."""
+    """Logs its calls."""
 
     def __init__(self):
         self.closed = threading.Event()
@@ -224,7 +224,7 @@ async def test_a_reset_that_raises_or_times_out_fails_and_the_next_one_gets_a_ne
                 assert told in failure.detail
         async with pool.slot("env") as slot:
             assert await slot.reset({"how": "well"}, 0, 0, 5) is None
-            assert slot._environment.nth == 4  # the factory's sample, and one for each of three episodes
+            assert slot._environment.nth == 4  # the factory's sample instance, and one per episode
 
 
 async def test_an_environment_that_cannot_be_created_fails_the_reset():

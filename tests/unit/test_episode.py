@@ -60,7 +60,7 @@ END = "<|im_end|>"
 
 
 def make_tokenizer():
-    """One token a byte, and a few special ones."""
+    """One token per byte, and a few special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -92,7 +92,7 @@ def call(name, arguments="{}"):
 
 
 class Scripted:
-    """Samples a script: `script(turn, text)` gives a turn's text, a `Sampled`, or an exception to raise."""
+    """Samples a script: `script(turn, text)` gives a turn's text, a `SampledTurn`, or an exception to raise."""
 
     def __init__(self, script):
         self.script = script if callable(script) else lambda turn, _text: script[turn]
@@ -118,7 +118,7 @@ def sampled(text, max_tokens=10_000, finish=None, version=7):
 
 
 class Box:
-    """Something with tools that remembers."""
+    """An environment with tools and state."""
 
     def reset(self, greeting=None, **row):
         self.row = row
@@ -166,7 +166,7 @@ async def group_of(
     save_partial=None,
     **limits,
 ):
-    """Roll out a group of one, unless the prompt says otherwise."""
+    """Roll out a group of one completion by default."""
     factories = {"box": factory_of(env)} if env else {}
     sampler = script if hasattr(script, "sample") else Scripted(script)
     prompt = prompt or make_prompt(environment="box" if env else None)
@@ -185,7 +185,7 @@ async def group_of(
             partials=partials,
             save_partial=save_partial,
         )
-    return decode(encode(group), Group)  # whatever is in it has to survive the wire
+    return decode(encode(group), Group)  # a group must survive encoding
 
 
 async def completion_of(script, **options):
@@ -392,7 +392,7 @@ async def test_the_token_budget_counts_tool_results():
     assert len(cut.rows[0].tokens) == exactly + 5
     none_left = await completion_of(script, max_tokens=exactly, max_tokens_per_turn=80)
     assert (none_left.truncated, none_left.turns) == (TruncationReason.LENGTH, 1)
-    assert len(none_left.rows[0].tokens) == one  # what the model never saw is no part of its row
+    assert len(none_left.rows[0].tokens) == one  # tokens that the model never saw are not part of its row
     assert [p.reward for p in none_left.parts] == [Measured(1.0)]
 
 
@@ -447,7 +447,7 @@ async def test_a_policy_that_only_spams_tools_is_scored(spam):
 )
 @hypothesis_settings(max_examples=40)
 async def test_p11_truncation_depends_only_on_finish_reason_and_limits(words, end, finish, calls, limit):
-    """Whatever the tokens are, and whichever of them is the last."""
+    """The tokens do not matter, nor which of them is the last."""
     tokens = ids("x" + words + end)
     last = SampledTurn(tokens, [-0.5] * len(tokens), finish, [Span(7, 0, len(tokens))])
     completion = await completion_of(
@@ -516,7 +516,7 @@ async def test_a_first_context_that_is_too_long_fails_and_a_later_one_truncates(
     assert (failed.rows, failed.parts, failed.snapshot, failed.truncated) == ([], [], None, None)
     cut = await completion_of([call("put"), refusal])
     assert (cut.failure, cut.truncated, cut.turns) == (None, TruncationReason.CONTEXT, 1)
-    assert len(cut.rows[0].tokens) == cut.rows[0].sampled_ranges[-1][1]  # nothing was sampled behind the tool's answer
+    assert len(cut.rows[0].tokens) == cut.rows[0].sampled_ranges[-1][1]  # nothing was sampled after the tool result
     assert [p.reward for p in cut.parts] == [Measured(1.0)]
 
 
@@ -641,7 +641,7 @@ async def test_snapshots_are_taken_before_the_slot_is_reused():
 
 
 async def test_p20_reusing_an_environment_changes_no_stored_reward_or_snapshot():
-    """One environment plays every completion of two groups; the first group stays what it was when it was stored."""
+    """One environment serves every completion of two groups; the stored first group does not change."""
     script = Scripted([call("put"), call("put"), "Done."])
     factories = {"box": factory_of(Box)}
     chats = {"box": ChatSetup(make_chat(), TOOL_FORMATS["hermes"])}
@@ -703,7 +703,7 @@ async def test_reward_functions_work_without_environments():
 class Numbered(Box):
     def reset(self, completion_index, **row):
         super().reset(seed=row["seed"])
-        return str(completion_index)  # behind "Fill it."
+        return str(completion_index)  # appended to "Fill it."
 
 
 async def test_a_greedy_completion_differs_only_in_its_temperature():
@@ -842,7 +842,7 @@ async def test_completions_that_an_earlier_attempt_finished_do_not_run_again():
     assert [c.index for c in group.completions] == [0, 1, 2]
     assert [group.completions[0], group.completions[2]] == [finished, failed]
     assert len(script.asked) == 1
-    assert newly == [], "the group is finished with it"
+    assert newly == [], "it was the last completion of the group"
 
 
 async def test_each_completion_is_saved_while_others_run():

@@ -117,7 +117,7 @@ ASK = {"role": "user", "content": "What is 1 + 2?"}
 
 
 def prepared(name, **args):
-    """As `load_chat_setups` does it."""
+    """Set up a chat as `load_chat_setups` does."""
     chat = chat_of(name, TOOLS, **args)
     choice = choose_tool_format("auto", chat.renderer.template, TOOLS)
     chat.rewrites_history = check_history(chat.renderer).rewrites_history
@@ -125,7 +125,7 @@ def prepared(name, **args):
 
 
 async def played(chat, choice, tokenizer, texts, messages=(ASK,), environment=Sums, **limits):
-    """One completion, its prompts as the engine got them, and what the engine said to each."""
+    """Run one completion; return it, the contexts that the engine got, and its answers."""
     said = [spelled(tokenizer, text) for text in texts]
 
     def reply(_ids, _request):
@@ -149,7 +149,7 @@ async def played(chat, choice, tokenizer, texts, messages=(ASK,), environment=Su
 
 
 def assert_exact(completion, asked, said):
-    """Each turn stands in one row alone, behind exactly what the engine was sent, with the engine's log-probs."""
+    """Check that each turn is in exactly one row, after exactly the engine's context, with its log-probs."""
     turns = [(row, start, end) for row in completion.rows for start, end in row.sampled_ranges]
     assert len(turns) == len(asked) == completion.turns
     logprobs = [value for row in completion.rows for value in row.sampled_logprobs]
@@ -163,7 +163,7 @@ def assert_exact(completion, asked, said):
 
 
 def told(name, completion, texts, structured):
-    """The messages before each turn, as somebody would give them to the template who knows nothing of tokens."""
+    """Return the messages before each turn, as a program without tokens would pass them to the template."""
     messages = list(completion.prompt_messages)
     texts = iter(texts)
     for number, message in enumerate(completion.messages):
@@ -183,7 +183,7 @@ ROWS = {
     "mistral-nemo": (True, 2),
     "ministral-3": (False, 1),
     "hermes-3": (False, 1),
-    "deepseek-r1": (True, 2),  # behind a tool's answer it begins no thought, so there is none to drop
+    "deepseek-r1": (True, 2),  # after a tool result it opens no reasoning, so there is none to drop
     "granite-4": (False, 1),
     "lfm2.5": (False, 1),
 }
@@ -199,7 +199,7 @@ async def test_each_turns_context_is_what_the_engine_got_and_what_the_template_r
     thought = THOUGHTS.get(name, "").format(f"Hm. Or {write((9, 9))}?".replace("</", "< /"))
     texts = [thought + write((1, 2)), thought + write((3, 4), (5, 6)), "It is addition."]
     if name == "deepseek-r1":
-        texts[1] = write((3, 4), (5, 6))  # behind a tool's answer its template begins no thought
+        texts[1] = write((3, 4), (5, 6))  # after a tool result its template opens no reasoning
     completion, asked, said = await played(chat, choice, tokenizer, [t + eos for t in texts], [SYSTEM, ASK])
 
     assert_exact(completion, asked, said)
@@ -209,14 +209,14 @@ async def test_each_turns_context_is_what_the_engine_got_and_what_the_template_r
     for ids, messages in zip(asked, told(name, completion, texts, chat.renderer.needs_tool_calls), strict=True):
         rendered = template_of(name).render(messages, TOOLS, add_generation_prompt=True)
         text = tokenizer.decode(ids, skip_special_tokens=False)
-        if name == "hermes-3":  # writes a line break behind every tool's answer but the last
+        if name == "hermes-3":  # writes a line break after every tool result but the last
             text, rendered = "".join(text.split()), "".join(rendered.split())
         assert text == rendered
 
 
 @pytest.mark.parametrize("name", [name for name, (forks, _) in ROWS.items() if not forks and name != "hermes-3"])
 async def test_rendering_the_whole_conversation_gives_the_same_tokens_if_the_template_only_appends(name):
-    """As for a template that forks now and then: where it does not, the row goes on, thoughts and all."""
+    """A template may fork at some turns only; at the others the row continues, reasoning included."""
     chat, choice = prepared(name)
     tokenizer, write, eos = tokenizer_of(name), WRITERS.get(name, hermes), FAMILIES[name].eos
     thought = THOUGHTS.get(name, "").format("Hm. It adds.")
@@ -255,7 +255,7 @@ async def test_malformed_calls_are_answered_and_counted_and_parallel_results_hav
 
 @pytest.mark.parametrize("name", [name for name, (forks, _) in ROWS.items() if forks])
 async def test_sampled_ids_stay_in_later_rows(name):
-    """No tokenizer spells words as the engine did; a context made again from text would be spelled otherwise."""
+    """The engine's tokens differ from the tokenizer's, so a context made again from text would differ."""
     chat, choice = prepared(name)
     tokenizer, write, eos = tokenizer_of(name), WRITERS.get(name, hermes), FAMILIES[name].eos
     thought = THOUGHTS.get(name, "").format("Hm.")
@@ -305,12 +305,12 @@ async def test_the_token_budget_counts_what_a_fork_no_longer_shows():
     one = len(spelled(tokenizer, text))
     completion, asked, _ = await played(chat, choice, tokenizer, [text] * 50, max_tokens=3 * one)
     assert (completion.turns, completion.truncated) == (3, TruncationReason.LENGTH)
-    assert len(asked[2]) - len(asked[0]) < one  # what it sees has hardly grown
-    assert 2 * one < sum(row.sampled_count for row in completion.rows) < 3 * one  # the answers took the rest
+    assert len(asked[2]) - len(asked[0]) < one  # the context has hardly grown
+    assert 2 * one < sum(row.sampled_count for row in completion.rows) < 3 * one  # tool results took the rest
 
 
 class Says:
-    """An engine in this process that says one thing after another."""
+    """A sampler that returns one turn after another."""
 
     def __init__(self, said):
         self.said, self.asked = iter(said), []
@@ -345,7 +345,7 @@ ODDITIES = [
 
 @st.composite
 def conversations(draw):
-    """A family, whether there is a system message, and what a model may say in a few turns."""
+    """Draw a family, whether there is a system message, and a few turns of the model."""
     name = draw(st.sampled_from(sorted(ROWS)))
     write = WRITERS.get(name, hermes)
     calls = [write((1, 2)), write((3, 4), (5, 6))]
@@ -376,7 +376,7 @@ async def test_rows_hold_exactly_the_contexts_and_the_sampled_turns(conversation
 
 
 class ByTurn(Sums):
-    """Rewards each turn by what it added."""
+    """Rewards each turn by the sum that it computed."""
 
     def get_reward(self, messages):
         return [float(len(m.get("tool_calls", ()))) for m in messages if m["role"] == "assistant"]

@@ -36,9 +36,9 @@ NO_THINK_IN_HISTORY = (
 @pytest.mark.parametrize(
     ("begin", "history", "passes"),
     [
-        (THINK, "+ '\\n' + message.content", True),  # opens the reasoning itself, and keeps it afterwards
-        (NO_THINK, NO_THINK_IN_HISTORY, True),  # skips it, and says so of earlier turns too
-        (NO_THINK, "+ '\\n' + message.content", False),  # skips it, but leaves that out of earlier turns
+        (THINK, "+ '\\n' + message.content", True),  # opens the reasoning, and keeps it afterwards
+        (NO_THINK, NO_THINK_IN_HISTORY, True),  # writes an empty block, in earlier turns too
+        (NO_THINK, "+ '\\n' + message.content", False),  # writes an empty block, but not in earlier turns
     ],
 )
 def test_a_template_that_opens_or_skips_reasoning_must_do_so_consistently(folder, begin, history, passes):

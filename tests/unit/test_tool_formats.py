@@ -1,4 +1,4 @@
-"""The formats beside Hermes (`test_tool_format.py`), and what holds for all of them."""
+"""All formats except Hermes (`test_tool_format.py`), and what all formats have in common."""
 
 import json
 import string
@@ -15,7 +15,7 @@ LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
 
 
 def token(words):
-    """As DeepSeek spells its tokens."""
+    """A special token of DeepSeek."""
     return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
 
 
@@ -196,7 +196,7 @@ def test_calls_inside_reasoning_are_not_executed(name, opening, closing):
     thought = f"{opening}\nOr:\n{call}\n"
     for text, thinking in [(thought, False), (thought.removeprefix(opening), True)]:
         assert read(name, f"{text}{closing}\n{call}", starts_in_reasoning=thinking) == ONE
-        assert read(name, text, starts_in_reasoning=thinking) == [], "a block that is never closed"
+        assert read(name, text, starts_in_reasoning=thinking) == [], "an unclosed block"
         turn = TOOL_FORMATS[name].parse(f"{text}{closing}\n{call}", starts_in_reasoning=thinking)
         assert turn.content == f"{text}{closing}".strip()
     begun_unseen = thought.removeprefix(opening) + closing

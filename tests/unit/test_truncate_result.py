@@ -1,4 +1,4 @@
-"""Turns and tool results that are far too long: bounded, off the event loop, and with the right end."""
+"""Very long turns and tool results: truncated, and handled in a thread."""
 
 import threading
 
