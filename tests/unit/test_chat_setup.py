@@ -50,28 +50,28 @@ def folder(tmp_path):
 
 def test_the_log_names_the_tool_format_and_that_conversations_continue(folder):
     with capture_logs() as logs:
-        spoken = load_chat_setups(settings(folder), folder, factories(adder=Adder))
-    (told,) = logs
-    assert (told["event"], told["environment"]) == ("template.inspected", "adder")
-    assert (told["tool_format"], told["history"]) == ("hermes", "continue")
-    assert "writes a call as" in told["tool_format_why"]
-    assert (spoken["adder"].chat.rewrites_history, spoken["adder"].tool_format) == (False, TOOL_FORMATS["hermes"])
+        setups = load_chat_setups(settings(folder), folder, factories(adder=Adder))
+    (line,) = logs
+    assert (line["event"], line["environment"]) == ("template.inspected", "adder")
+    assert (line["tool_format"], line["history"]) == ("hermes", "continue")
+    assert "writes a call as" in line["tool_format_why"]
+    assert (setups["adder"].chat.rewrites_history, setups["adder"].tool_format) == (False, TOOL_FORMATS["hermes"])
 
 
 def test_the_log_says_that_conversations_fork_and_shows_the_first_difference(folder):
     (folder / "chat_template.jinja").write_text(FORGETFUL)
     with capture_logs() as logs:
-        spoken = load_chat_setups(settings(folder), folder, factories(adder=Adder))
-    (told,) = logs
-    assert told["history"] == "fork"
-    assert "first difference at character" in told["history_why"]
-    assert spoken["adder"].chat.rewrites_history
+        setups = load_chat_setups(settings(folder), folder, factories(adder=Adder))
+    (line,) = logs
+    assert line["history"] == "fork"
+    assert "first difference at character" in line["history_why"]
+    assert setups["adder"].chat.rewrites_history
 
 
 def test_a_format_named_in_the_settings_is_used(folder):
     with capture_logs() as logs:
-        spoken = load_chat_setups(settings(folder, tool_format="pythonic"), folder, factories(adder=Adder))
-    assert spoken["adder"].tool_format is TOOL_FORMATS["pythonic"]
+        setups = load_chat_setups(settings(folder, tool_format="pythonic"), folder, factories(adder=Adder))
+    assert setups["adder"].tool_format is TOOL_FORMATS["pythonic"]
     assert logs[0]["tool_format_why"] == "set by model.tool_format"
 
 
@@ -80,9 +80,9 @@ def test_a_template_without_tool_calls_is_an_error_only_if_there_are_tools(folde
     with pytest.raises(SettingsError, match=r"neither writes tool calls.*set model\.tool_format"):
         load_chat_setups(settings(folder), folder, factories(adder=Adder))
     with capture_logs() as logs:
-        spoken = load_chat_setups(settings(folder), folder, factories(quiz=Quiz))
+        setups = load_chat_setups(settings(folder), folder, factories(quiz=Quiz))
         alone = load_chat_setups(settings(folder), folder, {})
-    assert (list(spoken), list(alone), logs) == (["quiz"], [None], [])
+    assert (list(setups), list(alone), logs) == (["quiz"], [None], [])
 
 
 def test_a_template_that_omits_the_tools_is_reported(folder):

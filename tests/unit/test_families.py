@@ -120,7 +120,7 @@ def prepared(name, **args):
     """Set up a chat as `load_chat_setups` does."""
     chat = chat_of(name, TOOLS, **args)
     choice = choose_tool_format("auto", chat.renderer.template, TOOLS)
-    chat.rewrites_history = check_history(chat.renderer).rewrites_history
+    chat.check_history()
     return chat, choice
 
 

@@ -4,7 +4,7 @@
 
     reset ─► prompt ids ─► sample ─► parse ─► no call ─────────────────────────► reward, snapshot
                              ▲         └► calls ─► tools ─► limit reached ─────►
-                             └──── continuation ids ◄─┘   or, if the template rewrites history, the whole context anew
+                             └──── continuation ids ◄─┘   or, if the template rewrites history, the whole context again
 
 An episode ends with a value: None (the model was done), a `TruncationReason`, or a `Failure`. Only what concerns all
 completions of the group is raised: no engine answers, or the chat template refuses the prompt.

@@ -1,4 +1,4 @@
-"""`pacing.stale_policy = "cancel"`: cancel attempts that newer policies made too old, and start them anew."""
+"""`pacing.stale_policy = "cancel"`: cancel attempts that newer policies made too old, and start them again."""
 
 import structlog
 
@@ -47,5 +47,7 @@ class StaleCanceller:
     def cancel_if_stale(self, lease: Lease) -> None:
         """Cancel one attempt if it is too old. Call it when the work starts: a version may have come since the claim."""
         if should_cancel(lease.claimed_version, self.version, self._max_staleness, len(lease.cancelled_attempts_s)):
-            log.info("attempt.cancelled", prompt=lease.prompt_id, begun=lease.claimed_version, version=self.version)
+            log.info(
+                "attempt.cancelled", prompt=lease.prompt_id, claimed_version=lease.claimed_version, version=self.version
+            )
             lease.cancel_stale()

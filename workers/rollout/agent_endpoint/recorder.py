@@ -23,7 +23,6 @@ from stream.records import Completion, Failure, Message, Row
 from stream.validity import TruncationReason
 from workers.rollout.agent_endpoint.openai_messages import Reply, parse_messages, to_template_message
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
-from workers.rollout.chat.history_check import check_history
 from workers.rollout.engine_client.sampling import end_after_error
 from workers.rollout.episode_base import EpisodeContext, timed
 from workers.rollout.row_builder import RowBuilder
@@ -130,7 +129,7 @@ class Recorder:
         return None
 
     async def _render(self, messages: list[Message], chat: ChatTokenizer, branch: _Branch | None) -> RowBuilder:
-        """Return the row with the tokens that the model is to see: a branch and what is new, or all of them anew."""
+        """Return the row with the tokens that the model is to see: a branch and what is new, or a new row."""
         try:
             if branch is None:
                 return RowBuilder(await chat.encode_prompt(messages))
@@ -228,9 +227,9 @@ def chats_by_tools(chat: ChatTokenizer) -> ChatsByTools:
 
 
 def _chat_with_tools(chat: ChatTokenizer, tools: list[dict[str, Any]] | None) -> tuple[ChatTokenizer, bool]:
+    """Return the chat, and whether conversations continue; if not, each turn is rendered as a whole, in its own row."""
     chat = chat.with_tools(tools)
     try:
-        chat.rewrites_history = check_history(chat.renderer).rewrites_history
+        return chat, not chat.check_history().rewrites_history
     except PenstockError:  # the template knows no tools
-        chat.rewrites_history = True
-    return chat, not chat.rewrites_history  # otherwise each turn is rendered as a whole, in a row of its own
+        return chat, False

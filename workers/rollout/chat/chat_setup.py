@@ -10,7 +10,6 @@ from envs.factory import EnvironmentFactory
 from stream.errors import SettingsError
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.format_detection import choose_tool_format
-from workers.rollout.chat.history_check import check_history
 from workers.rollout.tool_formats.parsed_turn import ToolFormat
 from workers.settings import Settings
 
@@ -50,8 +49,7 @@ def _for_environment(name: str, factory: EnvironmentFactory, settings: Settings,
     shown = schemas if settings.data.chat_template_kwargs.get("tools", True) else None
     chat = ChatTokenizer.load(model_path, _template_kwargs(settings), shown)
     choice = choose_tool_format(settings.model.tool_format, chat.renderer.template, shown)
-    history = check_history(chat.renderer)
-    chat.rewrites_history = history.rewrites_history
+    history = chat.check_history()
     prompt = chat.renderer.render_prompt([{"role": "user", "content": "u"}]) if shown else ""
     if shown and not all(tool.name in prompt for tool in factory.tools):
         log.warning(

@@ -7,7 +7,7 @@ assistant's end-of-turn token and the next place to sample::
     <tool_call>{...}</tool_call><|im_end|>                           sampled by the engine, kept unchanged
     \n<|im_start|>user\n<tool_response>42</tool_response>...           continuation_ids([tool message], True)
 
-`history_check.check_history` finds out at start whether that equals rendering the whole conversation. If it does not,
+`check_history` finds out at start whether that equals rendering the whole conversation. If it does not,
 because the template rewrites earlier turns, `conversation_ids` renders everything before each turn; turns that the
 template leaves unchanged still keep their sampled ids.
 """
@@ -23,6 +23,7 @@ import msgspec
 
 from stream.errors import PenstockError
 from stream.records import Message
+from workers.rollout.chat.history_check import HistoryCheck, check_history
 from workers.rollout.chat.renderer import AssistantTurn, ConversationRenderer, content_texts
 from workers.rollout.chat.template import ChatTemplate, read_json
 from workers.rollout.tool_formats.reasoning import open_reasoning
@@ -48,7 +49,8 @@ class ChatTokenizer:
         stop_token_ids: the tokens that end a turn, ascending.
         end_of_turn_id: the one that the template writes after an assistant's text; None if it writes none, which suffices
             for single-turn episodes.
-        rewrites_history: the template rewrites earlier turns, so each turn starts with `conversation_ids`.
+        rewrites_history: `check_history` found that the template rewrites earlier turns, so each turn starts with
+            `conversation_ids`.
     """
 
     def __init__(
@@ -95,6 +97,17 @@ class ChatTokenizer:
         """Return the same model's chat tokenizer with other tools."""
         return ChatTokenizer(self._tokenizer, self.renderer.template, tools, set(self.stop_token_ids))
 
+    def check_history(self) -> HistoryCheck:
+        """Find out whether the template rewrites earlier turns, and encode conversations accordingly from now on.
+
+        Raises:
+            DataError: the template refuses tool messages.
+            PenstockError: it leaves them out.
+        """
+        check = check_history(self.renderer)
+        self.rewrites_history = check.rewrites_history
+        return check
+
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Encode the conversation so far and the start of an assistant's turn.
 
@@ -108,7 +121,7 @@ class ChatTokenizer:
         return self._cached_prompt(key).tolist()
 
     def continuation_ids(self, new_messages: Sequence[Message], ended_with_eos: bool) -> list[int]:
-        """Encode what stands between two assistant turns: the new messages and the start of the next turn.
+        """Encode what is between two assistant turns: the new messages and the start of the next turn.
 
         Args:
             new_messages: tool messages, all of one turn.
