@@ -1,8 +1,8 @@
 """Run a command that dies with its parent: `python parent_death.py COMMAND...`.
 
-On Linux the kernel sends SIGKILL to the command when the *thread* that started it ends for any reason, so start it from a
-thread that lives as long as the process. On other systems this is a plain exec. Without it a private server would outlive a
-supervisor that was killed.
+On Linux the kernel sends SIGKILL to the command when the *thread* that started it ends for any reason, so start it
+from a thread that lives as long as the process. On other systems this is a plain exec. Without it a private server
+would outlive a supervisor that was killed.
 """
 
 import ctypes

@@ -6,8 +6,8 @@ reads the result::
     Prompt ──► Group(prompt, completions=[Completion(rows=[Row], parts=[RewardPart], reward, ...), ...])
 
 A group is one record with its completions in it, never parallel lists. Token ids and log-probs are raw little-endian
-int32 and float32 buffers (`Row.token_ids` is bytes; `Row.tokens` is a view of it as integers): half the size of lists, and
-a hundred times faster to read. New fields always have defaults, and unknown fields are ignored.
+int32 and float32 buffers (`Row.token_ids` is bytes; `Row.tokens` is a view of it as integers): half the size of
+lists, and a hundred times faster to read. New fields always have defaults, and unknown fields are ignored.
 
 Decoding checks the bounds of numbers, so a worker never gets a value that it cannot handle.
 """

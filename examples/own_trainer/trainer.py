@@ -1,7 +1,7 @@
 """A trainer of your own: it leases scored groups, trains, publishes, and loses nothing when it is killed.
 
-It trains a table: for each prompt an estimate of its reward, and the number of updates. The policy is always the same model,
-published under a new version after each step. Replace both with your model.
+It trains a table: for each prompt an estimate of its reward, and the number of updates. The policy is always the same
+model, published under a new version after each step. Replace both with your model.
 
     python examples/own_trainer/trainer.py RUN_FOLDER REDIS_URL RUN_NAME ENGINE_URL MODEL_FOLDER
 """

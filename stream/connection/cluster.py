@@ -1,8 +1,9 @@
 """The nodes of a cluster that a run may be on. A server outside a cluster is the only node.
 
-All keys of a run are in one slot, so one node has the whole run at any time, and one plain client talks to it. A client that
-knows all slots would do harm: while a slot is being moved it follows ASK to a node with only some of the run's keys, where a
-script would find streams missing and create them anew. This client waits for the end of the move instead.
+All keys of a run are in one slot, so one node has the whole run at any time, and one plain client talks to it. A
+client that knows all slots would do harm: while a slot is being moved it follows ASK to a node with only some of the
+run's keys, where a script would find streams missing and create them anew. This client waits for the end of the move
+instead.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ class ClusterRouter:
         self._switch_to((self._host_name(error.host.encode()), error.port))
 
     def try_next_node(self) -> None:
-        """Switch to another known node after the current one failed: every node knows, or will know, who has the run."""
+        """Switch to another known node after the current one failed; every node can name the one with the run."""
         if self._known_nodes:
             at = self._known_nodes.index(self._current) if self._current in self._known_nodes else -1
             self._switch_to(self._known_nodes[(at + 1) % len(self._known_nodes)])

@@ -1,8 +1,8 @@
 """The connection to a run's server: calls with retries, scripts, and waiting without polling.
 
-Every call goes through `RunConnection.with_retry`. If the server is down, loading or out of memory, the call is repeated with
-jittered back-off for up to `reconnect_s`; in a cluster the connection follows the run to its node. The scripts are written so
-that a call whose reply was lost can be repeated.
+Every call goes through `RunConnection.with_retry`. If the server is down, loading or out of memory, the call is
+repeated with jittered back-off for up to `reconnect_s`; in a cluster the connection follows the run to its node. The
+scripts are written so that a call whose reply was lost can be repeated.
 """
 
 import time
@@ -35,7 +35,8 @@ from stream.errors import ServerError
 log = structlog.get_logger()
 
 MAX_BLOCK_S = 5.0
-"""The longest blocking read. Well below the socket's timeout, so that a server that hangs differs from one without news."""
+"""The longest blocking read. Well below the socket's timeout, so that a server that hangs differs from one without
+news."""
 _MIN_VERSION = (7, 0)
 _MAX_GARBLED_REPLIES = 3
 """Unreadable replies from a server that never sent a readable one: it is not Redis."""
@@ -181,8 +182,8 @@ class RunConnection:
             return
         if str(error).startswith("NOGROUP"):
             raise ServerError(
-                f"Redis at {self._address.display_url} does not know run {self.run!r} any more: it was emptied, or restarted "
-                "without its data. Started again, the run is rebuilt from its ledger and checkpoint"
+                f"Redis at {self._address.display_url} does not know run {self.run!r} any more: it was "
+                "emptied, or restarted without its data. Started again, the run is rebuilt from ledger and checkpoint"
             ) from error
         raise error
 
@@ -221,7 +222,8 @@ async def connect(
     """Connect to the server of a run, and check that the server is fit for one.
 
     Args:
-        url: `redis://`, `rediss://` or `unix://`, with user, password, database and TLS files in redis-py's form; of any
+        url: `redis://`, `rediss://` or `unix://`, with user, password, database and TLS files in redis-py's form; of
+        any
             node if it is a cluster.
         run: the run's name.
         reconnect_s: how long to retry while the server is down, now and later.

@@ -40,7 +40,8 @@ _RETRYABLE_ERRORS = (
 )
 """Includes the errors of a slot that is being moved: scripts need all of a run's keys on one node."""
 _RETRYABLE_PREFIXES = ("MISCONF", "BUSY ", "NOREPLICAS", "Protocol error")
-"""Beginnings of other retryable errors: the disk is full, another client's script is running, the request was garbled."""
+"""Beginnings of other retryable errors: the disk is full, another client's script is running, the request was
+garbled."""
 _CLIENT_CERTIFICATE_ALERTS = (
     "CERTIFICATE_REQUIRED",
     "ALERT_BAD_CERTIFICATE",

@@ -1,8 +1,8 @@
 """What each role may do on the server, as ACL rules: the commands of its scripts on the keys that they change.
 
-Redis checks the commands of a script against its caller's rules, so the rules hold for every script that a worker might run.
-An `AclRule` becomes a *selector*: its commands on its keys and nothing else. Key names here have no prefix;
-`stream/lua/common.lua` says what each key holds.
+Redis checks the commands of a script against its caller's rules, so the rules hold for every script that a worker
+might run. An `AclRule` becomes a *selector*: its commands on its keys and nothing else. Key names here have no
+prefix; `stream/lua/common.lua` says what each key holds.
 """
 
 import re

@@ -1,8 +1,8 @@
-"""The audit: where each prompt that was fed has ended, from the ledger, the checkpoint and the server; no counter is used.
+"""The audit: how each prompt ended, by the ledger, the checkpoint and the server. No counter is used.
 
-A prompt ends with a ledger record, with a dead letter, or with a dead letter that the operator dropped. Two of these are one too
-many. A ledger record after the checkpoint's length counts only while the server still has the group, because resuming cuts the
-record off. A prompt without an end must have an entry in some stage, otherwise it is lost.
+A prompt ends with a ledger record, with a dead letter, or with a dead letter that the operator dropped. Two of these
+are one too many. A ledger record after the checkpoint's length counts only while the server still has the group,
+because resuming cuts the record off. A prompt without an end must have an entry in some stage, otherwise it is lost.
 
 A duplicate of a prompt that is in progress, or has ended, is neither lost nor counted: the trainer holds it back.
 """
@@ -54,7 +54,8 @@ class AuditReport(Struct, kw_only=True):
     """By reason."""
     dead: int
     outstanding: dict[str, int]
-    """By the last stage that has an entry. `marked`: a step took the group and left no record; `again`: will be fed again."""
+    """By the last stage that has an entry. `marked`: a step took the group and left no record; `again`: will be
+    again."""
     lost: list[Finding]
     twice: list[Finding]
     clean: bool

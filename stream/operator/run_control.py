@@ -1,9 +1,9 @@
-"""Pause, resume and stop a run. The commands go through the server, because it is all that the processes of a run share.
+"""Pause, resume and stop a run. The commands go through the server, which is all that a run's processes share.
 
-*Pause*: no prompts are handed out or fed; groups in progress are finished and scored, and trained in full steps. *Resume* ends
-the pause. *Stop*: every process that is connected now gives up its work as after a signal. The scripts that each role calls
-regularly (claim, renew_leases, feed, renew_trainer) return the number of the last stop request, and
-`RunConnection.observe_stop` sets `RunConnection.stopping`.
+*Pause*: no prompts are handed out or fed; groups in progress are finished and scored, and trained in full steps.
+*Resume* ends the pause. *Stop*: every process that is connected now gives up its work as after a signal. The scripts
+that each role calls regularly (claim, renew_leases, feed, renew_trainer) return the number of the last stop request,
+and `RunConnection.observe_stop` sets `RunConnection.stopping`.
 """
 
 from typing import Literal

@@ -1,7 +1,7 @@
 """What the server knows about each prompt of a run. Changes nothing.
 
-Prompts move down the streams while they are read. The streams are therefore read in the order of the flow: a prompt that
-moves meanwhile may be seen twice and is never missed. The ledger is read last, after all of this.
+Prompts move down the streams while they are read. The streams are therefore read in the order of the flow: a prompt
+that moves meanwhile may be seen twice and is never missed. The ledger is read last, after all of this.
 """
 
 from collections.abc import Awaitable, Callable

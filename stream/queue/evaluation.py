@@ -2,13 +2,14 @@
 
 ::
 
-    feed ─► eval:dataset ──begin_evaluation──► [eval:prompts] ─► rollout ─► [eval:groups] ─► score ─► eval:results ─► train
+    feed ─► eval:dataset ──begin_evaluation──► [eval:prompts] ─► rollout ─► [eval:groups] ─► score ─► eval:results ─►
+    train
 
 The feeder uploads the evaluation prompts once. The trainer begins an evaluation of the policy version that it has just
-published (`TrainerLease.begin_evaluation`), which deletes everything of the previous one. Entries have leases, retries and
-dead letters like all others, but they do not count in pacing or in the run's balance. Scoring stores one result per prompt,
-however often the prompt was sampled, and deletes the group. When every prompt has a result or is dead, the trainer reads the
-results and ends the evaluation (`TrainerLease.end_evaluation`).
+published (`TrainerLease.begin_evaluation`), which deletes everything of the previous one. Entries have leases,
+retries and dead letters like all others, but they do not count in pacing or in the run's balance. Scoring stores one
+result per prompt, however often the prompt was sampled, and deletes the group. When every prompt has a result or is
+dead, the trainer reads the results and ends the evaluation (`TrainerLease.end_evaluation`).
 """
 
 from collections.abc import Awaitable, Sequence
@@ -27,7 +28,7 @@ _CHUNK = 200
 
 
 class PromptEvaluation(Struct, kw_only=True, omit_defaults=True):
-    """The result of one prompt's group. Each completion counts in exactly one of `valid`, `invalid` and `mixed_versions`."""
+    """The result of one prompt's group. Each completion counts in one of `valid`, `invalid`, `mixed_versions`."""
 
     environment: str = ""
     valid: int = 0

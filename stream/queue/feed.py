@@ -1,7 +1,7 @@
 """Feeding: prompts are added to the backlog, and the feeder's cursor moves in the same atomic step.
 
-Any program may feed. After a crash, or after a server lost its last writes, the feeder reads the cursor again and continues
-from there.
+Any program may feed. After a crash, or after a server lost its last writes, the feeder reads the cursor again and
+continues from there.
 """
 
 from collections.abc import Sequence

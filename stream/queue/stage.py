@@ -1,7 +1,8 @@
 """One stage of the pipeline as one worker sees it: claim, renew, complete, release, dead-letter.
 
-Each verb is one script (`stream/lua/`), which checks the lease and changes the stage in one atomic step. Leases are renewed
-in the background while `Stage.renew_leases` runs, so a worker that is alive does not lose a lease because an episode is long.
+Each verb is one script (`stream/lua/`), which checks the lease and changes the stage in one atomic step. Leases are
+renewed in the background while `Stage.renew_leases` runs, so a worker that is alive does not lose a lease because an
+episode is long.
 """
 
 import time
@@ -23,9 +24,9 @@ from stream.records import Completion, Group, Prompt
 log = structlog.get_logger()
 
 ReleaseReason = Literal["infra", "data", "none", "stale"]
-"""Why an entry is given back. `infra`: the worker, an engine or a service failed. `data`: the record is at fault. `none`: the
-worker drains, or no engine answers. `stale`: the attempt was cancelled because newer policies overtook it. `infra` and `data`
-count towards a limit."""
+"""Why an entry is given back. `infra`: the worker, an engine or a service failed. `data`: the record is at fault.
+`none`: the worker drains, or no engine answers. `stale`: the attempt was cancelled because newer policies overtook it.
+`infra` and `data` count towards a limit."""
 
 
 class RetryPolicy(Struct, frozen=True, kw_only=True):
@@ -174,7 +175,8 @@ class Stage:
     async def claim(self, count: int) -> Claim:
         """Claim up to `count` entries. Never blocks.
 
-        While the run is paused no prompts are returned. Once a stop was requested (`RunConnection.stopping`) nothing is.
+        While the run is paused no prompts are returned. Once a stop was requested (`RunConnection.stopping`) nothing
+        is.
         """
         answer = await self.connection.run_script(
             *("claim", self.name, self.consumer, count, self._lease_ms, self.retry_policy.infra_attempts),
@@ -219,8 +221,8 @@ class Stage:
         """Save a finished completion of an unfinished group for the next attempt at the prompt.
 
         Failed completions are saved too: a failure is a result of the group, and repeating only failures would bias it.
-        Every verb that ends the entry deletes them. Saving is optional, so a server without free memory is waited for no
-        longer than one lease time.
+        Every verb that ends the entry deletes them. Saving is optional, so a server without free memory is waited for
+        no longer than one lease time.
         """
         payload = encode(completion)
         with anyio.move_on_after(self.retry_policy.lease_s):

@@ -9,7 +9,8 @@ from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
 async def inflight_versions(connection: RunConnection) -> dict[str, int]:
     """Return the policy version at which each outstanding group was started, by prompt id.
 
-    Groups that are delivered again after their prompt had ended (trainer resumed, dead letter retried) are not included.
+    Groups that are delivered again after their prompt had ended (trainer resumed, dead letter retried) are not
+    included.
     """
     found: Any = await connection.with_retry(
         lambda: connection.redis.zrange(connection.key("inflight_versions"), 0, -1, withscores=True)

@@ -6,12 +6,13 @@
     ├── 000001.groups     append-only segments: each start of a trainer begins a new one, and so does a full segment; no
     └── 000002.groups     two processes write to the same segment
 
-    a record         b"PSgr", crc32 of everything up to the payload, size of the record, size of the payload (each 4 bytes,
+    a record         b"PSgr", crc32 of everything up to the payload, size of the record, size of the payload (each 4
+    bytes,
                      little-endian); the ledger record (JSON); the payload (`stream.codec`)
 
-Readers scan the records' headers; a payload has its own checksum (`stream.codec`). Anything that is not a record, or was
-incomplete when its trainer died, is skipped. The ledger decides which groups count: the archive also has groups of steps that
-were lost with their trainer, and a group that was delivered again is in it twice.
+Readers scan the records' headers; a payload has its own checksum (`stream.codec`). Anything that is not a record, or
+was incomplete when its trainer died, is skipped. The ledger decides which groups count: the archive also has groups
+of steps that were lost with their trainer, and a group that was delivered again is in it twice.
 """
 
 import io

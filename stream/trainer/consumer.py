@@ -146,8 +146,8 @@ class Consumer(Generic[Checked]):
                 break
             if time.monotonic() - last > self._stall_timeout_s:
                 raise RunFailedError(
-                    f"no scored group arrived within {self._stall_timeout_s:g} s, but {claim.unfinished_prompts} prompts are "
-                    "unfinished; `penstock queues` shows where they are"
+                    f"no scored group arrived within {self._stall_timeout_s:g} s, but "
+                    f"{claim.unfinished_prompts} prompts are unfinished; `penstock queues` shows where they are"
                 )
             await self.wait(claim)
         return self.pop(sorted(self.buffer)[:count])
@@ -256,8 +256,10 @@ class Consumer(Generic[Checked]):
         """Save a checkpoint, then delete all committed groups from the server.
 
         Args:
-            save: called in a thread, writes a checkpoint that holds the resume point. The checkpoint must be on the disk
-                when it returns: temporary name, `fsync`, rename, `fsync` of the folder. If it raises, nothing is deleted.
+            save: called in a thread, writes a checkpoint that holds the resume point. The checkpoint must be on the
+            disk
+                when it returns: temporary name, `fsync`, rename, `fsync` of the folder. If it raises, nothing is
+                deleted.
         """
         resume_point = await self.sync()
         await anyio.to_thread.run_sync(save, resume_point)

@@ -1,16 +1,16 @@
 """The trainer's lock on the run's files: the counterpart on disk of the trainer's lease on the server.
 
-A trainer that was suspended, or cut off from the server, does not know that another one has taken over. The server refuses it
-by its fencing token; a file would not. So each trainer writes its token into `trainer.lock` before it reads a checkpoint, and
-changes files only while it holds the lock of that file and finds its own token in it::
+A trainer that was suspended, or cut off from the server, does not know that another one has taken over. The server
+refuses it by its fencing token; a file would not. So each trainer writes its token into `trainer.lock` before it
+reads a checkpoint, and changes files only while it holds the lock of that file and finds its own token in it::
 
     lock = RunFolderLock.acquire(folder, lease.token)
     with lock.hold():                 # FencedError if another trainer has taken over the folder
         ...                           # short, because the next trainer waits for it
 
-So a change by an earlier trainer is complete before the next one reads the folder, or it does not happen. The kernel releases
-the lock of a process that dies. On a shared file system this works across hosts if the file system supports `flock`. Without
-`flock` only the token is checked, and a trainer suspended between check and write is not noticed.
+So a change by an earlier trainer is complete before the next one reads the folder, or it does not happen. The kernel
+releases the lock of a process that dies. On a shared file system this works across hosts if the file system supports
+`flock`. Without `flock` only the token is checked, and a trainer suspended between check and write is not noticed.
 """
 
 import fcntl
@@ -71,7 +71,8 @@ class RunFolderLock:
         """Enclose a change of files; keep it short, because the next trainer waits for it.
 
         Raises:
-            FencedError: a later trainer has taken over the folder, or another process has held the lock for `timeout_s`.
+            FencedError: a later trainer has taken over the folder, or another process has held the lock for
+            `timeout_s`.
         """
         with self._locked() as descriptor:
             self._raise_fenced_unless(_read_token(descriptor) == self.token)
@@ -134,6 +135,6 @@ def _read_line(descriptor: int) -> str:
 
 
 def _read_token(descriptor: int) -> int:
-    """Return the token in the file; 0 if there is none: the file is new, or its content was lost in a machine failure."""
+    """Return the token in the file; 0 if the file is new, or lost its content in a machine failure."""
     words = _read_line(descriptor).split()
     return int(words[0]) if words and words[0].isdecimal() else 0

@@ -1,15 +1,14 @@
 """The trainer's lease on a run, and the verbs that need it.
 
-A run has one trainer. Each trainer gets a fencing token, larger than all tokens before; scripts that change the run on a
-trainer's behalf check it, so a trainer that was replaced cannot change anything::
+A run has one trainer. Each trainer gets a fencing token, larger than all tokens before; scripts that change the run
+on a trainer's behalf check it, so a trainer that was replaced cannot change anything::
 
     lease = await TrainerLease.acquire(connection, lease_s)        # FencedError if another trainer is alive
-    await lease.recover(ledger)                                    # groups that the checkpoint lacks are delivered again
-    ...
-    await lease.commit(stage, ended, release_version=version + 1)  # groups are marked with their outcome
-    version = await lease.reserve_version(known)                   # a version number that was never used
-    await lease.publish(version, path, step, metrics)              # after the engines have it
-    await lease.acknowledge(entry_ids)                             # after the checkpoint is durable
+    await lease.recover(ledger)                                    # groups that the checkpoint lacks are delivered
+    again ... await lease.commit(stage, ended, release_version=version + 1)  # groups are marked with their outcome
+    version = await lease.reserve_version(known)                   # a version number that was never used await
+    lease.publish(version, path, step, metrics)              # after the engines have it await
+    lease.acknowledge(entry_ids)                             # after the checkpoint is durable
 
 `stream.trainer.consumer.Consumer` calls these in the right order.
 """
@@ -44,8 +43,8 @@ class EndedGroup(Struct, frozen=True):
     lease: Lease
     outcome: GroupOutcome
     in_step: bool = False
-    """The group was part of an optimizer step. Its capacity is then freed by the next published version even if the step
-    dropped it. Freed immediately, more groups would be started with this version than can be trained in time."""
+    """The group was part of an optimizer step. Its capacity is then freed by the next published version even if the
+    step dropped it. Freed immediately, more groups would be started with this version than can be trained in time."""
 
 
 class PublishedPolicy(Struct, frozen=True):
@@ -150,8 +149,8 @@ class TrainerLease:
         unknown = ended - int(counts.get("dropped:operator", 0)) - len(again) - len(ledger.outcomes)
         if unknown > 0:
             raise RunMismatchError(
-                f"{unknown} prompts of run {self.connection.run!r} have ended that are not in {ledger.path}: it is another "
-                "run's ledger, or an older one. Restore the run's own folder, or give this run another name"
+                f"{unknown} prompts of run {self.connection.run!r} have ended that are not in {ledger.path}: "
+                "it is another run's ledger, or an older one. Restore the run's folder, or give this run another name"
             )
         await self.reconcile_server(ledger)
         unfinished: Any = await self.connection.with_retry(
@@ -241,8 +240,8 @@ class TrainerLease:
             settings_digest: of the settings that must have made the evaluation prompts.
 
         Returns:
-            An empty string if the evaluation has begun. Otherwise the feeder has not uploaded those prompts yet, and the
-            return value is the `wake` entry to wait after.
+            An empty string if the evaluation has begun. Otherwise the feeder has not uploaded those prompts yet, and
+            the return value is the `wake` entry to wait after.
         """
         status, *rest = await self.connection.run_script("begin_evaluation", self.token, version, step, settings_digest)
         self._raise_if_fenced(1 + status)

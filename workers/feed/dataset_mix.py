@@ -1,7 +1,8 @@
 """The mix of a run's datasets: which row of which dataset is at each position of the feed.
 
-A position alone determines its row: on every machine, in every process, and after a restart. Each dataset is read in its own
-order, epoch after epoch. Its rows are spread as evenly as possible, so that every optimizer batch has its share of each dataset::
+A position alone determines its row: on every machine, in every process, and after a restart. Each dataset is read in
+its own order, epoch after epoch. Its rows are spread as evenly as possible, so that every optimizer batch has its
+share of each dataset::
 
     weights 2 : 1      a b a a b a a b a ...
 """

@@ -32,12 +32,13 @@ def row_to_prompt(row: Mapping[str, Any], number: int, epoch: int, *, settings: 
         dataset: name of the dataset; empty: the name of its file or folder.
 
     Raises:
-        DataError: the row has no usable prompt, lacks a column, names an unknown environment, or has a value that cannot
+        DataError: the row has no usable prompt, lacks a column, names an unknown environment, or has a value that
+        cannot
             be stored in a record.
 
     Example:
         `{"prompt": "2 + 2?", "answer": "4"}` of `train.jsonl`, row 17, becomes
-        `Prompt(id="train:0:17", messages=[{"role": "user", "content": "2 + 2?"}], is_plain_text=True, fields={"answer": "4"})`.
+        `Prompt(id="train:0:17", messages=[{"role": "user", "content": "2 + 2?"}], fields={"answer": "4"}, ...)`.
     """
     place = f"{settings.data.path}: row {number}"
     messages, is_text = _messages(row.get(settings.data.prompt), settings, place)

@@ -1,6 +1,7 @@
 """Prompt files: rows by index, from JSONL, Parquet, or a Hugging Face dataset on disk.
 
-A row that cannot be read is a `DataError` in place of the row, with file, line and reason, so that the other rows are fed.
+A row that cannot be read is a `DataError` in place of the row, with file, line and reason, so that the other rows are
+fed.
 """
 
 import hashlib

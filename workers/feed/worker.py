@@ -1,7 +1,7 @@
 """The feeder process: feeds all prompts, epoch after epoch, and resumes at its last position.
 
-The cursor is the number of rows consumed, over all epochs. It is stored in Redis and moves in the same atomic step as the
-prompts that it passes.
+The cursor is the number of rows consumed, over all epochs. It is stored in Redis and moves in the same atomic step as
+the prompts that it passes.
 """
 
 from collections.abc import Collection
@@ -46,7 +46,7 @@ async def feed(context: WorkerContext) -> None:
 
 
 async def _run_has_ended(context: WorkerContext) -> bool:
-    """Wait until the run has ended. Returns False if the server lost its last writes, so that prompts must be fed again."""
+    """Wait until the run has ended. Returns False if the server lost writes, so that prompts must be fed again."""
     after = "0-0"
     while True:
         after = await context.connection.wait_for_change(after, MAX_BLOCK_S)
@@ -99,8 +99,8 @@ async def _ended_prompts(context: WorkerContext, cursor: str) -> Collection[str]
     while not (policy := await context.connection.read_hash("policy")).get("ledger"):
         if anyio.current_time() > deadline:
             raise RunFailedError(
-                f"{path} is from an earlier start of this run, but no trainer has resumed it within abort.stall_timeout_s = "
-                f"{timeout_s:g} s; start one"
+                f"{path} is from an earlier start of this run, but no trainer has resumed it within "
+                f"abort.stall_timeout_s = {timeout_s:g} s; start one"
             )
         if not logged:
             log.info("trainer.waiting", why="the run has a ledger, but the server has no trainer's state")

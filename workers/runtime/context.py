@@ -28,5 +28,5 @@ class WorkerContext(Struct, kw_only=True, eq=False):
 
 
 RoleMain = Callable[[WorkerContext], Awaitable[None]]
-"""The main function of a role. It returns when the run has ended, or after a stop request when all work is finished or given
-back."""
+"""The main function of a role. It returns when the run has ended, or after a stop request when all work is finished
+or given back."""

@@ -36,7 +36,7 @@ def configure_logging(role: str, *, file: TextIO | None = None, level: str = "de
 
 @contextmanager
 def log_to_file(role: str, path: Path) -> Iterator[None]:
-    """Write this process's events to a file inside the context, so that the terminal shows progress and stdout the result."""
+    """Write this process's events to a file inside the context; the terminal shows progress, stdout the result."""
     before, bound = structlog.get_config(), structlog.contextvars.get_contextvars()
     with path.open("a", buffering=1) as file:
         configure_logging(role, file=file)

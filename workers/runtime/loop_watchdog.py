@@ -1,7 +1,8 @@
 """Logs which code blocks the event loop.
 
-An `async def` that blocks (`time.sleep`, `requests.get`, a long computation) cannot be interrupted, and no lease is renewed
-meanwhile. Leases expire and their entries go to other workers, so nothing is lost, but the author must learn about it.
+An `async def` that blocks (`time.sleep`, `requests.get`, a long computation) cannot be interrupted, and no lease is
+renewed meanwhile. Leases expire and their entries go to other workers, so nothing is lost, but the author must learn
+about it.
 """
 
 import sys

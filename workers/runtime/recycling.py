@@ -1,7 +1,7 @@
 """Replaces a worker process that user code has used up: too many hanging threads, or too much memory.
 
-A thread cannot be stopped, and only a new process gets back what it holds. So the worker drains as after a stop request, logs
-the reason, and exits with a code that means only this; the supervisor starts a new process.
+A thread cannot be stopped, and only a new process gets back what it holds. So the worker drains as after a stop
+request, logs the reason, and exits with a code that means only this; the supervisor starts a new process.
 """
 
 import anyio

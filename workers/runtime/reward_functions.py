@@ -63,8 +63,8 @@ async def add_reward_parts(
 ) -> None:
     """Call every function on all completions that did not fail, and append the results to their reward parts.
 
-    Each function gets environments restored for it alone, so that no function changes what another one reads. A completion
-    whose snapshot cannot be read is unmeasured; the other completions are measured without it.
+    Each function gets environments restored for it alone, so that no function changes what another one reads. A
+    completion whose snapshot cannot be read is unmeasured; the other completions are measured without it.
 
     Args:
         group: parts are appended to its completions, in the order of the functions.

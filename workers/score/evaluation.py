@@ -14,7 +14,8 @@ def evaluate_group(group: Group, version: int, settings: Settings) -> PromptEval
 
     Args:
         group: with its rewards.
-        version: the evaluated policy version. Spans prove which version sampled each token; a completion with a token of
+        version: the evaluated policy version. Spans prove which version sampled each token; a completion with a token
+        of
             another version counts as `mixed_versions`, whatever its reward.
         settings: of the run: the success threshold, and which truncated completions are invalid.
     """
