@@ -29,6 +29,7 @@ from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.feed.row_mapping import row_to_prompt
 from workers.run.child_process import ChildProcess
 from workers.run.plot import read_metrics
+from workers.run.process_launcher import ProcessLauncher
 from workers.run.process_main import run_async
 from workers.run.role_specs import engine_spec
 from workers.run.run_command import raise_for_failure, supervise
@@ -85,7 +86,7 @@ def settings_of(seed: int, arm: str, start: Path) -> Settings:
         demo,
         model=replace(demo.model, path=str(start / "model")),
         data=replace(demo.data, path=str(start / "numbered" / "prompts.jsonl")),
-        train=replace(demo.train, checkpoint_every=1, keep_last=1000),
+        train=replace(demo.train, save_every=1, max_checkpoints=1000),
         abort=replace(demo.abort, max_invalid_fraction=0.5),
     )
     _number(start / "prompts.jsonl", settings)
@@ -127,7 +128,9 @@ async def play(scoring: Settings, models: dict[int, Path]) -> dict[str, list[flo
     rows = held_out_rows(HELD_OUT_PROBLEMS)
     (scoring.folder / "logs").mkdir(exist_ok=True)
     async with anyio.create_task_group() as tasks:
-        child = ChildProcess(engine_spec(scoring, scoring.folder / "run.toml", 0), scoring.folder / "logs")
+        child = ChildProcess(
+            engine_spec(scoring, scoring.folder / "run.toml", 0), scoring.folder / "logs", ProcessLauncher()
+        )
 
         async def play_all(url: str) -> None:
             for step, model in models.items():
