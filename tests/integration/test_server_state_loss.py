@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import anyio
 import pytest
@@ -11,15 +12,17 @@ import pytest
 from stream import server_process as server
 from stream.connection.keys import CONSUMER_GROUP
 from stream.connection.run_connection import connect
-from stream.errors import ServerError
+from stream.errors import DataError, ServerError
 from stream.operator.dead_letters import list_dead_letters
 from stream.operator.run_status import read_status
 from stream.server_process import private_server
 from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger, LedgerRecord
 from stream.trainer.outcomes import Trained
+from workers.feed.dataset_mix import open_dataset_mix
 from workers.feed.worker import feed
 from workers.runtime.context import WorkerContext
+from workers.settings import Settings
 from workers.settings.toml_file import parse_settings
 
 
@@ -105,8 +108,8 @@ async def test_a_dead_duplicate_of_a_trained_prompt_does_not_end_it(pipe, tmp_pa
     ledger.close()
 
 
-async def test_a_finished_feeder_feeds_lost_prompts_again(pipe, tmp_path):
-    rows = [json.dumps({"prompt": f"Say {i}."}) for i in range(5)]
+def feeder(pipe, tmp_path: Path, rows: list[str]) -> WorkerContext:
+    """A feeder of these rows, on the connection of `pipe`."""
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
     settings = parse_settings(
         {
@@ -116,9 +119,16 @@ async def test_a_finished_feeder_feeds_lost_prompts_again(pipe, tmp_path):
             "environments": {"calculator": "calculator"},
         }
     )
-    role = WorkerContext(
+    return WorkerContext(
         settings=settings, connection=pipe.connection, consumer="feed", stopping=pipe.connection.stopping
     )
+
+
+ROWS = [json.dumps({"prompt": f"Say {i}."}) for i in range(5)]
+
+
+async def test_a_finished_feeder_feeds_lost_prompts_again(pipe, tmp_path):
+    role = feeder(pipe, tmp_path, ROWS)
     redis, key = pipe.connection.redis, pipe.connection.key
 
     async def is_done() -> bool:
@@ -133,6 +143,38 @@ async def test_a_finished_feeder_feeds_lost_prompts_again(pipe, tmp_path):
         await until(is_done)
         assert (await read_status(pipe.connection)).stages["prompts"].depth == 5
         assert (await pipe.balance())["fed"] == 5
-        # It goes home with the run.
-        tenure = await TrainerLease.acquire(pipe.connection, 30.0)
-        await tenure.finish_run("all done")
+        # It ends with the run.
+        trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
+        await trainer_lease.finish_run("all done")
+
+
+def train_two(settings: Settings) -> tuple[list[str], int]:
+    """Write a ledger of the first two prompts; returns their ids and the ledger's length."""
+    trained = [prompt.id for prompt in open_dataset_mix(settings).read_prompts(0, 2)[0]]
+    ledger = Ledger(settings.folder / "ledger.jsonl")
+    ledger.append([LedgerRecord(prompt, Trained(), 1, 0, "") for prompt in trained])
+    length = ledger.sync()
+    ledger.close()
+    return trained, length
+
+
+async def test_a_feeder_of_an_emptied_server_skips_prompts_that_the_ledger_has(pipe, tmp_path):
+    role = feeder(pipe, tmp_path, ROWS)
+    trained, length = await anyio.to_thread.run_sync(train_two, role.settings)
+    # A trainer has resumed from a checkpoint that contains both.
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
+    ledger = await anyio.to_thread.run_sync(Ledger, role.settings.folder / "ledger.jsonl", length)
+    await trainer_lease.recover(ledger)
+    ledger.close()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(feed, role)
+        await until(lambda: pipe.connection.redis.hexists(pipe.connection.key("feed"), "done"))
+        fed = [lease.prompt_id for lease in (await pipe.stage("prompts").claim(5)).leases]
+        await trainer_lease.finish_run("all done")
+    assert len(fed) == 3
+    assert not set(fed) & set(trained)
+
+
+async def test_a_dataset_without_one_usable_row_is_an_error(pipe, tmp_path):
+    with pytest.RaisesGroup(pytest.RaisesExc(DataError, match="none of 2 rows is a prompt")):
+        await feed(feeder(pipe, tmp_path, [json.dumps({"question": "?"})] * 2))

@@ -31,6 +31,12 @@ def test_a_minimal_settings_file_has_defaults_for_everything_else():
     assert found.min_valid_rows == 4  # half of a group of 8
 
 
+def test_the_capacity_counts_all_steps_between_two_publications():
+    found = parse_settings(LEAST | {"train": {"batch_size": 4, "publish_every": 3}, "pacing": {"max_staleness": 2}})
+    assert found.groups_per_version == 12
+    assert found.capacity == 36
+
+
 def test_settings_cannot_be_changed():
     with pytest.raises(AttributeError):
         parse_settings(LEAST).run.name = "other"
@@ -75,6 +81,9 @@ def test_overrides_reach_any_key_and_are_checked(tmp_path):
     file.write_text(dump_settings(parse_settings(LEAST)))
     found = load_settings(file, ("train.learning_rate=0.5", "run.name=other", 'engine.urls=["http://a"]'))
     assert (found.train.learning_rate, found.run.name, found.engine.urls) == (0.5, "other", ("http://a",))
+    nested = load_settings(file, ("rollout.sampling.top_p=0.5", "algorithm.truncation.length=exclude"))
+    assert nested.rollout.sampling.top_p == 0.5
+    assert nested.truncation_policy(TruncationReason.LENGTH) == "exclude"
     for wrong in ("train.learning_rate", "train.pace=1", "run.name.first=x"):
         with pytest.raises(SettingsError):
             load_settings(file, (wrong,))
