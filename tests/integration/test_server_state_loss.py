@@ -176,5 +176,8 @@ async def test_a_feeder_of_an_emptied_server_skips_prompts_that_the_ledger_has(p
 
 
 async def test_a_dataset_without_one_usable_row_is_an_error(pipe, tmp_path):
-    with pytest.RaisesGroup(pytest.RaisesExc(DataError, match="none of 2 rows is a prompt")):
+    with (
+        pytest.RaisesGroup(pytest.RaisesExc(DataError, match="none of 2 rows is a prompt")),
+        anyio.fail_after(10),
+    ):
         await feed(feeder(pipe, tmp_path, [json.dumps({"question": "?"})] * 2))
