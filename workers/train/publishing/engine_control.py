@@ -130,11 +130,11 @@ class EngineControlClient:
         Raises:
             EngineRefusedError: the engine does not report it.
         """
-        told = await self._get("/server_info?config_format=json", _JsonObject, timeout_s=_STEP_TIMEOUT_S)
+        config = await self._get("/server_info?config_format=json", _JsonObject, timeout_s=_STEP_TIMEOUT_S)
         try:
-            return told["vllm_config"][name]
+            return config["vllm_config"][name]
         except (KeyError, TypeError) as error:
-            raise EngineRefusedError(f"{self.url}/server_info says nothing of {name}") from error
+            raise EngineRefusedError(f"{self.url}/server_info does not report {name}") from error
 
     async def weight_version(self) -> int | None:
         """Return the policy version of the engine's weights; None if it is not a number of ours.
@@ -196,10 +196,10 @@ class EngineControlClient:
         status, payload = await self._send("POST", path, timeout_s, msgspec.json.encode(body) if body else None)
         if status == 200:
             return
-        told = describe_response(self.url + path, status, payload)
+        message = describe_response(self.url + path, status, payload)
         # A 400 is a verdict on the weights only if the call sent any.
-        refused = (sends_weights and status == 400) or _REFUSED in told
-        raise (EngineRefusedError if refused else EngineError)(told)
+        refused = (sends_weights and status == 400) or _REFUSED in message
+        raise (EngineRefusedError if refused else EngineError)(message)
 
     async def _send(self, method: str, path: str, timeout_s: float, body: bytes | None = None) -> tuple[int, bytes]:
         async with ConnectionPool(keep_alive=False) as connection:

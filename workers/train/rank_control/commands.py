@@ -25,7 +25,7 @@ from workers.train.distributed.ranks import Ranks, collective_timeout_s
 from workers.train.step.batch import Batch
 
 HEARTBEATS_PER_TIMEOUT: Final = 20
-"""So many, because rank 0 may be delayed by much more than one interval without being lost."""
+"""One is enough only if rank 0 is never delayed; it may be delayed by several intervals without being lost."""
 
 
 class RankLostError(PenstockError):
