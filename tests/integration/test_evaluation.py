@@ -58,7 +58,7 @@ async def score(stage, count, **outcome):
         )
 
 
-async def test_its_prompts_come_in_the_order_of_the_file_with_the_version_that_is_to_sample_them(connection, tenure):
+async def test_evaluation_prompts_come_in_file_order_with_their_version(connection, tenure):
     assert not await tenure.begin_evaluation(7, 3, OF)
     claim = await worker(connection).claim(100)
     assert [lease.prompt_id for lease in claim.leases] == [prompt.id for prompt in PROMPTS]
@@ -66,7 +66,7 @@ async def test_its_prompts_come_in_the_order_of_the_file_with_the_version_that_i
     assert claim.unfinished_prompts == len(PROMPTS)
 
 
-async def test_nothing_of_it_is_counted_among_the_runs_own(connection, pipe, tenure):
+async def test_evaluation_counts_in_none_of_the_runs_numbers(connection, pipe, tenure):
     await pipe.feed("a", "b")
     await tenure.begin_evaluation(0, 0, OF)
     stage = worker(connection)
@@ -82,7 +82,7 @@ async def test_nothing_of_it_is_counted_among_the_runs_own(connection, pipe, ten
     await pipe.balance()
 
 
-async def test_a_group_done_twice_leaves_one_outcome(connection, pipe, tenure):
+async def test_a_group_scored_twice_leaves_one_result(connection, pipe, tenure):
     await tenure.begin_evaluation(0, 0, OF)
     first, second = worker(connection, name="first", lease_s=0.05), worker(connection, name="second")
     (slow, *_) = (await first.claim(1)).leases
@@ -98,7 +98,7 @@ async def test_a_group_done_twice_leaves_one_outcome(connection, pipe, tenure):
     assert (await read_evaluation_progress(connection)).unfinished == len(PROMPTS) - 1
 
 
-async def test_a_second_copy_of_a_prompt_that_has_an_outcome_changes_nothing(connection, pipe, tenure):
+async def test_a_duplicate_of_an_evaluated_prompt_changes_nothing(connection, pipe, tenure):
     await tenure.begin_evaluation(0, 0, OF)
     (done, *_) = await sample(pipe, worker(connection), 1)
     await score(worker(connection, "eval:groups"), 9, valid=1)
@@ -109,7 +109,7 @@ async def test_a_second_copy_of_a_prompt_that_has_an_outcome_changes_nothing(con
     assert (await read_evaluation_progress(connection)).unfinished == len(PROMPTS) - 1
 
 
-async def test_the_next_one_forgets_the_last_and_whoever_works_on_it_has_lost_its_lease(connection, pipe, tenure):
+async def test_the_next_evaluation_discards_the_last_and_its_leases(connection, pipe, tenure):
     await tenure.begin_evaluation(0, 0, OF)
     late = worker(connection, name="late")
     leases = (await late.claim(2)).leases
@@ -128,7 +128,7 @@ async def test_the_next_one_forgets_the_last_and_whoever_works_on_it_has_lost_it
     assert {lease.evaluated_version for lease in (await worker(connection, name="third").claim(99)).leases} == {1}
 
 
-async def test_it_begins_only_with_prompts_that_its_own_settings_made(connection, tenure):
+async def test_an_evaluation_begins_only_with_prompts_of_its_settings(connection, tenure):
     after = await tenure.begin_evaluation(0, 0, "other settings")
     assert after
     assert (await read_evaluation_progress(connection)).unfinished == 0
@@ -138,7 +138,7 @@ async def test_it_begins_only_with_prompts_that_its_own_settings_made(connection
     assert len(await read_evaluation_environments(connection)) == 3
 
 
-async def test_only_the_runs_trainer_begins_and_concludes(connection, tenure):
+async def test_only_the_runs_trainer_begins_and_ends_evaluations(connection, tenure):
     await tenure.release()
     await TrainerLease.acquire(connection, 30.0)
     with pytest.raises(FencedError):
@@ -147,7 +147,7 @@ async def test_only_the_runs_trainer_begins_and_concludes(connection, tenure):
         await tenure.end_evaluation(b"")
 
 
-async def test_a_paused_run_finishes_the_evaluation_under_way(connection, pipe, tenure):
+async def test_a_paused_run_completes_its_running_evaluation(connection, pipe, tenure):
     await pipe.feed("a")
     await tenure.begin_evaluation(0, 0, OF)
     await pause(connection, "test")
@@ -155,7 +155,7 @@ async def test_a_paused_run_finishes_the_evaluation_under_way(connection, pipe, 
     assert len((await worker(connection).claim(5)).leases) == 5
 
 
-async def test_what_dies_of_it_is_no_end_of_the_run_and_is_not_retried(connection, pipe, tenure):
+async def test_a_dead_letter_of_an_evaluation_ends_no_prompt_and_is_not_retried(connection, pipe, tenure):
     await pipe.feed(PROMPTS[0].id)  # the held-out file may be called as the run's own
     await tenure.begin_evaluation(0, 0, OF)
     stage = worker(connection)
@@ -177,7 +177,7 @@ async def test_what_dies_of_it_is_no_end_of_the_run_and_is_not_retried(connectio
     assert not (await scan_run(connection)).dropped_dead
 
 
-async def test_junk_among_its_entries_is_buried_and_counts_in_nothing(connection, tenure):
+async def test_junk_in_evaluation_streams_is_dead_lettered_and_not_counted(connection, tenure):
     await tenure.begin_evaluation(0, 0, OF)
     await connection.redis.xadd(connection.key("eval:prompts"), {"prompt": "x", "payload": b"junk"})
     stage = worker(connection)
@@ -206,7 +206,7 @@ async def made(tmp_path, tenure, **section):
     return evaluating, book
 
 
-async def test_a_publication_is_held_until_all_is_sampled_scored_or_not(tmp_path, connection, pipe, tenure):
+async def test_a_publication_waits_until_the_evaluation_is_sampled(tmp_path, connection, pipe, tenure):
     evaluating, book = await made(tmp_path, tenure)
     await evaluating.begin_if_due(4, 0)
     held = anyio.Event()
@@ -234,7 +234,7 @@ async def test_a_publication_is_held_until_all_is_sampled_scored_or_not(tmp_path
     assert evaluating.pop_metrics() == {}
 
 
-async def test_a_worker_that_died_while_it_is_held_for_is_succeeded(tmp_path, connection, pipe, tenure):
+async def test_work_of_a_dead_worker_is_repeated_while_a_publication_waits(tmp_path, connection, pipe, tenure):
     """With a run that has no place left for its own prompts, so that all hangs on the evaluation."""
     evaluating, _ = await made(tmp_path, tenure)
     await evaluating.begin_if_due(4, 0)
@@ -252,9 +252,7 @@ async def test_a_worker_that_died_while_it_is_held_for_is_succeeded(tmp_path, co
     assert (await read_evaluation_progress(connection)).unsampled == 0
 
 
-async def test_nothing_is_held_for_an_evaluation_that_stands_still_and_what_did_not_come_is_told(
-    tmp_path, connection, pipe, tenure
-):
+async def test_a_stalled_evaluation_delays_nothing_and_its_rest_is_missing(tmp_path, connection, pipe, tenure):
     evaluating, book = await made(tmp_path, tenure, publish_wait_s=0.2)
     await evaluating.begin_if_due(4, 0)
     await sample(pipe, worker(connection), 3)
@@ -267,7 +265,7 @@ async def test_nothing_is_held_for_an_evaluation_that_stands_still_and_what_did_
     assert (last.version, last.step, last.overall.invalid) == (5, 1, {"missing": 24})
 
 
-async def test_without_a_feeder_the_trainer_goes_on_without_an_evaluation(tmp_path, connection, tenure):
+async def test_without_a_feeder_the_evaluation_is_skipped(tmp_path, connection, tenure):
     evaluating, book = await made(tmp_path, tenure, publish_wait_s=0.2)
     await replace_evaluation_prompts(connection, PROMPTS, settings_digest="another life's", data_fingerprint="file")
     with anyio.fail_after(20):
@@ -277,7 +275,7 @@ async def test_without_a_feeder_the_trainer_goes_on_without_an_evaluation(tmp_pa
     assert not book.results
 
 
-async def test_a_server_that_forgot_the_evaluation_is_told_again(tmp_path, connection, pipe, tenure):
+async def test_an_evaluation_that_the_server_lost_is_begun_again(tmp_path, connection, pipe, tenure):
     """It lost its last writes: what it knows of is the evaluation before, which is over."""
     evaluating, book = await made(tmp_path, tenure)
     await evaluating.begin_if_due(4, 0)
@@ -294,7 +292,7 @@ async def test_a_server_that_forgot_the_evaluation_is_told_again(tmp_path, conne
             assert len(await sample(pipe, worker(connection), 99)) == len(PROMPTS)
 
 
-async def test_a_trainer_that_begins_gives_up_what_another_had_begun(tmp_path, connection, tenure):
+async def test_a_new_trainer_discards_the_evaluation_of_another(tmp_path, connection, tenure):
     evaluating, _ = await made(tmp_path, tenure)
     await evaluating.begin_if_due(4, 0)
     successor, book = await made(tmp_path, tenure)
@@ -305,7 +303,7 @@ async def test_a_trainer_that_begins_gives_up_what_another_had_begun(tmp_path, c
     assert not book.results
 
 
-async def test_a_step_that_has_a_line_is_not_evaluated_again(tmp_path, connection, pipe, tenure):
+async def test_an_evaluated_step_is_not_evaluated_again(tmp_path, connection, pipe, tenure):
     evaluating, book = await made(tmp_path, tenure)
     for step in range(4):
         await evaluating.begin_if_due(step, step)
@@ -320,7 +318,7 @@ async def test_a_step_that_has_a_line_is_not_evaluated_again(tmp_path, connectio
     assert resumed.is_final_due(3)
 
 
-async def test_an_evaluation_takes_places_of_the_workers_room_and_never_the_last(connection):
+async def test_an_evaluation_never_takes_a_workers_last_place(connection):
     room = ConcurrencyLimit(4)
     share = ConcurrencyLimit(2, parent=room)
     for _ in range(4):
@@ -334,7 +332,7 @@ async def test_an_evaluation_takes_places_of_the_workers_room_and_never_the_last
     assert await room.wait_available() == 1
 
 
-async def test_a_run_without_evaluation_has_no_key_of_it(redis_url, run_name):
+async def test_a_run_without_evaluation_has_no_evaluation_keys(redis_url, run_name):
     async with connect(redis_url, run_name) as connection:
         assert not await connection.redis.keys(connection.key("eval*"))
         await create_evaluation_streams(connection)

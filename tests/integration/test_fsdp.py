@@ -194,7 +194,7 @@ def in_float64_all_is_equal(results: Results, name: str) -> None:
     assert max(apart.values()) < 1e-9, apart
 
 
-def test_ranks_end_with_what_one_process_ends_with_and_any_number_goes_on(tmp_path):
+def test_ranks_match_one_process_and_any_number_resumes(tmp_path):
     results = Results(tmp_path, SHORT)
     in_float64_all_is_equal(results, "tied")
     in_float64_all_is_equal(results, "adapter")
@@ -209,7 +209,7 @@ def more_results(tmp_path_factory):
 
 
 @pytest.mark.full
-def test_with_critic_reference_and_packed_rows_they_end_with_it_too(more_results):
+def test_ranks_with_critic_reference_and_packing_match_one_process(more_results):
     in_float64_all_is_equal(more_results, "untied")
     assert loaded(more_results, "untied", "float64").dtype == torch.float32
 
@@ -217,13 +217,13 @@ def test_with_critic_reference_and_packed_rows_they_end_with_it_too(more_results
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", OTHERS)
 @pytest.mark.parametrize("name", ["untied", "adapter"])
-def test_in_float32_log_probs_agree(more_results, name, ranks):
+def test_log_probs_of_ranks_agree_in_float32(more_results, name, ranks):
     assert more_results.apart(name, "float32", ranks) < 1e-4
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["half", "half adapter"])
-def test_in_bfloat16_they_are_as_near_as_its_rounding(more_results, name):
+def test_ranks_agree_in_bfloat16_up_to_rounding(more_results, name):
     """One process keeps the residual stream of a whole model in float32, shards in bfloat16."""
     apart = more_results.logprobs(name, "float32", "1") - more_results.logprobs(name, "float32", "2")
     assert apart.abs().mean() < 0.05
@@ -232,7 +232,7 @@ def test_in_bfloat16_they_are_as_near_as_its_rounding(more_results, name):
 
 
 @pytest.mark.full
-def test_what_two_ranks_keep_of_an_adapter_is_one_that_peft_loads(more_results):
+def test_an_adapter_saved_by_two_ranks_loads_in_peft(more_results):
     checkpoint = CheckpointStore(more_results.kept("adapter", "float32")).latest()
     base = AutoModelForCausalLM.from_pretrained(more_results.folder / "adapter" / "base", dtype=torch.float32)
     with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):  # peft asks for it under its old name
@@ -244,7 +244,7 @@ def test_what_two_ranks_keep_of_an_adapter_is_one_that_peft_loads(more_results):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["tied", "adapter"])
-def test_the_same_number_of_ranks_gives_the_same_weights_to_the_bit(more_results, name):
+def test_the_same_number_of_ranks_gives_equal_bits(more_results, name):
     again = more_results.job(name, "float32", "2 again")
     let_work(more_results.folder, [crew(2, [again])])
     assert largest(more_results.found[name, "float32", "2"], torch.load(again.result)) == 0.0

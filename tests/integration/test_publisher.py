@@ -48,7 +48,7 @@ async def test_a_push_goes_to_every_engine_in_order():
             assert not engine.is_paused
 
 
-async def test_engines_that_do_not_answer_are_named_with_what_was_asked_of_them(monkeypatch):
+async def test_unreachable_engines_are_named_with_the_request(monkeypatch):
     monkeypatch.setattr("workers.train.publishing.engine_control._INFO_TIMEOUT_S", 0.2)
     gone = dead_url()
     async with ScriptedEngine(reply) as hung:
@@ -66,7 +66,7 @@ async def test_a_relative_folder_is_sent_as_an_absolute_one():
 
 
 @pytest.mark.parametrize("route", WHOLE)
-async def test_a_route_that_fails_once_is_begun_anew_without_a_resume_between(route: str):
+async def test_a_failed_push_is_repeated_without_a_resume_in_between(route: str):
     async with ScriptedEngine(reply) as engine:
         engine.control_faults[route] = 1
         await publisher_of([engine.url], 5).push(Path("/w"), 1)
@@ -74,7 +74,7 @@ async def test_a_route_that_fails_once_is_begun_anew_without_a_resume_between(ro
         assert (engine.version, engine.is_paused) == ("1", False)
 
 
-async def test_an_engine_that_keeps_failing_is_left_resumed_and_the_other_one_has_the_weights():
+async def test_a_failing_engine_is_resumed_and_the_other_engine_is_updated():
     async with ScriptedEngine(reply, version="0") as sick, ScriptedEngine(reply) as well:
         sick.control_faults["/update_weights"] = 1000
         publisher = publisher_of([sick.url, well.url, dead_url()], 30)
@@ -86,7 +86,7 @@ async def test_an_engine_that_keeps_failing_is_left_resumed_and_the_other_one_ha
         assert len(well.pushes) == 1  # it had them already
 
 
-async def test_where_no_engine_takes_the_weights_all_are_named():
+async def test_if_no_engine_takes_the_weights_all_are_named():
     urls = [dead_url(), dead_url()]
     with pytest.raises(EngineUnavailableError) as caught:
         await publisher_of(urls, 0.3).push(Path("/w"), 1)
@@ -102,7 +102,7 @@ async def test_weights_that_every_engine_refuses_are_not_sent_again():
         assert (engine.version, engine.is_paused) == ("0", False)
 
 
-async def test_an_engine_that_was_started_without_a_backend_is_told_what_it_lacks():
+async def test_an_engine_started_without_a_backend_is_named_with_the_option():
     async with ScriptedEngine(reply) as bare, ScriptedEngine(reply) as other, ScriptedEngine(reply) as well:
         bare.transfer_config = None
         other.transfer_config = {"backend": "nccl"}
@@ -121,7 +121,7 @@ async def test_an_engine_that_was_started_without_a_backend_is_told_what_it_lack
         assert bare.version == "1"
 
 
-async def test_where_one_engine_refuses_and_another_is_not_there_it_may_come_back():
+async def test_one_refusal_is_not_final_while_another_engine_is_unreachable():
     async with ScriptedEngine(reply) as bare:
         bare.transfer_config = None
         publisher = publisher_of([bare.url, gone := dead_url()], 0.3)
@@ -131,14 +131,14 @@ async def test_where_one_engine_refuses_and_another_is_not_there_it_may_come_bac
             assert await publisher.engine_versions() == {bare.url: None, gone: None}  # seen to be silent, and left out
 
 
-async def test_a_server_without_control_routes_is_told_how_to_open_them():
+async def test_an_engine_without_control_routes_is_named_with_the_remedy():
     app = web.Application()
     async with listen(app, "127.0.0.1", 0) as url:
         with pytest.raises(EngineRefusedError, match="VLLM_SERVER_DEV_MODE=1"):
             await publisher_of([url], 30).push(Path("/w"), 1)
 
 
-async def test_engines_that_come_and_go_are_seen_at_the_next_push():
+async def test_added_and_removed_engines_are_seen_at_the_next_push():
     async with ScriptedEngine(reply) as one, ScriptedEngine(reply) as other:
         roster = EngineDiscovery([one.url])
         publisher = WeightPublisher(
@@ -151,12 +151,12 @@ async def test_engines_that_come_and_go_are_seen_at_the_next_push():
         assert (one.version, other.version) == ("1", "2")
 
 
-async def test_a_run_without_engines_waits_for_one_and_then_says_how_to_add_it():
+async def test_a_run_without_engines_waits_and_then_names_the_command_to_add_one():
     with pytest.raises(EngineUnavailableError, match="penstock engines add"):
         await publisher_of([], 0.3).push(Path("/w"), 1)
 
 
-async def test_an_engine_with_weights_that_somebody_else_has_named_is_behind_and_that_is_told_once():
+async def test_a_foreign_weight_version_counts_as_outdated_and_is_logged_once():
     async with ScriptedEngine(reply, version="1") as one, ScriptedEngine(reply, version="theirs") as other:
         publisher = publisher_of([one.url, other.url], 5)
         with capture_logs() as lines:
@@ -167,7 +167,7 @@ async def test_an_engine_with_weights_that_somebody_else_has_named_is_behind_and
     assert [(line["url"], line["version"]) for line in told] == [(other.url, "theirs")]
 
 
-async def test_an_engine_that_stayed_frozen_with_the_right_weights_is_behind_too():
+async def test_an_engine_that_stayed_paused_is_outdated():
     async with ScriptedEngine(reply) as engine:
         publisher = publisher_of([engine.url], 5)
         engine.control_faults["/resume"] = 1000
@@ -178,7 +178,7 @@ async def test_an_engine_that_stayed_frozen_with_the_right_weights_is_behind_too
         assert (engine.is_paused, await publisher.outdated_engines(1)) == (False, [])
 
 
-async def test_an_engine_that_nobody_knows_the_weights_of_is_not_let_go():
+async def test_an_engine_with_unknown_weights_stays_paused():
     async with ScriptedEngine(reply, version="0") as engine:
         engine.control_faults["/finish_weight_update"] = 1000
         await publisher_push_fails(publisher_of([engine.url], 0.5))
@@ -215,14 +215,14 @@ class HalfOpen:
         return web.json_response({})
 
 
-async def test_an_update_that_a_killed_trainer_left_open_is_taken_over():
+async def test_an_update_left_open_by_a_killed_trainer_is_continued():
     engine = HalfOpen(workers=1)
     async with listen(engine.application(), "127.0.0.1", 0) as url:
         await publisher_of([url], 5).push(Path("/w"), 1)
     assert engine.calls == WHOLE
 
 
-async def test_where_that_would_mix_up_the_answers_of_several_workers_the_remedy_is_named():
+async def test_an_open_update_of_several_workers_needs_a_restart():
     engine = HalfOpen(workers=2)
     async with listen(engine.application(), "127.0.0.1", 0) as url:
         with pytest.raises(EngineRefusedError, match=r"2 workers, .*; restart it"):
@@ -230,7 +230,7 @@ async def test_where_that_would_mix_up_the_answers_of_several_workers_the_remedy
     assert "/update_weights" not in engine.calls
 
 
-async def test_an_engine_that_hangs_does_not_hold_a_version_and_is_given_the_newest_one_later(monkeypatch):
+async def test_a_hanging_engine_does_not_delay_a_version_and_is_updated_later(monkeypatch):
     monkeypatch.setattr("workers.train.publishing.publisher._GRACE_S", 0.3)
     async with ScriptedEngine(reply, version="0") as hung, ScriptedEngine(reply, version="0") as well:
         hung.is_frozen = True
@@ -251,7 +251,7 @@ async def test_an_engine_that_hangs_does_not_hold_a_version_and_is_given_the_new
         assert [version for _, version in well.pushes] == ["1", "2"]
 
 
-async def test_an_engine_that_did_not_answer_when_looked_at_is_left_out_until_it_does(monkeypatch):
+async def test_an_unreachable_engine_is_skipped_until_it_answers(monkeypatch):
     monkeypatch.setattr("workers.train.publishing.engine_control._INFO_TIMEOUT_S", 0.3)
     async with ScriptedEngine(reply, version="0") as hung, ScriptedEngine(reply, version="0") as well:
         publisher = publisher_of([hung.url, well.url], 30)
@@ -266,7 +266,7 @@ async def test_an_engine_that_did_not_answer_when_looked_at_is_left_out_until_it
         assert len(hung.pushes) == 1
 
 
-async def test_the_only_engine_is_waited_for_though_it_is_silent(monkeypatch):
+async def test_the_only_engine_is_waited_for_even_if_unreachable(monkeypatch):
     monkeypatch.setattr("workers.train.publishing.engine_control._INFO_TIMEOUT_S", 0.3)
     async with ScriptedEngine(reply, version="0") as engine:
         publisher = publisher_of([engine.url], 30)
@@ -279,7 +279,7 @@ async def test_the_only_engine_is_waited_for_though_it_is_silent(monkeypatch):
         assert engine.version == "1"
 
 
-async def test_an_older_version_is_not_tried_again_once_there_is_a_newer_one(monkeypatch):
+async def test_an_older_version_is_not_retried_after_a_newer_push(monkeypatch):
     monkeypatch.setattr("workers.train.publishing.publisher._GRACE_S", 0.2)
     async with ScriptedEngine(reply, version="0") as hung, ScriptedEngine(reply, version="0") as well:
         hung.is_frozen = True

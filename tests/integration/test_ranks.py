@@ -37,13 +37,13 @@ def as_one(alone: dict, several: list[dict]) -> None:
                     assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-5), (rank, case, name)
 
 
-def test_two_ranks_end_with_what_one_process_ends_with(tmp_path):
+def test_two_ranks_match_one_process(tmp_path):
     results = train(tmp_path, 1, 2)
     as_one(results[1][0], results[2])
 
 
 @pytest.mark.full
-def test_three_ranks_of_which_one_has_nothing_to_do_end_with_it_too(tmp_path):
+def test_three_ranks_match_one_process_if_one_has_no_work(tmp_path):
     results = train(tmp_path, 1, 3)
     as_one(results[1][0], results[3])
     assert sorted(found["clipped"]["parts"] for found in results[3]) == [0, 1, 1]
@@ -69,7 +69,7 @@ except SettingsError as error:
 """
 
 
-def test_ranks_of_which_some_pack_rows_and_some_pad_them_all_say_so(tmp_path):
+def test_all_ranks_refuse_if_only_some_pack_rows(tmp_path):
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", UNLIKE, str(tmp_path), str(rank)],

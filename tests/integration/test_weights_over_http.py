@@ -57,7 +57,7 @@ async def test_the_local_engine_downloads_a_policy_in_one_file_or_several(polici
         assert await publisher.engine_versions() == {engine.url: 3}
 
 
-async def test_what_is_refused_or_comes_damaged_leaves_the_old_weights(policies):
+async def test_refused_or_damaged_weights_leave_the_old_ones(policies):
     async with serving(policies["A"]) as engine, serve_weights("127.0.0.1", 0) as carrier:
         with pytest.raises(EngineRefusedError, match="missing: model"):
             await publisher_of(engine, carrier).push(policies["other"], 1)
@@ -69,7 +69,7 @@ async def test_what_is_refused_or_comes_damaged_leaves_the_old_weights(policies)
         assert await publisher_of(engine, carrier).engine_versions() == {engine.url: None}
 
 
-async def test_a_version_that_is_offered_no_more_is_an_error_and_not_a_crash(policies, tmp_path):
+async def test_a_version_that_is_no_longer_served_is_an_error(policies, tmp_path):
     async with serve_weights("127.0.0.1", 0) as carrier:
         await carrier.prepare(policies["A"])
         for number in range(3):
@@ -79,7 +79,7 @@ async def test_a_version_that_is_offered_no_more_is_an_error_and_not_a_crash(pol
             await carrier.transfer(EngineControlClient("http://127.0.0.1:9", 5), policies["A"], 1)
 
 
-async def test_only_offered_files_are_served_and_only_to_who_knows_the_path(policies, tmp_path):
+async def test_only_weight_files_are_served_under_the_secret_path(policies, tmp_path):
     async with serve_weights("127.0.0.1", 0) as carrier, aiohttp.ClientSession() as session:
         await carrier.prepare(policies["A"])
         offered = carrier.server.find(policies["A"])
@@ -109,7 +109,7 @@ async def test_only_offered_files_are_served_and_only_to_who_knows_the_path(poli
         assert await status(f"{here}/model.safetensors") == 404
 
 
-async def test_a_port_that_is_taken_is_a_fault_of_the_settings():
+async def test_a_port_in_use_is_a_settings_error():
     async with serve_weights("127.0.0.1", 0) as carrier:
         port = int(carrier.base_url.rpartition(":")[2])
         with pytest.raises(SettingsError, match=r"run\.address"):

@@ -74,7 +74,7 @@ def names(folder):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_restored_learner_goes_on_as_if_nothing_had_happened(base, tmp_path, dtype):
+def test_a_restored_learner_continues_exactly(base, tmp_path, dtype):
     through, checkpoints = make_learner(base, dtype), CheckpointStore(tmp_path)
     through.step(batch(), 0)
     through.step(batch(), 0)
@@ -114,14 +114,14 @@ def test_a_run_without_checkpoints_has_none(tmp_path):
     assert checkpoints.latest() is checkpoints.best() is checkpoints.at_step(3) is None
 
 
-def test_a_run_whose_only_checkpoint_lacks_a_byte_has_none(base, tmp_path):
+def test_a_checkpoint_that_lacks_a_byte_does_not_count(base, tmp_path):
     saved(CheckpointStore(tmp_path), make_learner(base), 1)
     assert not CheckpointStore(tmp_path).is_empty
     cut(tmp_path / "step-000001" / "optimizer.safetensors")
     assert CheckpointStore(tmp_path).is_empty
 
 
-def test_the_last_ones_and_the_best_are_kept(base, tmp_path):
+def test_the_newest_checkpoints_and_the_best_are_kept(base, tmp_path):
     checkpoints, learner = CheckpointStore(tmp_path, keep_last=2), make_learner(base)
     saved(checkpoints, learner, 10, 20, 30, 40, 50, rewards=[0.1, 0.9, 0.3, 0.2, None])
     assert names(tmp_path) == ["step-000020", "step-000040", "step-000050"]
@@ -131,7 +131,7 @@ def test_the_last_ones_and_the_best_are_kept(base, tmp_path):
     assert checkpoints.at_step(30) is None
 
 
-def test_a_step_that_comes_again_replaces_nothing_and_is_the_latest(base, tmp_path):
+def test_a_repeated_step_gets_a_checkpoint_of_its_own(base, tmp_path):
     checkpoints, learner = CheckpointStore(tmp_path), make_learner(base)
     saved(checkpoints, learner, 7)
     checkpoints.save(7, learner, Progress(step=7, version=99))
@@ -162,7 +162,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_damaged_checkpoint_is_passed_over_loudly(base, tmp_path, damage):
+def test_a_damaged_checkpoint_is_skipped_and_logged(base, tmp_path, damage):
     checkpoints = CheckpointStore(tmp_path)
     saved(checkpoints, make_learner(base), 1, 2, rewards=[0.0, 1.0])
     damage(tmp_path / "step-000002")
@@ -174,7 +174,7 @@ def test_a_damaged_checkpoint_is_passed_over_loudly(base, tmp_path, damage):
     assert checkpoints.at_step(2) is None
 
 
-def test_what_a_killed_trainer_left_half_written_is_no_checkpoint_and_goes(base, tmp_path):
+def test_a_half_written_checkpoint_is_ignored_and_removed(base, tmp_path):
     script = f"""
 import sys
 from pathlib import Path
@@ -195,7 +195,7 @@ with create_folder_atomically(Path({str(tmp_path / "step-000009")!r})) as folder
     assert names(tmp_path) == ["step-000010"]
 
 
-def test_a_trainer_killed_while_it_removes_a_checkpoint_leaves_no_half_of_one(base, tmp_path, monkeypatch):
+def test_a_kill_during_removal_leaves_no_partial_checkpoint(base, tmp_path, monkeypatch):
     checkpoints, learner = CheckpointStore(tmp_path, keep_last=1), make_learner(base)
 
     def killed(folder, **_):
@@ -214,7 +214,7 @@ def test_a_trainer_killed_while_it_removes_a_checkpoint_leaves_no_half_of_one(ba
     assert names(tmp_path) == ["step-000003"]
 
 
-def test_a_full_disk_is_a_clear_error_and_the_last_good_checkpoint_stands(base, tmp_path):
+def test_a_full_disk_is_a_clear_error_and_earlier_checkpoints_remain(base, tmp_path):
     checkpoints, learner = CheckpointStore(tmp_path), make_learner(base)
     saved(checkpoints, learner, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -230,7 +230,7 @@ def test_a_full_disk_is_a_clear_error_and_the_last_good_checkpoint_stands(base, 
     assert checkpoints.latest().progress.step == 2
 
 
-def test_a_folder_whose_making_fails_is_not_there(tmp_path):
+def test_a_folder_whose_block_fails_is_not_created(tmp_path):
     def make():
         with create_folder_atomically(tmp_path / "a") as folder:
             (folder / "x").write_text("x")
@@ -241,7 +241,7 @@ def test_a_folder_whose_making_fails_is_not_there(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_a_folder_is_there_only_when_it_is_whole(tmp_path):
+def test_a_folder_appears_only_when_it_is_complete(tmp_path):
     with create_folder_atomically(tmp_path / "deep" / "a") as folder:
         (folder / "x").write_text("x")
         assert not (tmp_path / "deep" / "a").exists()
@@ -258,7 +258,7 @@ def run_with_checkpoints(base, folder):
 
 
 @pytest.mark.parametrize(("which", "step"), [("latest", 3), ("best", 2), (1, 1)])
-def test_an_exported_model_loads_like_any_other(base, tmp_path, which, step):
+def test_an_exported_model_loads_with_transformers(base, tmp_path, which, step):
     run_with_checkpoints(base, tmp_path)
     assert export(tmp_path, tmp_path / "out", which).progress.step == step
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -277,7 +277,7 @@ def test_export_never_overwrites(base, tmp_path):
     assert names(tmp_path / "out") == before
 
 
-def test_export_of_what_is_not_there_says_what_is(base, tmp_path):
+def test_exporting_a_missing_checkpoint_lists_the_existing_ones(base, tmp_path):
     with pytest.raises(RunMismatchError, match="no intact checkpoint latest; steps with a checkpoint: none"):
         export(tmp_path, tmp_path / "out")
     run_with_checkpoints(base, tmp_path)
@@ -286,7 +286,7 @@ def test_export_of_what_is_not_there_says_what_is(base, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_trainer_with_a_successor_gives_no_checkpoint_its_name_and_removes_none(base, tmp_path):
+def test_a_fenced_trainer_neither_adds_nor_removes_checkpoints(base, tmp_path):
     """It was suspended while it wrote one, and the successor has gone back further than that."""
     folder, learner = tmp_path / "checkpoints", make_learner(base)
     saved(CheckpointStore(folder), learner, 1)
@@ -308,7 +308,7 @@ def test_a_trainer_with_a_successor_gives_no_checkpoint_its_name_and_removes_non
     assert names(folder) == ["step-000001", "step-000002"]
 
 
-def test_what_a_later_trainer_wrote_is_newer_whatever_its_step(base, tmp_path):
+def test_the_newest_checkpoint_is_the_last_trainers_whatever_its_step(base, tmp_path):
     """Step 3 could not be read when the second trainer began, and can be read now: the ledger was cut to step 1."""
     folder, learner = tmp_path / "checkpoints", make_learner(base)
     saved(CheckpointStore(folder, folder_lock=RunFolderLock.acquire(tmp_path, 7)), learner, 1, 3)

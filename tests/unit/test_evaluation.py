@@ -60,18 +60,18 @@ def test_each_completion_is_valid_invalid_or_mixed():
     )
 
 
-def test_a_token_of_another_version_sets_a_completion_apart_whatever_became_of_it():
+def test_a_completion_with_a_token_of_another_version_is_mixed():
     failed = Failure(reason=RolloutReason.ENGINE)
     found = judged(completion(versions=(2,), failure=failed), completion(versions=(4,), reward=Measured(0.0)))
     assert (found.mixed_versions, found.valid, found.invalid) == (2, 0, {})
 
 
-def test_what_failed_before_it_sampled_is_invalid():
+def test_a_completion_that_failed_before_sampling_is_invalid():
     found = judged(Completion(index=0, failure=Failure(reason=RolloutReason.ENV_RESET)))
     assert (found.invalid, found.mixed_versions) == ({"failed:env_reset": 1}, 0)
 
 
-def test_what_is_right_is_what_the_settings_say():
+def test_success_depends_on_the_threshold_setting():
     rewards = [completion(reward=Measured(value)) for value in (0.5, 0.4)]
     assert judged(*rewards, algorithm={"success_threshold": 0.5}).successes == 1
 
@@ -84,7 +84,7 @@ OUTCOMES = {
 PROMPTS = {"h:0:0": ("a", 4), "h:0:1": ("a", 4), "h:0:2": ("b", 4), "h:0:3": ("b", 4)}
 
 
-def test_both_denominators_by_hand():
+def test_both_denominators_match_a_calculation_by_hand():
     score, by_environment = summarize(OUTCOMES, PROMPTS)
     assert (score.prompts, score.n, score.valid, score.mixed) == (4, 16, 5, 4)
     assert score.invalid == {"dead": 4, "failed:engine": 3}
@@ -99,7 +99,7 @@ def test_both_denominators_by_hand():
     assert by_environment["b"].pass_at["1"] == {"all": 0.0}
 
 
-def test_prompts_that_did_not_come_in_time_are_told_apart_from_dead_ones():
+def test_missing_prompts_are_counted_apart_from_dead_ones():
     score, _ = summarize({}, {"h:0:0": ("", 2)}, "missing")
     assert (score.invalid, score.mean_all, score.pass_at) == (
         {"missing": 2},
@@ -113,7 +113,7 @@ def line(step, version=0):
     return EvaluationResult(version=version, step=step, time=1.0, seconds=2.0, overall=score, environments=environments)
 
 
-def test_lines_of_steps_that_are_lost_go_and_come_again(tmp_path):
+def test_lines_after_the_checkpoint_are_cut_and_written_again(tmp_path):
     book = EvaluationLog(tmp_path, 0)
     for step in (0, 2, 4):
         book.append(line(step, step))
@@ -126,7 +126,7 @@ def test_lines_of_steps_that_are_lost_go_and_come_again(tmp_path):
     assert read_evaluations(tmp_path)[0] == line(0)
 
 
-def test_what_is_shown_of_one():
+def test_the_text_of_an_evaluation():
     import msgspec
 
     told = msgspec.to_builtins(line(2, 3))
@@ -138,7 +138,7 @@ def test_what_is_shown_of_one():
     assert format_progress(EvaluationStatus(stages={}, version=3, total=8, finished="1")) == ""
 
 
-def test_a_run_that_evaluates_does_not_stand_still():
+def test_an_evaluating_run_counts_as_progressing():
     alarm = StallDetector(10.0, now=0.0)
 
     def seen(now, open_prompts):
@@ -168,7 +168,7 @@ def test_settings_that_cannot_be_meant_are_refused(section, named):
         settings(eval=section)
 
 
-def test_a_share_is_one_group_at_least_and_leaves_one_to_training():
+def test_evaluation_gets_at_least_one_group_and_leaves_one_to_training():
     assert [settings(eval={"path": "p"}).evaluation_groups_in_flight(n) for n in (1, 2, 8, 16)] == [1, 1, 2, 4]
 
 

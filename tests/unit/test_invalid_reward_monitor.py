@@ -26,7 +26,7 @@ def test_a_healthy_run_goes_on():
         guard.observe(group(GOOD, GOOD, GOOD, GOOD, TIMEOUT))
 
 
-def test_one_reason_over_the_bound_stops_the_run_and_is_named():
+def test_a_reason_above_the_limit_ends_the_run_and_is_named():
     guard = InvalidRewardMonitor(0.2, 4)
     for _ in range(3):
         guard.observe(group(GOOD, GOOD, TIMEOUT))
@@ -34,13 +34,13 @@ def test_one_reason_over_the_bound_stops_the_run_and_is_named():
         guard.observe(group(GOOD, GOOD, TIMEOUT))
 
 
-def test_two_reasons_below_the_bound_each_are_not_added_up():
+def test_two_reasons_below_the_limit_are_not_added_up():
     guard = InvalidRewardMonitor(0.4, 2)
     guard.observe(group(GOOD, TIMEOUT, RAISED))
     guard.observe(group(GOOD, TIMEOUT, RAISED))
 
 
-def test_environments_are_watched_apart():
+def test_environments_are_counted_separately():
     guard = InvalidRewardMonitor(0.5, 2)
     for _ in range(2):
         guard.observe(group(GOOD, environment="good"))
@@ -65,7 +65,7 @@ def test_a_greedy_completion_counts_like_any_other():
         guard.observe(one)
 
 
-def test_what_left_the_window_is_forgotten():
+def test_groups_outside_the_window_do_not_count():
     guard = InvalidRewardMonitor(0.5, 2)
     guard.observe(group(TIMEOUT, TIMEOUT))
     for _ in range(3):

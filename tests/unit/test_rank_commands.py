@@ -56,7 +56,7 @@ def same(one: object, other: object) -> None:
 
 
 @pytest.mark.parametrize("groups", [[group(), group(name="q")], []], ids=["two groups", "none"])
-def test_a_batch_arrives_as_it_was(groups):
+def test_a_batch_arrives_unchanged(groups):
     batch: Batch = collate(groups)
     heard = passed_on(TrainStep(batch, 7))
     assert isinstance(heard, TrainStep)
@@ -78,7 +78,7 @@ def test_a_batch_arrives_as_it_was(groups):
     ],
     ids=lambda tensor: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}",
 )
-def test_a_tensor_of_any_type_and_shape_arrives_to_the_bit(tensor):
+def test_a_tensor_of_any_dtype_and_shape_arrives_bit_for_bit(tensor):
     batch = collate([group()])
     heard = passed_on(TrainStep(replace(batch, turn_rewards_RT=tensor), 7)).batch.turn_rewards_RT
     assert (heard.dtype, heard.shape) == (tensor.dtype, tensor.shape)
@@ -86,13 +86,13 @@ def test_a_tensor_of_any_type_and_shape_arrives_to_the_bit(tensor):
     assert torch.equal(heard.signbit(), tensor.signbit())
 
 
-def test_what_cannot_be_sent_is_named():
+def test_a_field_that_cannot_be_sent_is_named():
     batch = replace(collate([group()]), turn_rewards_RT=object())
     with pytest.raises(TypeError, match=r"a rank command holds a builtins\.object"):
         passed_on(TrainStep(batch, 7))
 
 
-def test_settings_arrive_as_they_were():
+def test_settings_arrive_unchanged():
     settings = parse_settings(
         {
             "model": {"path": "somewhere"},
@@ -109,12 +109,12 @@ def test_settings_arrive_as_they_were():
 @pytest.mark.parametrize(
     "order", [GatherWeights(), GatherState(), Restore(["master.a"], 3, 1), Heartbeat(), Shutdown()]
 )
-def test_other_orders_arrive(order):
+def test_other_commands_arrive(order):
     assert passed_on(order) == order
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("Connection closed by peer"), ValueError("of this rank alone")])
-def test_after_an_order_that_was_not_carried_out_there_is_no_other(fault):
+def test_no_command_is_sent_after_one_that_failed(fault):
     ranks = Overheard()
     orders = RankCommands(ranks)
     with pytest.raises((RankLostError, ValueError)), orders.broadcast(Heartbeat()):

@@ -153,7 +153,7 @@ def made(whole, base, tmp_path):
     return copy
 
 
-def test_a_run_is_done_again_bit_for_bit_and_each_checkpoint_on_the_way_is_met(made, capsys):
+def test_a_replay_reproduces_every_checkpoint_bit_for_bit(made, capsys):
     report = made.replay()
     assert (report.is_identical, report.mismatch, report.notes) == (True, None, [])
     assert [each.step for each in report.matches] == [2, 4, STEPS]
@@ -177,7 +177,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_killed_trainers_steps_count_as_the_resumed_one_did_them(base, tmp_path, case):
+def test_repeated_steps_are_replayed_as_the_resumed_trainer_did_them(base, tmp_path, case):
     sections = dict(case)
     train = {"learning_rate": 1e-2, "batch_size": EACH} | sections.pop("train", {})
     model = {"path": str(base), "dtype": sections.pop("dtype", "float32")}
@@ -188,7 +188,7 @@ def test_a_killed_trainers_steps_count_as_the_resumed_one_did_them(base, tmp_pat
     assert [each.step for each in report.matches] == [3, STEPS]
 
 
-def test_steps_that_were_skipped_are_told_from_groups_that_were_dropped_on_the_way(base, tmp_path):
+def test_skipped_steps_differ_from_groups_dropped_on_the_way(base, tmp_path):
     nothing = {"correction": {"reject": {"token_k1": [1e8, 1e9]}}}
     made = Made(base, tmp_path / "run", **nothing).run()
     ends = {line.outcome for line in made.lines()}
@@ -201,7 +201,7 @@ def test_steps_that_were_skipped_are_told_from_groups_that_were_dropped_on_the_w
 # --- tampering
 
 
-def test_other_weights_are_told_with_tensor_step_and_size(made, capsys):
+def test_different_weights_are_reported_with_tensor_step_and_size(made, capsys):
     checkpoint = CheckpointStore(made.folder / "checkpoints").at_step(4)
     path = checkpoint.model / "model.safetensors"
     tensors = load_file(path)
@@ -218,7 +218,7 @@ def test_other_weights_are_told_with_tensor_step_and_size(made, capsys):
     assert f"different: step 4: step-000004: weight {name} differs by up to 0.5" in capsys.readouterr().out
 
 
-def test_the_last_bit_of_a_moment_is_seen(made):
+def test_a_changed_bit_of_a_moment_is_found(made):
     checkpoint = CheckpointStore(made.folder / "checkpoints").at_step(STEPS)
     path = checkpoint.folder / OPTIMIZER
     tensors = load_file(path)
@@ -239,7 +239,7 @@ def forge(checkpoint, path: Path, tensors) -> None:
     (checkpoint.folder / MANIFEST).write_text(json.dumps(manifest))
 
 
-def test_another_group_with_a_ledger_line_to_match_gives_other_weights(made):
+def test_a_replaced_group_with_a_forged_ledger_line_is_found(made):
     lines = made.lines()
     place = next(i for i, line in enumerate(lines) if line.outcome == Trained())
     other = group(1000, lines[place].version)
@@ -256,7 +256,7 @@ def test_another_group_with_a_ledger_line_to_match_gives_other_weights(made):
 
 
 @pytest.mark.parametrize("which", [0, -1])
-def test_an_altered_byte_of_an_archived_group_is_told_with_its_place(made, which):
+def test_a_damaged_archived_group_is_reported_with_its_offset(made, which):
     line = made.lines()[which]
     place = {(found.prompt, found.hash): place for found, place in scan_archive(made.folder / "groups")}[
         line.prompt, line.hash
@@ -280,7 +280,7 @@ ALTERED = {
 
 
 @pytest.mark.parametrize(("change", "words"), ALTERED.values(), ids=ALTERED)
-def test_an_altered_line_of_the_ledger_is_told_by_number(made, change, words):
+def test_an_altered_ledger_line_is_reported_by_number(made, change, words):
     lines = made.lines()
     lines[trained_line(lines)] = msgspec.structs.replace(lines[trained_line(lines)], **change)
     made.rewrite(lines)
@@ -296,7 +296,7 @@ def test_an_altered_line_of_the_ledger_is_told_by_number(made, change, words):
         ({"prompt": "prompts:0:999"}, r"lacks 1 of the .*prompts:0:999"),
     ],
 )
-def test_a_line_of_a_group_that_never_was_is_told(made, change, words):
+def test_a_ledger_line_without_a_group_is_reported(made, change, words):
     lines = made.lines()
     lines[3] = msgspec.structs.replace(lines[3], **change)
     made.rewrite(lines)
@@ -304,7 +304,7 @@ def test_a_line_of_a_group_that_never_was_is_told(made, change, words):
         made.replay()
 
 
-def test_a_line_that_is_none_and_a_ledger_of_another_length_are_refused(made):
+def test_an_invalid_ledger_line_or_length_is_refused(made):
     whole = made.ledger.read_bytes()
     made.ledger.write_bytes(whole.replace(b'"trained"', b'"trainee"', 1))
     with pytest.raises(RunMismatchError, match="'trainee' is no outcome"):
@@ -314,7 +314,7 @@ def test_a_line_that_is_none_and_a_ledger_of_another_length_are_refused(made):
         made.replay()
 
 
-def test_a_line_that_is_missing_is_told_even_by_a_ledger_of_the_right_length(made):
+def test_a_missing_ledger_line_is_found_even_if_the_length_fits(made):
     lines = made.lines()
     gone = trained_line(lines)
     made.rewrite(lines[:gone] + lines[gone + 1 :])
@@ -323,7 +323,7 @@ def test_a_line_that_is_missing_is_told_even_by_a_ledger_of_the_right_length(mad
     assert made.replay().mismatch.description == f"the ledger has {STEPS - 1} steps, the checkpoint {STEPS}"
 
 
-def test_a_bounded_archive_that_lost_a_group_is_told_with_its_setting(base, tmp_path):
+def test_a_group_missing_from_a_bounded_archive_names_the_setting(base, tmp_path):
     made = Made(base, tmp_path / "run", archive={"keep": 3}).run()
     next((made.folder / "groups").glob("*.groups")).unlink()
     total = len(made.lines())
@@ -331,7 +331,7 @@ def test_a_bounded_archive_that_lost_a_group_is_told_with_its_setting(base, tmp_
         made.replay()
 
 
-def test_a_checkpoint_that_was_damaged_is_passed_over_and_the_one_before_is_the_end(made):
+def test_a_damaged_checkpoint_is_skipped_and_the_replay_ends_at_the_one_before(made):
     path = CheckpointStore(made.folder / "checkpoints").at_step(STEPS).folder / OPTIMIZER
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -341,19 +341,19 @@ def test_a_checkpoint_that_was_damaged_is_passed_over_and_the_one_before_is_the_
     assert report.steps == 4
 
 
-def test_without_a_checkpoint_there_is_nothing_to_compare_with(base, tmp_path):
+def test_a_replay_needs_a_checkpoint(base, tmp_path):
     made = Made(base, tmp_path / "run").run(checkpoints=())
     with pytest.raises(RunMismatchError, match="no intact checkpoint"):
         made.replay()
 
 
-def test_settings_that_were_not_the_runs_are_told_by_a_difference(made):
+def test_other_settings_than_the_runs_give_a_difference(made):
     train = msgspec.structs.replace(made.settings.train, learning_rate=2e-2)
     difference = made.replay(msgspec.structs.replace(made.settings, train=train)).mismatch
     assert difference.step == 2
 
 
-def test_a_run_without_its_folder_is_no_run(tmp_path):
+def test_a_replay_needs_the_runs_folder(tmp_path):
     with pytest.raises(PenstockError, match="no run's folder"):
         show_replay(str(tmp_path))
 

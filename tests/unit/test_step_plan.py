@@ -19,19 +19,19 @@ def course(version, k, per_step=1, publish_every=1, steps_left=None):
     )
 
 
-def test_what_the_next_version_makes_too_old_is_awaited():
+def test_a_group_that_the_next_version_makes_too_old_is_waited_for():
     chosen = plan_step({"old": 3, "young": 4}, {"young"}, (), course(4, k=1))
     assert chosen.stragglers == ["old"]
     assert plan_step({"old": 3, "young": 4}, {"young", "old"}, (), course(4, k=1)).prompt_ids == ["old"]
 
 
-def test_what_is_still_in_time_afterwards_is_not_awaited():
+def test_a_group_that_can_be_trained_later_is_not_waited_for():
     chosen = plan_step({"slow": 4, "quick": 4}, {"quick"}, (), course(4, k=1))
     assert chosen == plan_step({"slow": 4, "quick": 4}, {"quick"}, (), course(4, k=1))
     assert (chosen.prompt_ids, chosen.stragglers) == (["quick"], [])
 
 
-def test_two_that_come_due_together_are_not_both_put_off_to_the_last_step():
+def test_groups_due_together_are_not_all_left_to_the_last_step():
     """At version 2 both would have to be in one step of one group; so at version 1 it waits for one of them."""
     begun = {"a": 0, "b": 0, "young": 1}
     assert plan_step(begun, {"young"}, (), course(1, k=2)).stragglers == ["a", "b"]
@@ -39,19 +39,19 @@ def test_two_that_come_due_together_are_not_both_put_off_to_the_last_step():
     assert plan_step(begun, {"young", "b"}, (), course(1, k=2)).prompt_ids == ["b"]
 
 
-def test_steps_before_the_publication_are_time_as_well():
+def test_steps_before_the_next_publication_count_as_slots():
     begun = {"old": 0, "young": 0}
     assert plan_step(begun, {"young"}, (), course(0, k=0, publish_every=2)).stragglers == []
     assert plan_step({"old": 0}, (), (), course(0, k=0, publish_every=2, steps_left=1)).stragglers == ["old"]
 
 
-def test_what_is_too_old_already_is_not_awaited_and_goes_before_what_may_wait():
+def test_a_group_that_is_too_old_is_not_waited_for_and_precedes_younger_ones():
     begun = {"ancient": 0, "lost": 1, "young": 9}
     chosen = plan_step(begun, {"ancient", "young"}, (), course(9, k=1))
     assert (chosen.prompt_ids, chosen.stragglers) == (["ancient"], [])
 
 
-def test_what_is_too_old_already_makes_nobody_else_late():
+def test_a_group_that_is_too_old_makes_no_other_group_late():
     begun = {"ancient": 0, "due": 8}
     assert plan_step(begun, {"ancient", "due"}, (), course(9, k=1)).prompt_ids == ["due"]
 
@@ -61,7 +61,7 @@ def test_an_abandoned_group_is_no_longer_waited_for():
     assert plan_step(begun, {"young"}, {"hung"}, course(4, k=1)).stragglers == []
 
 
-def test_no_step_asks_for_more_than_it_can_take():
+def test_a_step_never_requires_more_groups_than_it_takes():
     """After a resume there may be more due than there is room for: they are trained late, and nobody waits for ever."""
     begun = {f"p{i}": 0 for i in range(9)}
     chosen = plan_step(begun, set(begun), (), course(0, k=0, per_step=2))
@@ -75,7 +75,7 @@ def test_no_step_asks_for_more_than_it_can_take():
     seed=st.integers(0, 10_000),
     quickness=st.floats(0.1, 0.9),
 )
-def test_nothing_is_trained_too_old_and_all_that_is_awaited_can_come(k, per_step, publish_every, seed, quickness):
+def test_no_group_is_trained_too_old_and_every_straggler_can_arrive(k, per_step, publish_every, seed, quickness):
     """A run as the server paces it: groups come in any order, some slowly; some are dropped, some begun anew."""
     chance = random.Random(seed)
     capacity = (k + 1) * per_step * publish_every

@@ -13,7 +13,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_it_waits_until_none_has_come_for_so_long(clock):
+def test_waiting_ends_after_the_timeout_without_an_arrival(clock):
     waiting = StragglerWait(10.0)
     assert waiting.abandoned({"a": 3, "b": 3}) == set()
     assert waiting.should_wait(["a", "b"], paused=False)
@@ -39,7 +39,7 @@ def test_a_straggler_that_arrives_in_time_is_not_abandoned(clock):
     assert waiting.abandoned({"a": 3}) == set()
 
 
-def test_begun_anew_it_is_awaited_like_any_other(clock):
+def test_an_abandoned_group_that_starts_again_is_waited_for(clock):
     waiting = StragglerWait(10.0)
     waiting.abandoned({"a": 3})
     waiting.should_wait(["a"], paused=False)
@@ -50,7 +50,7 @@ def test_begun_anew_it_is_awaited_like_any_other(clock):
     assert waiting.abandoned({"a": 3}) == set()
 
 
-def test_while_the_run_is_paused_time_does_not_count(clock):
+def test_time_while_the_run_is_paused_does_not_count(clock):
     waiting = StragglerWait(10.0)
     waiting.abandoned({"a": 3})
     for _ in range(5):
