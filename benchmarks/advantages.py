@@ -1,18 +1,17 @@
-"""Advantages, masks, aggregation and loss of whole batches, beside a floor of the same run.
+"""Advantages, masks, aggregation and loss of whole batches, compared to a baseline of the same run.
 
     python benchmarks/advantages.py [--rounds 15] [--json] [--check]
 
-Batches of 65,536 rows x 64 tokens and of 4,096 x 1,024, one row to a completion, in groups of 8 and of 16 with string
-ids, interleaved; a tenth of the rewards are unmeasured and hold NaN. The floor: the rows' rewards read and written once
-by torch, and the batch's tokens (float32) summed once. The same on plain Python floats, group by group from the string
-ids, stands beside it. Estimators get coded ids; the `Grouping` is built within their time. With `--check` it exits
-with 1 if a limit is exceeded: coding the ids 30 token sums; an estimator with one value to a row 8, gdpo 8 to a part;
-a row's advantage on its tokens must be a view. The cost by row is told up to 1,048,576 rows.
+Batches of 65,536 rows x 64 tokens and of 4,096 x 1,024, one row per completion, in interleaved groups of 8 and 16 with
+string ids; a tenth of the rewards are unmeasured and NaN. Baselines: copying the rewards once in torch, summing the
+batch's tokens (float32) once, and plain Python loops group by group. Estimators get coded ids; building the `Grouping`
+counts towards their time. `--check` exits with 1 if a limit is exceeded: coding the ids 30 token sums; an estimator with
+one value per row 8, gdpo 8 per part; a row's advantage on its tokens must be a view. Cost per row is measured up to
+1,048,576 rows.
 
-Caveats: one thread, and its own processor time, not the clock: on a shared machine what takes long is interrupted more
-often than what is short. Medians over rounds in which every line has its turn, in another order each round; lines
-without a limit have theirs in every third. The garbage collector is off meanwhile. Ids are new strings in each round,
-of which nobody has taken the hash yet.
+Method: one thread and its CPU time, because wall time on a shared machine depends on other processes. Medians over
+rounds; each round measures every entry in another order, entries without a limit every third round. The garbage
+collector is off. Ids are new strings in each round, so their hashes are not cached.
 """
 
 import argparse
@@ -63,7 +62,7 @@ LOOPED: Final = ("grpo", "rloo")
 
 @dataclass(frozen=True)
 class TimedWork:
-    """What is timed: `work(prepare())`, of which `prepare` is not."""
+    """Times `work(prepare())`; `prepare` is not timed."""
 
     name: str
     work: Callable[[Any], object]
@@ -76,12 +75,12 @@ class TimedWork:
 
 
 def alone(work: Callable[[], object]) -> Callable[[Any], object]:
-    """For lines that prepare nothing."""
+    """Wrap work without preparation."""
     return lambda _: work()
 
 
 class Rows:
-    """A batch without its tokens: what estimators with one value to a row compare."""
+    """A batch without its tokens, for estimators with one value per row."""
 
     def __init__(self, rows: int, size: int) -> None:
         self.rng = torch.Generator().manual_seed(rows + size)
@@ -103,7 +102,7 @@ class Rows:
         }
 
     def ids(self) -> list[str]:
-        """New strings, as records that were just read have them."""
+        """Return new strings, as in records just decoded."""
         return [name.decode() for name in self._ids]
 
     def _scores(self, *shape: int) -> Tensor:
@@ -113,7 +112,7 @@ class Rows:
         return Grouping(self.codes_C, self.valid_C, self.groups)
 
     def estimate(self, name: str) -> Any:
-        """By a registered estimator with its default options; the grouping is made for it alone."""
+        """Run a registered estimator with its default options and a new grouping."""
         return ESTIMATORS[name]({**self.inputs, "groups": self.grouping()}, CHOICES[name].options)
 
     def coding(self) -> TimedWork:
@@ -131,7 +130,7 @@ class Rows:
 
 
 class Tokens(Rows):
-    """The whole batch: each row three quarters full on average, with a tool's tokens within."""
+    """The whole batch: rows are three quarters full on average and contain tool tokens."""
 
     def __init__(self, rows: int, tokens: int, size: int) -> None:
         super().__init__(rows, size)
@@ -190,12 +189,12 @@ class Tokens(Rows):
         return derive_masks(self.batch.facts, self.rows_R, self.sampled_RT, truncation={})
 
     def advantages(self, name: str) -> Tensor:
-        """As the trainer has them, on tokens."""
+        """Return advantages on tokens, as in the trainer."""
         chosen = settings.Settings(model=settings.Model(path=""), data=settings.Data(path=""), estimator=CHOICES[name])
         return estimate_advantages(self.batch, self.masks, chosen).tokens_RT
 
     def loss(self) -> Tensor:
-        """The clipped loss, forward and backward."""
+        """Run the clipped loss, forward and backward."""
         logprobs = self.logprobs_RT.detach().requires_grad_()
         found = policy_loss(
             "clipped",
@@ -241,7 +240,7 @@ class Tokens(Rows):
         ]
 
     def loop(self, name: str, ids: Sequence[str]) -> Tensor:
-        """The same group by group, on floats, from the string ids."""
+        """Run the estimator as a Python loop over groups of floats."""
         members: dict[str, list[int]] = {}
         for place, (group, valid) in enumerate(zip(ids, self.valid_C.tolist(), strict=True)):
             if valid:
@@ -267,13 +266,13 @@ def looped(name: str) -> str:
 
 
 def is_view(on_tokens: Tensor) -> bool:
-    """Whether memory holds one number to a row, on however many tokens it is seen."""
+    """Return whether memory holds only one number per row."""
     stored = on_tokens.untyped_storage().nbytes() // on_tokens.element_size()
     return on_tokens.stride(1) == 0 and stored == len(on_tokens)
 
 
 def measure(lines: Sequence[TimedWork], rounds: int) -> dict[str, list[float]]:
-    """Processor milliseconds of each line, in order of size."""
+    """Return CPU milliseconds of each entry, in ascending order."""
     found: dict[str, list[float]] = {line.name: [] for line in lines}
     order, shuffled = list(lines), random.Random(rounds)
     gc.collect()
@@ -294,7 +293,7 @@ def measure(lines: Sequence[TimedWork], rounds: int) -> dict[str, list[float]]:
 
 
 def case(rows: int, tokens: int, size: int, rounds: int) -> dict[str, Any]:
-    """One batch, every line."""
+    """Measure every entry on one batch."""
     batch = Tokens(rows, tokens, size)
     for name in LOOPED:
         torch.testing.assert_close(batch.loop(name, batch.ids()), batch.estimate(name))
@@ -335,7 +334,7 @@ def case(rows: int, tokens: int, size: int, rounds: int) -> dict[str, Any]:
 
 
 def growth(rounds: int) -> list[dict[str, Any]]:
-    """Nanoseconds of a row, as batches grow."""
+    """Return nanoseconds per row for growing batches."""
     lines = []
     for rows in ROWS:
         batch = Rows(rows, GROUP_SIZES[0])
@@ -359,7 +358,7 @@ def growth(rounds: int) -> list[dict[str, Any]]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """As tables."""
+    """Print tables."""
     said = {None: "", True: "yes", False: "no"}
     for told in found["cases"]:
         print(f"{told['rows']:,} rows x {told['tokens']:,} tokens, groups of {told['group_size']}")

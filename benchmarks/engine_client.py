@@ -1,10 +1,10 @@
-"""What the engine's client costs: requests a second, and its CPU time of one, with engines that answer at once.
+"""Cost of the engine client: requests per second, and CPU time per request, with engines that answer immediately.
 
     python benchmarks/engine_client.py [--engines 2] [--at-once 256] [--requests 4000] [--json]
 
-The engines are scripted ones, each in a process of its own; a request is 490 tokens, an answer 64 with log-probs.
-Groups of 8 completions, 3 turns each. Caveat: engines and client share the machine's cores, so that requests a second
-say more of the engines than of the client; its CPU time does not depend on them.
+The engines are scripted, each in its own process. A request has 490 tokens, a response 64 with log-probs; groups of 8
+completions, 3 turns each. Engines and client share the machine's cores, so requests per second depend mostly on the
+engines; the client's CPU time does not.
 """
 
 import argparse

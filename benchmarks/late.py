@@ -1,10 +1,10 @@
-"""The policies of `pacing.stale_policy` on whole runs with lognormal completions and a trainer that takes no time.
+"""The policies of `pacing.stale_policy` in whole runs, with lognormal completion lengths and an instant trainer.
 
     python -m benchmarks.late [--groups 480] [--seed 1] [--json]
 
-Real processes; the engine is scripted (`late_engine.py`: lengths lognormal, sigma 1, a token 2 ms), the learner is the
-chaos runs' witness. `cancel` is run twice: where another attempt at a prompt has the same lengths (a hard prompt stays
-hard), and where they are drawn anew (luck), which is what discarding takes from.
+Real processes; the engine is scripted (`late_engine.py`: lognormal lengths, sigma 1, 2 ms per token), the learner is the
+one of the chaos tests. `cancel` runs twice: once another attempt at a prompt has the same lengths (hard prompts stay
+hard), once lengths are drawn again, which favours short completions.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def describe(
     save_every: int = 50,
     straggler_timeout_s: float = 60.0,
 ) -> Settings:
-    """A run on prompts that are these numbers; how each is meant to end, `tests.chaos.ends` says by the number."""
+    """Settings of a run whose prompts are these numbers; `tests.chaos.ends` defines each number's outcome."""
     base = project.write_project(folder, 0, 1)
     with (folder / "prompts.jsonl").open("w") as file:
         for number in numbers:
@@ -76,12 +76,12 @@ def describe(
 
 
 def trained_numbers(count: int) -> list[int]:
-    """Numbers whose prompts are meant to be trained."""
+    """Return numbers whose prompts are trained."""
     return [number for number in range(3 * count) if intended(number) == TRAINED][:count]
 
 
 def engine(*options: str) -> MakeEngineSpec:
-    """The engine with lognormal lengths."""
+    """Return the command of the engine with lognormal lengths."""
 
     def command(_settings: Settings, _file: Path, port: int) -> RoleSpec:
         script = str(Path(__file__).with_name("late_engine.py"))
@@ -92,7 +92,7 @@ def engine(*options: str) -> MakeEngineSpec:
 
 @dataclass
 class Observed:
-    """A run, seen all the while."""
+    """Observations of a run."""
 
     outcome: RunOutcome | None = None
     looks: list[tuple[int, int]] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Observed:
 
 
 def run(settings: Settings, engine_of: MakeEngineSpec, limit_s: float = 600.0) -> Observed:
-    """Supervise the run to its end, and look at it every 10 ms; without an outcome where it did not come to one."""
+    """Supervise a run and observe it every 10 ms; the outcome is None if it did not end."""
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     watched = Observed()
     (settings.folder / "logs").mkdir(parents=True)
@@ -140,12 +140,12 @@ async def _watch(settings: Settings, watched: Observed) -> None:
 
 
 def steps(settings: Settings) -> list[dict[str, Any]]:
-    """The metrics of every step."""
+    """Return the metrics of every step."""
     return [json.loads(line) for line in (settings.folder / "metrics.jsonl").read_text().splitlines()]
 
 
 class Row(Struct, kw_only=True):
-    """One run."""
+    """Results of one run."""
 
     policy: str
     seconds: float
@@ -165,7 +165,7 @@ class Row(Struct, kw_only=True):
 
 
 def measure(policy: str, settings: Settings, watched: Observed, numbers: list[int], seed: int) -> Row:
-    """What came of it."""
+    """Summarize one run."""
     outcome = watched.outcome
     if outcome is None or outcome.failure or outcome.view is None:
         raise SystemExit(f"{policy}: the run did not come to its end ({outcome and outcome.failure})")
@@ -195,7 +195,7 @@ def measure(policy: str, settings: Settings, watched: Observed, numbers: list[in
 
 
 def study(late: Late, groups: int, seed: int, max_staleness: int, *, draw_anew: bool = False) -> Row:
-    """One run of one policy."""
+    """Run one policy."""
     numbers = trained_numbers(groups)
     with tempfile.TemporaryDirectory(prefix="penstock-late-") as folder:
         settings = describe(Path(folder).resolve(), numbers, late=late, max_staleness=max_staleness)
@@ -206,7 +206,7 @@ def study(late: Late, groups: int, seed: int, max_staleness: int, *, draw_anew: 
 
 
 def table(rows: list[Row]) -> str:
-    """As Markdown."""
+    """Format a Markdown table."""
     head = "trained | cancelled | age: mean | most | over the bound | waited for stragglers"
     lines = [
         f"| `late` | {head} | length: trained / fed | seconds of attempts: trained / first | run |",

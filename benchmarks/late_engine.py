@@ -1,6 +1,6 @@
 """A scripted engine whose answers have lognormal lengths: `late_engine.py --port PORT --seed S --median TOKENS`.
 
-A prompt is a number, in digits. A completion takes its length times the time of a token.
+A prompt is a number, in digits. A completion takes its length times the time per token.
 """
 
 import argparse
@@ -23,7 +23,7 @@ SIGMA = 1.0
 
 
 def length(seed: int, median: float, number: int, draw: int) -> int:
-    """Tokens of a completion of prompt `number`: lognormal, always the same."""
+    """Return the length of a completion of prompt `number`: lognormal, deterministic."""
     return max(1, round(median * math.exp(random.Random(f"{seed}/{number}/{draw}").gauss(0.0, SIGMA))))
 
 

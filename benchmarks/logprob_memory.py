@@ -2,14 +2,14 @@
 
     python benchmarks/logprob_memory.py [--json] [--check] [--tokens 8192] [--vocabulary 150000] [--hidden 64]
 
-Each way runs in a process of its own: hidden states and the output layer's weight are made, then log-probs of the
-targets and gradients for both. What counts is how far the process's memory (resident set) rose above what it was with
-the inputs made. Both ways write what they computed, and it is compared. With `--check` it exits with 1 unless the peak
-block by block is below a quarter of the other and values agree.
+Each variant runs in its own process: make hidden states and the output layer's weight, then compute log-probs of the
+targets and both gradients. The figure is the increase of resident memory over that after making the inputs. Results of
+both variants are compared. `--check` exits with 1 unless the peak in blocks is below a quarter of the other and values
+agree.
 
-Caveats: "all at once" is the leanest usual way (`cross_entropy` on logits, T = 1), about three times the logits; a loss
-written with `log_softmax`, entropy and a temperature holds more. At the sizes above it needs 15 GB and says so where
-they are not free. Hidden states are narrower than a real model's, so that what is measured is the vocabulary's.
+The variant "at once" is the leanest common one (`cross_entropy` on logits, T = 1), about three times the logits; a loss
+with `log_softmax`, entropy and a temperature needs more. At the default sizes it needs 15 GB of free memory. Hidden
+states are narrower than a real model's, so that the vocabulary dominates.
 """
 
 import argparse
@@ -40,12 +40,12 @@ def at_once(hidden, weight, targets):
 
 
 def resident() -> int:
-    """Bytes of the process now."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def measure(way: str, tokens: int, vocabulary: int, hidden: int, out: Path) -> dict[str, float]:
-    """One way, in this process."""
+    """Measure one variant in this process."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(tokens, hidden, generator=generator).requires_grad_()

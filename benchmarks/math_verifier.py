@@ -1,12 +1,11 @@
-"""The reward `math` beside bare `parse` and `verify` of math-verify, both in two processes, in one run.
+"""The reward `math` compared to bare `parse` and `verify` of math-verify, both in two processes, in one run.
 
     python benchmarks/math_verifier.py [--rows 1536] [--group 16] [--rounds 5] [--json] [--check]
 
-*Bare*: two processes that do nothing but parse gold, parse prediction, verify, each for its half of the rows. *Ours*:
-the reward function as a scorer calls it, group by group (all groups waiting at once), in a pool of two. Both are warm;
-the rounds alternate. Wall seconds and processor seconds (of all processes, the parent's too) stand side by side; the
-ratio of a round is within it, and the median over the rounds is held to 1.5. Verdicts are compared row by row. Then one
-that never comes back: how long after its deadline it is killed and answered for.
+*Bare*: two processes that only parse gold, parse prediction and verify, each for half of the rows. *Ours*: the reward
+function as a scorer calls it, group by group (all groups queued), in a pool of two. Both are warm; rounds alternate.
+Reported are wall seconds and CPU seconds of all processes, including the parent. `--check` limits the median ratio to
+1.5. Results are compared row by row. Last, the delay after its deadline until a hanging verifier is killed.
 """
 
 import argparse
@@ -35,7 +34,7 @@ Pair = tuple[str, str]
 
 
 def pairs(count: int) -> list[Pair]:
-    """Easy rows, no two alike (math-verify caches its last twenty), every third one wrong."""
+    """Return easy, distinct rows (math-verify caches the last twenty); every third is wrong."""
     made = []
     for i in range(count):
         numerator, denominator = i % 97 + 1, i // 97 + 2
@@ -50,7 +49,7 @@ def pairs(count: int) -> list[Pair]:
 
 
 def bare(pipe: Connection) -> None:
-    """A process: rows in, verdicts and its processor seconds out."""
+    """Process: receives rows, sends results and its CPU seconds."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     latex, text = LatexExtractionConfig(), ExprExtractionConfig()
@@ -65,7 +64,7 @@ def bare(pipe: Connection) -> None:
 
 
 class BareVerifier:
-    """Two such processes."""
+    """Two processes of bare math-verify."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -87,7 +86,7 @@ class BareVerifier:
         return [verdict for verdicts, _ in answers for verdict in verdicts], wall, spent
 
     def close(self) -> None:
-        """End them."""
+        """End the processes."""
         for pipe in self._pipes:
             pipe.send([])
         for process in self._processes:
@@ -95,7 +94,7 @@ class BareVerifier:
 
 
 def seconds_of(pids: list[int]) -> float:
-    """Processor seconds of processes since they began."""
+    """Return CPU seconds of processes since their start."""
     fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
     return sum(int(field[11]) + int(field[12]) for field in fields) / _TICKS
 
@@ -127,7 +126,7 @@ async def measure_pool(function: RewardFunction, rows: list[Pair], group: int) -
 
 
 async def compare(arguments: argparse.Namespace) -> dict[str, object]:
-    """Alternate the two, and hold the medians of their ratios to the limit."""
+    """Alternate the two, and compare the medians of their ratios to the limit."""
     rows = pairs(arguments.rows)
     side = BareVerifier()
     rounds = []
@@ -163,14 +162,14 @@ async def compare(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def hang(completions: list[str]) -> list[float]:
-    """A verifier that never comes back."""
+    """A verifier that never returns."""
     while completions:
         time.sleep(60)
     return []
 
 
 async def lateness() -> float:
-    """Seconds beyond its deadline after which a hanging verifier is killed and answered for; the worst of several."""
+    """Return the longest delay after a deadline until a hanging verifier is killed."""
     function = RewardFunction.load(f"{__file__}:hang", call_options=CallOptions(processes=2, granularity="row"))
     batch = RewardBatch(["?"], ["x"], [[1]])
     found = []

@@ -1,14 +1,14 @@
-"""The pipe against a floor: groups a second through stages, and the time of a claim with many entries pending.
+"""Groups per second through stages, and the time of a claim with many pending entries, compared to bare commands.
 
     python benchmarks/pipe.py [--groups 600] [--pending 10000] [--rounds 3] [--json]
 
 A group is 16 completions of 1000 tokens: ids and log-probs, 127 KiB. The server is private, on a unix socket, with
-`appendfsync everysec`; workers are tasks of one process. The floor is what bare commands cost for the same bytes with
-the same client, in the same run, turn by turn: XREADGROUP, XADD, XACK, XDEL, with no owner, no lease, no count, and not
-atomic. `end_to_end` is encode, settle, claim, decode, settle, claim, decode, commit, acknowledge.
+`appendfsync everysec`; workers are tasks of one process. The baseline sends the same bytes with the same client in the
+same run: XREADGROUP, XADD, XACK, XDEL, without owner, lease, counts or atomicity. `end_to_end` is encode, complete,
+claim, decode, complete, claim, decode, commit, acknowledge.
 
-Caveats: one client process, so on two cores the server and the client have one each; the disk's write cache decides how
-much `everysec` costs; medians of the rounds.
+With one client process on two cores, server and client have one core each. The disk's write cache decides how much
+`everysec` costs. Figures are medians of the rounds.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def make_group(prompt_id: str, completions: int = 16, tokens: int = 1000) -> Gro
 
 
 async def work(stage: Stage, total: list[int], do: Callable[[list], Awaitable[None]]) -> None:
-    """Claim until the stage has done its share."""
+    """Claim until the stage has processed all groups."""
     while total[0] > 0:
         claim = await stage.claim(min(AT_ONCE, total[0]))
         total[0] -= len(claim.leases)
@@ -109,7 +109,7 @@ async def train(connection: RunConnection, groups: int) -> None:
 
 
 async def one_stage(connection: RunConnection, groups: int) -> float:
-    """Claim and settle, 127 KiB in and out."""
+    """Claim and complete, 127 KiB in and out."""
     await feed(connection, groups)
     await roll_out(connection, groups)
     began = time.perf_counter()
@@ -154,7 +154,7 @@ async def end_to_end(connection: RunConnection, groups: int) -> float:
 
 
 async def claims(connection: RunConnection, pending: int, count: int) -> tuple[float, float]:
-    """Microseconds of a claim of one entry with many pending: at the client, and in the server."""
+    """Return microseconds of a claim with many pending entries, at the client and in the server."""
     await feed(connection, pending + count)
     stage = Stage(connection, "prompts", "w", RetryPolicy(lease_s=600.0))
     for _ in range(0, pending, 1000):

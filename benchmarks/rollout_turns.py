@@ -1,11 +1,11 @@
-"""What a turn costs the rollout worker's CPU, with an engine that answers at once and a tool that does nothing.
+"""CPU time of a rollout worker per turn, with an instant engine and a trivial tool.
 
     python benchmarks/rollout_turns.py [--groups 60] [--repeats 5] [--json]
 
-Counted is all that a worker does between engine and stream: reset, chat template, tokenising, parsing, the tool in its
-thread, rows, get_reward, snapshot. Not counted: HTTP, Redis, and what a real environment computes. Groups of 8, 8 at
-once, prompts of about 490 tokens (tools included), 3 turns of 64 tokens, one tool call in each but the last. Told is
-the least disturbed of the repeats: on a machine that does other things as well, CPU time itself grows by half.
+Included: reset, chat template, tokenization, parsing, the tool in its thread, rows, get_reward, snapshot. Excluded: HTTP,
+Redis, and the work of a real environment. Groups of 8, 8 groups at a time, prompts of about 490 tokens (tools included),
+3 turns of 64 tokens, one tool call in each but the last. The result is the fastest repeat: on a busy machine CPU time
+itself grows by half.
 """
 
 import argparse
@@ -52,7 +52,7 @@ TEMPLATE = """\
 
 
 class Adder:
-    """An environment with one tool that costs nothing."""
+    """An environment with one trivial tool."""
 
     def reset(self, **row: object) -> None:  # noqa: ARG002
         self.calls = 0
@@ -72,7 +72,7 @@ class Adder:
 
 
 class InstantEngine:
-    """Answers with the same turns for every conversation."""
+    """Returns the same turns for every conversation."""
 
     def __init__(self, turns: list[list[int]], prompt_tokens: int) -> None:
         self._turns = turns
@@ -94,7 +94,7 @@ class InstantEngine:
 
 
 def make_folder(folder: Path) -> Tokenizer:
-    """A tokenizer of ordinary shape, and a template in Qwen's form."""
+    """Make a byte-level tokenizer and a chat template like Qwen's."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -112,13 +112,13 @@ def make_folder(folder: Path) -> Tokenizer:
 
 
 def padded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The text and the end of turn, in exactly as many tokens as a turn has."""
+    """Return the tokens of a text and the end of turn, padded to the length of a turn."""
     call, filler = tokenizer.encode(text).ids, tokenizer.encode(" it" * TURN_TOKENS).ids
     return [*filler[: TURN_TOKENS - 1 - len(call)], *call, tokenizer.token_to_id("<|im_end|>")]
 
 
 def prompts(tokenizer: Tokenizer, chat: ChatTokenizer, groups: int) -> list[Prompt]:
-    """Prompts that differ, each about as long as it should be."""
+    """Return distinct prompts of about the configured length."""
     empty = len(chat.prompt_ids([{"role": "user", "content": ""}]))
     text = Path(__file__).read_text(encoding="utf-8")
     filler = tokenizer.decode(tokenizer.encode(text).ids[: PROMPT_TOKENS - empty - 4])
@@ -134,7 +134,7 @@ def prompts(tokenizer: Tokenizer, chat: ChatTokenizer, groups: int) -> list[Prom
 
 
 async def measure(groups: int) -> dict[str, float]:
-    """Roll out that many groups."""
+    """Roll out groups and return the figures."""
     factory = EnvironmentFactory.load(f"{Path(__file__)}:Adder")
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_folder(Path(folder))
@@ -182,7 +182,7 @@ async def measure(groups: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run, and print."""
+    """Run and print."""
     parser = argparse.ArgumentParser(description="CPU time of a rollout worker per turn")
     parser.add_argument("--groups", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=5)

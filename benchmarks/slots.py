@@ -1,13 +1,11 @@
-"""Do slow resets queue up behind each other? Completions a second beside what the slots allow.
+"""Completions per second with slow resets, compared to what the slots allow.
 
     python -m benchmarks.slots [--repeats 3] [--json] [--check]
 
-An environment whose `reset` blocks its thread for 100 ms, tools that answer at once, 64 slots, groups of 8, 3 turns of
-an engine that takes its time and nothing of ours. If every slot were busy without a pause, they would finish
-64 / (reset + turns x engine time) completions a second; the engine's time is the mean of what its calls took in the
-same run, wake-ups included. Beside it, the same with one thread for all resets, which is what a loop over the slots'
-environments comes to. Told is the least disturbed of the repeats: what other work takes of the processors is not
-asked here. With `--check` it exits with 1 below 80 %.
+The environment's `reset` blocks its thread for 100 ms, tools are instant; 64 slots, groups of 8, 3 turns of an engine
+that only waits. If every slot were always busy, they would finish 64 / (reset + turns x engine time) completions per
+second; the engine time is the mean of its calls in the same run, wake-ups included. For comparison, the same with one
+thread for all resets, like a loop over the slots. The result is the fastest repeat. `--check` exits with 1 below 80 %.
 """
 
 import argparse
@@ -37,7 +35,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 
 
 class SlowReset(Adder):
-    """As slow to reset as a container or a browser, and it holds its thread meanwhile."""
+    """Resets as slowly as a container or a browser, and blocks its thread."""
 
     def reset(self, **row: object) -> None:
         time.sleep(RESET_S)
@@ -45,7 +43,7 @@ class SlowReset(Adder):
 
 
 class DelayedEngine:
-    """Takes its time, and says the same turns in every conversation."""
+    """Waits, and returns the same turns for every conversation."""
 
     def __init__(self, turns: list[list[int]], prompt_tokens: int) -> None:
         self._turns = turns
@@ -70,7 +68,7 @@ class DelayedEngine:
 
 
 async def measure(groups: int, threads: int) -> dict[str, float]:
-    """Roll out that many groups."""
+    """Roll out groups and return the figures."""
     factory = EnvironmentFactory.load("benchmarks.slots:SlowReset")
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_folder(Path(folder))
@@ -111,7 +109,7 @@ async def measure(groups: int, threads: int) -> dict[str, float]:
 
 
 async def both(groups: int, repeats: int) -> dict[str, object]:
-    """With a thread for each slot, then with one."""
+    """Measure with a thread per slot, then with one thread."""
     runs = [await measure(groups, SLOTS) for _ in range(repeats)]
     pooled = max(runs, key=lambda run: run["share"])
     return {
@@ -125,7 +123,7 @@ async def both(groups: int, repeats: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run, print, and with `--check` judge."""
+    """Run, print, and check the limit with `--check`."""
     parser = argparse.ArgumentParser(description="Whether slow resets queue up behind each other")
     parser.add_argument("--groups", type=int, default=240)
     parser.add_argument("--repeats", type=int, default=3)

@@ -4,18 +4,17 @@
                                     [--rows 64] [--steps 8] [--updates 1] [--micro-batch-tokens 16384] [--threads 1]
 
 On a GPU: a random model of 0.5 billion parameters (the shape of Qwen2.5-0.5B) in bfloat16, rows of about a thousand
-tokens. With `--small`: the demo's model, float32, rows of 100 to 160 tokens, on the CPU too. Prints tokens per second
-(all tokens of the rows, over the median step) and the use of the card's arithmetic, next to the card's name, type,
-attention and packing.
+tokens. With `--small`: the demo's model, float32, rows of 100 to 160 tokens, also on a CPU. Prints tokens per second
+(all tokens of the rows, over the median step), model FLOPs utilization, the device, dtype, attention and packing.
 
-Model FLOPs utilisation is model FLOPs of a step over its seconds, divided by the card's peak. Model FLOPs are those of
-products alone, twice as many backward as forward, and none for what is computed a second time (PaLM, arXiv:2204.02311,
-appendix B): 6 x parameters in products for each token, the output layer's for loss tokens only since it works on no
-others, and for attention 12 x layers x heads x head size x half of the sum of squared row lengths, since it is causal.
-Peaks are the makers' figures for dense bfloat16; None for a card that is not in the table, and in float32.
+Model FLOPs utilization is model FLOPs of a step divided by its seconds and the card's peak. Model FLOPs count matrix
+products only, twice as many backward as forward, without recomputation (PaLM, arXiv:2204.02311, appendix B): 6 x
+parameters in products per token, the output layer for loss tokens only, and for attention 12 x layers x heads x head
+size x half of the sum of squared row lengths (causal). Peaks are the makers' figures for dense bfloat16; None for
+unknown cards and for float32.
 
-Caveats: random weights and tokens (the work is the same), and whatever else the machine is doing: `step_cpu_s`, the
-processor time of all threads, is what a busy machine distorts least on a CPU.
+Weights and tokens are random, which does not change the work. `step_cpu_s`, the CPU time of all threads, is the figure
+least affected by other load on a CPU.
 """
 
 import argparse
@@ -119,7 +118,7 @@ def make_groups(rows: int, vocabulary: int, scale: int, size: int = 8) -> list[G
 
 
 def step_flops(model, lengths: list[int], loss_tokens: float, updates: int) -> float:
-    """Model FLOPs of one step (see the head of this file)."""
+    """Return model FLOPs of one step, see the module docstring."""
     config = model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     inner = sum(m.weight.numel() for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head")
@@ -129,12 +128,12 @@ def step_flops(model, lengths: list[int], loss_tokens: float, updates: int) -> f
 
 
 def peak_flops(card: str) -> float | None:
-    """Of a card of that name; None where it is not in the table. A10G, L40 and laptops' cards are others."""
+    """Return the peak of a card by name; None if unknown. A10G, L40 and laptop cards are different cards."""
     return next((peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b(?! D\b| Laptop)", card)), None)
 
 
 def settled(device: torch.device) -> float:
-    """The clock, once the device has done what it was given."""
+    """Synchronize the device and return the time."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,12 +1,12 @@
-"""What failing rewards do to advantages: masked, or scored 0.0, against the advantages without any failure.
+"""Bias of advantages when rewards fail, masked or scored 0.0, compared to the advantages without failures.
 
-    python -m benchmarks.masking.advantage_bias            10,000 draws on groups.json, then draws the figures
-    python -m benchmarks.masking.advantage_bias --replot   only draws what is in advantage_bias.json
+    python -m benchmarks.masking.advantage_bias            10,000 draws on groups.json, then draw the figures
+    python -m benchmarks.masking.advantage_bias --replot   only draw the figures from advantage_bias.json
 
-In each draw every reward that may fail does so with probability 0.5: those of right answers alone, or of all. The
-stored groups (`stored_groups.py`) stay the same, so the truth of each answer is one number, and the draws are
-independent: intervals are over them, at 95 %, and say nothing of other groups. Only the estimators are looked at: the
-pipeline's filter of groups with too few measured answers stands before them.
+In each draw every reward that may fail does so with probability 0.5: rewards of right answers only, or of any answer. The
+stored groups (`stored_groups.py`) are fixed, so each answer has one true advantage and draws are independent. The 95 %
+intervals are over draws, not over other groups. Only estimators are studied, not the pipeline's filter of groups with too
+few measured answers.
 """
 
 import argparse
@@ -43,7 +43,7 @@ Z_95 = 1.959964
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Groups as they really were, one entry for each answer."""
+    """The stored groups, one entry for each answer."""
 
     rewards: Tensor
     """float64, 0 or 1."""
@@ -54,17 +54,17 @@ class Stored:
 
     @property
     def groups(self) -> int:
-        """Their number."""
+        """Number of groups."""
         return int(self.group_ids.max()) + 1
 
     @property
     def right(self) -> Tensor:
-        """Answers that were right."""
+        """Whether each answer is right."""
         return self.rewards == 1
 
     @property
     def siblings_right(self) -> Tensor:
-        """How many of its group were right, for each answer."""
+        """Number of right answers in the group of each answer."""
         groups = Grouping(self.group_ids, torch.ones_like(self.right), self.groups)
         return groups.broadcast(groups.sum(self.rewards)).long()
 
@@ -79,13 +79,13 @@ def load(file: Path) -> Stored:
 
 
 def draw(stored: Stored, failures: str, share: float, draws: int, generator: torch.Generator) -> Tensor:
-    """Which rewards fail, bool (draws, answers)."""
+    """Draw which rewards fail, bool (draws, answers)."""
     failed = torch.rand(draws, len(stored.rewards), generator=generator) < share
     return failed & stored.right if failures == FAILURES[0] else failed
 
 
 def advantages(stored: Stored, label: str, failed: Tensor, handling: str) -> Tensor:
-    """Advantages (draws, answers) where these rewards failed; 0 for what is masked. A draw's groups are its own."""
+    """Return advantages (draws, answers) given failed rewards; 0 for masked answers."""
     draws = len(failed)
     valid, instead = (~failed, math.nan) if handling == "masked" else (torch.ones_like(failed), 0.0)
     codes = stored.group_ids + stored.groups * torch.arange(draws).unsqueeze(1)
@@ -102,7 +102,7 @@ def advantages(stored: Stored, label: str, failed: Tensor, handling: str) -> Ten
 
 
 def compare(stored: Stored, label: str, failed: Tensor, handling: str) -> dict[str, Tensor]:
-    """Sums over answers, each (draws, 2, sizes): by right or not, and by the number of right ones in the group."""
+    """Return sums over answers, each (draws, 2, sizes): by correctness, and by the number of right answers in the group."""
     truth = advantages(stored, label, torch.zeros_like(failed[:1]), handling)[0]
     found = advantages(stored, label, failed, handling)
     trains = ~failed if handling == "masked" else torch.ones_like(failed)
@@ -127,7 +127,7 @@ def compare(stored: Stored, label: str, failed: Tensor, handling: str) -> dict[s
 
 
 def mean(sums: Tensor, counts: Tensor) -> tuple[float, float] | None:
-    """Mean over the counted, and half the width of its 95 % interval (of a ratio of sums over independent draws)."""
+    """Return the mean and half the width of its 95 % interval (a ratio of sums over independent draws)."""
     if not counts.any():
         return None
     ratio = sums.sum() / counts.sum()
@@ -136,7 +136,7 @@ def mean(sums: Tensor, counts: Tensor) -> tuple[float, float] | None:
 
 
 def summarise(sums: dict[str, Tensor], right: int) -> dict[str, Any]:
-    """What came of right (1) or wrong (0) answers; each mean with half its interval.
+    """Summarize right (1) or wrong (0) answers; each mean with half its interval.
 
     `bias` and `wrong_way` (the share with an advantage of the wrong sign) are means over the answers that bear loss.
     """
@@ -160,7 +160,7 @@ def summarise(sums: dict[str, Tensor], right: int) -> dict[str, Any]:
 
 
 def results(stored: Stored, draws: int, share: float, seed: int, chunk: int = 250) -> Iterator[dict[str, Any]]:
-    """One entry for each estimator, for whom failures hit, how they are handled, and right or wrong answers."""
+    """Yield one entry for each estimator, kind of failures, handling, and right or wrong answers."""
     for failures in FAILURES:
         for label in ESTIMATORS:
             for handling in HANDLINGS:
@@ -176,7 +176,7 @@ def results(stored: Stored, draws: int, share: float, seed: int, chunk: int = 25
 
 
 def rounded(entry: Any) -> Any:
-    """The same with six digits to a number."""
+    """Round all numbers to six digits."""
     if isinstance(entry, dict):
         return {key: rounded(value) for key, value in entry.items()}
     if isinstance(entry, list | tuple):

@@ -11,13 +11,13 @@ SHOWN = "grpo"
 
 
 def draw_figures(entries: Entries) -> None:
-    """Draw both."""
+    """Draw both figures."""
     _bias(entries)
     _by_success(entries)
 
 
 def table(entries: Entries) -> str:
-    """In Markdown: for each estimator the truth and the bias both ways."""
+    """Return a Markdown table: for each estimator the truth and both biases."""
     lines: list[str] = []
     for failures, title in TITLES.items():
         lines += [
@@ -100,7 +100,7 @@ def _by_success(entries: Entries) -> None:
 
 
 def _label(grid: Any) -> None:
-    """Names beside the lines, where there is room for them."""
+    """Label the lines where there is space."""
     bold = {"fontsize": 9.5, "fontweight": "bold"}
     left, right = grid[0]
     left.text(0.4, 1.75, "truth", color=INK, **bold)

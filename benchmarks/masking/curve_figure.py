@@ -20,18 +20,18 @@ Curves = dict[int, dict[int, float]]
 
 
 def wanted(run: Run) -> list[int]:
-    """Steps whose policies have to be scored."""
+    """Return the steps whose policies need a score."""
     return sorted({policy_at(run, axis, place) for axis, places in PLACES.items() for place in places})
 
 
 def policy_at(run: Run, axis: str, place: int) -> int:
-    """The step of the policy that the run had there; 0 is the warm start, and after its end the run has its last."""
+    """Return the step of the run's policy at a position; 0 is the warm start, after the end it is the last step."""
     key = "ended" if axis == "prompts" else "step"
     return max((known["step"] for known in run["steps"] if known[key] <= place), default=0)
 
 
 def curves(runs: list[Run], arm: str, axis: str) -> Curves:
-    """The held-out scores of an arm, sampled at the run's temperature."""
+    """Return the held-out scores of an arm, sampled at the run's temperature."""
     return {
         run["seed"]: {place: run["scores"][str(policy_at(run, axis, place))][0] for place in PLACES[axis]}
         for run in runs
@@ -40,14 +40,14 @@ def curves(runs: list[Run], arm: str, axis: str) -> Curves:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval."""
+    """Return the mean and half the width of its 95 % interval."""
     if len(values) < 2:
         return mean(values), float("nan")
     return mean(values), T_975[len(values)] * stdev(values) / len(values) ** 0.5
 
 
 def differences(one: Curves, other: Curves) -> dict[int, list[float]]:
-    """One less the other at each place: a number for each seed that both have. At -1 their means after the start."""
+    """Return paired differences at each position, one per common seed; at -1 those of the means after the start."""
     seeds = sorted(one.keys() & other.keys())
     places = list(one[seeds[0]]) if seeds else []
     found = {place: [one[seed][place] - other[seed][place] for seed in seeds] for place in places}
@@ -55,7 +55,7 @@ def differences(one: Curves, other: Curves) -> dict[int, list[float]]:
 
 
 def draw(runs: list[Run]) -> None:
-    """Print the figures, and draw them."""
+    """Print the results and draw the figures."""
     runs = [run for run in runs if {str(step) for step in wanted(run)} <= run["scores"].keys()]
     if not all(any(run["arm"] == arm for run in runs) for arm in ("masked", "scored zero")):
         return
@@ -168,7 +168,7 @@ def _tell(runs: list[Run], axis: str) -> None:
 
 
 def _tell_runs(runs: list[Run]) -> None:
-    """What happened in the runs of each arm, in means."""
+    """Print mean statistics of the runs of each arm."""
     for arm in COLORS:
         of = [run for run in runs if run["arm"] == arm]
         facts = {"steps": [len(run["steps"]) for run in of], "trained": [run["groups_trained"] for run in of]}

@@ -1,7 +1,7 @@
-"""The demo's reward, failing for a fifth of the completions: by raising, or by saying 0.0.
+"""The demo's reward, failing for a fifth of the completions: by raising, or by returning 0.0.
 
-Named by a run's settings as `benchmarks/masking/failing.py:...`. Which completions fail is a fact of the run's seed,
-the prompt's id and the completion's index, so that two runs of one seed fail in the same places, whatever was said.
+Used in a run's settings as `benchmarks/masking/failing.py:...`. Failures depend only on the run's seed, the prompt's id and
+the completion's index, so runs with the same seed fail in the same places.
 """
 
 import hashlib
@@ -16,24 +16,24 @@ SHARE = 0.2
 
 
 class NumberedCalculator(Calculator):
-    """A calculator that remembers which completion it belongs to, for the reward to read."""
+    """A calculator that stores its completion's index for the reward function."""
 
     def reset(self, problem: str = "", answer: Any = None, completion_index: int = 0, **fields: Any) -> None:
-        """Begin a problem, as completion number `completion_index` of its group."""
+        """Start a problem as completion number `completion_index` of its group."""
         super().reset(problem, answer, **fields)
         self.completion_index = completion_index
 
 
 def fails(run_seed: int, prompt_id: str, completion_index: int) -> bool:
-    """Whether the reward of this completion fails: by a hash, for `SHARE` of them."""
+    """Return whether the reward of a completion fails: decided by a hash, for `SHARE` of them."""
     digest = hashlib.blake2b(f"{run_seed}/{prompt_id}/{completion_index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < SHARE * 2**64
 
 
 def raising(run_seed: list[int], prompt_id: list[str], environments: list[Any], **batch: Any) -> list[float | Reward]:
-    """The exact answer; raises where the reward fails, so that those completions are masked.
+    """Exact answer; raises for failing completions, which are then masked.
 
-    A function that raises for a group is called again row by row: only the rows that fail are invalid.
+    A function that raises for a group is called again for each completion, so only failing ones are invalid.
     """
     if any(_failing(run_seed, prompt_id, environments)):
         raise RuntimeError("the reward fails here")
@@ -43,7 +43,7 @@ def raising(run_seed: list[int], prompt_id: list[str], environments: list[Any], 
 def scoring_zero(
     run_seed: list[int], prompt_id: list[str], environments: list[Any], **batch: Any
 ) -> list[float | Reward]:
-    """The exact answer; 0.0 where the reward fails, as if the model had been wrong."""
+    """Exact answer; returns 0.0 for failing completions, as if the model were wrong."""
     failing = _failing(run_seed, prompt_id, environments)
     rewards = exact_answer(environments=environments, **batch)
     return [0.0 if failed else reward for failed, reward in zip(failing, rewards, strict=True)]

@@ -1,13 +1,12 @@
-"""The demo's held-out score along the run, with a reward failing at random: failures masked, or scored 0.0.
+"""The demo's held-out score during a run with rewards that fail at random: failures masked, or scored 0.0.
 
-    python -m benchmarks.masking.held_out_curve            runs what is missing in held_out_curve.json, then draws
-    python -m benchmarks.masking.held_out_curve --replot   only draws, and prints the figures
+    python -m benchmarks.masking.held_out_curve            run what is missing in held_out_curve.json, then draw
+    python -m benchmarks.masking.held_out_curve --replot   only draw and print the figures
 
-Every seed has one warm start and one prompt file, from which each arm runs as `penstock demo` would, with the demo's
-settings: a fifth of the rewards fail, in the same (prompt, completion index) of each arm (`failing.py`). What is
-measured, as the demo measures its two ends, is the true score of policies along the way on 200 held-out problems; for
-that alone a checkpoint of every step is kept, 3 GB in all. Fifteen demos of about four minutes; stopped, the command
-goes on where it was.
+Each seed has one warm start and one prompt file, from which each arm runs like `penstock demo`, with the demo's settings.
+A fifth of the rewards fail, for the same (prompt, completion index) in each arm (`failing.py`). The measure is the true
+score of policies along the run on 200 held-out problems, so a checkpoint of every step is kept, 3 GB in all. Fifteen
+demos of about four minutes; an interrupted command continues where it stopped.
 """
 
 import argparse
@@ -47,7 +46,7 @@ Run = dict[str, Any]
 
 
 def train(seed: int, arm: str, folder: Path) -> Run:
-    """Run one demo to its end."""
+    """Run one demo."""
     start = folder / f"seed-{seed}"
     prepare_run(start, seed)
     settings = settings_of(seed, arm, start)
@@ -69,7 +68,7 @@ def train(seed: int, arm: str, folder: Path) -> Run:
 
 
 def steps_of(settings: Settings) -> list[dict[str, float]]:
-    """Of each step, how many prompts had met their end, and the mean reward that the run itself saw."""
+    """Return for each step the number of finished prompts and the run's own mean reward."""
     ledger = (settings.folder / "ledger.jsonl").read_bytes()
     rewards = {row["step"]: row.get("sampled/reward_mean") for row in read_metrics(settings.folder / "metrics.jsonl")}
     progress = [checkpoint.progress for checkpoint in CheckpointStore(settings.folder / "checkpoints").list_all()]
@@ -79,7 +78,7 @@ def steps_of(settings: Settings) -> list[dict[str, float]]:
 
 
 def settings_of(seed: int, arm: str, start: Path) -> Settings:
-    """The demo's settings with the arm's reward, and every checkpoint kept."""
+    """Return the demo's settings with the arm's reward, keeping every checkpoint."""
     demo = demo_settings(start.with_name(f"seed-{seed}-{arm.replace(' ', '-')}"), seed)
     replace = msgspec.structs.replace
     settings = replace(
@@ -101,7 +100,7 @@ def settings_of(seed: int, arm: str, start: Path) -> Settings:
 
 
 def _number(source: Path, settings: Settings) -> None:
-    """Write the demo's prompts again, with what the failing rewards have to know of each."""
+    """Write the demo's prompts with the columns that the failing rewards need."""
     target = Path(settings.data.path)
     target.parent.mkdir(exist_ok=True)
     rows = [msgspec.json.decode(line) for line in source.read_bytes().splitlines()]
@@ -111,7 +110,7 @@ def _number(source: Path, settings: Settings) -> None:
 
 
 def measure(known: Run, folder: Path) -> None:
-    """Add the scores that the curves need and the run lacks."""
+    """Add missing scores that the curves need."""
     start = folder / f"seed-{known['seed']}"
     checkpoints = CheckpointStore(settings_of(known["seed"], known["arm"], start).folder / "checkpoints")
     models = {0: start / "model"} | {
@@ -123,7 +122,7 @@ def measure(known: Run, folder: Path) -> None:
 
 
 async def play(scoring: Settings, models: dict[int, Path]) -> dict[str, list[float]]:
-    """By step, the true score of each policy, sampled and greedy, on an engine of their own."""
+    """Return the true score of each policy by step, sampled and greedy, on a separate engine."""
     scores: dict[str, list[float]] = {}
     rows = held_out_rows(HELD_OUT_PROBLEMS)
     (scoring.folder / "logs").mkdir(exist_ok=True)

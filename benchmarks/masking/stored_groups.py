@@ -1,9 +1,9 @@
-"""Real groups for `advantage_bias.py`: rewards and lengths of what the demo's policies say to training problems.
+"""Real groups for `advantage_bias.py`: rewards and lengths of the demo policies' answers to training problems.
 
-    python -m benchmarks.masking.stored_groups     after held_out_curve has run; writes groups.json
+    python -m benchmarks.masking.stored_groups     after held_out_curve; writes groups.json
 
-Played by four policies of the run of seed 1 without failures (the warm start, and after 2, 4 and 8 steps), 8
-completions of each of 32 problems, as the run would have played them; nothing is selected.
+Sampled by four policies of the run with seed 1 without failures (warm start, and after 2, 4 and 8 steps), 8 completions of
+each of 32 problems, with the run's settings and without selection.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SEED = 1
 
 
 async def collect(scoring: Settings, models: dict[int, Path]) -> list[dict[str, Any]]:
-    """Groups of every policy, each on problems of its own."""
+    """Return groups of every policy, each on different problems."""
     found: list[dict[str, Any]] = []
     rows = training_rows(PROBLEMS * len(models), SEED)
     async with anyio.create_task_group() as tasks:

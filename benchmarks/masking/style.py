@@ -1,4 +1,4 @@
-"""How the figures of this study look."""
+"""Style of this study's figures."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ NAMES = {"masked": "masked", "scored zero": "scored 0.0", "no failures": "no fai
 
 
 def figure(width: float, height: float) -> "Figure":
-    """An empty figure on white."""
+    """Return an empty figure on white."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -25,7 +25,7 @@ def figure(width: float, height: float) -> "Figure":
 
 
 def frame(axes: "Axes", title: str, grid: str = "y") -> None:
-    """A title, a grid, and two sides of the frame."""
+    """Draw title, grid and two sides of the frame."""
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
     axes.grid(axis=grid, color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -36,7 +36,7 @@ def frame(axes: "Axes", title: str, grid: str = "y") -> None:
 
 
 def save(made: "Figure", name: str, **options: Any) -> None:
-    """Write it where the docs find it."""
+    """Save the figure in the folder of the docs' images."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     made.savefig(IMAGES / name, **options)
     print(f"drawn: docs/images/{name}")
