@@ -1,4 +1,4 @@
-"""Each role under its own user: its work goes through, and nothing else does."""
+"""Each role as its own user: its work is allowed, and nothing else."""
 
 from contextlib import AsyncExitStack
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run on a cluster of two nodes: found from either, followed when its slot moves, waited for while it does."""
+"""A run on a cluster of two nodes: found from either node, and followed when its slot moves."""
 
 from collections.abc import Iterator
 from pathlib import Path

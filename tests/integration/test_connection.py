@@ -1,4 +1,4 @@
-"""Ways to a server: TCP, unix socket, password, TLS; and what is said where there is none."""
+"""Connecting by TCP, unix socket, password and TLS, and the errors if a server refuses."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The trainer's side for trainers of any make: what `consume` hands out, what it ends by itself, and in which order."""
+"""The consumer: which groups it returns, which it ends itself, and in which order it writes."""
 
 import zlib
 

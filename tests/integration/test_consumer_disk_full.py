@@ -1,4 +1,4 @@
-"""What a consumer writes of ended groups, and what a full disk leaves: no mark, no record that counts, a clear error."""
+"""Archive, ledger and marks when groups end, and when the disk is full."""
 
 import resource
 from contextlib import contextmanager

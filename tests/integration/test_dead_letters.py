@@ -1,4 +1,4 @@
-"""Dead letters: listed, retried, dropped, and always counted."""
+"""Dead letters are listed, retried, dropped, and counted."""
 
 import pytest
 

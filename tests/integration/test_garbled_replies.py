@@ -111,7 +111,7 @@ async def test_a_script_with_a_garbled_reply_is_repeated_and_changes_nothing_twi
     (lease,) = (await worker.claim(1)).leases
     before = proxy.connections
     proxy.next_reply(WAYS[way])
-    with pytest.raises(LeaseLostError):  # it was settled the first time, and is told so when it tries again
+    with pytest.raises(LeaseLostError):  # the first call completed the entry, so the repeated one finds no lease
         await worker.complete(lease, "groups", pipe.group("a"))
     assert proxy.connections > before
     proxy.next_reply(WAYS[way])
@@ -130,7 +130,7 @@ async def test_permanently_garbled_replies_are_an_error_after_the_timeout(connec
 
 @pytest.mark.full
 async def test_with_random_garbling_calls_succeed_or_raise_server_error(connection, proxy):
-    """Bytes inside a value are nobody's to check here: payloads bear checksums. What frames them is."""
+    """Only the protocol is garbled here; altered payloads are found by their checksums."""
     rng = random.Random(7)
 
     def one_byte(reply: bytes) -> bytes:

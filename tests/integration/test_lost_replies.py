@@ -1,4 +1,4 @@
-"""A server does what it is told, and its reply is lost: the call is made again, and the run is none the worse."""
+"""A script runs but its reply is lost: the call is repeated, and the state of the run is the same."""
 
 from contextlib import asynccontextmanager, suppress
 

@@ -1,4 +1,4 @@
-"""Finished completions of an unfinished group: kept by the owner alone, for the next worker, gone with the entry."""
+"""Saved completions of an unfinished group: written by the lease holder, read by the next worker, deleted with the entry."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The server is killed, and comes back on the same data."""
+"""The server is killed and restarts on the same data."""
 
 import random
 from collections import Counter
@@ -92,7 +92,7 @@ async def test_the_trainers_lease_is_extended_after_a_server_restart(make_server
 
 
 async def test_a_server_that_lost_its_last_second_is_reconciled(make_server, run_name, pipe_on):
-    """What it forgot is fed, claimed and settled again; whoever settles on a lease that it forgot finds out."""
+    """Lost writes are fed, claimed and completed again; completing an entry with a lost lease raises an error."""
     server = make_server(fsync="no").start()
     async with connect(server.url, run_name, reconnect_s=10) as connection:
         pipe = pipe_on(connection)

@@ -1,4 +1,4 @@
-"""A connection that outlives its server, and refuses one that would lose work."""
+"""The connection survives restarts of its server, and refuses a server that would lose work."""
 
 import time
 
@@ -117,7 +117,7 @@ async def test_an_old_server_is_refused(tmp_path):
 
 
 async def test_a_cancelled_call_leaves_no_reply_for_the_next_one(pipe):
-    """A reply that nobody waits for any more must not be taken for the answer to another question."""
+    """The reply to a cancelled call must not be read as the reply to the next one."""
     await pipe.feed(*(f"p{i}" for i in range(50)))
     stage = pipe.stage("groups")
     idle = await stage.claim(1)

@@ -204,7 +204,7 @@ async def test_a_trainer_does_not_call_a_paused_run_stalled(pipe, tmp_path):
     await anyio.to_thread.run_sync(ledger.close)
 
 
-# --- what an operator is told
+# --- the output of the commands
 
 
 async def test_commands_without_effect_are_refused(pipe, redis_url):

@@ -1,4 +1,4 @@
-"""Looking at a run changes nothing, and tells all of it at one moment."""
+"""The run's status: complete, atomic and read-only."""
 
 import anyio
 import pytest

@@ -1,4 +1,4 @@
-"""A server that was killed, and came back without the last that it was told."""
+"""A server that was killed and lost its last writes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""One stage and its verbs: who owns an entry, for how long, and what becomes of it."""
+"""One stage and its verbs: who holds a lease, for how long, and how it ends."""
 
 import time
 
@@ -283,7 +283,7 @@ async def test_an_idle_worker_makes_few_calls(pipe, situation):
 
 
 async def calls(pipe) -> int:
-    """Scripts run and waits begun on this server so far."""
+    """Return how many scripts and blocking reads this server has run."""
     stats = await pipe.connection.redis.info("commandstats")
     return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "xread"))
 

@@ -1,4 +1,4 @@
-"""The trainer's right to a run: fencing, marks, acknowledgement, recovery."""
+"""The trainer's lease: fencing, commits, acknowledgement, recovery."""
 
 import subprocess
 import sys
@@ -290,13 +290,13 @@ async def test_a_duplicate_uses_no_capacity_and_ends_nothing(pipe, ledger):
     assert (view.counts, view.unfinished, view.outstanding) == ({"fed": 1, "duplicates": 1}, 1, 1)
     await tenure.commit(trainer, [EndedGroup(first, Trained())], release_version=1)
     await pipe.balance()
-    await tenure.recover(ledger)  # from before the step: both come again
+    await tenure.recover(ledger)  # from before the step, so both are requeued
     assert len((await pipe.stage("scored", "trainer-2").claim(5)).leases) == 2
     await pipe.balance()
 
 
 async def test_an_outcome_that_the_server_lost_is_counted_again(pipe, ledger):
-    """The ledger holds the end, the server that lost its last writes does not: the group comes again."""
+    """The ledger has the outcome, the server has lost it, so the group is delivered again."""
     await pipe.scored("a")
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     await train(pipe, tenure, {"a": AlreadyEnded(Trained())})

@@ -1,4 +1,4 @@
-"""A second run on the same server: whatever it does, from first prompt to last, nothing of the first one changes."""
+"""A second run on the same server changes nothing of the first one."""
 
 from collections.abc import AsyncIterator, Iterator
 

@@ -1,4 +1,4 @@
-"""The loop of rollout workers and scorers, on a real server: each way that work can end."""
+"""The loop of rollout workers and scorers on a real server: each way that work can end."""
 
 import anyio
 import pytest

@@ -1,4 +1,4 @@
-"""The ACL rules hold every command, and every key, that the scripts of a role name."""
+"""The ACL rules contain every command and key that the scripts of a role use."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What of a server's URL people may see."""
+"""What messages may show of a server's URL."""
 
 import pytest
 

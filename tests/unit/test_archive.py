@@ -1,4 +1,4 @@
-"""The archive of groups: what is written is found, whatever happened to the file, and it stays within its bound."""
+"""The archive of groups: written groups are found whatever happens to the file, and its size is bounded."""
 
 import os
 import resource
@@ -87,7 +87,9 @@ def test_each_start_has_its_own_segment(tmp_path):
 
 
 def test_two_archives_opened_together_use_different_segments(tmp_path, monkeypatch):
-    monkeypatch.setattr("stream.trainer.archive._segments", lambda _: [])  # each looked before the other had begun
+    monkeypatch.setattr(
+        "stream.trainer.archive._segments", lambda _: []
+    )  # both list the segments before either has created one
     for name in ("a", "b", "c"):
         life(tmp_path, group(name))
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Records to bytes and back."""
+"""Encoding and decoding of records."""
 
 import zlib
 

@@ -1,4 +1,4 @@
-"""Several data sets in one run: which row stands where in the feed, the same after every restart."""
+"""Several datasets in one run: which row is at which position, the same after every restart."""
 
 import json
 import tomllib

@@ -1,4 +1,4 @@
-"""The right to the run's files: whoever has a successor changes nothing more, wherever it was suspended."""
+"""The lock on a run's folder: a replaced trainer changes no file, wherever it was suspended."""
 
 import os
 import signal

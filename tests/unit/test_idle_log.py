@@ -1,4 +1,4 @@
-"""What a worker says while it has nothing to do."""
+"""Log lines of a worker without work."""
 
 import pytest
 from structlog.testing import capture_logs

@@ -1,4 +1,4 @@
-"""The ledger: append-only, cut to the checkpoint's length, and a hash of what the trainer saw."""
+"""The ledger: append-only, truncated to the checkpoint's length, with a hash of each group's content."""
 
 import copy
 from array import array

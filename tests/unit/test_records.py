@@ -1,4 +1,4 @@
-"""Rows that are not what they say never become rows."""
+"""Inconsistent rows are refused."""
 
 from array import array
 

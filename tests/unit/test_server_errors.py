@@ -1,4 +1,4 @@
-"""What time may mend, and what is told at once with its remedy."""
+"""Which server errors are retryable, and which are reported immediately with a remedy."""
 
 import asyncio
 import ssl

@@ -1,4 +1,4 @@
-"""A number is a reward only if somebody measured it."""
+"""Which values are rewards."""
 
 import math
 from decimal import Decimal
