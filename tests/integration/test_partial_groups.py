@@ -1,4 +1,4 @@
-"""Saved completions of an unfinished group: written by the lease holder, read by the next worker, deleted with the entry."""
+"""Saved completions of an unfinished group: written by the lease holder, deleted with the entry."""
 
 import pytest
 
