@@ -17,7 +17,6 @@ from tests.cases.completions import JUNK, Made, build, cases, completions, fresh
 from tests.cases.inputs import RICH
 from tests.cases.path import assert_same, evaluate
 from tests.cases.tables import ALL, EVERYTHING, SOME, TABLES, choosing, missing, settings_of
-from workers.settings import Shaping
 from workers.train.algorithms.advantages import ESTIMATORS
 
 each_table = pytest.mark.parametrize("table", TABLES, ids=[" ".join(name.split()[:2]) for name in TABLES])
@@ -138,8 +137,8 @@ def of_any_length(settings):
     truncation = {
         reason: "keep" if policy == "penalty" else policy for reason, policy in settings.algorithm.truncation.items()
     }
-    algorithm = msgspec.structs.replace(settings.algorithm, truncation=truncation)
-    return msgspec.structs.replace(settings, algorithm=algorithm, shaping=Shaping())
+    algorithm = msgspec.structs.replace(settings.algorithm, truncation=truncation, overlong_penalty=(0, 1.0))
+    return msgspec.structs.replace(settings, algorithm=algorithm)
 
 
 @each_table
@@ -154,7 +153,7 @@ def test_p14_rejecting_a_row_equals_never_having_had_it(table, case, which, how,
     several = made.forked and len(made.turns) > 1
     # Under `baseline_only` a completion bears no loss, so that whether its log-probs are numbers decides nothing (P1).
     assume(made.truncated is None or settings.truncation_policy(made.truncated) != "baseline_only")
-    if several and settings.shaping.overlong_tokens:
+    if several and settings.algorithm.overlong_penalty[0]:
         # How long a completion was is a fact of it, whichever of its rows are trained.
         settings = of_any_length(settings)
     sampled = batch.sampled_RT[which]
