@@ -56,14 +56,14 @@ from stream.errors import SettingsError
 from workers.settings.toml_file import parse_settings
 from workers.train.model.logprobs import LogprobModel
 from workers.train.distributed.ranks import Ranks
-from workers.train.step import model_runner as passes
+from workers.train.step import model_runner
 
 rank = int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meet", rank=rank, world_size=2)
 settings = parse_settings({"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}})
-passes.set_attention = lambda read, *_: read._replace(packed=rank == 0)  # as unlike devices would have it
+model_runner.set_attention = lambda read, *_: read._replace(packed=rank == 0)  # as unlike devices would have it
 try:
-    passes.ModelRunner(LogprobModel(torch.nn.Linear(1, 1), None), None, None, settings, Ranks())
+    model_runner.ModelRunner(LogprobModel(torch.nn.Linear(1, 1), None), None, None, settings, Ranks())
 except SettingsError as error:
     print(error)
 """
