@@ -22,7 +22,7 @@ ARITHMETIC: dict[str, Callable[[int, int], int]] = {
 """What the tools compute, for scripted transcripts."""
 
 HELD_OUT_EVERY = 10
-"""One problem in so many is never trained on."""
+"""One of this many problems is held out of training."""
 
 MAX_ROWS = 100_000
 """There are about 450,000 training problems and 50,000 held-out ones; drawing stays quick up to here."""

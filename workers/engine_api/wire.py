@@ -51,9 +51,9 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """0 is greedy."""
     max_tokens: Annotated[int, Meta(ge=1)] = 16
     min_tokens: Annotated[int, Meta(ge=0)] = 0
-    """Before so many are sampled, no stop token is, and no stop string counts."""
+    """Tokens before which no stop token is sampled and no stop string counts."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    """Any number asks for the log-prob of each sampled token, and of so many of the likeliest ones at its place."""
+    """Request the log-prob of each sampled token, and of this many of the most likely tokens at its position."""
     stop: list[str] = field(default_factory=list)
     """The token that completes one of them is the last."""
     stop_token_ids: list[int] = field(default_factory=list)

@@ -15,9 +15,9 @@ def format_progress(view: EvaluationStatus) -> str:
 
 
 def format_result(line: Mapping[str, Any]) -> str:
-    """A line of `eval.jsonl`; empty where there is none.
+    """Return a line of `eval.jsonl` as text; empty without one.
 
-    Both denominators are told where they differ: over valid completions, and over all with the invalid ones as wrong.
+    Two scores are shown where they differ: over valid completions, and over all with invalid ones as wrong.
     """
     if not line:
         return ""

@@ -46,7 +46,7 @@ def run_to_exit_code(main: Callable[[], Awaitable[ExitCode]]) -> ExitCode:
 
 
 def report_error(error: PenstockError, code: ExitCode | None = None) -> ExitCode:
-    """Log an error and print it in the form that the supervisor quotes. Returns `code`, or that of the error's class."""
+    """Log an error and print it in the form that the supervisor quotes. Returns `code`, or the error's own."""
     log.error("role.failed", kind=type(error).__name__, error=str(error))
     print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
     default = ExitCode.PERMANENT if isinstance(error, _PERMANENT_ERRORS) else ExitCode.FAILURE
@@ -72,7 +72,7 @@ async def watch_signals(stopping: anyio.Event, scope: anyio.CancelScope) -> None
 
 
 async def limit_drain(stopping: anyio.Event, timeout_s: float, scope: anyio.CancelScope) -> None:
-    """Cancel `scope` when a drain, whoever started it, takes longer than `timeout_s`."""
+    """Cancel `scope` when a drain takes longer than `timeout_s`."""
     await stopping.wait()
     await anyio.sleep(timeout_s)
     scope.cancel()

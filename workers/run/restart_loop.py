@@ -27,7 +27,7 @@ class RestartLoop:
     Args:
         connection: to the run.
         queue: settings with the restart budget.
-        ending: told when the trainer is done, and when a process cannot be kept running.
+        ending: notified when the trainer is done, and when a process cannot be kept running.
     """
 
     def __init__(self, connection: RunConnection, queue: Queue, ending: RunEnding) -> None:

@@ -30,7 +30,7 @@ class RoleSpec(Struct, frozen=True, kw_only=True):
     modules: tuple[str, ...] = ()
     """Modules worth importing once for all processes of its kind; empty: always a new interpreter."""
     listen_timeout_s: float = 120.0
-    """Where it says where it listens: within so many seconds."""
+    """Seconds within which it must print its address, if it listens."""
 
     @property
     def name(self) -> str:

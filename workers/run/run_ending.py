@@ -9,7 +9,7 @@ log = structlog.get_logger()
 
 
 class RunEnding:
-    """The first reason to end a run: its work is done, somebody stopped it, or it failed."""
+    """The first reason to end a run: its work is done, an operator stopped it, or it failed."""
 
     def __init__(self) -> None:
         self.requested = anyio.Event()
@@ -23,7 +23,7 @@ class RunEnding:
         self.requested.set()
 
     def interrupt(self) -> None:
-        """End the run because somebody stopped it."""
+        """End the run because an operator stopped it."""
         self.interrupted = self.interrupted or not self.requested.is_set()
         self.requested.set()
 

@@ -45,7 +45,7 @@ _MAY_CHANGE = ("data.max_queued_prompts",)
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the folder; whoever else wants to is refused until the block, or this process, ends.
+    """Lock the folder for one supervisor until the block, or this process, ends.
 
     Raises:
         PenstockError: another process holds it.

@@ -79,7 +79,7 @@ def read_run_info(folder: Path) -> RunInfo | None:
 
 
 def find_run(target: str | None, redis: str = "", *, must_have_begun: bool = True) -> RunLocation:
-    """Find the run that somebody means.
+    """Find a run.
 
     Args:
         target: its folder, its settings file, or its name; None: the only one that goes on under `runs/`.

@@ -39,7 +39,7 @@ class RunSummary(Struct, kw_only=True):
     """Completions by what became of them."""
     score_before: float | None = None
     score_after: float | None = None
-    """Mean reward on held-out problems; None unless somebody measured it."""
+    """Mean reward on held-out problems; None if it was not measured."""
     staleness: Staleness
     tokens_per_second: float
     """Sampled tokens trained, by second of wall time."""

@@ -80,7 +80,7 @@ class EpisodeResult:
 
     @property
     def is_valid(self) -> bool:
-        """Whether somebody measured a reward."""
+        """Whether a reward was measured."""
         return isinstance(self.reward, Measured)
 
     @property
@@ -112,9 +112,9 @@ def play(
     seed: int = 0,
     limits: Rollout | None = None,
 ) -> EpisodeResult:
-    """Play one episode, in which the model says what it is told to.
+    """Play one episode with scripted replies of the model.
 
-    Where the replies run out, the model says nothing more, which ends the episode.
+    After the last reply the model says nothing, which ends the episode.
 
     Args:
         factory: a class, a function that makes environments, or a reference as the settings have it.

@@ -115,9 +115,9 @@ class ScriptedEngine:
         self.is_frozen = False
         """It answers nothing for as long as this holds, as a process after SIGSTOP."""
         self.reports_raw_logprobs = False
-        """Log-probs are told of the raw logits, as vLLM does unless it is told otherwise."""
+        """Report log-probs of the raw logits, vLLM's default."""
         self.reports_logits = False
-        """Logits are told in their place, as vLLM does where it is told to."""
+        """Report logits instead, as vLLM does with `--logprobs-mode raw_logits`."""
         self.requests: deque[GenerateRequest] = deque(maxlen=_MAX_RECORDED)
         self.control_calls: deque[str] = deque(maxlen=_MAX_RECORDED)
         """Control routes in the order of their calls, faults included."""
@@ -243,12 +243,12 @@ class ScriptedEngine:
         reason: Literal["stop", "length", "abort"] = "length" if len(said) > limit else "stop"
         end = len(tokens) - (fault == "spans")
         spans = self._spans(end, began)
-        likeliest = [self._top_logprobs(request.sampling_params)] * len(tokens)
-        answer = build_response(request, tokens, logprobs, "abort" if fault == "abort" else reason, spans, likeliest)
+        top_logprobs = [self._top_logprobs(request.sampling_params)] * len(tokens)
+        answer = build_response(request, tokens, logprobs, "abort" if fault == "abort" else reason, spans, top_logprobs)
         content = answer.choices[0].logprobs
         for entry in content.content if self.reports_logits and content is not None else ():
             entry.logprob += _TOP_LOGIT
-            entry.top_logprobs = [TokenLogprob(other.logprob + _TOP_LOGIT, other.token_id) for other in likeliest[0]]
+            entry.top_logprobs = [TokenLogprob(other.logprob + _TOP_LOGIT, other.token_id) for other in top_logprobs[0]]
         if fault == "count_mismatch" and content is not None:
             content.content.pop()
         if fault == "unknown_logprob" and content is not None:

@@ -1,4 +1,4 @@
-"""A model that says what it is told to: its turns as tokens, one to a byte, and the chat that renders them."""
+"""A scripted model: its turns as tokens, one per byte, and the chat template that renders them."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -25,7 +25,7 @@ _TEMPLATE = """\
 
 
 class ScriptedSampler:
-    """Samples what it is told to, turn by turn; after the last one it says nothing, which ends an episode.
+    """Samples scripted turns; after the last one it says nothing, which ends an episode.
 
     Args:
         turns: what the model says.

@@ -9,14 +9,14 @@ from workers.settings import Settings
 from workers.vllm.interpreter import PLUGIN_NAME
 
 SERVER_MODULE: Final = ("-m", "vllm.entrypoints.openai.api_server")
-"""Not `vllm serve`, which asks for a distribution of that name, as the build for CPUs is not called."""
+"""Not `vllm serve`, which needs a distribution with the name `vllm`; the CPU build has another name."""
 OFFLINE_ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-"""Models lie in folders; nobody is asked for them, nor told of them."""
+"""Only local model folders are accepted; vLLM runs offline and sends no usage statistics."""
 CPU_ENVIRONMENT: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

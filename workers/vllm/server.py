@@ -50,15 +50,15 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
     """Serve a run's policy with vLLM until cancelled.
 
     Args:
-        settings: of the run.
-        host: address to listen on. Whoever reaches it may change the weights.
-        port: 0 for a free one.
+        settings: settings of the run.
+        host: address to listen on. Everyone who can reach it can change the weights.
+        port: 0: a free one.
         ready: called with the URL once the server is healthy.
 
     Raises:
         SettingsError: there is no vLLM, or it does not know the flags.
-        EngineError: there is no model, somebody else listens at the port, or vLLM ended, or was not healthy in time;
-            quotes its last error.
+        EngineError: there is no model, the port is taken, or vLLM ended or was not healthy in time; quotes its last
+            error.
     """
     engine = settings.engine
     python = await anyio.to_thread.run_sync(resolve_interpreter, engine.python)
@@ -74,7 +74,7 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
     started = build_command(settings, python, host, port, is_cpu_build=installed.is_cpu_build)
     log.info("engine.started", vllm=installed.version, cpu=installed.is_cpu_build, command=" ".join(started))
     if not _is_loopback(host):
-        log.warning("engine.exposed", host=host, why="whoever reaches it may change its weights")
+        log.warning("engine.exposed", host=host, why="everyone who can reach it can change its weights")
     env = build_environment(os.environ, threads=settings.run.threads, is_cpu_build=installed.is_cpu_build)
     async with _start_process(started, env, tail) as (process, warden), anyio.create_task_group() as tasks:
         url, gone, silent = server_url(host, port), anyio.Event(), anyio.Event()
@@ -99,13 +99,18 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
             await silent.wait()
         said = tail.last_error  # what its other processes say from here on follows from its end
         tasks.cancel_scope.cancel()
-    if code == _BAD_USAGE:
-        raise SettingsError(f"vLLM does not understand how it was started: {said}; see engine.flags")
     if gone.is_set():
         raise EngineError(f"vLLM did not listen any more, nor end; it was killed: {said}")
+    raise _exit_error(code, said)
+
+
+def _exit_error(code: int, last_error: str) -> EngineError | SettingsError:
+    if code == _BAD_USAGE:
+        return SettingsError(f"vLLM does not understand how it was started: {last_error}; see engine.flags")
     if code < 0:
-        raise EngineError(f"vLLM was killed by {signal.Signals(-code).name}: by somebody, or for want of memory")
-    raise EngineError(f"vLLM exited with code {code}: {said}")
+        name = signal.Signals(-code).name
+        return EngineError(f"vLLM was killed by {name}: by another process, or because memory ran out")
+    return EngineError(f"vLLM exited with code {code}: {last_error}")
 
 
 @asynccontextmanager
@@ -185,7 +190,8 @@ async def _wait_healthy(url: str, timeout_s: float, tail: OutputTail) -> None:
                 pass  # it loads
             if seconds > timeout_s:
                 raise EngineError(
-                    f"vLLM was not healthy within {timeout_s:g} s (engine.start_timeout_s); it said last: {tail.last_error}"
+                    f"vLLM was not healthy within {timeout_s:g} s (engine.start_timeout_s); it said last: "
+                    f"{tail.last_error}"
                 )
             if seconds - told > _TELL_EVERY_S:
                 told = seconds
@@ -213,9 +219,9 @@ async def _wait_unreachable(url: str) -> None:
 
 
 def _free_port(host: str, port: int) -> int:
-    """A port that is free now, any if it is 0; vLLM takes it within its first seconds.
+    """Return the port if it is free now, or any free port for 0; vLLM binds it within its first seconds.
 
-    Before that whoever listens there already would be taken for it.
+    Another server that listens there already could be mistaken for vLLM.
 
     Raises:
         EngineError: the address is none of this machine's, or the port is taken.

@@ -82,7 +82,7 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._reset(str(FailedError(repr(error))))
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As vLLM's own, but info that cannot be parsed is told by `finish_weight_update` too."""
+        """As vLLM's own method, but `finish_weight_update` also reports info that cannot be parsed."""
         try:
             typed = self.parse_update_info(update_info)
         except ValueError as error:

@@ -1,7 +1,6 @@
-"""What is said of an update that is not taken. Whoever pushes reads these words in the body of vLLM's answer.
+"""Error messages of refused updates. The trainer reads them in the body of vLLM's response.
 
-vLLM answers any exception of a worker with a 500 that quotes it, and cannot be told to answer otherwise; so the words
-say what the number does not.
+vLLM answers every exception of a worker with status 500 and quotes it, so the message has to carry the kind of error.
 """
 
 REFUSED = "penstock-vllm refuses"

@@ -48,9 +48,9 @@ def _entry(entry: Mapping[str, Any]) -> tuple[str, int, str]:
     try:
         name, size, digest = entry["name"], entry["size"], entry["sha256"]
     except (KeyError, TypeError) as error:
-        raise RefusedError(f"a file is told by name, size and sha256, not by {entry!r}") from error
+        raise RefusedError(f"a file needs name, size and sha256, got {entry!r}") from error
     if not isinstance(name, str) or Path(name).name != name or name in {"", ".", ".."} or not isinstance(size, int):
-        raise RefusedError(f"a file is told by a plain name and its size, not by {entry!r}")
+        raise RefusedError(f"a file needs a plain name and a size, got {entry!r}")
     return name, size, str(digest)
 
 

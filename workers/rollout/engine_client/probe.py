@@ -1,6 +1,6 @@
 """Find out what an engine is and can do, by asking it: when a client meets it, and again after every ejection.
 
-vLLM reports log-probs of the raw logits unless told otherwise, whatever the temperature. The probe measures which kind it
+By default, vLLM reports log-probs of the raw logits at every temperature. The probe measures which kind it
 gets: processed log-probs of two tokens lie twice as far apart at temperature 1/2 as at 1, raw ones equally far.
 """
 
