@@ -190,7 +190,7 @@ def test_files_are_downloaded_and_go_when_they_were_read(temporary):
         ({"name": "other"}, RefusedError, "answers 404"),
         ({"name": "../a"}, RefusedError, "plain name"),
         ({"name": ".."}, RefusedError, "plain name"),
-        ({"size": "3"}, RefusedError, "plain name and its size"),
+        ({"size": "3"}, RefusedError, "plain name and a size"),
     ],
 )
 def test_a_file_that_comes_otherwise_than_announced_is_not_kept(temporary, change, kind, words):
