@@ -293,7 +293,7 @@ def spoil(source: Path, target: Path, how: str) -> Path:
         ("unexpected", "unexpected: model.layers.9.surprise"),
         ("shape", "model.layers.1.mlp.up_proj.weight (63, 48) instead of (64, 48)"),
         ("nan", "not finite: model.layers.1.mlp.up_proj.weight"),
-        ("untied", "tied in the model, but different there: "),
+        ("untied", "tied in the model, but different in the update: "),
         ("cut", "cannot be read as safetensors"),
         ("absent", "cannot be read as safetensors"),
     ],
@@ -321,7 +321,7 @@ def test_a_model_whose_weights_did_not_come_whole_is_named(models, tmp_path: Pat
     file = broken / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
     for load in (partial(SlotModel.load, slots=2, max_length=64, dtype="float32"), load_policy):
-        with pytest.raises(SettingsError, match=f"{file}: not a whole safetensors file: .*; copy it anew"):
+        with pytest.raises(SettingsError, match=f"{file}: not a complete safetensors file: .*; copy it again"):
             load(broken)
 
 
@@ -329,7 +329,7 @@ def test_a_model_that_lacks_a_weight_is_no_model_with_one_made_up_on_the_spot(mo
     broken = shutil.copytree(models["llama-untied", "A"], tmp_path / "broken")
     file = broken / "model.safetensors"
     save_file({name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}, file)
-    with pytest.raises(SettingsError, match=r"no whole causal model: lm_head\.weight is not among its weights"):
+    with pytest.raises(SettingsError, match=r"not a complete causal model: its files lack the weights lm_head\.weight"):
         SlotModel.load(broken, slots=2, max_length=64, dtype="float32")
 
 
@@ -337,7 +337,7 @@ def test_a_tokenizer_that_did_not_come_whole_is_named_and_none_is_none(tmp_path:
     assert load_tokenizer(tmp_path) is None
     file = tmp_path / "tokenizer.json"
     file.write_text('{"version": ')
-    with pytest.raises(EngineError, match=f"{file}: no tokenizer can be read from it"):
+    with pytest.raises(EngineError, match=f"{file} is no readable tokenizer"):
         load_tokenizer(tmp_path)
 
 
@@ -547,7 +547,7 @@ async def test_when_generation_dies_every_request_is_answered_and_health_says_wh
     loop = anyio.lowlevel.current_token().native_token
     scheduler = Scheduler(slots, 2, lambda mail: loop.call_soon_threadsafe(lambda: [one.wake() for one in mail]))
     async with (
-        listen(EngineRoutes(scheduler, slots, "broken", "0").application(), "127.0.0.1", 0) as url,
+        listen(EngineRoutes(scheduler, slots, "broken").application(), "127.0.0.1", 0) as url,
         aiohttp.ClientSession() as session,
         anyio.create_task_group() as tasks,
     ):

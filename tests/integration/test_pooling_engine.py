@@ -205,7 +205,7 @@ async def test_the_answer_has_vllms_form_and_the_activation_is_on_unless_told_ot
         ({"input": ""}, "nothing to classify"),
         ({"input": ["a", 1]}, "token ids"),
         ({"input": [[99_999]]}, "vocabulary"),
-        ({}, "either messages or input"),
+        ({}, "exactly one of messages and input"),
         ({"input": "a", "use_activasion": False}, "use_activasion"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value[:20],
@@ -234,7 +234,9 @@ async def test_what_is_under_way_is_answered_when_the_server_is_told_to_stop(fol
 
 def test_a_policy_is_not_served_as_a_reward_model_with_a_head_made_up_on_the_spot(tmp_path):
     make_model(tmp_path, seed=0)
-    with pytest.raises(SettingsError, match=r"no whole sequence classifier: score\.weight is not among its weights"):
+    with pytest.raises(
+        SettingsError, match=r"not a complete sequence classifier: its files lack the weights score\.weight"
+    ):
         Classifier.load(tmp_path, max_length=0, dtype="float32")
 
 
@@ -242,7 +244,7 @@ def test_a_reward_model_whose_weights_did_not_come_whole_is_named(folder, tmp_pa
     broken = shutil.copytree(folder, tmp_path / "broken")
     file = broken / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(SettingsError, match=f"{file}: not a whole safetensors file: .*metadata"):
+    with pytest.raises(SettingsError, match=f"{file}: not a complete safetensors file: .*metadata"):
         Classifier.load(broken, max_length=0, dtype="float32")
 
 

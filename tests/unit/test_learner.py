@@ -322,7 +322,7 @@ def test_a_model_with_a_file_that_was_cut_short_is_refused_by_that_files_name(ba
     AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path, max_shard_size="5GB" if files == 1 else "4kB")
     *_, last = sorted(tmp_path.glob("*.safetensors"))
     last.write_bytes(last.read_bytes()[:-8])
-    with pytest.raises(SettingsError, match=rf"{last}: .*; copy it anew"):
+    with pytest.raises(SettingsError, match=rf"{last}: .*; copy it again"):
         learner(tmp_path)
 
 
@@ -331,7 +331,7 @@ def test_a_model_that_lacks_a_weight_is_refused_rather_than_begun_with_chance(ba
     weights = load_file(base / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    lacks = r"no whole causal model: model\.layers\.1\.mlp\.up_proj\.weight is not among"
+    lacks = r"not a complete causal model: its files lack the weights model\.layers\.1\.mlp\.up_proj\.weight"
     with pytest.raises(SettingsError, match=rf"{tmp_path}: .*{lacks}"):
         learner(tmp_path)
 
@@ -340,8 +340,8 @@ def test_a_folder_that_holds_no_such_model_is_refused_with_what_is_wrong(base, t
     with pytest.raises(SettingsError, match=r"no config\.json"):
         learner(tmp_path)
     shutil.copyfile(base / "config.json", tmp_path / "config.json")
-    with pytest.raises(SettingsError, match=rf"{tmp_path}: .*model\.safetensors.*; copy it anew, or set model\.path"):
+    with pytest.raises(SettingsError, match=rf"{tmp_path}: .*model\.safetensors.*; copy it again, or set model\.path"):
         learner(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen99"}')
-    with pytest.raises(SettingsError, match=rf"{tmp_path}: .*qwen99.*; copy it anew, or set model\.path"):
+    with pytest.raises(SettingsError, match=rf"{tmp_path}: .*qwen99.*; copy it again, or set model\.path"):
         learner(tmp_path)

@@ -2,15 +2,14 @@
 
 ::
 
-    event loop                                generation thread (owns the model)
+    event loop                                generation thread, owns the model
     ──────────                                ─────────────────────────────────
-    server.py ── Generation, Order ──► mailbox ──► scheduler.py: admit ► prefill ► decode one token for all ► sample
-        ▲                                                            │     admission.py, model.py, cache.py, sampling.py
-        └────── one call into the loop per step ◄── finished ────────┘
+    server.py ── messages.py ──► mailbox ──► scheduler.py: admit ► prefill ► decode one token for all ► sample
+        ▲                                                  │     admission.py, slot_model.py, kv_cache.py, sampling.py
+        └────── one call into the loop per step ◄──────────┘
 
-`wire.py` holds what goes over HTTP, `connection.py` how clients ask, `site.py`, `owner.py` and `facts.py` what all
-such servers share, `model_folder.py` loads a model whole or not at all, `weights.py` brings new weights into the live
-one, `prefixes.py` remembers the keys and values of finished sequences for the next turn of the same episode. `pooling/`
-serves a sequence classifier, a reward model for one, and `vllm/` starts vLLM instead; `choice.py` tells which of them
-serves a model. Importing the package loads no torch.
+`model_thread.py` connects the two, `info_routes.py` has the routes of every model server, `model_folder.py` loads a
+complete model or none, `weight_loader.py` copies new weights into the running model, `weight_download.py` fetches them,
+`prefix_cache.py` keeps the keys and values of finished sequences for the next turn of the same episode. `pooling/`
+serves a sequence classifier, for example a reward model. Importing the package loads no torch.
 """

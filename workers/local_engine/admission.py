@@ -1,4 +1,4 @@
-"""Requests that have no place yet, and how they come by one: with as much of their prompts as the cache has already."""
+"""The queue of waiting requests, and the prefill of their prompts, which reuses cached keys and values."""
 
 from collections import deque
 from itertools import islice
@@ -9,22 +9,23 @@ from workers.local_engine.messages import Generation
 from workers.local_engine.prefix_cache import PrefixCache
 from workers.local_engine.slot_model import SlotModel
 
-_MIN_WAITING_FRACTION, _MAX_DEFERRED_STEPS = 8, 3
-"""A prefill costs a step as much for one request as for ten: fewer than an eighth of the running ones wait, so long."""
+_RUNNING_PER_WAITING, _MAX_DEFERRED_STEPS = 8, 3
+"""A prefill costs about one decode step, for one request as for ten. So it is deferred, for at most so many steps, while
+there is less than one waiting request for every eight running ones."""
 
 
 class AdmissionQueue:
-    """The queue, and the prefill at its end.
+    """Waiting requests, admitted in batches.
 
     Args:
-        model: whose slots from 0 on are places.
+        model: running sequences occupy its slots from 0 on.
         prefix_cache: finished sequences that a prompt may begin with.
-        max_running: how many there are.
+        max_running: sequences that can run together.
     """
 
     def __init__(self, model: SlotModel, prefix_cache: PrefixCache, max_running: int) -> None:
         self.waiting: deque[Generation] = deque()
-        """In the order in which they came."""
+        """In order of arrival."""
         self.tokens_prefilled = 0
         self._model = model
         self._prefix_cache = prefix_cache
@@ -32,26 +33,26 @@ class AdmissionQueue:
         self._deferred_steps = 0
 
     def should_prefill(self, running: int) -> bool:
-        """Whether to prefill in this step, asked once: for several at once, or for whoever has waited a few steps.
+        """Return whether to prefill in this step; called once per step.
 
         Args:
-            running: how many have places.
+            running: number of running sequences.
         """
         waiting = len(self.waiting)
         if not waiting or running == self._max_running:
             return False
         self._deferred_steps += 1
-        return waiting * _MIN_WAITING_FRACTION >= running or self._deferred_steps > _MAX_DEFERRED_STEPS
+        return waiting * _RUNNING_PER_WAITING >= running or self._deferred_steps > _MAX_DEFERRED_STEPS
 
     def admit(self, running: list[Generation], version: str) -> torch.Tensor:
-        """Give places to waiting requests, and feed their prompts.
+        """Move waiting requests to the running ones, and compute the keys and values of their prompts.
 
         Args:
-            running: those that have places; whoever is admitted is appended.
-            version: of the weights.
+            running: running sequences; the admitted ones are appended.
+            version: name of the weights.
 
         Returns:
-            Logits (B, V) of those that were admitted, in the order of their rows.
+            Logits [admitted, vocabulary] after each prompt, in the order of `running`.
         """
         self._deferred_steps = 0
         first = len(running)
@@ -63,7 +64,9 @@ class AdmissionQueue:
             if unique.setdefault(g.prompt_key, g) is not g:
                 copies.append(g)
         sources = {key: self._cached_prefix(g, running) for key, g in unique.items()}
-        fresh = sorted(unique.values(), key=lambda g: g.prompt_length - sources[g.prompt_key][1])  # alike side by side
+        fresh = sorted(
+            unique.values(), key=lambda g: g.prompt_length - sources[g.prompt_key][1]
+        )  # similar lengths together
         known = [sources[g.prompt_key][1] for g in fresh]
         rows = {g.prompt_key: row for row, g in enumerate(fresh)}
         for g, length in zip(fresh, known, strict=True):
@@ -73,7 +76,7 @@ class AdmissionQueue:
         self.tokens_prefilled += sum(g.prompt_length for g in fresh) - sum(known)
         for row, g in enumerate(copies, start=first + len(fresh)):
             self._model.copy_slot(first + rows[g.prompt_key], row, g.prompt_length)
-        for _ in range(count):  # only now: what fails on the way is still in one of the two
+        for _ in range(count):  # last, so that after an error every request is still in one of the lists
             self.waiting.popleft()
         running += fresh + copies
         if copies:
@@ -81,7 +84,10 @@ class AdmissionQueue:
         return logits_BV
 
     def _cached_prefix(self, g: Generation, running: list[Generation]) -> tuple[int, int]:
-        """A slot that holds the beginning of a prompt, and how much; one token is always left, to get its logits."""
+        """Return a slot that holds the beginning of a prompt, and its length.
+
+        At least one token is left to be computed, since its logits are needed.
+        """
         for row, sibling in enumerate(running):
             if sibling.prompt_key == g.prompt_key and not sibling.has_stale_kv:
                 return row, g.prompt_length - 1

@@ -1,4 +1,4 @@
-"""Keys and values of all sequences in preallocated slots, behind the interface that transformers' models know.
+"""Keys and values of all sequences in preallocated slots, behind transformers' `Cache` interface.
 
 Position-major memory, `[slot, position, head, channel]` per layer: writing one token of many rows is one `index_copy_`,
 moving a sequence one contiguous copy, and reading the first n slots up to the longest sequence is a view.
@@ -15,8 +15,8 @@ from transformers import Cache
 class SlotKVCache(Cache):  # type: ignore[misc]
     """A fixed number of slots, each for one sequence of at most `max_length` tokens.
 
-    Before each forward pass `aim` says which rows it is for; `update`, called by each attention layer, writes the new
-    keys and values at those places and returns everything that these rows may look at.
+    `begin_pass` selects the slots of a forward pass; then each attention layer calls `update`, which writes the new keys
+    and values and returns those of the selected slots.
     """
 
     def __init__(self, slots: int, max_length: int) -> None:
@@ -31,20 +31,21 @@ class SlotKVCache(Cache):  # type: ignore[misc]
         self._unpadded: Tensor | None = None
 
     def begin_pass(self, rows: slice, max_length: int, slot_mapping: Tensor, unpadded: Tensor | None) -> None:
-        """Say what the next forward pass is for.
+        """Select the slots and positions of the next forward pass.
 
         Args:
-            rows: the slots it reads.
-            max_length: positions it reads, from 0.
-            slot_mapping: `slot * max_length + position` of each new token, in the order of the batch.
-            unpadded: indices of the batch's real tokens among all (rows x columns); None where none is padding.
+            rows: slots to read.
+            max_length: number of positions to read.
+            slot_mapping: `slot * capacity + position` of each new token, in the order of the batch, where `capacity` is
+                the length of a slot.
+            unpadded: indices of the batch's real tokens among all (rows x columns); None if there is no padding.
         """
         self._rows, self._pass_length, self._slot_mapping, self._unpadded = rows, max_length, slot_mapping, unpadded
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write `[row, head, column, channel]` states and return those of the whole sequences."""
+        """Write states [row, head, column, channel], and return those of the selected slots."""
         if layer_idx == len(self._keys):
             self._keys.append(self._allocate(key_states))
             self._values.append(self._allocate(value_states))
@@ -62,20 +63,20 @@ class SlotKVCache(Cache):  # type: ignore[misc]
             layer[target, :length] = layer[source, :length]
 
     def clear_slot(self, slot: int) -> None:
-        """Zero a slot: what is masked is multiplied by 0, which does not take away a NaN."""
+        """Zero a slot, because masked positions are multiplied by 0, which keeps a NaN."""
         for layer in (*self._keys, *self._values):
             layer[slot].zero_()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """Nothing depends on it, positions and mask are always given; models ask nevertheless."""
+        """Return 0: models call this, but positions and mask are always passed explicitly."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
-        """Keys that the next pass sees, and the position of the first."""
+        """Return the number of keys that the next pass sees, and the position of the first."""
         return self._pass_length, 0
 
     def _allocate(self, states_BHTC: Tensor) -> Tensor:
-        """Memory for one layer; numpy's zeros are not touched, hence take no memory, before they are used."""
+        """Allocate one layer; numpy's zeros take no memory before they are written."""
         _, heads, _, channels = states_BHTC.shape
         count = self._slots * self._max_length * heads * channels
         memory = torch.from_numpy(np.zeros(count * states_BHTC.element_size(), dtype=np.uint8))

@@ -1,4 +1,4 @@
-"""What the event loop hands to the generation thread, and gets back: requests for tokens, and orders."""
+"""Messages to the generation thread: requests for tokens, and commands."""
 
 from array import array
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from workers.local_engine.stop_strings import make_matcher
 
 
 class Generation:
-    """One request while it runs. The generation thread owns it until `done` is called on the loop."""
+    """One request while it waits and runs. The generation thread owns it until `wake` is called on the event loop."""
 
     __slots__ = (
         "_version_starts",
@@ -44,8 +44,8 @@ class Generation:
         """Check a request against the model.
 
         Raises:
-            EngineRefusedError: an empty or too long prompt, a token that the model does not have, or a stop string
-                where nobody knows the text of tokens.
+            EngineRefusedError: the prompt is empty or too long, a token is outside the vocabulary, or there are stop
+                strings but no tokenizer.
         """
         params, prompt = request.sampling_params, request.token_ids
         if not prompt:
@@ -53,7 +53,7 @@ class Generation:
         if len(prompt) >= max_length:
             raise EngineRefusedError(
                 f"the prompt has {len(prompt)} tokens and the maximum context length is {max_length}, "
-                "which leaves no room for a token more"
+                "which leaves no room for another token"
             )
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             raise EngineRefusedError(f"token_ids holds an id outside the model's vocabulary of {vocab_size}")
@@ -67,41 +67,41 @@ class Generation:
         self.params = params
         self.prompt_length = len(prompt)
         self.tokens = prompt
-        """Prompt, then what was sampled."""
+        """The prompt, then the sampled tokens."""
         self.logprobs: list[float] = []
         self.top_logprobs: list[list[TokenLogprob]] = []
-        """For each sampled token, where that was asked for."""
+        """For each sampled token, if the request asks for them."""
         self.max_length = min(len(prompt) + params.max_tokens, max_length)
         """Length of `tokens` at which it ends."""
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.stop_matcher = make_matcher(tokenizer, prompt, params.stop)
         self.rng = Random(params.seed) if params.seed is not None else Random()
         self.prompt_key = array("i", prompt).tobytes()
-        """The prompt, to compare quickly."""
+        """The prompt as bytes, for fast comparison."""
         self.finish_reason: FinishReason | None = None
         self.error: EngineError | None = None
         self.wake = wake
         self.has_stale_kv = False
-        """Some of its keys and values come from weights that the model has no more."""
+        """Some of its keys and values were computed with earlier weights."""
         self._version_starts: list[tuple[str, int]] = []
 
     @property
     def sampled(self) -> list[int]:
-        """The tokens after the prompt."""
+        """Sampled tokens."""
         return self.tokens[self.prompt_length :]
 
     @property
     def cached_length(self) -> int:
-        """Tokens whose keys and values the cache holds while it runs: all but the one sampled last."""
+        """Tokens whose keys and values are in the cache while it runs: all but the last one."""
         return len(self.tokens) - 1
 
     @property
     def banned_tokens(self) -> frozenset[int]:
-        """Tokens that may not be sampled next: before `min_tokens`, those that would end it."""
+        """Tokens that may not be sampled next: the stop tokens, until `min_tokens` is reached."""
         return self.stop_token_ids if len(self.logprobs) < self.params.min_tokens else frozenset()
 
     def begin_version(self, version: str) -> None:
-        """From the next token on, this is the version of the weights."""
+        """Attribute the tokens from the next one on to this version of the weights."""
         start = len(self.tokens) - self.prompt_length
         if self._version_starts and self._version_starts[-1][1] == start:
             self._version_starts.pop()
@@ -109,20 +109,20 @@ class Generation:
             self._version_starts.append((version, start))
 
     def append_token(self, token: int, logprob: float, top_logprobs: list[TokenLogprob]) -> bool:
-        """Append a sampled token. Returns whether that was the last."""
+        """Append a sampled token. Returns whether it was the last one."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.top_logprobs.append(top_logprobs)
-        counts = len(self.logprobs) > self.params.min_tokens
-        said = self.stop_matcher is not None and self.stop_matcher.append(token, may_stop=counts)
-        if token in self.stop_token_ids or said:
+        may_stop = len(self.logprobs) > self.params.min_tokens
+        stop_string_found = self.stop_matcher is not None and self.stop_matcher.append(token, may_stop=may_stop)
+        if token in self.stop_token_ids or stop_string_found:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.max_length:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
     def version_spans(self) -> list[VersionSpan]:
-        """Which version sampled which of the tokens; empty where there are none."""
+        """Return the version of the weights for each range of sampled tokens; empty if there are no tokens."""
         count = len(self.tokens) - self.prompt_length
         ends = [start for _, start in self._version_starts[1:]] + [count]
         pairs = zip(self._version_starts, ends, strict=bool(self._version_starts))
@@ -130,17 +130,15 @@ class Generation:
 
 
 class ModelCommand:
-    """Something to do on the generation thread between two steps; a control route waits for its answer."""
+    """A function to call on the generation thread between two steps; a control route waits for its result."""
 
     __slots__ = ("action", "error", "wake")
 
     def __init__(self, action: Callable[["ModelCommand"], bool], wake: Callable[[], None]) -> None:
         self.action = action
-        """Returns whether the order is carried out; else whoever has kept it answers later."""
+        """Returns whether the command is complete; if not, the scheduler completes it later."""
         self.wake = wake
         self.error: EngineError | None = None
 
 
 EngineMessage = Generation | ModelCommand
-Deliver = Callable[[list[Any]], None]
-"""Hands finished mail to the event loop, which calls `done` on each; one call for many."""

@@ -1,4 +1,4 @@
-"""A model's folder in Hugging Face form: all of a model is loaded, or none."""
+"""Loads a complete model from a folder in Hugging Face format, or fails."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -15,46 +15,49 @@ MODEL_CLASSES: Final = {
     "sequence classifier": AutoModelForSequenceClassification,
 }
 _MAX_LISTED: Final = 3
-"""Weights that a message lists."""
+"""Missing weights that a message lists."""
 
 
 def load_model(folder: Path, kind: str, dtype: torch.dtype, **options: Any) -> Any:
-    """The model in a folder, on the CPU, without dropout.
+    """Load a model onto the CPU, in evaluation mode.
 
     Args:
         folder: has `config.json` and weights.
-        kind: what it is for; one of `KINDS`.
+        kind: one of `MODEL_CLASSES`.
         dtype: of the weights.
-        options: of transformers' `from_pretrained`.
+        options: further arguments of transformers' `from_pretrained`.
 
     Raises:
-        SettingsError: there is none of that kind, or not all of one: what its files lack would begin as chance has it.
+        SettingsError: the folder holds no model of this kind, or weights are missing, which transformers would
+            initialize at random.
     """
     if not (folder / "config.json").is_file():
-        raise SettingsError(f"{folder}: no config.json there; a model (model.path) is a folder in Hugging Face form")
+        raise SettingsError(f"{folder} has no config.json; model.path must be a model folder in Hugging Face format")
     disable_progress_bar()
     try:
-        model, said = MODEL_CLASSES[kind].from_pretrained(
+        model, loading_info = MODEL_CLASSES[kind].from_pretrained(
             folder, dtype=dtype, local_files_only=True, output_loading_info=True, **options
         )
     except SafetensorError as error:
-        raise SettingsError(f"{_unreadable(folder)}: not a whole safetensors file: {error}; copy it anew") from error
+        raise SettingsError(
+            f"{_damaged_file(folder)}: not a complete safetensors file: {error}; copy it again"
+        ) from error
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         why = " ".join(str(error).split())
         raise SettingsError(
-            f"{folder}: transformers cannot load it as a {kind}: {why}; copy it anew, or set model.path to another"
+            f"{folder}: transformers cannot load it as a {kind}: {why}; copy it again, or set model.path to another folder"
         ) from error
-    if missing := sorted(said["missing_keys"]):
-        named = ", ".join(missing[:_MAX_LISTED]) + " and more" * (len(missing) > _MAX_LISTED)
+    if missing := sorted(loading_info["missing_keys"]):
+        listed = ", ".join(missing[:_MAX_LISTED]) + " and more" * (len(missing) > _MAX_LISTED)
         raise SettingsError(
-            f"{folder}: it is no whole {kind}: {named} is not among its weights, and would begin as chance has it; "
-            "copy it anew, or set model.path to another"
+            f"{folder}: not a complete {kind}: its files lack the weights {listed}; "
+            "copy it again, or set model.path to another folder"
         )
     return model.eval()
 
 
-def _unreadable(folder: Path) -> Path:
-    """The first file of weights that is damaged; the folder, if none is."""
+def _damaged_file(folder: Path) -> Path:
+    """Return the first damaged weight file; the folder if none is damaged."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):

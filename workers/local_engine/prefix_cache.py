@@ -1,4 +1,4 @@
-"""Which finished sequences are still in the cache, so that the next turn of an episode need not compute them again."""
+"""Finds finished sequences whose keys and values are still in the cache, for the next turn of an episode."""
 
 from collections import OrderedDict
 
@@ -6,15 +6,19 @@ _TOKEN_BYTES = 4
 
 
 class PrefixCache:
-    """Least recently used book-keeping over a range of slots; the keys and values themselves lie in the cache."""
+    """Maps token sequences to cache slots, least recently used first out; it holds no keys and values itself.
+
+    Args:
+        slots: the slots for finished sequences.
+    """
 
     def __init__(self, slots: range) -> None:
         self._free = list(slots)
         self._cached: OrderedDict[int, bytes] = OrderedDict()
 
     def longest_match(self, tokens: bytes) -> tuple[int, int] | None:
-        """The slot with the longest sequence that `tokens` begins with, and how many tokens that sequence has."""
-        slots = [slot for slot, held in self._cached.items() if tokens.startswith(held)]
+        """Return the slot with the longest sequence that `tokens` begins with, and its number of tokens."""
+        slots = [slot for slot, cached in self._cached.items() if tokens.startswith(cached)]
         if not slots:
             return None
         best = max(slots, key=lambda slot: len(self._cached[slot]))
@@ -22,10 +26,10 @@ class PrefixCache:
         return best, len(self._cached[best]) // _TOKEN_BYTES
 
     def reserve(self, tokens: bytes) -> int | None:
-        """Reserve a slot for a finished sequence, at the cost of the one unused longest; None where it is held already.
+        """Reserve a slot for a finished sequence; evicts the least recently used one. None if it is cached already.
 
         Args:
-            tokens: the sequence as int32.
+            tokens: the sequence as int32 in bytes.
         """
         if tokens in self._cached.values():
             return None
@@ -37,6 +41,6 @@ class PrefixCache:
         return slot
 
     def clear(self) -> None:
-        """Forget everything: the weights have changed, or somebody asked."""
+        """Forget all sequences."""
         self._free += self._cached
         self._cached.clear()

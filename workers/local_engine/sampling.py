@@ -1,4 +1,4 @@
-"""From logits to one token for each row, and the log-prob of that token under the distribution sampled from."""
+"""Samples one token per row, with its log-prob under the distribution that it was sampled from."""
 
 from collections.abc import Collection, Sequence
 from random import Random
@@ -11,13 +11,13 @@ from workers.engine_api.wire import UNKNOWN_LOGPROB, SamplingParams, TokenLogpro
 
 
 class Sample(NamedTuple):
-    """One token for each row."""
+    """One token per row."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """Not finite where the logits were not."""
+    """Not finite if the logits were not."""
     top_logprobs: list[list[TokenLogprob]]
-    """As many of the likeliest tokens as the row asks for, the likeliest first."""
+    """For each row the most probable tokens, as many as it asks for, most probable first."""
 
 
 def sample(
@@ -26,20 +26,20 @@ def sample(
     rngs: Sequence[Random],
     banned_tokens: Sequence[Collection[int]] = (),
 ) -> Sample:
-    """Draw one token for each row.
+    """Sample one token per row.
 
-    Each row consumes one number of its own generator, so a seeded request draws the same whoever is beside it; the
-    token is where the cumulative distribution passes that number.
+    Each row takes one number from its own generator, so that a request with a seed samples the same tokens in any
+    batch; the token is where the cumulative distribution passes that number.
 
     Args:
-        logits_BV: float32.
-        params: how to sample each row.
-        rngs: a generator for each row.
-        banned_tokens: tokens that each row may not sample now; empty: none, in any row.
+        logits_BV: float32 logits.
+        params: sampling parameters of each row.
+        rngs: random generator of each row.
+        banned_tokens: tokens that each row may not sample; empty: none in any row.
 
     Returns:
-        Tokens, and log-probs: of (logits + bias) / temperature without what is banned, renormalised over what top-k,
-        top-p and min-p leave; the same at temperature 1 where the temperature is 0.
+        Tokens and their log-probs: of (logits + bias) / temperature without banned tokens, renormalized over what min-p,
+        top-k and top-p leave. With temperature 0, the most probable token with its log-prob at temperature 1.
     """
     if any(banned_tokens) or any(p.logit_bias for p in params):
         logits_BV = logits_BV.clone()
@@ -56,7 +56,7 @@ def sample(
     cumulated_BV = logprobs_BV.exp().cumsum(dim=-1, dtype=torch.float64)
     total = cumulated_BV[:, -1:]
     draws = torch.tensor([r.random() for r in rngs], dtype=torch.float64)[:, None] * total
-    draws = torch.minimum(draws, torch.nextafter(total, torch.zeros_like(total)))  # a rounded product may reach it
+    draws = torch.minimum(draws, torch.nextafter(total, torch.zeros_like(total)))  # the product may be rounded up to it
     ids = torch.searchsorted(cumulated_BV, draws, right=True).clamp_(max=logits_BV.shape[1] - 1)
     greedy = [p.temperature == 0 for p in params]
     if any(greedy):
@@ -74,10 +74,10 @@ def _top_logprobs(logprobs_V: Tensor, count: int) -> list[TokenLogprob]:
 
 
 def truncate(logprobs_V: Tensor, params: SamplingParams) -> Tensor:
-    """Leave what min-p, then top-k, then top-p allow, as vLLM orders them, and renormalise.
+    """Apply min-p, then top-k, then top-p, in the same order as vLLM, and renormalize.
 
-    top-p keeps the smallest set of most probable tokens whose mass reaches p: a token stays where the mass before it
-    is less than p.
+    Top-p keeps the smallest set of most probable tokens whose total probability reaches p: a token is kept if the
+    probability of all more probable ones is less than p.
     """
     if params.min_p > 0:
         floor = logprobs_V.max() + torch.tensor(params.min_p).log()

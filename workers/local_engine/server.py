@@ -1,8 +1,7 @@
-"""The local engine's HTTP side: vLLM's routes, kept thin, in front of the generation thread."""
+"""The local engine's HTTP routes, the same as vLLM's, in front of the generation thread."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -50,68 +49,54 @@ async def serve_local_engine(
     """Serve a model until cancelled.
 
     Args:
-        model_path: a folder in Hugging Face form.
+        model_path: model folder in Hugging Face format.
         host: address to listen on.
         port: 0 for a free one.
         max_batch: sequences decoded together.
         max_length: tokens of a sequence, prompt included.
-        threads: torch threads.
+        threads: number of torch threads.
         dtype: `float32` or `bfloat16`.
-        ready: called with the URL once it listens.
+        ready: called with the URL once the server listens.
 
     Raises:
-        SettingsError: the folder holds no such model, or not all of one.
-        EngineError: this server cannot run it, the address cannot be listened on, or generation failed.
+        SettingsError: the folder holds no causal model, or an incomplete one.
+        EngineError: the local engine does not support the model, the address is not available, or generation failed.
     """
     load = partial(SlotModel.load, model_path, slots=2 * max_batch, max_length=max_length, dtype=dtype)
     model = await anyio.to_thread.run_sync(load)
     bridge = LoopBridge()
     scheduler = Scheduler(model, max_batch, deliver=bridge.deliver, on_failure=bridge.fail)
-    release = await anyio.to_thread.run_sync(version, "penstock")
     tokenizer = await anyio.to_thread.run_sync(load_tokenizer, model_path)
-    routes = EngineRoutes(scheduler, model, str(model_path), release, tokenizer)
+    routes = EngineRoutes(scheduler, model, str(model_path), tokenizer)
     async with listen(routes.application(), host, port) as url, run_model_thread(scheduler, threads):
         log.info("engine.listening", url=url, model=str(model_path), max_batch=max_batch, max_length=model.max_length)
         if ready is not None:
             ready(url)
-        await bridge.wait_failed(scheduler, "generation")
+        await bridge.wait_failed(scheduler)
 
 
 class EngineRoutes:
-    """The handlers.
+    """Request handlers.
 
     Args:
-        scheduler: does the work.
-        model: asked for its limits alone.
-        model_name: the model's name in `/v1/models`.
-        penstock_version: Penstock's own.
-        tokenizer: the model's, for stop strings; None where it has none.
+        scheduler: runs the requests.
+        model: read for its limits only.
+        model_name: name of the model in `/v1/models`.
+        tokenizer: of the model, for stop strings; None if it has none.
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        model: SlotModel,
-        model_name: str,
-        penstock_version: str,
-        tokenizer: Tokenizer | None = None,
+        self, scheduler: Scheduler, model: SlotModel, model_name: str, tokenizer: Tokenizer | None = None
     ) -> None:
         self._scheduler = scheduler
-        self._info = InfoRoutes(
-            scheduler,
-            "generation",
-            self._metrics,
-            model_name=model_name,
-            max_length=model.max_length,
-            penstock_version=penstock_version,
-        )
+        self._info = InfoRoutes(scheduler, self._metrics, model_name, model.max_length)
         self._max_length = model.max_length
         self._vocab_size = model.vocab_size
         self._eos_token_ids = model.eos_token_ids
         self._tokenizer = tokenizer
 
     def application(self) -> web.Application:
-        """All routes, with errors turned into answers."""
+        """Return all routes, with errors as responses."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[error_middleware])
         app.router.add_post("/inference/v1/generate", self.generate)
         reads: list[tuple[str, Handler]] = [
@@ -119,7 +104,7 @@ class EngineRoutes:
             ("/weight_info", self.weight_info),
             ("/server_info", self.server_info),
         ]
-        orders: list[tuple[str, Handler]] = [
+        commands: list[tuple[str, Handler]] = [
             ("/pause", self.pause),
             ("/resume", self.resume),
             ("/init_weight_transfer_engine", self.init_weight_transfer_engine),
@@ -130,14 +115,14 @@ class EngineRoutes:
         ]
         app.router.add_routes(self._info.routes())
         app.router.add_routes([web.get(path, handler) for path, handler in reads])
-        app.router.add_routes([web.post(path, handler) for path, handler in orders])
+        app.router.add_routes([web.post(path, handler) for path, handler in commands])
         return app
 
     async def generate(self, http: web.Request) -> web.Response:
         """Sample a continuation of token ids."""
         request = decode_generate_request(await http.read())
         if request.stream:
-            raise EngineRefusedError("stream: this engine answers in one piece; leave it false")
+            raise EngineRefusedError("stream: this engine does not stream; leave it false")
         done = anyio.Event()
         generation = Generation(
             request,
@@ -162,36 +147,36 @@ class EngineRoutes:
         return json_response(build_response(request, g.sampled, g.logprobs, reason, g.version_spans(), g.top_logprobs))
 
     async def is_paused(self, _: web.Request) -> web.Response:
-        """Whether generation is frozen."""
+        """Tell whether decoding is paused or about to pause."""
         return json_response({"is_paused": self._scheduler.state != "running"})
 
     async def weight_info(self, _: web.Request) -> web.Response:
-        """The version of the weights; null before the first update."""
+        """Return the name of the weights; null before the first update."""
         return json_response(WeightInfo(self._scheduler.version))
 
     async def pause(self, http: web.Request) -> web.Response:
-        """Freeze generation; requests wait from then on."""
+        """Pause decoding; new requests wait."""
         mode: Any = http.query.get("mode", "abort")
         if mode not in get_args(PauseMode):
-            raise EngineRefusedError(f"mode={mode}: there are {', '.join(get_args(PauseMode))}")
+            raise EngineRefusedError(f"mode={mode}: allowed are {', '.join(get_args(PauseMode))}")
         keep_kv = http.query.get("clear_cache", "true").lower() in {"false", "0"}
-        return await self._run_command(lambda order: self._scheduler.pause(mode, order, keep_kv_cache=keep_kv))
+        return await self._run_command(lambda command: self._scheduler.pause(mode, command, keep_kv_cache=keep_kv))
 
     async def resume(self, _: web.Request) -> web.Response:
-        """Go on."""
+        """Resume decoding."""
         return await self._run_command(lambda _: self._scheduler.resume())
 
     async def init_weight_transfer_engine(self, http: web.Request) -> web.Response:
-        """Nothing to set up: weights come as files."""
+        """Accept the call and do nothing: weights arrive as files."""
         await http.read()
         return json_response({})
 
     async def start_weight_update(self, _: web.Request) -> web.Response:
-        """Open an update."""
+        """Begin a weight update."""
         return await self._run_command(lambda _: self._scheduler.start_weight_update())
 
     async def update_weights(self, http: web.Request) -> web.Response:
-        """Load a safetensors file, or a model folder, into the live model; from here, or over HTTP."""
+        """Load a safetensors file or a model folder, local or downloaded, into the model."""
         info = _decode(await http.read(), UpdateWeightsRequest).update_info
         if (info.path is None) == (info.url is None):
             raise EngineRefusedError("update_info has a path, or a url with files")
@@ -204,16 +189,16 @@ class EngineRoutes:
         return await self._run_command(lambda _: self._scheduler.update_weights(path))
 
     async def server_info(self, _: web.Request) -> web.Response:
-        """How weights get here, where vLLM tells it."""
+        """Return the weight-transfer backend in the place where vLLM reports it."""
         return json_response({"vllm_config": {"weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND}}})
 
     async def finish_weight_update(self, http: web.Request) -> web.Response:
-        """Give the new weights their version."""
+        """Name the new weights."""
         name = _decode(await http.read(), FinishUpdateRequest).weight_version
         return await self._run_command(lambda _: self._scheduler.finish_weight_update(name))
 
     async def reset_prefix_cache(self, _: web.Request) -> web.Response:
-        """Forget finished sequences' keys and values."""
+        """Forget the keys and values of finished sequences."""
         return await self._run_command(lambda _: self._scheduler.reset_prefix_cache())
 
     def _metrics(self) -> Iterable[tuple[str, str, float]]:
@@ -225,13 +210,13 @@ class EngineRoutes:
         yield "vllm:generation_tokens_total", "counter", s.tokens_sampled
 
     async def _run_command(self, action: Callable[[ModelCommand], bool]) -> web.Response:
-        """Have something done on the generation thread, and wait for it."""
+        """Run a command on the generation thread, and wait for it."""
         done = anyio.Event()
-        order = ModelCommand(action, done.set)
-        self._scheduler.submit(order)
+        command = ModelCommand(action, done.set)
+        self._scheduler.submit(command)
         await done.wait()
-        if order.error is not None:
-            raise order.error
+        if command.error is not None:
+            raise command.error
         return json_response({})
 
 

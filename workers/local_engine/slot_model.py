@@ -1,4 +1,4 @@
-"""A Hugging Face causal model that extends many sequences at once, each in its own slot of the cache."""
+"""A Hugging Face causal model that extends many sequences together, each in its own slot of the cache."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,19 +15,22 @@ from workers.local_engine.model_folder import load_model
 log = structlog.get_logger()
 
 MAX_TOKENS_PER_PASS = 4096
-"""Tokens of one forward pass, padding included; a longer prompt goes in pieces."""
+"""Tokens of one forward pass, padding included; a longer prompt is fed in parts."""
 
 
 class SlotModel:
-    """Model and cache together; not thread-safe, the generation thread owns it."""
+    """A model with its cache. Not thread-safe: the generation thread owns it."""
 
     def __init__(self, model: Any, *, slots: int, max_length: int) -> None:
-        """Take over a loaded model.
+        """Wrap a loaded model.
 
         Args:
-            model: a causal model of transformers' own kind, on the CPU.
-            slots: sequences that can be held.
-            max_length: tokens of a sequence; lowered to what the model knows positions for.
+            model: transformers' causal model, on the CPU.
+            slots: number of sequences in the cache.
+            max_length: tokens of a sequence; at most the model's positions.
+
+        Raises:
+            EngineError: the model's attention is not supported.
         """
         config = model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None) or max_length
@@ -48,22 +51,22 @@ class SlotModel:
 
     @classmethod
     def load(cls, path: Path, *, slots: int, max_length: int, dtype: str) -> "SlotModel":
-        """Read a model folder.
+        """Load a model folder.
 
         Raises:
-            SettingsError: the folder holds no causal model, or not all of one.
-            EngineError: one that this engine cannot run.
+            SettingsError: the folder holds no causal model, or an incomplete one.
+            EngineError: the model's attention is not supported.
         """
         model = load_model(path, "causal model", getattr(torch, dtype), attn_implementation="sdpa")
         return cls(model, slots=slots, max_length=max_length)
 
     def extend(self, first_slot: int, new_tokens: Sequence[Sequence[int]], cached_lengths: Sequence[int]) -> Tensor:
-        """Feed tokens to the sequences in slots `first`, `first + 1`, ...
+        """Feed tokens to the sequences in slots `first_slot`, `first_slot + 1`, ...
 
         Args:
             first_slot: slot of the first sequence.
-            new_tokens: tokens to feed, at least one for each sequence.
-            cached_lengths: for each sequence the tokens that its slot already holds.
+            new_tokens: tokens of each sequence, at least one.
+            cached_lengths: number of tokens that the slot of each sequence holds already.
 
         Returns:
             float32 logits [len(suffixes), vocabulary] after the last token of each.
@@ -84,15 +87,15 @@ class SlotModel:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
-        """Copy what one slot holds to another."""
+        """Copy the first `length` positions of one slot to another."""
         self._cache.copy_slot(source, target, length)
 
     def clear_slot(self, slot: int) -> None:
-        """Forget what a slot holds."""
+        """Zero a slot."""
         self._cache.clear_slot(slot)
 
     def _forward(self, first_slot: int, new_tokens: Sequence[Sequence[int]], cached_lengths: Sequence[int]) -> Tensor:
-        """One pass. Padding stands on the left, so that the last column is everybody's last token."""
+        """Run one forward pass. Padding is on the left, so that the last column holds every row's last token."""
         count, width = len(new_tokens), max(map(len, new_tokens))
         padded = width > 1 and any(len(suffix) < width for suffix in new_tokens)
         ids_BT = torch.tensor([[0] * (width - len(suffix)) + [*suffix] for suffix in new_tokens])
@@ -121,7 +124,7 @@ class SlotModel:
 
 
 def _eos_token_ids(config: Any) -> list[int]:
-    """The ids that end a turn, of a model's or a generation configuration."""
+    """Return the EOS token ids of a model configuration or a generation configuration."""
     ids = getattr(config, "eos_token_id", None)
     if ids is None:
         return []
@@ -129,7 +132,11 @@ def _eos_token_ids(config: Any) -> list[int]:
 
 
 def _check_attention(config: Any, max_length: int) -> None:
-    """Refuse models whose layers keep something other than all keys and values."""
+    """Refuse models with layers other than full attention.
+
+    Raises:
+        EngineError: names the kind of layer.
+    """
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
     strange = kinds - {"full_attention", "sliding_attention"}

@@ -1,4 +1,4 @@
-"""Stop strings: text is looked at while it is sampled, so that a turn ends where one of them is complete."""
+"""Stop strings: decodes tokens while they are sampled, and detects a complete stop string."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +11,12 @@ from stream.errors import EngineError, EngineRefusedError
 
 
 class StopStringMatcher:
-    """One request's text, as far as a stop string could still begin in it.
+    """Searches the text of one request; keeps only the end, where a stop string may have begun.
 
     Args:
-        tokenizer: the model's.
-        prompt: what the text goes on from.
-        stops: the strings.
+        tokenizer: of the model.
+        prompt: tokens before the text.
+        stops: the stop strings.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
@@ -27,37 +27,37 @@ class StopStringMatcher:
         self._tail = ""
 
     def append(self, token: int, *, may_stop: bool) -> bool:
-        """Whether this token completes a stop string; one that does not count is read all the same."""
+        """Append a token. Returns whether it completes a stop string; always False if it may not stop."""
         before, text = len(self._tail), self._tail + (self._stream.step(self._tokenizer, token) or "")
         self._tail = text[-self._tail_length :] if self._tail_length else ""
         return may_stop and any(stop in text[max(0, before + 1 - len(stop)) :] for stop in self._stops)
 
 
 def load_tokenizer(model: Path) -> Tokenizer | None:
-    """The tokenizer in a model's folder, if there is one in the form that every model of today has.
+    """Load `tokenizer.json` of a model folder; None if there is none.
 
     Raises:
-        EngineError: there is one that cannot be read.
+        EngineError: the file cannot be read.
     """
     file = model / "tokenizer.json"
     if not file.is_file():
         return None
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more exact
-        raise EngineError(f"{file}: no tokenizer can be read from it: {error}; fetch it again") from error
+    except Exception as error:  # the library raises no more specific class
+        raise EngineError(f"{file} is no readable tokenizer: {error}; download it again") from error
 
 
 def make_matcher(tokenizer: Any, prompt: Sequence[int], stops: Sequence[str]) -> StopStringMatcher | None:
-    """What looks for a request's stop strings; None where it has none.
+    """Return a matcher for a request's stop strings; None if it has none.
 
     Raises:
-        EngineRefusedError: an empty string, or a model without a tokenizer.
+        EngineRefusedError: a stop string is empty, or the model has no tokenizer.
     """
     if not stops:
         return None
     if not all(stops):
-        raise EngineRefusedError("stop holds an empty string, with which every turn would end before it begins")
+        raise EngineRefusedError("stop contains an empty string, which would end every turn before it begins")
     if tokenizer is None:
-        raise EngineRefusedError("stop: this model has no tokenizer.json, so its text is unknown; use stop_token_ids")
+        raise EngineRefusedError("stop: this model has no tokenizer.json to decode tokens with; use stop_token_ids")
     return StopStringMatcher(tokenizer, prompt, stops)

@@ -1,4 +1,4 @@
-"""Weights that come over HTTP: downloaded to a temporary folder, and checked, before anybody reads them."""
+"""Downloads new weights over HTTP to a temporary folder, and checks them."""
 
 import hashlib
 from collections.abc import AsyncIterator, Sequence
@@ -13,25 +13,25 @@ from stream.errors import EngineError, EngineRefusedError
 from workers.engine_api.wire import WeightFile
 
 _READ_TIMEOUT_S = 60.0
-"""Without one byte."""
+"""Longest wait for the next byte."""
 _CHUNK = 1 << 20
 
 
 @asynccontextmanager
 async def download_weights(url: str, files: Sequence[WeightFile]) -> AsyncIterator[Path]:
-    """A folder with these files, for as long as the context is open.
+    """Download files to a folder that exists as long as the context is open.
 
     Args:
-        url: of the folder that holds them, ending in a slash.
-        files: what has to come.
+        url: of the folder with the files; ends with a slash.
+        files: the files to download.
 
     Raises:
-        EngineRefusedError: the server does not have one of them, or the list is none.
-        EngineError: one did not come whole.
+        EngineRefusedError: the request is malformed, or the server does not have a file.
+        EngineError: a file arrived incomplete or changed.
     """
     if not url.startswith(("http://", "https://")) or not url.endswith("/") or not files:
         raise EngineRefusedError(
-            f"{url!r} with {len(files)} files: need an http(s) URL that ends in a slash, and files"
+            f"{url!r} with {len(files)} files: an http(s) URL that ends with a slash, and files, are required"
         )
     timeout = aiohttp.ClientTimeout(total=None, sock_read=_READ_TIMEOUT_S, sock_connect=_READ_TIMEOUT_S)
     folder = await anyio.to_thread.run_sync(lambda: TemporaryDirectory(prefix="penstock-weights-"))
@@ -39,7 +39,7 @@ async def download_weights(url: str, files: Sequence[WeightFile]) -> AsyncIterat
         async with aiohttp.ClientSession(timeout=timeout) as session:
             for file in files:
                 if file.name in {"", ".", ".."} or Path(file.name).name != file.name:
-                    raise EngineRefusedError(f"{file.name!r} is no plain name of a file; the old weights stay")
+                    raise EngineRefusedError(f"{file.name!r} is no plain file name; the old weights stay")
                 await _download(session, url + file.name, Path(folder.name) / file.name, file)
         yield Path(folder.name)
     finally:
@@ -48,25 +48,23 @@ async def download_weights(url: str, files: Sequence[WeightFile]) -> AsyncIterat
 
 
 async def _download(session: aiohttp.ClientSession, url: str, to: Path, file: WeightFile) -> None:
-    hashed, came = hashlib.sha256(), 0
+    digest, received = hashlib.sha256(), 0
     try:
         async with session.get(url) as answer, await anyio.open_file(to, "wb") as written:
             if answer.status != 200:
                 kind = EngineRefusedError if 400 <= answer.status < 500 else EngineError
-                raise kind(f"{file.name}: its server answers {answer.status}; the old weights stay")
+                raise kind(f"{file.name}: the server answers {answer.status}; the old weights stay")
             async for chunk in answer.content.iter_chunked(_CHUNK):
-                came += len(chunk)
-                if came > file.size:
+                received += len(chunk)
+                if received > file.size:
                     break
                 await written.write(chunk)
-                await anyio.to_thread.run_sync(hashed.update, chunk)
+                await anyio.to_thread.run_sync(digest.update, chunk)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         why = str(error) or type(error).__name__
-        raise EngineError(f"{file.name} did not come over HTTP: {why}; the old weights stay") from error
-    if came != file.size:
-        more = " and more" if came > file.size else ""
-        raise EngineError(f"{file.name} came with {came} bytes{more} instead of {file.size}; the old weights stay")
-    if hashed.hexdigest() != file.sha256:
-        raise EngineError(
-            f"{file.name} came with sha256 {hashed.hexdigest()} instead of {file.sha256}; the old weights stay"
-        )
+        raise EngineError(f"{file.name} was not downloaded: {why}; the old weights stay") from error
+    if received != file.size:
+        more = " and more" if received > file.size else ""
+        raise EngineError(f"{file.name} has {received} bytes{more} instead of {file.size}; the old weights stay")
+    if digest.hexdigest() != file.sha256:
+        raise EngineError(f"{file.name} has sha256 {digest.hexdigest()} instead of {file.sha256}; the old weights stay")

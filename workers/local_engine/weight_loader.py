@@ -1,4 +1,4 @@
-"""New weights into a live model: all is read and checked first, then copied in place; so all of it, or nothing."""
+"""Replaces the weights of a running model: reads and checks all of them, then copies them in place."""
 
 from pathlib import Path
 
@@ -12,23 +12,23 @@ from stream.errors import EngineRefusedError
 _INDEX = "model.safetensors.index.json"
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MAX_LISTED = 5
-"""Names that a message lists before it only counts."""
+"""Names that a message lists; further ones are only counted."""
 
 
 class _Shards(msgspec.Struct):
-    """The index of a model in several files."""
+    """The index file of a model whose weights are in several files."""
 
     weight_map: dict[str, str]
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:
-    """Copy the weights of a safetensors file, or of a model folder, into the live parameters.
+    """Copy the weights of a safetensors file or a model folder into a model's parameters.
 
-    A tensor that shares its memory with another one (a tied `lm_head`) may be there once or under each name.
+    Tensors that share memory, such as a tied `lm_head`, may be stored once or under each name.
 
     Raises:
-        EngineRefusedError: unreadable, a name or a shape that the model does not have or that is missing, a number
-            that is not finite, tied tensors that differ. The model is as it was before.
+        EngineRefusedError: the files are unreadable, names are missing or unexpected, a shape or dtype differs, a number
+            is not finite, or tied tensors differ. The model is unchanged.
     """
     live = dict(model.state_dict(keep_vars=True))
     found = _read(path)
@@ -50,7 +50,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _files(path: Path) -> list[Path]:
-    """The safetensors files that a path stands for."""
+    """Return the safetensors files of a folder, or the file itself."""
     if path.is_dir() and (path / _INDEX).is_file():
         index = msgspec.json.decode((path / _INDEX).read_bytes(), type=_Shards)
         return [path / name for name in sorted(set(index.weight_map.values()))]
@@ -58,24 +58,26 @@ def _files(path: Path) -> list[Path]:
 
 
 def _check(live: dict[str, Tensor], found: dict[str, Tensor], path: Path) -> None:
-    homes: dict[int, list[str]] = {}
+    names_of_memory: dict[int, list[str]] = {}
     for name, tensor in live.items():
-        homes.setdefault(tensor.data_ptr(), []).append(name)
+        names_of_memory.setdefault(tensor.data_ptr(), []).append(name)
     problems = []
-    if missing := [names[0] for names in homes.values() if not any(name in found for name in names)]:
-        problems.append(f"missing: {_listed(missing)}")
+    if missing := [names[0] for names in names_of_memory.values() if not any(name in found for name in names)]:
+        problems.append(f"missing: {_join(missing)}")
     if unexpected := sorted(set(found) - set(live)):
-        problems.append(f"unexpected: {_listed(unexpected)}")
+        problems.append(f"unexpected: {_join(unexpected)}")
     known = {name: tensor for name, tensor in found.items() if name in live}
     if misshapen := [name for name, tensor in known.items() if tensor.shape != live[name].shape]:
         shapes = [f"{name} {tuple(found[name].shape)} instead of {tuple(live[name].shape)}" for name in misshapen]
-        problems.append(f"of another shape: {_listed(shapes)}")
+        problems.append(f"of another shape: {_join(shapes)}")
     if strange := [name for name, tensor in known.items() if tensor.dtype not in (*_FLOATS, live[name].dtype)]:
-        problems.append(f"of another type: {_listed([f'{name} {found[name].dtype}' for name in strange])}")
+        problems.append(f"of another type: {_join([f'{name} {found[name].dtype}' for name in strange])}")
     elif infinite := [name for name, tensor in known.items() if not bool(torch.isfinite(tensor).all())]:
-        problems.append(f"not finite: {_listed(infinite)}")
-    if apart := [", ".join(names) for names in homes.values() if _differ([known[n] for n in names if n in known])]:
-        problems.append(f"tied in the model, but different there: {_listed(apart)}")
+        problems.append(f"not finite: {_join(infinite)}")
+    if apart := [
+        ", ".join(names) for names in names_of_memory.values() if _differ([known[n] for n in names if n in known])
+    ]:
+        problems.append(f"tied in the model, but different in the update: {_join(apart)}")
     if problems:
         raise EngineRefusedError(f"{path}: the old weights stay; {'; '.join(problems)}")
 
@@ -84,6 +86,6 @@ def _differ(tensors: list[Tensor]) -> bool:
     return any(not torch.equal(tensors[0], other) for other in tensors[1:])
 
 
-def _listed(names: list[str]) -> str:
+def _join(names: list[str]) -> str:
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + more

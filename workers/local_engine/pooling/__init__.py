@@ -1,10 +1,10 @@
-"""A sequence classifier, a reward model for one, served by `POST /classify`. Importing the package loads no torch.
+"""Serves a sequence classifier, for example a reward model, by `POST /classify`. Importing it loads no torch.
 
 =======================  =============================================================
-`server.py`              what is served; renders, and hands over to the thread
-`thread.py`              the thread that owns the model and scores all that waits
-`classifier.py`          model and tokenizer; many conversations in one pass
-`plain_classifier.py`    the reference: one conversation, through transformers' own pass
-`wire.py`                what goes over HTTP
+`server.py`              the routes
+`thread.py`              the thread that owns the model and scores waiting requests
+`classifier.py`          model and tokenizer; scores many conversations in one pass
+`plain_classifier.py`    for comparison: one conversation by transformers' forward pass
+`wire.py`                requests and responses
 =======================  =============================================================
 """

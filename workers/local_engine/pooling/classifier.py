@@ -1,8 +1,7 @@
-"""A Hugging Face sequence classifier that scores many conversations at once, each as if it were alone.
+"""A Hugging Face sequence classifier that scores many conversations in one pass, each as if it were alone.
 
-A decoder's score is the head's output at the last token of the sequence. Padding stands on the right, where causal
-attention cannot look; the last token is known from the length, never guessed from which token pads, which may also be
-the one that ends a turn.
+The score of a decoder is the head's output at the last token. Padding is on the right, where causal attention does not
+look. The last token is found by length, not by the padding token, which may also end a turn.
 """
 
 from collections.abc import Sequence
@@ -24,18 +23,21 @@ log = structlog.get_logger()
 MAX_TOKENS_PER_PASS = 8192
 """Tokens of one forward pass, padding included."""
 _DEFAULT_MAX_LENGTH = 4096
-"""Of a model that says nothing of its positions, where nothing was asked for."""
+"""For a model without `max_position_embeddings`, if no length is asked for."""
 ARCHITECTURE_SUFFIX = "ForSequenceClassification"
-"""How the names of the models end that are served here."""
+"""End of the architecture names of sequence classifiers."""
 
 
 class Classifier:
-    """Model and tokenizer together. `score` is for one thread, `render` and `encode` for any other one.
+    """A model with its tokenizer. `score` is for one thread, `render` and `encode` for one other thread.
 
     Args:
-        model: of transformers' own kind, on the CPU.
-        tokenizer: with a chat template, where conversations are to be rendered.
-        max_length: tokens of a sequence, lowered to what the model knows positions for; 0: just that.
+        model: transformers' sequence classifier, on the CPU.
+        tokenizer: with a chat template, to render conversations.
+        max_length: tokens of a sequence, at most the model's positions; 0: all of them.
+
+    Raises:
+        EngineError: the last token of a padded sequence cannot be found.
     """
 
     def __init__(self, model: Any, tokenizer: Any, max_length: int) -> None:
@@ -50,48 +52,48 @@ class Classifier:
         self._tokenizer = tokenizer
         self._is_decoder = isinstance(model, GenericForSequenceClassification)
         if not self._is_decoder and getattr(model.config, "pad_token_id", None) is None:
-            raise EngineError(f"{type(model).__name__} has no padding token, and is none whose last token is scored")
+            raise EngineError(f"{type(model).__name__} is neither a decoder nor has a padding token")
         self._pad: int = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
 
     @classmethod
     def load(cls, path: Path, *, max_length: int, dtype: str) -> "Classifier":
-        """Read a model folder.
+        """Load a model folder.
 
         Raises:
-            SettingsError: the folder holds no sequence classifier.
-            EngineError: no tokenizer.
+            SettingsError: the folder holds no sequence classifier, or an incomplete one.
+            EngineError: there is no tokenizer, or the model is not supported.
         """
         model, tokenizer = load_classifier(path, dtype)
         return cls(model, tokenizer, max_length)
 
     def render(self, messages: Sequence[Any], **options: Any) -> list[int]:
-        """A conversation as tokens, by the chat template.
+        """Return a conversation as tokens, by the chat template.
 
         Raises:
-            EngineRefusedError: there is no template, or it refuses the messages; too long.
+            EngineRefusedError: there is no template, it refuses the messages, or the conversation is too long.
         """
         try:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-        except Exception as error:  # a template is code of the model's author, and fails in any way it likes
+        except Exception as error:  # a template is code of the model's author and may raise anything
             raise EngineRefusedError(
                 f"the chat template cannot render the messages: {type(error).__name__}: {error}"
             ) from error
         return self.encode(text, add_special_tokens=False)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """A text as tokens.
+        """Return a text as tokens.
 
         Raises:
-            EngineRefusedError: too long.
+            EngineRefusedError: the text is empty or too long.
         """
         ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return self.check_tokens(ids)
 
     def check_tokens(self, ids: list[int]) -> list[int]:
-        """Tokens that the model can be fed.
+        """Return the tokens if the model can read them.
 
         Raises:
-            EngineRefusedError: there are none, too many, or some that the model does not have.
+            EngineRefusedError: there are none, too many, or some outside the vocabulary.
         """
         if not ids:
             raise EngineRefusedError("there is nothing to classify: no tokens")
@@ -106,10 +108,10 @@ class Classifier:
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[list[int]]) -> Tensor:
-        """The head's raw output.
+        """Return the head's raw output.
 
         Args:
-            sequences: tokens, at least one each.
+            sequences: tokens of each sequence, at least one.
 
         Returns:
             float32 logits [len(sequences), classes].
@@ -117,14 +119,14 @@ class Classifier:
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
         logits_NC = torch.empty(len(sequences), self.num_classes)
         while order:
-            # The longest that are left, and as many as fit beside them.
+            # The longest remaining sequence, and as many others as fit into the pass.
             rows = max(1, MAX_TOKENS_PER_PASS // len(sequences[order[-1]]))
             chosen, order = order[-rows:], order[:-rows]
             logits_NC[chosen] = self._forward([sequences[i] for i in chosen])
         return logits_NC
 
     def apply_activation(self, logits: Tensor) -> Tensor:
-        """What vLLM makes of logits where it is not told otherwise: probabilities, or for a regression the same."""
+        """Apply the same activation as vLLM does by default: probabilities; logits of a regression stay."""
         if self._problem == "regression":
             return logits
         if self._problem == "multi_label_classification" or self.num_classes == 1:
@@ -147,26 +149,25 @@ class Classifier:
 
 
 def load_classifier(path: Path, dtype: str) -> tuple[Any, Any]:
-    """A sequence classifier and its tokenizer, from a model folder.
+    """Load a sequence classifier and its tokenizer.
 
     Raises:
-        SettingsError: there is no classifier; one whose head is not among its weights is none: it would score by
-            chance.
+        SettingsError: the folder holds no classifier, or weights are missing, for example those of the head.
         EngineError: there is no tokenizer.
     """
     model = load_model(path, "sequence classifier", getattr(torch, dtype), attn_implementation="sdpa")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
-        raise EngineError(f"{path}: its tokenizer cannot be loaded: {error}") from error
+        raise EngineError(f"{path}: the tokenizer cannot be loaded: {error}") from error
     return model, tokenizer
 
 
 def is_classifier(path: Path) -> bool:
-    """Whether a model folder's configuration says that it is a sequence classifier."""
+    """Return whether the configuration in a model folder is that of a sequence classifier."""
     try:
         config: Any = msgspec.json.decode((path / "config.json").read_bytes())
     except (OSError, msgspec.DecodeError):
-        return False  # whoever loads it says what ails it
+        return False  # loading it will say what is wrong
     architectures = config.get("architectures") if isinstance(config, dict) else None
     return any(str(name).endswith(ARCHITECTURE_SUFFIX) for name in architectures or ())

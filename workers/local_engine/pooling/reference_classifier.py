@@ -1,4 +1,4 @@
-"""The reference for served scores: one conversation at a time through transformers' own forward pass."""
+"""Scores one conversation at a time by transformers' forward pass, to compare served scores with."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +15,11 @@ class ReferenceClassifier:
     """A sequence classifier with one class, in float32."""
 
     def __init__(self, path: Path) -> None:
-        """Read a model folder.
+        """Load a model folder.
 
         Raises:
-            EngineError: the folder holds no sequence classifier with one class.
+            SettingsError: the folder holds no classifier, or an incomplete one.
+            EngineError: it has more than one class, or no tokenizer.
         """
         model, self._tokenizer = load_classifier(path, "float32")
         if model.config.num_labels != 1:
@@ -27,7 +28,7 @@ class ReferenceClassifier:
 
     @torch.inference_mode()
     def score(self, messages: Sequence[Message]) -> float:
-        """The raw logit of a conversation."""
+        """Return the logit of a conversation."""
         text = self._tokenizer.apply_chat_template(list(messages), tokenize=False)
         ids = self._tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
         return float(self._model(input_ids=ids).logits[0, 0])

@@ -1,8 +1,7 @@
-"""A reward model served as vLLM serves it with `--runner pooling`: `POST /classify`, and what every server answers."""
+"""Serves a reward model as vLLM does with `--runner pooling`: `POST /classify` and the info routes."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import anyio
@@ -38,60 +37,51 @@ async def serve_pooling(
     dtype: str,
     ready: Callable[[str], object] | None = None,
 ) -> None:
-    """Serve a sequence classifier until cancelled; requests under way then are still answered, for two seconds.
+    """Serve a sequence classifier until cancelled, then answer running requests for up to two seconds.
 
     Args:
-        model_path: a folder in Hugging Face form.
+        model_path: model folder in Hugging Face format.
         host: address to listen on.
         port: 0 for a free one.
-        max_length: tokens of a conversation; 0: as many as the model knows positions for.
-        threads: torch threads.
+        max_length: tokens of a conversation; 0: as many as the model has positions.
+        threads: number of torch threads.
         dtype: `float32` or `bfloat16`.
-        ready: called with the URL once it listens.
+        ready: called with the URL once the server listens.
 
     Raises:
-        SettingsError: the folder holds no such model, or not all of one.
-        EngineError: this server cannot run it, the address cannot be listened on, or scoring failed.
+        SettingsError: the folder holds no classifier, or an incomplete one.
+        EngineError: the classifier is not supported, the address is not available, or scoring failed.
     """
     load = partial(Classifier.load, model_path, max_length=max_length, dtype=dtype)
     model = await anyio.to_thread.run_sync(load)
     bridge = LoopBridge()
     thread = PoolingThread(model, deliver=bridge.deliver, on_failure=bridge.fail)
-    release = await anyio.to_thread.run_sync(version, "penstock")
-    routes = PoolingRoutes(thread, model, str(model_path), release)
+    routes = PoolingRoutes(thread, model, str(model_path))
     async with run_model_thread(thread, threads), listen(routes.application(), host, port) as url:
         log.info("engine.listening", url=url, model=str(model_path), runner="pooling", classes=model.num_classes)
         if ready is not None:
             ready(url)
-        await bridge.wait_failed(thread, "scoring")
+        await bridge.wait_failed(thread)
 
 
 class PoolingRoutes:
-    """The handlers.
+    """Request handlers.
 
     Args:
-        thread: does the work.
-        model: renders conversations, and knows its classes.
-        model_name: the model's name in `/v1/models`.
-        penstock_version: Penstock's own.
+        thread: scores the sequences.
+        model: renders conversations and names the classes.
+        model_name: name of the model in `/v1/models`.
     """
 
-    def __init__(self, thread: PoolingThread, model: Classifier, model_name: str, penstock_version: str) -> None:
+    def __init__(self, thread: PoolingThread, model: Classifier, model_name: str) -> None:
         self._thread = thread
         self._model = model
         self._model_name = model_name
-        self._info = InfoRoutes(
-            thread,
-            "scoring",
-            self._metrics,
-            model_name=model_name,
-            max_length=model.max_length,
-            penstock_version=penstock_version,
-        )
-        self._rendering = anyio.CapacityLimiter(1)  # a tokenizer is no friend of several threads
+        self._info = InfoRoutes(thread, self._metrics, model_name, model.max_length)
+        self._rendering = anyio.CapacityLimiter(1)  # a tokenizer is not thread-safe
 
     def application(self) -> web.Application:
-        """All routes, with errors turned into answers."""
+        """Return all routes, with errors as responses."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[error_middleware])
         app.router.add_post("/classify", self.classify)
         app.router.add_routes(self._info.routes())
@@ -123,7 +113,7 @@ class PoolingRoutes:
         yield "vllm:prompt_tokens_total", "counter", self._thread.tokens_read
 
     def _tokens(self, request: ClassifyRequest) -> list[list[int]]:
-        """What a request asks about, as tokens; in a thread."""
+        """Return the sequences of a request as tokens; called in a thread."""
         if request.messages is not None:
             options = request.chat_template_kwargs | {
                 "add_generation_prompt": request.add_generation_prompt,

@@ -1,4 +1,4 @@
-"""What goes over HTTP to and from a classifier: the body and the answer of vLLM's `/classify`. No torch."""
+"""Request and response of vLLM's `/classify`. No torch."""
 
 import time
 import uuid
@@ -11,12 +11,12 @@ from stream.errors import EngineRefusedError
 
 
 class ClassifyRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /classify`: one conversation in `messages`, or texts or token ids in `input`."""
+    """Body of `POST /classify`: a conversation in `messages`, or texts or token ids in `input`."""
 
     messages: list[dict[str, Any]] | None = None
     input: str | list[str | int | list[int]] | None = None
     use_activation: bool | None = None
-    """None is vLLM's default, and that is: on."""
+    """None means True, as in vLLM."""
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = False
     continue_final_message: bool = False
@@ -26,10 +26,10 @@ class ClassifyRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     request_id: str = ""
 
     def inputs(self) -> list[str | list[int]]:
-        """The texts, or token ids, of `input`, one for each sequence.
+        """Return `input` as one text, or one list of token ids, per sequence.
 
         Raises:
-            EngineRefusedError: neither, or both mixed.
+            EngineRefusedError: texts and token ids are mixed.
         """
         given = [self.input] if isinstance(self.input, str) else self.input or []
         if given and all(isinstance(entry, int) for entry in given):
@@ -45,12 +45,12 @@ class Classification(Struct):
     index: int
     label: str | None
     probs: list[float]
-    """One for each class; logits, where no activation was asked for."""
+    """One per class; logits if no activation was asked for."""
     num_classes: int
 
 
 class Usage(Struct):
-    """Tokens read."""
+    """Number of tokens."""
 
     prompt_tokens: int
     total_tokens: int
@@ -58,7 +58,7 @@ class Usage(Struct):
 
 
 class ClassifyResponse(Struct, kw_only=True):
-    """Answer of `POST /classify`."""
+    """Response of `POST /classify`."""
 
     id: str = field(default_factory=lambda: f"classify-{uuid.uuid4().hex}")
     object: str = "list"
@@ -72,15 +72,15 @@ _decoder = msgspec.json.Decoder(ClassifyRequest)
 
 
 def decode_classify_request(body: bytes) -> ClassifyRequest:
-    """Read the body of a request to classify.
+    """Decode and check the body of `POST /classify`.
 
     Raises:
-        EngineRefusedError: says what is wrong with it.
+        EngineRefusedError: the request is malformed.
     """
     try:
         request = _decoder.decode(body)
     except msgspec.DecodeError as error:
         raise EngineRefusedError(f"bad request: {error}") from error
     if (request.messages is None) == (request.input is None):
-        raise EngineRefusedError("bad request: either messages or input")
+        raise EngineRefusedError("bad request: exactly one of messages and input is required")
     return request
