@@ -68,7 +68,7 @@ async def verdict(say, **args):
         ("The answer says 'Score: 10'.\nScore: 2\nSCORE = 4", 1 / 3),
     ],
 )
-async def test_a_verdict_is_put_onto_0_to_1(said, expected):
+async def test_a_score_is_mapped_to_0_to_1(said, expected):
     assert await verdict(said) == Measured(expected)
 
 
@@ -90,7 +90,7 @@ async def test_a_verdict_is_put_onto_0_to_1(said, expected):
     ],
     ids=str,
 )
-async def test_what_is_no_verdict_is_no_reward(said, reason):
+async def test_an_answer_without_a_score_is_unmeasured(said, reason):
     assert (await verdict(said)).reason is reason
 
 
@@ -107,7 +107,7 @@ async def test_what_is_no_verdict_is_no_reward(said, reason):
         ("7", RewardReason.NOT_NUMERIC),
     ],
 )
-async def test_a_verdict_may_be_a_key_of_json(said, expected):
+async def test_a_score_may_be_a_key_of_json(said, expected):
     reward = await verdict(said, score_pattern="json:score", scale=[0, 10])
     assert (reward.value if isinstance(reward, Measured) else reward.reason) == expected
 
@@ -148,14 +148,14 @@ async def test_the_key_comes_from_the_environment_and_is_in_no_message(monkeypat
     assert events  # the 503s were told
 
 
-async def test_a_key_that_is_not_there_is_told_before_anything_is_asked(monkeypatch):
+async def test_a_missing_api_key_is_an_error_at_the_start(monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(RunFailedError, match="JUDGE_KEY, which is not set"):
         async with Judge("http://127.0.0.1:1", "m", client={"api_key_env": "JUDGE_KEY"}):
             raise AssertionError
 
 
-async def test_requests_are_bounded_and_every_verdict_finds_its_completion():
+async def test_requests_are_limited_and_scores_stay_in_order():
     def say(_, request):
         return f"Score: {request['messages'][-1]['content']}"
 
@@ -165,7 +165,7 @@ async def test_requests_are_bounded_and_every_verdict_finds_its_completion():
     assert chat.most <= 3
 
 
-async def test_an_outage_is_asked_about_so_often_and_a_refusal_once():
+async def test_an_outage_is_retried_and_a_refusal_is_not():
     async with judging(lambda *_: 429, client={"max_attempts": 2}) as (chat, judge):
         await judge(["p"], ["c"])
         assert len(chat.asked) == 2
@@ -187,7 +187,7 @@ async def test_an_outage_is_asked_about_so_often_and_a_refusal_once():
     ],
     ids=str,
 )
-def test_wrong_arguments_are_told_at_the_start(args, words):
+def test_wrong_arguments_are_errors_at_the_start(args, words):
     with pytest.raises(ReferenceNotFoundError, match=words):
         RewardFunction.load("judge", args={"url": "http://judge", "model": "m"} | args)
 

@@ -51,7 +51,7 @@ async def test_it_is_found_by_its_name_and_scores_texts_and_messages_as_whole_co
     assert last["messages"][2]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
 
 
-async def test_groups_that_come_together_are_sent_together():
+async def test_requests_of_several_groups_are_sent_together():
     with capture_logs() as events:
         async with reward_server() as server, model_of(server, max_batch_size=32, batch_wait_ms=2_000) as model:
             server.together = 32  # four groups of eight: no answer to anybody before all are there
@@ -64,13 +64,13 @@ async def test_groups_that_come_together_are_sent_together():
     assert served["score_mean"] == served["score_min"] == served["score_max"] == value("x").value
 
 
-async def test_a_lonely_conversation_waits_for_others_no_longer_than_it_is_told():
+async def test_a_single_conversation_waits_only_batch_wait_ms():
     async with reward_server() as server, model_of(server, max_batch_size=32, batch_wait_ms=1) as model:
         with anyio.fail_after(5):
             assert await model(["p"], ["one"]) == [value("one")]
 
 
-async def test_what_is_under_way_is_bounded_and_spread_over_the_servers():
+async def test_concurrent_requests_are_limited_and_spread_over_the_servers():
     async with (
         reward_server() as one,
         reward_server() as two,
@@ -97,7 +97,7 @@ async def test_what_is_under_way_is_bounded_and_spread_over_the_servers():
 
 
 @pytest.mark.parametrize("fault", [500, 503, 429, 408, "hang", "reset"])
-async def test_what_may_pass_is_tried_again_and_the_score_comes(fault):
+async def test_transient_errors_are_retried(fault):
     async with reward_server() as server, model_of(server, timeout_s=0.3) as model:
         server.fault = lambda number, _: fault if number == 0 else None
         assert await model(["p"], ["right"]) == [value("right")]
@@ -105,7 +105,7 @@ async def test_what_may_pass_is_tried_again_and_the_score_comes(fault):
 
 
 @pytest.mark.parametrize("fault", [500, "hang", "reset"])
-async def test_an_outage_leaves_unavailable_after_so_many_tries_and_no_number(fault):
+async def test_an_outage_is_unavailable_after_max_attempts(fault):
     async with reward_server() as server, model_of(server, timeout_s=0.2) as model:
         server.fault = lambda *_: fault
         rewards = await model(["p"] * 2, ["a", "b"])
@@ -123,7 +123,7 @@ async def test_another_server_answers_while_one_is_away():
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
-async def test_a_refusal_is_the_rows_alone_in_the_servers_words_and_never_asked_again(status):
+async def test_a_refusal_affects_one_row_and_is_not_retried(status):
     async with reward_server() as server, model_of(server) as model:
         server.fault = lambda _, messages: status if messages[-1]["content"] == "too long" else None
         first, second, third = await model(["p"] * 3, ["a", "too long", "c"])
@@ -151,7 +151,7 @@ async def test_a_refusal_is_the_rows_alone_in_the_servers_words_and_never_asked_
         ('{"data": [{"probs": ["1"]}]}', RewardReason.NOT_NUMERIC),
     ],
 )
-async def test_an_answer_that_is_no_score_is_none(body, reason):
+async def test_a_response_without_a_score_is_unmeasured(body, reason):
     async with reward_server() as server, model_of(server) as model:
         server.fault = lambda _, messages: body if messages[-1]["content"] == "bad" else None
         good, bad = await model(["p"] * 2, ["good", "bad"])
@@ -160,7 +160,7 @@ async def test_an_answer_that_is_no_score_is_none(body, reason):
     assert len(server.asked) == 2  # it was an answer: nobody asks again
 
 
-async def test_a_redirect_is_no_score_and_is_not_followed():
+async def test_a_redirect_is_not_followed():
     async with reward_server() as server, model_of(server) as model:
         server.fault = lambda *_: 302
         (reward,) = await model(["p"], ["a"])
@@ -168,7 +168,7 @@ async def test_a_redirect_is_no_score_and_is_not_followed():
     assert len(server.asked) == 1
 
 
-async def test_a_caller_that_gives_up_leaves_nothing_behind():
+async def test_a_cancelled_caller_leaves_no_pending_request():
     async with reward_server() as server, model_of(server, max_batch_size=4, batch_wait_ms=60_000) as model:
         with anyio.move_on_after(0.05):
             await model(["p"] * 3, ["left", "left", "left"])
@@ -195,7 +195,7 @@ async def test_raw_scores_that_happen_to_lie_between_0_and_1_are_not_taken_for_s
         assert await model(["p"], ["abc"]) == [Measured(0.03)]
 
 
-async def test_a_model_whose_own_scores_lie_between_0_and_1_is_taken_where_its_user_says_so():
+async def test_scores_in_unit_interval_allows_such_a_model():
     async with reward_server() as server:
         server.squashes = True
         async with model_of(server, scores_in_unit_interval=True) as model:
@@ -218,21 +218,21 @@ async def test_servers_of_different_models_are_refused():
                 raise AssertionError
 
 
-async def test_what_is_no_reward_model_is_refused_with_a_remedy():
+async def test_a_server_without_a_reward_model_is_refused_with_a_remedy():
     async with reward_server() as server:
         with pytest.raises(RunFailedError, match="--runner pooling"):
             async with RewardModel([server.url + "/v2"]):
                 raise AssertionError
 
 
-async def test_a_server_that_is_not_there_is_waited_for_so_long_and_the_wait_said_once(free_tcp_port):
+async def test_a_missing_server_is_waited_for_and_logged_once(free_tcp_port):
     with capture_logs() as events, pytest.raises(ServiceUnavailableError, match=f"{free_tcp_port}; tried for 0.3 s"):
         async with RewardModel([f"http://127.0.0.1:{free_tcp_port}"], startup_timeout_s=0.3):
             raise AssertionError
     assert [event["event"] for event in events] == ["service.waiting"]
 
 
-async def test_a_server_that_comes_while_it_is_waited_for_is_used(free_tcp_port):
+async def test_a_server_that_starts_during_the_wait_is_used(free_tcp_port):
     model = RewardModel([f"http://127.0.0.1:{free_tcp_port}"], startup_timeout_s=20.0)
     async with anyio.create_task_group() as tasks:
         asked = anyio.Event()
@@ -249,7 +249,7 @@ async def test_a_server_that_comes_while_it_is_waited_for_is_used(free_tcp_port)
                 await asked.wait()
 
 
-async def test_a_server_that_was_away_is_not_believed_before_it_is_probed_again(free_tcp_port):
+async def test_a_server_is_checked_again_after_an_outage(free_tcp_port):
     async with reward_server(port=free_tcp_port) as before:
         model = RewardModel([before.url], client={"timeout_s": 2.0, "max_attempts": 2})
         await model.__aenter__()

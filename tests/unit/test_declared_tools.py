@@ -97,7 +97,7 @@ async def test_a_declared_tool_is_called_by_name_with_the_models_arguments():
     assert "there is no tool 'helper'" in unknown.text
 
 
-async def test_what_a_declared_tool_raises_is_text_and_a_failure_of_the_world_is_a_failure():
+async def test_a_declared_tools_error_is_text_and_an_environment_failure_is_not():
     assert (await called(b=1))[0].text == "Error: KeyError: 'a'"
     assert isinstance((await called(gone=1))[0], Failure)
 

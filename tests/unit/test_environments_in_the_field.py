@@ -20,7 +20,7 @@ resets queue up behind each other                                               
                                                                                 `benchmarks/slots.py` for how much
 1172 of 1280 rollouts failed in reset and were trained as reward 0              `test_a_failed_reset_is_no_reward`
 hung threads starve, or outlive, the worker                                     `test_recycling.py`,
-`test_lost_threads.py`
+`test_abandoned_threads.py`
 ==============================================================================  =======================================
 
 The rows of OpenEnv sockets, env servers and MCP belong to the adapters' tests, that of `exec` sandboxes to those of the

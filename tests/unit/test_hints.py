@@ -166,7 +166,7 @@ INTEGER = {"type": "integer"}
         ),
     ],
 )
-def test_a_hint_is_shown_and_what_fits_it_is_read(hint, schema, written, read):
+def test_a_hint_gives_a_schema_and_converts_values(hint, schema, written, read):
     shape, book = argument_type_of(hint), SchemaBuilder()
     if schema is not None:
         assert shape.schema(book) == schema
@@ -202,13 +202,13 @@ def test_a_hint_is_shown_and_what_fits_it_is_read(hint, schema, written, read):
         (int, 1.5, "expected `int`, got `float`"),
     ],
 )
-def test_what_does_not_fit_is_told_with_its_place(hint, written, wrong):
+def test_an_invalid_value_is_reported_with_its_path(hint, written, wrong):
     with pytest.raises(ArgumentValidationError) as caught:
         argument_type_of(hint).validate(written, "")
     assert wrong in str(caught.value)
 
 
-def test_a_class_within_itself_is_a_reference_and_is_read_to_any_depth():
+def test_a_recursive_class_is_a_reference_and_is_validated_at_any_depth():
     shape, book = argument_type_of(Tree | None), SchemaBuilder()
     schema = shape.schema(book)
     inner = {"type": "array", "items": {"$ref": "#/$defs/Tree"}, "default": []}
@@ -221,6 +221,6 @@ def test_a_class_within_itself_is_a_reference_and_is_read_to_any_depth():
 
 
 @pytest.mark.parametrize("hint", [complex, Callable[[int], int], type, dict[str, complex], list[Callable[..., int]]])
-def test_what_json_has_no_form_for_is_said(hint):
+def test_a_type_that_json_cannot_express_is_refused(hint):
     with pytest.raises(UnsupportedTypeError, match="JSON cannot express"):
         argument_type_of(hint)

@@ -64,7 +64,7 @@ def is_alive(pid):
         return False
 
 
-async def test_answers_come_in_the_order_of_the_jobs_from_the_main_threads_of_several_processes():
+async def test_results_are_in_the_order_of_the_jobs_and_from_main_threads_of_several_processes():
     async with ProcessPool.open(HANDLER, {}, 2) as pool:
         jobs = [f"job {i}".encode() for i in range(200)]
         assert await pool.map(jobs, 30) == [Ok(job) for job in jobs]
@@ -96,7 +96,7 @@ async def test_every_child_hanging_at_once_leaves_a_pool_that_works():
         assert await pool.map([b"a"], 30) == [Ok(b"a")]
 
 
-async def test_what_a_job_raises_is_told_and_the_child_goes_on():
+async def test_a_job_that_raises_fails_and_its_child_continues():
     async with ProcessPool.open(HANDLER, {}, 1) as pool:
         before, raised, after = await pool.map([b"pid", b"raise the roof", b"pid"], 30)
         assert isinstance(raised, Failed)
@@ -105,7 +105,7 @@ async def test_what_a_job_raises_is_told_and_the_child_goes_on():
 
 
 @pytest.mark.parametrize("end", [b"die", pytest.param(b"segfault", marks=pytest.mark.full)])
-async def test_a_job_that_ends_its_process_twice_has_raised_and_its_neighbours_have_not(end):
+async def test_only_a_job_that_ends_two_processes_fails(end):
     async with ProcessPool.open(HANDLER, {}, 2) as pool:
         outcomes = await pool.map([b"a", end, b"b"], 30)
         assert isinstance(outcomes[1], Failed)
@@ -113,7 +113,7 @@ async def test_a_job_that_ends_its_process_twice_has_raised_and_its_neighbours_h
         assert [outcomes[0], outcomes[2]] == [Ok(b"a"), Ok(b"b")]
 
 
-async def test_a_job_whose_process_ended_once_is_done_by_another_one(tmp_path):
+async def test_a_job_whose_process_ended_once_runs_in_another(tmp_path):
     async with ProcessPool.open(HANDLER, {}, 1) as pool:
         job = f"once {tmp_path / 'mark'}".encode()
         assert await pool.map([job], 30) == [Ok(job)]
@@ -131,7 +131,7 @@ async def test_children_killed_from_outside_while_idle_cost_nothing():
             assert await pool.map([b"b"] * 8, 30) == [Ok(b"b")] * 8
 
 
-async def test_megabytes_of_output_are_nobodys():
+async def test_output_of_a_job_is_discarded():
     async with ProcessPool.open(HANDLER, {}, 1) as pool:
         assert await pool.map([b"print", b"a"], 30) == [Ok(b"print"), Ok(b"a")]
 
@@ -165,13 +165,13 @@ print(*getrlimit(RLIMIT_DATA))
 
 
 @pytest.mark.full
-async def test_a_child_is_replaced_after_so_many_jobs():
+async def test_a_child_is_replaced_after_its_maximum_of_jobs():
     async with ProcessPool.open(HANDLER, {}, 1, ChildLimits(max_jobs=3)) as pool:
         pids = [(await pool.map([b"pid"], 30))[0].value for _ in range(7)]
     assert [pids.index(pid) for pid in pids] == [0, 0, 0, 3, 3, 3, 6]
 
 
-async def test_a_pool_whose_children_cannot_prepare_themselves_says_so_at_the_start():
+async def test_a_pool_whose_children_cannot_load_their_handler_fails_at_the_start():
     with pytest.raises(ProcessPoolError, match="no licence"):
         async with ProcessPool.open(HANDLER, {"fails": True}, 1):
             raise AssertionError
@@ -181,14 +181,14 @@ async def test_a_pool_whose_children_cannot_prepare_themselves_says_so_at_the_st
 
 
 @pytest.mark.full
-async def test_children_that_cannot_start_any_more_make_their_jobs_raise_and_not_wait(tmp_path):
+async def test_jobs_fail_instead_of_waiting_if_no_child_can_start(tmp_path):
     async with ProcessPool.open(HANDLER, {}, 1) as pool:
         (tmp_path / f"{HERE}.py").write_text("raise ImportError('moved away')")
         (outcome,) = await pool.map([b"die"], 30)
         assert isinstance(outcome, Failed)
 
 
-async def test_a_caller_that_is_cancelled_leaves_no_job_behind():
+async def test_a_cancelled_caller_leaves_no_job_behind():
     async with ProcessPool.open(HANDLER, {}, 1) as pool:
         with anyio.move_on_after(0.05):
             await pool.map([b"hang"] * 50, 0.3)
@@ -196,7 +196,7 @@ async def test_a_caller_that_is_cancelled_leaves_no_job_behind():
         assert pool.started_count <= 3  # a hang or two were under way, the other 48 are gone
 
 
-async def test_what_a_job_has_started_is_killed_with_its_child():
+async def test_processes_started_by_a_job_are_killed_with_its_child():
     async with ProcessPool.open(HANDLER, {}, 1) as pool:
         await pool.map([b"fork"], 30)
         (pid,) = pool.pids
@@ -248,7 +248,7 @@ anyio.run(main)
     assert not any(map(is_alive, pids))
 
 
-def test_frames_are_read_whole_however_they_come():
+def test_frames_are_reassembled_from_any_chunks():
     from envs.processes.child_main import _read, _write
 
     reading, writing = os.pipe()

@@ -31,7 +31,7 @@ async def run(code, **limits):
     return await env.python(code)
 
 
-async def test_it_runs_and_what_it_prints_is_read():
+async def test_code_runs_and_its_output_is_returned():
     assert await run("import sys, math\nprint(math.factorial(20))\nprint('é', file=sys.stderr)") == (
         "2432902008176640000\né"
     )
@@ -56,13 +56,13 @@ async def test_it_runs_and_what_it_prints_is_read():
         ("import os; print(sorted(int(f) for f in os.listdir('/proc/self/fd'))[:4])", ["[0, 1, 2, 3]"]),
     ],
 )
-async def test_what_the_code_does_is_the_models_business_and_told_to_it(code, words):
+async def test_the_model_reads_errors_and_exit_codes_of_its_code(code, words):
     told = await run(code)
     for word in words:
         assert word in told
 
 
-async def test_code_that_does_not_end_is_ended_with_all_that_it_has_started():
+async def test_code_past_its_deadline_is_killed_with_its_processes():
     code = (
         "import os, sys, time\nprint('begun', flush=True)\nos.fork()\nprint(os.getpid(), flush=True)\nwhile True: pass"
     )
@@ -103,7 +103,7 @@ async def test_no_state_is_carried_over():
     assert await env.python("import os; print(os.path.exists('kept'))") == "False"
 
 
-async def test_being_cancelled_ends_the_code_and_leaves_nothing():
+async def test_cancellation_kills_the_code_and_removes_its_files():
     with anyio.move_on_after(0.3) as scope:
         await run("while True: pass")
     assert scope.cancelled_caught  # and the fixture finds no folder
@@ -123,7 +123,7 @@ async def test_a_dead_sandbox_is_a_failure_of_the_environment(broken, monkeypatc
     assert env.runs == []
 
 
-async def test_an_interpreter_that_ends_before_the_code_begins_is_no_answer_of_the_model(tmp_path):
+async def test_an_interpreter_that_ends_before_the_code_starts_is_an_environment_failure(tmp_path):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\nexit 0\n")
     broken.chmod(0o755)
@@ -149,7 +149,7 @@ async def test_code_cannot_start_processes_and_root_becomes_nobody():
     assert output.split()[0] == str(NOBODY if os.geteuid() == 0 else os.geteuid())
 
 
-def test_it_is_an_environment_with_one_tool_and_its_snapshot_tells_the_runs():
+def test_it_is_an_environment_with_one_tool_and_its_snapshot_has_the_runs():
     factory = EnvironmentFactory.load("envs.builtin.python_sandbox:Python", {"timeout_s": 5.0})
     assert [tool.name for tool in factory.tools] == ["python"]
     env = factory.make()

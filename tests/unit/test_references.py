@@ -101,17 +101,17 @@ def test_the_key_of_a_files_class_does_not_depend_on_where_the_file_is(project):
     assert class_key(here) == class_key(there) == "snake_game.py:Env.Inner"
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones():
+def test_an_unknown_name_lists_the_known_ones():
     message = refusal("nonsense")
     assert "entry point" in message
     assert "calculator, guess" in message
 
 
-def test_a_dotted_name_without_colon_is_answered_with_the_right_spelling():
+def test_a_dotted_name_without_colon_suggests_the_right_form():
     assert "write envs.builtin.calculator:Calculator" in refusal("envs.builtin.calculator.Calculator")
 
 
-def test_a_plain_name_means_nothing_without_a_group():
+def test_a_plain_name_without_a_group_is_refused():
     assert "write package.module:name" in refusal("calculator", None)
 
 
@@ -127,19 +127,19 @@ def test_an_incomplete_reference_is_refused(ref):
     assert refusal(ref)
 
 
-def test_a_misspelt_attribute_is_answered_with_a_close_one():
+def test_a_misspelt_attribute_suggests_a_close_one():
     message = refusal("envs.builtin.calculator:Calculater")
     assert "did you mean Calculator?" in message
     assert "calculator.py" in message
 
 
-def test_an_attribute_that_is_close_to_nothing_is_answered_with_what_there_is():
+def test_an_unknown_attribute_lists_what_the_module_defines():
     message = refusal("envs.builtin.guess:Zzz")
     assert "it defines: Guess" in message
     assert "Random" not in message
 
 
-def test_a_missing_module_is_told_from_a_module_with_a_missing_import(project):
+def test_a_missing_module_differs_from_a_module_with_a_missing_import(project):
     project("needs.py", "import a_library_nobody_has\nclass Env: pass\n")
     assert "there is no module 'absent_module'" in refusal("absent_module:Env")
     assert "there is no module 'envs.absent'" in refusal("envs.absent:Env")
@@ -148,7 +148,7 @@ def test_a_missing_module_is_told_from_a_module_with_a_missing_import(project):
     assert "needs.py, line 1" in message
 
 
-def test_a_missing_file_is_answered_with_its_neighbours(project):
+def test_a_missing_file_lists_its_neighbours(project):
     project("games/chess.py", "")
     assert "beside it: chess.py" in refusal("games/ches.py:Chess")
     assert "folder does not exist" in refusal("nowhere/ches.py:Chess")
@@ -161,7 +161,7 @@ def test_an_error_while_importing_names_the_line(project):
     assert "broken.py, line 4" in message
 
 
-def test_a_file_that_exits_while_it_is_imported_does_not_take_us_along(project):
+def test_a_file_that_exits_while_imported_is_an_error(project):
     project("script.py", "import sys\nsys.exit(3)\n")
     assert "SystemExit: 3" in refusal("script.py:Env")
 
@@ -216,7 +216,7 @@ def test_a_function_is_a_factory_too_and_its_sample_is_closed(project):
         ("import sys\ndef Env(): sys.exit('gone')", "SystemExit: gone"),
     ],
 )
-def test_what_makes_no_environment_is_refused_at_the_start(project, code, told):
+def test_a_factory_without_an_environment_is_refused_at_the_start(project, code, told):
     project("bad.py", code + "\n")
     with pytest.raises(ReferenceNotFoundError, match=told):
         EnvironmentFactory.load("bad.py:Env")
@@ -239,7 +239,7 @@ class Nothing:
     def reset(self): ...
 
 
-def test_reset_gets_what_it_takes():
+def test_reset_gets_only_the_arguments_it_names():
     factory = EnvironmentFactory.load("guess")
     fields = {"answer": 4, "problem": "2 + 2"}
     reset = factory.reset_arguments
@@ -248,7 +248,7 @@ def test_reset_gets_what_it_takes():
     assert reset(Nothing(), fields, 7, 2) == {}
 
 
-def test_a_field_of_the_row_goes_before_our_own_seed():
+def test_a_field_of_the_row_overrides_the_seed():
     assert EnvironmentFactory.load("guess").reset_arguments(All(), {"seed": "of the row"}, 7, 2)["seed"] == "of the row"
 
 
@@ -275,7 +275,7 @@ def test_known_classes_are_those_of_the_factorys_modules_and_imported_records(pr
 
 
 @pytest.mark.parametrize(("code", "told"), [("reward = 3", "of type int"), ("class reward: pass", "of type reward")])
-def test_what_is_no_reward_function_is_refused_at_the_start(project, code, told):
+def test_other_objects_than_reward_functions_are_refused_at_the_start(project, code, told):
     project("bad_reward.py", code + "\n")
     with pytest.raises(ReferenceNotFoundError, match=told):
         RewardFunction.load("bad_reward.py:reward")
@@ -298,7 +298,7 @@ def shorter(completions, than): return [len(c) < than for c in completions]
         assert [reward.value for reward in anyio.run(function, batch, 5.0)] == expected
 
 
-def test_arguments_that_nobody_takes_are_refused_at_the_start(project):
+def test_unknown_arguments_are_refused_at_the_start(project):
     project(
         "takes.py",
         "class Env:\n    def __init__(self, size=1): pass\n    def reset(self): pass\n"

@@ -98,7 +98,7 @@ async def test_a_function_in_processes_gets_the_same_arguments_and_what_it_retur
         assert facts(await function(batch("a", "b"), 30)) == [RewardReason.SHAPE] * 2
 
 
-async def test_by_row_or_by_group_or_by_group_and_then_by_row():
+async def test_granularity_decides_the_size_of_a_call():
     given = batch("a", "b", "c")
     for processes in (0, 1):
         for each, expected in (("", 3.0), ("group", 3.0), ("row", 1.0)):
@@ -149,7 +149,7 @@ async def test_in_the_scoring_stage_one_call_has_all_completions_of_one_prompt_a
     assert sorted(seen) == [(["a"] * 3, ["a0", "a1", "a2"], ["a"] * 3), (["b"] * 2, ["b0", "b1"], ["b"] * 2)]
 
 
-async def test_a_class_may_say_how_its_instances_are_called_and_the_setting_wins():
+async def test_settings_override_the_call_options_of_a_class():
     async with opened("Counting", {"start": 10}) as function:
         found = facts(await function(batch("a", "b"), 30))
         assert sorted(found) == [111.0, 112.0]  # one process, prepared once, one row a call
@@ -157,7 +157,7 @@ async def test_a_class_may_say_how_its_instances_are_called_and_the_setting_wins
         assert facts(await function(batch("a", "b"), 30)) == [1101.0, 1101.0]
 
 
-async def test_a_deadline_of_its_own_goes_before_that_of_all():
+async def test_a_functions_own_deadline_overrides_the_general_one():
     async def slow(completions):
         await anyio.sleep(10)
 
@@ -167,7 +167,7 @@ async def test_a_deadline_of_its_own_goes_before_that_of_all():
     assert "0.05 s" in found.detail
 
 
-async def test_so_many_calls_of_an_asynchronous_function_at_once():
+async def test_max_concurrency_limits_asynchronous_calls():
     inside, most = 0, 0
 
     async def judge(completions):
@@ -196,7 +196,7 @@ async def test_calls_begin_no_faster_than_the_rate(processes):
         assert anyio.current_time() - began >= 5 / 50 - 0.001  # six calls, five gaps: never less, however slow we are
 
 
-async def test_waiting_for_its_turn_is_not_taken_from_a_functions_time():
+async def test_waiting_for_the_rate_limit_does_not_count_towards_the_deadline():
     async def brief(completions):
         return [1.0]
 
@@ -209,7 +209,7 @@ async def test_waiting_for_its_turn_is_not_taken_from_a_functions_time():
 @pytest.mark.parametrize(
     ("name", "words"), [("asynchronous", "is asynchronous"), ("with_environments", "environments")]
 )
-def test_what_cannot_run_in_processes_is_refused_at_the_start(name, words):
+def test_functions_that_cannot_run_in_processes_are_refused_at_the_start(name, words):
     with pytest.raises(ReferenceNotFoundError, match=words):
         RewardFunction.load(f"mine.py:{name}", call_options=CallOptions(processes=1))
 
@@ -224,7 +224,7 @@ async def test_a_function_that_cannot_be_made_in_a_process_ends_the_worker_at_it
             raise AssertionError
 
 
-def test_every_shipped_one_is_found_under_its_name():
+def test_every_built_in_reward_is_found_by_name():
     """Read from the project's own file: what is installed may be older."""
     points = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
     assert {"math", "code_jaccard", "vlm"} <= set(points["penstock.rewards"])

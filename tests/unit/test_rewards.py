@@ -34,7 +34,7 @@ def reasons(rewards):
     return [None if isinstance(reward, Measured) else reward.reason for reward in rewards]
 
 
-async def test_a_function_gets_what_it_asks_for_and_nothing_else():
+async def test_a_function_gets_only_the_arguments_it_names():
     def everything(prompts, completions, completion_ids, environments, **columns):
         return [len(columns), columns["answer"][1], completion_ids[2][0]]
 
@@ -46,7 +46,7 @@ async def test_a_function_gets_what_it_asks_for_and_nothing_else():
     assert await rewards_of(little, given) == [Measured(1.0), Measured(2.0), Measured(3.0)]
 
 
-async def test_environments_are_not_passed_at_all_without_any():
+async def test_environments_are_not_passed_if_there_are_none():
     def names(**kwargs):
         return [float("environments" in kwargs)] * 3
 
@@ -54,7 +54,7 @@ async def test_environments_are_not_passed_at_all_without_any():
     assert await rewards_of(names, batch(environments=[1, 2, 3])) == [Measured(1.0)] * 3
 
 
-async def test_a_function_that_needs_environments_is_told_that_there_are_none():
+async def test_a_function_that_needs_environments_raises_if_there_are_none():
     def score(completions, environments):
         return [1.0] * len(completions)
 
@@ -63,7 +63,7 @@ async def test_a_function_that_needs_environments_is_told_that_there_are_none():
     assert "environments" in rewards[0].detail
 
 
-async def test_a_column_cannot_pass_for_the_completions():
+async def test_a_column_cannot_replace_the_completions():
     def score(completions):
         return [float(c.startswith("c")) for c in completions]
 
@@ -145,7 +145,7 @@ async def test_one_bad_value_makes_its_own_row_invalid_and_no_other(value, reaso
         (x for x in [1.0, 1.0, 1.0]),
     ],
 )
-async def test_a_result_of_the_wrong_shape_is_never_cut_to_fit(result):
+async def test_a_result_of_the_wrong_shape_is_never_truncated(result):
     assert reasons(await rewards_of(lambda completions: result)) == [RewardReason.SHAPE] * 3
 
 
@@ -154,7 +154,7 @@ async def test_numbers_of_every_kind_count(result):
     assert await rewards_of(lambda completions: result) == [Measured(1.0), Measured(2.0), Measured(3.0)]
 
 
-async def test_one_row_that_raises_does_not_take_its_siblings_along():
+async def test_one_row_that_raises_leaves_the_others_valid():
     calls = []
 
     def score(completions, answer):
@@ -168,7 +168,7 @@ async def test_one_row_that_raises_does_not_take_its_siblings_along():
     assert calls == [3, 1, 1, 1]
 
 
-async def test_a_single_row_that_raises_is_not_asked_twice():
+async def test_a_single_row_that_raises_is_not_called_again():
     calls = []
 
     def score(completions):
@@ -184,7 +184,7 @@ class Gone(BaseException):
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), Gone("x"), TimeoutError("its own"), StopIteration(), GeneratorExit()])
-async def test_whatever_a_function_raises_is_raised_and_not_ours(error):
+async def test_no_exception_of_a_function_reaches_the_worker(error):
     def score(completions):
         raise error
 
@@ -218,7 +218,7 @@ async def test_past_its_deadline_all_rows_of_the_call_are_timeouts():
     assert time.monotonic() - began < 5
 
 
-async def test_our_own_cancellation_goes_through():
+async def test_cancellation_of_the_caller_is_not_swallowed():
     async def hangs(completions):
         await anyio.sleep(10)
 
@@ -240,7 +240,7 @@ async def test_a_function_cannot_shorten_the_batch_of_the_next_one():
     assert given.columns == {"answer": [1, 2, 3]}
 
 
-async def test_an_empty_batch_is_not_asked_about():
+async def test_an_empty_batch_makes_no_call():
     def score(completions):
         raise AssertionError
 
@@ -329,7 +329,7 @@ async def test_an_environment_without_get_reward_measures_nothing():
         (SystemExit(1), RewardReason.RAISED),
     ],
 )
-async def test_what_an_environment_does_not_measure_has_a_reason(result, reason):
+async def test_an_unmeasured_environment_reward_has_a_reason(result, reason):
     (part,) = await environment_reward(Env(result), 5.0, messages=TWO_TURNS)
     assert part.name.startswith("env")
     assert part.turn is None
@@ -358,7 +358,7 @@ async def test_a_list_is_a_part_for_each_turn(result):
 
 
 @pytest.mark.parametrize("result", [[], [1.0], [1.0] * 3, (1.0,), np.ones(3), np.ones(1), [[1.0], [1.0]], [1.0, [1.0]]])
-async def test_a_list_that_is_not_one_number_for_each_turn_is_never_cut_to_fit(result):
+async def test_a_list_of_another_length_than_the_turns_is_never_truncated(result):
     (part,) = await environment_reward(Env(result), 5.0, messages=TWO_TURNS)
     assert (part.name, part.turn, part.reward.reason) == ("env", None, RewardReason.SHAPE)
     assert "a list of 2 numbers expected, one for each model turn" in part.reward.detail
@@ -375,12 +375,12 @@ async def test_one_turn_without_a_number_is_kept_apart_and_makes_the_completion_
     assert merge_parts(parts).reason is RewardReason.COMPONENT
 
 
-async def test_a_list_of_nothing_after_no_turn_is_no_reward():
+async def test_an_empty_list_after_no_turn_is_unmeasured():
     (part,) = await environment_reward(Env([]), 5.0)
     assert part.reward.reason is RewardReason.MISSING
 
 
-async def test_get_reward_gets_a_copy_of_the_conversation_if_it_asks_by_name():
+async def test_get_reward_gets_a_copy_of_the_conversation_if_it_has_the_parameter():
     class Reading(Env):
         def get_reward(self, messages):
             turns = [m for m in messages if m["role"] == "assistant"]

@@ -189,7 +189,7 @@ def test_an_array_comes_back_with_dtype_shape_and_room_to_write(array):
     assert back.flags.writeable
 
 
-def test_objects_of_ones_own_come_back_as_their_class_without_init():
+def test_user_objects_thaw_to_their_class_without_init():
     class Local(Env):
         pass
 
@@ -241,7 +241,7 @@ class Derived(Private):
         return self._hidden
 
 
-def test_slots_and_dict_of_all_classes_above_are_taken():
+def test_slots_and_dict_of_all_base_classes_are_frozen():
     back = thaw(freeze(Derived(), LIMIT), factory_of(Derived))
     assert (back.reward, back.hidden) == (1.0, 3)
 
@@ -261,7 +261,7 @@ def test_an_environment_derived_from_a_dict_keeps_its_contents():
 # Taken now, and by the class's own rules
 
 
-def test_what_happens_to_the_environment_afterwards_does_not_reach_the_snapshot():
+def test_later_changes_of_the_environment_do_not_reach_the_snapshot():
     env = Env(state={"won": True}, moves=[[1]])
     data = freeze(env, LIMIT)
     env.state.clear()  # as reset would; a shallow copy alone shares that dict
@@ -283,7 +283,7 @@ class Handled:
     def reset(self): ...
 
 
-def test_copy_is_asked_what_to_keep():
+def test_copy_decides_what_is_frozen():
     env = Handled()
     back = thaw(freeze(env, LIMIT), factory_of(Handled))
     assert vars(back) == {"score": 1}
@@ -296,7 +296,7 @@ class Stateful(Env):
         return {"kept": self.kept}
 
 
-def test_getstate_is_asked_what_to_keep():
+def test_getstate_decides_what_is_frozen():
     assert vars(thaw(freeze(Stateful(kept=1, handle=2), LIMIT), FACTORY)) == {"kept": 1}
 
 
@@ -321,7 +321,7 @@ class Wrapper:
     def reset(self): ...
 
 
-def test_an_environment_that_cannot_be_copied_is_read_where_it_is():
+def test_an_environment_that_cannot_be_copied_is_frozen_directly():
     back = thaw(freeze(Wrapper(), LIMIT), factory_of(Wrapper))
     assert back.won is True
     with pytest.raises(AttributeError):
@@ -346,7 +346,7 @@ class Session:
         raise AttributeError(f"no {name}")
 
 
-def test_reading_what_was_left_out_says_so_by_name():
+def test_reading_an_omitted_attribute_raises_with_its_name_and_reason():
     back = thaw(freeze(Session(), LIMIT), factory_of(Session))
     with pytest.raises(AttributeError, match=r"Session\.session was omitted from the snapshot: a _thread\.lock"):
         _ = back.session  # the class's default must not answer
@@ -357,7 +357,7 @@ def test_reading_what_was_left_out_says_so_by_name():
     assert not hasattr(back, "unknown")
 
 
-def test_what_was_left_out_may_be_set_by_a_method_that_needs_it():
+def test_an_omitted_attribute_can_be_set():
     back = thaw(freeze(Session(), LIMIT), factory_of(Session))
     back.session = "another"
     assert back.session == "another"
@@ -400,20 +400,20 @@ def generator():
         {"a": (threading.Lock(),)},
     ],
 )
-def test_what_is_more_than_its_attributes_is_left_out(value):
+def test_objects_with_hidden_state_are_omitted(value):
     back = thaw(freeze(Env(value=value, kept=1), LIMIT), FACTORY)
     assert list(omitted_attributes(back)) == ["value"]
     assert back.kept == 1
 
 
-def test_a_librarys_object_is_left_out_since_it_may_hold_handles_and_secrets():
+def test_objects_of_libraries_are_omitted():
     from rich.console import Console
 
     back = thaw(freeze(Env(console=Console()), LIMIT), FACTORY)
     assert "a library's object" in omitted_attributes(back)["console"]
 
 
-def test_an_object_within_keeps_what_it_can():
+def test_a_nested_object_keeps_what_can_be_frozen():
     class Client(Env):
         pass
 
@@ -423,7 +423,7 @@ def test_an_object_within_keeps_what_it_can():
         _ = back.client.lock
 
 
-def test_cycles_are_left_out_where_they_close():
+def test_cycles_are_omitted_where_they_close():
     env = Env(items=[], child=Env(name="child"))
     env.items.append(env.items)
     env.me = env
@@ -434,7 +434,7 @@ def test_cycles_are_left_out_where_they_close():
     assert list(omitted_attributes(back.child)) == ["parent"]
 
 
-def test_depth_has_a_bound():
+def test_depth_is_limited():
     deep = []
     for _ in range(10_000):
         deep = [deep]
@@ -443,7 +443,7 @@ def test_depth_has_a_bound():
     assert back.kept == 1
 
 
-def test_what_is_shared_within_one_attribute_is_no_cycle():
+def test_a_value_shared_within_one_attribute_is_no_cycle():
     shared = [1]
     assert through([shared, shared]) == [[1], [1]]
 
@@ -455,7 +455,7 @@ def test_what_is_shared_within_one_attribute_is_no_cycle():
     "large",
     [b"x" * 5000, "x" * 5000, list(range(5000)), np.zeros(5000), {"a": [Point(i) for i in range(500)]}, 10**4000],
 )
-def test_over_the_limit_the_largest_attributes_are_left_out(large):
+def test_over_the_limit_the_largest_attributes_are_omitted(large):
     env = Env(small=1, large=large, medium="m" * 700)
     data = freeze(env, 1000)
     assert len(data) <= 1000
@@ -465,7 +465,7 @@ def test_over_the_limit_the_largest_attributes_are_left_out(large):
         _ = back.large
 
 
-def test_many_attributes_that_fit_alone_are_left_out_until_they_fit_together():
+def test_attributes_are_omitted_until_the_rest_fits():
     env = Env(**{f"a{i}": "x" * (100 + i) for i in range(20)})
     data = freeze(env, 2000)
     back = thaw(data, FACTORY)
@@ -489,7 +489,7 @@ def test_without_a_factory_there_is_a_namespace_to_read():
         _ = thaw(freeze(Env(lock=threading.Lock()), LIMIT), None).lock
 
 
-def test_only_the_closed_table_names_classes():
+def test_only_known_classes_are_made():
     back = thaw(freeze(Env(point=Point(1, 2)), LIMIT), EnvironmentFactory.load("calculator"))
     assert isinstance(back, Calculator)
     assert isinstance(back.point, Namespace)
@@ -502,7 +502,7 @@ def test_a_name_in_the_data_is_never_imported():
     assert "antigravity_x" not in sys.modules
 
 
-def test_a_class_of_the_table_that_is_more_than_attributes_is_not_made():
+def test_a_known_class_with_hidden_state_is_not_made():
     factory = factory_of(Env)
     factory.known_classes[f"{__name__}:Point"] = threading.local
     assert isinstance(thaw(freeze(Env(point=Point(1)), LIMIT), factory).point, Namespace)
@@ -521,7 +521,7 @@ class Grumpy:
         return self is other
 
 
-def test_what_cannot_be_made_again_here_is_left_out_of_what_is_made():
+def test_values_that_cannot_be_thawed_are_omitted():
     back = thaw(freeze(Env(bad={Grumpy()}, good=1), LIMIT), FACTORY)
     assert back.good == 1
     assert "cannot be hashed" in omitted_attributes(back)["bad"]
@@ -554,12 +554,12 @@ def test_bytes_that_are_no_snapshot_are_refused(data):
         thaw(data, FACTORY)
 
 
-def test_an_attribute_that_the_class_has_no_room_for_is_refused():
+def test_an_attribute_without_a_slot_is_refused():
     with pytest.raises(RecordError):
         thaw(freeze(Env(surplus=1), LIMIT), factory_of(Private))
 
 
-def test_a_snapshot_of_the_shipped_environments():
+def test_a_snapshot_of_the_built_in_environments():
     env = Calculator()
     env.reset(problem="1 + 2", answer=3)
     env.add(1, 2)

@@ -194,7 +194,7 @@ def test_hints_of_every_kind_have_a_schema(specs):
     assert "$defs" not in shape
 
 
-def test_a_type_within_itself_stays_a_reference():
+def test_a_recursive_type_stays_a_reference():
     class Forest:
         def reset(self): ...
 
@@ -207,7 +207,7 @@ def test_a_type_within_itself_stays_a_reference():
     assert shape["$defs"]["Tree"]["properties"]["value"] == {"type": "integer"}
 
 
-def test_what_a_tool_lacks_is_told(specs):
+def test_missing_docstrings_and_hints_are_reported(specs):
     class Poor:
         def reset(self): ...
 
@@ -308,7 +308,7 @@ def test_keys_of_a_dict_may_be_integers():
     assert bind_arguments(Env().tool, {"names": {"1": "a"}}) == {"names": {1: "a"}}
 
 
-def test_none_is_let_through_where_it_is_the_default():
+def test_none_is_accepted_if_it_is_the_default():
     class Env:
         def tool(self, a: int = None): ...  # noqa: RUF013
 
@@ -316,7 +316,7 @@ def test_none_is_let_through_where_it_is_the_default():
     assert bind_arguments(Env().tool, {}) == {}
 
 
-def test_none_is_told_once_where_the_hint_lets_it_through_already():
+def test_none_appears_once_in_the_schema():
     class Env:
         def reset(self): ...
 
@@ -331,7 +331,7 @@ def test_none_is_told_once_where_the_hint_lets_it_through_already():
     }
 
 
-def test_all_that_is_wrong_is_told_at_once():
+def test_one_message_lists_all_errors():
     with pytest.raises(ToolArgumentError) as caught:
         bind_arguments(Everything().move, {"move": {"x": "1"}, "colour": "green", "color": "red"})
     message = str(caught.value)
@@ -348,7 +348,7 @@ def test_arguments_that_are_no_object_are_refused(arguments):
         bind_arguments(Everything().fixed, arguments)
 
 
-def test_any_name_is_let_through_where_the_tool_takes_any():
+def test_any_name_is_accepted_with_kwargs():
     class Env:
         def tool(self, a: int, **rest: str): ...
 
@@ -357,7 +357,7 @@ def test_any_name_is_let_through_where_the_tool_takes_any():
         bind_arguments(Env().tool, {"a": 1, "b": 2})
 
 
-def test_what_cannot_be_checked_is_passed_as_it_is():
+def test_values_without_a_usable_hint_are_passed_unchanged():
     class Env:
         def tool(self, a, b: Any, c: complex): ...
 
@@ -365,13 +365,13 @@ def test_what_cannot_be_checked_is_passed_as_it_is():
     assert bind_arguments(Env().tool, given) == given
 
 
-def test_arguments_made_up_from_a_schema_are_accepted_by_the_tool(specs):
+def test_example_arguments_are_accepted_by_the_tool(specs):
     env = Everything()
     for spec in specs.values():
         bind_arguments(getattr(env, spec.name), example_arguments(parameters_of(spec)))
 
 
-def test_arguments_made_up_for_a_type_within_itself_come_to_an_end():
+def test_example_arguments_of_a_recursive_type_are_finite():
     class Env:
         def reset(self): ...
 
