@@ -89,12 +89,12 @@ def prepare(folder: Path, groups: int):
 
 @asynccontextmanager
 async def foreign(folder, server, groups, *roles):
-    """A run whose roles of these kinds are ours."""
+    """A run with some roles started as real processes, for the trainer of the example."""
     server.start()
     settings, file = await anyio.to_thread.run_sync(prepare, folder, groups)
     async with ScriptedEngine(reply, delay_s=0.005) as engine, anyio.create_task_group() as tasks:
         run = Foreign(settings, file, server.url, engine.url)
-        for spec in role_specs(settings, file, server.url, (engine.url,)):
+        for spec in await anyio.to_thread.run_sync(role_specs, settings, file, server.url, (engine.url,)):
             if spec.role in roles:
                 tasks.start_soon(run.run, list(spec.command))
         yield run
