@@ -5,9 +5,9 @@
 Batches of 65,536 rows x 64 tokens and of 4,096 x 1,024, one row per completion, in interleaved groups of 8 and 16 with
 string ids; a tenth of the rewards are unmeasured and NaN. Baselines: copying the rewards once in torch, summing the
 batch's tokens (float32) once, and plain Python loops group by group. Estimators get coded ids; building the `Grouping`
-counts towards their time. `--check` exits with 1 if a limit is exceeded: coding the ids 30 token sums; an estimator with
-one value per row 8, gdpo 8 per part; a row's advantage on its tokens must be a view. Cost per row is measured up to
-1,048,576 rows.
+counts towards their time. `--check` exits with 1 if a limit is exceeded: coding the ids 30 token sums; an estimator
+with one value per row 8, gdpo 8 per part; a row's advantage on its tokens must be a view. Cost per row is measured up
+to 1,048,576 rows.
 
 Method: one thread and its CPU time, because wall time on a shared machine depends on other processes. Medians over
 rounds; each round measures every entry in another order, entries without a limit every third round. The garbage

@@ -2,9 +2,9 @@
 
     python -m benchmarks.late [--groups 480] [--seed 1] [--json]
 
-Real processes; the engine is scripted (`late_engine.py`: lognormal lengths, sigma 1, 2 ms per token), the learner is the
-one of the chaos tests. `cancel` runs twice: once another attempt at a prompt has the same lengths (hard prompts stay
-hard), once lengths are drawn again, which favours short completions.
+Real processes; the engine is scripted (`late_engine.py`: lognormal lengths, sigma 1, 2 ms per token), the learner is
+the one of the chaos tests. `cancel` runs twice: once another attempt at a prompt has the same lengths (hard prompts
+stay hard), once lengths are drawn again, which favours short completions.
 """
 
 import argparse

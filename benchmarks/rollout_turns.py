@@ -2,10 +2,10 @@
 
     python benchmarks/rollout_turns.py [--groups 60] [--repeats 5] [--json]
 
-Included: reset, chat template, tokenization, parsing, the tool in its thread, rows, get_reward, snapshot. Excluded: HTTP,
-Redis, and the work of a real environment. Groups of 8, 8 groups at a time, prompts of about 490 tokens (tools included),
-3 turns of 64 tokens, one tool call in each but the last. The result is the fastest repeat: on a busy machine CPU time
-itself grows by half.
+Included: reset, chat template, tokenization, parsing, the tool in its thread, rows, get_reward, snapshot. Excluded:
+HTTP, Redis, and the work of a real environment. Groups of 8, 8 groups at a time, prompts of about 490 tokens (tools
+included), 3 turns of 64 tokens, one tool call in each but the last. The result is the fastest repeat: on a busy machine
+CPU time itself grows by half.
 """
 
 import argparse

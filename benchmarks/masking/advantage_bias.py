@@ -3,10 +3,10 @@
     python -m benchmarks.masking.advantage_bias            10,000 draws on groups.json, then draw the figures
     python -m benchmarks.masking.advantage_bias --replot   only draw the figures from advantage_bias.json
 
-In each draw every reward that may fail does so with probability 0.5: rewards of right answers only, or of any answer. The
-stored groups (`stored_groups.py`) are fixed, so each answer has one true advantage and draws are independent. The 95 %
-intervals are over draws, not over other groups. Only estimators are studied, not the pipeline's filter of groups with too
-few measured answers.
+In each draw every reward that may fail does so with probability 0.5: rewards of right answers only, or of any answer.
+The stored groups (`stored_groups.py`) are fixed, so each answer has one true advantage and draws are independent. The
+95 % intervals are over draws, not over other groups. Only estimators are studied, not the pipeline's filter of groups
+with too few measured answers.
 """
 
 import argparse

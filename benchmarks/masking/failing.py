@@ -1,7 +1,7 @@
 """The demo's reward, failing for a fifth of the completions: by raising, or by returning 0.0.
 
-Used in a run's settings as `benchmarks/masking/failing.py:...`. Failures depend only on the run's seed, the prompt's id and
-the completion's index, so runs with the same seed fail in the same places.
+Used in a run's settings as `benchmarks/masking/failing.py:...`. Failures depend only on the run's seed, the prompt's id
+and the completion's index, so runs with the same seed fail in the same places.
 """
 
 import hashlib

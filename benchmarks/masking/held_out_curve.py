@@ -3,10 +3,10 @@
     python -m benchmarks.masking.held_out_curve            run what is missing in held_out_curve.json, then draw
     python -m benchmarks.masking.held_out_curve --replot   only draw and print the figures
 
-Each seed has one warm start and one prompt file, from which each arm runs like `penstock demo`, with the demo's settings.
-A fifth of the rewards fail, for the same (prompt, completion index) in each arm (`failing.py`). The measure is the true
-score of policies along the run on 200 held-out problems, so a checkpoint of every step is kept, 3 GB in all. Fifteen
-demos of about four minutes; an interrupted command continues where it stopped.
+Each seed has one warm start and one prompt file, from which each arm runs like `penstock demo`, with the demo's
+settings. A fifth of the rewards fail, for the same (prompt, completion index) in each arm (`failing.py`). The measure
+is the true score of policies along the run on 200 held-out problems, so a checkpoint of every step is kept, 3 GB in
+all. Fifteen demos of about four minutes; an interrupted command continues where it stopped.
 """
 
 import argparse

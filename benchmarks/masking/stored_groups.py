@@ -2,8 +2,8 @@
 
     python -m benchmarks.masking.stored_groups     after held_out_curve; writes groups.json
 
-Sampled by four policies of the run with seed 1 without failures (warm start, and after 2, 4 and 8 steps), 8 completions of
-each of 32 problems, with the run's settings and without selection.
+Sampled by four policies of the run with seed 1 without failures (warm start, and after 2, 4 and 8 steps), 8 completions
+of each of 32 problems, with the run's settings and without selection.
 """
 
 import argparse

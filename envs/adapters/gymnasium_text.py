@@ -28,7 +28,8 @@ class GymnasiumText:
 
     Args:
         id: id of a registered environment; `module:Name-v0` imports the module first.
-        parse_action: function, or reference to one, from the model's text to an action. Its exceptions are for the model.
+        parse_action: function, or reference to one, from the model's text to an action. Its exceptions are for the
+            model.
         render: function, or reference to one, to the text the model reads; receives those of `observation`, `reward`,
             `terminated`, `truncated`, `info` and `env` that it names. Default: the environment's own `render()`, which
             must return text (`render_mode = "ansi"`).

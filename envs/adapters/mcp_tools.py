@@ -3,8 +3,8 @@
 A tool's own error (`isError`) and arguments that the server refuses are text for the model. Any other failure makes the
 episode invalid, and the next reset opens a new session.
 
-The SDK's connections must be closed by the task that opened them. So each session has its own task, on the event loop of
-one daemon thread of this process, and calls are sent there. This also keeps blocking work of the SDK (finding and
+The SDK's connections must be closed by the task that opened them. So each session has its own task, on the event loop
+of one daemon thread of this process, and calls are sent there. This also keeps blocking work of the SDK (finding and
 starting a command) off the worker's event loop.
 """
 
@@ -37,8 +37,8 @@ class McpTools:
         args: arguments of the command.
         env: environment variables of the command.
         cwd: working directory of the command.
-        fresh: open a new session for each episode. Otherwise a session is reused until it fails, with whatever state the
-            server keeps.
+        fresh: open a new session for each episode. Otherwise a session is reused until it fails, with whatever state
+            the server keeps.
         timeout_s: deadline of each response; a session that misses it is closed.
 
     Attributes:

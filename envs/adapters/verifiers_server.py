@@ -1,8 +1,8 @@
 """Environment servers of verifiers 0.4, over their own protocol; verifiers itself needs its own virtual environment.
 
-Such a server runs whole episodes: a request contains a task and a model endpoint, and traces stream back. So the adapter
-is an `AgentEnvironment`: the endpoint is the rollout worker's own, which records tokens and log-probs as they are
-sampled; only rewards and their validity are read from the traces.
+Such a server runs whole episodes: a request contains a task and a model endpoint, and traces stream back. So the
+adapter is an `AgentEnvironment`: the endpoint is the rollout worker's own, which records tokens and log-probs as they
+are sampled; only rewards and their validity are read from the traces.
 
 The server writes 0.0 in many cases where nothing was measured (an error of the model's server, a scoring timeout), so a
 reward counts only if the rest of the trace confirms it: see `read_rewards`.

@@ -41,8 +41,8 @@ class CodeJaccard:
 def similarity(gold: str, text: str) -> float:
     """Return the Jaccard index of the two texts' words times the ratio of their lengths in characters, in [0, 1].
 
-    Both texts are stripped and lowercased first. Equal texts have similarity 1; any other text compared to an empty gold
-    text has 0.
+    Both texts are stripped and lowercased first. Equal texts have similarity 1; any other text compared to an empty
+    gold text has 0.
     """
     gold, text = gold.strip().lower(), text.strip().lower()
     if gold == text:

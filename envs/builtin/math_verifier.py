@@ -9,9 +9,10 @@ r"""The reward `math`: mathematical equality with the gold answer, by math-verif
     gold 1         "\boxed{9^{9^{9^9}}}"          invalid, timeout
 
 math-verify uses an alarm signal, which works only in a main thread: in a thread pool a right answer looks wrong. Its
-timeout exception is no `Exception`, and without `raise_on_error` a timeout silently means "wrong". So it runs in the main
-threads of killable child processes (`CallOptions`), and each step distinguishes errors in the data, in the model's answer
-and in the verifier. A model can provoke timeouts; `[abort]` stops a run in which too many completions are invalid.
+timeout exception is no `Exception`, and without `raise_on_error` a timeout silently means "wrong". So it runs in the
+main threads of killable child processes (`CallOptions`), and each step distinguishes errors in the data, in the model's
+answer and in the verifier. A model can provoke timeouts; `[abort]` stops a run in which too many completions are
+invalid.
 """
 
 from collections.abc import Callable, Sequence

@@ -195,8 +195,8 @@ def _describe_exit(code: int) -> str:
 def sandbox_user(interpreter: str) -> int | None:
     """Return the user id to switch to before running the model's code; None: no switch.
 
-    Limits on processes do not apply to root, which may also read every file. So root switches to the user nobody, if that
-    user can read the interpreter and its library.
+    Limits on processes do not apply to root, which may also read every file. So root switches to the user nobody, if
+    that user can read the interpreter and its library.
     """
     if os.geteuid() != 0:
         return None

@@ -9,8 +9,8 @@ r"""The reward `vlm`: weighted parts for image prompts, after NeMo-RL's, with co
 `geo3k`        .9 for the right expression in the last `\boxed{}` plus .1 for `</think> ... \boxed{}`
 =============  ========================================================================================================
 
-The answer is the text between `<answer>` and `</answer>`; without it, parts that need it are 0. A gold answer that a part
-cannot read makes the part invalid (`invalid_gold`), whatever the model answered.
+The answer is the text between `<answer>` and `</answer>`; without it, parts that need it are 0. A gold answer that a
+part cannot read makes the part invalid (`invalid_gold`), whatever the model answered.
 """
 
 import math

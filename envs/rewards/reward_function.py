@@ -1,7 +1,8 @@
 """Reward functions: called with TRL's signature, and every result validated.
 
 `reward(prompts, completions, completion_ids, environments, **columns) -> list[float | None]`, sync or async, with any
-subset of these parameters. An exception, a timeout, None or a result of the wrong shape is `Unmeasured`, never a number.
+subset of these parameters. An exception, a timeout, None or a result of the wrong shape is `Unmeasured`, never a
+number.
 """
 
 import inspect

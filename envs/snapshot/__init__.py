@@ -10,8 +10,8 @@ attributes, so its properties and methods work. It holds no handles.
     [1, {attribute: value, ...}, {attribute: why it was omitted, ...}, contents]
 
 Attributes are those in `__dict__` and in all `__slots__`, private ones included; contents are those of a class derived
-from dict, list or the like. Values are encoded as in `value_codec.py`. Nested objects have the same form with their class
-name instead of the version; the name is only looked up among the environment's known classes, never imported.
+from dict, list or the like. Values are encoded as in `value_codec.py`. Nested objects have the same form with their
+class name instead of the version; the name is only looked up among the environment's known classes, never imported.
 
 ===================  ==================================================================
 `freezing.py`        environment -> bytes

@@ -44,7 +44,8 @@ class FrozenObject(Struct, array_like=True):
 def has_hidden_state(cls: type, base: type) -> bool:
     """Return whether instances have state beyond their attributes, e.g. tensors or locks implemented in C.
 
-    Same test as in `object.__reduce_ex__`: an instance must be no larger than its base, dict, weak references and slots.
+    Same test as in `object.__reduce_ex__`: an instance must be no larger than its base, dict, weak references and
+    slots.
     """
     if issubclass(cls, Struct):
         return False  # all its state is in its fields

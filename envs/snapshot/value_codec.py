@@ -1,8 +1,8 @@
 """Encode Python values as msgpack and decode them without losing their types.
 
-msgspec turns tuples and sets into arrays, drops the fold of datetimes and refuses integers beyond 64 bits, without calling
-its hook. So values are walked here, and types that msgpack lacks become extensions: a code from `Tag` and a msgpack
-payload. Decoding uses no pickle and no eval, and never imports a name from the data.
+msgspec turns tuples and sets into arrays, drops the fold of datetimes and refuses integers beyond 64 bits, without
+calling its hook. So values are walked here, and types that msgpack lacks become extensions: a code from `Tag` and a
+msgpack payload. Decoding uses no pickle and no eval, and never imports a name from the data.
 
 To add a type: add a `Tag` (numbers are never reused), a line in `_PACKERS` and a line in `_READERS`.
 """

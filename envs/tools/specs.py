@@ -1,7 +1,7 @@
 """An environment's public methods as tools, and validation of the arguments a model writes.
 
-A method becomes a function in OpenAI's form: its name, the description in its Google-style docstring, and a JSON schema of
-its type hints. Arguments of a tool call are validated against the same hints before the method is called.
+A method becomes a function in OpenAI's form: its name, the description in its Google-style docstring, and a JSON schema
+of its type hints. Arguments of a tool call are validated against the same hints before the method is called.
 """
 
 import inspect

@@ -1,7 +1,7 @@
 """Convert type hints to argument types, which give JSON schemas and validate what a model writes.
 
-Types with fields (dataclasses, TypedDicts, named tuples) take field descriptions from `Annotated`, from `Attributes:` in
-the class docstring, or from the docstring below a field.
+Types with fields (dataclasses, TypedDicts, named tuples) take field descriptions from `Annotated`, from `Attributes:`
+in the class docstring, or from the docstring below a field.
 
 ===============================================  ======================================================================
 bool, int, float, str, None, Any                 the JSON type
@@ -14,8 +14,8 @@ pydantic models                                  by pydantic, in strict mode
 msgspec structs, attrs, dates, UUIDs, ...        by msgspec; also constraints from `msgspec.Meta`
 ===============================================  ======================================================================
 
-Neither pydantic nor msgspec alone covers this table: of the 25 hints in tests/unit/test_hints.py, `TypeAdapter` gives the
-same schema for 7 and msgspec for 9. Key order and wording are part of the prompt, so they must not change.
+Neither pydantic nor msgspec alone covers this table: of the 25 hints in tests/unit/test_hints.py, `TypeAdapter` gives
+the same schema for 7 and msgspec for 9. Key order and wording are part of the prompt, so they must not change.
 """
 
 import dataclasses

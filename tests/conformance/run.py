@@ -3,8 +3,8 @@
     python tests/conformance/run.py FILE [--verbose]
 
 Prints a line per family, `family: passed/failed`, and a total; for each failed case its id, the field and the largest
-deviation. Exits with 1 if a case failed, with 2 if the file cannot be run. The other modules of this folder translate the
-file's names into the project's functions and options; nothing here computes results.
+deviation. Exits with 1 if a case failed, with 2 if the file cannot be run. The other modules of this folder translate
+the file's names into the project's functions and options; nothing here computes results.
 """
 
 import argparse

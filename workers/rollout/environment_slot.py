@@ -1,8 +1,8 @@
 """Slots: one environment instance each, reused from episode to episode, with a deadline around every call into it.
 
 Outcomes are values. A tool's result or its error is text for the model; a `Failure` ends the episode, because the world
-failed and not the policy. After a failure, a timeout or a cancelled call the instance is not reused: it is closed in the
-background, and the slot makes a new one at its next reset.
+failed and not the policy. After a failure, a timeout or a cancelled call the instance is not reused: it is closed in
+the background, and the slot makes a new one at its next reset.
 """
 
 from collections.abc import Awaitable, Callable, Sequence

@@ -56,8 +56,8 @@ class GroupRunner:
         Args:
             prompt: what to complete, and how many times.
             min_policy_version: oldest policy version that may sample.
-            with_greedy: run one more episode at temperature 0, the last of the group. Its index is the group size; it has
-                tools and rewards like the others.
+            with_greedy: run one more episode at temperature 0, the last of the group. Its index is the group size; it
+                has tools and rewards like the others.
             partials: completions that an earlier attempt finished, failed ones included; only the others run. Their
                 tokens keep the policy versions that sampled them, even below `min_policy_version`.
             save_partial: called with each finished completion while others are running.

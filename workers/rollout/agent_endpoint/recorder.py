@@ -1,12 +1,12 @@
 """Sample the turns that an agent requests, and record them as rows of one completion.
 
-A program elsewhere (an environment server, an agent) holds the conversation and sends all of it with each request. Here it
-becomes token ids, the worker's engine client samples the next turn, and the recorder keeps the tokens; the program gets
-text. So the recorded tokens are the sampled ones, whatever the program sends back.
+A program elsewhere (an environment server, an agent) holds the conversation and sends all of it with each request. Here
+it becomes token ids, the worker's engine client samples the next turn, and the recorder keeps the tokens; the program
+gets text. So the recorded tokens are the sampled ones, whatever the program sends back.
 
-A request that continues a recorded conversation (the same messages, the same answer, then new messages) extends its row by
-a continuation. Any other request (rewritten or compacted history, another agent's conversation, or a chat template that
-cannot continue) starts a new row. Each row holds exactly what the model saw when it sampled.
+A request that continues a recorded conversation (the same messages, the same answer, then new messages) extends its row
+by a continuation. Any other request (rewritten or compacted history, another agent's conversation, or a chat template
+that cannot continue) starts a new row. Each row holds exactly what the model saw when it sampled.
 """
 
 import copy

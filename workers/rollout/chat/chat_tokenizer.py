@@ -1,7 +1,7 @@
 r"""Conversations as token ids: the prompt once, and after each turn only what is new.
 
-Sampled ids are never made again from text. After a turn the chat tokenizer appends what the template writes *between* the
-assistant's end-of-turn token and the next place to sample::
+Sampled ids are never made again from text. After a turn the chat tokenizer appends what the template writes *between*
+the assistant's end-of-turn token and the next place to sample::
 
     <|im_start|>user ... <|im_end|>\n<|im_start|>assistant\n          prompt_ids(messages)
     <tool_call>{...}</tool_call><|im_end|>                           sampled by the engine, kept unchanged
@@ -47,8 +47,8 @@ class ChatTokenizer:
     Attributes:
         renderer: renders conversations as text.
         stop_token_ids: the tokens that end a turn, ascending.
-        end_of_turn_id: the one that the template writes after an assistant's text; None if it writes none, which suffices
-            for single-turn episodes.
+        end_of_turn_id: the one that the template writes after an assistant's text; None if it writes none, which
+            suffices for single-turn episodes.
         rewrites_history: `check_history` found that the template rewrites earlier turns, so each turn starts with
             `conversation_ids`.
     """

@@ -1,8 +1,8 @@
 """Adapt content parts to what a chat template can render for each role.
 
-Some templates render lists of parts, some fail, and some silently write nothing for them. So each combination of role and
-type is tested once: parts that the template renders stay unchanged, text parts that it does not are joined, and an image
-that it would leave out is an error.
+Some templates render lists of parts, some fail, and some silently write nothing for them. So each combination of role
+and type is tested once: parts that the template renders stay unchanged, text parts that it does not are joined, and an
+image that it would leave out is an error.
 """
 
 from collections.abc import Sequence

@@ -28,9 +28,9 @@ class ToolFormatChoice:
 def choose_tool_format(name: str, template: ChatTemplate, tools: Sequence[dict[str, Any]] | None) -> ToolFormatChoice:
     """Return the format of that name, or for `auto` the one that parses what the template writes.
 
-    The template renders a call, and each format tries to parse it back: the call, and nothing left over but what surrounds
-    any answer (or less: R1's template omits the end of a turn with one call). If the template renders no calls, but
-    describes them to the model, the one format counts whose tag occurs in that description.
+    The template renders a call, and each format tries to parse it back: the call, and nothing left over but what
+    surrounds any answer (or less: R1's template omits the end of a turn with one call). If the template renders no
+    calls, but describes them to the model, the one format counts whose tag occurs in that description.
 
     Args:
         name: value of `model.tool_format`.

@@ -1,8 +1,8 @@
 """Check on sample conversations whether a chat template only appends, or rewrites earlier turns.
 
 With a template that only appends, a conversation continues token by token in one row. A template that rewrites earlier
-turns (drops their reasoning, or moves the system message) shows the model a different text at each turn; the completion then
-gets several rows, each with exactly what the model saw when it sampled.
+turns (drops their reasoning, or moves the system message) shows the model a different text at each turn; the completion
+then gets several rows, each with exactly what the model saw when it sampled.
 """
 
 from dataclasses import dataclass
@@ -55,8 +55,8 @@ def check_history(renderer: ConversationRenderer) -> HistoryCheck:
 def _reasoning_variants(renderer: ConversationRenderer) -> list[tuple[str, str]]:
     """Return how a turn of this model may start: the part in the generation prompt, and the sampled part.
 
-    A template that knows reasoning is tested with it, in each of the usual line breaks. If it writes an empty block into
-    a turn without reasoning, that does no harm: such a model always reasons.
+    A template that knows reasoning is tested with it, in each of the usual line breaks. If it writes an empty block
+    into a turn without reasoning, that does no harm: such a model always reasons.
     """
     prompt = renderer.render_prompt(_SAMPLES[0][0])[-_CONTEXT_CHARACTERS:]
     for opening, closing in REASONING_TAGS:

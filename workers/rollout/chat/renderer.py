@@ -1,7 +1,7 @@
 """Render conversations as text: prompts, continuations between two turns, and whole conversations with marked turns.
 
-A continuation is rendered after a dummy conversation of two short messages, so its cost does not depend on the length of
-the real conversation.
+A continuation is rendered after a dummy conversation of two short messages, so its cost does not depend on the length
+of the real conversation.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """Read a model's chat template from its folder and render it to text, without torch and without a model.
 
-This is what `transformers` does in `AutoTokenizer.apply_chat_template` before text becomes tokens: the same template, the
-same special tokens as variables, the same sandbox.
+This is what `transformers` does in `AutoTokenizer.apply_chat_template` before text becomes tokens: the same template,
+the same special tokens as variables, the same sandbox.
 """
 
 import json

@@ -1,11 +1,11 @@
 """Choose the engine for a request: the one with its prefix in the cache, unless that one has much more to do.
 
-All completions of a group start with the same tokens, and each turn of a completion starts with the previous turns. So a
-completion stays with the engine that sampled its last turn, and a group has a preferred engine: rendezvous hashing ranks
-the engines for each group, so adding or removing an engine moves only the groups that it ranks first for. Both give way
-to load: an engine gets no request that would bring it above a factor of the mean load plus `SLACK`, while another engine
-has less to do. A completion that moves at its first turn costs one prompt that others read too; one that moves later costs
-its whole history. So `FIRST_TURN_FACTOR` is the smaller one.
+All completions of a group start with the same tokens, and each turn of a completion starts with the previous turns. So
+a completion stays with the engine that sampled its last turn, and a group has a preferred engine: rendezvous hashing
+ranks the engines for each group, so adding or removing an engine moves only the groups that it ranks first for. Both
+give way to load: an engine gets no request that would bring it above a factor of the mean load plus `SLACK`, while
+another engine has less to do. A completion that moves at its first turn costs one prompt that others read too; one that
+moves later costs its whole history. So `FIRST_TURN_FACTOR` is the smaller one.
 """
 
 import math

@@ -1,7 +1,7 @@
 """`POST /v1/completions` with token ids: every vLLM has it, but its answers name no policy version.
 
-Requests spell out every sampling parameter: vLLM fills a missing one from the model's `generation_config.json`, including
-top-k and repetition penalty.
+Requests spell out every sampling parameter: vLLM fills a missing one from the model's `generation_config.json`,
+including top-k and repetition penalty.
 """
 
 from typing import Any, ClassVar

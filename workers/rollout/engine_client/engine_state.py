@@ -29,7 +29,8 @@ class EngineState:
 
     Attributes:
         load: requests of this client that the engine works on.
-        capabilities: what the last probe found; None while the engine is not healthy: not probed yet, ejected, or removed.
+        capabilities: what the last probe found; None while the engine is not healthy: not probed yet, ejected, or
+            removed.
         availability: whether it answers, and why not.
         failures: consecutive failed requests.
         ejections: consecutive ejections without a successful request between them.

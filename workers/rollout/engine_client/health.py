@@ -1,8 +1,8 @@
 """Monitor the engines of a run: probe them, eject failing ones, take recovered ones back, and poll their load.
 
-One task per engine. Until the engine is healthy, the task probes it, with growing pauses. Then it polls `/metrics`, which
-adapts the number of requests that the engine gets, and shows that the engine is alive. Requests never probe: they wait
-in the `Router`.
+One task per engine. Until the engine is healthy, the task probes it, with growing pauses. Then it polls `/metrics`,
+which adapts the number of requests that the engine gets, and shows that the engine is alive. Requests never probe: they
+wait in the `Router`.
 
 An engine is ejected when a connection to it breaks, when `MAX_FAILURES` requests fail in a row that others may answer,
 when two polls in a row remain unanswered, and when it lost a route or its policy version, because another server may

@@ -132,8 +132,8 @@ def end_after_error(error: EngineError, turns: int) -> Failure | TruncationReaso
 
     Args:
         error: why not.
-        turns: turns of the model before it. A context that is too long fails the episode at its first turn, and truncates
-            it later.
+        turns: turns of the model before it. A context that is too long fails the episode at its first turn, and
+            truncates it later.
     """
     if not isinstance(error, EngineRefusedError) or not any(phrase in str(error) for phrase in _TOO_LONG_MESSAGES):
         return Failure(reason=RolloutReason.ENGINE, detail=str(error))

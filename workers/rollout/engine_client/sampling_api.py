@@ -45,8 +45,8 @@ class SamplingApi(Protocol):
 
         Raises:
             EngineRefusedError: a 4xx other than 408 and 429.
-            EngineError: anything else that is not a valid sample: another status, a malformed body, an abort, no tokens,
-                or tokens without a finite log-prob or a policy version.
+            EngineError: anything else that is not a valid sample: another status, a malformed body, an abort, no
+                tokens, or tokens without a finite log-prob or a policy version.
         """
 
     def reports_versions(self, payload: bytes, /) -> bool:

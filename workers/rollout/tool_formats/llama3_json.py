@@ -18,8 +18,8 @@ class Llama3Json:
     r"""Parses bare JSON: `{"name": "add", "parameters": {"a": 1}}`, perhaps after `<|python_tag|>`.
 
     Several calls follow one another, with `;`, a line break or nothing between them, or in one array. Text may precede
-    the first, which starts a line. JSON that names neither a function nor parameters is an answer and not a call, unless
-    it follows the tag.
+    the first, which starts a line. JSON that names neither a function nor parameters is an answer and not a call,
+    unless it follows the tag.
     """
 
     def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:

@@ -7,8 +7,8 @@ REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 def reasoning_end(text: str, *, starts_in_reasoning: bool = False) -> int:
     """Return how many characters of reasoning a turn starts with, including the closing tag; 0 if it has none.
 
-    An unclosed block extends to the end of the turn. Everything before a closing tag is reasoning, even if the block was
-    opened in the prompt or after some words: losing a call is better than executing one that was only considered.
+    An unclosed block extends to the end of the turn. Everything before a closing tag is reasoning, even if the block
+    was opened in the prompt or after some words: losing a call is better than executing one that was only considered.
 
     Args:
         text: the turn.

@@ -1,7 +1,7 @@
 """The tool-call formats by name.
 
-A format is an object with `parse` (see `ToolFormat`). Parsing never raises: a malformed call becomes an error message that
-goes back to the model.
+A format is an object with `parse` (see `ToolFormat`). Parsing never raises: a malformed call becomes an error message
+that goes back to the model.
 """
 
 from collections.abc import Mapping

@@ -2,7 +2,8 @@
 
 An aggregation gives each row a factor, computed once for the whole optimizer batch from its final masks; a part of the
 batch then adds up its own tokens. So every partition into micro-batches or ranks gives the same loss and gradient. The
-unit of the `seq-*` aggregations is the completion: a completion with two rows weighs no more than one with a single row.
+unit of the `seq-*` aggregations is the completion: a completion with two rows weighs no more than one with a single
+row.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Group filters: which groups are worth training on.
 
-Filters look at B, after the truncation policy and before reward shaping. All except `min_valid_rows` keep a group without
-a completion in B, which is dropped for that reason before. The name of a filter is the reason that is counted.
+Filters look at B, after the truncation policy and before reward shaping. All except `min_valid_rows` keep a group
+without a completion in B, which is dropped for that reason before. The name of a filter is the reason that is counted.
 """
 
 from torch import Tensor

@@ -31,9 +31,9 @@ def encode_ids(ids: Sequence[str]) -> tuple[Tensor, list[str]]:
 class Grouping:
     """Sums, means, standard deviations and ties over the valid members of each group.
 
-    Members may be interleaved, groups may have any size, ids may be any integers. Values of invalid members are replaced
-    before any arithmetic, so they may be NaN. All arithmetic is in float64 and linear in the number of members; with
-    codes nothing is sorted either.
+    Members may be interleaved, groups may have any size, ids may be any integers. Values of invalid members are
+    replaced before any arithmetic, so they may be NaN. All arithmetic is in float64 and linear in the number of
+    members; with codes nothing is sorted either.
 
     Args:
         group_ids_C: integer ids, one per member.

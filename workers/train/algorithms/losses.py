@@ -1,12 +1,12 @@
 """Policy losses over the sampled tokens of a batch, or of a part of it.
 
 Ratios compare the policy in training with the proximal policy (the trainer's policy when the batch was prepared, unless
-the settings say otherwise). The policy that sampled enters only through importance weights. A loss is a sum over tokens,
-each times its factor in the *whole* optimizer batch (`aggregation`), so every partition of the completions into
+the settings say otherwise). The policy that sampled enters only through importance weights. A loss is a sum over
+tokens, each times its factor in the *whole* optimizer batch (`aggregation`), so every partition of the completions into
 micro-batches adds up to the same loss and gradient.
 
-Values outside the mask are replaced before any arithmetic: a `where` afterwards would leave the loss finite and make the
-gradient NaN.
+Values outside the mask are replaced before any arithmetic: a `where` afterwards would leave the loss finite and make
+the gradient NaN.
 """
 
 from collections.abc import Mapping

@@ -2,8 +2,8 @@
 
 The logits of all tokens are the largest tensor of a training step: 8k tokens of a vocabulary of 150k are 4.9 GB in
 float32, and a naive loss holds several copies. Here only one block exists at a time. The forward pass carries running
-statistics (maximum, sum of exponentials, entropy terms) from block to block; the backward pass recomputes each block and
-adds its share to the gradients. This costs one more product with the output layer, and memory no longer grows with
+statistics (maximum, sum of exponentials, entropy terms) from block to block; the backward pass recomputes each block
+and adds its share to the gradients. This costs one more product with the output layer, and memory no longer grows with
 tokens times vocabulary.
 """
 
@@ -130,8 +130,8 @@ def _sums(inputs: LogitInputs, *, entropy: bool, squares: bool) -> tuple[Tensor,
     """Accumulate statistics over the vocabulary for each token.
 
     Returns:
-        The maximum logit m, the sum of e^(z - m), the target's logit, and if requested the sums of e^(z - m) (z - m) and
-        of e^2(z - m).
+        The maximum logit m, the sum of e^(z - m), the target's logit, and if requested the sums of e^(z - m) (z - m)
+        and of e^2(z - m).
     """
     wide = torch.float64 if inputs.config.dtype == torch.float64 else torch.float32
     zeros_N = torch.zeros(len(inputs.hidden_NH), dtype=wide, device=inputs.hidden_NH.device)

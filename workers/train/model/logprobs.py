@@ -1,9 +1,9 @@
 """Log-probs of selected tokens only.
 
-Logits are the largest tensor of a training step (tokens times vocabulary), and most tokens bear no loss. So hidden states
-are captured before the output layer, narrowed to the positions that predict a selected token, and turned into log-probs
-block by block. A model whose transform from hidden states to logits is unknown (`lm_head.py`) computes the logits itself,
-of the narrowed positions if its output layer is a separate module.
+Logits are the largest tensor of a training step (tokens times vocabulary), and most tokens bear no loss. So hidden
+states are captured before the output layer, narrowed to the positions that predict a selected token, and turned into
+log-probs block by block. A model whose transform from hidden states to logits is unknown (`lm_head.py`) computes the
+logits itself, of the narrowed positions if its output layer is a separate module.
 """
 
 from typing import Any, NamedTuple, Self

@@ -74,7 +74,8 @@ class TrainableModel:
         """Load trained weights from a folder, by the names and in the dtype of `parameters`.
 
         Raises:
-            RunMismatchError: they belong to another model, or one of the two runs trains an adapter and the other does not.
+            RunMismatchError: they belong to another model, or one of the two runs trains an adapter and the other does
+                not.
         """
         if self.adapter is not None:
             return self.adapter.load(folder)

@@ -1,8 +1,8 @@
 """Attention over packed rows, each of which attends only to itself.
 
-Registered with transformers as `varlen`. On a GPU in half precision it is `torch.nn.attention.varlen`, torch's own flash
-attention; elsewhere rows are processed one by one, which is as exact and needs no mask of all tokens by all tokens. Padded
-rows are processed the same way.
+Registered with transformers as `varlen`. On a GPU in half precision it is `torch.nn.attention.varlen`, torch's own
+flash attention; elsewhere rows are processed one by one, which is as exact and needs no mask of all tokens by all
+tokens. Padded rows are processed the same way.
 """
 
 from itertools import pairwise

@@ -1,7 +1,7 @@
 """Metrics of a step: a flat mapping from name to number.
 
-Only counters include invalid data, and a mean over nothing is omitted, never 0. `STEP_METRICS` lists every name with what
-it is measured over; a name that ends in `*` stands for one counter per state or reason.
+Only counters include invalid data, and a mean over nothing is omitted, never 0. `STEP_METRICS` lists every name with
+what it is measured over; a name that ends in `*` stands for one counter per state or reason.
 """
 
 from collections.abc import Mapping, Sequence
