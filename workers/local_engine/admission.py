@@ -10,7 +10,7 @@ from workers.local_engine.prefix_cache import PrefixCache
 from workers.local_engine.slot_model import SlotModel
 
 _RUNNING_PER_WAITING, _MAX_DEFERRED_STEPS = 8, 3
-"""A prefill costs about one decode step, for one request as for ten. So it is deferred, for at most so many steps, while
+"""A prefill costs about one decode step, for one request as for ten. So it is deferred, for at most this many steps, while
 there is less than one waiting request for every eight running ones."""
 
 
