@@ -10,7 +10,7 @@ from workers.runtime.work_loop import work_loop
 class Broken(Stage):
     """Its renewals fail."""
 
-    async def keep(self) -> None:
+    async def renew_leases(self) -> None:
         while not self.leases:
             await anyio.sleep(0.01)
         raise RuntimeError("a defect in the renewals")
