@@ -286,6 +286,13 @@ class CountingTemplate(ChatTemplate):
         return text
 
 
+async def test_every_turn_of_every_completion_has_a_seed_of_its_own():
+    sampler = Scripted([call("put"), "Done."])
+    await group_of(sampler, prompt=make_prompt(group_size=3))
+    seeds = [options.seed for _, options, _ in sampler.asked]
+    assert len(set(seeds)) == len(seeds) == 6
+
+
 async def test_the_cost_of_a_turn_does_not_grow_with_the_conversation():
     template = CountingTemplate(TEMPLATE, {}, Path("model"))
     counts = []
