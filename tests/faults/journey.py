@@ -119,7 +119,9 @@ def travel(
             journeys.append(journey)
 
             def behind_proxies(settings: Settings, file: Path, server: str, engines: tuple[str, ...]) -> list[RoleSpec]:
-                redis.upstream, engine.upstream = address_of(server), address_of(engines[0])
+                redis.upstream = address_of(server)
+                if engines:  # none yet when the supervisor preloads the roles' modules
+                    engine.upstream = address_of(engines[0])
                 return roles(settings, file, redis.url("redis"), (engine.url("http"),))
 
             with anyio.fail_after(limit_s):

@@ -11,7 +11,7 @@ from workers.settings import Settings
 ENGINE = "engine"
 _LIGHT_MODULES = ("workers.cli", "workers.feed.worker", "workers.rollout.worker", "workers.score.worker")
 _TORCH_MODULES = ("workers.cli", "workers.local_engine.server", "workers.train.worker")
-_GPU = Path("/dev/nvidiactl")
+_HAS_GPU = Path("/dev/nvidiactl").exists()
 """There with NVIDIA's driver. A process that has asked CUDA anything must not be forked, and what imports ask of it is
 the affair of many libraries; so trainers and engines are new interpreters there."""
 _EXTRA_START_S = 30.0
@@ -75,7 +75,7 @@ def engine_spec(settings: Settings, file: Path, port: int) -> RoleSpec:
 
 
 def _torch_modules() -> tuple[str, ...]:
-    return () if _GPU.exists() else _TORCH_MODULES
+    return () if _HAS_GPU else _TORCH_MODULES
 
 
 def _penstock_command() -> tuple[str, ...]:
