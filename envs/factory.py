@@ -105,7 +105,8 @@ class EnvironmentFactory:
             raise
         except BaseException as error:  # user code may even raise SystemExit
             raise ReferenceNotFoundError(
-                f"{ref!r} was found, but making an environment, {_callable_name(call)}(), raised {describe_error(error)}"
+                f"{ref!r} was found, but making an environment, {_callable_name(call)}(), raised "
+                f"{describe_error(error)}"
                 f"{_reward_function_hint(call)}"
             ) from error
         _check_environment(ref, call, sample)

@@ -1,4 +1,4 @@
-"""The roles of a run, the engines, the supervisor and the command line. One process per role; roles meet in the streams.
+"""The roles of a run, engines, supervisor and command line. One process per role; roles meet in the streams.
 
 ::
 

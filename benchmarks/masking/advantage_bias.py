@@ -102,7 +102,7 @@ def advantages(stored: Stored, label: str, failed: Tensor, handling: str) -> Ten
 
 
 def compare(stored: Stored, label: str, failed: Tensor, handling: str) -> dict[str, Tensor]:
-    """Return sums over answers, each (draws, 2, sizes): by correctness, and by the number of right answers in the group."""
+    """Return sums over answers, each (draws, 2, sizes): by correctness, and by the number of right answers."""
     truth = advantages(stored, label, torch.zeros_like(failed[:1]), handling)[0]
     found = advantages(stored, label, failed, handling)
     trains = ~failed if handling == "masked" else torch.ones_like(failed)

@@ -78,7 +78,8 @@ class OpenEnv:
         except EnvironmentFailure as failure:
             raise ReferenceNotFoundError(
                 f"no OpenEnv server answers at {self.url}: {failure}. Its tools are part of the prompt, so it must "
-                "run before the workers start, e.g. `python -m uvicorn server.app:app --port 8000` in the environment's folder"
+                "run before the workers start, e.g. `python -m uvicorn server.app:app --port 8000` in the "
+                "environment's folder"
             ) from failure
 
     async def reset(self, **row: Any) -> str | None:

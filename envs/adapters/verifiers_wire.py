@@ -40,7 +40,7 @@ class Connection:
                 return data
 
     async def run_episode(self, request: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Run an episode; return the final reply and its traces in order. Cancellation stops the episode on the server."""
+        """Run an episode; return the final reply and its traces in order. Cancellation stops it on the server."""
         traces: dict[str, dict[str, Any]] = {}
         request_id = await self._send(b"run", request)
         try:

@@ -1,4 +1,4 @@
-r"""The reward `vlm`: weighted parts for image prompts, after NeMo-RL's, with corrected rules for boxes and gold answers.
+r"""The reward `vlm`: weighted parts for image prompts, after NeMo-RL, with corrected rules for boxes and gold answers.
 
 =============  ========================================================================================================
 `format`       .25 for `<think>...</think>` plus .75 for `<answer>...</answer>`; needs no gold answer

@@ -54,7 +54,8 @@ async def probe_server(
     if as_raw <= as_sigmoid:
         raise RunFailedError(
             f"{url}: the scores look squashed: {raw[0]:.4g} and {raw[1]:.4g} for two very different conversations, "
-            "whether `use_activation` is false or true. Serve raw logits (a vLLM that supports `use_activation`, and no "
+            "whether `use_activation` is false or true. Serve raw logits (a vLLM that supports `use_activation`, and "
+            "no "
             "proxy that drops it), or set args.scores_in_unit_interval = true if the model's raw scores are like that"
         )
     return raw

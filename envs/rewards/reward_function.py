@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 
 class RewardFunction:
-    """A reward function with a name, a weight, and where it runs: `score` (scoring stage) or `rollout` (rollout worker).
+    """A reward function with a name, a weight, and where it runs: in the scoring stage or the rollout worker.
 
     A synchronous function runs in a thread, one call at a time, or with `call_options.processes` in killable child
     processes. Enter `open` before the first call: it starts the processes, or enters a function that is an

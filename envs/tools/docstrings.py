@@ -35,7 +35,7 @@ def join_lines(text: str | None) -> str:
 
 
 def class_docstring(cls: Any) -> Docstring:
-    """Parse a class docstring and the docstrings of its fields, without the generated ones of dataclasses and tuples."""
+    """Parse a class docstring and the docstrings of its fields, without generated ones of dataclasses and tuples."""
     try:
         found = parse_from_object(cls, style=DocstringStyle.GOOGLE)
     except (ParseError, OSError, TypeError, SyntaxError, IndentationError):

@@ -158,7 +158,7 @@ def areal_prox_approx(case: Case) -> None:
 
 @family("areal_gae")
 def areal_gae(case: Case) -> None:
-    """Advantages and returns of the tokens in the mask; AReaL carries them over the others too, where they are unused."""
+    """Advantages and returns of the tokens in the mask; AReaL also carries them over the others, unused."""
     mask_CT = case.mask("loss_mask")
     values_CT = case.floats("values")
     found = ESTIMATORS["gae"](

@@ -448,7 +448,8 @@ def test_a_run_is_summed_up_in_its_folder_and_its_books_balance(make_pipeline):
     ends = (
         "r = redis(); k = '{%s}:' % run; r.hset(k + 'counts', mapping={'fed': 3, 'trained': 2, 'dropped:operator': 1});"
         "c = home / 'run' / 'checkpoints' / 'step-000004'; c.mkdir(parents=True);"
-        '(c / \'checkpoint.json\').write_text(\'{"progress": {"step": 4, "tokens": 100, "completion_states": {"valid": 8}}}\');'
+        '(c / \'checkpoint.json\').write_text(\'{"progress": {"step": 4, "tokens": 100, '
+        '"completion_states": {"valid": 8}}}\');'
     )
     pipeline = make_pipeline({"train": ends + FINISH})
     ended = supervise(pipeline.settings, quiet=True, make_roles=pipeline.roles, make_engine=pipeline.engine)

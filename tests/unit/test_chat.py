@@ -30,7 +30,8 @@ def test_importing_and_loading_a_chat_loads_no_torch(folder):
         "import sys; from pathlib import Path\n"
         "from workers.rollout.chat.history_check import check_history\n"
         "from workers.rollout.chat.chat_tokenizer import ChatTokenizer; assert 'torch' not in sys.modules\n"
-        f"check_history(ChatTokenizer.load(Path({str(folder)!r}), {{}}, None).renderer); assert 'torch' not in sys.modules"
+        f"check_history(ChatTokenizer.load(Path({str(folder)!r}), {{}}, None).renderer); assert 'torch' not in "
+        "sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -52,8 +52,8 @@ RETIRED_KEYS = re.compile(
     + r"|penstock estimators)(?![\w(])"
 )
 RETIRED_PHRASES = re.compile(
-    r"\b(whoever|somebody|told|so many|what becomes of|such a one|those of these|tells of|comes? along|hangs on|is not asked|"
-    r"nobody is asked|in hand)\b",
+    r"\b(whoever|somebody|told|so many|what becomes of|such a one|those of these|tells of|"
+    r"comes? along|hangs on|is not asked|nobody is asked|in hand)\b",
     re.IGNORECASE,
 )
 

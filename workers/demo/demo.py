@@ -68,7 +68,8 @@ def run_demo(
     before = _score_with_status(scoring, model, rows, console, "before")
     if before.sampled < MIN_WARM_START_SCORE:
         raise RunFailedError(
-            f"the warm start scores {before.sampled:.3f} on held-out problems, below {MIN_WARM_START_SCORE}: too little to "
+            f"the warm start scores {before.sampled:.3f} on held-out problems, below {MIN_WARM_START_SCORE}: too "
+            "little to "
             f"learn from; try another --seed (its model is in {model})"
         )
     ended = supervise(settings)

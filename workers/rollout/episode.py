@@ -161,7 +161,7 @@ class ConversationEpisode(BaseEpisode):
         return [results[position] for position in range(len(calls))]
 
     def _limit_reached(self) -> TruncationReason | None:
-        """Return the limit that denies the model another turn. Each limit allows exactly its number; one more ends it."""
+        """Return the limit that denies the model another turn. A limit allows exactly its number."""
         if self._calls_refused:
             return TruncationReason.TOOL_CALLS
         if self.completion.tool_errors > self._limits.max_tool_errors:

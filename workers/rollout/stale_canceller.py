@@ -45,7 +45,7 @@ class StaleCanceller:
                 self.cancel_if_stale(lease)
 
     def cancel_if_stale(self, lease: Lease) -> None:
-        """Cancel one attempt if it is too old. Call it when the work starts: a version may have come since the claim."""
+        """Cancel one attempt if it is too old. Call it when work starts: a version may be newer than the claim."""
         if should_cancel(lease.claimed_version, self.version, self._max_staleness, len(lease.cancelled_attempts_s)):
             log.info(
                 "attempt.cancelled", prompt=lease.prompt_id, claimed_version=lease.claimed_version, version=self.version

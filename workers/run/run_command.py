@@ -102,7 +102,7 @@ def raise_for_failure(result: RunResult, settings: Settings) -> None:
 def format_summary(summary: RunSummary, settings: Settings) -> str:
     """The summary for people."""
     lines = [
-        f"{summary.steps} steps in {format_duration(summary.seconds)}; {summary.tokens_per_second:,.0f} trained tokens/s",
+        f"{summary.steps} steps in {format_duration(summary.seconds)}; {summary.tokens_per_second:,.0f} tokens/s",
         summary.balance,
     ]
     if summary.groups_dropped:

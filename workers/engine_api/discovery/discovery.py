@@ -1,4 +1,4 @@
-"""Which engines a run has now: those in the settings, those behind a DNS name, and the operator's overrides in Redis."""
+"""Which engines a run has now: from the settings, from a DNS name, and from the operator's overrides in Redis."""
 
 from collections.abc import Sequence
 

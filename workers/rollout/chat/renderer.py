@@ -175,7 +175,7 @@ class ConversationRenderer:
         return text_after_common_prefix(prompt, text).partition(_MARK)[0]
 
     def _tools_for_continuations(self) -> list[dict[str, Any]] | None:
-        """Return the tools only if the template writes a different continuation without them; rendering them is slow."""
+        """Return the tools only if the template writes another continuation without them; rendering them is slow."""
         if not self.tools or not self.end_of_turn:
             return None
         result: list[Message] = [{"role": "tool", "name": "f", "tool_call_id": _CALL_ID, "content": "r"}]

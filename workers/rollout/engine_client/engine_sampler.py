@@ -103,7 +103,7 @@ class EngineSampler:
         return sampled
 
     async def _version_before(self, engine: EngineState, capabilities: Capabilities, min_policy_version: int) -> int:
-        """Return the engine's version before the request: the last one it reported, or a fresh one if that is too old."""
+        """Return the engine's version before the request: the last reported one, or a fresh one if that is too old."""
         if not capabilities.reports_version:
             if min_policy_version > UNVERSIONED:
                 raise IncompatibleEngineError(

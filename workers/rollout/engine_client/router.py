@@ -136,7 +136,7 @@ class Router:
             waiting.assigned.set()
 
     def _next_waiting(self, free: set[str]) -> _Waiting | None:
-        """Return the request that gets a slot at one of the free engines; None if none of them can serve any request."""
+        """Return the request that gets a slot at one of the free engines; None if none can serve any request."""
         first: _Waiting | None = None
         eligible_urls: dict[int, tuple[str, ...]] = {}
         for position, waiting in enumerate(self._waiting):

@@ -82,7 +82,7 @@ class SamplingOptions(Struct, frozen=True, kw_only=True):
         return structs.replace(self, max_tokens=max_tokens) if 0 < max_tokens < self.max_tokens else self
 
     def to_wire(self, top_logprobs: int = 0) -> SamplingParams:
-        """Convert to vLLM's parameters, with log-probs of the sampled tokens and of the `top_logprobs` most likely ones."""
+        """Convert to vLLM's parameters, with log-probs of sampled tokens and of the `top_logprobs` most likely."""
         return SamplingParams(
             temperature=self.temperature,
             max_tokens=self.max_tokens,

@@ -1,4 +1,4 @@
-"""Parsing that the formats share: JSON that raises nothing worse than a ValueError, and error messages for the model."""
+"""Parsing that the formats share: JSON that raises only ValueError, and error messages for the model."""
 
 import json
 import re

@@ -25,7 +25,7 @@ def clipped(
     dual_clip: float,
     level: str,
 ) -> TokenLoss:
-    """Compute PPO's clipped loss; decoupled (Hilton et al. 2021, arXiv:2110.00641) if proximal and sampling policy differ.
+    """Compute PPO's clipped loss; decoupled (arXiv:2110.00641) if proximal and sampling policy differ.
 
     `LOSSES.inputs` describes the inputs.
 
@@ -98,14 +98,14 @@ def clip_cov(
 def sapo(
     logprobs_RT: Tensor, proximal_RT: Tensor, advantages_RT: Tensor, *, tau_positive: float, tau_negative: float
 ) -> TokenLoss:
-    """Weigh the advantage with a gate that closes smoothly where PPO would clip; at r = 1 the gradient is that of -A r."""
+    """Weigh the advantage with a gate that closes smoothly where PPO clips; at r = 1 the gradient is that of -A r."""
     tau_RT = torch.full_like(advantages_RT, tau_negative).masked_fill(advantages_RT > 0, tau_positive)
     gate_RT = torch.sigmoid(tau_RT * (ratio(logprobs_RT, proximal_RT) - 1)) * 4 / tau_RT
     return TokenLoss(-advantages_RT * gate_RT)
 
 
 def clipped_surrogate(ratio_RT: Tensor, advantages_RT: Tensor, clip_low: float, clip_high: float) -> TokenLoss:
-    """Return max(-A r, -A clip(r, 1 - low, 1 + high)) for any ratio. Metric `clip_fraction`: the second term applies."""
+    """Return max(-A r, -A clip(r, 1 - low, 1 + high)). Metric `clip_fraction`: the second term applies."""
     plain_RT = -advantages_RT * ratio_RT
     cut_RT = -advantages_RT * ratio_RT.clamp(1 - clip_low, 1 + clip_high)
     return TokenLoss(torch.maximum(plain_RT, cut_RT), {"clip_fraction": cut_RT > plain_RT})

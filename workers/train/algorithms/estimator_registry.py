@@ -15,7 +15,7 @@ class EstimatorTraits:
     """Declared properties of an estimator, which the property tests check."""
 
     level: Literal["completion", "token"]
-    """`completion`: returns float64 (C), the same for all tokens of a completion. `token`: returns `TokenAdvantages`."""
+    """`completion`: returns float64 (C), one per completion. `token`: returns `TokenAdvantages`."""
     mean_centred: bool = False
     """The advantages of a group's completions in B sum to 0."""
     shift_invariant: bool = False

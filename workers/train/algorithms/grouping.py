@@ -70,7 +70,7 @@ class Grouping:
         return torch.where(self.valid_C, values_C.double(), max_C).sub_(max_C)
 
     def centred(self, values_C: Tensor) -> Tensor:
-        """Return each value minus its group's mean; exactly 0 if all are equal, for one member, and for invalid ones."""
+        """Return each value minus its group's mean; exactly 0 if all are equal, for one member, and if invalid."""
         return self.subtract_mean(self.shift_by_max(values_C))
 
     def subtract_mean(self, shifted_C: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ The engine samples a completion (mu, `rollout_logprobs`); the trainer computes i
 `old_logprobs`). They differ: other kernels, another precision, an older policy. The weight pi/mu corrects for that,
 within bounds.
 
-The three steps of a correction, each over the whole optimizer batch because normalization and `m2po` look at all of it::
+The three steps of a correction, each over the whole optimizer batch, as normalization and `m2po` need::
 
     rejection = reject(rules, log_ratios(old_logprobs_RT, rollout_logprobs_RT, Sequences(mask_RT, completion_ids_R)))
     kept      = log_ratios(old_logprobs_RT, rollout_logprobs_RT, Sequences(rejection.kept_RT, completion_ids_R))

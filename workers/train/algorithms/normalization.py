@@ -225,7 +225,7 @@ def _normalized(
 
 
 def _centred(values: Tensor, valid: Tensor, pool: _Pool, leave_one_out: bool) -> Tensor:
-    """Subtract the mean of each value's pool, or of its other values; 0 if all are equal, if none counts, and outside."""
+    """Subtract the mean of each value's pool, or of its other values; 0 if all are equal, none counts, or outside."""
     highest, number = pool.max(values), pool.number
     origin = torch.where(torch.isfinite(highest), highest, 0.0)
     shifted = torch.where(valid, values, origin) - origin

@@ -33,7 +33,7 @@ class RejectionTraits:
     """Declared properties of a rejection rule."""
 
     level: str
-    """What the rule keeps or rejects as a unit: `token`, `sequence` (a completion), or `batch` (all tokens together)."""
+    """Unit that the rule keeps or rejects: `token`, `sequence` (a completion), or `batch` (all tokens together)."""
     statistic: Statistic
     """Value compared with the bounds: (R, T), or (R, 1) for one number per completion."""
     two_sided: bool

@@ -139,7 +139,8 @@ class _Replay:
                 raise _ledger_mismatch(
                     written,
                     step,
-                    f"says {encode_outcome(written.record.outcome)} of {written.record.prompt}, the replay {encode_outcome(end)}",
+                    f"says {encode_outcome(written.record.outcome)} of {written.record.prompt}, the replay "
+                    f"{encode_outcome(end)}",
                 )
         self._compare(step)
 
@@ -198,7 +199,8 @@ def _lines(folder: Path, last: Checkpoint) -> list[LedgerLine]:
     lines = [written for written in lines if written.end_offset <= end_offset]
     if (lines[-1].end_offset if lines else 0) != end_offset:
         raise RunMismatchError(
-            f"{path}: no line ends at byte {end_offset}, where it ended when {last.folder.name} was made; it was altered"
+            f"{path}: no line ends at byte {end_offset}, where it ended when {last.folder.name} was made; it was "
+            "altered"
         )
     return lines
 
@@ -210,7 +212,8 @@ def _refuse_gaps(lines: Sequence[LedgerLine], archive: ArchivedGroups, settings:
     first, keep = missing[0], settings.archive.keep
     raise RunMismatchError(
         f"{archive.folder} lacks {len(missing)} of the {len(lines)} groups of the ledger, the first of them line "
-        f"{first.number}, {first.record.prompt} with hash {first.record.hash}. A replay needs all of them, and the run has "
+        f"{first.number}, {first.record.prompt} with hash {first.record.hash}. A replay needs all of them, and the "
+        "run has "
         f"archive.keep = {keep!r}; set it to 'all' from the beginning of a run that is to be replayed"
     )
 

@@ -48,7 +48,7 @@ class GroupChecker:
         return Dropped(checked.drop_reason)
 
     def pop_dropped(self) -> tuple[dict[DropReason, int], list[GroupRewards]]:
-        """Return the number of groups dropped since the previous call, by reason, and the rewards of the last of them."""
+        """Return the groups dropped since the previous call, by reason, and the rewards of the last of them."""
         counts, self._dropped = dict(self._dropped), Counter()
         filtered = list(self._filtered)
         self._filtered.clear()

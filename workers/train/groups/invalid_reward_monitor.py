@@ -44,7 +44,8 @@ class InvalidRewardMonitor:
             if n > self._max_invalid_fraction * completions:
                 raise RunFailedError(
                     f"{n} of the last {completions} completions of {environment} are invalid for one reason, {reason}, "
-                    f"more than abort.max_invalid_fraction = {self._max_invalid_fraction:g} allows. Their rewards are unmeasured, "
+                    f"more than abort.max_invalid_fraction = {self._max_invalid_fraction:g} allows. Their rewards "
+                    "are unmeasured, "
                     "so the run stops instead of training on the rest; fix the reward function, or raise the limit"
                 )
 

@@ -131,7 +131,8 @@ class Adapter:
         with _open_safetensors(folder / WEIGHTS) as file:
             if file.metadata().get("base") != self._digest:
                 raise RunMismatchError(
-                    f"{folder}: the adapter was trained with other base weights than those in {self.base} (or with another "
+                    f"{folder}: the adapter was trained with other base weights than those in {self.base} (or with "
+                    "another "
                     "model.dtype); put them back, or use another run name"
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
@@ -208,7 +209,8 @@ def _inject(model: Any, base: Path, lora: Lora) -> Any:
             raise SettingsError(f"lora.target_modules: {base} has no layer {target!r}; it has {', '.join(sorted(fit))}")
         if any(names[name] in ends for name in meant):
             raise SettingsError(
-                f"lora.target_modules: {target!r} is the model's embedding or output layer, which get no adapter; leave it out"
+                f"lora.target_modules: {target!r} is the model's embedding or output layer, which get no adapter; "
+                "leave it out"
             )
     config = peft.LoraConfig(
         r=lora.rank,

@@ -1,4 +1,4 @@
-"""Logits from hidden states and the output layer, one block at a time: a range of tokens by a range of the vocabulary."""
+"""Logits from hidden states and the output layer, block by block: a range of tokens by a range of the vocabulary."""
 
 from collections.abc import Iterator
 from typing import Final, NamedTuple

@@ -55,7 +55,8 @@ def set_attention(read: LogprobModel, train: Train, dtype: torch.dtype) -> Logpr
         _switch_attention(model, own)
     if train.packing == "on":
         raise SettingsError(
-            f"train.packing is 'on', but {type(model).__name__} gives other results for packed rows than for the same rows apart "
+            f"train.packing is 'on', but {type(model).__name__} gives other results for packed rows than for the "
+            "same rows apart "
             f"({'; '.join(reasons)}); set train.packing to 'auto' or 'off', or try another train.attention"
         )
     if reasons:
@@ -100,7 +101,8 @@ def packing_problem(read: LogprobModel, own: str, name: str, dtype: torch.dtype)
         if not _max_relative_difference(packed, apart) <= PACKED_TOLERANCE[kind]:
             return f"packed rows are off by {_max_relative_difference(packed, apart):.1e} in {kind}"
         if not _max_relative_difference(other[first:], packed[first:]) <= LEAK_TOLERANCE[kind]:
-            return f"a row sees the one before it, by {_max_relative_difference(other[first:], packed[first:]):.1e} in {kind}"
+            difference = _max_relative_difference(other[first:], packed[first:])
+            return f"a row sees the one before it, by {difference:.1e} in {kind}"
     return ""
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    groups ─► batch ─► group_checks ─► prepared_batch ───────────────────────► learner: updates by micro-batch ─► metrics
+    groups ─► batch ─► group_checks ─► prepared_batch ─────────────────────► learner: updates by micro-batch ─► metrics
               tensors  masks, filters  statistics, rejection, advantages, ─►   model_runner: forward, backward
                                        policy comparison, loss weights         loss: read from the prepared batch
 

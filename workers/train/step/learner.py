@@ -73,7 +73,8 @@ class Learner:
         self.total_steps = total_steps or settings.train.max_steps
         if settings.train.schedule != "constant" and not self.total_steps:
             raise SettingsError(
-                f"train.schedule is {settings.train.schedule!r}, but the number of steps is unknown; set train.max_steps"
+                f"train.schedule is {settings.train.schedule!r}, but the number of steps is unknown; set "
+                "train.max_steps"
             )
         torch.set_num_threads(settings.run.threads)
         self.ranks = Ranks(device)

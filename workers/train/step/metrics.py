@@ -57,7 +57,8 @@ STEP_METRICS: Final[dict[str, str]] = {
     "groups/dropped/*": "groups dropped since the previous step, by reason",
     "length/mean": "sampled tokens per completion in B",
     "length/max": "sampled tokens per completion in B",
-    "length/by_end/*": "mean of sampled tokens per completion in B, by how it ended: `finished` or why it was truncated",
+    "length/by_end/*": "mean of sampled tokens per completion in B, by how it ended: `finished` or why it was "
+    "truncated",
     "turns/mean": "turns per completion in B",
     "tokens/loss": "tokens that bear loss: the divisor of every mean over loss tokens",
     "tokens/sampled": "tokens that the policy sampled, valid or not",
@@ -73,7 +74,8 @@ STEP_METRICS: Final[dict[str, str]] = {
     "kl/k3": "the same divergence by exp(d) - 1 - d, which is never negative",
     "kl/abs": "mean absolute log-ratio of the same policies, for losses that penalise it",
     "correction/*": "distance between trainer and engine when the batch was prepared, over loss tokens and the "
-    "completions that have them: weights, effective sample size, perplexities, KL (see `algorithms.correction_metrics`)",
+    "completions that have them: weights, effective sample size, perplexities, KL (see "
+    "`algorithms.correction_metrics`)",
     "reference/kl": "divergence from the reference policy, loss tokens, over all updates",
     "value/*": "of the critic, loss tokens, over all updates",
     "entropy": "nats, of the distributions that loss tokens were drawn from, under the old policy",
@@ -97,7 +99,7 @@ class StepReport:
     trained: bool
     """True if the optimizer moved at least once."""
     skipped: str
-    """Why it did not move, or stopped before the last update: `no_valid_row`, `gradient_not_finite`; otherwise empty."""
+    """Why it did not move, or stopped early: `no_valid_row`, `gradient_not_finite`; otherwise empty."""
     dropped: dict[str, DropReason]
     """Groups that rollout correction left with too little to train on, by prompt id."""
     loss: float

@@ -50,7 +50,7 @@ class ModelRunner:
         self._as_reference = as_reference
 
     def micro_batches(self, batch: Batch, rows_R: Tensor) -> list[Tensor | None]:
-        """Return row numbers of this rank's micro-batches over some rows (bool, R); None where only other ranks have one."""
+        """Return row numbers of this rank's micro-batches over some rows; None if only other ranks have one."""
         tokens = self.settings.train.micro_batch_tokens
         return self.ranks.local_batches(split_micro_batches(batch, tokens, rows_R, packed=self.policy.packed))
 
@@ -121,7 +121,8 @@ class ModelRunner:
         layouts, _ = self.ranks.all_reduce_metrics({"packed" if configured.packed else "padded": 1.0}, {})
         if len(layouts) > 1:  # every rank raises, so none waits for one that has left
             raise SettingsError(
-                "rows are packed on some ranks and padded on others, because their devices differ; set train.packing to "
+                "rows are packed on some ranks and padded on others, because their devices differ; set train.packing "
+                "to "
                 "'off', or train.attention to one that all devices support"
             )
         return configured
