@@ -138,4 +138,4 @@ async def test_a_foreign_feeder_killed_on_its_way_feeds_each_prompt_once(tmp_pat
         assert run.table() == {f"own:0:{number}": 1 for number in range(groups)}
         told = await anyio.to_thread.run_sync(run.audited)
     assert (told["clean"], told["fed"], told["trained"]) == (True, groups, groups)
-    assert any("another feeder than ours" in note for note in told["notes"])
+    assert any("a custom feeder fed this run" in note for note in told["notes"])
