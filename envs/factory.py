@@ -240,7 +240,7 @@ def _reward_function_hint(call: Callable[..., object]) -> str:
         parameters = inspect.signature(call).parameters
     except (TypeError, ValueError):  # a C function without a signature
         return ""
-    hint = "; it takes `completions` like a reward function: reward functions belong into [[rewards]]"
+    hint = "; it takes `completions` like a reward function: reward functions belong in [[rewards]]"
     return hint if "completions" in parameters else ""
 
 

@@ -41,8 +41,8 @@ ADAPTERS = {
 """Adapter classes by the word before the address; their first argument is the address."""
 
 _GROUP_DESCRIPTIONS = {
-    "penstock.environments": "an environment, which belongs into [environments]",
-    "penstock.rewards": "a reward function, which belongs into [[rewards]]",
+    "penstock.environments": "an environment, which belongs in [environments]",
+    "penstock.rewards": "a reward function, which belongs in [[rewards]]",
 }
 """What the entry points of each group name, for error messages."""
 

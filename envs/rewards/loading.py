@@ -71,7 +71,7 @@ def load_reward_function(ref: str, args: Mapping[str, Any] = MappingProxyType({}
         is_env = callable(getattr(function, "reset", None))
         raise ReferenceNotFoundError(
             f"{ref!r} is of type {type(function).__name__}; expected a function, or a class whose instances have "
-            "__call__" + ("; it has a reset method like an environment: those belong into [environments]" * is_env)
+            "__call__" + ("; it has a reset method like an environment: those belong in [environments]" * is_env)
         )
     wish = inspect.getattr_static(function, "call_options", None)
     if args and not isinstance(reference.target, type):
