@@ -10,8 +10,8 @@ from workers.local_engine.prefix_cache import PrefixCache
 from workers.local_engine.slot_model import SlotModel
 
 _RUNNING_PER_WAITING, _MAX_DEFERRED_STEPS = 8, 3
-"""A prefill costs about one decode step, for one request as for ten. So it is deferred, for at most this many steps, while
-there is less than one waiting request for every eight running ones."""
+"""A prefill costs about one decode step, for one request as for ten. So it is deferred, for a few steps at most, while
+fewer than one request waits for every eight running ones."""
 
 
 class AdmissionQueue:
