@@ -15,8 +15,8 @@ from transformers import Cache
 class SlotKVCache(Cache):  # type: ignore[misc]
     """A fixed number of slots, each for one sequence of at most `max_length` tokens.
 
-    `begin_pass` selects the slots of a forward pass; then each attention layer calls `update`, which writes the new keys
-    and values and returns those of the selected slots.
+    `begin_pass` selects the slots of a forward pass; then each attention layer calls `update`, which writes the new
+    keys and values and returns those of the selected slots.
     """
 
     def __init__(self, slots: int, max_length: int) -> None:

@@ -45,7 +45,8 @@ def load_model(folder: Path, kind: str, dtype: torch.dtype, **options: Any) -> A
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         why = " ".join(str(error).split())
         raise SettingsError(
-            f"{folder}: transformers cannot load it as a {kind}: {why}; copy it again, or set model.path to another folder"
+            f"{folder}: transformers cannot load it as a {kind}: {why}; copy it again, or "
+            "set model.path to another folder"
         ) from error
     if missing := sorted(loading_info["missing_keys"]):
         listed = ", ".join(missing[:_MAX_LISTED]) + " and more" * (len(missing) > _MAX_LISTED)

@@ -38,8 +38,8 @@ def sample(
         banned_tokens: tokens that each row may not sample; empty: none in any row.
 
     Returns:
-        Tokens and their log-probs: of (logits + bias) / temperature without banned tokens, renormalized over what min-p,
-        top-k and top-p leave. With temperature 0, the most probable token with its log-prob at temperature 1.
+        Tokens and their log-probs: of (logits + bias) / temperature without banned tokens, renormalized over what
+        min-p, top-k and top-p leave. With temperature 0, the most probable token with its log-prob at temperature 1.
     """
     if any(banned_tokens) or any(p.logit_bias for p in params):
         logits_BV = logits_BV.clone()

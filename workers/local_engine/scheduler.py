@@ -1,4 +1,4 @@
-"""Continuous batching: the thread that owns the model repeats *admit, prefill, decode one token for all, sample, finish*.
+"""Continuous batching: the model's thread repeats *admit, prefill, decode one token for all, sample, finish*.
 
 Running sequences always occupy slots 0 .. n-1 of the cache, so that a decode step reads one contiguous slice; when one
 finishes, the last one moves into its slot. Slots from `max_batch` on keep finished sequences: the next turn of an
@@ -150,7 +150,7 @@ class Scheduler(ModelThread[EngineMessage]):
             self._finish(row)
 
     def _finish(self, row: int) -> None:
-        """Remove a running sequence, keep its keys and values for later prompts, and move the last one into its slot."""
+        """Remove a running sequence, keep its KV for later prompts, and move the last one into its slot."""
         generation = self._running[row]
         if generation.error is None and not generation.has_stale_kv:
             slot = self._prefix_cache.reserve(array("i", generation.tokens[:-1]).tobytes())

@@ -27,8 +27,8 @@ def load_weights(model: torch.nn.Module, path: Path) -> None:
     Tensors that share memory, such as a tied `lm_head`, may be stored once or under each name.
 
     Raises:
-        EngineRefusedError: the files are unreadable, names are missing or unexpected, a shape or dtype differs, a number
-            is not finite, or tied tensors differ. The model is unchanged.
+        EngineRefusedError: the files are unreadable, names are missing or unexpected, a shape or dtype differs, a
+            number is not finite, or tied tensors differ. The model is unchanged.
     """
     live = dict(model.state_dict(keep_vars=True))
     found = _read(path)
