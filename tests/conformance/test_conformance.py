@@ -135,7 +135,7 @@ def test_verbose_prints_expected_and_got(altered, capsys):
         ),
         ("field_cases", {"id": "field/something_new"}, "unknown field case 'field/something_new'"),
         ("areal_losses", {"id": "astrology"}, "unknown loss 'astrology'"),
-        ("areal_normalization", {"mean_level": "planet"}, "unknown level 'planet'"),
+        ("areal_normalization", {"mean_level": "planet"}, "unknown scope 'planet'"),
         ("pass_at_k", {"expected_variance": 1.0}, "expected_variance: nothing here is compared with it"),
         ("policy_losses", {"expected_metrics": {"actor/luck": 1.0}}, "unknown metric 'actor/luck'"),
         ("group_advantages", {"rewards": [1.0, 0.0, 2.0]}, "error: "),

@@ -31,7 +31,7 @@ async def test_the_next_worker_samples_only_what_was_missing(project, redis_url,
         await feed(connection, "a", group_size=SIZE)
         killed = await roles.start(project.command("rollout", file, *addresses))
         ((entry, _),) = await connection.redis.xrange(connection.key("prompts"))
-        kept = connection.key(f"prompts:kept:{entry.decode()}")
+        kept = connection.key(f"prompts:partials:{entry.decode()}")
 
         async def all_but_one() -> bool:
             return await connection.redis.hlen(kept) == SIZE - 1

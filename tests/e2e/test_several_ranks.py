@@ -150,8 +150,8 @@ def test_a_request_to_stop_lets_all_ranks_leave_in_peace(shared):
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        ({"run": {"redis": "redis://127.0.0.1:1"}}, 1, "127.0.0.1:1"),
-        ({"train": {"schedule": "linear"}}, 2, "where it ends is unknown; set train.max_steps"),
+        ({"run": {"redis": "redis://127.0.0.1:1"}}, ExitCode.FAILURE, "127.0.0.1:1"),
+        ({"train": {"schedule": "linear"}}, ExitCode.PERMANENT, "the number of steps is unknown; set train.max_steps"),
     ],
     ids=["no server", "found out by the learner"],
 )

@@ -18,6 +18,7 @@ from tests.cases.rows import sampled_row
 from tests.chaos import project as chaos
 from tests.chaos import witness
 from tests.e2e.by_hand import Cast, Role, cast, until
+from workers.runtime.exit_codes import ExitCode
 from workers.testing.scripted_engine import ScriptedEngine
 from workers.train.checkpointing.checkpoint import CheckpointStore
 
@@ -124,7 +125,7 @@ async def test_a_trainer_that_wakes_after_its_successor_began_changes_nothing(
         before, pushes = await anyio.to_thread.run_sync(run.state), list(engine.pushes)
         os.close(descriptor)
         zombie.go_on()
-        assert await zombie.ended() == 2
+        assert await zombie.ended() == ExitCode.PERMANENT
         assert "another trainer has taken over" in zombie.said()
         assert await anyio.to_thread.run_sync(run.state) == before
         assert engine.pushes == pushes

@@ -10,7 +10,7 @@ from stream.validity import Measured, RewardReason, RolloutReason, TruncationRea
 from workers.commands.evaluate.evaluate import find_policy_folder
 from workers.feed.evaluation_prompts import read_evaluation_prompts
 from workers.run.evaluation_text import format_progress, format_result
-from workers.run.restart_policy import StallDetector
+from workers.run.stall_detector import StallDetector
 from workers.score.evaluation import evaluate_group
 from workers.settings.toml_file import parse_settings
 from workers.train.evaluation.results import EvaluationLog, EvaluationResult, read_evaluations, summarize

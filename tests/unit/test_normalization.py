@@ -105,8 +105,8 @@ def test_what_bears_no_loss_votes_in_its_group_and_not_in_the_batch():
 
 
 @pytest.mark.parametrize("options", [{"mean": "row"}, {"std": "global"}])
-def test_an_unknown_level_is_an_error(options):
-    with pytest.raises(ValueError, match=r"unknown level '(row|global)'; use one of none, group, batch"):
+def test_an_unknown_scope_is_an_error(options):
+    with pytest.raises(ValueError, match=r"unknown scope '(row|global)'; use one of none, group, batch"):
         normalized([1.0], **options)
 
 

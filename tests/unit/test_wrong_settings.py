@@ -104,10 +104,10 @@ def test_environments_and_rewards_in_each_others_table_are_recognised(tmp_path):
     (tmp_path / "mixed_up.py").write_text(CODE)
     file = tmp_path / "mixed_up.py"
     for ref in ("guess", f"{file}:World"):
-        with pytest.raises(ReferenceNotFoundError, match=r"belongs? into \[environments\]"):
+        with pytest.raises(ReferenceNotFoundError, match=r"belongs? in \[environments\]"):
             RewardFunction.load(ref)
     for ref in ("code_jaccard", f"{file}:measure"):
-        with pytest.raises(ReferenceNotFoundError, match=r"belongs? into \[\[rewards\]\]"):
+        with pytest.raises(ReferenceNotFoundError, match=r"belongs? in \[\[rewards\]\]"):
             EnvironmentFactory.load(ref)
 
 
