@@ -1,11 +1,11 @@
-"""One machine, one command: `penstock run` starts every role, watches them, and stops them.
+"""`penstock run`: start every role of a run on one machine, restart roles that fail, and stop them in order.
 
 ::
 
     command ──► folder (lock, run.toml) ──► private server ──► engine ──► feed, rollout xN, score xM, train
-                                                │                            each a child: restarted within a budget
+                                                │                            child processes, restarted within a budget
                                                 └──► watch, once a second ──► progress, stall alarm
                                                                          end ──► summary.json, progress.png
 
-The supervisor does none of the work and holds none of the state: kill it, start it again, and the run goes on.
+The supervisor holds no state of the run: after it is killed, `penstock run` resumes the run.
 """

@@ -1,4 +1,4 @@
-"""One process of a role: starts, ends and starts again, with its output in a log."""
+"""One restartable child process, with its output in a log file."""
 
 import os
 import re
@@ -15,50 +15,50 @@ from workers.run.role_specs import RoleSpec
 _LISTENING = re.compile(rb"^listening on (\S+)\n", re.MULTILINE)
 _POLL_S = 0.05
 _TRACEBACK_INDENT, _TRACEBACK_CORNERS = " \t|", "+-"
-"""What Python draws around the exceptions of a group."""
+"""Characters that Python draws around the traceback of an exception group."""
 _TAIL_BYTES = 64 * 1024
 _MAX_LOG_BYTES = 64 << 20
 _TRIMMED_LOG_BYTES = 4 << 20
 
 
 class ChildProcess:
-    """A process that can be started again and again, one at a time.
+    """A process that can be restarted; at most one instance runs at a time.
 
     Args:
-        spec: its name and command line.
-        log_folder: where its log is.
-        launcher: starts it.
+        spec: name and command line.
+        log_folder: folder of the log file, `NAME.log`.
+        launcher: starts the process.
     """
 
     def __init__(self, spec: RoleSpec, log_folder: Path, launcher: ProcessLauncher) -> None:
         self.spec = spec
         self.log_file = log_folder / f"{spec.name}.log"
         self.exited = anyio.Event()
-        """Set by its owner once it will not be started again."""
+        """Set by the owner when the process has ended and is not restarted."""
         self.has_listened = False
-        """It has announced its URL, now or before it was started again."""
+        """Whether any instance of this process has announced a URL."""
         self._launcher = launcher
         self._process: LaunchedProcess | None = None
         self._stop_requested = False
         self._log_start = 0
 
     async def run(self, on_listening: Callable[[str], None] | None = None) -> int:
-        """Start the process, and wait for its end.
+        """Start the process and wait until it exits.
 
         Args:
-            on_listening: called with the URL that a server announces; None for a process that is no server.
+            on_listening: called with the URL that a server announces; None for a process that does not listen.
 
         Returns:
-            Its exit code, negative for a signal.
+            The exit code; negative for a signal.
 
         Raises:
-            RunFailedError: it cannot be started, or did not announce its URL in time.
+            RunFailedError: the process cannot be started, or did not announce its URL in time.
         """
         async with await anyio.open_file(self.log_file, "ab") as file:
             self._log_start = await file.tell()
             self._process = process = await self._launcher.launch(self.spec, file.wrapped.fileno())
         try:
-            if self._stop_requested:  # while it was being started
+            if self._stop_requested:  # during the launch
                 process.terminate()
             in_time = True
             async with anyio.create_task_group() as tasks:
@@ -83,19 +83,19 @@ class ChildProcess:
         return code
 
     def terminate(self) -> None:
-        """Ask it to stop."""
+        """Send SIGTERM to the process."""
         self._stop_requested = True
         if self._process is not None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Kill it and whatever it has started."""
+        """Kill the process and its descendants."""
         self._stop_requested = True
         if self._process is not None and self._process.returncode is None:
             self._process.kill_group()
 
     def last_error(self) -> str:
-        """Return the last error in its log, else its last line; reads a file."""
+        """Return the last line of the log that begins with `error: `, else its last line. Blocks on file I/O."""
         with self.log_file.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, size - _TAIL_BYTES))
@@ -109,10 +109,9 @@ class ChildProcess:
         return (errors or lines or ["its log is empty"])[-1]
 
     def trim_log(self) -> None:
-        """Cut a log that has grown too large down to its end, so that user code that prints cannot fill the disk.
+        """Remove the beginning of a log above `_MAX_LOG_BYTES`, so that user code that prints cannot fill the disk.
 
-        The process appends to the same open file throughout and never waits for a reader. A line that it writes while
-        the log is cut may be lost.
+        The process keeps appending to the same open file. A line that it writes during the cut may be lost.
         """
         try:
             size = self.log_file.stat().st_size
@@ -131,7 +130,7 @@ class ChildProcess:
             file.write(end)
 
     async def _wait_listening(self, on_listening: Callable[[str], None]) -> bool:
-        """Wait for the line in the log that announces the server's URL. Returns False where none came in time."""
+        """Wait for the line in the log that announces the server's URL. Returns False after the timeout."""
         position, rest = self._log_start, b""
         with anyio.move_on_after(self.spec.listen_timeout_s):
             while True:

@@ -1,4 +1,4 @@
-"""The processes of a run together: awaited, asked to leave, killed where they do not."""
+"""All child processes of a run: wait for them, stop them, and kill those that do not stop in time."""
 
 from collections.abc import Collection, Iterable
 
@@ -11,33 +11,33 @@ log = structlog.get_logger()
 
 
 class ChildProcesses:
-    """All of them, in the order in which they were first started.
+    """The child processes of a run, in the order in which they were added.
 
     Args:
-        stop_timeout_s: how long one may take to leave when it is asked to.
+        stop_timeout_s: seconds between SIGTERM and SIGKILL.
     """
 
     def __init__(self, stop_timeout_s: float) -> None:
         self.killed: list[str] = []
-        """Names of those that had to be."""
+        """Names of the processes that were killed."""
         self._stop_timeout_s = stop_timeout_s
         self._all: list[ChildProcess] = []
 
     def add(self, child: ChildProcess) -> None:
-        """One more."""
+        """Add a process."""
         self._all.append(child)
 
     async def trim_logs(self) -> None:
-        """Cut the logs that have grown too large."""
+        """Trim every log that is too large."""
         for child in self._all:
             await anyio.to_thread.run_sync(child.trim_log)
 
     async def wait_exited(self, roles: Collection[str]) -> None:
-        """Wait until all of these roles have left for good."""
+        """Wait until no process of these roles runs or restarts."""
         await _wait_exited(self._of(roles))
 
     async def stop(self, roles: Collection[str]) -> None:
-        """Ask all of these roles to stop, and kill those that do not in time."""
+        """Terminate all processes of these roles, and kill those that do not exit in time."""
         children = self._of(roles)
         for child in children:
             child.terminate()
@@ -50,7 +50,7 @@ class ChildProcesses:
         await _wait_exited(late)
 
     def kill(self) -> None:
-        """Kill everything that has not left."""
+        """Kill every process that has not exited."""
         for child in self._all:
             if not child.exited.is_set():
                 self._kill(child)

@@ -1,4 +1,4 @@
-"""The few of a step's metrics that are shown to people, wherever they are shown."""
+"""The step metrics that progress displays and plots show, with the names that trainers report them under."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any, Literal
 DisplayMetric = Literal["reward", "valid", "staleness", "staleness_max", "tokens_per_second"]
 
 _NAMES: dict[DisplayMetric, tuple[str, ...]] = {
-    # What the policy earns, groups that taught nothing included; the reward of those trained where that is not told.
+    # Preferred: the mean over all sampled groups, filtered ones included. Fallback: the mean over trained groups.
     "reward": ("sampled/reward_mean", "reward/mean", "reward_mean"),
     "valid": ("valid_fraction",),
     "staleness": ("staleness/mean", "staleness_mean"),
@@ -17,7 +17,7 @@ _NAMES: dict[DisplayMetric, tuple[str, ...]] = {
 
 
 def metric_value(metrics: Mapping[str, Any], metric: DisplayMetric) -> float | None:
-    """One number of a step; None where nothing was measured."""
+    """Return a metric of one step; None if it is missing or not finite."""
     for name in _NAMES[metric]:
         value = metrics.get(name)
         if isinstance(value, int | float) and math.isfinite(value):

@@ -1,4 +1,4 @@
-"""The engines that a run starts itself: several processes of one kind, each on a port of its own."""
+"""The engines that a run starts itself: `engine.count` processes, each on its own port."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +15,14 @@ log = structlog.get_logger()
 
 
 class EngineProcesses:
-    """What is to be kept running, and where it listens.
+    """The engine processes and their URLs.
 
     Args:
-        settings: of the run.
-        file: the settings file that the engines read.
-        log_folder: folder of their logs.
-        launcher: starts them.
-        make_engine: the command line of an engine, on a port.
+        settings: settings of the run.
+        file: settings file that the engines read.
+        log_folder: folder of the engines' logs.
+        launcher: starts the engines.
+        make_engine: returns the spec of an engine for a port.
     """
 
     def __init__(
@@ -38,32 +38,32 @@ class EngineProcesses:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Of those that have ever listened, in their order."""
+        """URLs of the engines that have announced one, ordered by engine index."""
         return tuple(url for _, url in sorted(self._urls.items()))
 
     @property
     def phase(self) -> str:
-        """How far the start has come, for people."""
+        """Progress of the start, for the display."""
         count = len(self.processes)
         if count > 1:
             return f"starting {count} engines: {len(self._urls)} listen"
-        # It may take minutes.
+        # vLLM may take minutes to start, so the display names its log.
         told = f" ({self.processes[0].log_file} tells how far it is)" if self._settings.engine.server == "vllm" else ""
         return f"starting the engine{told}"
 
     @property
     def all_listen(self) -> bool:
-        """Whether each has listened."""
+        """Whether every engine has announced its URL."""
         return len(self._urls) == len(self.processes)
 
     def listening_callback(self, child: ChildProcess, on_first: Callable[[], None]) -> Callable[[str], None]:
-        """What is to be called when a process says where it listens.
+        """Return the callback for the URL that an engine announces.
 
-        Its port stays its own, so that its URL holds good when it is started again.
+        The callback fixes the engine's port, so that the URL stays the same after a restart.
 
         Args:
-            child: the process.
-            on_first: called after the first time.
+            child: the engine's process.
+            on_first: called after the engine's first announcement.
         """
 
         def announced(url: str) -> None:

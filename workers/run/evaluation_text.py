@@ -1,4 +1,4 @@
-"""Evaluations as people read them: one line, wherever they are shown."""
+"""Format the progress and the result of an evaluation as one line of text."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from stream.operator.run_status import EvaluationStatus
 
 
 def format_progress(view: EvaluationStatus) -> str:
-    """How far the evaluation under way has come; empty where there is none."""
+    """Return the progress of the running evaluation; empty if none is running."""
     if not view.is_running:
         return ""
     dead = view.total - view.unfinished - view.results
@@ -17,7 +17,7 @@ def format_progress(view: EvaluationStatus) -> str:
 def format_result(line: Mapping[str, Any]) -> str:
     """Return a line of `eval.jsonl` as text; empty without one.
 
-    Two scores are shown where they differ: over valid completions, and over all with invalid ones as wrong.
+    Where they differ, both scores are shown: over valid completions, and over all, with invalid ones counted as wrong.
     """
     if not line:
         return ""

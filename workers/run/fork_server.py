@@ -1,4 +1,4 @@
-"""Start Python programs by forking a process that has imported their modules already.
+"""Start Python programs by forking a process that has already imported their modules.
 
 A trainer or a local engine spends seconds importing torch and transformers. A fork of a process that has imported them
 starts in milliseconds and shares their memory. Linux only::
@@ -7,9 +7,9 @@ starts in milliseconds and shares their memory. Linux only::
         ▲                        └─ intermediate        forks the program, then exits
         └──── parent of ──────────── program
 
-When the intermediate exits, the kernel gives its child to the nearest ancestor that is marked as child subreaper
-(`prctl(2)`): the supervisor, which marks itself for the duration of a request. So the program is an ordinary child of
-the supervisor, which waits for it and signals it, and whose death it does not survive.
+When the intermediate exits, the kernel reparents the program to the nearest ancestor that is marked as a child
+subreaper (`prctl(2)`): the supervisor, which marks itself for the duration of a request. The program is then an
+ordinary child of the supervisor: the supervisor waits for it and signals it, and it dies with the supervisor.
 """
 
 import atexit
@@ -40,28 +40,28 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LENGTH = struct.Struct(">I")
 _READY = b"\0"
 _DESCRIPTORS = 2
-"""Standard output and standard error travel with each request."""
+"""Descriptors sent with each request: standard output and standard error."""
 _subreaper_lock = threading.Lock()
 _inherited: "ForkServer | None" = None
-"""Made for this process by the fork server that started it."""
+"""This process's fork server, set by `nest` before the program runs; None if there is none."""
 
 
 class Program(Struct, frozen=True):
     """A Python command line, split as the interpreter splits it."""
 
     command: list[str]
-    """All of it, as `ps` shows it."""
+    """The complete command line, as `ps` shows it."""
     kind: str
     """`-m`, `-c`, or empty for a script."""
     target: str
     """The module, the code, or the script's path."""
     arguments: list[str]
     safe_path: bool
-    """`-P`: neither the working directory nor the script's folder is put first on `sys.path`."""
+    """Option `-P`: neither the working directory nor the script's folder is prepended to `sys.path`."""
 
     @classmethod
     def parse(cls, command: Sequence[str]) -> "Program | None":
-        """Return None for a command of another interpreter, or with options that only a new interpreter can apply."""
+        """Parse a command line. None: it needs another interpreter, or options that only a new interpreter applies."""
         executable, *rest = command
         safe_path = rest[:1] == ["-P"]
         rest = rest[safe_path:]
@@ -81,7 +81,7 @@ class _Request(Struct, frozen=True):
     """Imported before the fork."""
     new_session: bool
     nested: bool
-    """The program gets a fork server of its own."""
+    """Give the program its own fork server."""
 
 
 class ForkServer:
@@ -94,19 +94,19 @@ class ForkServer:
 
     @classmethod
     def start(cls, preload: Sequence[str] = ()) -> "ForkServer":
-        """Start a server, or return the one that this process was given when it was forked itself.
+        """Start a server, or return the inherited one if there is one.
 
         Args:
-            preload: modules to import while no request waits; those that cannot be imported are skipped.
+            preload: modules to import while no request waits; modules that fail to import are skipped.
         """
         if _inherited is not None:
             return _inherited
         ours, theirs = socket.socketpair()
         call = f"serve({theirs.fileno()}, {os.getpid()}, {list(preload)!r})"
-        room = "#" * 2000  # for the command lines of what it forks
+        room = "#" * 2000  # reserves argv space for the command lines of forked programs
         code = f"from workers.run.fork_server import serve; {call}  {room}"
         with theirs:
-            process = subprocess.Popen(  # noqa: S603  (our own interpreter)
+            process = subprocess.Popen(  # noqa: S603  (the current interpreter)
                 (sys.executable, "-P", "-c", code),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -118,7 +118,7 @@ class ForkServer:
 
     @classmethod
     def inherited(cls) -> "ForkServer | None":
-        """Return the server that this process was given when it was forked itself."""
+        """Return the server that `nest` gave this process when it was forked; None if there is none."""
         return _inherited
 
     def spawn(
@@ -135,40 +135,40 @@ class ForkServer:
         """Start a program as a child of this process. Returns its process id.
 
         Args:
-            program: what to run.
-            environment: its environment variables; those that libraries read while they are imported come too late.
-            folder: its working directory.
-            output: descriptors of its standard output and standard error; it reads from /dev/null.
-            modules: imported before the fork.
-            new_session: it leads a session and a process group of its own.
-            nested: it gets a fork server of its own, with all the modules of this one.
+            program: the program to run.
+            environment: environment variables. Variables that a preloaded library reads at import have no effect.
+            folder: working directory.
+            output: descriptors for standard output and standard error; standard input is /dev/null.
+            modules: modules to import before the fork.
+            new_session: make the program the leader of a new session and process group.
+            nested: give the program its own fork server, with all modules of this one.
 
         Raises:
-            OSError: the server is gone.
+            OSError: the server has exited.
         """
         request = _Request(program, os.getpid(), dict(environment), str(folder), tuple(modules), new_session, nested)
         body = msgspec.msgpack.encode(request)
         with self._lock:
             socket.send_fds(self._connection, [_LENGTH.pack(len(body))], output)
             self._connection.sendall(body)
-            _receive(self._connection, len(_READY))  # its modules are imported
+            _receive(self._connection, len(_READY))  # the server has imported the modules
             with _adopting_orphans():
                 self._connection.sendall(_READY)
                 return int(_LENGTH.unpack(_receive(self._connection, _LENGTH.size))[0])
 
     def close(self) -> None:
-        """End the server; what it has started goes on."""
+        """End the server; programs that it started keep running."""
         self._connection.close()
         if self._process is not None:
-            self._process.kill()  # it may be importing
+            self._process.kill()  # it may still be importing and not read the connection
             self._process.wait()
 
 
 def serve(connection: socket.socket | int, parent: int, preload: Sequence[str] = ()) -> NoReturn:
-    """Answer requests until the connection closes; ends this process.
+    """Answer requests until the connection closes, then exit the process.
 
     Args:
-        connection: to the caller; its descriptor where a new interpreter was started.
+        connection: socket to the caller; a descriptor if this is a new interpreter.
         parent: process id of the caller.
         preload: modules to import while no request waits.
     """
@@ -184,23 +184,23 @@ def serve(connection: socket.socket | int, parent: int, preload: Sequence[str] =
             request = msgspec.msgpack.decode(body, type=_Request)
             for name in request.modules:
                 _import(name)
-            gc.freeze()  # a collection in a forked program must not touch, and so copy, the pages that it shares
+            gc.freeze()  # a collection in a forked program would write to, and thereby copy, the shared pages
             connection.sendall(_READY)
             _receive(connection, len(_READY))
             connection.sendall(_LENGTH.pack(_fork(request, connection, descriptors)))
-        except (OSError, struct.error):  # the caller is gone
+        except (OSError, struct.error):  # the caller has exited
             os._exit(0)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
 def _import(name: str) -> None:
-    with contextlib.suppress(Exception):  # the program that needs it says what is wrong
+    with contextlib.suppress(Exception):  # the program that imports the module reports the error
         importlib.import_module(name)
 
 
 def _fork(request: _Request, connection: socket.socket, descriptors: list[int]) -> int:
-    """Fork the program by way of an intermediate process, and return its process id."""
+    """Fork the program through an intermediate process. Returns the program's process id."""
     reading, writing = os.pipe()
     if intermediate := os.fork():
         os.close(writing)
@@ -216,7 +216,7 @@ def _fork(request: _Request, connection: socket.socket, descriptors: list[int]) 
         connection.close()
         os.close(reading)
         os.close(writing)
-        while os.getppid() == intermediate:  # the kernel hands us over as soon as it has exited
+        while os.getppid() == intermediate:  # until the kernel reparents this process
             time.sleep(0.0005)
         die_with_parent(request.parent)
         _become(request, descriptors)
@@ -225,7 +225,7 @@ def _fork(request: _Request, connection: socket.socket, descriptors: list[int]) 
 
 
 def _become(request: _Request, descriptors: list[int]) -> NoReturn:
-    """Turn this fork into the program that was asked for."""
+    """Turn this fork into the requested program."""
     if request.new_session:
         os.setsid()
     if request.nested:
@@ -242,13 +242,13 @@ def _become(request: _Request, descriptors: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.folder)
-    if "numpy" in sys.modules:  # its global generator is the only one that a fork does not seed anew
+    if "numpy" in sys.modules:  # numpy's global generator is the only one that a fork does not reseed
         sys.modules["numpy"].random.seed()
     os._exit(_run(request.program))
 
 
 def _set_command_line(command: Sequence[str]) -> None:
-    """Let `ps` show this command for this process, cut to the length of the command that started the fork server."""
+    """Make `ps` show this command, cut to the length of the command line that started the fork server."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
     text = b"\0".join(map(os.fsencode, command))[: end - start - 1]
@@ -256,7 +256,7 @@ def _set_command_line(command: Sequence[str]) -> None:
 
 
 def nest() -> None:
-    """Give this process a fork server of its own: a fork of it, taken before it has threads or an event loop."""
+    """Fork a server for this process; call before it has threads or an event loop."""
     global _inherited  # noqa: PLW0603
     ours, theirs = socket.socketpair()
     parent = os.getpid()
@@ -266,7 +266,7 @@ def nest() -> None:
         return
     ours.close()
     null = os.open(os.devnull, os.O_RDWR)
-    for target in (0, 1, 2):  # whoever reads this process's output must not wait for the server's end
+    for target in (0, 1, 2):  # a reader of this process's output must not wait for the server to exit
         os.dup2(null, target)
     serve(theirs, parent)
 
@@ -295,7 +295,7 @@ def _run(program: Program) -> int:
     except BaseException:  # noqa: BLE001  (as the interpreter does)
         sys.excepthook(*sys.exc_info())
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  (what the interpreter does at its end)
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  (as the interpreter does at exit)
     atexit._run_exitfuncs()  # noqa: SLF001
     sys.stdout.flush()
     sys.stderr.flush()
@@ -303,10 +303,10 @@ def _run(program: Program) -> int:
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
-    """Receive exactly this many bytes.
+    """Receive exactly `count` bytes.
 
     Raises:
-        ConnectionResetError: the other side is gone.
+        ConnectionResetError: the peer closed the connection.
     """
     received = connection.recv(count, socket.MSG_WAITALL)
     if len(received) < count:
@@ -316,7 +316,7 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 
 @contextlib.contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """Let a descendant whose parent exits become a child of this process, for as long as the context is open."""
+    """Mark this process as a child subreaper while the context is open, so that it adopts orphaned descendants."""
     libc = ctypes.CDLL(None, use_errno=True)
     with _subreaper_lock:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

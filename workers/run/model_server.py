@@ -1,4 +1,4 @@
-"""The process of `penstock serve`: chooses the server for a model, and runs it until it is stopped."""
+"""The process of `penstock serve`: chooses the server for a model and runs it until stopped."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -14,7 +14,7 @@ from workers.runtime.log_setup import configure_logging
 from workers.settings.toml_file import load_settings, settings_for_model
 
 Runner = Literal["auto", "generate", "pooling"]
-"""What is served: tokens, the scores of a sequence classifier, or whichever of them the model's configuration names."""
+"""`generate` serves tokens, `pooling` the scores of a sequence classifier; `auto` follows the model's configuration."""
 
 
 def run_engine(
@@ -22,15 +22,15 @@ def run_engine(
 ) -> ExitCode:
     """Serve the model of a settings file, or of a model folder. Returns the exit code.
 
-    Prints `listening on URL` once it answers; the supervisor waits for that line.
+    Prints `listening on URL` once the server answers; the supervisor waits for that line.
 
     Args:
-        target: the file, or the folder.
+        target: settings file or model folder.
         host: address to listen on.
-        port: 0 for a free one.
+        port: port to listen on; 0: any free port.
         overrides: values of single settings, as `--set` takes them; they take precedence over the file.
-        runner: what is served of the model.
-        dtype: of the weights; default: `model.dtype` of the settings.
+        runner: whether to serve tokens or scores.
+        dtype: data type of the weights; default: `model.dtype` of the settings.
     """
     configure_logging("serve")
     try:
@@ -60,10 +60,10 @@ def choose_server(
     """Return the coroutine function that serves a model; it takes `host`, `port` and `ready`.
 
     Args:
-        target: a settings file, or a model folder.
+        target: settings file or model folder.
         overrides: values of single settings; they take precedence over the file.
-        runner: what is served of the model.
-        dtype: of the weights; default: `model.dtype` of the settings.
+        runner: whether to serve tokens or scores.
+        dtype: data type of the weights; default: `model.dtype` of the settings.
 
     Raises:
         SettingsError: the engine that the settings name cannot serve this model.
@@ -81,7 +81,7 @@ def choose_server(
     if runner == "pooling" or (runner == "auto" and is_classifier(model)):
         from workers.local_engine.pooling.server import serve_pooling
 
-        # A reward model reads as many tokens as it has positions, unless a length was asked for.
+        # A reward model uses all its positions, unless the settings limit the length.
         asked = not target.is_dir() or any(override.startswith("engine.max_model_len=") for override in overrides)
         length = engine.max_model_len if asked else 0
         return partial(serve_pooling, model, max_length=length, threads=settings.run.threads, dtype=dtype)

@@ -1,4 +1,4 @@
-"""A picture of a run: reward, staleness, validity and throughput, step by step."""
+"""Plot reward, staleness, validity and throughput of a run by step."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,20 +11,20 @@ from workers.run.display_metrics import DisplayMetric, metric_value
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BLUE, _ORANGE, _GREEN, _PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # Okabe and Ito: told apart by everybody
+_BLUE, _ORANGE, _GREEN, _PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # Okabe-Ito: color-blind safe
 _INK, _FAINT = "#333333", "#9a9a9a"
 _WINDOW = 7
-"""Steps that the thick line is the mean of."""
+"""Steps in the running mean of the thick line."""
 
 Points = list[tuple[float, float]]
-"""(step, value)"""
+"""(step, value) pairs in the order of the steps."""
 
 
 def draw_progress(folder: Path) -> Path:
-    """Draw `metrics.jsonl` of a run's folder as `progress.png`.
+    """Plot `metrics.jsonl` of a run's folder to `progress.png`. Returns the path of the image.
 
     Raises:
-        PenstockError: there is nothing to draw yet.
+        PenstockError: no step has been logged yet.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ def draw_progress(folder: Path) -> Path:
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The steps of a run in order; a step that was done again after a crash counts as it was done last."""
+    """Return the metrics of each step, in order. If a step was repeated after a crash, its last line counts."""
     if not file.exists():
         return []
     steps: dict[int, dict[str, Any]] = {}
@@ -57,13 +57,13 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
         try:
             row = msgspec.json.decode(text, type=dict[str, Any])
         except msgspec.DecodeError:
-            continue  # the line that a killed trainer was writing
+            continue  # incomplete line of a killed trainer
         steps[int(row.get("step", number))] = row | {"step": int(row.get("step", number))}
     return [steps[step] for step in sorted(steps)]
 
 
 def smooth(points: Points, window: int = _WINDOW) -> Points:
-    """Centred running mean, over fewer steps at both ends."""
+    """Return the centered running mean; windows are shorter at both ends."""
     half = window // 2
     values = [value for _, value in points]
     return [
@@ -126,7 +126,7 @@ def _speed(axes: "Axes", points: Points) -> None:
 
 
 def _line_and_trend(axes: "Axes", points: Points, color: str) -> None:
-    """Every step, faintly, and what they amount to."""
+    """Plot each step as a faint line and the running mean as a thick one; few steps as one line with markers."""
     if len(points) <= _WINDOW:
         axes.plot(*_columns(points), color=color, linewidth=2.0, marker="o", markersize=3.5)
         return

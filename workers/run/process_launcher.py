@@ -1,4 +1,4 @@
-"""Start the processes of a run: by a fork where that is possible, else as a new interpreter."""
+"""Start the processes of a run from a fork server if possible, else as new interpreters."""
 
 import os
 import signal
@@ -21,28 +21,28 @@ from workers.run.role_specs import RoleSpec
 log = structlog.get_logger()
 
 _POLL_S = 0.05
-"""Between two looks at a process, where the kernel offers no descriptor to wait on."""
+"""Seconds between two polls of a process, on systems without pidfds."""
 
 
 class LaunchedProcess:
-    """A child process that leads a process group of its own.
+    """A child process that leads its own process group.
 
     Args:
-        pid: its process id.
+        pid: process id.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        """Its exit code, negative for a signal; None until `wait` has returned."""
+        """Exit code, negative for a signal; None until `wait` has returned."""
         self._pidfd = os.pidfd_open(pid) if sys.platform == "linux" else None
 
     async def wait(self) -> int:
-        """Wait for its end, and return its exit code."""
+        """Wait until the process exits. Returns the exit code."""
         while self.returncode is None:
             if self._pidfd is not None:
                 await anyio.wait_readable(self._pidfd)
-            ended, status = os.waitpid(self.pid, os.WNOHANG)  # noqa: ASYNC222  (it does not wait)
+            ended, status = os.waitpid(self.pid, os.WNOHANG)  # noqa: ASYNC222  (does not block)
             if ended:
                 self.returncode = os.waitstatus_to_exitcode(status)
             else:
@@ -50,17 +50,17 @@ class LaunchedProcess:
         return self.returncode
 
     def terminate(self) -> None:
-        """Ask it to stop, unless its end has been waited for."""
+        """Send SIGTERM, unless `wait` has already returned."""
         if self.returncode is None:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill_group(self) -> None:
-        """Kill it and everything it has started, whether it runs or not."""
+        """Kill the whole process group, even if its leader has exited."""
         with suppress(ProcessLookupError, PermissionError):  # the group is empty (macOS raises the second)
             os.killpg(self.pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """Kill it if it still runs, wait for it, and release what was held for it."""
+        """Kill the process group, wait for the process, and close its pidfd."""
         self.kill_group()
         with anyio.CancelScope(shield=True):
             await self.wait()
@@ -70,9 +70,9 @@ class LaunchedProcess:
 
 
 class ProcessLauncher:
-    """Starts processes that die with this one; a context manager that ends its fork servers.
+    """Starts processes that die with this one; a context manager that closes its fork servers.
 
-    One fork server serves all roles that need the same modules, so that no role carries modules it does not use.
+    Roles that need the same modules share one fork server, so that no role holds modules that it does not use.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class ProcessLauncher:
                 server.close()
 
     def preload(self, modules: tuple[str, ...]) -> None:
-        """Start a fork server that imports these modules in the background."""
+        """Start a fork server that imports these modules in the background; no effect outside Linux."""
         if modules and sys.platform == "linux" and modules not in self._fork_servers:
             self._fork_servers[modules] = ForkServer.start(modules)
 
@@ -97,11 +97,11 @@ class ProcessLauncher:
         """Start a process.
 
         Args:
-            spec: its command line and environment.
-            output: descriptor of its standard output and standard error.
+            spec: command line and environment.
+            output: descriptor for standard output and standard error.
 
         Raises:
-            RunFailedError: it cannot be started.
+            RunFailedError: the process cannot be started.
         """
         try:
             pid = await self._fork(spec, output) or self._execute(spec, output)
@@ -110,7 +110,7 @@ class ProcessLauncher:
         return LaunchedProcess(pid)
 
     async def _fork(self, spec: RoleSpec, output: int) -> int | None:
-        """Start a process from a fork server. Returns its process id, or None where that is impossible."""
+        """Start a process from a fork server. Returns its process id, or None if no fork server can start it."""
         self.preload(spec.modules)
         server = ForkServer.inherited() or self._fork_servers.get(spec.modules)
         program = Program.parse(spec.command)
@@ -127,7 +127,7 @@ class ProcessLauncher:
             )
 
         try:
-            return await anyio.to_thread.run_sync(spawn)  # not cancellable: no process that was started is lost
+            return await anyio.to_thread.run_sync(spawn)  # not cancellable, so that no started process is lost
         except OSError as error:
             log.warning("fork_server.lost", why=str(error))
             self._fork_servers[spec.modules] = None
@@ -137,15 +137,15 @@ class ProcessLauncher:
     def _execute(spec: RoleSpec, output: int) -> int:
         """Start a new interpreter. Returns its process id.
 
-        Called on the main thread: a child that asked to die with its parent dies when the thread that started it ends.
+        Call it on the main thread: the kernel's parent-death signal fires when the thread that started the child ends.
         """
-        process = subprocess.Popen(  # noqa: S603  (a command line of the run's own)
+        process = subprocess.Popen(  # noqa: S603  (the command line is built by Penstock)
             (sys.executable, "-I", "-S", str(parent_death.__file__), *spec.command),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             env={**os.environ, **spec.environment},
-            start_new_session=True,  # Ctrl-C in the terminal reaches this process alone, which decides what stops when
+            start_new_session=True,  # Ctrl-C reaches only this process, which stops the roles in order
         )
-        process.returncode = 0  # `LaunchedProcess` waits for it: `Popen` must not
+        process.returncode = 0  # `LaunchedProcess` waits for the process, so `Popen` must not
         return process.pid

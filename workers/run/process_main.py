@@ -1,4 +1,4 @@
-"""What all long-running processes share: event loop, signals, time limit of a drain, exit code."""
+"""Entry points of long-running processes: event loop, signals, drain timeout, exit code."""
 
 import signal
 import sys
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def run_async(main: Callable[[], Awaitable[T]]) -> T:
-    """Run a coroutine function, on uvloop if it is installed."""
+    """Run a coroutine function, on uvloop if installed."""
     return anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})
 
 

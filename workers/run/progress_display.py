@@ -1,4 +1,4 @@
-"""What is shown while a run goes on: a quiet table on a terminal, one line every ten seconds elsewhere."""
+"""Progress of a running run: a live table on a terminal, else one line every ten seconds."""
 
 import sys
 import time
@@ -24,20 +24,20 @@ _ACCENT, _QUIET, _ALARM = "cyan", "bright_black", "yellow"
 
 
 class SupervisorState(Struct, kw_only=True):
-    """What the supervisor knows beside the streams."""
+    """The supervisor's part of the display; the rest comes from the run's streams."""
 
     run: str
     phase: str
     seconds: float = 0.0
     restarts: dict[str, int] = field(default_factory=dict)
-    """By process."""
+    """Restarts after a failure, by process name."""
 
 
 class ProgressDisplay(Protocol):
-    """Where progress is shown."""
+    """Shows the progress of a run; a context manager."""
 
     def show(self, view: RunStatus | None, state: SupervisorState) -> None:
-        """Show a look at the run; None before there is anything to see."""
+        """Show the current status; `view` is None if the run's status is not available."""
 
     def __enter__(self) -> Self: ...
 
@@ -45,7 +45,7 @@ class ProgressDisplay(Protocol):
 
 
 def choose_display(quiet: bool) -> ProgressDisplay:
-    """What suits stderr: the table on a terminal, lines elsewhere, nothing if it shall be quiet."""
+    """Return the display for stderr: a table on a terminal, else lines; nothing if `quiet`."""
     if quiet:
         return SilentDisplay()
     return TableDisplay(Console(stderr=True)) if sys.stderr.isatty() else LineDisplay()
@@ -65,7 +65,7 @@ class SilentDisplay:
 
 
 class LineDisplay(SilentDisplay):
-    """One plain line every ten seconds, and one whenever something else begins."""
+    """Prints one plain line every ten seconds, and whenever the phase or the pause state changes."""
 
     def __init__(self, every_s: float = _LINE_EVERY_S) -> None:
         self._every_s = every_s
@@ -73,7 +73,7 @@ class LineDisplay(SilentDisplay):
         self._told: object = None
 
     def show(self, view: RunStatus | None, state: SupervisorState) -> None:
-        """Write a line, if it is time."""
+        """Print a line if it is due."""
         now, tells = time.monotonic(), (state.phase, view and view.paused)
         if now < self._next and tells == self._told:
             return
@@ -89,7 +89,7 @@ class TableDisplay:
         self._rewards: dict[int, float] = {}
 
     def show(self, view: RunStatus | None, state: SupervisorState) -> None:
-        """Draw it anew."""
+        """Redraw the table."""
         if view is not None and (reward := metric_value(view.metrics, "reward")) is not None:
             self._rewards[int(view.policy.get("step", 0))] = reward
         recent = [self._rewards[step] for step in sorted(self._rewards)][-_HISTORY:]
@@ -104,7 +104,7 @@ class TableDisplay:
 
 
 def format_line(view: RunStatus | None, state: SupervisorState) -> str:
-    """The run on one line."""
+    """Format the run's status as one line."""
     told = [f"{state.run} {format_duration(state.seconds)}", state.phase]
     if view is not None:
         balance = view.balance
@@ -124,7 +124,7 @@ def format_line(view: RunStatus | None, state: SupervisorState) -> str:
 
 
 def render_table(view: RunStatus | None, state: SupervisorState, rewards: list[float]) -> RenderableType:
-    """The run as it is drawn on a terminal."""
+    """Return the run's status as a terminal table."""
     head = Text.assemble(
         (state.run, "bold"), "  ", (state.phase, _QUIET), "  ", (format_duration(state.seconds), _QUIET)
     )
@@ -155,7 +155,7 @@ def render_table(view: RunStatus | None, state: SupervisorState, rewards: list[f
 
 
 def stage_table(view: RunStatus) -> Table:
-    """One row a stage."""
+    """Return a table with one row per stage."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style=_QUIET)
     table.add_column("stage")
     for heading in ("depth", "claimed", "lag", "delayed", "oldest", "rate"):
@@ -176,7 +176,7 @@ def stage_table(view: RunStatus) -> Table:
 
 
 def evaluation_lines(view: RunStatus) -> list[RenderableType]:
-    """The evaluation under way and the last result, if there is either."""
+    """Return one line for the running evaluation and one for the last result, where they exist."""
     if view.evaluation is None:
         return []
     told = {"evaluating": format_progress(view.evaluation), "evaluation": format_result(view.evaluation.result)}
@@ -184,7 +184,7 @@ def evaluation_lines(view: RunStatus) -> list[RenderableType]:
 
 
 def balance_text(view: RunStatus) -> Text:
-    """Where the prompts that were fed are now."""
+    """Return the balance of fed prompts: trained, dropped, dead and outstanding."""
     balance = view.balance
     text = Text.assemble(("fed ", _QUIET), f"{balance['fed']:,}")
     for sign, name in (("=", "trained"), ("+", "dropped"), ("+", "dead"), ("+", "outstanding")):
@@ -197,7 +197,7 @@ def balance_text(view: RunStatus) -> Text:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as people say them."""
+    """Format seconds for people: `4.2 s`, `37 s`, `5 min 03 s`, `2 h 10 min`."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(int(seconds), 60)
@@ -207,7 +207,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _bar(view: RunStatus) -> list[RenderableType]:
-    """How far the run has come, if it is known how far it will go."""
+    """Return a progress bar over all prompts; empty if their total is unknown."""
     total = int(view.feed.get("total", 0))
     if not total:
         return []
@@ -220,7 +220,7 @@ def _bar(view: RunStatus) -> list[RenderableType]:
 
 
 def _metric_text(view: RunStatus, rewards: list[float]) -> Text:
-    """The last step's metrics, as far as there are any."""
+    """Return the last step's metrics as text."""
     text = Text()
     for name, value in _metric_values(view):
         text.append(f"{name} ", _QUIET)
@@ -233,14 +233,14 @@ def _metric_text(view: RunStatus, rewards: list[float]) -> Text:
 
 
 def sparkline(values: list[float]) -> str:
-    """Values as blocks, the lowest to the highest."""
+    """Return one block character per value, scaled between the minimum and the maximum."""
     low, high = min(values), max(values)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BLOCKS[round((value - low) * scale)] for value in values)
 
 
 def _metric_values(view: RunStatus) -> list[tuple[str, str]]:
-    """Names and values of the metrics that are there."""
+    """Return names and formatted values of the available metrics."""
     metrics, told = view.metrics, []
     if (reward := metric_value(metrics, "reward")) is not None:
         told.append(("reward", f"{reward:.3f}"))
@@ -255,7 +255,7 @@ def _metric_values(view: RunStatus) -> list[tuple[str, str]]:
 
 
 def _evaluation_parts(view: RunStatus) -> list[str]:
-    """The evaluation under way and the last result, for a line."""
+    """Return the running evaluation and the last result as parts of a line."""
     if view.evaluation is None:
         return []
     now, last = format_progress(view.evaluation), format_result(view.evaluation.result)

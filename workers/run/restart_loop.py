@@ -25,7 +25,7 @@ class RestartLoop:
     """Restarts processes that end before the run does.
 
     Args:
-        connection: to the run.
+        connection: connection to the run.
         queue: settings with the restart budget.
         ending: notified when the trainer is done, and when a process cannot be kept running.
     """
@@ -41,11 +41,11 @@ class RestartLoop:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether no process is started any more."""
+        """Whether restarts have ended."""
         return self._stopping.is_set()
 
     def stop(self) -> None:
-        """Start no process any more."""
+        """Start no further process."""
         self._stopping.set()
         self._reopened.set()
 
@@ -54,7 +54,7 @@ class RestartLoop:
 
         Args:
             child: the process.
-            on_listening: called with the URL of a server, each time it is started.
+            on_listening: called with a server's URL after each start; None for a process that does not listen.
         """
         policy = RestartPolicy(self._queue)
         try:
@@ -89,7 +89,7 @@ class RestartLoop:
         """Wait until a process may be restarted.
 
         Raises:
-            RunFailedError: it may not.
+            RunFailedError: the process may not be restarted.
         """
         name = child.spec.name
         decision: Restart | GiveUp = policy.decide(code, uptime_s)
@@ -118,6 +118,6 @@ class RestartLoop:
         return has_finished
 
     async def _stop_requested(self) -> bool:
-        """Return whether `penstock stop` was called; a role may see that, and end, before the supervisor does."""
+        """Return whether `penstock stop` was called. A role may react to it before the supervisor does."""
         await self._connection.poll_stop()
         return self._connection.stopping.is_set()

@@ -1,4 +1,4 @@
-"""When a process that ended is started again, and when it is not."""
+"""Decide whether a process that exited is restarted, and after which delay."""
 
 import time
 from collections import deque
@@ -34,7 +34,7 @@ class RestartPolicy:
     """Counts the restarts of one process.
 
     Args:
-        queue: settings with the number of restarts that are allowed within `RESTART_WINDOW_S`, and the first delay.
+        queue: settings with the number of restarts allowed within `RESTART_WINDOW_S`, and the first delay.
     """
 
     def __init__(self, queue: Queue) -> None:
@@ -48,13 +48,13 @@ class RestartPolicy:
 
         Args:
             code: exit code, negative for a signal.
-            uptime_s: how long the process ran.
+            uptime_s: seconds that the process ran.
             now: monotonic time in seconds.
         """
         if code in (ExitCode.USAGE, ExitCode.PERMANENT):
             return GiveUp("a restart would not help")
         now = time.monotonic() if now is None else now
-        # A signal from outside says nothing about the process; an exit of its own, soon after each start, does.
+        # A kill by a signal does not count: it is no evidence of a defect. An exit soon after each start is.
         self._quick_exits = self._quick_exits + 1 if code >= 0 and uptime_s < QUICK_EXIT_S else 0
         if self._quick_exits >= MAX_QUICK_EXITS:
             return GiveUp(f"it ended within {QUICK_EXIT_S:g} s of its start {self._quick_exits} times in a row")

@@ -43,7 +43,7 @@ def run_role(
         overrides: values of single settings, as `--set` takes them; they take precedence over the file.
         redis: URL of the Redis server; default: `run.redis` of the settings.
         engines: URLs of engines; default: `engine.urls` of the settings.
-        role_main: the role's coroutine function; default: the one that belongs to `role`.
+        role_main: coroutine function of the role; default: the standard one of `role`.
     """
     configure_logging(role)
     try:
@@ -61,22 +61,22 @@ def run_trainer(
 ) -> int:
     """Run the trainer, or one of its ranks. Returns the exit code.
 
-    With `train.ranks` above 1 this process starts that many ranks and waits for them. A process that `torchrun` started
-    is the rank that its environment names: rank 0 is the trainer, the others execute its commands.
+    With `train.ranks` above 1 this process starts the ranks and waits for them. A process started by `torchrun` is the
+    rank in its environment: rank 0 is the trainer, the others execute its commands.
 
     Args:
         file: settings file.
         overrides: values of single settings; they take precedence over the file.
         redis: URL of the Redis server; default: `run.redis` of the settings.
         engines: URLs of engines; default: `engine.urls` of the settings.
-        command: command line of this process, with which the ranks are started.
+        command: command line that starts each rank.
     """
     configure_logging("train")
     from workers.train.distributed.ranks import collective_timeout_s, rank_and_world_size
 
     rank, world_size = rank_and_world_size()
     if world_size > 1:
-        die_with_parent(os.getppid())  # torchrun gives each rank a session of its own, which no signal of ours reaches
+        die_with_parent(os.getppid())  # torchrun starts each rank in its own session, out of reach of our signals
         if rank:
             from workers.train.rank_control.follower import run_follower
 
@@ -86,7 +86,7 @@ def run_trainer(
         return run_role("train", file, overrides, redis, engines, train_as_rank0)
     try:
         ranks = load_settings(file, overrides).train.ranks
-        collective_timeout_s()  # a wrong value is reported once, here, and not by every rank
+        collective_timeout_s()  # report an invalid value once, not in every rank
     except PenstockError as error:
         return report_error(error, ExitCode.USAGE)
     if ranks == 1 or "RANK" in os.environ:
@@ -100,7 +100,7 @@ def _load_for_role(role: str, file: Path, overrides: tuple[str, ...], redis: str
     """Return the settings, and the URL of the Redis server.
 
     Raises:
-        SettingsError: the settings are wrong, or no server is named.
+        SettingsError: the settings are invalid, or they name no Redis server and neither does `redis`.
     """
     settings = load_settings(file, overrides)
     url = redis or settings.run.redis

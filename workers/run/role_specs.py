@@ -1,4 +1,4 @@
-"""The command lines of the roles that make up a run on one machine."""
+"""Process specs of the roles and engines of a run on one machine."""
 
 import sys
 from collections.abc import Callable
@@ -12,42 +12,43 @@ ENGINE = "engine"
 _LIGHT_MODULES = ("workers.cli", "workers.feed.worker", "workers.rollout.worker", "workers.score.worker")
 _TORCH_MODULES = ("workers.cli", "workers.local_engine.server", "workers.train.worker")
 _HAS_GPU = Path("/dev/nvidiactl").exists()
-"""There with NVIDIA's driver. A process that has asked CUDA anything must not be forked, and what imports ask of it is
-the affair of many libraries; so trainers and engines are new interpreters there."""
+"""Whether NVIDIA's driver is present. A process that has initialized CUDA must not be forked, and an import may
+initialize it; so trainers and engines start as new interpreters on such machines."""
 _EXTRA_START_S = 30.0
-"""For an engine that did not start in time to say so itself."""
+"""Seconds beyond `engine.start_timeout_s`, so that a slow engine can report the timeout itself."""
 
 
 class RoleSpec(Struct, frozen=True, kw_only=True):
-    """One process to keep running."""
+    """Specification of one process that the supervisor keeps running."""
 
     role: str
     """`feed`, `rollout`, `score`, `train`, or `engine`."""
     index: int = 0
     command: tuple[str, ...]
     environment: dict[str, str] = {}
-    """Besides ours."""
+    """Environment variables added to the supervisor's environment."""
     modules: tuple[str, ...] = ()
-    """Modules worth importing once for all processes of its kind; empty: always a new interpreter."""
+    """Modules that a fork server imports once for all processes that need them; empty: start a new interpreter."""
     listen_timeout_s: float = 120.0
-    """Seconds within which it must print its address, if it listens."""
+    """Seconds within which a server must announce its URL."""
 
     @property
     def name(self) -> str:
-        """What people call it: `rollout-0`."""
+        """Name of the process, for example `rollout-0`."""
         return f"{self.role}-{self.index}"
 
 
 MakeRoleSpecs = Callable[[Settings, Path, str, tuple[str, ...]], list[RoleSpec]]
-"""(settings, settings file, server's URL, engines' URLs) -> every role but the engine."""
+"""(settings, settings file, Redis URL, engine URLs) -> specs of all roles except engines."""
 MakeEngineSpec = Callable[[Settings, Path, int], RoleSpec]
-"""(settings, settings file, port) -> an engine."""
+"""(settings, settings file, port) -> spec of an engine."""
 
 
 def role_specs(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
-    """Every role but the engine, with the settings file and the addresses that it needs.
+    """Return the specs of all roles except engines.
 
-    The server's URL is named only where the file does not: it may bear a password, and anybody may read command lines.
+    A command line contains the Redis URL only if the settings file does not: the URL may contain a password, and every
+    user of the machine can read command lines.
     """
     wanted = {"feed": 1, "rollout": settings.rollout.workers, "score": settings.score.workers, "train": 1}
     server = ("--redis", redis) if redis != settings.run.redis else ()
@@ -65,7 +66,7 @@ def role_specs(settings: Settings, file: Path, redis: str, engines: tuple[str, .
 
 
 def engine_spec(settings: Settings, file: Path, port: int) -> RoleSpec:
-    """An engine of our own; port 0 lets the system choose one. Its first line says `listening on URL`."""
+    """Return the spec of an engine that this run starts; port 0: any free port. It announces `listening on URL`."""
     return RoleSpec(
         role=ENGINE,
         command=(*_penstock_command(), "serve", str(file), "--port", str(port)),
@@ -79,5 +80,5 @@ def _torch_modules() -> tuple[str, ...]:
 
 
 def _penstock_command() -> tuple[str, ...]:
-    # -P: whatever lies in the working directory, our own packages are the ones that run.
+    # -P: packages in the working directory must not hide Penstock's.
     return (sys.executable, "-P", "-m", "workers")

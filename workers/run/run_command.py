@@ -1,4 +1,4 @@
-"""The command `penstock run`: prepare the folder, supervise, sum up."""
+"""The command `penstock run`: prepare the run's folder, supervise the run, and print a summary."""
 
 import sys
 import time
@@ -24,18 +24,18 @@ log = structlog.get_logger()
 
 
 class RunResult(Struct, kw_only=True):
-    """A run that was supervised to its end."""
+    """Result of a supervised run."""
 
     outcome: RunOutcome
     summary: RunSummary | None
-    """None where the server was gone before it could be asked."""
+    """None if the server was lost before the final status was read."""
 
 
 def run(file: Path, overrides: tuple[str, ...] = (), *, as_json: bool = False, quiet: bool = False) -> ExitCode:
-    """Run, or resume, the run that a settings file describes. Returns the exit code.
+    """Start or resume the run that a settings file describes. Returns the exit code.
 
     Raises:
-        PenstockError: it cannot begin, or failed for good.
+        PenstockError: the run cannot start, or it failed.
     """
     settings = load_settings(file, overrides)
     result = supervise(settings, quiet=quiet)
@@ -58,16 +58,16 @@ def supervise(
     make_roles: MakeRoleSpecs = role_specs,
     make_engine: MakeEngineSpec = engine_spec,
 ) -> RunResult:
-    """Run to the end, write `summary.json` and `progress.png` to the run's folder.
+    """Supervise a run to its end, then write `summary.json` and `progress.png` to its folder.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         quiet: show no progress.
-        make_roles: the command lines of all roles but the engine.
-        make_engine: the command line of an engine of the run's own.
+        make_roles: returns the specs of all roles except engines.
+        make_engine: returns the spec of an engine that the run starts.
 
     Raises:
-        PenstockError: it cannot begin.
+        PenstockError: the run cannot start.
     """
     folder = settings.folder
     with lock_folder(folder):
@@ -86,10 +86,10 @@ def supervise(
 
 
 def raise_for_failure(result: RunResult, settings: Settings) -> None:
-    """Raise what there is to complain about.
+    """Raise the error of a failed run.
 
     Raises:
-        RunFailedError: the run failed, or prompts are unaccounted for.
+        RunFailedError: the run failed, its server was lost, or prompts are unaccounted for.
     """
     if result.outcome.failure is not None:
         raise result.outcome.failure
@@ -100,7 +100,7 @@ def raise_for_failure(result: RunResult, settings: Settings) -> None:
 
 
 def format_summary(summary: RunSummary, settings: Settings) -> str:
-    """The summary for people."""
+    """Format a summary for people."""
     lines = [
         f"{summary.steps} steps in {format_duration(summary.seconds)}; {summary.tokens_per_second:,.0f} tokens/s",
         summary.balance,
@@ -119,7 +119,7 @@ def format_summary(summary: RunSummary, settings: Settings) -> str:
 
 
 def _draw(folder: Path) -> None:
-    """Draw the run's progress, where there is any, and matplotlib."""
+    """Plot the run's progress; skipped without a finished step or without matplotlib."""
     try:
         from workers.run.plot import draw_progress
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Why a run ends."""
+"""The reason why a run ends."""
 
 import anyio
 import structlog
@@ -9,7 +9,7 @@ log = structlog.get_logger()
 
 
 class RunEnding:
-    """The first reason to end a run: its work is done, an operator stopped it, or it failed."""
+    """Records the first reason to end a run: its work is done, an operator stopped it, or it failed."""
 
     def __init__(self) -> None:
         self.requested = anyio.Event()
@@ -28,7 +28,7 @@ class RunEnding:
         self.requested.set()
 
     def fail(self, error: RunFailedError) -> None:
-        """End the run because of an error; later errors follow from the first and are not kept."""
+        """End the run because of an error. Later errors are ignored: they follow from the first."""
         if self.failure is None:
             log.error("run.failed", error=str(error))
             self.failure = error

@@ -1,13 +1,13 @@
-"""The run's folder: one supervisor at a time, and one run for ever.
+"""The run's folder: it belongs to one run, and one supervisor at a time uses it.
 
 ::
 
     runs/NAME/  run.toml        the resolved settings; `penstock run runs/NAME/run.toml` resumes
-                live.json       while the run goes on: where its server is
-                logs/           what each role said
+                live.json       URL of the server; exists while the run is running
+                logs/           one log file per process
                 redis/          the private server's data
                 trainer.lock    which trainer may change checkpoints, ledger and metrics (`stream.trainer.folder_lock`)
-                summary.json    how it ended
+                summary.json    result of the last start
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _SAME_RUN = (
     "filter",
     "correction",
 )
-"""What makes a run this one. All else may change when it is resumed: steps, workers, threads, limits, patience."""
+"""Settings that must not change when a run is resumed. All others may: steps, workers, threads, limits, timeouts."""
 _MAY_CHANGE = ("data.max_queued_prompts",)
 
 
@@ -48,7 +48,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Lock the folder for one supervisor until the block, or this process, ends.
 
     Raises:
-        PenstockError: another process holds it.
+        PenstockError: another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "supervisor.lock").open("a+") as file:
@@ -67,13 +67,13 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def write_settings(settings: Settings) -> Path:
-    """Write the resolved settings to the folder, unless another run lives there.
+    """Write the resolved settings to `run.toml`, unless the folder belongs to another run.
 
     Returns:
         The file that the roles read.
 
     Raises:
-        RunMismatchError: the folder holds a run that differs in what makes it one; names the keys.
+        RunMismatchError: the folder's run differs in settings that must not change; lists the keys.
     """
     file = settings.folder / "run.toml"
     if file.exists():
@@ -88,7 +88,7 @@ def write_settings(settings: Settings) -> Path:
 
 
 def setting_differences(stored: Settings, current: Settings) -> list[str]:
-    """The keys that make these two different runs, each with both values."""
+    """Describe the settings that make these two different runs: key and both values. Empty: the same run."""
     old, new = (_flat(msgspec.to_builtins(settings, str_keys=True)) for settings in (stored, current))
     return [
         f"{key} is {old.get(key)!r} there and {new.get(key)!r} here"
@@ -98,7 +98,7 @@ def setting_differences(stored: Settings, current: Settings) -> list[str]:
 
 
 def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Write a file so that it is there whole, or not at all; `private`: for its owner alone, as it holds a secret."""
+    """Write a file completely or not at all; `private`: only its owner can read it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666), "wb") as file:  # noqa: PTH123
@@ -113,7 +113,7 @@ def _within(key: str, places: tuple[str, ...]) -> bool:
 
 
 def _flat(value: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """Nested tables as `section.key`; an empty table is a value of its own."""
+    """Flatten nested tables to `section.key`; an empty table stays as a value."""
     flat: dict[str, Any] = {}
     for name, inner in value.items():
         key = f"{path}.{name}" if path else name

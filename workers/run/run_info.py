@@ -1,4 +1,4 @@
-"""Finding a run: its folder says where its server is, while it goes on (`live.json`) and after."""
+"""Find a run and connect to its server. `live.json` in its folder names the server of a running run."""
 
 import os
 from collections.abc import Awaitable, Callable
@@ -25,40 +25,44 @@ T = TypeVar("T")
 
 
 class RunInfo(Struct, kw_only=True):
-    """`live.json`: a run that goes on."""
+    """Content of `live.json`: a running run."""
 
     run: str
     redis: str
     engines: tuple[str, ...] = ()
     pid: int
-    """Of the supervisor."""
+    """Process id of the supervisor."""
 
 
 class RunLocation(Struct, frozen=True, kw_only=True):
-    """Where a run can be looked at."""
+    """A run's server and folder."""
 
     run: str
     url: str = ""
-    """Empty: its private server is at rest, and its data lie in `folder`."""
+    """URL of the Redis server; empty: the run's private server is stopped, and its data are in `folder`."""
     folder: Path | None = None
     fsync: str = "everysec"
     settings: Settings | None = None
-    """None where the server alone was named."""
+    """None if only the server's URL is known."""
 
 
 def write_run_info(folder: Path, info: RunInfo) -> None:
-    """Say that the run goes on; to its owner alone, where the server's URL bears a password."""
+    """Write `live.json`; only its owner can read it if the server's URL contains a password."""
     told = msgspec.json.format(msgspec.json.encode(info)) + b"\n"
     write_atomically(folder / "live.json", told, private=has_secret(info.redis))
 
 
 def remove_run_info(folder: Path) -> None:
-    """Say that it does not any more."""
+    """Remove `live.json`, because the run is no longer running."""
     (folder / "live.json").unlink(missing_ok=True)
 
 
 def read_run_info(folder: Path) -> RunInfo | None:
-    """What the folder says of a run that goes on; None where it says nothing, or its supervisor is gone."""
+    """Return the content of `live.json`; None if there is no such file, or its supervisor has exited.
+
+    Raises:
+        PenstockError: the file is damaged, or belongs to another user.
+    """
     try:
         live = msgspec.json.decode((folder / "live.json").read_bytes(), type=RunInfo)
     except (FileNotFoundError, NotADirectoryError):
@@ -82,12 +86,12 @@ def find_run(target: str | None, redis: str = "", *, must_have_begun: bool = Tru
     """Find a run.
 
     Args:
-        target: its folder, its settings file, or its name; None: the only one that goes on under `runs/`.
-        redis: URL of its server, where the folder does not say.
-        must_have_begun: refuse a run that has neither a server nor a server's data.
+        target: folder, settings file or name of the run; None: the only running run under `runs/`.
+        redis: URL of the run's server; takes precedence over the run's files. Empty: use these.
+        must_have_begun: refuse a run that has neither a server nor server data.
 
     Raises:
-        PenstockError: no such run, or more than one that could be meant.
+        PenstockError: there is no such run, it has not begun, or several runs are running and `target` is None.
     """
     file = _only_running() / "run.toml" if target is None else find_settings_file(target)
     if file is None:
@@ -107,9 +111,10 @@ def find_run(target: str | None, redis: str = "", *, must_have_begun: bool = Tru
 
 
 def with_run(location: RunLocation, main: Callable[[RunConnection], Awaitable[T]]) -> T:
-    """Connect to a run, creating nothing, and do something there.
+    """Connect to a run without creating keys, and call `main` with the connection.
 
-    A private server that is at rest is woken for as long as that takes; nobody can start the run meanwhile.
+    A private server that is stopped is started for the duration of the call; the folder's lock keeps the run from being
+    started meanwhile.
     """
 
     async def there() -> T:
@@ -137,7 +142,7 @@ def _only_running() -> Path:
 
 
 def find_settings_file(target: str) -> Path | None:
-    """The settings file that a target means, or that lies in the folder it means."""
+    """Return the settings file of a target: a file, a folder with `run.toml`, or a name under `runs/`; else None."""
     path = Path(target)
     candidates = (path, path / "run.toml", _RUNS / target / "run.toml")
     return next((file for file in candidates if file.is_file()), None)

@@ -22,11 +22,11 @@ class StallDetector:
         """Compare a run's status with the one before.
 
         Args:
-            status: None as long as the run has not begun.
+            status: the current status; None before the run has begun.
             now: monotonic time in seconds.
 
         Returns:
-            What stands still and where; empty as long as there is no alarm.
+            The alarm text: which stages hold work and who has claimed it; empty if there is no alarm.
         """
         now = time.monotonic() if now is None else now
         if status is None:
@@ -52,7 +52,7 @@ def _progress(status: RunStatus) -> tuple[int, ...]:
 
 
 def _describe_stages(status: RunStatus) -> list[str]:
-    """Describe what waits in each stage and which worker has claimed how much."""
+    """Describe each stage: waiting entries, and how many each worker has claimed."""
     parts = []
     for name, stage in status.stages.items():
         consumers = ", ".join(f"{consumer} {count}" for consumer, count in sorted(stage.consumers.items()) if count)

@@ -1,4 +1,4 @@
-"""How a run ended, in numbers that must add up: `fed = trained + dropped + dead + outstanding`."""
+"""Final numbers of a run, which must balance: `fed = trained + dropped + dead + outstanding`."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ class _File(Struct):
 
 
 class _Manifest(Struct):
-    """What the summary reads of a checkpoint's manifest."""
+    """The fields of a checkpoint's manifest that the summary reads."""
 
     progress: Progress
     saved_at: str = ""
@@ -22,42 +22,42 @@ class _Manifest(Struct):
 
 
 class Staleness(Struct, frozen=True):
-    """Policy versions between sampling and training a token; None where no token was trained."""
+    """Policy versions between sampling and training a token; None if no token was trained."""
 
     mean: float | None = None
     max: float | None = None
 
 
 class RunSummary(Struct, kw_only=True):
-    """`summary.json`. Groups and prompts are counted over the whole run, seconds and speed over this start of it."""
+    """Content of `summary.json`. Counts are over the whole run; seconds and speed are over its last start."""
 
     steps: int
     groups_trained: int
     groups_dropped: dict[str, int]
-    """By reason."""
+    """Dropped groups by reason."""
     completion_states: dict[str, int]
-    """Completions by what became of them."""
+    """Completions by final state: `valid`, or the reason why not."""
     score_before: float | None = None
     score_after: float | None = None
-    """Mean reward on held-out problems; None if it was not measured."""
+    """Mean reward on held-out prompts; None if not measured."""
     staleness: Staleness
     tokens_per_second: float
-    """Sampled tokens trained, by second of wall time."""
+    """Trained sampled tokens per second of wall time."""
     seconds: float
     fed: int
     outstanding: int
-    """Prompts without an end."""
+    """Unfinished prompts."""
     dead: int
     duplicates: int
 
     @property
     def is_balanced(self) -> bool:
-        """Whether every prompt that was fed is accounted for."""
+        """Whether every fed prompt is accounted for."""
         return self.fed == self.groups_trained + sum(self.groups_dropped.values()) + self.dead + self.outstanding
 
     @property
     def balance(self) -> str:
-        """The balance, written out."""
+        """The balance as an equation in words."""
         return (
             f"{self.fed} fed {'=' if self.is_balanced else '≠'} {self.groups_trained} trained + "
             f"{sum(self.groups_dropped.values())} dropped + {self.dead} dead + {self.outstanding} outstanding"
@@ -65,13 +65,13 @@ class RunSummary(Struct, kw_only=True):
 
 
 def summarize(view: RunStatus, before: Progress, after: Progress, seconds: float) -> RunSummary:
-    """Sum up a run.
+    """Summarize a run.
 
     Args:
-        view: the last look at it.
-        before: what had been done when this start of it began.
-        after: what has been done now.
-        seconds: wall time of this start.
+        view: the run's last status.
+        before: progress in the latest checkpoint when the run was last started.
+        after: progress in the latest checkpoint now.
+        seconds: wall time since that start.
     """
     count = after.staleness_count
     staleness = Staleness(after.staleness_sum / count, after.staleness_max) if count else Staleness()
@@ -91,9 +91,9 @@ def summarize(view: RunStatus, before: Progress, after: Progress, seconds: float
 
 
 def latest_progress(folder: Path) -> Progress:
-    """What the newest checkpoint in a run's folder says has been done; nothing where there is none.
+    """Return the progress in the newest complete checkpoint of a run's folder; zero progress if there is none.
 
-    One that cannot be read, or is not whole, is passed over, as the trainer does, who says so.
+    Unreadable or incomplete checkpoints are skipped; the trainer skips them too and logs it.
     """
     found = filter(None, map(_read, (folder / "checkpoints").glob("step-*/checkpoint.json")))
     newest = max(found, key=lambda manifest: (manifest.progress.step, manifest.saved_at), default=None)

@@ -1,16 +1,16 @@
-"""`penstock run`: runs every role of a run on one machine, restarts what dies, and ends all in order.
+"""Runs every role of a run on one machine, restarts processes that exit early, and stops all in order.
 
 ::
 
     start      engines; when all listen: feed, rollout xN, score xM, train
-    restart    what exits before the run is done, within its budget (`restart_loop.py`, `runtime/exit_codes.py`)
+    restart    each process that exits before the run is done, within a budget (`restart_loop.py`)
     watch      once a second: progress display, and failure of a run that makes no progress
     end        trainer done     the other roles end by themselves within seconds, else they are stopped
                stopped          feed and rollout, then score, then train, then engines; each drains first
                                 (Ctrl-C reaches the supervisor alone; `penstock stop` reaches the roles, too)
                failed           all roles, then the engines
 
-No process outlives the supervisor: each dies with it, and is killed with everything it has started.
+No process outlives the supervisor: each dies with it and is killed together with its descendants.
 """
 
 import os
@@ -48,9 +48,9 @@ _ShutdownOrder = tuple[tuple[str, ...], ...]
 _RUNNING = "running"
 _POLL_S = 1.0
 _FINISH_TIMEOUT_S = 5.0
-"""For roles to notice that the run is done."""
+"""Seconds for the roles to notice that the run is done and exit."""
 _EXIT_MARGIN_S = 3.0
-"""For a process to exit after its role has drained."""
+"""Seconds for a process to exit after its role has drained."""
 _ROLES = ("feed", "rollout", "score", "train")
 _DRAIN_ORDER: _ShutdownOrder = (("feed", "rollout"), ("score",), ("train",), (ENGINE,))
 _FAILURE_ORDER: _ShutdownOrder = (_ROLES, (ENGINE,))
@@ -60,7 +60,7 @@ class RunOutcome(Struct, kw_only=True):
     """How a run ended."""
 
     view: RunStatus | None
-    """Its last status; None if the server was gone."""
+    """The run's last status; None if the server was lost."""
     failure: RunFailedError | None
     interrupted: bool
     """A signal or `penstock stop` ended it."""
@@ -72,11 +72,11 @@ class Supervisor:
     """Runs one run to its end.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         file: settings file that the roles read.
         display: shows progress.
-        make_roles: specifies all processes but the engines.
-        make_engine: specifies an engine of the run's own.
+        make_roles: returns the specs of all roles except engines.
+        make_engine: returns the spec of an engine that the run starts.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Supervisor:
         self._signals = 0
 
     async def run(self) -> RunOutcome:
-        """Run to the end; no process is left when this returns.
+        """Run to the end. No child process is left when this returns.
 
         Raises:
-            ServerError: there is no server to run on.
+            ServerError: no Redis server can be started or reached.
         """
         await anyio.Path(self._log_folder).mkdir(parents=True, exist_ok=True)
         with self._launcher:
@@ -181,11 +181,11 @@ class Supervisor:
         await anyio.to_thread.run_sync(write_run_info, self._settings.folder, info)
 
     async def _watch(self, connection: RunConnection, restart_loop: RestartLoop) -> None:
-        """Show progress once a second, and fail a run that stands still."""
+        """Show progress once a second, and fail a run that makes no progress."""
         detector: StallDetector | None = None
         while True:
             status = await self._refresh(connection, restart_loop)
-            if self._phase == _RUNNING and detector is None:  # engines that start have a time limit of their own
+            if self._phase == _RUNNING and detector is None:  # starting engines have their own timeout
                 detector = StallDetector(self._settings.abort.stall_timeout_s)
             if detector and not self._ending.requested.is_set() and (alarm := detector.observe(status)):
                 self._ending.fail(RunFailedError(alarm))
@@ -193,7 +193,7 @@ class Supervisor:
             await anyio.sleep(_POLL_S)
 
     async def _refresh(self, connection: RunConnection, restart_loop: RestartLoop) -> RunStatus | None:
-        """Read and show the run's status; None before the run has begun. A server that is gone fails the run."""
+        """Read, show and return the run's status; None before the run has begun. A lost server fails the run."""
         status = None
         try:
             status = await read_status(connection)
@@ -214,13 +214,13 @@ class Supervisor:
         return status
 
     async def _watch_stop_command(self, connection: RunConnection) -> None:
-        """Drain when `penstock stop` is called, as at the first signal."""
+        """Drain when `penstock stop` is called, like at the first signal."""
         await connection.stopping.wait()
         self._ending.interrupt()
 
     async def _watch_signals(self) -> None:
-        """Drain at the first signal, kill at every further one."""
-        # Under nohup, which ignores SIGHUP, a terminal that closes does not stop the run.
+        """Drain at the first signal, kill all processes at each further one."""
+        # nohup makes the process ignore SIGHUP; then a closed terminal does not stop the run.
         hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, *hangup) as signals:
             async for received in signals:
@@ -232,7 +232,7 @@ class Supervisor:
                     self._children.kill()
 
     async def _shut_down(self) -> None:
-        """End every process, in the order that the reason for the end asks for."""
+        """Stop every process, in an order that depends on why the run ends."""
         order = _FAILURE_ORDER
         if self._ending.failure is not None:
             self._phase = "stopping: a role failed"
@@ -249,5 +249,5 @@ class Supervisor:
 
 
 def _empty_status() -> RunStatus:
-    """Return the status of a run that was stopped before it had begun."""
+    """Return the status of a run that was stopped before it began."""
     return RunStatus(now_ms=0.0, stages={}, unfinished=0, outstanding=0, dead=0, counts={})
