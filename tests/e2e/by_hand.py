@@ -1,4 +1,4 @@
-"""Roles started one by one, without a supervisor: the test says who is there, who is stopped, and when."""
+"""Start roles one by one, without a supervisor, so that a test decides which of them run, and when they are stopped."""
 
 import os
 import signal
@@ -20,10 +20,9 @@ from tests.preload.fixtures import pid_of
 
 
 def send(process: Process, number: signal.Signals) -> None:
-    """Send a signal to a process that may be ending by itself at this moment.
+    """Send a signal to a process that may be exiting at this moment.
 
-    `Process.terminate` first looks whether it has ended, and so may take its exit status away from whoever waits for
-    it, who then reports 255.
+    `Process.terminate` polls the process first, which may reap its exit status; a concurrent `wait` then returns 255.
     """
     if process.returncode is None:
         with suppress(ProcessLookupError):
@@ -31,7 +30,7 @@ def send(process: Process, number: signal.Signals) -> None:
 
 
 class Role:
-    """One process, and what it has said."""
+    """One started role process and its log."""
 
     def __init__(self, process: Process, log: Path) -> None:
         self.process = process
@@ -39,11 +38,11 @@ class Role:
 
     @property
     def pid(self) -> int:
-        """Of the process that works."""
+        """The process id of the worker, not of its parent."""
         return pid_of(self.process.pid)
 
     def suspend(self) -> None:
-        """As a host that swaps, or a virtual machine that is moved."""
+        """Stop the process with SIGSTOP, as a swapping host or a migrated virtual machine does."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -53,7 +52,7 @@ class Role:
         send(self.process, signal.SIGKILL)
 
     async def drain(self) -> None:
-        """Let it finish what it has, and go."""
+        """Send SIGTERM and wait until the process has finished its work and exits with 0."""
         send(self.process, signal.SIGTERM)
         assert await self.ended() == 0, self.said()
 
@@ -65,7 +64,7 @@ class Role:
         return self.log.read_text()
 
     async def says(self, *words: str, within_s: float = 40) -> None:
-        """Wait until one of these is in its log."""
+        """Wait until one of `words` is in the process's log; fail if the process exits before."""
         with anyio.fail_after(within_s):
             while True:
                 said = await anyio.to_thread.run_sync(self.said)
@@ -76,7 +75,7 @@ class Role:
 
 
 class Cast:
-    """Everybody who was started; killed in the end."""
+    """All processes started by one test."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -94,7 +93,7 @@ class Cast:
 
 @asynccontextmanager
 async def cast(folder: Path) -> AsyncIterator[Cast]:
-    """Those who are started in this block do not outlive it."""
+    """Yield a `Cast`; processes still running when the block ends are killed."""
     found = Cast(folder)
     try:
         yield found
@@ -108,7 +107,7 @@ async def cast(folder: Path) -> AsyncIterator[Cast]:
 
 
 async def feed(connection: RunConnection, *prompt_ids: str, group_size: int = 2) -> None:
-    """Feed prompts of one message, behind what was fed before."""
+    """Feed prompts of one message, behind earlier prompts."""
     way = Feed(connection, max_queued_prompts=1000)
     before = await way.cursor()
     prompts = [
@@ -121,19 +120,19 @@ async def feed(connection: RunConnection, *prompt_ids: str, group_size: int = 2)
 
 
 async def until(connection: RunConnection, condition: Callable[[], Awaitable[bool]], within_s: float = 40) -> None:
-    """Wait until something is so; looked at whenever anything happens in the run, and five times a second."""
+    """Wait until `condition` holds; it is checked after every change in the run, and at least five times a second."""
     with anyio.fail_after(within_s):
         while not await condition():
             await connection.wait_for_change("$", 0.2)
 
 
 async def groups_in(connection: RunConnection, stage: StageName) -> list[Group]:
-    """What lies in a stage's stream, oldest first."""
+    """Return the groups in a stage's stream, oldest first."""
     entries = await connection.redis.xrange(connection.key(stage))
     return [decode(fields[b"payload"], Group) for _, fields in entries]
 
 
 async def waiting(connection: RunConnection) -> int:
-    """Workers that have nothing to do: blocked on the run's wake stream."""
+    """Count idle workers: clients blocked on the run's wake stream."""
     clients = await connection.redis.client_list()
     return sum(client["cmd"] == "xread" and "b" in client["flags"] for client in clients)

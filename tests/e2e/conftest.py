@@ -8,7 +8,7 @@ from workers.demo.model import make_model
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory):
-    """A model that has learned nothing."""
+    """A model with random weights."""
     folder = tmp_path_factory.mktemp("model") / "policy"
     make_model(folder, seed=0)
     return folder
@@ -16,5 +16,5 @@ def random_model(tmp_path_factory):
 
 @pytest.fixture
 def project(tmp_path, random_model):
-    """A user's folder with ten prompts and a reward by chance."""
+    """A user's folder with ten prompts and a random reward."""
     return Project(tmp_path, random_model)

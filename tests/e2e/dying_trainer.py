@@ -1,6 +1,6 @@
-"""The example's trainer, which kills itself at a chosen moment: `dying_trainer.py MOMENT CALL ARGUMENTS...`.
+"""Run the example's trainer and kill it at a chosen moment: `dying_trainer.py MOMENT CALL ARGUMENTS...`.
 
-MOMENT is one of `MOMENTS`, CALL says at which of its calls, from 1.
+MOMENT is one of `MOMENTS`; CALL is the number of the call, from 1, at which the process kills itself.
 """
 
 import os
@@ -12,7 +12,7 @@ import anyio
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_trainer"
 MOMENTS = ("before_save", "after_save", "after_commit", "after_push", "after_acknowledge")
-"""`after_save` is between a checkpoint and its acknowledgement."""
+"""`after_save` lies between a checkpoint and its acknowledgement."""
 
 if __name__ == "__main__":
     sys.path[0:1] = [str(EXAMPLE), str(Path(__file__).resolve().parents[2])]

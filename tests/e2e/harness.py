@@ -1,4 +1,4 @@
-"""A user's folder and the console script, for tests of whole runs in their own processes."""
+"""A user's folder and the console script, for tests of whole runs in separate processes."""
 
 import json
 import os
@@ -82,7 +82,7 @@ class Project:
         return [json.loads(line) for line in (self.run_folder / "ledger.jsonl").read_text().splitlines()]
 
     def logs(self) -> str:
-        """The end of every role's log, for the message of a failing test."""
+        """Return the end of every role's log, for the message of a failing test."""
         parts = [f"== {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.run_folder.glob("logs/*.log"))]
         return "\n".join(parts)
 
@@ -99,14 +99,14 @@ def summary_of(result: subprocess.CompletedProcess[str], project: Project) -> di
 
 
 def finish(process: subprocess.Popen[str], project: Project) -> dict[str, Any]:
-    """Wait for a run that was started, and read its summary."""
+    """Wait until a started run exits and return its summary."""
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0, f"{err[-2000:]}\n{project.logs()}"
     return json.loads(out)
 
 
 def stop(process: subprocess.Popen[str]) -> None:
-    """End a run that a failing test left behind."""
+    """End a run that a failing test left running."""
     if process.poll() is None:
         process.terminate()
         process.communicate(timeout=60)
@@ -114,7 +114,7 @@ def stop(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def running(project: Project) -> Iterator[subprocess.Popen[str]]:
-    """A run that a test has started; over when the context is left."""
+    """Start a run and yield its process; the run is stopped when the context ends."""
     process = project.start("run", str(project.write()), "--json")
     try:
         yield process
@@ -123,7 +123,7 @@ def running(project: Project) -> Iterator[subprocess.Popen[str]]:
 
 
 def assert_all_trained_once(project: Project, summary: dict[str, Any], prompts: int) -> None:
-    """Every prompt was fed, and is in the ledger once."""
+    """Assert that every prompt was fed and is in the ledger exactly once."""
     assert balanced(summary)
     assert summary["fed"] == summary["groups_trained"] == prompts
     ends = [line["prompt"] for line in project.ledger()]
@@ -136,7 +136,7 @@ def balanced(summary: dict[str, Any]) -> bool:
 
 
 def children(pid: int) -> dict[str, int]:
-    """Role -> pid of one process that the supervisor started."""
+    """Return role -> pid for the processes that the supervisor `pid` started."""
     found = {}
     pid = pid_of(pid)
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
@@ -149,7 +149,7 @@ def children(pid: int) -> dict[str, int]:
 async def trained(connection: RunConnection) -> int:
     try:
         return (await read_status(connection)).counts.get("trained", 0)
-    except PenstockError:  # the roles have not begun
+    except PenstockError:  # the roles have not started
         return 0
 
 

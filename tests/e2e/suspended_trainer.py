@@ -1,7 +1,8 @@
-"""A trainer with a witness for a learner that stops at one point, until somebody opens the other end of a pipe.
+"""Run a trainer whose learner is a witness that stops at one point, until the other end of a pipe is opened.
 
-`suspended_trainer.py FILE POINT FIFO --redis URL --engine URL`, where POINT is `step:N` (trained, nothing written down
-yet), `weights:N` or `model:N` (the weights of a version, or of a checkpoint, are written and not yet in their place).
+`suspended_trainer.py FILE POINT FIFO --redis URL --engine URL`, where POINT is `step:N` (step trained, nothing
+recorded yet), `weights:N` or `model:N` (the weights of a version, or of a checkpoint, are written but not yet renamed
+to their final name).
 """
 
 import argparse
@@ -21,7 +22,7 @@ from workers.train.worker import train
 
 
 class Stopping(Witness):
-    """A witness that stops once."""
+    """A witness that blocks once, at its configured point."""
 
     def __init__(self, settings: Settings, *, point: str, fifo: Path) -> None:
         super().__init__(settings)
@@ -44,7 +45,7 @@ class Stopping(Witness):
 
 
 def main() -> int:
-    """Run the role to its end; returns the exit code."""
+    """Run the role; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("point")

@@ -1,6 +1,6 @@
-"""Roles that are there before those they need: they wait, say once what for, burn nothing, and begin when it comes.
+"""Roles that start before the services they depend on wait, log it once, use no CPU, and begin when it is available.
 
-A second trainer, meanwhile, is refused, and harms nobody.
+Meanwhile a second trainer is refused without disturbing the first.
 """
 
 import json
@@ -28,15 +28,15 @@ pytestmark = pytest.mark.usefixtures("preloaded")
 
 
 GROUPS = 48
-"""More than the backlog takes: the feeder waits, too."""
+"""More than the prompt backlog holds, so that the feeder waits as well."""
 BUSY = 0.1
-"""Of a core: more than a wait may use."""
+"""CPU use, as a fraction of a core, from which a waiting process counts as busy."""
 RESTLESS = 100.0
-"""Times a second that a process wakes up: more than a wait may."""
+"""Wakeups per second from which a waiting process counts as polling."""
 
 
 class Watched:
-    """A role's process, its log and its use of the processor."""
+    """A role's process, its log and its CPU use."""
 
     def __init__(self, spec, folder) -> None:
         self.spec = spec
@@ -44,7 +44,7 @@ class Watched:
 
     @property
     def pid(self) -> int:
-        """Of the process that works."""
+        """The process id of the worker, not of its parent."""
         return pid_of(self.process.pid)
 
     async def start(self) -> None:
@@ -55,11 +55,11 @@ class Watched:
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
     def events(self) -> list[str]:
-        """All but what tells of a crowded machine."""
+        """Return all logged events, without the warnings that an overloaded machine causes."""
         return [line["event"] for line in self.lines() if line["event"] != "event_loop.blocked"]
 
     async def said(self, event: str, **details) -> None:
-        """Wait until it has said that."""
+        """Wait until the role has logged `event` with these details."""
         with anyio.fail_after(60):
             while not any({"event": event, **details}.items() <= line.items() for line in self.lines()):
                 assert self.process.returncode is None, self.log.read_text()
@@ -67,13 +67,13 @@ class Watched:
 
 
 def wakeups(pid: int) -> int:
-    """How often the process has gone to sleep, to be woken again: what a poll does, however little else it does."""
+    """Count the voluntary context switches of all threads of a process; polling raises them even at low CPU use."""
     statuses = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status")]
     return sum(int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in statuses)
 
 
 async def are_quiet(roles: list[Watched], seconds: float) -> bool:
-    """Wait until all of them have kept still for so many seconds; one that polls never does."""
+    """Wait until all roles have been idle for `seconds` at a stretch; a polling role never is."""
     with anyio.fail_after(20 * seconds + 60):
         while await restless(roles, seconds):
             pass
@@ -81,7 +81,7 @@ async def are_quiet(roles: list[Watched], seconds: float) -> bool:
 
 
 async def restless(roles: list[Watched], seconds: float) -> list[str]:
-    """Those that do not keep still for so many seconds."""
+    """Return the names of roles that were busy or polling during the next `seconds`."""
     began, before = time.monotonic(), [(cpu_seconds(role.pid), wakeups(role.pid)) for role in roles]
     await anyio.sleep(seconds)
     took = time.monotonic() - began
@@ -94,7 +94,7 @@ async def restless(roles: list[Watched], seconds: float) -> list[str]:
 
 @asynccontextmanager
 async def ended(roles: list[Watched]):
-    """Whatever happens, none of these processes is left behind."""
+    """End all of these processes when the context ends, after errors as well."""
     try:
         yield
     finally:
@@ -106,7 +106,7 @@ async def ended(roles: list[Watched]):
 
 
 def with_one_of_each(settings: Settings, redis: str, reconnect_s: float) -> Settings:
-    """One worker to a role, who waits for its partners for so long."""
+    """Return the settings with one worker per role, and this reconnect timeout."""
     replace = msgspec.structs.replace
     return replace(
         settings,
@@ -131,7 +131,7 @@ async def test_roles_before_their_server_and_workers_before_their_engine_wait_qu
     settings.folder.mkdir()
     file = await anyio.to_thread.run_sync(write_settings, settings)
     async with Proxy() as way_to_the_engine, ScriptedEngine(reply) as engine:
-        # The trainer reaches the engine; rollout workers do not yet, so nobody takes the prompts.
+        # The trainer reaches the engine; rollout workers do not yet, so the prompts stay unclaimed.
         specs = project.roles(settings, file, server.url, (engine.url,))
         cut_off = project.roles(settings, file, server.url, (way_to_the_engine.url("http"),))
         specs = [cut_off[i] if spec.role == "rollout" else spec for i, spec in enumerate(specs)]

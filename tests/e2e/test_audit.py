@@ -1,4 +1,4 @@
-"""`penstock audit` of one run: while it goes on, killed in the middle, finished, and with its server's data gone."""
+"""`penstock audit` of one run: in progress, killed in the middle, finished, and after its server's data is lost."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def audited(project, code: int = 0) -> dict:
 
 
 def test_a_run_is_audited_live_killed_finished_and_without_its_server(project):
-    project.prompts(PROMPTS, extra='{"number": 0}\n')  # the last row has no prompt: never fed, never missed
+    project.prompts(PROMPTS, extra='{"number": 0}\n')  # the last row has no prompt: never fed, never missing
     project.table["filter"] = {"zero_variance": False}
     with running(project) as process:
         wait_for_trained(project, 12, process, 120)

@@ -1,4 +1,4 @@
-"""Random SIGKILLs: nothing lost, nothing trained twice. The weights are the witness (`tests/chaos`)."""
+"""Random SIGKILLs lose nothing and train nothing twice; the witness's weights are the evidence (`tests/chaos`)."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The demo, its controls, and a plain loop beside it. Long: about five minutes a demo on two cores."""
+"""The demo, its controls, and a plain loop for comparison; each demo takes about five minutes on two cores."""
 
 import json
 import subprocess
@@ -78,7 +78,7 @@ def test_a_plain_synchronous_loop_on_as_many_samples_ends_at_the_same_score(fold
             capture_output=True,
             timeout=600,
         )
-        # The same prompts: 16 a step, drawn and dropped as the pipeline draws and drops them.
+        # The same prompts, 16 a step, chosen and dropped as in the pipeline.
         steps = demos[seed]["fed"] // 16
         command = [sys.executable, str(ROOT / "tests" / "sync_grpo.py"), str(start / "model")]
         command += ["--steps", str(steps), "--seed", str(seed), "--threads", "1"]

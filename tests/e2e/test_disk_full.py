@@ -1,4 +1,4 @@
-"""No room for a checkpoint: the run says so and stops, nothing is acknowledged, and it goes on when there is room."""
+"""With no disk space for a checkpoint the run says so and stops; nothing is acknowledged, and it resumes with space."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ GROUPS = 60
 
 
 def roles(*arguments) -> list[RoleSpec]:
-    """The chaos run's, but for the trainer."""
+    """Return the roles of the chaos run with `heavy_trainer.py` as the trainer."""
     specs = project.roles(*arguments)
     return [
         replace(spec, command=(sys.executable, heavy_trainer.__file__, *spec.command[2:]))

@@ -1,4 +1,4 @@
-"""Two local engines as processes of their own: one is killed in mid-run, started again, and another one is added."""
+"""Two local engines in separate processes: one is killed during the run and restarted, and a third is added."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.timeout(280), pytest.mark.usefixtures("preloaded")]
 
 
 class Engine:
-    """`penstock serve`; started again it listens where it did."""
+    """A `penstock serve` process that listens on the same port after a restart."""
 
     def __init__(self, project: Project) -> None:
         self.project, self.port = project, 0
@@ -43,7 +43,7 @@ class Engine:
         return next(float(line.split()[1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
 
     def used_within(self, seconds: float) -> bool:
-        """Whether it samples more than a probe would."""
+        """Whether it samples, within `seconds`, more tokens than a probe would."""
         begun, deadline = self.sampled(), time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.sampled() - begun > 40:

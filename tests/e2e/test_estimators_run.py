@@ -1,4 +1,4 @@
-"""Estimators that bring something with them, from a prompt file to a checkpoint."""
+"""Estimators that need more than the group's rewards, from a prompt file to a checkpoint."""
 
 import json
 
@@ -48,14 +48,15 @@ def test_remax_trains_against_a_greedy_completion_and_drops_a_group_where_nobody
     }
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert balanced(summary)
-    # The greedy completion, one more than the four, is the baseline, and is never counted among them.
+    # The baseline is a fifth, greedy completion, which no count includes.
     assert (summary["groups_trained"], summary["groups_dropped"]) == (5, {"no_baseline": 5})
     assert summary["completion_states"] == {"valid": 40}
 
 
 def test_a_run_of_which_nothing_could_be_trained_fails_and_says_why(project):
-    """Half of the rewards nobody measured. The engine's log-probs are the trainer's, so that a rule of rollout
-    correction that wants them twice as large rejects every token of the other half.
+    """Half of the rewards are unmeasured; a correction rule rejects all tokens of the other half.
+
+    The engine's log-probs equal the trainer's, and the rule demands a ratio of about two.
     """
     (project.folder / "rewards.py").write_text(
         "def by_chance(completions, number, **columns):\n"

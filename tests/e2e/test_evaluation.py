@@ -1,4 +1,4 @@
-"""Evaluation in whole runs of real processes: what it finds, and that training is none the worse for it."""
+"""Evaluation in whole runs of real processes: its results are correct, and training is not disturbed."""
 
 import json
 import os
@@ -31,12 +31,12 @@ ENGINE = Path(__file__).parents[1] / "evaluation" / "engine.py"
 
 
 def scores(settings):
-    """By step: the score over all, and by environment; nothing that hangs on time or on version numbers."""
+    """Return the scores by step, overall and by environment, without what depends on time or version numbers."""
     return {line.step: (line.overall, line.environments) for line in read_evaluations(settings.folder)}
 
 
 def undisturbed(settings):
-    """What an evaluation of these settings has to find: the engine's answers hang on no policy."""
+    """Return the scores that an evaluation with these settings must find: the engine's answers depend on no policy."""
     first, *others = scores(settings).values()
     assert others == [first] * len(others)
     return first
@@ -51,7 +51,7 @@ def clean(settings):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run with an evaluation of every second version, that nobody disturbed."""
+    """A finished run that evaluates every second version, without disturbances."""
     settings = describe(tmp_path_factory.mktemp("with") / "a", groups=GROUPS, held_out=HELD_OUT)
     return settings, ended(settings, run(settings))
 
@@ -100,7 +100,7 @@ async def test_the_scores_are_those_of_the_command_alone(finished):
 
 
 def one_blow(role):
-    """A SIGKILL for one process of a role in the middle of an evaluation that is not the first."""
+    """Return a callback that sends SIGKILL to one process of a role during an evaluation after the first."""
     struck = []
 
     async def meddle(view, _link):
@@ -129,21 +129,21 @@ def test_killed_in_the_middle_of_an_evaluation_nothing_is_lost_or_counted_twice(
 
 @pytest.mark.full
 def test_publication_waits_until_the_evaluation_is_sampled(tmp_path):
-    """Training would be through long before: without the wait every evaluation but the last would be mixed."""
+    """Training alone would finish much earlier: without the wait, every evaluation but the last would mix versions."""
     settings = describe(tmp_path / "a", groups=40, held_out=4, pacing={"max_staleness": 3}, eval={"every": 1})
     watched = run(settings, "--delay", "0.2")
     ended(settings, watched)
     lines = read_evaluations(settings.folder)
     assert len(lines) > 5
     assert [line.overall.mixed for line in lines] == [0] * len(lines)
-    for view in watched.looks:  # a version is evaluated while it is the one that there is
+    for view in watched.looks:  # a version is evaluated while it is the published one
         if view.evaluation and view.evaluation.is_running and view.evaluation.stages["eval:prompts"].depth:
             assert view.version == view.evaluation.version
 
 
 @contextmanager
 def engines(settings, count, *options):
-    """Engines that nobody of the run has started; yields their URLs."""
+    """Start engines outside the run; yields their URLs."""
     command = [sys.executable, str(ENGINE), "--port", "0", "--model", settings.model.path, *options]
     with ExitStack() as stack:
         urls = []
@@ -192,7 +192,7 @@ def test_a_held_out_prompt_that_dies_is_counted_as_wrong_and_is_no_end_of_the_ru
     settings = describe(tmp_path / "a", groups=8, held_out=4)
     path = settings.folder.parent / "held_out.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    no_arguments = [{"function": {"name": "add"}}]  # what the chat template cannot render
+    no_arguments = [{"function": {"name": "add"}}]  # the chat template cannot render it
     rows[1]["prompt"] = [{"role": "assistant", "content": "", "tool_calls": no_arguments}, *user(rows[1]["prompt"])]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     found = []

@@ -1,6 +1,6 @@
-"""The whole path with engine and Redis behind connections that fail: nothing lost, nothing trained twice.
+"""The whole path with faulty connections to engine and Redis: nothing is lost, nothing is trained twice.
 
-The witness and the audit are those of the chaos runs: every prompt has the end that is meant for it.
+Witness and audit are those of the chaos runs: every prompt has its intended end.
 """
 
 import pytest
@@ -15,8 +15,9 @@ pytestmark = pytest.mark.usefixtures("preloaded")
 LATE = Fault("delay", 0.2)
 FIN, RST, STALL, HALF, GARBLED = (Fault(kind) for kind in ("fin", "rst", "stall", "truncate", "garble"))
 SAMPLED = b'"choices"'
-"""An answer of the engine to a request for tokens. Its control routes may take a minute to answer, so stalls there are
-noticed after a minute: see the longer test."""
+"""Marks the engine's answers to sampling requests. Control routes may take a minute to answer, so stalls there are
+noticed after a minute only: the longer test covers them.
+"""
 
 DONE = b"\r\n\r\n{}"
 """The answer of a control route."""
@@ -60,7 +61,7 @@ def test_a_longer_run_over_worse_connections_loses_nothing(tmp_path, seed):
 @pytest.mark.full
 @pytest.mark.timeout(420)
 def test_weights_whose_way_to_the_engine_stalls_come_later(tmp_path):
-    """Two answers of control routes never come: the trainer tries again, or a new one does."""
+    """Two answers of control routes never arrive: the trainer retries, or a restarted trainer does."""
     journey = travel(begin(tmp_path, 60), on_engine=at_random(1, [STALL], every=3, most=2, of=DONE), limit_s=400)
     assert went_well(journey, 60)
     assert journey.engine.struck == {"stall": 2}
@@ -70,7 +71,7 @@ def test_weights_whose_way_to_the_engine_stalls_come_later(tmp_path):
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("seed", range(6))
 def test_answers_of_redis_with_altered_bytes_lose_nothing(tmp_path, seed):
-    """A worker may die of one, which is no loss; an altered payload is a dead letter, which is an end."""
+    """An altered answer may crash a worker, which loses nothing; an altered payload ends as a dead letter."""
     groups, garbled = 150, 2
     journey = travel(begin(tmp_path, groups), on_redis=at_random(seed, [GARBLED], every=150, most=garbled), limit_s=120)
     verdict = journey.verdict

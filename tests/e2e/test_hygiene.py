@@ -1,4 +1,4 @@
-"""Nothing grows with the groups of a run but its ledger: server, processes, files (`tests/hygiene`)."""
+"""Only the ledger grows with the number of groups in a run: server, processes and files do not (`tests/hygiene`)."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ SEEN = {
 
 
 def report(groups: int, limit_s: float, *options: str) -> dict:
-    """What a run of so many groups prints at its end."""
+    """Run the measurement with `groups` groups and return the report it prints."""
     command = [sys.executable, str(RUN), "--groups", str(groups), "--limit", str(limit_s), "--json", *options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=limit_s + 30, check=False)
     assert result.stdout, result.stderr[-3000:]
@@ -33,7 +33,7 @@ def report(groups: int, limit_s: float, *options: str) -> dict:
 
 
 def flat(groups: int, limit_s: float) -> None:
-    """A run of so many groups comes to its end, and nothing has grown beyond its bound."""
+    """Assert that a run of `groups` groups finishes and no quantity grows beyond its bound."""
     told = report(groups, limit_s)
     assert told["grown"] == [], told
     assert {f"{what}.{kind}" for what, kinds in SEEN.items() for kind in kinds} <= told["quantities"].keys()

@@ -1,4 +1,4 @@
-"""A worker without work waits; it does not poll."""
+"""A worker without work waits without polling."""
 
 import time
 from pathlib import Path
@@ -50,6 +50,6 @@ async def test_idle_workers_use_under_one_percent_of_a_core(project, redis_url, 
 
 
 async def waiting(connection) -> int:
-    """Workers blocked on this run's wake stream."""
+    """Count the workers blocked on this run's wake stream."""
     clients = await connection.redis.client_list()
     return sum(client["cmd"] == "xread" and "b" in client["flags"] for client in clients)

@@ -1,6 +1,6 @@
-"""Spoilt entries put into every stream of a run: a dead letter each, no role falls over one, and no prompt is touched.
+"""Corrupt entries in every stream of a run become one dead letter each; no role crashes and no prompt is affected.
 
-`tests/fuzz/streams.py` strews them; the weights are the witness that the good ones were trained once each.
+`tests/fuzz/streams.py` adds them; the weights show that each good group was trained once.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A run whose reward function hangs, dies, prints megabytes: rows invalid by reason, siblings unharmed, nobody left."""
+"""A reward function that hangs, dies or prints megabytes: its rows are invalid with a reason, others unaffected."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""SIGKILL to any role: the run recovers by itself, and the count comes out exact."""
+"""SIGKILL to any role: the run recovers without help, and every prompt is counted exactly once."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def test_the_engine_is_killed_and_gets_its_weights_back(project):
         summary = finish(process, project)
     assert balanced(summary)
     assert summary["groups_trained"] == prompts
-    # Nothing that the engine failed to answer was trained, or scored, as if it had been an answer.
+    # Requests that the engine failed to answer were neither trained nor scored as answers.
     assert summary["completion_states"] == {"valid": prompts * 4}
     events = [json.loads(line) for line in (project.run_folder / "logs" / "supervisor.log").read_text().splitlines()]
     assert [e["name"] for e in events if e["event"] == "role.restarted"] == ["engine-0"]

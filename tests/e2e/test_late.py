@@ -1,4 +1,4 @@
-"""Pacing and age through whole runs of real processes: what is outstanding, what stalls, how old it gets."""
+"""Pacing and staleness in whole runs of real processes: outstanding groups, stalls, token ages."""
 
 from collections import Counter
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("preloaded")
 
 
 def ended_well(settings, watched, numbers):
-    """It came to its end, with every prompt's end the one that was meant. Returns the last look."""
+    """Assert that the run finished and every prompt has its intended end; returns the last status."""
     assert watched.outcome is not None, "the run did not come to its end in time"
     assert watched.outcome.failure is None
     view = watched.outcome.view
@@ -27,13 +27,13 @@ def ended_well(settings, watched, numbers):
 
 
 def numbers_with(dropped, trained):
-    """Prompts that are meant to be dropped and trained, mixed."""
+    """Return the sorted row numbers of `dropped` prompts that will be dropped and `trained` that will be trained."""
     of = {end: [n for n in range(25 * max(dropped, trained)) if intended(n) == end] for end in (NO_SIGNAL, TRAINED)}
     return sorted(of[NO_SIGNAL][:dropped] + of[TRAINED][:trained])
 
 
 def stays_in_its_bound(settings, numbers, engine_of):
-    """The run comes to its end; what is outstanding is never more than the bound, and at times as much."""
+    """Assert that the run finishes, and that the outstanding groups reach the bound but never exceed it."""
     watched = run(settings, engine_of)
     ended_well(settings, watched, numbers)
     assert max(outstanding for _, outstanding in watched.looks) == settings.capacity
@@ -66,7 +66,7 @@ def test_after_a_thousand_dropped_groups_the_capacity_is_what_it_was(tmp_path, m
     watched = stays_in_its_bound(settings, numbers, project.engine)
     if late == "wait":
         waits_and_keeps_the_bound(settings)
-    # Not the very end, where there is not enough left to fill it.
+    # The end of the run has too few prompts left to fill the bound.
     after = [outstanding for dropped, outstanding in watched.looks if 1000 <= dropped < 1150]
     assert max(after) == settings.capacity
 

@@ -1,4 +1,4 @@
-"""Leases of real processes: who lives keeps its work however long it takes, who was suspended ends nothing."""
+"""Leases of real processes: a live worker keeps its work however long it takes; a suspended one completes nothing."""
 
 import aiohttp
 import anyio
@@ -26,7 +26,7 @@ async def file(project, run_name):
 
 @pytest.fixture
 async def connection(redis_url, run_name):
-    """Patient enough for tests in which processes load what they need."""
+    """A connection with a long timeout, for tests whose processes take long to import their modules."""
     async with connect(redis_url, run_name, reconnect_s=30.0) as found:
         yield found
 
@@ -51,7 +51,7 @@ async def _has(connection, stage, n: int) -> bool:
 
 
 async def busy(engine: ScriptedEngine, n: int) -> None:
-    """The engine has been asked so often."""
+    """Wait until the engine has received `n` requests."""
     with anyio.fail_after(40):
         while engine.request_count < n:
             await anyio.sleep(0.02)
@@ -91,8 +91,8 @@ async def test_a_rollout_worker_that_was_suspended_settles_nothing_and_goes_on(
         await busy(engine, 2)
         suspended.suspend()
         other = await roles.start(command)
-        await busy(engine, 4)  # the lease has run out
-        await tell(engine, "resume")  # and the suspended one is sent its answers too
+        await busy(engine, 4)  # the lease has expired
+        await tell(engine, "resume")  # the suspended worker receives its answers as well
         await in_groups(connection, 1)
         await other.drain()
         suspended.go_on()

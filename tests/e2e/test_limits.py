@@ -1,6 +1,6 @@
-"""Every limit of an episode through a whole run, against a scripted engine: its reason in the view and the metrics.
+"""Every limit of an episode in a whole run with a scripted engine: its reason is in the status and in the metrics.
 
-The model's template drops earlier thoughts, so that completions with several rows are scored and trained as well.
+The model's template drops earlier thoughts, so that completions of several rows are scored and trained as well.
 """
 
 import json
@@ -110,7 +110,7 @@ async def test_each_limit_ends_a_completion_with_its_own_reason_in_the_queue_vie
     assert {reason: step[f"truncated/{reason}"] for reason in cut} == cut
     assert {state: step[f"rows/{state}"] for state in states} == states
     assert summary["completion_states"] == states
-    # What only ends its turns, and what only calls, is scored: 0 and as much as was put.
+    # Completions that only end their turns, or only call tools, are scored: with 0 and with the amount put.
     assert step["reward/min"] == 0.0
     assert step["reward/max"] == 4.0
     assert not any("mode=long" in text for text in asked)
@@ -119,4 +119,4 @@ async def test_each_limit_ends_a_completion_with_its_own_reason_in_the_queue_vie
     assert [len(completion.rows) for completion in forked] == [3, 3]
     assert {completion.index for completion in forked} == {MODES.index("forks")}
     assert step["tokens/sampled"] == sum(r.sampled_count for g in groups for c in g.completions for r in c.rows)
-    assert engine.too_long_count == 2  # one for each such completion: nobody asked again
+    assert engine.too_long_count == 2  # one for each such completion: it is not sent again

@@ -1,4 +1,4 @@
-"""A run that trains an adapter alone, on the local engine, which is given merged weights."""
+"""A run that trains only an adapter, on the local engine, which receives merged weights."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""`examples/own_env/`: a project with a folder `envs/` of its own, checked, unit-tested and run as its README says."""
+"""`examples/own_env/`: a project with its own folder `envs/`, checked, unit-tested and run as its README says."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "own_env"
 
 @pytest.fixture
 def copied(tmp_path, random_model):
-    """A copy, to leave no files behind in ours."""
+    """A copy of the example, so that the tests leave no files in the repository."""
     folder = tmp_path / "own_env"
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("runs", "__pycache__", ".pytest_cache"))
     project = Project(tmp_path, random_model)

@@ -1,4 +1,4 @@
-"""A trainer and a feeder that are not ours (`examples/own_trainer`): its own checkpoint says that nothing is lost."""
+"""A trainer and a feeder outside the product (`examples/own_trainer`); the trainer's checkpoint proves no loss."""
 
 import json
 import os
@@ -31,7 +31,7 @@ LIVES = (("after_commit", 1), ("after_save", 1), ("before_save", 2), ("after_pus
 
 
 class Foreign:
-    """A run's folder, its server and its engine."""
+    """A run's folder, its server and its engine, for the example's trainer."""
 
     def __init__(self, settings, file, url, engine) -> None:
         self.settings, self.file, self.url, self.engine = settings, file, url, engine
@@ -39,7 +39,7 @@ class Foreign:
         self.logs = settings.folder / "logs"
 
     def trainer(self, *how: object) -> list[str]:
-        """Its command line."""
+        """Return the trainer's command line."""
         arguments = (self.folder, self.url, self.settings.run.name, self.engine, self.settings.model.path)
         return [sys.executable, *map(str, how), *map(str, arguments)]
 
@@ -51,7 +51,7 @@ class Foreign:
 
     @asynccontextmanager
     async def process(self, command):
-        """A process for as long as the context is open."""
+        """Run a process for as long as the context is open."""
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
         with (self.logs / "all.log").open("ab") as log:
             process = await anyio.open_process(command, env=environment() | paths, stdout=log, stderr=log, cwd=ROOT)
@@ -64,17 +64,17 @@ class Foreign:
                 await process.aclose()
 
     def table(self) -> dict[str, int]:
-        """How often each prompt was trained, says the trainer's checkpoint."""
+        """Return how often each prompt was trained, from the trainer's checkpoint."""
         table = json.loads((self.folder / "table.json").read_text())["table"]
         return {prompt: updates for prompt, (_, updates) in table.items()}
 
     def kept(self) -> set[str]:
-        """Prompts whose end the checkpoint holds."""
+        """Return the prompts whose outcome the checkpoint holds."""
         length = json.loads((self.folder / "table.json").read_text())["ledger_bytes"]
         return set(Ledger.read_outcomes(self.folder / "ledger.jsonl", length))
 
     def audited(self) -> dict:
-        """What `penstock audit` says."""
+        """Return the report of `penstock audit`."""
         command = [sys.executable, "-m", "workers", "audit", str(self.folder), "--redis", self.url, "--json"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
         assert result.returncode == 0, result.stdout + result.stderr
@@ -89,7 +89,7 @@ def prepare(folder: Path, groups: int):
 
 @asynccontextmanager
 async def foreign(folder, server, groups, *roles):
-    """A run with some roles started as real processes, for the trainer of the example."""
+    """Start a run with these roles as real processes; its trainer is the example's."""
     server.start()
     settings, file = await anyio.to_thread.run_sync(prepare, folder, groups)
     async with ScriptedEngine(reply, delay_s=0.005) as engine, anyio.create_task_group() as tasks:
@@ -102,7 +102,7 @@ async def foreign(folder, server, groups, *roles):
 
 
 async def test_a_foreign_trainer_killed_at_every_moment_has_trained_each_prompt_once(tmp_path, make_server):
-    """SIGKILL between checkpoint and acknowledgement, and at every other boundary; then it runs to the end."""
+    """SIGKILL at every boundary, such as between checkpoint and acknowledgement; then the run finishes."""
     groups = 120
     assert {moment for moment, _ in LIVES} == set(MOMENTS)
     async with foreign(tmp_path, make_server(), groups, "feed", "rollout", "score") as run:

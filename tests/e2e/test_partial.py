@@ -1,4 +1,4 @@
-"""`rollout.save_partial_groups`: a worker is killed when all completions of a group but one are finished."""
+"""`rollout.save_partial_groups`: a worker is killed when all but one completion of a group are finished."""
 
 import anyio
 import pytest
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("preloaded")]
 
 SIZE = 4
 MISSING = SIZE - 1
-"""Number of the request that is never answered: the fourth."""
+"""Number of the request that stays unanswered: the fourth."""
 
 
 async def test_the_next_worker_samples_only_what_was_missing(project, redis_url, run_name, tmp_path):
@@ -43,7 +43,7 @@ async def test_the_next_worker_samples_only_what_was_missing(project, redis_url,
         killed.kill()
         await killed.ended()
         assert engine.request_count == SIZE
-        # The policy has moved on: what is played now has to be at least so new, what was finished has not.
+        # The policy has advanced: new completions need at least the new version, finished ones keep theirs.
         engine.version = "3"
         await connection.redis.hset(connection.key("policy"), "version", 3)
 

@@ -1,4 +1,4 @@
-"""`penstock pause`, `resume` and `stop` on a run that goes on, every role a process."""
+"""`penstock pause`, `resume` and `stop` on a run in progress, with every role in a separate process."""
 
 import json
 import subprocess
@@ -47,13 +47,13 @@ def see(project) -> RunStatus:
 
 
 def in_hand(view: RunStatus) -> int:
-    """Groups that somebody works on, or will without a new claim of a prompt."""
+    """Count the groups that are in work or will be without another prompt claim."""
     prompts, groups, scored = (view.stages[name] for name in ("prompts", "groups", "scored"))
     return prompts.claimed + groups.depth + scored.depth - scored.marked
 
 
 def until_at_rest(project) -> RunStatus:
-    """What is in hand has been finished: all but the groups of a step that is not full."""
+    """Wait until all groups in work are finished, except those of a step that is not full; returns the status."""
     deadline = time.monotonic() + 60
     while True:
         view = see(project)
@@ -126,7 +126,7 @@ def test_a_run_is_paused_resumed_stopped_and_started_again(project):
 async def test_roles_that_share_nothing_but_the_server_hear_of_a_stop_and_a_later_start_is_not_stopped(
     project, redis_url, run_name
 ):
-    """As in containers: there is no supervisor, and nobody sends a signal."""
+    """There is no supervisor and no signal is sent, as in containers."""
     project.table["run"]["name"] = run_name
     project.table["filter"] = {"zero_variance": False}
     project.table["data"] |= {"max_queued_prompts": 8, "epochs": 1000}
@@ -140,7 +140,7 @@ async def test_roles_that_share_nothing_but_the_server_hear_of_a_stop_and_a_late
                     roles[role] = await stack.enter_async_context(
                         await anyio.open_process(command, env=environment(), stdout=None, stderr=subprocess.STDOUT)
                     )
-                stack.callback(kill_all, roles)  # where the test fails
+                stack.callback(kill_all, roles)  # if the test fails
                 await until_trained(connection, await trained(connection) + 2 * AT_A_STEP)
                 told = await anyio.to_thread.run_sync(project.run, "stop", run_name, "--redis", redis_url)
                 assert told.stdout.startswith(f"run '{run_name}' is stopping: "), told.stderr

@@ -1,4 +1,4 @@
-"""Redis is gone while the whole path runs: everybody waits, nobody dies, nothing is lost and nothing trained twice."""
+"""Redis is unavailable while the whole path runs: all roles wait, nothing is lost and nothing is trained twice."""
 
 import anyio
 import pytest
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("preloaded")
 
 GROUPS = 100
 MOST_LINES = 60
-"""One from each call under way: of two rollout workers with 4 groups in flight, of two scorers with 8, and so on."""
+"""One line for each concurrent call: two rollout workers with 4 groups in flight, two scorers with 8, and so on."""
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ MOST_LINES = 60
     ],
 )
 def test_redis_gone_for_a_while_is_waited_for(tmp_path, make_server, how, seconds):
-    """`stopped`: connections are refused. `unreachable`: nothing comes through, and no connection breaks."""
+    """`stopped`: connections are refused. `unreachable`: no data passes, but connections stay open."""
     server = make_server(fsync="always").start()
     away = []
 

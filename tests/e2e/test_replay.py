@@ -1,4 +1,4 @@
-"""`penstock replay`: a run whose trainer was killed again and again, done once more from its books, bit for bit."""
+"""`penstock replay` repeats a run whose trainer was killed several times, from its records, bit for bit."""
 
 import json
 import os
@@ -25,7 +25,7 @@ LONGEST_S = 60.0
 
 
 def until(true, process):
-    """Wait for it, while the run goes on. A poll: what is waited for lies between two system calls of another."""
+    """Poll until `true()` holds, while the run is in progress; events do not show moments between system calls."""
     deadline = time.monotonic() + LONGEST_S
     while not (found := true()):
         assert process.poll() is None, process.stderr.read()
@@ -35,7 +35,7 @@ def until(true, process):
 
 
 class Killer:
-    """Kills trainers of a run that goes on."""
+    """Kills the trainers of a run in progress."""
 
     def __init__(self, project, process) -> None:
         self.checkpoints = project.run_folder / "checkpoints"
@@ -54,16 +54,16 @@ class Killer:
         return {path.name for path in self.checkpoints.glob(".step-*")}
 
     def anywhere(self, delay_s: float) -> None:
-        """After the next new checkpoint, whatever it is at then."""
+        """Kill the trainer `delay_s` after the next new checkpoint."""
         before = self.whole()
         until(lambda: self.whole() - before, self.process)
         time.sleep(delay_s)
         os.kill(self.trainer(), signal.SIGKILL)
 
     def before_it_acknowledges(self) -> bool:
-        """When a checkpoint is durable and the server, which is stopped meanwhile, has not heard of it.
+        """Kill the trainer when a checkpoint is durable and the stopped server has not received its acknowledgement.
 
-        Returns whether it has not: what a trainer had said already, before it was killed, the server hears yet.
+        Returns whether that succeeded: commands that the trainer sent before it was killed still reach the server.
         """
         while not self.stopped_in_time():
             os.kill(self.server_pid, signal.SIGCONT)
@@ -74,20 +74,20 @@ class Killer:
         return any(prompt.decode() in ends for prompt in self.server.hvals("{test}:scored:marked"))
 
     def stopped_in_time(self) -> bool:
-        """Stop the server while a checkpoint is being written, and wait for that one to be there."""
+        """Stop the server while a checkpoint is being written, and wait until the checkpoint is complete."""
         before, leftovers = self.whole(), self.half_written()
         until(lambda: self.half_written() - leftovers or self.whole() - before, self.process)
         os.kill(self.server_pid, signal.SIGSTOP)
         stat = Path(f"/proc/{self.server_pid}/stat")
         until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", self.process)
         if self.whole() - before:
-            return False  # too late: the trainer has spoken to it
+            return False  # too late: the trainer has already reached the server
         until(lambda: self.whole() - before, self.process)
         return True
 
 
 def kill_five_times(project, seed: int) -> dict:
-    """Run to the end; the trainer is killed on the way, also between a checkpoint and its acknowledgement."""
+    """Run to the end; kill the trainer five times or more, at least once between checkpoint and acknowledgement."""
     chance, kills, between = random.Random(seed), 0, 0
     with running(project) as process:
         wait_for_trained(project, 1, process, 120)

@@ -1,4 +1,4 @@
-"""Whole runs whose reward is a served reward model: several scorers, a scorer that is sent away at work."""
+"""Whole runs with a served reward model: several scorers, and a scorer that is stopped while it works."""
 
 import json
 import signal
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("preloaded")]
 
 @contextmanager
 def served(model: Path, *options: str):
-    """`penstock serve` as a process; yields its URL, and sees that it leaves in peace."""
+    """Run `penstock serve` as a process; yields its URL and asserts that it exits cleanly."""
     command = [sys.executable, "-m", "workers", "serve", str(model), "--port", "0", *options]
     process = subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=model
@@ -112,14 +112,14 @@ def test_the_example_runs_as_it_stands_there(tmp_path, random_model, reward_fold
     assert again.returncode == 0, again.stderr[-2000:]
     rescored = json.loads(again.stdout)
     assert (rescored["groups"], rescored["validity"]) == (32, {"measured": 32 * 8})
-    assert rescored["environments"][0]["correlation"] > 0.99  # the same model, in other batches
+    assert rescored["environments"][0]["correlation"] > 0.99  # the same model with other batches
 
 
 async def test_a_scorer_that_is_sent_away_finishes_what_it_asked_for(tmp_path, redis_url, run_name, pipe):
     groups = ("a", "b", "c")
     await pipe.rolled_out(*groups)
     async with reward_server(lambda _: 3.5) as server:
-        server.together = len(groups) + 1  # nobody is answered before the test says so
+        server.together = len(groups) + 1  # all answers wait until the test releases them
         table = {
             "run": {"name": run_name, "folder": str(tmp_path)},
             "model": {"path": "none"},

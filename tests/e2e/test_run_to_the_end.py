@@ -1,4 +1,4 @@
-"""`penstock run` from a prompt file to a checkpoint, every role a process."""
+"""`penstock run` from a prompt file to a checkpoint, with every role in a separate process."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ class Parity:
 
 
 def test_every_prompt_ends_once_and_a_finished_run_that_is_run_again_does_nothing_twice(project):
-    """On the way: an environment in a folder `envs/` of the project's own, and three lines that are no prompts."""
+    """The project has its own folder `envs/`, and three lines of its prompt file hold no prompt."""
     (project.folder / "envs").mkdir()
     (project.folder / "envs" / "parity.py").write_text(PARITY)
     project.table |= {"environments": {"parity": "envs.parity:Parity"}, "rewards": []}
@@ -99,7 +99,7 @@ def test_bad_input_gets_a_clear_error(project, change, words):
     for word in words:
         assert word in result.stderr, result.stderr
     assert "Traceback" not in result.stderr
-    if result.stdout:  # it began, and failed: the summary says how far it came
+    if result.stdout:  # the run started and failed: the summary shows its progress
         assert balanced(json.loads(result.stdout))
 
 

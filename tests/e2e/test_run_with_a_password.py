@@ -1,4 +1,4 @@
-"""`penstock run` on a server of somebody's own, as a user with a password that nobody gets to see."""
+"""`penstock run` on an external server, as a user whose password appears nowhere."""
 
 import json
 import stat

@@ -1,4 +1,4 @@
-"""The Redis server killed with SIGKILL while everything else is, too: nothing lost, nothing trained twice."""
+"""SIGKILL to the Redis server and to all roles: nothing is lost, nothing is trained twice."""
 
 import pytest
 

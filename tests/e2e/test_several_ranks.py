@@ -1,4 +1,4 @@
-"""`penstock run` with a trainer of two ranks: a rank killed on the way, a request to stop, a file that is wrong."""
+"""`penstock run` with a trainer of two ranks: one rank is killed, a stop is requested, a file is invalid."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from workers.train.step.learner import Learner
 pytestmark = [pytest.mark.timeout(280), pytest.mark.usefixtures("preloaded")]
 
 WITHIN_S = 40.0
-"""From the end of one rank to the end of all: half a minute is what torchrun gives those that hang."""
+"""Limit from the end of one rank to the end of all: torchrun waits half a minute for ranks that hang."""
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def shared(project):
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """Processes of the ranks, the first rank first."""
+    """Return the process ids of the ranks, rank 0 first."""
     return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
 
 
@@ -52,7 +52,7 @@ def said(project, event: str) -> list[dict]:
 
 
 def assert_whole(project, summary: dict, prompts: int, trainers: int) -> None:
-    """Nothing was lost or trained twice, though so many trainers came after one another."""
+    """Assert that nothing was lost or trained twice by `trainers` consecutive trainers."""
     assert_all_trained_once(project, summary, prompts)
     begun = said(project, "trainer.started")
     assert len(begun) == trainers
@@ -79,7 +79,7 @@ def test_a_rank_and_what_started_them_are_killed_and_nothing_is_lost_nor_trained
         summary = finish(process, shared)
     assert_whole(shared, summary, prompts, trainers=3)
 
-    # One process comes to the same policy, on the ledger that the two have left.
+    # One process arrives at the same policy from the ledger of both.
     kept = CheckpointStore(shared.run_folder / "checkpoints").latest()
     job = Job(settings=str(shared.run_folder / "run.toml"), dtype="float32")
     ended = work(job, lambda settings, dtype: Learner(settings, dtype=dtype))

@@ -1,4 +1,4 @@
-"""SIGTERM to each role of a run at work: it lets go of what it holds and leaves in peace, and the run goes on."""
+"""SIGTERM to each role of a run: the role releases its work and exits cleanly, and the run continues."""
 
 import json
 import os

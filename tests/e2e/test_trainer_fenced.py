@@ -1,4 +1,4 @@
-"""A trainer that was suspended past its hold on the run wakes in the middle of something, and changes nothing."""
+"""A trainer that was suspended until its lease expired resumes in the middle of an operation and changes nothing."""
 
 import json
 import os
@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 
 
 class Run:
-    """A run whose groups are scored already, so that there is work for trainers alone."""
+    """A run whose groups are scored already, so that only trainers have work."""
 
     def __init__(self, folder: Path, name: str, redis: str) -> None:
         self.folder, self.redis = folder, redis
@@ -56,7 +56,7 @@ class Run:
         return [json.loads(line) for line in (self.folder / "run" / "ledger.jsonl").read_text().splitlines()]
 
     def state(self) -> dict[str, bytes]:
-        """What a later trainer would begin with: ledger, metrics, checkpoints; not what has no name yet."""
+        """Return what a later trainer starts from: ledger, metrics and named checkpoints, without temporary files."""
         paths = [path.relative_to(self.folder) for path in (self.folder / "run").rglob("*") if path.is_file()]
         ours = [path for path in paths if not any(part == "weights" or part[0] == "." for part in path.parts)]
         return {str(path): (self.folder / path).read_bytes() for path in ours}
@@ -90,7 +90,7 @@ def _group(prompt_id: str) -> Group:
 
 
 async def suspend_at(run: Run, point: str, engine: ScriptedEngine, roles: Cast) -> tuple[Role, int]:
-    """A trainer that is at this point, and suspended there; and the other end of what it reads when it wakes."""
+    """Suspend a trainer at this point; returns it and the open pipe that unblocks it after it resumes."""
     command = run.command(engine, str(HERE / "suspended_trainer.py"), str(run.file), point, str(run.fifo))
     trainer = await roles.start(command)
     with anyio.fail_after(60):
@@ -100,7 +100,7 @@ async def suspend_at(run: Run, point: str, engine: ScriptedEngine, roles: Cast) 
 
 
 async def all_published(connection) -> bool:
-    """Everything that was fed is trained, and the engines have it."""
+    """Whether every prompt fed is trained and published to the engines."""
     view = await read_status(connection)
     return view.counts.get("trained", 0) == ROWS and view.outstanding == 0
 
@@ -116,7 +116,7 @@ async def test_a_trainer_that_wakes_after_its_successor_began_changes_nothing(
     await scored(pipe, range(ROWS))
     async with ScriptedEngine(lambda ids, _: ids, version=None) as engine, cast(tmp_path) as roles:
         zombie, descriptor = await suspend_at(run, point, engine, roles)
-        # Other hands than the zombie's, so that what both have done would show: three groups a step, not two.
+        # Three groups a step instead of the zombie's two, so that its writes would be visible.
         heir = await roles.start(
             run.command(engine, str(HERE.parent / "chaos" / "trainer.py"), str(await three_a_step(run)))
         )

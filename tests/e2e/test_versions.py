@@ -1,6 +1,6 @@
-"""A trainer is killed at policy version 57 and begun again from the checkpoint of step 50, with groups in flight.
+"""A trainer is killed at policy version 57 and restarted from the checkpoint of step 50, with groups in flight.
 
-Then the engine is started anew. One story, told once; each test reads what has to be true of it.
+Then the engine is restarted. The scenario runs once; each test checks one property of it.
 """
 
 import json
@@ -35,20 +35,20 @@ TOLERANCE = 1e-4
 
 @dataclass(kw_only=True)
 class Story:
-    """What was seen."""
+    """Everything observed during the scenario."""
 
     project: Project
     models: dict[int, Path] = field(default_factory=dict)
-    """Policy version -> its weights, as they were when it was published."""
+    """Policy version -> its weights at the time of publication."""
     groups: dict[str, Group] = field(default_factory=dict)
-    """By prompt: everything that was ever scored."""
+    """Every group ever scored, by prompt."""
     scored: Counter[str] = field(default_factory=Counter)
     told: list[int | None] = field(default_factory=list)
-    """The version that the engine says it has, whenever it changed; None where it has none, or is not there."""
+    """Versions that the engine reported, one item per change; None while it has no version or is not reachable."""
     left: dict[str, bytes] = field(default_factory=dict)
-    """What the killed trainer had published last, by file."""
+    """The weights that the killed trainer published last, by file."""
     taken_up: list[tuple[int, int]] = field(default_factory=list)
-    """Step and version, when a trainer had begun and before it trained."""
+    """Step and version of each trainer after its start and before its first step."""
 
     def ledger(self) -> list[dict]:
         return self.project.ledger()
@@ -104,7 +104,7 @@ async def _tell(connection: RunConnection, roles: Cast, tasks, story: Story, red
     await roles.start(project.command("score", file, "--redis", redis_url))
     trainer = await roles.start(project.command("train", file, *addresses))
 
-    # Step n publishes version n. All is trained; nothing moves when the trainer is killed.
+    # Step n publishes version n. Everything is trained, so nothing changes when the trainer is killed.
     await feed(connection, *(f"p{i}" for i in range(KILLED_AT)))
     await until(connection, lambda: _at_rest(connection, KILLED_AT), 120)
     trainer.kill()
@@ -113,7 +113,7 @@ async def _tell(connection: RunConnection, roles: Cast, tasks, story: Story, red
     await anyio.to_thread.run_sync(story.keep_model, KILLED_AT)
     story.left = await anyio.to_thread.run_sync(story.weights)
 
-    # Long completions, which the engine has sampled in part when it is frozen.
+    # Long completions, partly sampled when the engine is frozen.
     before = await _sampled(url)
     longer = ("--set", "rollout.max_tokens=500", "--set", "rollout.max_tokens_per_turn=500")
     await feed(connection, *(f"late{i}" for i in range(LATE)))
@@ -123,7 +123,7 @@ async def _tell(connection: RunConnection, roles: Cast, tasks, story: Story, red
             await anyio.sleep(0.005)
     await _post(f"{url}/pause?mode=keep")
 
-    # The step after the checkpoint is to hold all of it, so that the first new version lasts until then.
+    # The step after the checkpoint holds all of them, so that the first new version lasts until then.
     again = KILLED_AT - KEPT_AT
     one_step = ("--set", f"train.batch_size={again + LATE}")
     trainer = await roles.start(project.command("train", file, *addresses, *one_step))
@@ -133,7 +133,7 @@ async def _tell(connection: RunConnection, roles: Cast, tasks, story: Story, red
     await anyio.to_thread.run_sync(story.keep_model, policy.version)
     await until(connection, lambda: _at_rest(connection, KILLED_AT + LATE), 120)
 
-    # Another engine at the same address, with the weights that the run began with and no version.
+    # A new engine at the same address, with the run's initial weights and no version.
     newest = (await read_published_policy(connection)).version
     await anyio.to_thread.run_sync(story.keep_model, newest)
     with anyio.fail_after(60):
@@ -164,7 +164,7 @@ async def _published(connection: RunConnection, version: int) -> bool:
 
 
 async def _sampled(url: str) -> int:
-    """Tokens that the engine has sampled so far."""
+    """Return how many tokens the engine has sampled so far."""
     async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
         lines = (await response.text()).splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
@@ -176,7 +176,7 @@ async def _post(url: str) -> None:
 
 
 async def _read_scored(connection: RunConnection, story: Story) -> None:
-    """Read along, before a checkpoint lets the server forget; no consumer of the group, so nobody notices."""
+    """Copy scored groups before a checkpoint deletes them; reads without a consumer group do not affect the run."""
     last = "0"
     while True:
         found = await connection.redis.xread({connection.key("scored"): last}, block=1000)
@@ -202,13 +202,13 @@ async def _ask_version(url: str, story: Story) -> None:
 
 
 def versions(row: Row) -> list[int]:
-    """The policy version of each sampled token."""
+    """Return the policy version of each sampled token."""
     of = {i: span.version for span in row.spans for i in range(span.start, span.end)}
     return [of[i] for start, end in row.sampled_ranges for i in range(start, end)]
 
 
 def forward(model, row: Row) -> list[float]:
-    """Log-probs of the row's sampled tokens, teacher-forced."""
+    """Return the log-probs of the row's sampled tokens, teacher-forced."""
     ids = torch.tensor([[*row.prompt, *row.tokens]])
     with torch.no_grad():
         logprobs = torch.log_softmax(model(ids).logits[0].double(), dim=-1)
@@ -222,7 +222,7 @@ def rows(story: Story, prefix: str) -> list[Row]:
 
 
 def furthest(story: Story, row: Row, version: int, folder: Path) -> tuple[int, float]:
-    """Tokens of a version in a row, and how far the engine's log-probs of them are from a model's."""
+    """Return how many tokens of `version` a row has, and the largest log-prob difference between engine and model."""
     said = forward(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), row)
     pairs = zip(versions(row), said, row.sampled_logprobs, strict=True)
     apart = [abs(a - b) for v, a, b in pairs if v == version]

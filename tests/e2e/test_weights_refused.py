@@ -1,4 +1,4 @@
-"""Engines that cannot take the trainer's weights, as they were started: no restart would change that."""
+"""Engines that, as started, cannot accept the trainer's weights; a restart with the same options would not help."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""User code that wears a worker out, holds its event loop, or cannot be verified, in whole runs."""
+"""User code that wears out a worker, blocks its event loop, or cannot be verified, in whole runs."""
 
 import json
 
@@ -65,7 +65,7 @@ def farmed(completions, number):
 
 @pytest.fixture
 def world(project):
-    """Say which environment."""
+    """Return a function that selects the environment of the run by name."""
     (project.folder / "worlds.py").write_text(WORLDS)
 
     def use(name, **rollout):
@@ -92,7 +92,7 @@ def log_lines(project, role, event):
 
 def test_hung_threads_wear_the_worker_out_and_the_run_goes_to_its_end(world):
     project = world("Hangs", call_timeout_s=0.5)
-    project.table["queue"] |= {"max_abandoned_threads": 4, "max_restarts": 0}  # no crash is forgiven: there is none
+    project.table["queue"] |= {"max_abandoned_threads": 4, "max_restarts": 0}  # a single crash fails the run
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert summary["fed"] == 10
     assert summary["completion_states"]["failed:env_reset"] == 8
@@ -114,7 +114,7 @@ def test_an_event_loop_held_for_longer_than_a_lease_loses_nothing_and_is_told_of
     assert summary["dead"] == summary["outstanding"] == 0
     assert (
         summary["completion_states"]["valid"] >= 39
-    )  # a completion that held the loop beyond its deadline has overrun
+    )  # a completion that blocked the loop beyond its deadline counts as timed out
     assert sum(summary["completion_states"].values()) == 40
     assert balanced(summary)
     held = [line for n in (0, 1) for line in log_lines(project, f"rollout-{n}", "event_loop.blocked")]
@@ -137,7 +137,7 @@ def test_a_policy_that_makes_its_verifier_time_out_stops_the_run_which_says_so(p
     (project.folder / "farmed.py").write_text(REWARDS)
     ref = f"{project.folder / 'farmed.py'}:farmed"
     project.table["rewards"] = [{"ref": ref, "processes": 4, "granularity": "row", "timeout_s": 0.2}]
-    project.table["train"] |= {"batch_size": 2}  # so a window of 8 groups decides
+    project.table["train"] |= {"batch_size": 2}  # so that a window of 8 groups decides
     project.table["filter"] = {"zero_variance": False}
     project.prompts(40)
     result = project.run("run", str(project.write()), "--json")
