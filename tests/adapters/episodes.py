@@ -1,4 +1,4 @@
-"""Episodes of adapters without a model's weights, where a script says what the model does: alone, and in whole runs."""
+"""Episodes of adapters with a script in place of a model's weights, alone and in whole runs."""
 
 import json
 from collections import Counter
@@ -25,7 +25,7 @@ from workers.testing.scripted_engine import ScriptedEngine
 async def completions(
     factory: EnvironmentFactory, script, *, n: int = 1, pool: EnvironmentPool | None = None, fields=None, **limits
 ) -> list[Completion]:
-    """Roll a prompt out through the code of a rollout worker. Without a pool each call has slots of its own."""
+    """Roll a prompt out through the rollout worker's code. Without a pool each call makes new slots."""
     if pool is None:
         async with EnvironmentPool({"it": factory}, size=n) as own:
             return await completions(factory, script, n=n, pool=own, fields=fields, **limits)
@@ -50,15 +50,15 @@ async def completions(
 
 
 class Trained(NamedTuple):
-    """What a run left."""
+    """Results of a run."""
 
     summary: dict[str, Any]
     metrics: list[dict[str, Any]]
-    """By step, which is one group here."""
+    """Groups by step; each step has one group."""
     asked: list[str]
-    """The conversations that the engine was to go on with."""
+    """The conversations that the engine was given."""
     pushes: int
-    """Weights that the engine took, the first ones included."""
+    """Weights that the engine loaded, the first ones included."""
 
 
 async def train(
@@ -71,17 +71,17 @@ async def train(
     groups: int = 4,
     **limits: Any,
 ) -> Trained:
-    """A whole `penstock run` against an environment: real Redis, rollout workers, scorers and trainer in processes.
+    """Run `penstock run` against an environment: real Redis, with rollout workers, scorers and trainer in processes.
 
-    One group is in flight at a time, so that what a script says by turns is said to the siblings of a group.
+    One group is in flight at a time, so that a script's successive answers go to the siblings of one group.
 
     Args:
         project: the user's folder.
         ref: of the environment.
-        say: from a conversation, and how often it was asked for before, to what the model says.
+        say: maps a conversation, and the number of earlier requests with it, to the model's answer.
         args: of the environment.
-        reward: of the reward function; without one the environment's own reward is all there is.
-        groups: how many.
+        reward: of the reward function; by default only the environment's reward counts.
+        groups: number of groups.
         limits: settings of `rollout`.
     """
     tokenizer = Tokenizer.from_file(project.table["model"]["path"] + "/tokenizer.json")

@@ -1,4 +1,4 @@
-"""Other people's servers, each in a virtual environment of its own, as processes of a test."""
+"""Third-party servers as test processes, each in a separate virtual environment."""
 
 import fcntl
 import os
@@ -20,7 +20,7 @@ from tests.cases.ports import free_port
 HERE = Path(__file__).parent
 OPENENV = "openenv-core==0.3.0"
 OPENENV_OLD = "openenv-core==0.2.0"
-"""The last one whose client's calls are synchronous, as TRL's examples want them."""
+"""The last version whose client has synchronous calls, as TRL's examples require."""
 _CHECKOUTS = {
     "PENSTOCK_OPENENV": "git clone --branch v0.3.0 https://github.com/huggingface/OpenEnv",
     "PENSTOCK_TRL": "git clone --branch v1.9.0 https://github.com/huggingface/trl",
@@ -28,14 +28,14 @@ _CHECKOUTS = {
 
 
 def checkout(variable: str) -> Path:
-    """The checkout that an environment variable names: what belongs to others and is in no package. Skips without."""
+    """Return the checkout that an environment variable names: third-party code in no package. Skips without it."""
     if variable not in os.environ:
         pytest.skip(f"{variable} is not set; it names what `{_CHECKOUTS[variable]}` makes")
     return Path(os.environ[variable]).resolve(strict=True)
 
 
 def virtual_environment(name: str, *requirements: str) -> Path:
-    """The interpreter of a virtual environment, made once beside ours and kept: what is in it may conflict with us."""
+    """Return the interpreter of a virtual environment, made once and reused; its packages may conflict with ours."""
     home = Path(sys.prefix) / "adapters" / f"{name}-{zlib.crc32(' '.join(requirements).encode()):08x}"
     home.parent.mkdir(exist_ok=True)
     with (home.parent / f"{home.name}.lock").open("w") as lock:
@@ -54,7 +54,7 @@ def virtual_environment(name: str, *requirements: str) -> Path:
 def serving(
     command: list[str | Path], port: int, folder: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A server's process, from when its port answers; killed in the end."""
+    """Run a server's process; yield when its port answers, and kill it at the end."""
     with (folder / f"server-{port}.log").open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -86,7 +86,7 @@ def _answers(port: int) -> bool:
 
 @contextmanager
 def openenv_server(app: str, folder: Path, *paths: Path) -> Iterator[str]:
-    """An OpenEnv server as its README starts it; yields its address."""
+    """Start an OpenEnv server as its README does; yield its address."""
     port = free_port()
     command = [
         virtual_environment("openenv", OPENENV),
@@ -104,9 +104,9 @@ def openenv_server(app: str, folder: Path, *paths: Path) -> Iterator[str]:
 
 
 def openenv_init(folder: Path) -> Path:
-    """The environment that `openenv init echo_env` makes: it echoes messages. Returns its folder, a package, too."""
+    """Create the echo environment of `openenv init echo_env`. Return its folder, which is also a package."""
     command = [virtual_environment("openenv", OPENENV), "-m", "openenv.cli", "init", "echo_env"]
-    offline = {**os.environ, "UV_OFFLINE": "1"}  # it would resolve a lock file that nobody needs here
+    offline = {**os.environ, "UV_OFFLINE": "1"}  # otherwise it resolves a lock file
     done = subprocess.run(command, cwd=folder, env=offline, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return folder / "echo_env"

@@ -1,7 +1,7 @@
-"""Classes and functions of other people's scripts and pages: their source, not a character of it changed.
+"""Extract classes and functions from third-party scripts and pages: their source, unchanged.
 
-They stand beside a trainer that is not ours, often within the function that runs it. So a user's file is made of them,
-with the imports that they need and the values that they read from around them.
+In these files they stand beside another trainer's code, often inside the function that runs it. The extracted source
+becomes a user's file, with the imports that it needs and the values of the enclosing scope that it reads.
 """
 
 import ast
@@ -12,12 +12,12 @@ from pathlib import Path
 
 
 def source_of(file: Path, name: str, nth: int = 0) -> str:
-    """The source of a class or function.
+    """Return the source of a class or function.
 
     Args:
-        file: a script, or a page in Markdown with Python in it.
-        name: what it is called; with dots, what it stands in as well.
-        nth: of several, from 0.
+        file: a script, or a Markdown page that contains Python.
+        name: the name; with dots, also the names that enclose it.
+        nth: index among several of that name, from 0.
     """
     text = file.read_text()
     pieces = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE) if file.suffix == ".md" else [text]
@@ -42,12 +42,12 @@ def _defined(node: ast.AST, within: tuple[str, ...]) -> Iterator[tuple[tuple[str
 
 
 def written(file: Path, *sources: str, imports: str = "", paths: tuple[Path, ...] = (), **scope: str) -> Path:
-    """A user's file with these sources.
+    """Write a user's file with these sources.
 
     Args:
         file: to write.
         sources: of classes and functions.
-        imports: what they need.
+        imports: statements that they need.
         paths: folders to import from.
         scope: expressions for the names that they read.
     """

@@ -1,4 +1,4 @@
-"""Gymnasium's own FrozenLake-v1, wrapped in text by a codec of the user's."""
+"""Gymnasium's FrozenLake-v1, wrapped in text by a user's codec."""
 
 import json
 import re
@@ -89,7 +89,7 @@ async def test_it_is_trained_against_through_the_whole_pipeline(project):  # noq
     ways |= {(3, 1): ("right",), (3, 2): ("right",)}
 
     def say(text, nth):
-        """Down, and safely to the goal; every other time to the right, and into a hole."""
+        """Go down and safely to the goal; every second time go right, into a hole."""
         (*_, (row, column, over)) = re.findall(r"You are in row (\d), column (\d)\.( It is over)?", text)
         if over:
             return "Done."
@@ -98,7 +98,7 @@ async def test_it_is_trained_against_through_the_whole_pipeline(project):  # noq
 
     trained = await train(project, "gymnasium", say, args=ARGS, max_turns=8)
     assert (trained.summary["groups_trained"], trained.summary["dead"]) == (4, 0), trained.summary
-    assert trained.pushes == 5  # the first weights, too
+    assert trained.pushes == 5  # includes the first weights
     for step in trained.metrics:
         assert (step["reward/min"], step["reward/mean"], step["reward/max"]) == (0.0, 0.5, 1.0)
         assert step["turns/mean"] == (7 + 3) / 2

@@ -26,7 +26,7 @@ STDIO = {"command": sys.executable, "args": [str(SERVER)]}
 
 @pytest.fixture(scope="module")
 def stdio():
-    """A factory whose environments start the server themselves."""
+    """Return a factory whose environments start the server themselves."""
     return EnvironmentFactory.load("mcp", STDIO)
 
 
@@ -120,8 +120,8 @@ async def test_a_stdio_server_is_trained_against_through_the_whole_pipeline(proj
     reward = f"{project.folder}/notes.py:notes"
     trained = await train(project, "mcp", say, args=STDIO | {"fresh": True}, reward=reward)
     assert (trained.summary["groups_trained"], trained.summary["dead"]) == (4, 0), trained.summary
-    assert trained.pushes == 5  # the first weights, too
-    for step in trained.metrics:  # with one session for all episodes there would be more notes from group to group
+    assert trained.pushes == 5  # includes the first weights
+    for step in trained.metrics:  # one session for all episodes would accumulate notes from group to group
         assert (step["reward/min"], step["reward/mean"], step["reward/max"]) == (1.0, 2.5, 4.0)
 
 

@@ -1,4 +1,4 @@
-"""`echo_env` as OpenEnv's repository has it, from a checkout that the tester names: `PENSTOCK_OPENENV`, at v0.3.0."""
+"""`echo_env` from a checkout of OpenEnv's repository at v0.3.0, which `PENSTOCK_OPENENV` names."""
 
 import anyio
 import pytest
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    """The address of its server."""
+    """The address of the checkout's server."""
     folder = checkout("PENSTOCK_OPENENV") / "envs"
     with openenv_server("echo_env.server.app:app", tmp_path_factory.mktemp("echo"), folder) as found:
         yield found
@@ -55,7 +55,7 @@ async def test_it_is_trained_against_over_its_websocket(factory, project):  # no
     reward = f"{project.folder}/echoed.py:echoed"
     trained = await train(project, factory.ref, say, args={"reward": "none"}, reward=reward)
     assert (trained.summary["groups_trained"], trained.summary["dead"]) == (4, 0), trained.summary
-    assert trained.pushes == 5  # the first weights, too
+    assert trained.pushes == 5  # includes the first weights
     assert any("<tool_response>1</tool_response>" in text for text in trained.asked)
     for step in trained.metrics:
         assert (step["reward/min"], step["reward/mean"], step["reward/max"]) == (0.0, 0.5, 1.0)

@@ -1,4 +1,4 @@
-"""Unmodified OpenEnv servers, each a process in a virtual environment of its own."""
+"""Unmodified OpenEnv servers, each a process in a separate virtual environment."""
 
 import json
 
@@ -21,20 +21,20 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
-    """What `openenv init echo_env` makes of the template that openenv-core carries."""
+    """The environment that `openenv init echo_env` makes from the template in openenv-core."""
     return openenv_init(tmp_path_factory.mktemp("template"))
 
 
 @pytest.fixture(scope="module")
 def echo(template):
-    """Its environment, as it is, for more than one session."""
+    """A server of that environment, unchanged, for several sessions."""
     with openenv_server("echo_app:app", template.parent, HERE / "openenv", template) as url:
         yield url
 
 
 @pytest.fixture(scope="module")
 def wordle(tmp_path_factory):
-    """OpenEnv's server code, with a Wordle that can be told to fail."""
+    """OpenEnv's server code with a Wordle that fails on request."""
     folder = tmp_path_factory.mktemp("wordle")
     with openenv_server("wordle_server:app", folder, HERE / "openenv") as url:
         yield url
@@ -98,7 +98,7 @@ async def test_the_template_environment_is_trained_against_over_its_websocket(ec
 
     trained = await train(project, f"openenv:{echo}", say)
     assert (trained.summary["groups_trained"], trained.summary["dead"]) == (4, 0), trained.summary
-    assert trained.pushes == 5  # the first weights, too
+    assert trained.pushes == 5  # includes the first weights
     for step in trained.metrics:
         assert (step["reward/count"], step["turns/mean"]) == (4, 2.0)
         assert (step["reward/min"], step["reward/max"]) == (pytest.approx(0.1), pytest.approx(0.4))
@@ -114,7 +114,7 @@ async def test_on_a_real_server_the_episode_after_a_cancelled_call_reads_its_own
     with pytest.raises(EnvironmentFailure):
         env.get_reward()
     await env.reset()
-    await anyio.sleep(1.2)  # by now the old session has answered into nothing
+    await anyio.sleep(1.2)  # by now the old session has answered to a closed socket
     await env.call_tool("step", {"message": "[0.999]"})
     assert env.get_reward() == 0.999
     await env.close()

@@ -1,4 +1,4 @@
-"""OpenEnv's wire against a server of the test's own, which sends what a real one sends, and faults at will."""
+"""OpenEnv's wire format against a scripted server, which sends what a real one sends, and faults on request."""
 
 import copy
 import json
@@ -29,7 +29,7 @@ def observation(text, reward, done=False):
 
 
 class Server:
-    """`say(reward=...)` bears that reward; a fault by name does what its name says."""
+    """A scripted environment: `say(reward=...)` has that reward; the name of a fault causes it."""
 
     def __init__(self, tools=TOOLS):
         self.tools, self.connections, self.steps = tools, 0, []
@@ -151,7 +151,7 @@ async def test_a_reward_that_nobody_asks_for_is_not_required(server):
 
 
 async def test_after_a_call_that_overran_the_next_episode_reads_its_own_reward(server):
-    """Upstream issue 1143: a client that goes on with the socket is off by one for ever."""
+    """Upstream issue 1143: a client that keeps the socket reads each reply one request too late from then on."""
     factory = await load(server)
     async with EnvironmentPool({"it": factory}, size=1) as pool:
         late = await completions(factory, [say(fault="late", reward=0.111), "Done."], pool=pool, call_timeout_s=0.05)

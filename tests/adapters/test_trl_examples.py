@@ -1,8 +1,8 @@
-"""TRL's own environments and reward functions, by reference, as they stand in a checkout that the tester names.
+"""TRL's environments and reward functions, by reference, unmodified, from a checkout that the tester names.
 
-`PENSTOCK_TRL` names a checkout of TRL at v1.9.0; the Wordles want `PENSTOCK_OPENENV` as well, one of OpenEnv at v0.3.0
-with the client that they import. OpenEnv's client library is 0.2, whose calls are synchronous, as those classes want
-them; the servers are 0.3. What they import as `echo_env` is what `openenv init echo_env` makes.
+`PENSTOCK_TRL` names a checkout of TRL at v1.9.0; the Wordles also need `PENSTOCK_OPENENV`, a checkout of OpenEnv at
+v0.3.0 with the client that they import. OpenEnv's client library is 0.2, because those classes need its synchronous
+calls; the servers are 0.3. The `echo_env` that they import is the one that `openenv init echo_env` makes.
 """
 
 import json
@@ -38,7 +38,7 @@ async def load(file, name):
 
 
 async def rewards(file, factory, found, name="reward_func"):
-    """What TRL's reward function says of completions, given the snapshots."""
+    """Call TRL's reward function on completions, given the snapshots."""
     function = await anyio.to_thread.run_sync(partial(RewardFunction.load, f"{file}:{name}"))
     assert [completion.failure for completion in found] == [None] * len(found)
     kept = [thaw(completion.snapshot, factory) for completion in found]
@@ -115,9 +115,7 @@ async def test_the_echo_example_runs_and_its_reward_function_gets_what_each_comp
         ("echo", "Echo the message back from the environment.")
     ]
     found = []
-    async with EnvironmentPool(
-        {"it": factory}, size=1
-    ) as pool:  # the slot's instance serves one episode after the other
+    async with EnvironmentPool({"it": factory}, size=1) as pool:  # the slot's instance serves successive episodes
         for text in ("four", "seven77"):
             found += await completions(factory, [call("echo", json.dumps({"message": text})), "Done."], pool=pool)
     assert [completion.messages[1]["content"] for completion in found] == ["four", "seven77"]
@@ -182,7 +180,7 @@ async def test_the_documented_environment_is_trained_against_through_the_whole_p
     episodes = count()
 
     def say(text, _nth):
-        """What was asked for, and 7, which never is, by turns."""
+        """Answer alternately with the requested number and with 7, which is never right."""
         target = int(re.search(r"Increment the counter by (\d)\.", text)[1])
         return "Done." if "<tool_response>" in text else increment((target, 7)[next(episodes) % 2])
 
@@ -197,7 +195,7 @@ async def test_the_documented_environment_takes_its_task_from_a_data_set(trl, tm
     file = written(tmp_path / "increment.py", source_of(page, "IncrementEnv", nth=1))
     factory = await load(file, "IncrementEnv")
     values = []
-    async with EnvironmentPool({"it": factory}, size=1) as pool:  # the counter begins anew with each episode
+    async with EnvironmentPool({"it": factory}, size=1) as pool:  # the counter restarts with each episode
         for target in (2, 3):
             (completion,) = await completions(factory, [increment(2), "Done."], pool=pool, fields={"target": target})
             values.append(merge_parts(completion.parts))

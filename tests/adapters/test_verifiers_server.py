@@ -1,4 +1,4 @@
-"""An environment server of verifiers 0.4 in its own virtual environment, with one of its bundled environments."""
+"""An environment server of verifiers 0.4 in a separate virtual environment, with a bundled environment."""
 
 import os
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def factory(tmp_path_factory):
-    """A factory for verifiers' own OpenEnv environment, which plays the Wordle of a server beside it."""
+    """A factory for the OpenEnv environment of verifiers, which plays the Wordle of a server beside it."""
     folder = tmp_path_factory.mktemp("verifiers")
     python = virtual_environment("verifiers", "verifiers[openenv]==0.4.0", "uv")
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
@@ -39,7 +39,7 @@ async def test_an_episode_is_scored_by_the_server_and_its_tokens_are_those_that_
     (completion,) = await completions(factory, ["[slate]", "[crane]"])
     assert completion.failure is None, completion.failure
     assert completion.turns == 2
-    assert merge_parts(completion.parts) == Measured(0.2 + 1.0)  # two of slate's letters stand where crane has them
+    assert merge_parts(completion.parts) == Measured(0.2 + 1.0)  # two letters of slate are where crane has them
     (row,) = completion.rows
     said = [TOKENIZER.decode(row.tokens[a:b].tolist(), skip_special_tokens=False) for a, b in row.sampled_ranges]
     assert said == [f"[slate]{END}", f"[crane]{END}"]
@@ -79,4 +79,4 @@ async def test_it_is_trained_against_through_the_whole_pipeline(factory, project
 
     trained = await train(project, factory.ref, say, args=factory.args, group_size=2, max_turns=3)
     assert trained.summary["groups_trained"] == 4, trained.summary
-    assert trained.pushes == 5  # the first weights, too
+    assert trained.pushes == 5  # includes the first weights

@@ -1,4 +1,4 @@
-"""The wire of verifiers 0.4's environment servers, against one of the test's own that sends what real ones send."""
+"""The wire format of verifiers 0.4's environment servers, against a scripted server that sends what real ones send."""
 
 import json
 
@@ -40,7 +40,7 @@ def trace(**scalars):
 
 
 class Server:
-    """Answers as told: `play(endpoint, task)` gives the frames of a run, `(kind, payload)` each."""
+    """A scripted server: `play(endpoint, task)` yields the frames of a run, each `(kind, payload)`."""
 
     def __init__(self, play):
         self.play = play
@@ -73,7 +73,7 @@ class Server:
 
 
 async def ask(endpoint, *messages, **more):
-    """One request of a program's, as the OpenAI SDK makes it."""
+    """Make one request of an agent's program, as the OpenAI SDK does."""
     body = {"model": "policy", "messages": list(messages), **more}
     async with aiohttp.ClientSession() as session, session.post(f"{endpoint}/chat/completions", json=body) as response:
         text = await response.text()
@@ -90,7 +90,7 @@ def user(text):
 
 
 async def played(play, script, **limits):
-    """Completions of one prompt on a server that plays as told."""
+    """Return completions of one prompt on a server with this script."""
     server = Server(play)
     async with anyio.create_task_group() as tasks:
         address = await tasks.start(server.serve)
@@ -105,7 +105,7 @@ async def played(play, script, **limits):
 
 
 async def two_turns(endpoint, task):
-    """A game of two turns, then the rewards."""
+    """Play a game of two turns, then send the rewards."""
     messages = [user("Guess.")]
     for feedback in ("Warmer.", None):
         _, said = await ask(endpoint, *messages)
@@ -121,7 +121,7 @@ async def test_rewards_are_the_servers_and_tokens_are_the_workers_own():
     assert completion.failure is None, completion.failure
     assert merge_parts(completion.parts) == Measured(1.0)
     assert completion.parts[0].name == "env.right"
-    (row,) = completion.rows  # the second turn goes on where the first one ended
+    (row,) = completion.rows  # the second turn continues where the first one ended
     assert [row.tokens[a:b].tolist() for a, b in row.sampled_ranges] == [ids(f"one{END}"), ids(f"two{END}")]
     assert [(span.version, span.start, span.end) for span in row.spans] == [(7, *edge) for edge in row.sampled_ranges]
     assert [m["content"] for m in completion.messages] == ["one", "Warmer.", "two"]

@@ -1,7 +1,7 @@
-"""How many examples each property is shown.
+"""Set the number of examples per property.
 
-In CI few, so that all of them together take about a minute. By hand, with HYPOTHESIS_PROFILE=thorough, 5,000 for what
-most runs rest on and 200 for the rest, the whole path among it, without a time limit.
+In CI it is small, so that all properties together take about a minute. By hand, `HYPOTHESIS_PROFILE=thorough` runs
+5,000 examples for the code that most runs use and 200 for the rest, including the whole path, without a time limit.
 """
 
 import os
@@ -13,15 +13,15 @@ from hypothesis import settings
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
 QUICK = {"test_properties_of_the_path": 5, "test_properties_of_": 12, "test_twins_of_": 20, "test_": 100}
-"""Maximum number of examples per test, by how the module's name begins."""
+"""Maximum number of examples per test, by the prefix of the module's name."""
 MOST = 5000
 RESTED_ON = {
     *("grpo", "rloo", "opo", "passk", "grpo_passk", "reinforce_plus_plus_baseline", "gpg", "gdpo"),
     *("whiten", "loss:clipped", "clipped"),
 }
-"""Registered names that get `MOST` by hand, and so does every test of whitening and of the correction."""
+"""Registered names that get `MOST` under the `thorough` profile, as do all tests of whitening and of the correction."""
 LIMITS_S = {"nightly": 900, "thorough": 0}
-"""Seconds that one test may take under these profiles; 0: any number."""
+"""Time limit of one test under these profiles, in seconds; 0: none."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,7 +37,7 @@ def number_of_examples(request: pytest.FixtureRequest) -> Iterator[None]:
     settings.register_profile("this test", settings.get_profile(PROFILE), max_examples=_examples(request.node))
     settings.load_profile("this test")
     if usual is not None:
-        # Taken when the test was decorated; each of its parameters has a number of its own, and no public way to it.
+        # Hypothesis stores the settings per parameter when it decorates a test; there is no public way to change them.
         setattr(request.function, attribute, settings.default)
     yield
     settings.load_profile(PROFILE)

@@ -1,4 +1,4 @@
-"""The choice of an engine: prefers a cached prefix, balances load, and moves few groups when engines change."""
+"""Engine choice prefers a cached prefix, balances load, and moves few groups when engines are added or removed."""
 
 from collections import Counter
 

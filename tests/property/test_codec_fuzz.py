@@ -1,4 +1,4 @@
-"""Whatever happens to a payload on its way: it is the record that was sent, or a `RecordError`."""
+"""A payload altered in any way decodes to the record that was sent, or raises `RecordError`."""
 
 import msgspec
 from hypothesis import given
@@ -61,7 +61,7 @@ def test_decoding_reverses_encoding(group):
 
 
 def test_damaged_records_are_refused_or_safe_for_every_worker():
-    """A short run of `tests/fuzz/run.py`: bytes altered, and bodies altered under a checksum made right again."""
+    """Run `tests/fuzz/run.py` briefly: altered bytes, and altered bodies whose checksum is recomputed."""
     told = fuzz(2_500, seed=1)
     assert told["failures"] == []
     outcomes = told["outcomes"]

@@ -1,8 +1,8 @@
-"""Every importance level, rejection rule and selector, and the interpolated proximal policy, is what it says it is.
+"""Every importance level, rejection rule, selector and the interpolated proximal policy has the properties it declares.
 
-That junk, order, padding, masked rows and the cutting of rows change nothing, and that each equals a plain loop (P1,
-P2, P3, P8, P10, P19), is shown in test_twins_of_correction; the correction within the whole path in
-test_properties_of_the_path.
+test_twins_of_correction shows that junk, order, padding, masked rows and the division into rows change nothing, and
+that each function equals a plain loop (P1, P2, P3, P8, P10, P19). test_properties_of_the_path covers the correction
+within the whole path.
 """
 
 import math
@@ -57,7 +57,7 @@ def kept(name, case, lower=LEAST, upper=MOST, junk=0.0, taken=None, **how):
 
 
 def per_completion(sheet, values_RT):
-    """The values of each completion's tokens, as a set."""
+    """Return the set of token values of each completion."""
     found = {}
     for owner, line, mask in zip(sheet.ids_R.tolist(), values_RT.tolist(), sheet.mask_RT.tolist(), strict=True):
         found.setdefault(owner, set()).update(value for value, inside in zip(line, mask, strict=True) if inside)
@@ -96,7 +96,7 @@ def test_p7_a_rule_judges_tokens_or_whole_completions(name, case):
     if declared.level == "sequence":
         assert all(len(values) == 1 for values in per_completion(sheet, found.kept_RT))
     elif declared.level == "token":
-        # Each token by itself: a completion of its own for every row changes nothing.
+        # Per-token rules: treating every row as a separate completion changes nothing.
         alone = reject(
             [RejectionRule(name, LEAST, MOST)],
             log_ratios(*pair(sheet), Sequences(sheet.mask_RT, torch.arange(len(sheet.ids_R)))),
@@ -149,7 +149,7 @@ def test_p1_p10_a_selector_chooses_among_what_bears_loss_whatever_else_the_batch
 @each_selector
 @given(case=cases, source=st.randoms(use_true_random=False))
 def test_p3_who_is_chosen_by_merit_is_so_in_any_order(name, case, source):
-    """All candidates, so that no lot is drawn."""
+    """Select all candidates, so that nothing depends on chance."""
     everyone = {option: 1.0 for option in SELECTORS[name].option_names if option.endswith("_ratio")}
     options, moved = defaults(SELECTORS[name]) | everyone, source.sample(case, len(case))
     assert torch.equal(chosen(name, case, options), chosen(name, moved, options, rows=interleaved(moved, source)))
@@ -184,7 +184,7 @@ def test_p18_every_bound_of_a_rule_has_an_effect(name, option):
 
 
 EFFECTIVE = {"lower": (0.9003, 0.9903), "upper": (0.0503, 0.9903, 3.0)}
-"""Other bounds, so that at least one affects each kind of rule: ratios or divergences, tokens or completions."""
+"""Use other bounds, so that at least one affects each kind of rule: ratios or divergences, tokens or completions."""
 
 
 @pytest.mark.parametrize(("name", "option"), options_of(SELECTORS))

@@ -1,7 +1,7 @@
-"""Every registered estimator compares what was measured with what was measured, and is what it declares itself to be.
+"""Every registered estimator compares only measured values, and has the traits it declares.
 
-That each equals a plain loop over groups, of every size and at an offset of 1e4 (P8), is shown by the twins, in
-test_twins_of_advantages.
+The twins in test_twins_of_advantages show that each equals a plain loop over groups, for all sizes and at an offset
+of 1e4 (P8).
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ more = st.lists(completions, max_size=5, unique_by=lambda made: made.key)
 
 
 def answer(name, case, options, junk=0.0, *, singleton="zero", inputs=None, **how):
-    """Advantages, and returns where there are any, of completions in B or tokens of L, in the order of keys."""
+    """Advantages, and returns if the estimator makes them, of completions in B or tokens of L, sorted by key."""
     inputs = needed(inputs or inputs_of(case, junk, **how), ESTIMATORS[name])
     found = estimate(name, inputs, options, single_sample_policy=singleton)
     if isinstance(found, TokenAdvantages):
@@ -71,7 +71,7 @@ def test_p4_invalid_completions_and_a_group_of_them_change_nothing(name, case, o
 @each_of_completions
 @given(case=cases, others=more, data=st.data())
 def test_p5_a_singleton_is_0_however_many_invalid_siblings_it_has(name, case, others, data):
-    """Before whitening: where that follows, all are singletons."""
+    """Holds before whitening. For estimators that whiten, all groups are singletons."""
     options = data.draw(drawn(ESTIMATORS[name]))
     alone = [replace(made, group=place) for place, made in enumerate(case)]
     siblings = [replace(made, group=made.group % len(case)) for made in fresh(others, "unmeasured")]
@@ -92,7 +92,7 @@ def test_p5_a_singleton_is_0_however_many_invalid_siblings_it_has(name, case, ot
     data=st.data(),
 )
 def test_p6_equal_rewards_are_exactly_0(name, case, rewards, data):
-    """Before whitening: where that follows, every group is tied."""
+    """Holds before whitening. For estimators that whiten, all groups have equal rewards."""
     options = data.draw(drawn(ESTIMATORS[name]))
     case = [replace(made, reward=rewards[made.group]) for made in case]
     inputs = inputs_of(case)
@@ -101,7 +101,7 @@ def test_p6_equal_rewards_are_exactly_0(name, case, rewards, data):
 
 
 def moved(inputs, how):
-    """The inputs with another reward."""
+    """Return the inputs with transformed rewards."""
     return inputs | {need: how(inputs[need]) for need in ("rewards_C", "parts_PC")}
 
 
@@ -147,7 +147,7 @@ def test_p7_what_is_whitened_has_mean_0_and_variance_1_over_tokens(name, case, d
         {"whiten": True} if "whiten" in ESTIMATORS[name].option_names else {}
     )
     inputs = inputs_of(case)
-    # Far above the epsilon of whitening: an estimator's own epsilon may leave deviations of its size.
+    # Far above the epsilon of whitening: an estimator's epsilon may leave deviations of that size.
     if "part_weights_P" in ESTIMATORS[name].input_names:
         inputs = {**inputs, "part_weights_P": 1e6 * inputs["part_weights_P"]}
     else:
@@ -159,7 +159,7 @@ def test_p7_what_is_whitened_has_mean_0_and_variance_1_over_tokens(name, case, d
         values = found.repeat_interleave(inputs["loss_lengths_C"])
     if len(values) > 1:
         assert abs(float(values.mean())) < 1e-6
-        # Nothing where all are equal, but for rounding.
+        # Zero, but for rounding, where all values are equal.
         assert float(values.var()) == pytest.approx(1.0, abs=0.01) or float(values.var()) < 1e-6
 
 
@@ -212,7 +212,7 @@ def test_p10_p12_padding_and_tool_tokens_at_the_end_change_nothing(name, case, w
 @given(case=cases)
 @pytest.mark.parametrize("name", OF_COMPLETIONS)
 def test_p16_a_measured_0_is_not_an_unmeasured_reward(name, case):
-    """Siblings differ; masks as well (test_properties_of_masks)."""
+    """The siblings' advantages differ; so do the masks (test_properties_of_masks)."""
     zero = Made(key=-1, group=0, reward=0.0)
     one, other = [*RICH, zero], [*RICH, replace(zero, state="unmeasured")]
     options = defaults(ESTIMATORS[name]) | ({"k": 1} if name == "passk" else {})

@@ -1,6 +1,6 @@
-"""Every registered group filter judges a group by its completions in B alone, and by nothing of another group.
+"""Every registered group filter judges a group only by its completions in B, and never by another group.
 
-That each equals a plain loop over groups (P8) is shown in test_twins_of_correction.
+test_twins_of_correction shows that each equals a plain loop over groups (P8).
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ more = st.lists(completions, max_size=4, unique_by=lambda made: made.key)
 
 
 def kept(name, case, options, junk=0.0, sign=1):
-    """Whether each group with a completion is kept, by its number."""
+    """Return, by group number, whether each group with a completion is kept."""
     inputs = needed(inputs_of(case, junk, sign=sign), FILTERS[name])
     found = FILTERS[name](inputs, options)
     assert found.dtype == torch.bool

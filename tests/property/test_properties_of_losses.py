@@ -1,6 +1,6 @@
-"""Every registered loss, aggregation and divergence, and the critic's loss: through a network, to its parameters.
+"""Every registered loss, aggregation and divergence, and the critic's loss, differentiated through a network.
 
-That each equals a plain loop over tokens (P8), and stays finite at log-ratios of 100, is shown in test_twins_of_losses.
+test_twins_of_losses shows that each equals a plain loop over tokens (P8) and is finite at log-ratios of 100.
 """
 
 import math
@@ -33,9 +33,9 @@ aggregations = st.sampled_from(sorted(AGGREGATIONS))
 class Found:
     loss: Tensor
     gradients: list[Tensor]
-    """Of every parameter."""
+    """With respect to every parameter."""
     own: Tensor
-    """By the log-prob (for the critic: the value) of each token that bears loss, in the order of keys."""
+    """With respect to the log-prob (the critic: the value) of each loss token, sorted by key."""
     sums: dict[str, float]
     maxima: dict[str, float]
 
@@ -45,17 +45,17 @@ def options(name):
 
 
 def run(name, case, chosen, aggregation="token-mean", *, junk=0.0, taken=None, split=None, **how):
-    """The loss of a case.
+    """Compute the loss of a case.
 
     Args:
         name: of the loss.
         case: the completions.
-        chosen: its options.
+        chosen: the loss's options.
         aggregation: name.
-        junk: what stands outside of the mask in everything.
+        junk: value of every input outside the mask.
         taken: a row whose tokens are masked.
-        split: the number of a part for each completion; all in one unless given.
-        how: of the sheet.
+        split: number of the micro-batch of each completion; by default all are in one.
+        how: options of the sheet.
     """
     sheet, network = Sheet(case, **how), Network(0)
     if taken is not None:
@@ -114,7 +114,7 @@ def assert_same(left, right):
     assert all(close(one, other) for one, other in zip(left.gradients, right.gradients, strict=True))
     assert close(left.own, right.own)
     for one, other in ((left.sums, right.sums), (left.maxima, right.maxima)):
-        # A part without any row has no sums.
+        # A micro-batch without rows has no sums.
         assert {key: one.get(key, 0.0) for key in one | other} == pytest.approx(
             {key: other.get(key, 0.0) for key in one | other}, rel=1e-12, abs=1e-11
         )
@@ -127,7 +127,7 @@ def test_p1_junk_changes_no_bit_of_the_loss_of_any_gradient_or_of_a_metric(name,
     clean, dirty = run(name, case, chosen, aggregation), run(name, case, chosen, aggregation, junk=junk)
     assert torch.equal(clean.loss, dirty.loss)
     assert all(torch.equal(one, other) for one, other in zip(clean.gradients, dirty.gradients, strict=True))
-    assert torch.equal(clean.own, dirty.own)  # and by_key has seen that the others' gradients are exactly 0
+    assert torch.equal(clean.own, dirty.own)  # by_key has checked that all other gradients are exactly 0
     assert (clean.sums, clean.maxima) == (dirty.sums, dirty.maxima)
 
 
@@ -202,7 +202,7 @@ def test_p7_what_a_loss_declares_of_itself_holds(name, case, data):
     assert declared.selector in {"", *SELECTORS}
     assert declared.aggregation in {"", *AGGREGATIONS}
     if declared.on_policy:
-        # Its gradient is that of the log-prob alone, wherever the proximal policy is.
+        # The gradient is that of the log-prob alone, for any proximal policy.
         sheet = Sheet(case)
         by_hand = -2 * sheet.number(91.0) * (1 + 0.5 * sheet.number(53.0)) / max(1, int(sheet.mask_RT.sum()))
         assert close(run(name, case, chosen).own, sheet.by_key(torch.where(sheet.mask_RT, by_hand, 0.0)))
@@ -251,7 +251,7 @@ def test_p18_every_option_of_an_aggregation_has_an_effect(name, option):
 @pytest.mark.parametrize("name", AGGREGATIONS)
 @given(lengths=st.lists(st.integers(0, 5), max_size=6), ranks=st.integers(1, 3))
 def test_p7_the_factors_of_a_batch_add_up_to_what_the_aggregation_says(name, lengths, ranks):
-    """To 1 where it is a mean; a completion without a token has none, and a batch without any adds up to 0."""
+    """Means add up to 1. A completion without tokens has no factor; an empty batch adds up to 0."""
     lengths_R = torch.tensor(lengths, dtype=torch.int64)
     totals = BatchTotals(tokens=sum(lengths), completions=sum(n > 0 for n in lengths), ranks=ranks)
     found = row_factors(name, lengths_R, totals, constant=4.0)

@@ -1,4 +1,4 @@
-"""What may vote and what may train: the masks follow from the facts and the truncation policies, and nothing else."""
+"""Which completions vote and which train follows only from the facts and the truncation policies."""
 
 import math
 from dataclasses import fields, replace
@@ -45,7 +45,7 @@ def derived(case, truncation, batch=None, rejected=None):
 
 
 def left(made):
-    """Whether a token of it is neither too old nor was never there."""
+    """Return whether the completion has at least one token that is not too old."""
     return made.state != "no_row" and not set(range(sum(made.turns))) <= set(made.stale)
 
 
@@ -129,7 +129,7 @@ def test_rejecting_and_dropping_later_gives_the_masks_of_deriving_them_with_it(c
 
 
 def same_masks(left, right):
-    """All masks are equal; which of two rules is blamed may differ by their order."""
+    """Check that all masks are equal. The rule that is blamed may differ with the order of the rules."""
     for field in fields(left):
         if field.name == "rejected_by_C":
             assert torch.equal(left.rejected_by_C == NONE, right.rejected_by_C == NONE)
@@ -170,7 +170,7 @@ def test_p16_a_measured_0_and_an_unmeasured_reward_differ_in_what_is_trained(tab
 def test_p17_why_a_reward_is_unknown_changes_counters_alone(table, rewards, reason):
     assume(None in rewards)
     settings = SETTINGS[table]
-    # Every group has a greedy completion here, so estimators that need one are not refused.
+    # Every group has a greedy completion, so estimators that require one accept it.
     greedy = "greedy_C" in ESTIMATORS[settings.estimator.name].input_names
     made = [Made(key=key, group=0, reward=reward or 0.0) for key, reward in enumerate(rewards)]
 

@@ -1,8 +1,8 @@
-"""Every metric that is no counter is of what was measured alone; every name of the list is one of the two.
+"""Every metric except the counters covers measured values only; every listed name is one or the other.
 
-That junk, invalid completions, order, padding and micro-batches change none of them is shown with all the rest in
-test_properties_of_the_path; that those of the correction equal a plain loop in test_twins_of_correction. Here: what
-each is over, and that none is missing.
+test_properties_of_the_path shows that junk, invalid completions, order, padding and micro-batches change no metric;
+test_twins_of_correction, that the metrics of the correction equal a plain loop. These tests check what each metric
+covers, and that none is missing.
 """
 
 import math
@@ -39,13 +39,13 @@ def advantages_of(case):
 
 
 def rewards_by_group(batch, masks):
-    """Rewards as `check_group` returns them, group by group."""
+    """Return rewards in the form of `check_group`, group by group."""
     of_group = [batch.facts.group_ids_C == group for group in range(batch.facts.num_groups)]
     return [GroupRewards(masks.rewards_C[inside_C], masks.baseline_C[inside_C]) for inside_C in of_group]
 
 
 def metrics_of(case, filtered=(), junk=None, dropped=None):
-    """Metrics of a step of these completions, with rewards of some groups that the filters dropped."""
+    """Compute a step's metrics for these completions, including rewards of groups that the filters dropped."""
 
     def masked(case):
         batch = build(case)
@@ -103,7 +103,7 @@ def test_a_mean_is_over_what_its_name_says_and_is_left_out_where_there_is_nothin
     lengths = [sum(case[c].turns) for c in voting]
     assert found.get("length/mean") == (pytest.approx(statistics.fmean(lengths)) if lengths else None)
     assert found["valid_fraction"] == pytest.approx(len(voting) / len(case))
-    # By state, every completion once.
+    # One completion in each state.
     assert sum(value for name, value in found.items() if name.startswith("rows/")) == len(case)
     sizes = Counter(case[c].group for c in voting)
     assert found["groups/singleton"] == sum(size == 1 for size in sizes.values())
@@ -125,7 +125,7 @@ def test_every_name_of_the_list_is_found_on_the_path_and_every_metric_found_is_i
 
 
 def test_only_known_names_are_counters():
-    """A new metric is held to leaving out what is invalid, unless somebody says here that it counts it."""
+    """A new metric must leave out invalid values unless it is listed here as a counter."""
     assert sorted(name for name in STEP_METRICS if counts(name)) == [
         "groups/dropped/*",
         "groups/kept",
@@ -143,7 +143,7 @@ def test_only_known_names_are_counters():
 @pytest.mark.parametrize("table", [name for name, found in SETTINGS.items() if found.correction.reject])
 @given(case=cases)
 def test_metrics_of_a_rule_are_of_the_log_probs_that_it_judged(table, case):
-    """Of those that it rejected too."""
+    """The metrics include log-probs that the rule rejected."""
     settings, seen = SETTINGS[table], []
     network = Network(0)
     critic = network.value if settings.estimator.name == "gae" else None

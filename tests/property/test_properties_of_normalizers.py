@@ -1,6 +1,6 @@
-"""Every registered normaliser and shaping works on what was measured alone.
+"""Every registered normaliser and shaping uses measured values only.
 
-That each equals a plain loop (P8) is shown in test_twins_of_advantages and test_twins_of_correction.
+test_twins_of_advantages and test_twins_of_correction show that each equals a plain loop (P8).
 """
 
 from dataclasses import replace
@@ -24,13 +24,13 @@ more = st.lists(completions, max_size=4, unique_by=lambda made: made.key)
 
 
 def answer(name, case, options, junk=0.0, inputs=None, **how):
-    """Values of completions in B or tokens of L, in the order of keys; that others are exactly 0 is seen on the way."""
+    """Return values of completions in B or tokens of L, sorted by key; check that all others are exactly 0."""
     registered = REGISTERED[name]
     inputs = needed(inputs or inputs_of(case, junk, **how), registered)
     found = registered(inputs, options)
     assert found.dtype == torch.float64
     if name == "whiten":
-        # A weight of 0 has no vote, and is whitened all the same.
+        # A value of weight 0 has no vote, but is whitened.
         return by_key(case, found, inputs["mask"])
     return by_key(case, found, inputs["mask_RT"] if "mask_RT" in registered.input_names else inputs["baseline_C"])
 
@@ -77,7 +77,7 @@ def test_p10_p12_padding_and_tool_tokens_at_the_end_change_nothing(name, case, w
 
 
 def about_one(name, case):
-    """Values that are all the same, however large."""
+    """Return the inputs with 0.9 for every value."""
     inputs = inputs_of(case)
     return inputs | {need: torch.full_like(inputs[need], 0.9) for need in ("values", "values_C", "values_RT")}
 
@@ -88,7 +88,7 @@ def test_p6_equal_values_are_exactly_0_where_a_mean_is_subtracted(name, case, da
     options = data.draw(drawn(NORMALIZERS[name]))
     options |= {"shift": True} if "shift" in options else {"mean": "batch"}
     if options.get("leave_one_out") or "loss_C" in NORMALIZERS[name].input_names:
-        case = [replace(made, state="ok") for made in case]  # all count, otherwise one may have no sibling
+        case = [replace(made, state="ok") for made in case]  # all values count; otherwise one may lack siblings
     assert (answer(name, case, options, inputs=about_one(name, case)) == 0).all()
 
 

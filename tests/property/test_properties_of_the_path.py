@@ -1,7 +1,7 @@
-"""What is invalid is nowhere, from the facts of a batch to every parameter's gradient and every metric.
+"""Invalid data has no effect, from the facts of a batch to every parameter's gradient and every metric.
 
-Over tables of settings that between them name every estimator, loss, aggregation, divergence, importance level,
-rejection rule, shaping and normaliser (`tests.cases.tables`). P1 ... are the invariants of the validity contract.
+The tables of settings together name every estimator, loss, aggregation, divergence, importance level, rejection rule,
+shaping and normaliser (`tests.cases.tables`). P1 ... are the invariants of the validity contract.
 """
 
 import math
@@ -28,12 +28,12 @@ SETTINGS = {
 
 
 def some(table):
-    """Its settings; a selector chooses some of its candidates."""
+    """Return the table's settings; a selector takes some of its candidates."""
     return SETTINGS[table, 4]
 
 
 def every(table):
-    """Its settings; a selector chooses all of its candidates."""
+    """Return the table's settings; a selector takes all of its candidates."""
     return SETTINGS[table, 5]
 
 
@@ -45,7 +45,7 @@ def test_everything_registered_is_named_in_a_table():
 
 @each_table
 def test_a_table_trains_on_what_is_valid(table):
-    """So that nothing below holds for want of anything to train on."""
+    """Check that there is something to train on, so that no property below holds vacuously."""
     found = evaluate(RICH, build(RICH), some(table))
     assert found.masks.loss_C.sum() > len(RICH) / 3
     assert any(gradient.abs().max() > 1e-6 for gradient in found.gradients)
@@ -100,7 +100,7 @@ def test_p10_padding_of_any_width_changes_nothing(table, case, width):
 
 
 def uncut(case, settings):
-    """The case; with an estimator that asks for the value of an end, all completions ended by themselves."""
+    """Return the case; for an estimator that uses the value of a final state, without truncated completions."""
     if "bootstrap_C" not in ESTIMATORS[settings.estimator.name].input_names:
         return case
     return [replace(made, state="ok") if made.truncated else made for made in case]
@@ -110,7 +110,7 @@ def uncut(case, settings):
 @given(case=cases, tail=st.integers(1, 5))
 def test_p12_tool_tokens_at_the_end_change_nothing(table, case, tail):
     settings = some(table)
-    # A critic is asked for the state at which a completion was cut short, and that is behind what the tool said.
+    # A critic values the state in which a completion was truncated, which includes the tool tokens.
     case = uncut(case, settings)
     longer = [replace(made, tail=tail) for made in case]
     assert_same(evaluate(case, build(case), settings), evaluate(longer, build(longer), settings))
@@ -133,7 +133,7 @@ FORKED = [Made(1, 0, 1.0, turns=(2, 2), forked=True), Made(2, 0, 0.0, turns=(4,)
 
 
 def of_any_length(settings):
-    """The same settings, without a penalty for length."""
+    """Return the same settings without a length penalty."""
     truncation = {
         reason: "keep" if policy == "penalty" else policy for reason, policy in settings.algorithm.truncation.items()
     }
@@ -151,10 +151,10 @@ def test_p14_rejecting_a_row_equals_never_having_had_it(table, case, which, how,
     owner = int(batch.completion_ids_R[which])
     made, part = case[owner], int((batch.completion_ids_R[:which] == owner).sum())
     several = made.forked and len(made.turns) > 1
-    # Under `baseline_only` a completion bears no loss, so that whether its log-probs are numbers decides nothing (P1).
+    # Under `baseline_only` a completion bears no loss, so whether its log-probs are finite has no effect (P1).
     assume(made.truncated is None or settings.truncation_policy(made.truncated) != "baseline_only")
     if several and settings.algorithm.overlong_penalty[0]:
-        # How long a completion was is a fact of it, whichever of its rows are trained.
+        # The length of a completion is a fact: it includes rows that are not trained.
         settings = of_any_length(settings)
     sampled = batch.sampled_RT[which]
     if how == "not_finite":
@@ -174,7 +174,7 @@ def test_p14_rejecting_a_row_equals_never_having_had_it(table, case, which, how,
 
 
 def _without_lengths(result):
-    """What was sampled is a fact too: its metrics are not the loss path's."""
+    """Remove metrics of what was sampled: they are facts, which the loss path does not change."""
     kept = {
         name: value for name, value in result.metrics.items() if not name.startswith(("length/", "truncated/length"))
     }
@@ -186,10 +186,10 @@ def _without_lengths(result):
 def test_p19_splitting_a_completion_into_rows_changes_nothing(table, case):
     settings = some(table)
     if settings.estimator.name == "optimal_token_baseline":
-        # It counts places, a tool's and a rejected token's among them, and there are none between two rows, nor in a
-        # row without a token left (P14).
+        # The estimator counts positions, including tool tokens and rejected tokens; there are none between two rows,
+        # nor in a row whose tokens are all rejected (P14).
         case = [replace(made, gap=0, stale=()) for made in case]
-    # A critic is asked for the state at the end of a row, rejected tokens included, if any of it is left (P14).
+    # A critic values the state at the end of a row, including rejected tokens, if any token of the row is left (P14).
     case = uncut(case, settings)
     whole, split = ([replace(made, forked=forked) for made in case] for forked in (False, True))
     assert_same(evaluate(whole, build(whole), settings), evaluate(split, build(split), settings))

@@ -1,4 +1,4 @@
-"""Snapshots of anything: equal on the way back, of the same types, and nothing but a RecordError out of junk."""
+"""Snapshots of any object decode to equal values of the same types; junk raises only `RecordError`."""
 
 import dataclasses
 import datetime as dt
@@ -74,7 +74,7 @@ values = st.recursive(
 
 
 def same(one: object, other: object) -> bool:
-    """Equal, with the same types all the way down: (1,) is not [1], and 1 is not True."""
+    """Return whether both are equal, with equal types at every level: (1,) is not [1], and 1 is not True."""
     if type(one) is not type(other):
         return False
     if isinstance(one, list | tuple):

@@ -1,7 +1,7 @@
-"""Any order of anything that workers, a trainer, a feeder and the clock may do, on a real server.
+"""Random sequences of actions by workers, trainer, feeder and clock on a real server.
 
-After every step the account balances, each open prompt is in exactly one place, and no claim has gone over capacity.
-At the end the run is brought to its end: nothing may be left, and no prompt may be in the trained history twice.
+After every step the account balances, each open prompt is in exactly one place, and no claim exceeds the capacity.
+At the end the run is completed: nothing may be left, and no prompt may be in the trained history twice.
 """
 
 import tempfile
@@ -37,7 +37,7 @@ workers, stages, picks = st.sampled_from(WORKERS), st.sampled_from(list(NEXT)), 
 
 
 class Run(RuleBasedStateMachine):
-    """A run, with a trainer that is killed now and then; time passes only where a rule says so."""
+    """A run whose trainer is sometimes killed; time passes only where a rule advances it."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -51,10 +51,8 @@ class Run(RuleBasedStateMachine):
             for s in NEXT
             for w in WORKERS
         }
-        self.leases = []  # (stage, lease), held or lost long ago
-        self.came_again = (
-            set()
-        )  # prompts delivered again after they had ended; the server does not know when they were started
+        self.leases = []  # (stage, lease), current or expired
+        self.came_again = set()  # prompts delivered again after they ended; the server does not know when they started
         self.fed = 0
         self.kept = 0
         self.deaths = 0
@@ -72,7 +70,7 @@ class Run(RuleBasedStateMachine):
             self.folder.cleanup()
 
     def begin_with_entries_everywhere(self) -> None:
-        """Put something into every stage, a lease and the ledger: otherwise few examples would get that far."""
+        """Fill every stage, a lease and the ledger at the start; few random examples would reach these states."""
         self.feed(8)
         self.claim("prompts", "w0", CAPACITY)
         for _ in range(CAPACITY):
@@ -122,14 +120,14 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(pick=picks, index=st.integers(0, 3))
     def save_a_completion(self, pick, index) -> None:
-        """Save a completion, with a lease that is held or was lost long ago."""
+        """Save a completion under a current or an expired lease."""
         stage, lease = self.leases[pick % len(self.leases)]
         self.call(stage.save_partial, lease, Completion(index=index))
 
     @precondition(lambda self: self.leases)
     @rule(pick=picks)
     def end_a_lease_twice(self, pick) -> None:
-        """Run the script again, as after a lost reply."""
+        """Repeat the script, as after a lost reply."""
         stage, lease = self.leases[pick % len(self.leases)]
         self.end_a_lease(pick, "complete")
         again = self.call(
@@ -197,7 +195,7 @@ class Run(RuleBasedStateMachine):
         self.came_again |= {prompt.encode() for prompt in marked.values() if prompt not in self.ledger.outcomes}
         self.call(self.tenure.recover, self.ledger)
 
-    # -- what must hold
+    # -- invariants
 
     @invariant()
     def the_balance_holds(self) -> None:

@@ -1,6 +1,6 @@
 """Every registered estimator and normalizer equals its naive twin on random batches.
 
-Groups of one to nine, interleaved, in several sizes, with invalid completions and junk wherever nothing may look.
+Groups have one to nine completions, interleaved, some invalid; all entries that must be ignored hold junk.
 """
 
 import math
@@ -33,17 +33,17 @@ OPTIONS = {
     "mean": st.sampled_from(LEVELS),
     "std": st.sampled_from(LEVELS),
 }
-"""By name. An estimator with an option that is not here fails, until somebody says what its values are."""
+"""Values of each option, by name. An estimator with an option that is missing here fails."""
 
 levels = st.one_of(st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.floats(0, 5))
 
 
 @st.composite
 def batches(draw):
-    """A case whose every entry means something, junk to be added later."""
+    """Draw a case in which every entry is meaningful; junk is added later."""
     sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     groups = draw(st.permutations([code for code, size in enumerate(sizes) for _ in range(size)]))
-    # Never a mean that is 0 but for rounding: `max_rl` divides by it.
+    # No mean is 0 but for rounding: `max_rl` divides by it.
     offset = draw(st.sampled_from([0.0, 1e4, -20.0]))
     many = len(groups)
 
@@ -69,7 +69,7 @@ def batches(draw):
 
 @st.composite
 def sheets(draw):
-    """The same with tokens: up to seven of them, holes between, lines without any."""
+    """Draw a case with tokens: up to seven per completion, with gaps and empty rows."""
     case = draw(batches())
     many, width = len(case.groups), draw(st.integers(0, 7))
     source = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
@@ -83,7 +83,7 @@ def sheets(draw):
         bootstrap=torch.rand(many, generator=source).double().tolist(),
         greedy=torch.rand(many, generator=source).double().tolist(),
         old_logprobs=pi.log().tolist(),
-        # As probabilities are: no less than pi^2, and the rest is shared by at least one other token.
+        # Valid for probabilities: at least pi^2, and the rest is shared by at least one other token.
         sum_pi_squared=(pi.square() + uniform[4] * (1 - pi).square()).tolist(),
         weights=(0.2 + 1.8 * uniform[5]).tolist(),
     )
@@ -94,12 +94,12 @@ def numbers(values):
 
 
 def dirty(values, keep, junk):
-    """The values, with junk wherever they are not to be looked at."""
+    """Return the values with junk in all entries that must be ignored."""
     return torch.where(keep, values, junk)
 
 
 def inputs_of(case, junk):
-    """What the registry asks for; in the group's codes and in every number nothing gives away what is junk."""
+    """Build the registry's inputs. Neither group codes nor other numbers reveal which entries are junk."""
     valid = torch.tensor(case.valid)
     found = {
         "groups": Grouping(torch.tensor(case.groups), valid, max(case.groups) + 1),

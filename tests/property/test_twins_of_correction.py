@@ -1,4 +1,4 @@
-"""Every registered rule, level, shaping and filter against a naive twin, and what holds for all of them."""
+"""Every registered rule, level, shaping and filter equals a naive twin; properties that hold for all of them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from workers.train.algorithms.shaping import REWARD_SHAPINGS
 torch.set_num_threads(1)
 
 JUNK = (math.nan, math.inf, -math.inf, 1e30, -1e30)
-# Log-ratios are in 64ths and bounds are not, so that no rounding decides whether a token is within them.
+# Log-ratios are multiples of 1/64 and bounds are not, so rounding never decides whether a token is within them.
 DISTANCES = st.one_of(st.integers(-64, 64).map(lambda n: n / 64), st.sampled_from([100.0, -100.0, 24.0, -21.0]))
 BOUNDS = {"k1": (0.8123, 1.2711), "k2": (0.0, 0.0503), "k3": (0.0, 0.0407), "po": (0.0, 0.0703)}
 OPTIONS = st.fixed_dictionaries(
@@ -42,7 +42,7 @@ each_rule = pytest.mark.parametrize("name", REJECTIONS)
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of completions in some order; `None` is a place outside of the mask."""
+    """Rows of completions in some order; `None` is a position outside the mask."""
 
     rows: list[tuple[int, list[tuple[float, float] | None]]]
     width: int
@@ -71,7 +71,7 @@ class Case:
         return torch.tensor(laid, dtype=dtype).reshape(len(self.rows), self.width)
 
     def laid(self, found: dict[int, list[Any]]) -> list[list[Any]]:
-        """What a twin says of each completion's tokens, in the places of the rows; None elsewhere."""
+        """Arrange a twin's values per completion in the positions of the rows; None elsewhere."""
         rest = {owner: iter(values) for owner, values in found.items()}
         return [[next(rest[owner]) if token else None for token in row] for owner, row in self.rows]
 
@@ -113,7 +113,7 @@ def rules_of(names: list[str]) -> list[RejectionRule]:
 
 
 def run(case: Case, names: list[str], options: dict[str, Any], outside: float = 0.0) -> Found:
-    """The three steps as the learner takes them."""
+    """Run the three steps of the correction as the learner does."""
     train, rollout = case.side(0, outside), case.side(1, outside)
     rejection = reject(rules_of(names), log_ratios(train, rollout, Sequences(case.mask, case.ids)))
     weights = importance_weights(log_ratios(train, rollout, Sequences(rejection.kept_RT, case.ids)), **options)
@@ -132,7 +132,7 @@ def near(found: float | Tensor, expected: float, relative: float = 1e-9) -> bool
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor], relative: float = 0.0) -> bool:
-    """Equal, or but for rounding; a spread is as exact as the numbers that it is of."""
+    """Compare exactly, or within `relative`; a standard deviation is as exact as the values that it summarises."""
 
     def size(name: str) -> float:
         family = name.removesuffix("_std")
@@ -195,7 +195,7 @@ def test_metrics_equal_their_twins(case: Case, names: list[str], options: dict[s
     wrong = {
         name: (float(found[name]), value)
         for name, value in expected.items()
-        # A deviation is what is left of numbers as large as the largest.
+        # A deviation is a difference of values, so its rounding error scales with the largest of them.
         if abs(float(found[name]) - value)
         > 1e-9 * max(1.0, abs(value), expected.get(f"{name.removesuffix('std')}max", 0.0))
     }
@@ -248,14 +248,14 @@ def test_weights_are_finite_and_bounded(case: Case, options: dict[str, Any]) -> 
     assert not found.weights_RT.requires_grad
     assert not found.weights_RT[~case.mask].any()
     assert torch.isfinite(found.weights_RT).all()
-    tokens = max(int(case.mask.sum()), 1)  # no weight is more than all of them together
+    tokens = max(int(case.mask.sum()), 1)  # no weight exceeds the sum of all
     bound = tokens if options["normalize"] else min(options["upper"], math.exp(20))
     assert float(found.weights_RT.amax() if found.weights_RT.numel() else 0.0) <= bound * (1 + 1e-9)
 
 
 @given(cases(), OPTIONS.map(lambda options: options | {"normalize": True}), st.floats(1, 90))
 def test_what_was_rejected_is_not_in_the_mean(case: Case, options: dict[str, Any], further: float) -> None:
-    """However far a rejected completion is off, the survivors' weights stay the same."""
+    """The survivors' weights do not depend on a rejected completion's ratios."""
     before = run(case, ["seq_max_k2"], options)
     lost = {owner for owner, flags in twins.reject("seq_max_k2", case.batch, *BOUNDS["k2"]).items() if not all(flags)}
     moved = [

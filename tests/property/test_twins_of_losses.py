@@ -1,4 +1,4 @@
-"""Every registered loss, divergence and selector against a naive twin, and what holds for all of them."""
+"""Every registered loss, divergence and selector equals a naive twin; properties that hold for all of them."""
 
 import math
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ each_loss = pytest.mark.parametrize("name", LOSSES)
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of completions in some order; `None` is a place outside the mask."""
+    """Rows of completions in some order; `None` is a position outside the mask."""
 
     rows: list[tuple[int, list[Token | None]]]
 
@@ -91,7 +91,7 @@ def mask_of(case: Case, columns: int | None = None) -> Tensor:
 def run(
     name: str, case: Case, options: dict, junk: float = 0.0, columns: int | None = None
 ) -> tuple[LossOutput, Tensor]:
-    """The loss, and its gradient by the log-probs."""
+    """Return the loss, and its gradient with respect to the log-probs."""
     logprobs = sheet(case, "logprob", junk, columns).requires_grad_()
     mask = mask_of(case, columns)
     factors = [next((token.factor for token in row if token), junk) for _, row in case.rows]
@@ -172,7 +172,7 @@ def test_any_partition_by_completions_adds_up_to_the_same(name: str, data: st.Da
         outputs.append(output)
         found[[place for place, (owner, _) in enumerate(case.rows) if owner in members]] = share
     assert near(found, gradient, 1e-12)
-    # Shares of either sign may cancel, so the sum is measured by the gradient's share of each token.
+    # Terms of opposite sign may cancel, so the tolerance is relative to the sum of absolute terms.
     size = float(sum(abs(output.loss.detach()) for output in outputs))
     total = float(sum(output.loss.detach() for output in outputs))
     assert abs(total - float(whole.loss.detach())) <= 1e-12 * max(size, _size(name, case, options))
@@ -184,7 +184,7 @@ def test_any_partition_by_completions_adds_up_to_the_same(name: str, data: st.Da
 
 
 def _size(name: str, case: Case, options: dict) -> float:
-    """Sum of the absolute shares of all tokens."""
+    """Return the sum of the absolute terms of all tokens."""
     size = 0.0
     for number in case.completions:
         if completion := case.completion(number):
@@ -217,7 +217,7 @@ def test_log_ratios_of_a_hundred_give_a_finite_loss_and_gradient(name: str, dtyp
             (gradient,) = torch.autograd.grad(output.loss, logprobs)
             assert math.isfinite(float(output.loss.detach()))
             assert torch.isfinite(gradient).all()
-            # exp(20) by weight and by ratio, times the largest advantage, with room for penalties.
+            # exp(20) by weight and by ratio, times the largest advantage, with a margin for penalties.
             assert float(gradient.abs().max()) <= 4 * math.exp(40)
             assert all(math.isfinite(float(value)) for value in (output.sums | output.maxima).values())
 
@@ -243,7 +243,7 @@ def test_a_divergence_and_its_gradient_are_those_of_its_twin(
 
 
 COARSE = st.integers(-16, 16).map(lambda number: number / 8)
-"""Numbers whose squares add up without rounding, so that ties are ties in any order."""
+"""Draw numbers whose squares add up without rounding, so that ties are ties in any order."""
 lines = st.lists(st.tuples(COARSE, COARSE, COARSE, st.booleans()), min_size=0, max_size=12)
 
 
@@ -254,7 +254,7 @@ def line(values: list[float], mask: list[bool], junk: float) -> Tensor:
 
 
 def places(selected_RT: Tensor, mask: list[bool]) -> set[int]:
-    """Numbers of the chosen among the tokens of the mask; nothing outside is chosen."""
+    """Return the indexes of the selected tokens within the mask; check that no token outside is selected."""
     chosen = selected_RT[0].tolist()
     assert not any(c and not m for c, m in zip(chosen, mask, strict=True))
     return {number for number, c in enumerate(c for c, m in zip(chosen, mask, strict=True) if m) if c}

@@ -1,7 +1,7 @@
-"""The estimators once more, as plainly as can be: one completion, one group, one token at a time.
+"""Naive twins of the estimators: one completion, one group, one token at a time.
 
-Written from the formulas, not from the code that they check. Sums and means are exact (`Fraction`): a difference is the
-other side's.
+They are written from the formulas, not from the code that they check. Sums and means are exact (`Fraction`), so any
+rounding error is in the code under test.
 """
 
 import math
@@ -14,16 +14,16 @@ Line = list[float]
 
 @dataclass(frozen=True)
 class Case:
-    """A batch in plain lists: one entry to a completion, lines of equal length where there are tokens."""
+    """A batch in plain lists: one entry per completion, rows of equal length for tokens."""
 
     groups: list[int]
     rewards: list[float]
     valid: list[bool]
     lengths: list[int]
     loss_lengths: list[int]
-    """The same for those that bear loss, 0 for the others."""
+    """Lengths of the completions that bear loss; 0 for the others."""
     parts: list[Line]
-    """One list to a part of the reward, each with one entry to a completion."""
+    """One list per part of the reward, each with one entry per completion."""
     part_weights: list[float]
     correct: list[bool]
     mask: list[list[bool]] = field(default_factory=list)
@@ -36,12 +36,12 @@ class Case:
     weights: list[Line] = field(default_factory=list)
 
     def siblings(self, i: int) -> list[int]:
-        """Everybody in B of the same group, itself included."""
+        """Return the members of B in the same group, including the completion itself."""
         return [j for j in range(len(self.groups)) if self.valid[j] and self.groups[j] == self.groups[i]]
 
 
 TWINS: dict[str, Callable[..., object]] = {}
-"""By the names of the registry."""
+"""Twins by the registry's names."""
 
 
 def twin(function: Callable[..., object]) -> Callable[..., object]:
@@ -54,7 +54,7 @@ def mean_of(values: Sequence[float]) -> Fraction:
 
 
 def std_of(values: Sequence[float]) -> float:
-    """Of the sample; 0 of a single one."""
+    """Return the standard deviation of a sample; 0 for a single value."""
     if len(values) < 2:
         return 0.0
     mean = mean_of(values)
@@ -62,7 +62,7 @@ def std_of(values: Sequence[float]) -> float:
 
 
 def each(case: Case, advantage: Callable[[int, list[int]], float]) -> list[float]:
-    """One number for every completion of B, from its place and its siblings'; 0 for the others."""
+    """Compute one number per completion of B from its index and its siblings'; 0 for the others."""
     return [float(advantage(i, case.siblings(i))) if case.valid[i] else 0.0 for i in range(len(case.groups))]
 
 
@@ -138,7 +138,7 @@ def passk(case: Case, *, k: int) -> Line:
         p = 1 - Fraction(math.comb(wrong, k), math.comb(n, k))
         if p in (0, 1):
             return 0.0
-        # The mean of pass@k over the draws that have this completion in them, against that over all draws.
+        # Mean of pass@k over the draws that contain this completion, minus the mean over all draws.
         own = 1 if case.correct[i] else 1 - Fraction(math.comb(wrong - 1, k - 1), math.comb(n - 1, k - 1))
         return float(own - p) / math.sqrt(p * (1 - p))
 
@@ -157,7 +157,7 @@ def max_rl(case: Case, *, epsilon: float) -> Line:
 
 
 def whitened(values: Line, votes: list[int], inside: list[bool]) -> Line:
-    """Over tokens: each value counts as often as it has votes."""
+    """Whiten over tokens: each value counts once per vote."""
     tokens = [v for v, n, counts in zip(values, votes, inside, strict=True) if counts for _ in range(n)]
     if not tokens:
         return [0.0] * len(values)
@@ -187,7 +187,7 @@ Sheets = tuple[list[Line], list[Line]]
 
 
 def steps(case: Case, i: int) -> list[int]:
-    """Places of a completion's tokens that count, in order."""
+    """Return the positions of a completion's tokens that count, in order."""
     return [t for t, counts in enumerate(case.mask[i]) if counts]
 
 
@@ -239,7 +239,7 @@ def remax(case: Case) -> Sheets:
 
 
 def energy(case: Case, i: int, t: int) -> float:
-    """Of the gradient up to and with token t."""
+    """Return the energy of the gradient up to and including token t."""
     return math.fsum(
         (1 - 2 * math.exp(case.old_logprobs[i][p]) + case.sum_pi_squared[i][p]) * case.weights[i][p] ** 2
         for p in steps(case, i)
@@ -250,7 +250,7 @@ def energy(case: Case, i: int, t: int) -> float:
 def token_baseline(
     case: Case, place: Callable[[int, int], int], token_at: Callable[[int, int], int | None], *, zero_tail, epsilon
 ) -> Sheets:
-    """`place` numbers a completion's token, `token_at` finds the token that has that number in another completion."""
+    """Compute advantages; `place` numbers a completion's tokens, `token_at` finds that number in another completion."""
     advantages, returns = {}, {}
     for i in range(len(case.mask)):
         if not case.valid[i]:

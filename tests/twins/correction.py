@@ -1,7 +1,7 @@
-"""Rollout correction, its metrics, pass@k, shaping and filters once more: plain floats, one completion after another.
+"""Naive twins of rollout correction, its metrics, pass@k, shaping and filters: plain floats, one completion at a time.
 
 A completion is the list of its tokens in the mask, over all of its rows: `(train, rollout)` log-probs. A completion
-without such a token is not in the batch. Rules and levels are written with ratios where the library has their logs.
+without such tokens is not in the batch. Rules and levels are written with ratios; the library uses their logs.
 """
 
 import math
@@ -15,7 +15,7 @@ Weights = dict[int, list[float]]
 
 
 def ratio(log_ratio: float) -> float:
-    """pi / mu, bounded."""
+    """Return pi / mu, bounded."""
     return math.exp(min(20.0, max(-20.0, log_ratio)))
 
 
@@ -27,7 +27,7 @@ def log_ratios(batch: Batch) -> list[float]:
     return [train - rollout for tokens in batch.values() for train, rollout in tokens]
 
 
-# Rejection. A statistic says a number of each token, or one of the completion on each of its tokens.
+# Rejection. A statistic is a number per token; a statistic of the completion is repeated on each of its tokens.
 
 
 def k1(r: float) -> float:
@@ -75,7 +75,7 @@ STATISTICS = {
 
 
 def reject(name: str, batch: Batch, lower: float, upper: float) -> Kept:
-    """Which tokens a rule keeps."""
+    """Return which tokens a rule keeps."""
     if name == "m2po":
         return second_moment(batch, upper)
     found = {}
@@ -89,7 +89,7 @@ def reject(name: str, batch: Batch, lower: float, upper: float) -> Kept:
 
 
 def second_moment(batch: Batch, upper: float) -> Kept:
-    """Take in the tokens from the smallest square on, equal ones together, while the mean stays below the bound."""
+    """Keep tokens by ascending square, equal ones together, while the mean stays below the bound."""
     squares = {number: [math.log(r) ** 2 for r in ratios(tokens)] for number, tokens in batch.items()}
     every = [square for values in squares.values() for square in values]
     bound = min(every, default=0.0)
@@ -102,7 +102,7 @@ def second_moment(batch: Batch, upper: float) -> Kept:
 
 
 def surviving(batch: Batch, *kept: Kept) -> Batch:
-    """The tokens that every rule kept."""
+    """Return the tokens that every rule keeps."""
     found = {}
     for number, tokens in batch.items():
         left = [token for place, token in enumerate(tokens) if all(each[number][place] for each in kept)]
@@ -128,7 +128,7 @@ def bounded(weight: float, lower: float, upper: float, out_of_range: str) -> flo
 def weights(
     batch: Batch, *, level: str, lower: float, upper: float, out_of_range: str, normalize: bool
 ) -> tuple[Weights, float]:
-    """The weight of each token, and what it was divided by."""
+    """Return the weight of each token, and its divisor."""
     found = {
         number: [bounded(raw, lower, upper, out_of_range) for raw in LEVELS[level](tokens)]
         for number, tokens in batch.items()
@@ -259,7 +259,7 @@ def weight_metrics(
 
 
 def pass_at_k(n: int, c: int, k: int) -> float | None:
-    """None where there are fewer than k attempts."""
+    """Return None for fewer than k attempts."""
     return float(1 - Fraction(math.comb(n - c, k), math.comb(n, k))) if n >= k else None
 
 

@@ -1,4 +1,4 @@
-"""Every divergence once more: one token's value, and its derivative by the log-prob, in Python floats."""
+"""Naive twins of the divergences: one token's value, and its derivative by the log-prob, in Python floats."""
 
 import math
 from collections.abc import Callable

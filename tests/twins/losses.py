@@ -1,6 +1,6 @@
-"""Every policy loss once more: a loop over tokens in Python floats, with its derivative worked out by hand.
+"""Naive twins of the policy losses: a loop over tokens in Python floats, with the derivative worked out by hand.
 
-A twin takes the loss tokens of one completion and returns the loss of each, and the derivative of the sum of factor
+A twin takes the loss tokens of one completion. It returns the loss of each, and the derivative of the sum of factor
 times loss by each token's log-prob. Weights are applied.
 """
 
@@ -35,7 +35,7 @@ def twin(name: str, *options: dict[str, Any]) -> Callable[[Twin], Twin]:
 
 
 def by_token(rule: Callable[..., tuple[float, float]]) -> Twin:
-    """A twin from a rule that gives one token's loss, and its derivative by the token's own log-prob."""
+    """Make a twin from a rule that returns one token's loss and its derivative by that token's log-prob."""
 
     def twin_of_rule(tokens: list[Token], **options: Any) -> tuple[list[float], list[float]]:
         losses, gradient = [], []
@@ -49,7 +49,7 @@ def by_token(rule: Callable[..., tuple[float, float]]) -> Twin:
 
 
 def exponential(x: float, low: float = -20.0, high: float = 20.0) -> tuple[float, float]:
-    """exp of x held between bounds, and its derivative."""
+    """Return exp of x clamped to bounds, and its derivative."""
     if x < low:
         return math.exp(low), 0.0
     if x > high:
@@ -62,7 +62,7 @@ def ratio_of(token: Token) -> tuple[float, float]:
 
 
 def ppo(advantage: float, ratio: float, low: float, high: float) -> tuple[float, float]:
-    """-min(r A, clip(r) A), and its derivative by r."""
+    """Return -min(r A, clip(r) A), and its derivative by r."""
     if advantage > 0 and ratio > 1 + high:
         return -advantage * (1 + high), 0.0
     if advantage < 0 and ratio < 1 - low:
@@ -223,7 +223,7 @@ def dro(token: Token, *, dro_beta: float) -> tuple[float, float]:
 
 
 def value_loss(value: float, old: float, target: float, clip: float) -> tuple[float, float]:
-    """Of one token: 0.5 max of the clipped and unclipped squares, and its derivative."""
+    """Return one token's loss, 0.5 max of the clipped and unclipped squares, and its derivative."""
     held = min(max(value, old - clip), old + clip)
     if (held - target) ** 2 > (value - target) ** 2:
         return 0.5 * (held - target) ** 2, 0.0

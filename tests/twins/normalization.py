@@ -1,4 +1,4 @@
-"""The normalisers once more, one value at a time and exact where a sum is made."""
+"""Naive twins of the normalisers: one value at a time, with exact sums."""
 
 import math
 from collections.abc import Hashable
@@ -7,7 +7,7 @@ from functools import cache
 
 
 def whiten(values, mask, weights=None, *, unbiased, epsilon, shift):
-    """Flat lists; a value with weight n counts as n values."""
+    """Whiten a flat list; a value of weight n counts as n values."""
     counted = [(Fraction(v), 1 if weights is None else weights[i]) for i, v in enumerate(values) if mask[i]]
     number = sum(n for _, n in counted)
     if not number:
@@ -34,7 +34,7 @@ def normalize(
     unbiased: bool,
     epsilon: float,
 ):
-    """Flat lists, a pool's name to each value; `voting` are those that count where a statistic is of the batch."""
+    """Normalise a flat list with a pool name per value; only `voting` values count in statistics of the batch."""
     everyone = range(len(values))
     in_batch = [i for i in everyone if valid[i] and (voting is None or voting[i])]
 

@@ -1,4 +1,4 @@
-"""Token selection once more, on lists of one number to a loss token."""
+"""Naive twins of token selection, on lists with one number per loss token."""
 
 import math
 
@@ -10,7 +10,7 @@ def covariances(advantages: list[float], logprobs: list[float]) -> list[float]:
 
 
 def kl_cov(advantages: list[float], logprobs: list[float], *, kl_cov_ratio: float) -> set[int]:
-    """Places of the tokens of the largest covariance; of equal ones the first."""
+    """Return the indexes of the tokens of the largest covariance; of equal ones the first."""
     found = covariances(advantages, logprobs)
     ranked = sorted(range(len(found)), key=lambda place: (-found[place], place))
     return set(ranked[: max(1, int(kl_cov_ratio * len(found)))])
@@ -26,7 +26,7 @@ def clip_cov_candidates(
     clip_cov_low: float,
     clip_cov_high: float,
 ) -> set[int]:
-    """Places that the selector may choose from."""
+    """Return the indexes that the selector may choose from."""
     found = set()
     for place, covariance in enumerate(covariances(advantages, logprobs)):
         ratio = math.exp(max(-20.0, min(20.0, logprobs[place] - proximal[place])))
@@ -38,7 +38,7 @@ def clip_cov_candidates(
 
 
 def m2po(behaviour: list[float], proximal: list[float], *, threshold: float) -> set[int]:
-    """Places that stay: the largest go, with all that are as large, while the mean is not below the threshold."""
+    """Return the indexes kept: remove the largest, equal ones together, until the mean is below the threshold."""
     squares = {place: (p - b) ** 2 for place, (b, p) in enumerate(zip(behaviour, proximal, strict=True))}
     while squares and sum(squares.values()) / len(squares) >= threshold:
         largest = max(squares.values())

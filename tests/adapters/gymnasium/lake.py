@@ -1,4 +1,4 @@
-"""FrozenLake's text codec, as a user would write it."""
+"""A text codec for FrozenLake, as a user would write it."""
 
 MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}
 

@@ -1,4 +1,4 @@
-"""An MCP server of a user's, written with the official SDK: `python notes_server.py [PORT]`; stdio without a port."""
+"""A user's MCP server, written with the official SDK: `python notes_server.py [PORT]`; stdio without a port."""
 
 import os
 import sys

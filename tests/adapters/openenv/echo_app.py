@@ -1,7 +1,7 @@
-"""The environment of `openenv init echo_env`, unchanged, served to more than one session.
+"""The environment of `openenv init echo_env`, unchanged, served to several sessions.
 
-`PYTHONPATH=echo_env python -m uvicorn echo_app:app`. The app that is made along with it takes one session, and says in
-a comment that the number is the user's to raise: a group needs as many sessions as it has members.
+`PYTHONPATH=echo_env python -m uvicorn echo_app:app`. The generated app allows one session, and its comment tells the
+user to raise the number: a group needs one session per member.
 """
 
 from models import EchoAction, EchoObservation

@@ -1,10 +1,10 @@
 """An OpenEnv server with a Wordle, on the public base classes of `openenv-core`.
 
-`python -m uvicorn wordle_server:app --port PORT`, where `openenv-core` is installed. The secret word is `crane`. On the
-wire it is like OpenEnv's TextArena server, so that clients of that one can play here, without word lists to load: an
-observation's one message holds all that was said so far, and a guess that is no five letters in brackets is told apart
-by its text. For tests, a guess may also ask for trouble: `[nan]` bears a NaN as its reward,
-`[slow]` takes until the client has gone, `[raise]` makes the environment raise, `[0.25]` bears that reward.
+`python -m uvicorn wordle_server:app --port PORT`, where `openenv-core` is installed. The secret word is `crane`. Its
+wire format is that of OpenEnv's TextArena server, so that clients of the latter can play here without word lists: the
+only message of an observation holds the whole transcript, and a guess that is not five letters in brackets is
+recognised by its text. For tests, some guesses cause trouble: `[nan]` has a NaN as its reward, `[slow]` takes until the
+client has gone, `[raise]` makes the environment raise, `[0.25]` has that reward.
 """
 
 import asyncio

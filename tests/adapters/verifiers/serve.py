@@ -1,4 +1,4 @@
-"""Serves verifiers 0.4's bundled OpenEnv environment: `python serve.py ADDRESS OPENENV_URL`, in its own environment."""
+"""Serve verifiers 0.4's bundled OpenEnv environment: `python serve.py ADDRESS OPENENV_URL`."""
 
 import sys
 
