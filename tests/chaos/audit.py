@@ -1,4 +1,4 @@
-"""Where each prompt of a chaos run ended: by the weights first, then by ledger, dead letters and books."""
+"""Determine where each prompt of a chaos run ended: by the weights, then by ledger, dead letters and counters."""
 
 from collections import Counter
 from pathlib import Path
@@ -17,7 +17,7 @@ from workers.train.checkpointing.checkpoint import CheckpointStore
 
 
 class Verdict(Struct, kw_only=True):
-    """What came out."""
+    """Result of an audit."""
 
     fed: int
     trained: int
@@ -27,19 +27,19 @@ class Verdict(Struct, kw_only=True):
     lost: int
     """Prompts without an end."""
     twice: int
-    """Prompts with more than one, or more than one time."""
+    """Prompts with more than one end, or that ended more than once."""
     astray: int
-    """Prompts whose only end is not the one that was meant for them."""
+    """Prompts whose only end differs from the intended one."""
     contradicted: int
-    """Prompts of which the ledger says trained and the weights do not, or the other way round."""
+    """Prompts on which ledger and weights disagree about whether they were trained."""
     forgotten: int
-    """Groups that came to the trainer a second time, and were held back: mostly, what the server had forgotten."""
+    """Duplicate groups that the trainer discarded, mostly after the server lost its record of them."""
     unsettled: int
-    """What is left on the server: entries, open prompts, and counts that differ from the ends found here."""
+    """Rest on the server: entries, unfinished prompts, and differences between its counters and the ends found here."""
 
 
 def audit(folder: Path, groups: int) -> Verdict:
-    """Judge the run in a folder, whose server is at rest."""
+    """Audit the run in `folder`; no role may be at work."""
     view, dead = with_run(find_run(str(folder)), _ask)
     checkpoint = CheckpointStore(folder / "checkpoints").latest()
     weights = testimony(checkpoint.model).tolist() if checkpoint else [0.0] * groups
@@ -49,7 +49,7 @@ def audit(folder: Path, groups: int) -> Verdict:
         noted[row_of(line.prompt)].append(encode_outcome(line.outcome))
     buried: list[list[str]] = [[] for _ in range(groups)]
     for letter in dead:
-        if not letter.ends_prompt:  # somebody's junk, no prompt's end
+        if not letter.ends_prompt:  # not the end of a prompt: entries added by others
             continue
         buried[row_of(letter.prompt_id)].append(f"dead:{letter.stage}")
     ends: list[list[str]] = [[] for _ in range(groups)]
@@ -77,7 +77,7 @@ def audit(folder: Path, groups: int) -> Verdict:
 
 
 def acquitted(verdict: Verdict, groups: int) -> bool:
-    """Nothing lost, nothing twice, every end the one that was meant, and all books agree."""
+    """Whether nothing is lost or duplicated, every end is the intended one, and all records agree."""
     ended = verdict.trained + sum(verdict.dropped.values()) + verdict.dead
     amiss = (verdict.lost, verdict.twice, verdict.astray, verdict.contradicted, verdict.unsettled)
     return verdict.fed == groups == ended and not any(amiss)

@@ -1,4 +1,4 @@
-"""How each prompt of a chaos run is meant to end, by its row's number alone, and the rewards that bring it about."""
+"""Intended end of each prompt of a chaos run, by its row number alone, and the rewards that cause it."""
 
 TRAINED = "trained"
 NO_SIGNAL = "dropped:zero_variance"
@@ -6,15 +6,15 @@ UNMEASURED = "dropped:no_valid_row"
 REFUSED = "dead:prompts"
 """The chat template refuses the prompt."""
 UNREADABLE = "dead:scored"
-"""The engine says a token that the trainer's model does not know."""
+"""The engine returns a token that the trainer's model does not know."""
 
 GROUP_SIZE = 2
 VOCABULARY = 64
-"""Tokens that the trainer's model knows."""
+"""Number of tokens that the trainer's model knows."""
 
 
 def intended(row: int) -> str:
-    """The end of a prompt, were there no kills; with them it is to be the same."""
+    """Return the end that a prompt must have, with kills or without."""
     if row % 25 == 4:
         return REFUSED
     if row % 50 == 9:

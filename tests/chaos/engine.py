@@ -1,6 +1,6 @@
-"""The scripted engine as a process of its own: `engine.py --port PORT --asked FILE`.
+"""Run the scripted engine as a separate process: `engine.py --port PORT --asked FILE`.
 
-Each prompt is its row's number, in digits; the file gets a line for each that was asked for.
+Each prompt is its row number in digits; FILE receives one line per requested prompt.
 """
 
 import argparse
@@ -21,7 +21,7 @@ DELAY_S = 0.01
 
 
 def reply(prompt_ids: list[int], _request: object) -> list[int]:
-    """Repeat the prompt, or say a token that nobody knows."""
+    """Repeat the prompt, or return a token that the model does not know."""
     return [VOCABULARY + 1, END] if intended(_row(prompt_ids)) == UNREADABLE else [*prompt_ids, END]
 
 
@@ -30,7 +30,7 @@ def _row(prompt_ids: list[int]) -> int:
 
 
 async def main() -> None:
-    """Serve until killed."""
+    """Serve until the process is killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--asked", type=Path, required=True)

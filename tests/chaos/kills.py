@@ -1,4 +1,4 @@
-"""The hand that keeps a schedule of kills."""
+"""Carry out a schedule of kills on a run in progress."""
 
 import math
 import os
@@ -24,41 +24,41 @@ from workers.run.run_info import RunInfo, read_run_info
 from workers.train.checkpointing.checkpoint import MANIFEST, Manifest
 
 _ABSENT_S = 3.0
-"""A role that is not back by then has nothing left to do; somebody else is killed in its place."""
+"""A role that is not running again after this long has nothing left to do; another role is killed in its place."""
 _FSYNC_S = 5.0
-"""So long for a server to be caught while it forces its file to the disk."""
+"""Longest wait for a moment at which the server is in `fsync`."""
 _BALLAST = 48 * 1024 * 1024
 _EVERYSEC_S = 1.0
-"""So often it forces its file to the disk."""
+"""Interval of the server's `fsync` calls with `appendfsync everysec`."""
 _AHEAD = 0.02
-"""The run may be so much further than the next blow; then it is paused, or it would end before its kills."""
+"""How far, as a fraction of the prompts, the run may pass the next blow before it is paused; it must not end first."""
 
 
 @dataclass(kw_only=True)
 class Executioner:
-    """Keeps the schedule."""
+    """Carries out the schedule."""
 
     folder: Path
-    """The run's."""
+    """Folder of the run."""
     groups: int
     fsync: str
-    """The server's."""
+    """The server's `appendfsync`."""
     blows: list[Blow]
     killed: Counter[str] = field(default_factory=Counter)
     caught: Counter[str] = field(default_factory=Counter)
-    """Kills of the server that made it forget, by how."""
+    """Kills of the server that lost writes, by kind."""
     between: int = 0
-    """Kills when a checkpoint was durable and its groups not yet acknowledged."""
+    """Kills at which a checkpoint was durable and its groups not yet acknowledged."""
     limit: float = 0.0
     """How far the run may go for now, as a fraction of its prompts."""
 
     @property
     def kept(self) -> bool:
-        """Everybody who was to be killed was."""
+        """Whether every scheduled kill was carried out."""
         return self.killed.total() == sum(len(blow.roles) for blow in self.blows)
 
     async def run(self) -> None:
-        """Strike every blow."""
+        """Carry out all blows in order."""
         live = await self._live()
         async with connect(live.redis, live.run, create=False) as connection, anyio.create_task_group() as tasks:
             tasks.start_soon(self._hold_back, connection)
@@ -67,26 +67,26 @@ class Executioner:
                 self.limit = next(later, 1.0) + _AHEAD
                 await self._reached(blow.fraction, connection)
                 await self._deal(blow, live, connection)
-            # Whoever held it back may have to let it go twice: a server forgets.
+            # A server that lost writes may need a second `resume`.
             await self._reached(1.0, connection)
             tasks.cancel_scope.cancel()
 
     async def _hold_back(self, connection: RunConnection) -> None:
-        """Pause the run where it is ahead of its kills, or it would come to its end before them."""
+        """Pause the run while it is ahead of the schedule; otherwise it could end before its last kill."""
         while True:
             view = await self._look(connection)
             ahead = view is not None and _ended(view) >= self.limit * self.groups
             if view is not None and ahead != bool(view.paused):
-                with suppress(PenstockError):  # it has finished
+                with suppress(PenstockError):  # the run has finished
                     await (pause if ahead else resume)(connection, "chaos")
             await connection.wait_for_change("$", 0.2)
 
     async def _deal(self, blow: Blow, live: RunInfo, connection: RunConnection) -> None:
         await anyio.sleep(blow.delay_s)
         if blow.when == "checkpoint":
-            self.limit = math.inf  # in a run that stands still none would ever come
+            self.limit = math.inf  # a paused run would never write a checkpoint
             await self._checkpoint_appears()
-        # With `always` it does nothing else while it forces its file, and no power that fails takes anything with it.
+        # With `always` the server does nothing else during `fsync`, and a power failure loses nothing.
         aimed = {"fsync": _kill_in_fsync, "power": _cut_power}.get(blow.when) if self.fsync == "everysec" else None
         if aimed is not None and await anyio.to_thread.run_sync(aimed, live.redis, self.folder / "redis"):
             self.caught[blow.when] += 1
@@ -97,7 +97,7 @@ class Executioner:
             self.between += await self._was_between(connection)
 
     async def _live(self) -> RunInfo:
-        """Wait until the engine is there, and with it everybody."""
+        """Wait until the engine is running, and with it the other roles."""
         while (live := read_run_info(self.folder)) is None or not live.engines:
             await anyio.sleep(0.02)
         return live
@@ -110,11 +110,11 @@ class Executioner:
     async def _look(connection: RunConnection) -> RunStatus | None:
         try:
             return await read_status(connection)
-        except PenstockError:  # nobody has begun
+        except PenstockError:  # no role has started
             return None
 
     async def _checkpoint_appears(self) -> None:
-        """Wait for a new folder. The one poll here: the gap to be hit is a few milliseconds wide."""
+        """Wait for a new checkpoint folder; polls, because the gap to hit is a few milliseconds wide."""
         folder = self.folder / "checkpoints"
 
         def names() -> set[str]:
@@ -125,7 +125,7 @@ class Executioner:
             await anyio.sleep(0.0005)
 
     async def _strike(self, wanted: tuple[str, ...]) -> None:
-        """Kill these roles' processes, all at once."""
+        """Kill one process of each of these roles, all at once."""
         chosen: dict[int, str] = {}
         for role in wanted:
             with anyio.move_on_after(_ABSENT_S):
@@ -141,7 +141,7 @@ class Executioner:
             await self._strike(tuple(others[:missing]) or ("train",))
 
     async def _was_between(self, connection: RunConnection) -> bool:
-        """Whether groups that the newest checkpoint holds are still marked on the server."""
+        """Whether groups in the newest checkpoint are still marked on the server."""
         newest = max((self.folder / "checkpoints").glob("step-*"), key=lambda path: path.stat().st_mtime_ns)
         manifest = msgspec.json.decode((newest / MANIFEST).read_bytes(), type=Manifest)
         ends = Ledger.read_outcomes(self.folder / "ledger.jsonl", manifest.progress.ledger_bytes)
@@ -154,10 +154,10 @@ def _ended(view: RunStatus) -> int:
 
 
 def _kill_in_fsync(url: str, _data: Path) -> bool:
-    """Kill the server while it forces its file to the disk, and has been told things since that it only remembers.
+    """Kill the server during an `fsync`, while later writes exist in its memory alone.
 
-    Returns False where it could not be caught. There has to be much to be forced, as if a neighbour had written it. A
-    poll, since nothing tells.
+    Returns False if no such moment came. Ballast makes the `fsync` long, as a busy neighbour would. Polls, because the
+    server sends no event.
     """
     deadline = time.monotonic() + _FSYNC_S
     with Redis.from_url(url) as redis, suppress(RedisConnectionError):
@@ -174,7 +174,7 @@ def _kill_in_fsync(url: str, _data: Path) -> bool:
 
 
 def _cut_power(url: str, data: Path) -> bool:
-    """Kill the server, and take from its file what came in the last second; False where it began another file."""
+    """Kill the server and cut the last second of writes from its file; returns False if it began another file."""
     with Redis.from_url(url) as redis, suppress(RedisConnectionError):
         pid = redis.info("server")["process_id"]
         before = {path: path.stat().st_size for path in data.rglob("*.incr.aof")}
@@ -190,7 +190,7 @@ def _cut_power(url: str, data: Path) -> bool:
 
 
 def processes() -> dict[str, set[int]]:
-    """Role -> pids of the processes that our supervisor, in this very process, has started and that are alive."""
+    """Return role -> pids of the live processes that the supervisor in this process has started."""
     found: dict[str, set[int]] = {}
     for children in Path("/proc/self/task").glob("*/children"):
         for pid in map(int, children.read_text().split()):
@@ -201,12 +201,12 @@ def processes() -> dict[str, set[int]]:
 
 
 def _role(command_line: Path) -> str | None:
-    """What a process does; None for one that is dead, or no role's."""
+    """Return the role of a process; None if it is dead or has no role."""
     try:
         words = command_line.read_bytes().decode().split("\0")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    if words[0].partition(" ")[0].endswith(("redis-server", "valkey-server")):  # it writes one line of its own there
+    if words[0].partition(" ")[0].endswith(("redis-server", "valkey-server")):  # the server rewrites its command line
         return SERVER
     for script, role in (("trainer.py", "train"), ("engine.py", "engine")):
         if any(word.endswith((f"chaos/{script}", f"evaluation/{script}")) for word in words):

@@ -1,4 +1,4 @@
-"""The folder of a chaos run: prompts that are numbers, a tokenizer of digits, settings, and who runs each role."""
+"""Folder of a chaos run: prompts that are numbers, a tokenizer of digits, settings, and the command of each role."""
 
 import json
 import sys
@@ -11,10 +11,10 @@ from workers.settings.toml_file import parse_settings
 
 HERE = Path(__file__).parent
 END = 10
-"""The token that ends a turn; 0 to 9 are digits."""
+"""Token that ends a turn; 0 to 9 are digits."""
 LEASE_S = 2.0
 ASKED = "asked.txt"
-"""In the run's folder: the row of every request that came to the engine, a line each."""
+"""File in the run's folder: the row of every request that the engine received, one per line."""
 _PLENTY = 100_000
 _TEMPLATE = """\
 {%- for message in messages -%}
@@ -25,7 +25,7 @@ _TEMPLATE = """\
 
 
 def write_project(folder: Path, groups: int, seed: int, fsync: str = "everysec") -> Settings:
-    """Write model and prompts, and describe a run on them."""
+    """Write model and prompts; returns the settings of a run on them."""
     (folder / "model").mkdir(parents=True)
     _write_model(folder / "model")
     with (folder / "prompts.jsonl").open("w") as file:
@@ -42,7 +42,7 @@ def write_project(folder: Path, groups: int, seed: int, fsync: str = "everysec")
             | {"max_tokens": 16, "max_tokens_per_turn": 16},
             "score": {"workers": 2},
             "train": {"batch_size": 8, "save_every": 3},
-            # No budget runs out: each prompt has the end that is meant for it, however often its workers die.
+            # No retry budget runs out: each prompt has its intended end, however often its workers die.
             "queue": {"lease_s": LEASE_S, "max_attempts": _PLENTY, "max_restarts": _PLENTY} | {"fsync": fsync},
             "abort": {"max_invalid_fraction": 0.6, "stall_timeout_s": 120.0},
         }
@@ -50,14 +50,14 @@ def write_project(folder: Path, groups: int, seed: int, fsync: str = "everysec")
 
 
 def roles(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
-    """The command lines of `penstock run`, but for the trainer's, whose learner is the witness."""
+    """Return the command lines of `penstock run`, with the witness as the trainer's learner."""
     addresses = ("--redis", redis, *(part for url in engines for part in ("--engine", url)))
     train = RoleSpec(role="train", command=(sys.executable, str(HERE / "trainer.py"), str(file), *addresses))
     return [train if spec.role == "train" else spec for spec in role_specs(settings, file, redis, engines)]
 
 
 def engine(settings: Settings, _file: Path, port: int) -> RoleSpec:
-    """The scripted engine in the local one's place."""
+    """Return the scripted engine, which replaces the local one."""
     script, asked = str(HERE / "engine.py"), str(settings.folder / ASKED)
     return RoleSpec(role=ENGINE, command=(sys.executable, script, "--port", str(port), "--asked", asked))
 

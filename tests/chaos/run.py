@@ -1,11 +1,11 @@
-"""Kill processes of a run at random, and ask its weights whether anything was lost or trained twice.
+"""Kill processes of a run at random, and check from its weights whether anything was lost or trained twice.
 
     python tests/chaos/run.py --kills 100 --seed S --json
     python tests/chaos/run.py --kills 100 --server-kills 10 --fsync everysec --seed S --json
 
 Every role is a real process under the project's own supervisor, on a private Redis; the engine is scripted, and the
-trainer trains a witness (`witness.py`). Prints where the prompts ended; exits with 1 if one was lost, or trained twice,
-or the run did not come to its end. Linux only: processes are found through /proc.
+trainer trains a witness (`witness.py`). Prints where the prompts ended; exits with 1 if one was lost or trained twice,
+or the run did not finish. Linux only: processes are found through /proc.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from workers.settings import Settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, kill, judge; returns the exit code."""
+    """Run, kill, audit; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--server-kills", type=int, default=0, help="of the Redis server, beside those")
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(settings: Settings, executioner: Executioner, limit_s: float, *, quiet: bool) -> RunOutcome | None:
-    """Supervise the run to its end, with kills; None where it did not come to one in time."""
+    """Supervise the run, with kills; returns None if it did not finish in time."""
     outcomes: list[RunOutcome] = []
 
     async def main() -> None:
@@ -95,7 +95,7 @@ def _run(settings: Settings, executioner: Executioner, limit_s: float, *, quiet:
 
 
 def _again(folder: Path) -> dict[str, int]:
-    """Groups done again: trained, since no checkpoint had them; sampled, since their worker, or server, died."""
+    """Count the groups trained again for lack of a checkpoint, and sampled again after worker or server died."""
     begun = [line for line in (folder / "logs" / "train-0.log").read_text().splitlines() if '"trainer.started"' in line]
     asked = Counter((folder / project.ASKED).read_text().split())
     return {
@@ -105,7 +105,7 @@ def _again(folder: Path) -> dict[str, int]:
 
 
 def _complain(outcome: RunOutcome | None, executioner: Executioner) -> bool:
-    """Say what kept the run from its end; True where nothing did."""
+    """Print the failures of the run; returns True if there are none."""
     why = ""
     if outcome is None:
         why = "the run did not come to its end in time"

@@ -1,10 +1,12 @@
-"""Who is killed when: a seeded schedule.
+"""Seeded schedule of kills.
 
-A blow kills one process or several at once. It falls when so much of the run is done, so that the whole schedule fits
-into a run on any machine; or soon after the blow before it, whatever the run is doing then, recovery included; or at
-the moment at which a checkpoint's folder appears, before the trainer has acknowledged what is in it. On a server also
-while it forces its file to the disk in the background, when what it was told since is in its memory alone; or as if the
-machine had lost its power: its file is cut back by what it was told in the last second.
+A blow kills one or more processes at once. It falls at one of these moments:
+
+* `progress`: a fraction of the run is done, so that the whole schedule fits into a run on any machine;
+* `soon`: shortly after the previous blow, whatever the run is doing, recovery included;
+* `checkpoint`: a checkpoint's folder appears, before the trainer has acknowledged its groups;
+* `fsync` (server only): during a background `fsync`, while later writes exist in memory alone;
+* `power` (server only): as in a power failure, the last second of writes is cut from the server's file.
 """
 
 import random
@@ -28,17 +30,17 @@ class Blow:
     when: When
     roles: tuple[str, ...]
     fraction: float = 0.0
-    """Of prompts that have met their end; not before that."""
+    """Fraction of prompts that have ended before the blow falls."""
     delay_s: float = 0.0
 
 
 def schedule(kills: int, seed: int, server_kills: int = 0) -> list[Blow]:
-    """So many kills, in blows; every role has its turn before any has a second one, the server turns of its own."""
+    """Return blows with `kills` kills of roles, every role once before any twice, and `server_kills` of the server."""
     chance = random.Random(seed)
     blows = _on_roles(kills, chance)
     for number in range(server_kills):
         blow = Blow(when=_SERVER_MOMENTS[number % len(_SERVER_MOMENTS)], roles=(SERVER,))
-        # Never before a blow that falls soon after another one: that one stays where it is.
+        # Never directly before a `soon` blow, which belongs to its predecessor.
         places = [place for place in range(len(blows) + 1) if place == len(blows) or blows[place].when != "soon"]
         blows.insert(chance.choice(places), blow)
     paced = [blow for blow in blows if blow.when != "soon"]

@@ -1,4 +1,4 @@
-"""A chaos run as a test: it ends as if nobody had been killed."""
+"""A chaos run as a test: it ends as it would without kills."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ _RUN = Path(__file__).with_name("run.py")
 def survives(
     *, kills: int, groups: int, seed: int, limit_s: float, server_kills: int = 0, fsync: str = "everysec"
 ) -> None:
-    """A run with these kills ends as if there had been none."""
+    """Assert that a run with these kills ends as it would without them."""
     command = [sys.executable, str(_RUN), "--kills", str(kills), "--groups", str(groups), "--seed", str(seed)]
     command += ["--server-kills", str(server_kills), "--fsync", fsync, "--limit", str(limit_s), "--json"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=limit_s + 30, check=False)

@@ -1,4 +1,4 @@
-"""The project's own trainer, with a witness in the learner's place: `trainer.py FILE --redis URL --engine URL`."""
+"""Run the project's trainer with a witness as its learner: `trainer.py FILE --redis URL --engine URL`."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ from workers.train.worker import train
 
 
 def main() -> int:
-    """Run the role to its end; returns the exit code."""
+    """Run the role; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--redis", required=True)

@@ -1,8 +1,8 @@
-"""A learner whose weights say which prompts it was trained on, and how often.
+"""A learner whose weights show which prompts it was trained on, and how often.
 
-One parameter for each prompt, loss minus the sum of a batch's parameters, plain SGD with learning rate 1: a prompt's
-parameter is the number of times that it was in a batch. Nothing of it is bookkeeping, and it goes through checkpoints
-as any weights do.
+It has one parameter per prompt, the loss is minus the sum of a batch's parameters, plain SGD has learning rate 1.
+A prompt's parameter therefore counts the batches that contained the prompt. No bookkeeping is involved, and checkpoints
+hold it as they hold any weights.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ FILE = "model.safetensors"
 
 
 class Witness:
-    """What the trainer asks of a `Learner`, with one parameter for each row of the prompt file."""
+    """Implements the trainer's `Learner` interface, with one parameter for each row of the prompt file."""
 
     vocab_size = VOCABULARY
 
@@ -63,21 +63,21 @@ class Witness:
         save_file({"counts": self.counts.detach()}, folder / FILE)
 
     def state(self) -> dict[str, Tensor]:
-        """Plain SGD has none."""
+        """Empty: plain SGD has no state."""
         return {}
 
     def restore(self, folder: Path, _state: Mapping[str, Tensor], *, steps: int, skipped_steps: int = 0) -> None:
-        """Go back to these weights."""
+        """Restore these weights."""
         with torch.no_grad():
             self.counts.copy_(testimony(folder))
         self.steps, self.skipped_steps = steps, skipped_steps
 
 
 def testimony(folder: Path) -> Tensor:
-    """How often each row was trained on, by weights that a witness wrote."""
+    """Return how often each row was trained, from weights that a witness wrote."""
     return load_file(folder / FILE)["counts"]
 
 
 def row_of(prompt_id: str) -> int:
-    """The row's number in the id that the feeder gives a prompt (`prompts:EPOCH:ROW`)."""
+    """Return the row number in the id that the feeder gives a prompt (`prompts:EPOCH:ROW`)."""
     return int(prompt_id.rpartition(":")[2])

@@ -1,4 +1,4 @@
-"""A scripted engine whose answers hang on prompt, completion and turn alone, told apart by the request's seed.
+"""A scripted engine whose answers depend only on prompt, completion and turn, distinguished by the request's seed.
 
     engine.py --port PORT --model FOLDER [--delay SECONDS]
 
@@ -22,7 +22,7 @@ from workers.testing.scripted_engine import ReplyFunction, ScriptedEngine
 
 
 def scripted(model: Path) -> ReplyFunction:
-    """What is said: `add(A, B)`, or a digit."""
+    """Return the reply function: it says `add(A, B)`, or a digit."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     called = tokenizer.token_to_id("<tool_call>")
     assert called is not None
@@ -42,14 +42,14 @@ def scripted(model: Path) -> ReplyFunction:
 
 
 def held_out_starts(model: Path) -> list[list[int]]:
-    """How held-out prompts begin, and no others do: their numbers have four digits."""
+    """Return the token prefixes of held-out prompts; no other prompt has a number of four digits."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     ask = "<|im_start|>user\nSay 1"
     return [tokenizer.encode(f"{ask}{digit:03d}", add_special_tokens=False).ids for digit in range(100)]
 
 
 async def main() -> None:
-    """Serve until killed."""
+    """Serve until the process is killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", type=Path, required=True)

@@ -1,6 +1,6 @@
-"""The folder of a run that is evaluated; its engine's answers hang on prompt, completion and turn alone.
+"""Folder of a run with evaluation; its engine's answers depend only on prompt, completion and turn.
 
-The learner is the chaos runs' witness, so nothing that is sampled hangs on what was trained.
+The learner is the chaos runs' witness, so no sample depends on the training.
 """
 
 import json
@@ -34,13 +34,13 @@ def by_chance(completions, number, **columns):
     drawn = [zlib.crc32(f"{row}:{text}".encode()) for text, row in zip(completions, number)]
     return [None if each % 11 == 0 else each % 3 / 2 for each in drawn]
 """
-"""About one in eleven is measured by nobody."""
+"""About one reward in eleven is unmeasured."""
 
 
 def describe(
     folder: Path, *, groups: int, held_out: int, evaluate: bool = True, **sections: dict[str, Any]
 ) -> Settings:
-    """Write model, prompts and rewards, and describe a run on them; `sections` are added to the table."""
+    """Write model, prompts and rewards; returns the settings of a run on them, with `sections` added to the table."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():
         (folder / "model").mkdir()
@@ -73,14 +73,14 @@ def describe(
 
 
 def roles(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
-    """The command lines of `penstock run`, but for the trainer's, whose learner is a witness."""
+    """Return the command lines of `penstock run`, with a witness as the trainer's learner."""
     addresses = ("--redis", redis, *(part for url in engines for part in ("--engine", url)))
     train = RoleSpec(role="train", command=(sys.executable, str(HERE / "trainer.py"), str(file), *addresses))
     return [train if spec.role == "train" else spec for spec in role_specs(settings, file, redis, engines)]
 
 
 def engine_of(*options: str) -> Any:
-    """The scripted engine in the local one's place."""
+    """Return the scripted engine, which replaces the local one."""
 
     def command(settings: Settings, _file: Path, port: int) -> RoleSpec:
         script, model = str(HERE / "engine.py"), settings.model.path
@@ -91,20 +91,20 @@ def engine_of(*options: str) -> Any:
 
 @dataclass
 class Watched:
-    """A run, seen all the while."""
+    """A run and its statuses over time."""
 
     outcome: RunOutcome | None = None
     looks: list[RunStatus] = field(default_factory=list)
 
 
 def run(settings: Settings, *options: str, meddle: Any = None, limit_s: float = 100.0) -> Watched:
-    """Supervise the run to its end, and look at it after every event.
+    """Supervise the run to its end, and read its status after every event.
 
     Args:
-        settings: of the run.
-        options: of the engine.
-        meddle: called with each look, and the connection; may kill somebody.
-        limit_s: without an outcome where it has not come to its end by then.
+        settings: settings of the run.
+        options: options of the engine.
+        meddle: called with each status and the connection; may kill processes.
+        limit_s: seconds after which the run is abandoned; the outcome is None then.
     """
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     watched = Watched()
@@ -136,7 +136,7 @@ async def _watch(settings: Settings, watched: Watched, meddle: Any) -> None:
 async def _look(connection: RunConnection, watched: Watched, meddle: Any) -> None:
     try:
         view = await read_status(connection)
-    except PenstockError:  # nobody has begun
+    except PenstockError:  # no role has started
         return
     watched.looks.append(view)
     if meddle is not None:
@@ -144,7 +144,7 @@ async def _look(connection: RunConnection, watched: Watched, meddle: Any) -> Non
 
 
 def ended(settings: Settings, watched: Watched) -> RunStatus:
-    """It came to its end, with nothing left over. Returns the last look."""
+    """Assert that the run finished with nothing left over; returns the last status."""
     told = "\n".join(
         f"== {path.name}\n{path.read_text()[-1500:]}" for path in sorted(settings.folder.glob("logs/*.log"))
     )
@@ -157,6 +157,6 @@ def ended(settings: Settings, watched: Watched) -> RunStatus:
 
 
 def ledger(settings: Settings) -> list[dict[str, Any]]:
-    """Its lines, those of one step by prompt."""
+    """Return the ledger's records, sorted by step and prompt."""
     lines = [json.loads(line) for line in (settings.folder / "ledger.jsonl").read_text().splitlines()]
     return sorted(lines, key=lambda line: (line["step"], line["prompt"]))

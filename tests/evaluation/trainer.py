@@ -1,4 +1,4 @@
-"""The project's own trainer, with a witness of these runs in the learner's place: `trainer.py FILE --redis URL ...`."""
+"""Run the project's trainer with the witness of these runs as its learner: `trainer.py FILE --redis URL ...`."""
 
 import argparse
 import sys
@@ -14,13 +14,13 @@ from workers.train.worker import train
 
 
 class Witness(witness.Witness):
-    """Of a model that knows all of the tokenizer's tokens."""
+    """A witness for a model that knows all tokens of the tokenizer."""
 
     vocab_size = 400
 
 
 def main() -> int:
-    """Run the role to its end; returns the exit code."""
+    """Run the role; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--redis", required=True)

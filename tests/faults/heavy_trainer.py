@@ -1,4 +1,4 @@
-"""A trainer with large checkpoints, on a disk that becomes full: `heavy_trainer.py FILE --redis URL --engine URL`."""
+"""Run a trainer with large checkpoints on a disk that fills up: `heavy_trainer.py FILE --redis URL --engine URL`."""
 
 import resource
 import sys
@@ -16,19 +16,19 @@ from workers.settings import Settings
 from workers.train.worker import train
 
 FULL_AFTER = "full_after"
-"""A file in the run's folder: the last step after which there is room for a checkpoint."""
+"""File in the run's folder: the last step whose checkpoint still finds space."""
 _BALLAST = 1 << 18
 
 
 class Heavy(Witness):
-    """A witness with an optimizer's state, which is all that a full disk has no room for."""
+    """A witness with an optimizer state, the only thing that does not fit on the full disk."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._full_after = settings.folder / FULL_AFTER
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What it takes room to write."""
+        """Return the state that needs disk space."""
         if self._full_after.exists() and self.steps > int(self._full_after.read_text()):
             _soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (_BALLAST, hard))

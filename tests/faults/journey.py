@@ -1,4 +1,4 @@
-"""The whole path of a chaos run, every role a real process, with a proxy on its way to the engine and one to Redis."""
+"""A chaos run with every role a real process, behind one proxy to the engine and one to Redis."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -29,7 +29,7 @@ _PLENTY = 1000
 
 @dataclass(kw_only=True)
 class Journey:
-    """A run, before and after."""
+    """One run: its settings, its proxies and, in the end, its outcome."""
 
     settings: Settings
     engine: Proxy
@@ -38,12 +38,12 @@ class Journey:
 
     @property
     def folder(self) -> Path:
-        """The run's."""
+        """Folder of the run."""
         return self.settings.folder
 
     @property
     def verdict(self) -> Verdict:
-        """Where its prompts ended; for a server at rest, or one that goes on, but not within an event loop."""
+        """Where the prompts ended. Needs a running server; must not be called on an event loop."""
         return audit(self.folder, len(Path(self.settings.data.path).read_text().splitlines()))
 
     @property
@@ -52,18 +52,18 @@ class Journey:
         return "\n".join(f"== {path.name}\n{path.read_text()[-1500:]}" for path in self.folder.glob("logs/*.log"))
 
     def told(self, event: str) -> int:
-        """How often any process has said that."""
+        """Count how often any process logged `event`."""
         return sum(path.read_text().count(f'"event": "{event}"') for path in self.folder.glob("logs/*.log"))
 
     async def ended(self, prompts: int) -> None:
-        """Wait until so many prompts have met their end."""
+        """Wait until `prompts` prompts have ended."""
         while (here := await anyio.to_thread.run_sync(live.read_run_info, self.folder)) is None or not here.engines:
             await anyio.sleep(0.05)
         async with connect(here.redis, here.run, create=False) as connection:
             while True:
                 try:
                     balance = (await read_status(connection)).balance
-                except PenstockError:  # nobody has begun
+                except PenstockError:  # no role has started
                     await anyio.sleep(0.05)
                     continue
                 if balance["trained"] + balance["dropped"] + balance["dead"] >= prompts:
@@ -72,7 +72,7 @@ class Journey:
 
 
 def begin(folder: Path, groups: int, *, redis: str = "", reconnect_s: float = 60.0) -> Settings:
-    """Write a project whose requests give up soon, and whose budgets never run out. `redis`: not a private one."""
+    """Write a project with a short request timeout and unlimited retries; `redis` is the URL of an existing server."""
     settings = project.write_project(folder.resolve(), groups, seed=1)
     replace = msgspec.structs.replace
     (settings.folder / "logs").mkdir(parents=True)
@@ -85,7 +85,7 @@ def begin(folder: Path, groups: int, *, redis: str = "", reconnect_s: float = 60
 
 
 def again(folder: Path) -> Settings:
-    """The run that was begun there."""
+    """Return the settings of the run that was begun in `folder`."""
     return load_settings(folder / "run" / "run.toml")
 
 
@@ -98,17 +98,17 @@ def travel(
     roles: MakeRoleSpecs = project.roles,
     limit_s: float,
 ) -> Journey:
-    """Run it to its end, with these plans for the connections.
+    """Run to the end, with these fault plans for the connections.
 
-    The supervisor has no proxy of its own: it only looks.
+    The supervisor connects directly: it only reads.
 
     Args:
-        settings: of the run.
-        on_engine: what happens to answers of the engine.
-        on_redis: what happens to answers of Redis.
-        during: what somebody does meanwhile.
-        roles: who runs them.
-        limit_s: seconds after which it counts as hanging.
+        settings: settings of the run.
+        on_engine: faults on answers of the engine.
+        on_redis: faults on answers of Redis.
+        during: runs beside the supervisor.
+        roles: makes the roles' command lines.
+        limit_s: seconds until the run counts as hanging.
     """
     journeys: list[Journey] = []
 
@@ -120,7 +120,7 @@ def travel(
 
             def behind_proxies(settings: Settings, file: Path, server: str, engines: tuple[str, ...]) -> list[RoleSpec]:
                 redis.upstream = address_of(server)
-                if engines:  # none yet when the supervisor preloads the roles' modules
+                if engines:  # none yet while the supervisor preloads the roles' modules
                     engine.upstream = address_of(engines[0])
                 return roles(settings, file, redis.url("redis"), (engine.url("http"),))
 

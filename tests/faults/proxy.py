@@ -1,18 +1,18 @@
-"""A proxy between clients and one server, TCP or unix socket on either side, that misbehaves on a plan or on command.
+"""A proxy between clients and one server, over TCP or unix sockets, that injects faults by a plan or on command.
 
 >>> async with Proxy(address_of(engine.url)) as proxy:  # doctest: +SKIP
 ...     client = EngineClient([proxy.url("http")], ...)
 ...     proxy.plan = at_random(seed, [Fault("rst"), Fault("delay", 0.2)], every=20)
 ...     proxy.hold()  # from now on nothing passes, in either direction, until `proxy.flow()`
 
-All faults strike an answer, that is, what a server said and nobody has heard yet: the server has done what it was
-asked, which is the hard case. A request is passed on as it is, or not at all. It is never garbled: a garbled command is
-a different command, and a server that obeys it does nothing wrong.
+All faults strike answers, which is the hard case: the server has carried out the request, but the client does not know.
+A request passes unchanged or not at all. It is never garbled: a garbled command is a different command, and a server
+that obeys it does nothing wrong.
 
-Garbling flips the highest bit of a byte. So a number becomes none, in JSON as in RESP, and never another number:
-without a checksum no protocol could tell that. (Our payloads have one; so have TCP and TLS.)
+Garbling flips the highest bit of a byte. A digit therefore becomes no other digit, in JSON as in RESP: without a
+checksum no protocol could detect that. (The payloads have a checksum; so have TCP and TLS.)
 
-Its streams are asyncio's, since anyio's cannot reset a connection.
+The streams are asyncio's, since anyio's cannot reset a connection.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ import anyio
 Kind = Literal["delay", "fin", "rst", "stall", "truncate", "garble"]
 """
 ``delay``     the answer comes `seconds` late
-``fin``       the answer is swallowed, the connection closed
-``rst``       the answer is swallowed, the connection reset (over a unix socket: closed, for it knows no reset)
-``stall``     neither the answer nor anything after it comes, on a connection that stays open
+``fin``       the answer is lost, the connection closed
+``rst``       the answer is lost, the connection reset (a unix socket is closed instead)
+``stall``     neither the answer nor anything after it comes; the connection stays open
 ``truncate``  the first half of the answer comes, then the connection is closed
 ``garble``    the answer comes with one byte altered
 """
 
 Address = Path | tuple[str, int]
-"""A unix socket, or host and port."""
+"""Path of a unix socket, or host and port."""
 
 
 _CHUNK = 65_536
@@ -50,26 +50,26 @@ _CHUNK = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong."""
+    """One fault on an answer."""
 
     kind: Kind
     seconds: float = 0.0
-    """Of a delay."""
+    """Length of a delay."""
 
 
 Plan = Callable[[int, bytes], Fault | None]
-"""From an answer's number, counted from 0 over all connections, and its bytes, to what goes wrong with it."""
+"""Maps an answer's number, counted from 0 over all connections, and its bytes to a fault, or None."""
 
 
 def at_random(seed: int, faults: Sequence[Fault], every: int, *, most: int = 1_000_000, of: bytes = b"") -> Plan:
-    """Strike about one answer in `every`, each of the faults as often as the others.
+    """Return a plan that strikes about one answer in `every`, with all faults equally often.
 
     Args:
-        seed: of the choice. Which answer is which depends on who is faster, all the same.
-        faults: what to choose from.
-        every: one in so many, on average.
-        most: times in all.
-        of: only answers that hold these bytes.
+        seed: seed of the choice. The order of the answers depends on timing all the same.
+        faults: the faults to choose from.
+        every: one answer in this many is struck, on average.
+        most: largest number of faults.
+        of: only answers that contain these bytes.
     """
     chance = random.Random(seed)
     bag: list[Fault] = []
@@ -87,23 +87,23 @@ def at_random(seed: int, faults: Sequence[Fault], every: int, *, most: int = 1_0
 
 
 def first_of(*plans: Plan) -> Plan:
-    """What the first of these plans that has anything in mind says."""
+    """Return a plan with the first fault that any of these plans returns."""
     return lambda number, answer: next((fault for plan in plans if (fault := plan(number, answer))), None)
 
 
 def address_of(url: str) -> Address:
-    """Where a URL leads: `http://`, `redis://`, `unix://`."""
+    """Return the address in a URL: `http://`, `redis://`, `unix://`."""
     parts = urlsplit(url)
     return Path(parts.path) if parts.scheme == "unix" else (parts.hostname or "127.0.0.1", parts.port or 0)
 
 
 class Proxy:
-    """Passes connections on for as long as the context is open.
+    """Forwards connections for as long as the context is open.
 
     Args:
-        upstream: the server; may be set later, before the first client comes.
-        at: a unix socket to listen on; a free TCP port unless given.
-        seed: of the places at which answers are garbled.
+        upstream: address of the server; may be set later, before the first client connects.
+        at: unix socket to listen on; a free TCP port by default.
+        seed: seed of the positions at which answers are garbled.
     """
 
     def __init__(self, upstream: Address | None = None, *, at: Path | None = None, seed: int = 0) -> None:
@@ -122,20 +122,20 @@ class Proxy:
         self._stack = AsyncExitStack()
 
     def url(self, scheme: str) -> str:
-        """The address for clients."""
+        """Return the proxy's URL for clients."""
         return f"unix://{self._at}" if self._at else f"{scheme}://127.0.0.1:{self._port}"
 
     def hold(self) -> None:
-        """Let nothing pass, and no connection close: the network is gone."""
+        """Let nothing pass and keep all connections open, as if the network were gone."""
         if self._flowing.is_set():
             self._flowing = anyio.Event()
 
     def flow(self) -> None:
-        """Let everything pass again, what was held included."""
+        """Let everything pass again, including the bytes held back."""
         self._flowing.set()
 
     def cut(self, kind: Literal["fin", "rst"]) -> None:
-        """End every connection there is."""
+        """Close or reset all current connections."""
         for client in self._clients:
             _close(client, kind)
 
@@ -159,7 +159,7 @@ class Proxy:
             tasks.start_soon(self._serve, client)
 
     async def _serve(self, accepted: socket.socket) -> None:
-        """One connection, until one side has closed it."""
+        """Serve one connection until one side closes it."""
         asking, client = await asyncio.open_connection(sock=accepted)
         self._clients.add(client)
         server = None
@@ -170,12 +170,12 @@ class Proxy:
                 async def until_closed(pump: Awaitable[None]) -> None:
                     with suppress(OSError):
                         await pump
-                    await self._flowing.wait()  # while nothing passes, no goodbye passes either
+                    await self._flowing.wait()  # nor does the end of a connection pass while nothing does
                     tasks.cancel_scope.cancel()
 
                 tasks.start_soon(until_closed, self._ask(asking, server))
                 tasks.start_soon(until_closed, self._answer(answering, client))
-        except OSError:  # there is no server
+        except OSError:  # the server is not reachable
             _close(client, "rst")
         finally:
             self._clients.discard(client)
@@ -200,7 +200,7 @@ class Proxy:
                 return
 
     async def _strike(self, fault: Fault, answer: bytes, client: StreamWriter) -> bytes:
-        """Do to an answer what is planned. Returns what is left to pass on."""
+        """Apply a fault to an answer; returns the bytes to pass on."""
         self.struck[fault.kind] += 1
         match fault.kind:
             case "delay":
@@ -213,7 +213,7 @@ class Proxy:
                 client.write(answer[: len(answer) // 2])
                 _close(client, "fin")
             case "stall":
-                await anyio.sleep_forever()  # until the client has had enough
+                await anyio.sleep_forever()  # until the client gives up
             case "fin" | "rst":
                 _close(client, fault.kind)
         return b""

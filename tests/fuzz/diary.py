@@ -1,4 +1,4 @@
-"""An environment with attributes of every kind that a snapshot keeps, and a reward function that reads them all."""
+"""An environment with attributes of every kind that a snapshot holds, and a reward function that reads them all."""
 
 import datetime as dt
 from collections import Counter, deque
@@ -9,7 +9,7 @@ from fractions import Fraction
 
 
 class Mood(Enum):
-    """How a day was."""
+    """Mood of a day."""
 
     GOOD = "good"
     BAD = "bad"
@@ -24,7 +24,7 @@ class Entry:
 
 
 class Diary:
-    """Remembers what it was told."""
+    """Records its entries in attributes of many types."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -39,7 +39,7 @@ class Diary:
         self.handle = lambda: None
 
     def reset(self, **_row):
-        """Begin a new one."""
+        """Begin a new diary."""
         self.entries = [Entry("first", Mood.GOOD)]
         return "Dear diary,"
 

@@ -1,7 +1,7 @@
-"""Ways to spoil a record. Some leave its checksum wrong, as what happens to bytes does; some make it right again.
+"""Ways to corrupt a record: some leave its checksum wrong, as corrupted bytes do; others recompute it.
 
-What comes of the first kind must never be taken for a record. What comes of the second kind may be one: then it says
-something odd in a form that is in order.
+No decoder may accept a record of the first kind. One of the second kind may be valid, with unusual values in a valid
+form.
 """
 
 import zlib
@@ -27,11 +27,11 @@ _LENGTHS = (
     *(b"\xdf\xff\xff\xff\xff", b"\xdd\x00\x0f\xff\xff", b"\xdf\x00\x0f\xff\xff", b"\xc4\xff", b"\xd9\xff"),
     *(b"\xdc\xff\xff", b"\xde\xff\xff"),
 )
-"""Headers of msgpack that promise more than there is."""
+"""Headers of msgpack that announce more data than follows."""
 
 
 def seal(body: bytes, schema: int = SCHEMA) -> bytes:
-    """A body under a header with the right checksum."""
+    """Return a body under a header with the right checksum."""
     return b"PS" + bytes([schema]) + zlib.crc32(body, schema).to_bytes(4, "little") + body
 
 
@@ -39,22 +39,22 @@ def seal(body: bytes, schema: int = SCHEMA) -> bytes:
 
 
 def noise(payload: bytes, _other: bytes, chance: Random) -> bytes:
-    """Anything."""
+    """Random bytes."""
     return chance.randbytes(chance.choice((0, 1, HEADER, 20, len(payload))))
 
 
 def truncated(payload: bytes, _other: bytes, chance: Random) -> bytes:
-    """Cut short."""
+    """The payload without its end."""
     return payload[: chance.randrange(len(payload))]
 
 
 def extended(payload: bytes, _other: bytes, chance: Random) -> bytes:
-    """With more behind it."""
+    """The payload with more bytes behind it."""
     return payload + chance.randbytes(chance.randint(1, 9))
 
 
 def flipped(payload: bytes, _other: bytes, chance: Random) -> bytes:
-    """With one to three bits the other way round."""
+    """The payload with one to three bits flipped."""
     altered = bytearray(payload)
     for bit in chance.sample(range(8 * len(payload)), chance.randint(1, 3)):
         altered[bit // 8] ^= 1 << bit % 8
@@ -62,24 +62,24 @@ def flipped(payload: bytes, _other: bytes, chance: Random) -> bytes:
 
 
 def overwritten(payload: bytes, _other: bytes, chance: Random) -> bytes:
-    """With a stretch of other bytes in it."""
+    """The payload with a stretch of bytes overwritten."""
     at, size = chance.randrange(len(payload)), chance.randint(1, 40)
     return (payload[:at] + chance.randbytes(size) + payload[at + size :])[: len(payload)]
 
 
 def spliced(payload: bytes, other: bytes, chance: Random) -> bytes:
-    """The beginning of one, the end of another."""
+    """The beginning of one payload and the end of the other."""
     return payload[: chance.randrange(len(payload))] + other[chance.randrange(len(other)) :]
 
 
 def oversized(payload: bytes, _other: bytes, chance: Random) -> bytes:
-    """With a length in it that promises more than there is."""
+    """The payload with a length that announces more data than follows."""
     at, length = chance.randrange(HEADER, len(payload)), chance.choice(_LENGTHS)
     return payload[:at] + length + payload[at + len(length) :]
 
 
 def renumbered(payload: bytes, _other: bytes, chance: Random) -> bytes:
-    """Of another schema, says its header alone."""
+    """The payload with another schema number in its header alone."""
     return payload[:2] + bytes([chance.choice((0, 2, 3, 255))]) + payload[3:]
 
 
@@ -92,18 +92,18 @@ BYTES: tuple[Callable[[bytes, bytes, Random], bytes], ...] = (
 
 
 def wrong_type(tree: Any, chance: Random) -> Any:
-    """Something else in some place."""
+    """Replace a value by one of another type."""
     return _at_some_place(tree, chance, lambda _: chance.choice(_EXTREMES))
 
 
 def extreme(tree: Any, chance: Random) -> Any:
-    """Another number where there is a number."""
+    """Replace a number by another one."""
     numbers = [each for each in _EXTREMES if type(each) in (int, float)]
     return _at_some_place(tree, chance, lambda _: chance.choice(numbers), only=(int, float))
 
 
 def duplicated(tree: Any, chance: Random) -> Any:
-    """A field twice, with two values; or an item twice."""
+    """Repeat a field with another value, or repeat an item."""
 
     def twice(value: Any) -> Any:
         if isinstance(value, list):
@@ -117,7 +117,7 @@ def duplicated(tree: Any, chance: Random) -> Any:
 
 
 def missing(tree: Any, chance: Random) -> Any:
-    """Without some field, or item."""
+    """Remove a field or an item."""
 
     def without(value: Any) -> Any:
         place = chance.randrange(len(value))
@@ -129,12 +129,12 @@ def missing(tree: Any, chance: Random) -> Any:
 
 
 def unknown(tree: Any, chance: Random) -> Any:
-    """With a field that nobody knows."""
+    """Add an unknown field."""
     return _at_some_place(tree, chance, lambda v: {**v, "invented_later": chance.choice(_EXTREMES)}, only=(dict,))
 
 
 def reordered(tree: Any, chance: Random) -> Any:
-    """With fields, or items, in another order."""
+    """Reorder fields or items."""
 
     def shuffled(value: Any) -> Any:
         items = list(value.items()) if isinstance(value, dict) else list(value)
@@ -145,21 +145,21 @@ def reordered(tree: Any, chance: Random) -> Any:
 
 
 def nested(tree: Any, chance: Random) -> Any:
-    """Hundreds, or thousands, of brackets in some place."""
+    """Replace a value by hundreds or thousands of nested brackets."""
     depth = chance.choice((50, 200, 400, 700, 900, 2_000, 20_000))
     opening, closing = chance.choice(((b"\x91", b"\x01"), (b"\x81\xa1a", b"\x01")))
     return _at_some_place(tree, chance, lambda _: Raw(opening * depth + closing))
 
 
 def stretched(tree: Any, chance: Random) -> Any:
-    """A buffer, or text, of another length."""
+    """Change the length of a buffer or text."""
     return _at_some_place(
         tree, chance, lambda v: (v + v[:1] * chance.randint(1, 9))[chance.randint(0, 9) :], only=(bytes, str)
     )
 
 
 def thawed(tree: Any, chance: Random) -> Any:
-    """A snapshot with other values in it, or none at all."""
+    """Replace a snapshot by random bytes, or change the values in it."""
 
     def spoiled(value: Any) -> Any:
         if not value or chance.random() < 0.2:
@@ -178,7 +178,7 @@ def thawed(tree: Any, chance: Random) -> Any:
 
 
 def _tagged(tree: Any, chance: Random) -> Any:
-    """A value of ours with something in it that does not belong there."""
+    """Replace a value by one of the snapshot's own types with invalid content."""
     inside = chance.choice(
         (*_EXTREMES, ["1e9"], [1, 0], [None, 3], ["<U3", [2], b"abc"], msgspec.msgpack.Ext(17, b"\x93\0\5\1"))
     )
@@ -191,7 +191,7 @@ TREES: tuple[Callable[[Any, Random], Any], ...] = (
 
 
 def spoil_tree(body: bytes, change: Callable[[Any, Random], Any], chance: Random) -> bytes:
-    """A body that was changed in one place of what it says."""
+    """Return a body with one change in its decoded content."""
     return _pack(change(msgspec.msgpack.decode(body), chance))
 
 
@@ -202,7 +202,7 @@ def _pack(value: Any) -> bytes:
 def _at_some_place(
     tree: Any, chance: Random, change: Callable[[Any], Any], only: tuple[type, ...] | None = None
 ) -> Any:
-    """The tree with one of its values changed, of these types alone; empty lists and maps are none of them."""
+    """Change one value of the tree, of the types in `only`; with `only`, empty lists and maps are excluded."""
     places = [
         path for path, value in _walk(tree, ()) if only is None or (type(value) in only and value not in ([], {}))
     ]

@@ -1,4 +1,4 @@
-"""Spoilt entries among the good ones of a run that goes on, in all of its stages, under right and wrong names."""
+"""Add corrupt entries to all stages of a run in progress, under right and wrong prompt ids."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,29 +17,30 @@ from tests.fuzz.junk import BYTES, HEADER, TREES, seal, spoil_tree
 from workers.run.run_info import RunInfo, read_run_info
 
 _FIRST, _LAST = 0.05, 0.7
-"""Fractions of the prompts that have met their end when the first and the last entries are strewn. The run is paused
-meanwhile, so that good ones come behind the last: a run that is through with those is through with all."""
+"""Fractions of the prompts that have ended when the first and the last entries are added. The run is paused meanwhile,
+so that good entries follow the last corrupt one: when the run finishes, it has read all of them.
+"""
 _AT_ONCE = 20
 
 
 @dataclass(kw_only=True)
 class Litterer:
-    """Strews so many entries over a run, as it goes on."""
+    """Adds `entries` corrupt entries to a run in progress."""
 
     folder: Path
-    """The run's."""
+    """Folder of the run."""
     groups: int
     entries: int
     seed: int
     strewn: Counter[tuple[str, bytes]] = field(default_factory=Counter)
-    """By stage and payload."""
+    """Entries added so far, by stage and payload."""
 
     def __post_init__(self) -> None:
         self._chance = Random(self.seed)
         self._good: dict[str, bytes] = {}
 
     async def run(self) -> None:
-        """Strew them all."""
+        """Add all entries."""
         live = await self._live()
         async with connect(live.redis, live.run, create=False) as connection:
             while (done := self.strewn.total()) < self.entries:
@@ -62,7 +63,7 @@ class Litterer:
         while True:
             try:
                 balance = (await read_status(connection)).balance
-            except PenstockError:  # nobody has begun
+            except PenstockError:  # no role has started
                 await anyio.sleep(0.05)
                 continue
             if balance["trained"] + balance["dropped"] + balance["dead"] >= fraction * self.groups:
@@ -70,7 +71,7 @@ class Litterer:
             await connection.wait_for_change("$", 1.0)
 
     async def _look_around(self, connection: RunConnection) -> None:
-        """Remember some of the run's own records, under the names of prompts that have no end yet."""
+        """Collect some of the run's own records, by ids of unfinished prompts."""
         carried = list((await connection.read_hash("unfinished")).items())
         for name, where in self._chance.sample(carried, min(_AT_ONCE, len(carried))):
             stage, entry_id = where.split(":")
@@ -85,7 +86,7 @@ class Litterer:
         (whose, payload), (another, other) = chance.sample(list(self._good.items()), 2)
         name: str | bytes | None = chance.choice((whose, whose, another, "nobody", "", b"\xff\xfe", None))
         kind = chance.random()
-        if kind < 0.1:  # nothing is wrong with it, but its name
+        if kind < 0.1:  # only its prompt id is wrong
             spoilt, name = payload, another if name == whose else name
         elif kind < 0.5:
             spoilt = chance.choice(BYTES)(payload, other, chance)
@@ -94,7 +95,7 @@ class Litterer:
         else:
             spoilt = seal(spoil_tree(payload[HEADER:], chance.choice(TREES), chance))
             if not _is_refused(stage, name, spoilt):
-                return  # it says something that is in order; there is nothing wrong with it
+                return  # the changed record is still valid
         entry: dict[str | bytes, str | bytes] = {"payload": spoilt} | ({} if name is None else {"prompt": name})
         self.strewn[stage, spoilt] += 1
         await connection.redis.xadd(connection.key(stage), entry)

@@ -1,9 +1,9 @@
-"""Spoil records in every way that comes to mind, and see what the decoders and the workers make of them.
+"""Corrupt records in many ways, and check what the decoders and the workers make of them.
 
     python tests/fuzz/run.py --records 1000000 --seed S --json
 
-A record whose bytes were altered must be refused; one whose checksum was made right again must be refused too, or be
-a record that a worker can work on. Anything else is told, with the bytes, and the exit code is 1.
+A record with altered bytes must be refused; one with a recomputed checksum must be refused too, or be a record that a
+worker can process. Any other result is printed with the bytes, and the exit code is 1.
 """
 
 import argparse
@@ -34,12 +34,12 @@ from tests.fuzz.workers import Workers, workers
 from workers.runtime import log_setup as logs
 
 _POOL = 200
-"""Records of each kind that are spoilt before others are made."""
+"""Records of each kind that are corrupted before new ones are made."""
 _FAILURES_TOLD = 20
 
 
 class Fuzz:
-    """Counts what came of each payload."""
+    """Counts the results by kind of corruption."""
 
     def __init__(self, seed: int) -> None:
         self.chance = Random(seed)
@@ -48,7 +48,7 @@ class Fuzz:
         self._pool: list[tuple[str, bytes]] = []
 
     async def run(self, records: int, crew: Workers) -> None:
-        """Spoil so many records, every way in its turn."""
+        """Corrupt this many records, with each way in turn."""
         ways = [(way.__name__, way, False) for way in BYTES] + [
             (way.__name__, way, True) for way in (*BYTES[:-1], *TREES)
         ]
@@ -70,7 +70,7 @@ class Fuzz:
                 await self._give(f"sealed {name}", seal(spoilt, SCHEMA + newer), prompt_id, crew)
 
     async def _refill(self, crew: Workers) -> None:
-        """Make new records; as they are, they must be what they are."""
+        """Make new records; unaltered, each must be accepted."""
         samples = Samples(self.chance)
         made = [record for _ in range(_POOL) for record in (samples.prompt(), samples.group())]
         self._pool = []
@@ -87,7 +87,7 @@ class Fuzz:
                 return "taken for a newer record"
             except RecordError:
                 continue
-            except BaseException:  # whatever it is, it is what is looked for
+            except BaseException:  # any exception is a finding
                 return f"raised: {traceback.format_exc(limit=-3)}"
             return f"taken for a {kind.__name__}"
         return "refused"
@@ -95,7 +95,7 @@ class Fuzz:
     async def _give(self, name: str, payload: bytes, prompt_id: str, crew: Workers) -> None:
         try:
             found = await crew.take(payload, prompt_id)
-        except Exception:  # whatever it is, it is what is looked for
+        except Exception:  # any exception is a finding
             self._note(name, payload, f"raised: {traceback.format_exc(limit=-4)}")
             return
         for worker, outcome in found.items():
@@ -109,7 +109,7 @@ class Fuzz:
 
 
 def fuzz(records: int, seed: int) -> dict[str, Any]:
-    """Spoil so many records; what came of them."""
+    """Corrupt this many records; returns the report."""
     found = Fuzz(seed)
 
     async def main() -> None:
@@ -131,7 +131,7 @@ def fuzz(records: int, seed: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Spoil, count, tell; returns the exit code."""
+    """Run, count, print; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--records", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,4 +1,4 @@
-"""Real records, made richly: several completions, rows, turns, failures, snapshots, and values at every edge."""
+"""Varied valid records: several completions, rows, turns, failures, snapshots, and values at every limit."""
 
 import datetime as dt
 from array import array
@@ -36,7 +36,7 @@ class Samples:
         self._made = 0
 
     def prompt(self) -> Prompt:
-        """A prompt as the feeder, or anybody else, may feed it."""
+        """Return a prompt as a feeder may put it into the queue."""
         chance = self._chance
         self._made += 1
         return Prompt(
@@ -52,7 +52,7 @@ class Samples:
         )
 
     def group(self) -> Group:
-        """A group as it comes to the trainer, with some of its rewards missing or not finite."""
+        """Return a group as the trainer receives it, with some rewards missing or not finite."""
         chance = self._chance
         size = chance.choice((1, 2, 3, 4, 6))
         completions = [self._completion(i) for i in range(size)]
@@ -62,7 +62,7 @@ class Samples:
         return Group(prompt=self.prompt(), completions=completions, attempt=chance.randint(0, 3), worker="w")
 
     def value(self, depth: int = 3) -> Any:
-        """Whatever a column of a prompt file may hold."""
+        """Return any value that a column of a prompt file may hold."""
         chance = self._chance
         kind = chance.randint(0, 9 if depth else 6)
         if kind >= 7:

@@ -1,10 +1,10 @@
-"""Strew spoilt entries over a run of real processes, and see that each is one dead letter and nothing else.
+"""Add corrupt entries to a run of real processes, and check that each becomes one dead letter and has no other effect.
 
     python tests/fuzz/streams.py --entries 2000 --seed S --json
 
-The run is that of `tests/chaos`: a scripted engine, a trainer whose weights are the witness. Nobody is killed, so no
-role may be started a second time. Exits with 1 if one was, if a spoilt entry is not one dead letter, or a good prompt
-has not met the end that was meant for it.
+The run is that of `tests/chaos`: a scripted engine, and a trainer whose learner is the witness. Nothing is killed, so
+no role may start a second time. Exits with 1 if one did, if a corrupt entry is not exactly one dead letter, or if a
+good prompt does not have its intended end.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from workers.settings import Settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, strew, judge; returns the exit code."""
+    """Run, add entries, audit; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--entries", type=int, default=2000, help="spoilt ones")
     parser.add_argument("--groups", type=int, default=1000, help="prompts fed")
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(settings: Settings, litterer: Litterer, limit_s: float, *, quiet: bool) -> RunOutcome | None:
-    """Supervise the run to its end; None where it did not come to one in time."""
+    """Supervise the run; returns None if it did not finish in time."""
     outcomes: list[RunOutcome] = []
 
     async def main() -> None:

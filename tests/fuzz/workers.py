@@ -1,6 +1,6 @@
-"""What each worker does first with a record: the project's own functions, on whatever bytes.
+"""The first steps of each worker with a record, by the project's own functions, on arbitrary bytes.
 
-What must come of it is a value: a record, or an error of ours that says that the record is at fault.
+The result must be a value: a valid record, or one of the project's errors that blames the record.
 """
 
 from collections.abc import AsyncIterator
@@ -41,7 +41,7 @@ _TIMEOUT_S = 60.0
 
 
 class Workers:
-    """One of each."""
+    """One worker of each role."""
 
     def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
@@ -62,7 +62,7 @@ class Workers:
 
     @asynccontextmanager
     async def at_work(self) -> AsyncIterator[None]:
-        """Open what is to be closed."""
+        """Open the environment pool; closes the ledger in the end."""
         try:
             async with EnvironmentPool(self._factories, size=2) as self._pool:
                 yield
@@ -70,10 +70,10 @@ class Workers:
             self._ledger.close()
 
     async def take(self, payload: bytes, prompt_id: str) -> dict[str, str]:
-        """Give a payload to each of them; what came of it, by worker.
+        """Give a payload to each worker; returns the results by worker.
 
         Raises:
-            Exception: a worker met what it should never meet.
+            Exception: a worker failed in a way that a record must never cause.
         """
         lease = Lease(id="1-0", prompt_id=prompt_id, payload=payload)
         return {"rollout": await self._rollout(lease), "score": await self._score(lease), "train": self._train(lease)}
@@ -81,7 +81,7 @@ class Workers:
     async def _rollout(self, lease: Lease) -> str:
         try:
             prompt = lease.prompt()
-            one = msgspec.structs.replace(prompt, group_size=1)  # whatever one completion meets, all do
+            one = msgspec.structs.replace(prompt, group_size=1)  # one completion meets whatever all of them meet
             group = await GroupRunner(
                 chats={one.environment: ChatSetup(self._chat, TOOL_FORMATS["hermes"])},
                 sampler=_Sampler(),
@@ -123,7 +123,7 @@ class Workers:
         return "trained"
 
     def _check(self, group: Group) -> None:
-        """Whether the learner would be handed what it expects, and only numbers to learn from."""
+        """Assert that the learner would receive tensors of the expected shapes, with finite numbers to learn from."""
         batch = collate([group])
         masks = mask_batch(batch, self._settings, _VERSION)
         advantages = estimate_advantages(batch, masks, self._settings)
@@ -138,7 +138,7 @@ class Workers:
 
 
 class _Sampler:
-    """An engine that has one thing to say."""
+    """An engine that always returns the same sample."""
 
     async def sample(
         self, _prompt_ids: object, _sampling: SamplingOptions, *, min_policy_version: int = 0
@@ -148,7 +148,7 @@ class _Sampler:
 
 @asynccontextmanager
 async def workers(folder: Path) -> AsyncIterator[Workers]:
-    """Workers with a model, an environment and a ledger in this folder."""
+    """Yield workers with a model, an environment and a ledger in this folder."""
     crew = await anyio.to_thread.run_sync(Workers, folder)
     async with crew.at_work():
         yield crew

@@ -1,9 +1,9 @@
-"""How the prompts of a hygiene run end: every tenth has no signal and is dropped, all others are trained."""
+"""Ends of the prompts in a hygiene run: every tenth has no signal and is dropped, all others are trained."""
 
 import os
 
 LEAK = "PENSTOCK_HYGIENE_LEAK"
-"""Environment variable: objects to keep of each group, so that it can be seen that a leak is seen."""
+"""Environment variable: objects to leak for each group, to prove that a leak is detected."""
 _kept = []
 
 

@@ -1,4 +1,4 @@
-"""The scripted engine as a process of its own: `engine.py --port PORT`. It repeats the prompt."""
+"""Run the scripted engine as a separate process: `engine.py --port PORT`. It repeats the prompt."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ from workers.testing.scripted_engine import ScriptedEngine
 
 
 async def main() -> None:
-    """Serve until killed."""
+    """Serve until the process is killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     async with ScriptedEngine(lambda prompt_ids, _: [*prompt_ids, END], port=parser.parse_args().port) as engine:

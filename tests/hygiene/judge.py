@@ -1,7 +1,7 @@
-"""Whether anything grows: the last third of a run beside its first, each quantity with a bound that has a reason.
+"""Compare the last third of a run with its first; each quantity has a bound on its growth.
 
-What is left behind by each group grows with the groups, by at least one element, one object, or the bytes that these
-need; so the bounds are a small part of that for each group, and a floor for what comes and goes.
+Whatever each group leaves behind grows by at least one element, one object, or the bytes of these per group. The bounds
+are therefore a small part of that per group, plus a floor for normal fluctuation.
 """
 
 import statistics
@@ -12,14 +12,16 @@ from msgspec import Struct
 from tests.hygiene.samples import Sample
 
 WARM_UP, WARM_UP_GROUPS = 0.15, 500
-"""Of a run's groups, but no fewer than so many of a short run: imports, pools, caches and the allocator settle."""
+"""Fraction of a run's groups, but at least this many groups, during which imports, pools, caches and the allocator
+settle; a short run has fewer.
+"""
 
 
 class Bound(Struct, frozen=True):
-    """What a quantity may grow by between two thirds."""
+    """Bound on the growth of a quantity between the first and the last third."""
 
     floor: float
-    """Whatever the number of groups."""
+    """Allowed growth for any number of groups."""
     per_group: float
     why: str
 
@@ -42,7 +44,7 @@ AT_MOST = {
     "server.aof": (160 * MB, "rewritten at 64 MB when it has doubled, and more is written meanwhile"),
 }
 BY_DESIGN = ("folder.ledger", "folder.metrics", "folder.logs", "server.rss")
-"""A line for each group, a line for each step; the server's resident memory goes with the rewriting of its file."""
+"""One line per group, one line per step; the server's resident memory follows the rewrites of its file."""
 
 
 class Verdict(Struct, kw_only=True):
@@ -50,12 +52,12 @@ class Verdict(Struct, kw_only=True):
 
     first: float
     last: float
-    """Means of its first and its last third."""
+    """Means of the first and the last third."""
     per_1000: float
-    """Slope by least squares, for 1,000 groups."""
+    """Slope by least squares, per 1,000 groups."""
     largest: float
     allowed: float | None
-    """What it may grow by, or be at most; None where it grows by design."""
+    """Allowed growth, or highest allowed value; None if the quantity grows by design."""
     well: bool
 
 
@@ -63,9 +65,9 @@ def judge(samples: Sequence[tuple[int, Sample]], groups: int, at_most: dict[str,
     """Judge every quantity.
 
     Args:
-        samples: groups that had met their end, and what was counted.
-        groups: of the run.
-        at_most: bounds on single quantities, beside those that are always there.
+        samples: pairs of ended groups and the quantities measured at that point.
+        groups: number of groups in the run.
+        at_most: highest values of single quantities, added to `AT_MOST`.
     """
     begins = max(WARM_UP * groups, min(WARM_UP_GROUPS, groups / 3))
     warm = [(ended, found) for ended, found in samples if begins <= ended]

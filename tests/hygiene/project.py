@@ -1,4 +1,4 @@
-"""The folder of a hygiene run: prompts that are numbers, settings, and who runs each role."""
+"""Folder of a hygiene run: prompts that are numbers, settings, and the command of each role."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ ARCHIVE_MB = 8
 
 
 def write_project(folder: Path, groups: int) -> Settings:
-    """Write model and prompts, and describe a run on them."""
+    """Write model and prompts; returns the settings of a run on them."""
     (folder / "model").mkdir(parents=True)
     _write_model(folder / "model")
     with (folder / "prompts.jsonl").open("w") as file:
@@ -36,7 +36,7 @@ def write_project(folder: Path, groups: int) -> Settings:
 
 
 def roles(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
-    """The command lines of `penstock run`, each watched from inside."""
+    """Return the command lines of `penstock run`, each with a counter inside the process."""
     addresses = ("--redis", redis, *(part for url in engines for part in ("--engine", url)))
     return [
         RoleSpec(
@@ -49,5 +49,5 @@ def roles(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) 
 
 
 def engine(_settings: Settings, _file: Path, port: int) -> RoleSpec:
-    """The scripted engine in the local one's place."""
+    """Return the scripted engine, which replaces the local one."""
     return RoleSpec(role=ENGINE, command=(sys.executable, str(HERE / "engine.py"), "--port", str(port)))

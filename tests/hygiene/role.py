@@ -1,7 +1,7 @@
-"""One role of a hygiene run: `role.py ROLE FILE --redis URL --engine URL`; tells of what can be seen from inside alone.
+"""Run one role of a hygiene run and report what only the process can see: `role.py ROLE FILE --redis URL --engine URL`.
 
-That is the number of tasks on its event loop, and of objects that the garbage collector knows, written to
-`RUN/inside/PID.json` whenever somebody writes another number to `RUN/inside/ask`.
+The report holds the number of tasks on the event loop and of objects known to the garbage collector. It is written to
+`RUN/inside/PID.json` whenever the number in `RUN/inside/ask` changes.
 """
 
 import argparse
@@ -24,11 +24,11 @@ from workers.runtime.context import RoleMain, WorkerContext
 
 EVERY_S = 0.25
 ASK = "ask"
-"""A file beside those that the roles write: a number, which they repeat with what they have counted."""
+"""File in the folder of the reports: a number, which each role repeats in its report."""
 
 
 def watched(main: RoleMain) -> RoleMain:
-    """The role, with somebody who counts beside it."""
+    """Return the role's main function with a counter task beside it."""
 
     async def both(role: WorkerContext) -> None:
         async with anyio.create_task_group() as tasks:
@@ -62,7 +62,7 @@ def _tell(folder: Path, told: dict[str, int]) -> None:
 
 
 def main_of(role: str) -> RoleMain:
-    """The project's own role; the trainer's with a witness in the learner's place."""
+    """Return the project's own role; the trainer's learner is a witness."""
     if role == "train":
         from tests.chaos.witness import Witness
         from workers.train.worker import train
@@ -74,7 +74,7 @@ def main_of(role: str) -> RoleMain:
 
 
 def main() -> int:
-    """Run the role to its end; returns the exit code."""
+    """Run the role; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("role")
     parser.add_argument("file", type=Path)

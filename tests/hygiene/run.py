@@ -1,12 +1,12 @@
-"""Does anything grow in a long run that should not?
+"""Check that a long run grows nowhere except by design.
 
     python tests/hygiene/run.py --groups 100000 --json
 
 Every role is a real process under the project's own supervisor, on a private Redis; the engine is scripted, and the
-trainer trains a witness (`tests/chaos/witness.py`). Nobody is killed. While it goes on, the server's memory, keys,
-elements and append-only file are sampled, each process's memory, open files, threads, tasks and objects, and the files
+trainer trains a witness (`tests/chaos/witness.py`). Nothing is killed. During the run these are sampled: the server's
+memory, keys, elements and append-only file; each process's memory, open files, threads, tasks and objects; the files
 of the run's folder. Prints each quantity's first and last third and its slope; exits with 1 if one grew beyond its
-bound (`judge.py`), or the run did not come to its end. Linux only.
+bound (`judge.py`), or the run did not finish. Linux only.
 """
 
 import argparse
@@ -43,9 +43,9 @@ from workers.runtime import log_setup as logs
 from workers.settings import Settings
 
 SAMPLES = 300
-"""At least, over a run; a short one has fewer."""
+"""Fewest samples of a run; a short run has fewer."""
 RESTS = (0.35, 0.6, 0.85)
-"""When the run is paused until nothing is under way, to count what is there all the same: parts of its groups."""
+"""Fractions of the groups at which the run is paused until nothing is in progress, to count the objects that remain."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(
     settings: Settings, samples: list[tuple[int, Sample]], options: argparse.Namespace, *, quiet: bool
 ) -> RunOutcome | None:
-    """Supervise the run to its end, and sample it; None where it did not come to one in time."""
+    """Supervise and sample the run; returns None if it did not finish in time."""
     outcomes: list[RunOutcome] = []
 
     async def supervised() -> None:
@@ -106,7 +106,7 @@ def _run(
 
 
 async def _watch(folder: Path, groups: int, samples: list[tuple[int, Sample]]) -> None:
-    """Take a sample whenever so many groups have ended, but not more often than four times a second."""
+    """Take a sample after every 1 / (2 * `SAMPLES`) of the groups, but at most four times a second."""
     live = await _live(folder)
     last, rests = -1, [part * groups for part in RESTS]
     async with connect(live.redis, live.run, create=False) as connection:
@@ -114,7 +114,7 @@ async def _watch(folder: Path, groups: int, samples: list[tuple[int, Sample]]) -
             await anyio.sleep(0.25)
             try:
                 ended, found = await sample_server(connection)
-            except (PenstockError, RedisError):  # nobody has begun, or the server has been stopped
+            except (PenstockError, RedisError):  # no role has started, or the server has stopped
                 continue
             if ended == last or ended < last + groups / SAMPLES / 2:
                 continue
@@ -128,7 +128,7 @@ async def _watch(folder: Path, groups: int, samples: list[tuple[int, Sample]]) -
 
 
 async def _at_rest(connection: RunConnection, folder: Path, number: int) -> tuple[int, Sample]:
-    """Pause the run until nothing is under way, have every role count what it holds all the same, and let it go on."""
+    """Pause the run until nothing is in progress, collect every role's counts, and resume it."""
     await pause(connection, "hygiene")
     while True:
         view = await read_status(connection)
@@ -145,7 +145,7 @@ async def _at_rest(connection: RunConnection, folder: Path, number: int) -> tupl
 
 
 def _note(path: Path, sample: tuple[int, Sample]) -> None:
-    """Keep a sample, for whoever wants to look at more than thirds."""
+    """Append a sample to a file, for analysis beyond thirds."""
     with path.open("a") as file:
         file.write(json.dumps(sample) + "\n")
 
@@ -157,7 +157,7 @@ async def _live(folder: Path) -> RunInfo:
 
 
 def _ended(outcome: RunOutcome | None) -> int:
-    """Prompts that met their end."""
+    """Return the number of prompts that have ended."""
     if outcome is None or outcome.failure is not None or outcome.view is None:
         return 0
     balance = outcome.view.balance

@@ -1,4 +1,4 @@
-"""What is counted of a run that goes on: on its server, of its processes, in its folder."""
+"""Quantities sampled during a run: on its server, of its processes, in its folder."""
 
 import json
 import os
@@ -13,13 +13,13 @@ from tests.preload.fixtures import pid_of
 from workers.run.run_folder import write_atomically
 
 Sample = dict[str, float]
-"""By `WHAT.KIND`: `server.memory`, `rollout-0.rss`, ..."""
+"""Quantities by `WHAT.KIND`: `server.memory`, `rollout-0.rss`, ..."""
 
 _SIZES = {"stream": "xlen", "hash": "hlen", "set": "scard", "zset": "zcard"}
 
 
 async def sample_server(connection: RunConnection) -> tuple[int, Sample]:
-    """Prompts that have met their end, and what the server holds."""
+    """Return the number of ended prompts, and the quantities on the server."""
     balance = (await read_status(connection)).balance
     redis: Any = connection.redis
     info = await redis.info()
@@ -41,23 +41,23 @@ async def sample_server(connection: RunConnection) -> tuple[int, Sample]:
 
 
 def sample_processes() -> Sample:
-    """Each role's memory, threads and open files."""
+    """Return each role's memory, threads and open files."""
     found: Sample = {}
     for name, pid in {**_processes(), "supervisor": os.getpid()}.items():
         try:
             found[f"{name}.rss"] = _rss(pid)
             found[f"{name}.files"] = len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208
             found[f"{name}.threads"] = len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208
-        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        except (FileNotFoundError, ProcessLookupError):  # the process has just ended
             continue
     return found
 
 
 def sample_inside(folder: Path, number: int) -> Sample | None:
-    """Each role's tasks and objects, as it has counted them when it was asked for this count; None until all have.
+    """Return each role's tasks and objects as reported for this number; None until all roles have reported.
 
-    Asked while the run is paused and nothing is under way: a worker at work has thousands of objects more than one
-    that is idle, which would hide what each group leaves behind.
+    Call it while the run is paused and nothing is in progress: a busy worker has thousands of objects more than an idle
+    one, which would hide what each group leaves behind.
     """
     inside = folder / "inside"
     inside.mkdir(exist_ok=True)
@@ -75,9 +75,9 @@ def sample_inside(folder: Path, number: int) -> Sample | None:
 
 
 def sample_folder(folder: Path) -> Sample:
-    """Files in the run's folder, and the bytes of its archive; and what grows by design: ledger, metrics, logs."""
+    """Return the number of files in the run's folder and the bytes of its archive, ledger, metrics and logs."""
     sizes = {}
-    for place, _, names in os.walk(folder):  # passes by a folder that is removed meanwhile
+    for place, _, names in os.walk(folder):  # skips a folder that is removed meanwhile
         for name in names:
             path = Path(place) / name
             with suppress(FileNotFoundError):
@@ -92,7 +92,7 @@ def sample_folder(folder: Path) -> Sample:
 
 
 def _processes() -> dict[str, int]:
-    """Pids of the processes that our supervisor, in this very process, has started: `rollout-0`, `rollout-1`, ..."""
+    """Return the pids of the processes that the supervisor in this process started: `rollout-0`, `rollout-1`, ..."""
     found: dict[str, list[int]] = {}
     for children in Path("/proc/self/task").glob("*/children"):
         for pid in map(int, children.read_text().split()):
