@@ -1,4 +1,4 @@
-"""Whether an engine answers, logged once when it stops and once when it answers again."""
+"""Tracks whether an engine answers; logs once when it stops and once when it answers again."""
 
 import structlog
 
@@ -8,7 +8,7 @@ log = structlog.get_logger()
 
 
 class EngineAvailability:
-    """What one client knows about one engine's availability.
+    """One client's record of one engine's availability.
 
     Args:
         url: the engine's base URL.
@@ -22,7 +22,7 @@ class EngineAvailability:
 
     @property
     def is_available(self) -> bool:
-        """The last request succeeded, or there was none."""
+        """Whether the last request succeeded, or there was none."""
         return self.problem is None
 
     def mark_available(self) -> None:
@@ -42,13 +42,13 @@ class EngineAvailability:
         log.warning("engine.ejected", url=self.url, why=str(error))
 
     def log_waiting(self, what: str, error: EngineError) -> None:
-        """Log that `what` of this engine is awaited: once, however often it is called until `log_recovered`."""
+        """Log that the client waits for `what` from this engine; repeated calls before `log_recovered` log nothing."""
         if what not in self._waiting_for:
             self._waiting_for.add(what)
             log.warning("engine.waiting", url=self.url, what=what, why=str(error))
 
     def log_recovered(self, what: str) -> None:
-        """Log that `what` has come, if it was awaited."""
+        """Log that `what` arrived, if `log_waiting` was called for it."""
         if what in self._waiting_for:
             self._waiting_for.discard(what)
             log.info("engine.recovered", url=self.url, what=what)

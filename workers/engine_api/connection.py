@@ -1,4 +1,4 @@
-"""Requests over HTTP to an engine: what a broken one means, and what an answer is that is none."""
+"""HTTP requests to engines, with errors that tell apart unreachable engines, timeouts, refusals and invalid answers."""
 
 from types import TracebackType
 from typing import Final, Self, TypeVar
@@ -10,27 +10,27 @@ from envs.remote.service_client import describe_response
 from stream.errors import EngineError, EngineRefusedError
 
 QUERY_TIMEOUT_S: Final = 10.0
-"""For a request that samples nothing."""
+"""Time limit of a request that does not sample, and of connecting."""
 _RETRYABLE_STATUSES: Final = (408, 429)
 _KEEPALIVE_S: Final = 4.0
-"""vLLM closes a connection that was idle for 5 s, perhaps just when the next request is on its way."""
+"""Shorter than the 5 s after which vLLM closes an idle connection, perhaps while the next request arrives."""
 
 T = TypeVar("T")
 
 
 class UnreachableError(EngineError):
-    """Nothing answered: no connection, or one that broke."""
+    """The server did not answer: no connection, or a broken one."""
 
 
 class RequestTimeoutError(EngineError):
-    """No answer in time, from a server that was there."""
+    """A connected server did not answer in time."""
 
 
 class ConnectionPool:
     """Connections to any number of servers; an async context manager.
 
     Args:
-        keep_alive: alive, for the next request to the same server.
+        keep_alive: reuse a connection for the next request to the same server.
     """
 
     def __init__(self, *, keep_alive: bool = True) -> None:
@@ -49,24 +49,24 @@ class ConnectionPool:
         await self._session.close()
 
     async def get(self, url: str, kind: type[T]) -> T:
-        """A question that samples nothing.
+        """Send a GET request that does not sample; return the decoded answer.
 
         Raises:
-            EngineError: no answer of 200, or none of this kind.
+            EngineError: no answer, a status other than 200, or a body that does not decode as `kind`.
         """
         status, payload = await self.request("GET", url, QUERY_TIMEOUT_S)
         try:
             return decode_response(status, payload, url, msgspec.json.Decoder(kind))
-        except EngineRefusedError as error:  # a fact about the engine, and about nobody's tokens
+        except EngineRefusedError as error:  # nothing was sampled, so only the engine is at fault
             raise EngineError(str(error)) from error
 
     async def request(self, method: str, url: str, timeout_s: float, body: bytes | None = None) -> tuple[int, bytes]:
-        """One request; status and payload, whatever the status.
+        """Send a request; return status and payload, whatever the status.
 
         Raises:
-            UnreachableError: nothing answered.
+            UnreachableError: the server could not be reached, or the connection broke.
             RequestTimeoutError: no answer within `timeout_s`.
-            EngineError: none that is HTTP.
+            EngineError: the answer is not valid HTTP.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=QUERY_TIMEOUT_S)
         try:
@@ -89,11 +89,11 @@ def _connector(*, keep_alive: bool) -> aiohttp.TCPConnector:
 
 
 def decode_response(status: int, payload: bytes, url: str, decoder: "msgspec.json.Decoder[T]") -> T:
-    """The answer as a record.
+    """Decode an answer.
 
     Raises:
-        EngineRefusedError: a 4xx other than 408 and 429.
-        EngineError: any other status than 200, or junk.
+        EngineRefusedError: status 4xx other than 408 and 429.
+        EngineError: any other status than 200, or a body that does not decode.
     """
     if status != 200:
         kind = EngineRefusedError if 400 <= status < 500 and status not in _RETRYABLE_STATUSES else EngineError

@@ -1,4 +1,4 @@
-"""What engine and client say to one another: vLLM's tokens-in, tokens-out protocol as records. No torch."""
+"""Messages between engine and client: vLLM's tokens-in, tokens-out protocol as records. Does not import torch."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -12,50 +12,50 @@ FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["keep", "wait", "abort"]
 
 UNNAMED_WEIGHTS = "none"
-"""Version in the spans of an engine that has never been given weights under a number."""
+"""Version in spans of an engine that has received no numbered weights yet."""
 
 PROBE_PREFIX = "probe-"
-"""So begin the names of requests by which a client finds out what an engine is."""
+"""Prefix of the ids of requests that only find out what an engine can do."""
 
 UNKNOWN_LOGPROB = -9999.0
-"""The log-prob that is written where there is none, and none lies below: JSON has neither NaN nor infinity."""
+"""Placeholder for an unknown log-prob, and the lowest value: JSON has neither NaN nor infinity."""
 
 NO_TOKEN_ID = -1
-"""Where an older vLLM writes a log-prob without its token."""
+"""Default token id of log-probs from older vLLM versions, which omit it."""
 
 WEIGHT_TRANSFER_BACKEND = "penstock"
-"""The weight-transfer backend of the local engine, and of vLLM with our plugin."""
+"""Weight-transfer backend of the local engine, and of vLLM with Penstock's plugin."""
 
 UPDATE_SEQUENCE = "pause, start_weight_update, update_weights, finish_weight_update, resume"
-"""The order of the control routes, for messages."""
+"""Order of the control routes, for messages."""
 
 
 ADAPTER_PREFIX = "policy-v"
-"""So begin the names of a run's adapters, each of one policy version."""
+"""Prefix of the names of a run's adapters; one adapter per policy version."""
 
 
 def adapter_name(version: int) -> str:
-    """What the adapter of a policy version is called on engines. Never given twice: a name means one set of weights."""
+    """Return the name of a policy version's adapter on engines; a name is never reused for other weights."""
     return f"{ADAPTER_PREFIX}{version}"
 
 
 def policy_version(name: str | None) -> int | None:
-    """Which policy version weights of this name are; None for those that no trainer gave."""
+    """Return the policy version that a weights' name stands for; None if no trainer pushed the weights."""
     return int(name) if name is not None and name.isdecimal() else None
 
 
 class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How to sample. What is not listed here is refused, never ignored."""
+    """Sampling parameters of a request. Unknown parameters are refused, never ignored."""
 
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     """0 is greedy."""
     max_tokens: Annotated[int, Meta(ge=1)] = 16
     min_tokens: Annotated[int, Meta(ge=0)] = 0
-    """Tokens before which no stop token is sampled and no stop string counts."""
+    """Number of tokens before which no stop token is sampled and stop strings are ignored."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    """Request the log-prob of each sampled token, and of this many of the most likely tokens at its position."""
+    """Return the log-prob of each sampled token, and of this many most likely tokens at its position."""
     stop: list[str] = field(default_factory=list)
-    """The token that completes one of them is the last."""
+    """Stop strings; generation ends with the token that completes one."""
     stop_token_ids: list[int] = field(default_factory=list)
     seed: int | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -63,12 +63,12 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """0 and -1: off."""
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] = field(default_factory=dict)
-    """Added to the logits of these tokens, before the temperature divides them."""
+    """Values added to the logits of these tokens before division by the temperature."""
     ignore_eos: bool = False
 
     @property
     def truncates(self) -> bool:
-        """Whether the distribution is cut to a part of the vocabulary."""
+        """Whether sampling is restricted to a part of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
@@ -78,27 +78,27 @@ class GenerateRequest(Struct, kw_only=True, omit_defaults=True):
     token_ids: list[int]
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     request_id: str = ""
-    """A client's probes begin with `PROBE`."""
+    """Name of the request; probes begin with `PROBE_PREFIX`."""
     model: str | None = None
     stream: bool = False
     cache_salt: str = ""
-    """Only requests with the same one share cached prefixes. The local engine needs none: new weights empty its own."""
+    """Only requests with equal salts share cached prefixes. Unused by the local engine: new weights clear its cache."""
 
 
 class TokenLogprob(Struct):
-    """A token with its log-prob."""
+    """A token and its log-prob."""
 
     logprob: float
     token_id: int = NO_TOKEN_ID
 
 
 class SampledLogprob(Struct, omit_defaults=True):
-    """One entry of `choices[].logprobs.content`."""
+    """Entry of `choices[].logprobs.content`: the log-prob of one sampled token."""
 
     logprob: float
     token_id: int = NO_TOKEN_ID
     top_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """The likeliest tokens at this place, where they were asked for; the sampled one may be among them."""
+    """The most likely tokens at this position, if requested; may include the sampled one."""
 
 
 class Logprobs(Struct):
@@ -108,7 +108,7 @@ class Logprobs(Struct):
 
 
 class VersionSpan(Struct):
-    """Sampled tokens [start, end) come from this version of the weights."""
+    """Sampled tokens [start, end) were sampled from this version of the weights."""
 
     version: str
     start: int
@@ -116,7 +116,7 @@ class VersionSpan(Struct):
 
 
 class Choice(Struct, kw_only=True):
-    """What was sampled."""
+    """One sampled sequence."""
 
     index: int = 0
     token_ids: list[int]
@@ -136,26 +136,26 @@ class WeightInfo(Struct):
     """Answer of `GET /weight_info`."""
 
     weight_version: str | None = None
-    """What the weights are called; `policy_version` says which version of ours that is."""
+    """Name of the weights; `policy_version` converts it to a number."""
 
 
 class WeightFile(Struct):
-    """One of the files of an update that is downloaded."""
+    """A file of an update that engines download."""
 
     name: str
     size: int
-    """Bytes."""
+    """Size in bytes."""
     sha256: str
-    """Hex digits."""
+    """Digest in hex digits."""
 
 
 class UpdateInfo(Struct, forbid_unknown_fields=True):
     """`update_info` of `POST /update_weights`: `path`, or `url` with `files`."""
 
     path: str | None = None
-    """A folder in Hugging Face form, or a safetensors file."""
+    """Model folder in Hugging Face format, or a safetensors file."""
     url: str | None = None
-    """Of the folder that holds the files, ending in a slash."""
+    """URL of the folder that holds the files, ending in a slash."""
     files: list[WeightFile] = field(default_factory=list)
 
 
@@ -175,10 +175,10 @@ _generate_request_decoder = msgspec.json.Decoder(GenerateRequest)
 
 
 def decode_generate_request(body: bytes) -> GenerateRequest:
-    """Read the body of a generate request.
+    """Decode the body of a generate request.
 
     Raises:
-        EngineRefusedError: says what is wrong with it; unknown sampling parameters are named, all of them.
+        EngineRefusedError: the body is invalid; names all unknown sampling parameters.
     """
     try:
         return _generate_request_decoder.decode(body)
@@ -187,7 +187,7 @@ def decode_generate_request(body: bytes) -> GenerateRequest:
 
 
 def _unknown_parameters(body: bytes) -> str:
-    """A message naming all sampling parameters that nobody here knows, or nothing."""
+    """Return a message that names all unknown sampling parameters; empty if there are none."""
     try:
         table: Any = msgspec.json.decode(body)
     except msgspec.DecodeError:
@@ -201,7 +201,7 @@ def _unknown_parameters(body: bytes) -> str:
 
 
 def error_body(message: str) -> bytes:
-    """The body of a 4xx or 5xx."""
+    """Return the body of a response with status 4xx or 5xx."""
     return msgspec.json.encode({"error": {"message": message}})
 
 
@@ -213,7 +213,7 @@ def build_response(
     spans: list[VersionSpan],
     top_logprobs: Sequence[list[TokenLogprob]] = (),
 ) -> GenerateResponse:
-    """Put an answer together; log-probs only where they were asked for."""
+    """Build a response; includes log-probs only if the request asks for them."""
     content = None
     if request.sampling_params.logprobs is not None:
         content = Logprobs([SampledLogprob(number, token) for token, number in zip(token_ids, logprobs, strict=True)])

@@ -1,11 +1,11 @@
-"""A vLLM server of our own: found, started as it has to be, watched, and ended with all that it has started.
+"""Starts a vLLM server, watches it, and stops it together with all its child processes.
 
 ===================  ==================================================================
-`interpreter.py`     which Python has vLLM, and what of it is there
-`starting.py`        the command line and the environment
-`last_error.py`      what of its output tells why it ended
-`server.py`          the process: `penstock serve` where `engine.server = "vllm"`
+`interpreter.py`     finds the Python interpreter with vLLM and checks it
+`launch_command.py`  the command line and the environment
+`output_tail.py`     finds the error in vLLM's output that explains its exit
+`server.py`          runs the process: `penstock serve` with `engine.server = "vllm"`
 ===================  ==================================================================
 
-Nothing here imports vLLM: it lives in an interpreter of its own, since it pins what we do not.
+Nothing here imports vLLM: vLLM pins versions that Penstock does not, so it has a separate virtual environment.
 """

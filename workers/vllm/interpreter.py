@@ -1,4 +1,4 @@
-"""The Python that has vLLM: found, and asked what is there, without importing vLLM, which takes half a minute."""
+"""Finds the Python interpreter that has vLLM and checks it without importing vLLM, which takes half a minute."""
 
 import os
 import subprocess
@@ -12,12 +12,12 @@ from msgspec import Struct
 from stream.errors import SettingsError
 
 PLUGIN_NAME: Final = "penstock"
-"""The name under which our plugin for vLLM is registered, and of its way of transferring weights."""
+"""Name of Penstock's vLLM plugin, and of the weight-transfer backend that it registers."""
 _INSPECT_TIMEOUT_S = 60.0
 _QUOTED = 200
-"""Characters, of what an interpreter says that does not run."""
+"""Maximum characters that a message quotes from the output of an interpreter that fails."""
 _CACHED = Path(".cache/vllm")
-"""Where a checkout of Penstock has it."""
+"""Virtual environment that `tests/vllm/setup.sh` makes, relative to the checkout."""
 _INSPECT_SCRIPT = """
 import json
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -40,27 +40,35 @@ _REMEDY = (
 
 
 class VllmInstallation(Struct, frozen=True):
-    """What an interpreter has."""
+    """The vLLM that an interpreter has."""
 
     version: str
-    """Of vLLM; empty: it has none."""
+    """Version of vLLM; empty if it is not installed."""
     is_cpu_build: bool
-    """It is a build for machines without a GPU."""
+    """vLLM is built for machines without a GPU."""
     plugins: list[str]
-    """Names of its general plugins."""
+    """Names of the installed general plugins."""
 
 
 def resolve_interpreter(named: str) -> Path:
-    """The interpreter that a setting means: a file, a virtual environment's folder, or, where empty, our own."""
+    """Return the path of an interpreter.
+
+    Args:
+        named: an interpreter, or the folder of a virtual environment; empty: the interpreter of this process.
+    """
     path = Path(named or sys.executable).expanduser()
     return (path / "bin" / "python" if path.is_dir() else path).absolute()
 
 
 def find_interpreter(named: str = "") -> Path:
-    """An interpreter with vLLM and our plugin: the one that is named, else the first there is of those that are usual.
+    """Return an interpreter with vLLM and the plugin.
+
+    Args:
+        named: an interpreter or the folder of a virtual environment; empty: `$PENSTOCK_VLLM`, else `.cache/vllm`
+            if that exists, else the interpreter of this process.
 
     Raises:
-        SettingsError: it lacks something.
+        SettingsError: the interpreter does not run, or lacks vLLM or the plugin.
     """
     told = named or os.environ.get("PENSTOCK_VLLM", "")
     python = resolve_interpreter(told or (str(_CACHED) if _CACHED.is_dir() else ""))
@@ -69,10 +77,10 @@ def find_interpreter(named: str = "") -> Path:
 
 
 def check_interpreter(python: Path, needs_plugin: bool = True) -> VllmInstallation:
-    """See that an interpreter has vLLM, and our plugin for it where it is needed.
+    """Check that an interpreter has vLLM and, if `needs_plugin`, Penstock's plugin for it.
 
     Raises:
-        SettingsError: it has not, or does not run; names the interpreter and the remedy.
+        SettingsError: the interpreter does not run or lacks one of them; names the interpreter and the remedy.
     """
     installed = inspect_interpreter(python)
     if not installed.version:
@@ -86,13 +94,13 @@ def check_interpreter(python: Path, needs_plugin: bool = True) -> VllmInstallati
 
 
 def inspect_interpreter(python: Path) -> VllmInstallation:
-    """What an interpreter has.
+    """Run an interpreter and return which vLLM it has.
 
     Raises:
-        SettingsError: it does not run.
+        SettingsError: the interpreter does not run; names it and the remedy.
     """
     try:
-        # -I: neither the working directory nor PYTHONPATH has a say in what is installed.
+        # -I: ignore the working directory and PYTHONPATH.
         answer = subprocess.run(  # noqa: S603  (the interpreter that the settings name)
             [python, "-I", "-c", _INSPECT_SCRIPT], capture_output=True, timeout=_INSPECT_TIMEOUT_S, check=True
         )

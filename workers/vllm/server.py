@@ -1,11 +1,11 @@
-"""A process that runs vLLM: it announces the server when that is healthy, and ends with it.
+"""Runs a vLLM server as a child process, reports its URL when it is healthy, and exits when it exits.
 
 ::
 
-    penstock run ── penstock serve ─┬─ vLLM's server ── its engine core, its workers     a process group of their own
-                    (this process)  └─ warden: kills that group when this process is gone, however it went
+    penstock run ── penstock serve ─┬─ vLLM's server ── engine core, workers      one process group
+                    (this process)  └─ warden: kills that group when this process exits, even after SIGKILL
 
-vLLM's output goes to our stderr.
+vLLM's output is copied to this process's stderr.
 """
 
 import ipaddress
@@ -32,18 +32,18 @@ from workers.vllm.output_tail import OutputTail
 log = structlog.get_logger()
 
 _STOP_TIMEOUT_S = 8.0
-"""For vLLM to end when asked to; it frees what it shares between its processes."""
+"""Seconds for vLLM to exit after SIGTERM, in which it frees memory that its processes share."""
 _ON_THE_WAY_S = 0.2
-"""For what it has said before it ended."""
+"""Seconds to read output that vLLM wrote before it exited."""
 _HEALTH_EVERY_S = 0.25
 _HEALTH_S = 5.0
 _TELL_EVERY_S = 15.0
 _LISTENS_EVERY_S = 2.0
 _REFUSALS = 5
-"""Refused connections in a row, after which a server that had listened does not end by itself either."""
+"""Consecutive refused connections after which a server that was healthy counts as hung and is killed."""
 _LONGEST_LINE = 64 * 1024
 _BAD_USAGE = 2
-"""Exit code of a command line that vLLM does not understand."""
+"""Exit code of vLLM for an invalid command line."""
 
 
 async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callable[[str], object]) -> None:
@@ -51,13 +51,13 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
 
     Args:
         settings: settings of the run.
-        host: address to listen on. Everyone who can reach it can change the weights.
-        port: 0: a free one.
+        host: address to listen on. Anyone who can reach it can change the weights.
+        port: port to listen on; 0: any free one.
         ready: called with the URL once the server is healthy.
 
     Raises:
-        SettingsError: there is no vLLM, or it does not know the flags.
-        EngineError: there is no model, the port is taken, or vLLM ended or was not healthy in time; quotes its last
+        SettingsError: vLLM or its plugin is not installed, or vLLM does not accept its flags.
+        EngineError: there is no model, the port is taken, or vLLM exited or was not healthy in time; quotes its last
             error.
     """
     engine = settings.engine
@@ -65,7 +65,7 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
     installed = await anyio.to_thread.run_sync(
         check_interpreter, python, weight_transfer_backend(settings) == PLUGIN_NAME
     )
-    if not await (anyio.Path(settings.model.path) / "config.json").is_file():  # vLLM would look for it elsewhere
+    if not await (anyio.Path(settings.model.path) / "config.json").is_file():  # vLLM would try to download it
         raise EngineError(
             f"{settings.model.path}: no config.json there; model.path must be a folder in Hugging Face form"
         )
@@ -97,7 +97,7 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
         code = await process.wait()
         with anyio.move_on_after(_ON_THE_WAY_S):
             await silent.wait()
-        said = tail.last_error  # what its other processes say from here on follows from its end
+        said = tail.last_error  # errors of its other processes after this are consequences
         tasks.cancel_scope.cancel()
     if gone.is_set():
         raise EngineError(f"vLLM did not listen any more, nor end; it was killed: {said}")
@@ -117,14 +117,14 @@ def _exit_error(code: int, last_error: str) -> EngineError | SettingsError:
 async def _start_process(
     command: list[str], env: dict[str, str], tail: OutputTail
 ) -> AsyncIterator[tuple[Process, Process]]:
-    """VLLM's server, in a process group that is gone when the context is left, or this process is; and its warden."""
+    """Start vLLM in its own process group, and its warden; the group dies with the context and with this process."""
     process = await anyio.open_process(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env,
         start_new_session=True,
     )  # fmt: skip
     warden: Process | None = None
     try:
-        # It reads from a pipe that we alone hold open, and kills when that closes: a SIGKILL to us closes it, too.
+        # Its stdin closes when this process exits, even after SIGKILL; then it kills vLLM's process group.
         warden = await anyio.open_process(
             ("sh", "-c", 'read -r _; kill -s KILL -- "-$0" 2>/dev/null', str(process.pid)),
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -142,10 +142,10 @@ async def _start_process(
 
 
 async def _watch_warden(warden: Process) -> None:
-    """Wait until the warden is gone, which it never is while it is needed.
+    """Wait until the warden exits, which it should not do while vLLM runs.
 
     Raises:
-        EngineError: it is gone.
+        EngineError: the warden exited; vLLM could outlive this process.
     """
     code = await warden.wait()
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"over with code {code}"
@@ -153,12 +153,12 @@ async def _watch_warden(warden: Process) -> None:
 
 
 def _signal_group(process: Process, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # nobody is left in it (macOS says it the second way)
+    with suppress(ProcessLookupError, PermissionError):  # the group is empty (PermissionError: macOS)
         os.killpg(process.pid, number)
 
 
 async def _copy_output(process: Process, tail: OutputTail) -> None:
-    """Pass on what vLLM says, until all its processes have ended."""
+    """Copy vLLM's output to stderr and to `tail` until all its processes have exited."""
     assert process.stdout is not None  # noqa: S101  (it is a pipe)
     rest = b""
     async for chunk in process.stdout:
@@ -172,10 +172,10 @@ async def _copy_output(process: Process, tail: OutputTail) -> None:
 
 
 async def _wait_healthy(url: str, timeout_s: float, tail: OutputTail) -> None:
-    """Wait until the server answers.
+    """Wait until `/health` answers 200.
 
     Raises:
-        EngineError: it did not in time.
+        EngineError: it did not within `timeout_s`; quotes vLLM's last error.
     """
     began, told = anyio.current_time(), 0.0
     timeout = aiohttp.ClientTimeout(total=_HEALTH_S)
@@ -187,7 +187,7 @@ async def _wait_healthy(url: str, timeout_s: float, tail: OutputTail) -> None:
                     if response.status == 200:
                         return
             except (aiohttp.ClientError, TimeoutError, OSError):
-                pass  # it loads
+                pass  # the model is loading
             if seconds > timeout_s:
                 raise EngineError(
                     f"vLLM was not healthy within {timeout_s:g} s (engine.start_timeout_s); it said last: "
@@ -200,10 +200,10 @@ async def _wait_healthy(url: str, timeout_s: float, tail: OutputTail) -> None:
 
 
 async def _wait_unreachable(url: str) -> None:
-    """Wait until nobody has listened for a while, though the process is there.
+    """Wait until the server refuses several connections in a row while its process still runs.
 
-    So 0.32.0 may end when its core is killed: it closes its port, and waits for ever for requests that nobody will
-    answer. An answer that does not come is something else: it computes.
+    vLLM 0.32.0 may hang like this after its engine core was killed: it closes its port and waits forever for requests
+    that never finish. Timeouts do not count, because a busy server may be slow to answer.
     """
     refused = 0
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_HEALTH_S)) as session:
@@ -221,15 +221,15 @@ async def _wait_unreachable(url: str) -> None:
 def _free_port(host: str, port: int) -> int:
     """Return the port if it is free now, or any free port for 0; vLLM binds it within its first seconds.
 
-    Another server that listens there already could be mistaken for vLLM.
+    Without this check, another server on that port could be mistaken for vLLM.
 
     Raises:
-        EngineError: the address is none of this machine's, or the port is taken.
+        EngineError: this machine does not have the address, or the port is taken.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server of ours that is gone is no hindrance
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore TIME_WAIT
             probe.bind((host, port))
             return int(probe.getsockname()[1])
     except OSError as error:

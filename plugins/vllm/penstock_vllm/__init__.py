@@ -1,27 +1,27 @@
-"""A weight-transfer backend for vLLM: checkpoints from a path or over HTTP, into a server that runs.
+"""A weight-transfer backend for vLLM that loads checkpoints from a path or over HTTP into a running server.
 
-==================  =================================================================
-`engine.py`         the backend: stages an update, checks it, brings it into the model
-`source.py`         where the files come from: a folder, or downloads that are checked
-`checkpoint.py`     names, shapes and tensors, and how an update may differ
-`asking.py`         which tensors a live model takes
-`verdict.py`        what is said of an update that is not taken
-`pieces.py`         the parts of vLLM that this rests on, and whether they are there
-==================  =================================================================
+====================  ================================================================
+`engine.py`           the backend: stages an update, checks it, loads it into the model
+`weight_download.py`  downloads files over HTTP and checks them
+`checkpoint.py`       reads names, shapes and tensors; checks whether an update fits
+`tensor_probe.py`     finds out which tensors a live model loads
+`errors.py`           errors of updates that fail
+`vllm_internals.py`   finds the internal functions of vLLM that the backend needs
+====================  ================================================================
 
-Imports nothing of Penstock, and of vLLM only once it is asked for.
+Does not import Penstock, and imports vLLM only when vLLM calls it.
 """
 
 import logging
 
 BACKEND = "penstock"
-"""In `--weight-transfer-config '{"backend": "penstock"}'`."""
+"""Name of the backend, as in `--weight-transfer-config '{"backend": "penstock"}'`."""
 TESTED_VLLM_VERSION = "0.32.0"
-"""The version of vLLM that the tests run on."""
+"""Version of vLLM that the tests run on."""
 
 
 def register() -> None:
-    """Tell vLLM of the backend; vLLM calls this in each of its processes, also where nobody uses the backend."""
+    """Register the backend; vLLM calls this in each of its processes, even if another backend is configured."""
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 

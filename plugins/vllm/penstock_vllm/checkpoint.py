@@ -1,4 +1,4 @@
-"""A checkpoint in safetensors files: names and shapes, from the headers alone; how an update may differ; tensors."""
+"""Reads names, shapes and tensors of a safetensors checkpoint, and checks whether an update fits the model."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,17 +13,17 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of each tensor by its name."""
+"""Shapes of tensors by name."""
 
 _MAX_LISTED = 5
-"""Names that a message lists before it only counts."""
+"""Maximum number of names that a message lists; it counts the others."""
 
 
 def find_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, or the file itself.
+    """Return the safetensors files of a model folder; for a file, the file itself.
 
     Raises:
-        RefusedError: it is not there, or holds no such files.
+        RefusedError: the folder does not exist, its index cannot be read, or a file is missing.
     """
     if folder.is_file():
         return [folder]
@@ -46,11 +46,11 @@ def find_files(folder: Path) -> list[Path]:
 
 
 def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors in these files.
+    """Return names and shapes of the tensors in these files; reads only their headers.
 
     Raises:
-        RefusedError: a file is no safetensors file, or shorter than its header says.
-        FailedError: it cannot be read.
+        RefusedError: a file is not a safetensors file, or is truncated.
+        FailedError: a file cannot be read.
     """
     found: dict[str, tuple[int, ...]] = {}
     for file in files:
@@ -66,16 +66,17 @@ def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
 
 
 def check_update(update: Shapes, reference: Shapes, loads_tensor: Callable[[str, tuple[int, ...]], bool]) -> None:
-    """Whether an update has what the checkpoint has that the server was started with.
+    """Check that an update has the same tensors as the checkpoint that the server started with.
 
     Args:
-        update: what came.
-        reference: what the server was started with.
-        loads_tensor: whether the model loads a tensor of that name and shape. A name in only one of the two matters
-            if it does: a tied `lm_head` may be there or not, and so may the weights of parts that are not served.
+        update: shapes of the update.
+        reference: shapes of the checkpoint that the server started with.
+        loads_tensor: returns whether the model loads a tensor of this name and shape. A name in only one of the two
+            checkpoints is an error only if it does: a tied `lm_head`, or weights that are not served, may be missing
+            or extra.
 
     Raises:
-        RefusedError: says all that is wrong.
+        RefusedError: lists all missing, unexpected and misshapen tensors.
     """
     problems = []
     if missing := [name for name in reference if name not in update and loads_tensor(name, reference[name])]:
@@ -90,16 +91,16 @@ def check_update(update: Shapes, reference: Shapes, loads_tensor: Callable[[str,
 
 
 def join_names(names: list[str]) -> str:
-    """Some of the names, and how many more."""
+    """Return the first names, and the number of the others, as text."""
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + more
 
 
 def iter_tensors(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors, on the CPU, one after the other.
+    """Yield names and CPU tensors, one at a time.
 
     Raises:
-        OSError: a file is not any more what `read_shapes` has seen.
+        OSError: a file changed since `read_shapes` and is no longer valid.
     """
     for file in files:
         try:

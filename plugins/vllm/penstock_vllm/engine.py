@@ -1,13 +1,13 @@
-"""The backend: an update is staged and checked while the model is as it was, and brought into it in the last step.
+"""The backend: stages and checks an update without touching the model, then loads it in the last step.
 
 ::
 
-    start_weight_update     nothing staged any more
-    update_weights          files found or downloaded, names and shapes checked; the model is untouched
-    finish_weight_update    all workers agree; loaded through the model's own loaders, which shard; packed again
+    start_weight_update     clears what an earlier update staged
+    update_weights          finds or downloads the files, checks names and shapes; the model is untouched
+    finish_weight_update    all workers agree; loads through the model's own loaders, which shard; packs for CPU kernels
 
-A worker that raises leaves the answers of the workers after it in vLLM's queues, where they are taken for answers of
-the next call. So nobody raises before `finish_weight_update`, and there the last worker alone, for all.
+When a worker raises, the answers of the workers after it stay in vLLM's queues and are mistaken for answers to the next
+call. So no worker raises before `finish_weight_update`, and there only the last one does, on behalf of all.
 """
 
 import tempfile
@@ -34,23 +34,23 @@ logger = init_logger(__name__)
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing has to be set up."""
+    """Empty: files need no connection between trainer and workers."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where the new weights are: `path`, or `url` with `files`."""
+    """Location of the new weights: `path`, or `url` with `files`."""
 
     path: str | None = None
-    """A folder in Hugging Face form, or a safetensors file, that each worker can read."""
+    """Model folder in Hugging Face format, or a safetensors file, that every worker can read."""
     url: str | None = None
-    """Of a folder, ending in a slash; each worker downloads from it."""
+    """URL of a folder, ending in a slash; every worker downloads from it."""
     files: list[dict[str, Any]] | None = None
-    """`name`, `size`, `sha256` of each file under `url`."""
+    """`name`, `size` in bytes and `sha256` of each file under `url`."""
 
 
 class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One worker's side of it; made by vLLM when the model is loaded."""
+    """The backend of one worker; vLLM creates it when the model is loaded."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -65,24 +65,24 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._problem = "nothing was sent"
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing to set up: files need no connection."""
+        """Do nothing: files need no connection."""
 
     def start_weight_update(self) -> None:
-        """Forget what an update that was never finished has staged."""
+        """Discard whatever an unfinished update staged."""
         self._reset("nothing was sent")
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Find the files, or download them, and check them; what is wrong is said by `finish_weight_update`."""
+        """Find or download the files and check them; `finish_weight_update` reports any problem."""
         self._reset("")
         try:
             self._staged = self._stage(update_info)
         except UpdateError as error:
             self._reset(str(error))
-        except Exception as error:  # noqa: BLE001  (none may escape from here, of whatever type)
+        except Exception as error:  # noqa: BLE001  (no exception may escape, see the module's docstring)
             self._reset(str(FailedError(repr(error))))
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As vLLM's own method, but `finish_weight_update` also reports info that cannot be parsed."""
+        """Stage an update like vLLM's own method, except that `finish_weight_update` reports info that is malformed."""
         try:
             typed = self.parse_update_info(update_info)
         except ValueError as error:
@@ -91,10 +91,10 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(typed)
 
     def finish_weight_update(self) -> None:
-        """Bring the staged files into the model, if every worker could stage them.
+        """Load the staged files into the model if every worker staged them.
 
         Raises:
-            RuntimeError: on the last worker: what is wrong, and what the model holds now.
+            RuntimeError: on the last worker, if any worker failed; says why, and whether the old weights are intact.
         """
         if problem := self._first_problem(self._problem):
             self._raise_for_all(problem)
@@ -103,7 +103,7 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             with torch.no_grad():
                 self._load()
             problem = ""
-        except Exception as error:  # the model's own loader, of which there are hundreds; whatever it was is told
+        except Exception as error:  # a model's loader may raise anything
             logger.exception("new weights failed half-way")
             problem = f"{BROKEN}: {error!r} while the new weights were loaded; send whole ones before it goes on"
         self._reset("nothing was sent")
@@ -111,7 +111,7 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._raise_for_all(problem)
 
     def shutdown(self) -> None:
-        """Remove what was downloaded."""
+        """Delete downloaded files."""
         self._reset("the server is shutting down")
 
     def _stage(self, info: UpdateInfo) -> list[Path]:
@@ -133,7 +133,7 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         finally:
             self._internals.finalize(self.model, self.model_config)
         for module in self.model.modules():
-            # On CPU a tied `lm_head` keeps a packed copy of the weight that it shares, and nobody loads it anew.
+            # On CPU, a tied `lm_head` keeps a packed copy of the weight that it shares; loading does not refresh it.
             weight = getattr(module, "weight", None)
             if hasattr(module, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.dim() == 2:
                 self._internals.pack_for_cpu(module, remove_weight=False)
@@ -141,7 +141,7 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def _first_problem(self, problem: str) -> str:
-        """The first problem that a worker has; empty where none has."""
+        """Gather the problems of all workers and return the first; empty if there is none."""
         if self.parallel_config.world_size == 1:
             return problem
         from vllm.distributed.parallel_state import get_world_group
@@ -163,7 +163,7 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def _reference(vllm_config: Any) -> Shapes | None:
-    """Names and shapes of the checkpoint that the server was started with; None where it has none that can be read."""
+    """Return the shapes of the checkpoint that the server started with; None without readable safetensors files."""
     name = vllm_config.model_config.model
     try:
         folder = Path(name)

@@ -1,4 +1,4 @@
-"""Asks a live model which tensors of a checkpoint it takes, without giving it any."""
+"""Finds out which tensors of a checkpoint a live model loads, without changing the model."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,17 +7,16 @@ from typing import Any
 import torch
 
 LoadsTensor = Callable[[str, tuple[int, ...]], bool]
-"""From a tensor's name and shape to whether the model would load it, or break on it."""
+"""Returns whether the model loads a tensor of this name and shape, or raises on it."""
 
 _ABSENT = object()
 
 
 @contextmanager
 def tensor_probe(model: torch.nn.Module) -> Iterator[LoadsTensor]:
-    """While this is open the model's parameters take nothing, and note that they were asked to.
+    """Replace the loaders of all parameters with recorders while the context is open.
 
-    Only `load_weights` of the model itself knows how names of checkpoints become names of parameters that are fused and
-    sharded.
+    Only the model's own `load_weights` knows how names in a checkpoint map to fused and sharded parameters.
     """
     asked: list[bool] = []
 
@@ -33,7 +32,7 @@ def tensor_probe(model: torch.nn.Module) -> Iterator[LoadsTensor]:
         asked.clear()
         try:
             model.load_weights([(name, torch.empty(shape, device="meta"))])  # type: ignore[operator]
-        except Exception:  # noqa: BLE001  (the model's own; what breaks on a name does not pass over it)
+        except Exception:  # noqa: BLE001  (raised by the model: it does not ignore this name)
             return True
         return bool(asked)
 

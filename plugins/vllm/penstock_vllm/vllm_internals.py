@@ -1,4 +1,4 @@
-"""The internal parts of vLLM that the backend rests on; looked for when a server starts, not when it updates."""
+"""Finds the internal functions of vLLM that the backend needs when a server starts, before any update."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -11,22 +11,22 @@ _CPU = "vllm.model_executor.layers.utils"
 
 
 class VllmInternals(NamedTuple):
-    """What vLLM has to have."""
+    """Internal functions of vLLM."""
 
     initialize: Callable[..., Any]
-    """`(model)`: parameters go back to the form in which checkpoints are loaded; each layer is made ready again once it
-    is complete."""
+    """`(model)`: restores the layout in which parameters are loaded; each layer is processed again once all its
+    parameters are loaded."""
     finalize: Callable[..., Any]
-    """`(model, model_config)`: what was not loaded gets its old values back."""
+    """`(model, model_config)`: restores the old values of parameters that were not loaded."""
     pack_for_cpu: Callable[..., Any]
-    """`(module, remove_weight)`: copies a linear layer's weight into the form that CPU kernels read."""
+    """`(module, remove_weight)`: packs a linear layer's weight for the CPU kernels."""
 
 
 def find_internals() -> VllmInternals:
-    """Look for all of them.
+    """Import all functions.
 
     Raises:
-        RuntimeError: names what is missing, this vLLM and the version that is known to work.
+        RuntimeError: one does not exist; names it, the installed version of vLLM, and the version that works.
     """
     return VllmInternals(
         _find(_RELOAD, "initialize_layerwise_reload"),

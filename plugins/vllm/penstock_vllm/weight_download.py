@@ -1,4 +1,4 @@
-"""Where an update's files come from: a folder that is there, or a server that lists what it has."""
+"""Downloads the files of an update over HTTP and checks their sizes and digests."""
 
 import hashlib
 import tempfile
@@ -11,25 +11,25 @@ from urllib.error import HTTPError, URLError
 from penstock_vllm.errors import FailedError, RefusedError
 
 _READ_TIMEOUT_S = 60.0
-"""Without one byte."""
+"""Seconds without a byte after which a download fails."""
 _CHUNK = 1 << 20
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Weights come from the trainer's own address; no proxy stands between."""
+"""Ignores proxy settings: weights come directly from the trainer."""
 
 
 def download(url: str, files: list[Mapping[str, Any]]) -> tempfile.TemporaryDirectory[str]:
-    """Download files to a temporary folder, and check them.
+    """Download files to a temporary folder and check them.
 
     Args:
-        url: of the folder that holds them, ending in a slash.
-        files: `name`, `size` in bytes and `sha256` in hex digits of each.
+        url: URL of their folder, ending in a slash.
+        files: `name`, `size` in bytes and `sha256` in hex digits of each file.
 
     Returns:
-        The folder, which goes when it is cleaned up.
+        The folder; the caller cleans it up.
 
     Raises:
-        RefusedError: the server does not have one of them, or the list is none.
-        FailedError: one did not come whole.
+        RefusedError: the URL or the list is invalid, or the server answers 4xx for a file.
+        FailedError: a file did not arrive, or has another size or digest.
     """
     if not url.startswith(("http://", "https://")) or not url.endswith("/") or not files:
         raise RefusedError(f"{url!r} with {len(files)} files: need an http(s) URL that ends in a slash, and files")

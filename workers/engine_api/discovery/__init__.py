@@ -1,1 +1,1 @@
-"""Which engines a run has: `EngineDiscovery`, from settings, DNS and the operator's list, and their URLs."""
+"""Discovery of a run's engines from settings, DNS and the operator's overrides; normalization of their URLs."""

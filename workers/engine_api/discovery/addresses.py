@@ -11,7 +11,7 @@ from stream.errors import SettingsError
 
 _DNS_TIMEOUT_S: Final = 10.0
 _MAX_MISSES: Final = 3
-"""Consecutive DNS answers without an address after which it is gone: some servers return a few at a time."""
+"""Consecutive DNS answers without an address after which its engine is removed: some servers return only a few."""
 
 
 def normalize_engine_url(text: str, source: str = "") -> str:
@@ -19,10 +19,10 @@ def normalize_engine_url(text: str, source: str = "") -> str:
 
     Args:
         text: URL from a user.
-        source: where it was written, for messages; for example `engine.urls`.
+        source: where the user wrote it, for messages; for example `engine.urls`.
 
     Raises:
-        SettingsError: it is not such a URL.
+        SettingsError: the text is not an HTTP URL, or has a password, a query or a fragment.
     """
     named = f"{source}: {text!r}" if source else repr(text)
     example = "write it as http://HOST:PORT"
@@ -63,7 +63,7 @@ def merge_dns_answer(misses: dict[str, int], urls: list[str]) -> dict[str, int]:
     """Return the known engines after another DNS answer.
 
     Args:
-        misses: known engines, and how many answers in a row lacked each.
+        misses: number of consecutive answers that lacked each known engine.
         urls: engines in the new answer.
     """
     kept = {url: count + 1 for url, count in misses.items() if url not in urls and count + 1 < _MAX_MISSES}

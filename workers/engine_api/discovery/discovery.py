@@ -1,4 +1,4 @@
-"""Which engines a run has now: from the settings, from a DNS name, and from the operator's overrides in Redis."""
+"""Finds the current engines of a run: from the settings, a DNS name, and the operator's overrides in Redis."""
 
 from collections.abc import Sequence
 
@@ -18,20 +18,20 @@ from workers.settings.engine import Engine
 log = structlog.get_logger()
 
 _DNS_INTERVAL_S = 3.0
-"""Between two DNS queries."""
+"""Seconds between two DNS queries."""
 
 
 class EngineDiscovery:
-    """The engines of a run; follows every change while `watch` runs.
+    """The current engines of a run, updated while `watch` runs.
 
     Args:
         urls: engines from the settings.
         dns: URL whose host name resolves to one address per engine; empty: none.
-        connection: to the server with the operator's overrides; None: there are none.
+        connection: connection to the server with the operator's overrides; None: there are none.
 
     Attributes:
         urls: base URLs without a slash at their end, without duplicates.
-        changed: set at the next change of `urls`, and then replaced by a new event.
+        changed: set at the next change of `urls`, then replaced by a new event.
 
     Raises:
         SettingsError: a URL is malformed.
@@ -49,7 +49,7 @@ class EngineDiscovery:
 
     @property
     def empty_reason(self) -> str:
-        """Why there is no engine, for people: where engines could have been named."""
+        """Why the run has no engine, as a message for operators."""
         if not self._configured_urls and not self._dns:
             reason = "engine.urls is empty"
         elif self._dns and not self._dns_misses:
@@ -73,7 +73,7 @@ class EngineDiscovery:
         return discovery
 
     async def watch(self) -> None:
-        """Follow DNS and the operator's overrides; runs forever if there are any to follow."""
+        """Follow DNS and the operator's overrides forever; returns at once if there are neither."""
         async with anyio.create_task_group() as tasks:
             if self._dns:
                 tasks.start_soon(self._follow_dns)
