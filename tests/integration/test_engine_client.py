@@ -184,6 +184,18 @@ async def test_a_failed_request_goes_to_the_other_engine():
     assert good.request_count == 5
 
 
+async def test_an_engine_whose_health_check_fails_gets_no_request():
+    async with (
+        ScriptedEngine(reply, version="0") as healthy,
+        ScriptedEngine(reply, version="0") as unhealthy,
+        client_of(unhealthy.url, healthy.url) as client,
+    ):
+        unhealthy.missing_routes = {"/health"}
+        for _ in range(5):
+            await client.sample([1], SAMPLING)
+    assert (unhealthy.request_count, healthy.request_count) == (0, 5)
+
+
 async def test_requests_spread_over_engines():
     async with (
         ScriptedEngine(reply, version="0", delay_s=0.1) as one,

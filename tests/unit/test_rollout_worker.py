@@ -1,0 +1,45 @@
+"""What the rollout worker asks of a group's roll-out, and what it records about the attempt."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from stream.codec import encode
+from stream.queue.stage import Lease
+from stream.records import Group, Prompt
+from workers.rollout.stale_canceller import StaleCanceller
+from workers.rollout.worker import TrainingRollout
+
+
+class FakeStage:
+    """Records completed leases."""
+
+    consumer = "worker-1"
+
+    async def complete(self, lease, next_stage, group):
+        self.completed = lease, next_stage, group
+
+
+@pytest.mark.parametrize(("published", "oldest"), [(7, 7), (0, 0), (-1, 0)])
+async def test_only_the_published_policy_version_or_newer_ones_may_sample(published, oldest):
+    asked = {}
+
+    async def run(prompt, **options):
+        asked.update(options)
+        return Group(prompt=prompt, completions=[])
+
+    stage = FakeStage()
+    training = TrainingRollout(
+        stage=stage,
+        runner=SimpleNamespace(run=run),
+        stale_canceller=StaleCanceller(stage, 1),
+        with_greedy=True,
+        saves_partials=False,
+    )
+    prompt = Prompt(id="p", messages=[{"role": "user", "content": "Go."}])
+    lease = Lease(id="1-0", prompt_id="p", payload=encode(prompt), infra_failures=1, cancelled_attempts_s=(0.5,))
+    await training.work(lease, published)
+    assert (asked["min_policy_version"], asked["with_greedy"]) == (oldest, True)
+    _, next_stage, group = stage.completed
+    assert (next_stage, group.worker, group.attempt, group.cancelled_attempts_s) == ("groups", "worker-1", 2, [0.5])
+    assert 0 < group.claimed_at <= group.rolled_out_at
