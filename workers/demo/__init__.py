@@ -1,10 +1,10 @@
-"""The demo: a tiny model learns to use a calculator, on a laptop's processor, in a few minutes.
+"""The demo: a tiny model learns to use a calculator on a laptop's CPU within minutes.
 
 ::
 
-    task ──► transcripts ──► model (tokenizer, template, random weights) ──► warmstart ──► a policy with a bad habit
-      └────► prompts for the run, and held-out ones to measure it by
+    task ──► transcripts ──► model (tokenizer, template, random weights) ──► warm_start ──► policy with a bad habit
+      └────► prompts for the run, and held-out problems for its score
 
-The habit is to answer after the first of two tool calls; about one episode in four is right. Reinforcement learning
-has something to find there, and something to unlearn.
+The habit is to answer after the first of two tool calls; about one episode in four is correct. Reinforcement learning
+has to reinforce the correct behavior and to unlearn the habit.
 """

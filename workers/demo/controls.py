@@ -1,4 +1,4 @@
-"""Controls for the demo: runs that must not learn, so that learning in the real one means something."""
+"""Rewards of negative controls: demo runs that must not learn, as evidence that the real run does."""
 
 import random
 import zlib
@@ -11,7 +11,7 @@ from stream.validity import Reward
 def permuted_answer(
     prompts: list[Any], completions: list[Any], environments: list[Any], answer: list[Any]
 ) -> list[float | Reward]:
-    """The demo's reward, handed to the wrong siblings: a permutation within the group, fixed by its content."""
+    """Return the demo's rewards, permuted within the group; the group's content determines the permutation."""
     rewards = list(exact_answer(completions=completions, environments=environments, answer=answer))
     random.Random(zlib.crc32(repr((prompts[0], completions)).encode())).shuffle(rewards)
     return rewards

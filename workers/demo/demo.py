@@ -1,12 +1,12 @@
-"""`penstock demo`: a small model learns to use a calculator, through the whole pipeline, in a few minutes and offline.
+"""`penstock demo`: a small model learns to use a calculator through the whole pipeline, offline and within minutes.
 
 ::
 
-    prepare      a model, a tokenizer, a warm start with clumsy habits, problems, run.toml
-    score        200 held-out problems, through the run's own episode loop and reward
-    run          every role a process, exactly as `penstock run FOLDER/run.toml`
-    score        the same problems again
-    report       table, summary.json, progress.png, conversations
+    prepare      makes a model, a tokenizer, a warm start with bad habits, problems, run.toml
+    score        samples 200 held-out problems with the run's episode loop and reward
+    run          starts every role as a process, exactly like `penstock run FOLDER/run.toml`
+    score        samples the same problems again
+    report       prints tables and conversations; writes summary.json and progress.png
 """
 
 import math
@@ -35,7 +35,7 @@ from workers.train.checkpointing.checkpoint import CheckpointStore
 
 HELD_OUT_PROBLEMS = 200
 MIN_WARM_START_SCORE = 0.15
-"""A warm start below this knows too little for reinforcement learning to find a foothold."""
+"""Minimum mean reward of the warm start; below it, too few episodes succeed for reinforcement learning to begin."""
 
 
 def run_demo(
@@ -47,22 +47,22 @@ def run_demo(
     steps: int | None = None,
     vllm_python: str = "",
 ) -> int:
-    """Run the whole demo, or resume it. Returns the exit code.
+    """Run or resume the demo; returns the exit code.
 
     Args:
-        seed: of model, warm start, problems and run.
+        seed: seed of model, warm start, problems and run.
         folder: the run's folder.
-        as_json: print the summary as one JSON line, and nothing else, on stdout.
-        control: `zero-lr` trains with learning rate 0; `permuted` hands rewards to the wrong siblings.
-        steps: optimizer batches; about 50 unless given.
-        vllm_python: the interpreter that has vLLM, to sample from that; empty: the local engine.
+        as_json: print the summary as one JSON line, the only output on stdout.
+        control: `zero-lr` trains with learning rate 0; `permuted` permutes rewards within each group.
+        steps: optimizer steps that the prompts suffice for; None: 50. Dropped groups reduce the number.
+        vllm_python: interpreter with vLLM, to sample with vLLM; empty: the local engine.
 
     Raises:
         RunFailedError: the warm start is too weak, or the run failed.
     """
     console = Console(stderr=True, highlight=False)
     settings = _prepare(console, folder, seed, steps or STEPS, control, vllm_python)
-    scoring = demo_settings(folder, seed, vllm_python=vllm_python)  # a control is scored by the real reward
+    scoring = demo_settings(folder, seed, vllm_python=vllm_python)  # a control run is scored with the real reward
     rows = held_out_rows(HELD_OUT_PROBLEMS)
     model = Path(settings.model.path)
     before = _score_with_status(scoring, model, rows, console, "before")
@@ -91,7 +91,7 @@ def run_demo(
 
 
 def prepare_demo(seed: int, folder: Path, steps: int | None = None, vllm_python: str = "") -> int:
-    """Only make what the run begins with, for roles that are started one by one. Returns the exit code."""
+    """Prepare the folder for roles that are started one by one; returns the exit code."""
     console = Console(stderr=True, highlight=False)
     _prepare(console, folder, seed, steps or STEPS, vllm_python=vllm_python)
     console.print(f"ready: {folder / 'run.toml'}", soft_wrap=True)
@@ -101,7 +101,7 @@ def prepare_demo(seed: int, folder: Path, steps: int | None = None, vllm_python:
 def _prepare(
     console: Console, folder: Path, seed: int, steps: int, control: NegativeControl | None = None, vllm_python: str = ""
 ) -> Settings:
-    """Make what the run begins with, showing how far that is."""
+    """Prepare the folder and show the progress."""
     columns = (TextColumn("{task.description:<28}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) if console.is_terminal else nullcontext() as bar:
         tell: Callable[[str, float], None] | None = None
@@ -118,7 +118,7 @@ def _prepare(
 def _score_with_status(
     settings: Settings, model: Path, rows: list[dict[str, Any]], console: Console, when: str
 ) -> DemoScore:
-    """The score of a model, sampled from by an engine of its own."""
+    """Start an engine with the model, and score the model on `rows`."""
     (settings.folder / "logs").mkdir(exist_ok=True)
     what = f"score {when}: {len(rows)} held-out problems"
     status = console.status(what) if console.is_terminal else nullcontext()

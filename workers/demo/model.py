@@ -1,8 +1,7 @@
-"""The demo's model: a Qwen3 of 0.4 million parameters, its tokenizer and its chat template, made on the spot.
+"""Makes the demo's model: a Qwen3 of 0.4 million parameters, its tokenizer and its chat template.
 
-Nothing is downloaded. The tokenizer is trained on the scripted transcripts (every digit a token of its own, so that
-numbers can be copied digit by digit) and stays with the weights for good: the same weights under a retrained
-tokenizer are noise.
+Nothing is downloaded. The tokenizer is trained on the scripted transcripts; every digit is one token, so that the model
+can copy numbers digit by digit. It is saved with the weights, which are useless with another tokenizer.
 """
 
 import itertools
@@ -20,13 +19,13 @@ if TYPE_CHECKING:
 END_OF_TURN = "<|im_end|>"
 PAD = "<|endoftext|>"
 CONTROL_TOKENS = (PAD, "<|im_start|>", END_OF_TURN)
-"""Special: left out when text is decoded for people and for parsers."""
+"""Special tokens, omitted when text is decoded for people and parsers."""
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Single tokens, but text: the parser of tool calls must see them."""
+"""Single tokens that decode to text: the parser of tool calls must see them."""
 
 VOCABULARY = 350
 CORPUS = 2000
-"""Transcripts that the tokenizer is trained on, half of them with the habit."""
+"""Number of transcripts that train the tokenizer; half of them show the habit."""
 MAX_LENGTH = 512
 
 CHAT_TEMPLATE = """\
@@ -67,9 +66,9 @@ of the
 
 
 def make_model(folder: Path, seed: int) -> None:
-    """Write a randomly initialised model with its tokenizer to `folder`, in Hugging Face form.
+    """Write a randomly initialised model with its tokenizer to `folder`, in Hugging Face format.
 
-    The weights depend on the seed, the tokenizer does not.
+    The weights depend on the seed; the tokenizer does not.
     """
     from transformers import Qwen3ForCausalLM
 
@@ -80,14 +79,14 @@ def make_model(folder: Path, seed: int) -> None:
 def write_qwen3(
     folder: Path, kind: "Callable[[Qwen3Config], PreTrainedModel]", seed: int, *, spread: float, **sizes: Any
 ) -> None:
-    """Write a Qwen3 with random weights and the demo's tokenizer to `folder`, in Hugging Face form.
+    """Write a Qwen3 with random weights and the demo's tokenizer to `folder`, in Hugging Face format.
 
     Args:
-        folder: where to.
-        kind: what it is for: `Qwen3ForCausalLM`, `Qwen3ForSequenceClassification`.
-        seed: of its weights.
-        spread: their standard deviation; norms are 1.
-        sizes: what `Qwen3Config` is to say otherwise than of two layers of 64 with two heads.
+        folder: output folder.
+        kind: model class, such as `Qwen3ForCausalLM` or `Qwen3ForSequenceClassification`.
+        seed: seed of the weights.
+        spread: standard deviation of the weights; norms are 1.
+        sizes: arguments of `Qwen3Config` that override the default of two layers of width 64 with two heads.
     """
     import torch
     from transformers import GenerationConfig, Qwen3Config
@@ -109,7 +108,7 @@ def write_qwen3(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
-            if weight.dim() > 1:  # the others are norms, and stay 1
+            if weight.dim() > 1:  # the others are norms and stay 1
                 weight.normal_(0.0, spread, generator=generator)
     if model.can_generate():
         model.generation_config = GenerationConfig(
@@ -120,7 +119,7 @@ def write_qwen3(
 
 
 def make_tokenizer() -> Any:
-    """A byte-level BPE over the demo's transcripts, wrapped for transformers, chat template included."""
+    """Train a byte-level BPE tokenizer on the demo's transcripts; return it for transformers, with chat template."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
@@ -155,7 +154,7 @@ def _train_bpe() -> "Tokenizer":
 
 
 def _corpus() -> list[str]:
-    """Rendered transcripts, cut at the special tokens, which must not be merged into anything."""
+    """Return rendered transcripts, split at control and markup tokens so that BPE merges never include them."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     conversations = [

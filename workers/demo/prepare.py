@@ -1,4 +1,4 @@
-"""What a demo run begins with: a small clumsy model, problems to train on, settings that were seen to learn."""
+"""Prepares a demo run: a warm-started small model, training problems, and settings that are known to learn."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,20 +15,20 @@ from workers.settings.toml_file import dump_settings, parse_settings
 NegativeControl = Literal["zero-lr", "permuted"]
 
 STEPS = 50
-"""By then the score has flattened: half of the groups have no variance left."""
+"""Default steps; by then the score has flattened, because half of the groups have no variance left."""
 WARM_START_STEPS = 1200
 GROUPS_PER_STEP = 16
 GROUP_SIZE = 8
 
 
 def demo_settings(folder: Path, seed: int, control: NegativeControl | None = None, vllm_python: str = "") -> Settings:
-    """The demo's settings, or those of a run that must not learn.
+    """Return the settings of the demo or of a negative control.
 
     Args:
         folder: the run's folder.
-        seed: of model, warm start, problems and run.
-        control: what keeps it from learning.
-        vllm_python: the interpreter that has vLLM; empty: the local engine.
+        seed: seed of model, warm start, problems and run.
+        control: `zero-lr` trains with learning rate 0; `permuted` permutes rewards within each group.
+        vllm_python: interpreter with vLLM; empty: the local engine.
     """
     server = {"server": "vllm", "python": vllm_python} if vllm_python else {}
     return parse_settings(
@@ -69,15 +69,15 @@ def prepare_run(
     progress: Callable[[str, float], None] | None = None,
     vllm_python: str = "",
 ) -> Settings:
-    """Make the model, its warm start, the prompt file and `run.toml`; what is there already stays.
+    """Make the model, its warm start, the prompt file and `run.toml`, unless they exist; return the settings.
 
     Args:
         folder: the run's folder.
-        seed: of model, warm start, problems and run.
-        steps: optimizer batches that the prompts suffice for.
-        control: `zero-lr` trains with learning rate 0; `permuted` hands rewards to the wrong siblings.
-        progress: called with what is being done and how much of it, 0 to 1.
-        vllm_python: the interpreter that has vLLM; empty: the local engine.
+        seed: seed of model, warm start, problems and run.
+        steps: optimizer steps that the prompts suffice for.
+        control: `zero-lr` trains with learning rate 0; `permuted` permutes rewards within each group.
+        progress: called with the name of the current task and its finished share, 0 to 1.
+        vllm_python: interpreter with vLLM; empty: the local engine.
     """
     tell = progress or (lambda _what, _share: None)
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def prepare_run(
     if not (model / "model.safetensors").exists() or not (folder / "run.toml").exists():
         tell("model", 0.0)
         make_model(model, seed)
-        # One thread: two of them wait for one another by spinning, which on a busy machine takes minutes.
+        # One thread: two threads wait for each other by spinning, which takes minutes on a busy machine.
         warm_start(
             model,
             seed,

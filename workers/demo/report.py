@@ -1,4 +1,4 @@
-"""What the demo tells at its end: a table of numbers, and the same problem before and after."""
+"""Renders the demo's report: a table of numbers, and conversations on the same problem before and after training."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ from workers.run.summary import RunSummary
 
 
 def score_table(before: DemoScore, after: DemoScore, summary: RunSummary) -> RenderableType:
-    """Scores, and what the run did in between."""
+    """Return a table of scores before and after, and a table of the run's figures."""
     scores = Table(title="held-out problems", title_justify="left", box=None, pad_edge=False)
     for heading in ("", "before", "after", "rise"):
         scores.add_column(heading, justify="left" if not heading else "right")
@@ -49,7 +49,7 @@ def score_table(before: DemoScore, after: DemoScore, summary: RunSummary) -> Ren
 
 
 def conversations(row: dict[str, Any], before: Completion, after: Completion) -> RenderableType:
-    """One problem as it was played before and after, side by side."""
+    """Return two conversations on one problem, before and after training, side by side."""
     panels = [_panel("before", before), _panel("after", after)]
     return Lines("", Text(row["problem"], style="bold"), Columns(panels, equal=True, expand=True))
 

@@ -1,4 +1,4 @@
-"""The demo's score: held-out problems through the pipeline's own episode loop and reward, without the streams."""
+"""Scores a policy on held-out problems with the pipeline's episode loop and reward, without streams."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,26 +15,26 @@ from workers.settings import Settings
 
 
 class DemoScore(Struct, kw_only=True):
-    """How a policy did on the held-out problems."""
+    """Score of a policy on the held-out problems."""
 
     sampled: float
-    """Mean reward of the measured episodes, several for each problem, at the run's temperature."""
+    """Mean reward of measured episodes, several per problem, at the run's temperature; NaN if there are none."""
     greedy: float
-    """Mean reward of the measured episodes, one for each problem, at temperature 0."""
+    """Mean reward of measured episodes, one per problem, at temperature 0; NaN if there are none."""
     unmeasured: int
-    """Episodes that nobody could score, of both kinds."""
+    """Number of episodes without a measured reward, sampled and greedy ones together."""
     turns: float
-    """Mean turns of a sampled episode."""
+    """Mean number of turns of the sampled episodes."""
     samples: list[Completion]
-    """The first sampled episode of the first few problems, to be read."""
+    """First sampled episode of each of the first problems, to show to the user."""
 
 
 async def score_policy(
     settings: Settings, url: str, model: Path, rows: Sequence[dict[str, Any]], *, episodes: int = 4, show: int = 3
 ) -> DemoScore:
-    """Play every row `episodes` times at the run's temperature, and once greedily, on the engine at `url`.
+    """Run every row `episodes` times at the run's temperature and once greedily on the engine at `url`.
 
-    The reward is the run's own, except that a control's reward is replaced by the real one by the caller.
+    The reward is the one in `settings`; for a control run, pass settings with the real reward.
     """
     sampled = await _play(settings, url, model, rows, episodes, settings.rollout.temperature)
     greedy = await _play(settings, url, model, rows, 1, 0.0)
@@ -51,7 +51,7 @@ async def score_policy(
 async def _play(
     settings: Settings, url: str, model: Path, rows: Sequence[dict[str, Any]], episodes: int, temperature: float
 ) -> list[Group]:
-    """One group for each row, in the rows' order."""
+    """Return one scored group per row, in the order of the rows."""
     limits = msgspec.structs.replace(settings.rollout, temperature=temperature, group_size=episodes)
     settings = msgspec.structs.replace(settings, rollout=limits)
     prompts = [row_to_prompt(row, number, 0, settings=settings) for number, row in enumerate(rows)]

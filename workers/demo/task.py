@@ -1,7 +1,7 @@
-"""The demo's task: two steps of arithmetic, each a call of a calculator's tool.
+"""The demo's task: two steps of arithmetic, each one call of a calculator tool.
 
-`Start with 97, times 7, then minus 46.` is right when the model calls `multiply(97, 7)`, then `subtract(679, 46)` on
-the number that came back, then says `Answer: 633`. No number along the way is negative.
+To solve `Start with 97, times 7, then minus 46.`, the model calls `multiply(97, 7)`, then `subtract(679, 46)` with the
+result, then answers `Answer: 633`. Intermediate results are never negative.
 """
 
 import itertools
@@ -12,25 +12,25 @@ from dataclasses import dataclass
 from typing import Any
 
 TOOLS = {"plus": "add", "minus": "subtract", "times": "multiply"}
-"""The problem's word for an operation -> the calculator's tool."""
+"""The calculator's tool for each word that a problem uses for an operation."""
 
 ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "add": lambda a, b: a + b,
     "subtract": lambda a, b: a - b,
     "multiply": lambda a, b: a * b,
 }
-"""What the tools compute, for scripted transcripts."""
+"""Results of the tools, for scripted transcripts."""
 
 HELD_OUT_EVERY = 10
 """One of this many problems is held out of training."""
 
 MAX_ROWS = 100_000
-"""There are about 450,000 training problems and 50,000 held-out ones; drawing stays quick up to here."""
+"""Of about 450,000 training and 50,000 held-out problems, up to this many are drawn quickly."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call: `Step("multiply", 97, 7)`, whose `result` is 679."""
+    """One tool call: `Step("multiply", 97, 7)` has the result 679."""
 
     tool: str
     a: int
@@ -38,7 +38,7 @@ class Step:
 
     @property
     def result(self) -> int:
-        """What the tool answers."""
+        """Answer of the tool."""
         return ARITHMETIC[self.tool](self.a, self.b)
 
 
@@ -55,9 +55,9 @@ class Problem:
 
 
 def training_rows(n: int, seed: int) -> list[dict[str, Any]]:
-    """`n` different problems to train on, as rows of a prompt file: `prompt` (messages), `problem`, `answer`.
+    """Return `n` different training problems as rows of a prompt file: `prompt` (messages), `problem`, `answer`.
 
-    The same seed gives the same rows, in any process; none of them is among the held-out ones.
+    Equal seeds give equal rows in every process. No row is a held-out problem.
 
     Raises:
         ValueError: `n` is more than `MAX_ROWS`.
@@ -66,7 +66,7 @@ def training_rows(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def held_out_rows(n: int = 200, seed: int = 0) -> list[dict[str, Any]]:
-    """`n` different problems that are never trained on, in the same form as `training_rows`.
+    """Return `n` different problems that are never trained on, in the format of `training_rows`.
 
     Raises:
         ValueError: `n` is more than a tenth of `MAX_ROWS`.
@@ -77,12 +77,12 @@ def held_out_rows(n: int = 200, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def training_problems(seed: int) -> Iterator[Problem]:
-    """An endless stream of training problems; one may come again."""
+    """Yield training problems forever; problems may repeat."""
     return (problem for problem in _problems(seed) if not is_held_out(problem.text))
 
 
 def is_held_out(text: str) -> bool:
-    """Whether a problem belongs to the held-out tenth: a fact about its text, the same in every process."""
+    """Whether a problem is held out; depends only on its text, and is the same in every process."""
     return zlib.crc32(text.encode()) % HELD_OUT_EVERY == 0
 
 

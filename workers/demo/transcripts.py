@@ -1,7 +1,7 @@
-"""Scripted transcripts: what the demo's model imitates before reinforcement learning begins.
+"""Scripted transcripts that the demo's model imitates before reinforcement learning begins.
 
-Clean ones solve the problem; the others show the habit that reinforcement learning has to break. Both are rendered
-by the model's own chat template, so what follows an end of turn is exactly what a rollout will put there.
+Clean transcripts solve the problem; the others show the habit that reinforcement learning has to break. The model's
+chat template renders both, so the tokens after an end of turn are the same as in a rollout.
 """
 
 import enum
@@ -15,18 +15,18 @@ Message = dict[str, Any]
 
 
 class Behavior(enum.Enum):
-    """How a scripted episode goes."""
+    """Behavior of the model in a scripted episode."""
 
     CLEAN = "clean"
     """Both calls, then the right answer."""
     HASTY = "hasty"
-    """The habit proper: the first call's result is given as the answer."""
+    """The habit: answers with the result of the first call."""
     NO_TOOL = "no_tool"
-    """A guess, without any call."""
+    """Guesses without a call."""
     WRONG_TOOL = "wrong_tool"
-    """One of the two calls goes to another tool."""
+    """One of the two calls uses the wrong tool."""
     WRONG_ARGUMENT = "wrong_argument"
-    """One of the two calls has a digit wrong."""
+    """One of the two calls has a wrong digit."""
 
 
 HABIT_SHARES = {
@@ -36,11 +36,11 @@ HABIT_SHARES = {
     Behavior.WRONG_ARGUMENT: 0.08,
     Behavior.CLEAN: 0.26,
 }
-"""Shares of the scripts in the second half of the warm start."""
+"""Share of each behavior in the second part of the warm start."""
 
 
 def transcripts(seed: int, *, habit: bool) -> Iterator[list[Message]]:
-    """An endless stream of conversations on training problems, clean ones or with the habit's shares."""
+    """Yield conversations on training problems forever: clean ones, or a mix according to `HABIT_SHARES`."""
     rng = random.Random(f"{seed}/{habit}")
     scripts, shares = (list(HABIT_SHARES), list(HABIT_SHARES.values())) if habit else ([Behavior.CLEAN], [1.0])
     for problem in training_problems(rng.getrandbits(32)):
@@ -49,7 +49,7 @@ def transcripts(seed: int, *, habit: bool) -> Iterator[list[Message]]:
 
 
 def build_transcript(problem: Problem, behavior: Behavior, rng: random.Random) -> list[Message]:
-    """The conversation of one episode that follows a script: user, then calls and results, then the answer."""
+    """Return the conversation of one scripted episode: user, calls with their results, answer."""
     first, second = problem.steps
     broken = rng.randrange(2)
     calls: list[Step] = []
@@ -71,7 +71,7 @@ def _call(step: Step) -> Message:
 
 
 def _spoil(step: Step, behavior: Behavior, rng: random.Random) -> Step:
-    """The same call, wrong in the way that the script asks for; unchanged by any other script."""
+    """Return the call with the error that the behavior demands; unchanged for other behaviors."""
     if behavior is Behavior.WRONG_TOOL:
         return Step(rng.choice(sorted({"add", "subtract", "multiply"} - {step.tool})), step.a, step.b)
     if behavior is Behavior.WRONG_ARGUMENT and rng.random() < 0.5:
@@ -82,7 +82,7 @@ def _spoil(step: Step, behavior: Behavior, rng: random.Random) -> Step:
 
 
 def _change_digit(number: int, rng: random.Random) -> int:
-    """The number with one digit changed to another."""
+    """Return the number with one digit replaced by another."""
     digits = list(str(number))
     place = rng.randrange(len(digits))
     digits[place] = rng.choice(sorted(set("123456789") - {digits[place]}))

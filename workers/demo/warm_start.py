@@ -1,6 +1,6 @@
-"""The demo's warm start: plain imitation of scripted transcripts, clean ones first, then ones with the habit.
+"""The demo's warm start: supervised training on scripted transcripts, first clean ones, then ones with the habit.
 
-Copying digits has to emerge in the clean part; a policy that has only ever seen clumsy transcripts does not take off
+The model has to learn in the clean part to copy digits; trained only on transcripts with the habit, it does not improve
 in reinforcement learning.
 """
 
@@ -18,26 +18,26 @@ from workers.demo.model import END_OF_TURN
 from workers.demo.transcripts import Message, transcripts
 
 CLEAN_SHARE = 2 / 3
-"""The first of the steps see clean transcripts. With only half of them, one seed in three never copies digits well."""
+"""Share of steps, at the start, with clean transcripts. With one half, one seed in three never copies digits well."""
 CONTEXT_WEIGHT = 0.1
-"""Weight of a token that is not the assistant's, in a loss where the assistant's weigh 1."""
+"""Loss weight of tokens that the assistant does not write; its own tokens have weight 1."""
 WEIGHT_DECAY = 0.1
 WARMUP_STEPS = 50
 RECENT = 50
-"""Steps that the reported losses are the mean of."""
+"""Number of steps that the reported losses average."""
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What a warm start came to. Losses are weighted means in nats per token."""
+    """Result of a warm start. Losses are weighted means in nats per token."""
 
     steps: int
     first_loss: float
-    """Of the first step."""
+    """Loss of the first step."""
     clean_loss: float
-    """Over the last steps with clean transcripts: near 0 once digits are copied, except for what no policy can know."""
+    """Mean of the last steps with clean transcripts: near 0 once the model copies digits, up to irreducible entropy."""
     loss: float
-    """Over the last steps; well above 0, because which script an episode follows is chance."""
+    """Mean of the last steps; well above 0, because the behavior in each transcript is random."""
 
 
 def warm_start(
@@ -49,18 +49,19 @@ def warm_start(
     threads: int = 1,
     progress: Callable[[int, float], None] | None = None,
 ) -> WarmStart:
-    """Train the model in `folder` on scripted transcripts, and save it there again.
+    """Train the model in `folder` on scripted transcripts and save it there.
 
-    For a seed and a number of threads the weights come out the same to the bit, on one machine.
+    On one machine, the weights are bitwise reproducible for a seed and a number of threads.
 
     Args:
-        folder: What `make_model` wrote.
-        seed: Of the transcripts.
-        steps: Optimizer steps, two thirds of them on clean transcripts; at least 2.
-        batch: Transcripts of a step.
-        learning_rate: Its peak; warm-up is linear, the rest of the way down a cosine.
-        threads: Of torch, for the time of this call. Two save a fifth on an idle machine, and cost tenfold on a busy.
-        progress: Called after each step with steps done and the step's loss.
+        folder: output of `make_model`.
+        seed: seed of the transcripts.
+        steps: optimizer steps, two thirds of them on clean transcripts; at least 2.
+        batch: transcripts per step.
+        learning_rate: peak of the schedule: linear warm-up, then cosine decay to 0.
+        threads: torch threads during this call. Two save a fifth of the time on an idle machine and take ten times as
+            long on a busy one.
+        progress: called after each step with the number of steps done and the step's loss.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -90,14 +91,14 @@ def _imitate(
     learning_rate: float,
     progress: Callable[[int, float], None] | None,
 ) -> list[float]:
-    """Run the optimizer; returns each step's loss."""
+    """Run the optimizer; return the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_peak(step, steps))
     model.train()
     losses = []
     for ids_BT, weights_BT in batches:
         logits_BTV = model(input_ids=ids_BT[:, :-1]).logits
-        # Padding follows every real token and weighs nothing, so causal attention needs no mask.
+        # Padding is on the right and has weight 0, so causal attention needs no mask.
         nll = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none")
         weights = weights_BT[:, 1:].flatten()
         loss = (nll * weights).sum() / weights.sum()
@@ -113,7 +114,7 @@ def _imitate(
 
 
 def _share_of_peak(step: int, steps: int) -> float:
-    """The learning rate at a step, as a share of its peak."""
+    """Return the learning rate of a step as a fraction of its peak."""
     warmup = min(WARMUP_STEPS, steps // 2)
     if step < warmup:
         return (step + 1) / warmup
@@ -125,7 +126,7 @@ def _clean_steps(steps: int) -> int:
 
 
 def _batches(tokenizer: Any, seed: int, steps: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Token ids and loss weights, both (batch, time), of every step: clean ones, then those with the habit."""
+    """Yield token ids and loss weights, both (batch, time), per step: clean transcripts, then ones with the habit."""
     clean, clumsy = transcripts(seed, habit=False), transcripts(seed, habit=True)
     for step in range(steps):
         source = clean if step < _clean_steps(steps) else clumsy
@@ -140,10 +141,10 @@ def _batches(tokenizer: Any, seed: int, steps: int, batch: int) -> Iterator[tupl
 
 
 def tokenize(tokenizer: Any, conversations: list[list[Message]]) -> list[tuple[list[int], list[float]]]:
-    """Of each conversation the token ids, and the weight of each in the loss.
+    """Return token ids and loss weights of each conversation.
 
-    What the assistant has to write, its end of turn included, weighs 1, all else `CONTEXT_WEIGHT`: a rollout never
-    asks the model for the line that opens its turn, nor for the line break after its end.
+    Tokens that the assistant writes, including its end of turn, have weight 1, all others `CONTEXT_WEIGHT`: a rollout
+    never samples the line that opens a turn, nor the line break after its end.
     """
     texts = tokenizer.apply_chat_template(conversations, tokenize=False)
     [opening, *encoded] = tokenizer(["<|im_start|>assistant\n", *texts])["input_ids"]

@@ -1,8 +1,8 @@
-"""Stand-ins for those who test environments, or the pipeline itself. No torch.
+"""Test doubles for tests of environments and of the pipeline. Does not import torch.
 
 ===================  ==============================================================
-`play`, `call`       an author's unit test of an environment, without a model
-`ScriptedEngine`     an engine without a model (`workers.testing.scripted_engine`)
+`play`, `call`       run one episode of an environment without a model
+`ScriptedEngine`     is an engine without a model (`workers.testing.scripted_engine`)
 ===================  ==============================================================
 """
 

@@ -1,11 +1,11 @@
-"""An author's unit test of an environment, without a model: the test says what the model would have said.
+"""Runs one episode of an environment without a model; the test scripts the model's turns.
 
 >>> played = play(Guess, [call("guess", number=50), call("guess", number=7), "It is 7."], fields={"secret": 7})
->>> played.value, played.replies
-(1.0, ['higher', 'correct'])
+>>> played.reward_value, played.tool_replies
+(1.0, ['lower', 'correct'])
 
-The episode goes through the code that a rollout worker runs: slot, parser, limits, deadlines, rewards, snapshot. Only
-the tokens are made up, one to a byte of text.
+The episode runs the code of a rollout worker: slot, parser, limits, deadlines, rewards, snapshot. Only the tokens are
+artificial: one per byte of text.
 """
 
 import json
@@ -39,7 +39,7 @@ _UNLIMITED = 10_000_000
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call that the model is to make; `call` makes one."""
+    """A tool call in a scripted turn; created by `call`."""
 
     name: str
     arguments: dict[str, Any]
@@ -50,33 +50,33 @@ class Call:
 
 
 def call(name: str, /, **arguments: Any) -> Call:
-    """A tool call, for `play`."""
+    """Return a tool call for `play`."""
     return Call(name, arguments)
 
 
 @dataclass(frozen=True)
 class EpisodeResult:
-    """What came of an episode."""
+    """Result of an episode."""
 
     messages: list[Message]
-    """The whole conversation as the model saw it: the prompt with what `reset` returned, then every turn."""
+    """Whole conversation as the model saw it: the prompt with the messages from `reset`, then every turn."""
     parts: list[RewardPart]
-    """What `get_reward` and the reward functions measured, or did not."""
+    """Results of `get_reward` and of the reward functions, measured or not."""
     reward: Reward | None
-    """The parts merged, `Measured` or `Unmeasured` with its reason; None where the rollout failed."""
+    """Merged parts: `Measured`, or `Unmeasured` with its reason; None if the rollout failed."""
     failure: Failure | None
-    """The rollout failed: nobody knows what the policy would have done."""
+    """Why the rollout failed, which tells nothing about the policy; None if it did not."""
     truncated: TruncationReason | None
-    """A limit ended the episode."""
+    """Limit that ended the episode; None if none did."""
     environment: Any
-    """The thawed snapshot, as reward functions get it; None where the rollout failed."""
+    """Thawed snapshot, as reward functions receive it; None if there is none."""
     snapshot_bytes: int
     unused_turns: list[Any]
-    """What the model was to say, had the episode not ended before."""
+    """Scripted turns left when the episode ended."""
     completion: Completion = field(repr=False)
-    """The record that a run would store."""
+    """Record that a run would store."""
     tools: list[ToolSpec] = field(repr=False)
-    """As the model is shown them."""
+    """Tool schemas that the model would see."""
 
     @property
     def is_valid(self) -> bool:
@@ -85,10 +85,10 @@ class EpisodeResult:
 
     @property
     def reward_value(self) -> float:
-        """The reward.
+        """The measured reward.
 
         Raises:
-            ValueError: it is invalid; says why.
+            ValueError: no reward was measured; gives the reason.
         """
         if isinstance(self.reward, Measured):
             return self.reward.value
@@ -97,7 +97,7 @@ class EpisodeResult:
 
     @property
     def tool_replies(self) -> list[str]:
-        """What the tools answered, errors included, in order."""
+        """Answers of the tools in order, errors included."""
         return [message["content"] for message in self.messages if message["role"] == "tool"]
 
 
@@ -112,23 +112,23 @@ def play(
     seed: int = 0,
     limits: Rollout | None = None,
 ) -> EpisodeResult:
-    """Play one episode with scripted replies of the model.
+    """Run one episode with scripted turns of the model.
 
-    After the last reply the model says nothing, which ends the episode.
+    Turns after the last scripted one are empty, which ends the episode.
 
     Args:
-        factory: a class, a function that makes environments, or a reference as the settings have it.
-        turns: the model's turns: a text, a `call`, or several calls for one turn.
-        fields: the prompt row's columns, for `reset` and the reward functions.
+        factory: environment class, factory function, or a reference as in the settings.
+        turns: the model's turns; each is a text, a `call`, or a list of calls.
+        fields: columns of the prompt's row, for `reset` and the reward functions.
         prompt: the user's text, or messages.
-        args: for the factory.
-        rewards: reward functions, or references to some, called on the conversation and the snapshot.
-        seed: of the prompt.
-        limits: deadlines and limits as under `[rollout]`; those on tokens count bytes here, and are out of reach unless
-            given.
+        args: arguments of the factory.
+        rewards: reward functions or references, called with the conversation and the snapshot.
+        seed: seed of the prompt.
+        limits: deadlines and limits as under `[rollout]`. Token limits count bytes; the default ones are too high to be
+            reached.
 
     Raises:
-        ReferenceNotFoundError: there is no such environment or reward function, or it cannot be made.
+        ReferenceNotFoundError: an environment or a reward function does not exist or cannot be created.
     """
     environment = (
         EnvironmentFactory.load(factory, args)

@@ -1,4 +1,4 @@
-"""An engine without a model: the wire protocol of the real ones, with a plain function for what is said, and faults.
+"""An engine without a model: speaks the engines' protocol, samples from a plain function, and injects faults.
 
 >>> async with ScriptedEngine(lambda token_ids, request: [7, 8, 2]) as engine:  # doctest: +SKIP
 ...     engine.faults = lambda number, request: "500" if number % 5 == 0 else None
@@ -49,26 +49,26 @@ Fault = Literal[
     "empty",
     "spans",
 ]
-"""`hang` answers never, `reset` breaks the connection, `spans` leaves the last token without a version (where the
-route knows versions), `unknown_logprob` has what vLLM writes where it knows none."""
+"""`hang` never answers, `reset` breaks the connection, `spans` leaves the last token without a version (on the route
+that reports versions), `unknown_logprob` contains vLLM's placeholder for an unknown log-prob."""
 
 ReplyFunction = Callable[[list[int], GenerateRequest], list[int]]
-"""From the prompt's ids to the ids that are 'sampled'; cut at the request's `max_tokens`."""
+"""Returns the token ids that are 'sampled' for a prompt; the engine cuts them at the request's `max_tokens`."""
 
 FaultFunction = Callable[[int, GenerateRequest], Fault | None]
-"""From a request's number, counted from 0, to what goes wrong with it."""
+"""Returns the fault of a request, by its number counted from 0; None: no fault."""
 
 DelayFunction = Callable[[GenerateRequest], float]
-"""From a request to the seconds that its answer takes."""
+"""Returns the seconds before a request is answered."""
 
 _MAX_RECORDED = 10_000
 _TOP_LOGIT = 17.0
-"""The largest logit."""
+"""Largest logit, in nats."""
 _CONTROL_ROUTES = ("/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update")
 
 
 def scripted_logprob(position: int, token: int) -> float:
-    """The log-prob of `token` at `position` of the whole sequence: arbitrary, but always the same, in [-1, 0)."""
+    """Return the log-prob of `token` at `position` of the whole sequence: arbitrary but deterministic, in [-1, 0)."""
     return -((token * 2_654_435_761 + position * 40_503) % 1000 + 1) / 1000
 
 
@@ -77,16 +77,16 @@ def _no_faults(_number: int, _request: GenerateRequest) -> Fault | None:
 
 
 class ScriptedEngine:
-    """A server for as long as the context is open.
+    """An engine that listens while the context is open.
 
     Args:
-        reply: what it says.
-        version: the weights' version to begin with; None as after a restart.
-        max_length: longer prompts are refused.
-        delay_s: what each answer takes. Its tokens come evenly over that time, those from before new weights with
-            the version before.
-        port: 0 for a free one; a fixed one to 'restart' at the same address.
-        max_concurrency: requests that it works on at once; others wait. None: any number.
+        reply: returns the tokens of each answer.
+        version: initial version of the weights; None as after a restart.
+        max_length: prompt tokens from which a request is refused.
+        delay_s: seconds for each answer. Its tokens are spread evenly over that time; tokens before a change of weights
+            carry the earlier version.
+        port: 0: any free port; a fixed one allows a 'restart' at the same address.
+        max_concurrency: requests processed at once; others wait. None: no limit.
     """
 
     def __init__(
@@ -102,34 +102,34 @@ class ScriptedEngine:
         self.url = ""
         self.version = version
         self._versions: deque[tuple[float, str]] = deque(maxlen=_MAX_RECORDED)
-        """Versions given up so far, each with when that was."""
+        """Replaced versions, each with the time of its replacement."""
         self.faults: FaultFunction = _no_faults
         self.control_faults: Counter[str] = Counter()
-        """How many of the next calls of a control route, by path, answer 500."""
+        """Number of next calls that answer 500, by path of the control route."""
         self.transfer_config: dict[str, str] | None = {"backend": WEIGHT_TRANSFER_BACKEND}
-        """As vLLM tells it of itself; None: started without one."""
+        """Weight-transfer configuration in `/server_info`; None: the server was started without one."""
         self.rejected_paths: set[str] = set()
-        """Weights that are answered with a 400."""
+        """Paths of weights that `/update_weights` refuses."""
         self.missing_routes: set[str] = set()
-        """Routes that are answered with a 404, as on a server that was started without them."""
+        """Routes that answer 404, as on a server that was started without them."""
         self.is_frozen = False
-        """It answers nothing for as long as this holds, as a process after SIGSTOP."""
+        """While True, no request is answered, as by a process after SIGSTOP."""
         self.reports_raw_logprobs = False
         """Report log-probs of the raw logits, vLLM's default."""
         self.reports_logits = False
         """Report logits instead, as vLLM does with `--logprobs-mode raw_logits`."""
         self.requests: deque[GenerateRequest] = deque(maxlen=_MAX_RECORDED)
         self.control_calls: deque[str] = deque(maxlen=_MAX_RECORDED)
-        """Control routes in the order of their calls, faults included."""
+        """Paths of control calls in order, including calls that failed."""
         self.query_counts: Counter[str] = Counter()
-        """Calls of the routes that only answer, by path."""
+        """Number of calls of each read-only route, by path."""
         self.pushes: list[tuple[str, str]] = []
-        """Path and version of the weights that it took."""
+        """Path and version of each accepted update."""
         self.request_count = 0
         self.too_long_count = 0
-        """Requests refused for the length of their prompts, which are not among `requests`."""
+        """Requests refused because their prompts are too long; not in `requests`."""
         self.running = 0
-        """Requests that it has not answered yet, those that wait included."""
+        """Unanswered requests, including those that wait."""
         self.aborted_count = 0
         self.is_paused = False
         self._reply = reply
@@ -145,7 +145,7 @@ class ScriptedEngine:
     async def __aenter__(self) -> Self:
         @web.middleware
         async def closed(request: web.Request, handler: Handler) -> web.StreamResponse:
-            while self.is_frozen and not self._closing.is_set():  # noqa: ASYNC110  (a test sets it as it likes)
+            while self.is_frozen and not self._closing.is_set():  # noqa: ASYNC110  (tests set the attribute directly)
                 await anyio.sleep(0.01)
             return web.Response(status=404) if request.path in self.missing_routes else await handler(request)
 
@@ -181,7 +181,7 @@ class ScriptedEngine:
         return await self._answer(http, decode_generate_request(await http.read()), self._encode_answer)
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
-        """The same in the words of the other route, which say nothing of versions."""
+        """Answer in the format of `/v1/completions`, which has no versions."""
         body: dict[str, Any] = msgspec.json.decode(await http.read())
         named = {key: value for key, value in body.items() if key in SamplingParams.__struct_fields__}
         request = GenerateRequest(
@@ -222,7 +222,7 @@ class ScriptedEngine:
             self.aborted_count += not finished
 
     async def _fail(self, fault: Fault | None, http: web.Request) -> web.Response:
-        """Answer as a server in trouble would."""
+        """Return the response of a failing server, after hanging or breaking the connection if the fault demands it."""
         if fault == "hang":
             await self._closing.wait()
         if fault == "reset" and http.transport is not None:
@@ -231,11 +231,11 @@ class ScriptedEngine:
         return web.Response(status=status, body=error_body(f"scripted {fault}"))
 
     def _tokens(self, request: GenerateRequest) -> list[int]:
-        """The script's words; a probe hears one token, and the script nothing of it."""
+        """Return the scripted tokens; a probe gets one token without a call of the script."""
         return [0] if request.request_id.startswith(PROBE_PREFIX) else self._reply(list(request.token_ids), request)
 
     def _encode_answer(self, request: GenerateRequest, fault: Fault | None, began: float) -> bytes:
-        """The answer's bytes."""
+        """Return the encoded answer of `/inference/v1/generate`, with its fault."""
         limit = min(request.sampling_params.max_tokens, self._max_length - len(request.token_ids))
         said = self._tokens(request)
         tokens = [] if fault == "empty" else said[:limit]
@@ -277,14 +277,14 @@ class ScriptedEngine:
         return payload[: len(payload) // 2] if fault == "garbage" else payload
 
     def _top_logprobs(self, params: SamplingParams) -> list[TokenLogprob]:
-        """Of a distribution over three tokens, a nat apart, at the request's temperature unless they are to be raw."""
+        """Return log-probs of three tokens with logits one nat apart, at the request's temperature unless raw."""
         temperature = 1.0 if self.reports_raw_logprobs else params.temperature or 1.0
         logits = [-token / temperature for token in range(3)]
         total = math.log(sum(map(math.exp, logits)))
         return [TokenLogprob(logit - total, token) for token, logit in enumerate(logits)][: params.logprobs]
 
     def _spans(self, end: int, began: float) -> list[VersionSpan]:
-        """Which version sampled which tokens."""
+        """Return which version sampled which of the first `end` tokens."""
         taken = max(1e-9, anyio.current_time() - began)
         spans: list[VersionSpan] = []
         start = 0
@@ -296,7 +296,7 @@ class ScriptedEngine:
         return spans
 
     async def _control(self, http: web.Request) -> web.Response:
-        """The control routes; the order of calls is recorded, not enforced."""
+        """Handle a control route; records the order of calls but does not enforce it."""
         body = await http.read()
         self.control_calls.append(http.path)
         if self.control_faults[http.path] > 0:

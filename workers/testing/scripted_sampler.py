@@ -1,4 +1,4 @@
-"""A scripted model: its turns as tokens, one per byte, and the chat template that renders them."""
+"""A scripted model with one token per byte, and the chat template for it."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -25,15 +25,15 @@ _TEMPLATE = """\
 
 
 class ScriptedSampler:
-    """Samples scripted turns; after the last one it says nothing, which ends an episode.
+    """Samples scripted turns; later turns are empty, which ends an episode.
 
     Args:
-        turns: what the model says.
+        turns: texts of the model's turns.
     """
 
     def __init__(self, turns: Sequence[str]) -> None:
         self.turns_sampled = 0
-        """Turns so far, those after the last one of the script included."""
+        """Number of turns so far, including turns after the end of the script."""
         self._turns = turns
 
     async def sample(
@@ -55,7 +55,7 @@ class ScriptedSampler:
 
 @lru_cache(maxsize=1)
 def scripted_chat() -> ChatTokenizer:
-    """Renders any conversation. It shows the model no tools, since there is no model."""
+    """Return a tokenizer that renders any conversation, without tools."""
     return ChatTokenizer(_tokenizer(), ChatTemplate(_TEMPLATE, {}, Path("workers/testing")), None, set())
 
 
