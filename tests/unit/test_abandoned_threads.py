@@ -1,4 +1,4 @@
-"""Threads that user code blocks are counted while they hang, and no longer when they return."""
+"""Threads blocked by user code are counted while they hang, and no longer after they return."""
 
 import threading
 
@@ -13,13 +13,13 @@ from workers.settings import Queue
 
 @pytest.fixture
 def abandoned(monkeypatch):
-    """A counter for this test alone: threads of other tests return at any time."""
+    """A counter for this test only: threads of other tests return at any time."""
     monkeypatch.setattr(call, "abandoned_threads", counter := AbandonedThreads())
     return counter
 
 
 class Blocking:
-    """A function that blocks its thread until it is released."""
+    """A function that blocks its thread until the test releases it."""
 
     def __init__(self):
         self.started, self.release = threading.Event(), threading.Event()
@@ -36,7 +36,7 @@ async def test_a_thread_past_its_deadline_is_counted_until_it_returns(abandoned)
         assert isinstance(await runner.call(blocking, {}, timeout_s), TimedOut)
         timeout_s *= 2
     assert abandoned.count == 1
-    assert await runner.call(lambda: 7, {}, 60) == Ok(7)  # another thread has taken its place
+    assert await runner.call(lambda: 7, {}, 60) == Ok(7)  # another thread has replaced it
     blocking.release.set()
     with anyio.fail_after(60):
         while abandoned.count:

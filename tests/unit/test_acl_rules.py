@@ -1,4 +1,4 @@
-"""The ACL rules contain every command and key that the scripts of a role use."""
+"""The ACL rules of a role include every command and key that its scripts use."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ SCRIPTS = {
     "operator": ["run_status", "set_control", "resolve_dead_letter", "set_engine_override"],
     "viewer": ["run_status", "scan_entries"],
 }
-"""The scripts that each role calls; `run` calls those of the first four."""
+"""The scripts that each role calls; `run` calls the scripts of the first four roles."""
 SCRIPTS["run"] = sorted(
     {name for role in ("feed", "rollout", "score", "train") for name in SCRIPTS[role]} | {"run_status"}
 )
@@ -33,13 +33,13 @@ def code(name: str) -> str:
 
 
 def functions() -> dict[str, str]:
-    """The functions of `common.lua`, each with its body."""
+    """Return the functions of `common.lua` with their bodies, by name."""
     found = re.findall(r"^local function (\w+)\((?:.*?)\)(.*?)(?=^local |\Z)", code("common"), re.MULTILINE | re.DOTALL)
     return dict(found)
 
 
 def reached(script: str) -> str:
-    """A script, with what it calls of `common.lua`."""
+    """Return a script's code with the functions of `common.lua` that it calls."""
     common, text = functions(), code(script)
     while more := [name for name, body in common.items() if re.search(rf"\b{name}\(", text) and body not in text]:
         text += "".join(common[name] for name in more)
@@ -69,7 +69,7 @@ WRITES = {
 
 
 def written(script: str) -> set[tuple[str, str]]:
-    """(command, key) of the writes whose key is written out."""
+    """Return (command, key) of the writes whose key is a literal."""
     found = re.findall(r"redis\.p?call\('(\w+)', key\('([\w:]+)'\)", reached(script))
     return {(command.lower(), name) for command, name in found if command.lower() in WRITES}
 

@@ -1,4 +1,4 @@
-"""The adaptive limit of requests at one engine: it follows the engine's metrics, within bounds, for several workers."""
+"""The adaptive limit of requests per engine follows the engine's metrics, within bounds, for several workers."""
 
 import math
 
@@ -56,7 +56,7 @@ def test_a_decrease_is_judged_after_the_load_has_fallen():
 
 
 def test_an_engine_without_progress_changes_nothing():
-    """While an engine is paused for new weights, its queue grows without an overload."""
+    """The queue of an engine that is paused for new weights grows without an overload."""
     paused = [signals(waiting=200, tokens=1000.0)] * 20
     assert after(AdaptiveLimit(64), signals(tokens=1000.0), *paused).limit == 64 + INCREASE
 

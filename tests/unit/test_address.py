@@ -1,4 +1,4 @@
-"""What messages may show of a server's URL."""
+"""Messages show a server's URL without its secrets."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from stream.errors import ServerError
         ("unix:///tmp/r.sock", "unix:///tmp/r.sock"),
         ("redis://host?password=hush", "redis://host"),
         ("redis://[::1]:6379", "redis://[::1]:6379"),
-        # passwords that are not escaped, as people write them
+        # unescaped passwords, as people write them
         ("redis://:hu@sh@host", "redis://host"),
         ("redis://:hu/sh@host", "redis://..."),
         ("redis://:12/sh@host", "redis://..."),

@@ -1,4 +1,4 @@
-"""Estimators with one value to a completion, against worked examples and published implementations."""
+"""Estimators with one value per completion, against worked examples and published implementations."""
 
 import math
 
@@ -74,7 +74,7 @@ def test_worked_example(name, rewards, valid, options, expected):
     assert advantages(name, rewards, valid, options=options) == pytest.approx(expected, abs=1e-4)
 
 
-# Rewards, validity, expected; computed with verl's functions on the valid rows alone.
+# Rewards, validity, expected values; computed with verl's functions on the valid rows only.
 BY_STD = {
     "two": ([1.0, 0.0], "++", [0.7071057812, -0.7071057812]),
     "three": ([1.0, 0.0, 2.0], "+++", [0.0, -0.999999, 0.999999]),
@@ -137,7 +137,7 @@ def test_what_bears_no_loss_has_a_vote_in_its_group_and_none_in_the_batch():
 
 
 def test_each_part_of_a_reward_is_normalised_on_its_own():
-    # verl computes in float32 and with its own rounding of the whitening.
+    # verl computes in float32 and rounds the whitening differently.
     parts = [[1.0, 0, 1, 1, 0, 0, 1, 1], [0.0, 0, 1, 0, 1, 0, 0, 1]]
     found = advantages("gdpo", [0.0] * 8, groups="aaaabbbb", lengths=[4, 3, 2, 1] * 2, parts=parts, weights=[1.0, 1.0])
     expected = [0.2156078517, -1.3627508879, 1.793966651, *[0.2156078517] * 2]

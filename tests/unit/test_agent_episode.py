@@ -11,7 +11,7 @@ from tests.adapters.episodes import completions
 
 
 class Stubborn(AgentEnvironment):
-    """Requests turns until it is refused, and then raises."""
+    """Requests turns until a request is refused, then raises."""
 
     def reset(self, turns):
         self.turns, self.said = turns, 0

@@ -1,4 +1,4 @@
-"""The archive of groups: written groups are found whatever happens to the file, and its size is bounded."""
+"""The archive of groups: written groups survive damage to the file, and its size is bounded."""
 
 import os
 import resource
@@ -27,7 +27,7 @@ def ended(made: Group, step: int = 1) -> tuple[LedgerRecord, bytes]:
 
 
 def life(folder, *groups: Group, limit: int | None = None) -> None:
-    """One trainer's."""
+    """Write groups as one trainer process does, from opening the archive to closing it."""
     archive = Archive(folder, limit)
     archive.write([ended(made) for made in groups])
     archive.sync()
@@ -35,7 +35,7 @@ def life(folder, *groups: Group, limit: int | None = None) -> None:
 
 
 def names(folder) -> list[str]:
-    """Prompts in the archive, in the order in which they lie there."""
+    """Return the prompts in the archive, in file order."""
     return [line.prompt for line, _ in scan_archive(folder)]
 
 
@@ -213,7 +213,7 @@ def test_a_full_disk_is_an_error_and_earlier_groups_remain(tmp_path):
     archive = Archive(tmp_path)
     archive.write([ended(group("b"))])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # no file may grow beyond, as if the disk were full
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # file size limit: the disk seems full
     try:
         with pytest.raises(
             RunFailedError, match=r"000002.groups.*Free space on that disk, or keep less \(archive.keep"

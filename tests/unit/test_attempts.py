@@ -1,4 +1,4 @@
-"""How long attempts took that are trained, beside those that were begun."""
+"""Durations of the attempts that are trained, and of first attempts, including cancelled ones."""
 
 from stream.records import Group, Prompt
 from workers.train.groups.straggler_wait import StragglerWait

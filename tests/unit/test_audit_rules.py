@@ -1,4 +1,4 @@
-"""How an audit classifies a prompt from the evidence. Each case has one prompt unless it says otherwise."""
+"""How an audit classifies a prompt from the evidence. Each case has one prompt unless stated otherwise."""
 
 import msgspec
 import pytest
@@ -23,7 +23,7 @@ def facts(
     dead=(),
     removed: str = "",
 ) -> AuditInput:
-    """`ledger` is `prompt` or `prompt=end`, by spaces, and `kept` counts lines."""
+    """Make an audit's input; `ledger` holds `prompt` or `prompt=end`, separated by spaces, and `kept` counts lines."""
     lines = []
     for number, text in enumerate(ledger.split(), 1):
         prompt, _, end = text.partition("=")
@@ -51,7 +51,7 @@ def letter(prompt: str = "a", *, fed: bool = True, id_: str = "9-0") -> DeadEntr
 
 
 def place(report: AuditReport) -> str:
-    """Return the one class of the audit that holds the prompt."""
+    """Return the one class of the audit that contains the prompt."""
     places = {"trained": report.trained, "dead": report.dead, "lost": len(report.lost), "twice": len(report.twice)}
     places |= {f"dropped:{reason}": n for reason, n in report.dropped.items()}
     places |= {f"outstanding:{stage}": n for stage, n in report.outstanding.items()}
@@ -180,7 +180,7 @@ def test_the_report_has_these_keys():
 
 
 async def looked(*lost: str) -> tuple[AuditReport, int]:
-    """Return the lost prompts that `audit_until_stable` reports, and its number of audits, if each finds these."""
+    """Return what `audit_until_stable` reports, and its number of audits, if successive audits find `lost`."""
     looks = [audit(facts(fed=prompts)) for prompts in lost]
     taken = []
 

@@ -1,4 +1,4 @@
-"""The calculator, and the exact answer that it takes a call to earn."""
+"""The calculator, and the exact answer that requires a call."""
 
 import anyio
 import pytest

@@ -32,7 +32,7 @@ def environment(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _logging_as_before():
-    """The command configures logging of this process; restore it after the test."""
+    """Restore this process's logging after the test, because the command configures it."""
     yield
     structlog.reset_defaults()
     structlog.contextvars.clear_contextvars()

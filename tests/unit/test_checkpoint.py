@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, verified, never a broken one chosen; and export."""
+"""Checkpoints are complete or absent, verified, and never loaded if damaged; export of weights."""
 
 import resource
 import shutil
@@ -218,7 +218,7 @@ def test_a_full_disk_is_a_clear_error_and_earlier_checkpoints_remain(base, tmp_p
     checkpoints, learner = CheckpointStore(tmp_path), make_learner(base)
     saved(checkpoints, learner, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # no file may grow beyond, as if the disk were full
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # file size limit: the disk seems full
     try:
         with pytest.raises(RunFailedError, match=r"step-000002 could not be written.*step-000001 stands"):
             saved(checkpoints, learner, 2)
@@ -287,7 +287,7 @@ def test_exporting_a_missing_checkpoint_lists_the_existing_ones(base, tmp_path):
 
 
 def test_a_fenced_trainer_neither_adds_nor_removes_checkpoints(base, tmp_path):
-    """It was suspended while it wrote one, and the successor has gone back further than that."""
+    """The old trainer is suspended while it writes a checkpoint; its successor resumes from an earlier step."""
     folder, learner = tmp_path / "checkpoints", make_learner(base)
     saved(CheckpointStore(folder), learner, 1)
     old = CheckpointStore(folder, keep_last=1, folder_lock=RunFolderLock.acquire(tmp_path, 7))
@@ -309,7 +309,7 @@ def test_a_fenced_trainer_neither_adds_nor_removes_checkpoints(base, tmp_path):
 
 
 def test_the_newest_checkpoint_is_the_last_trainers_whatever_its_step(base, tmp_path):
-    """Step 3 could not be read when the second trainer began, and can be read now: the ledger was cut to step 1."""
+    """Step 3 is unreadable when the second trainer begins and readable later; the ledger was cut to step 1."""
     folder, learner = tmp_path / "checkpoints", make_learner(base)
     saved(CheckpointStore(folder, folder_lock=RunFolderLock.acquire(tmp_path, 7)), learner, 1, 3)
     heir = CheckpointStore(folder, folder_lock=RunFolderLock.acquire(tmp_path, 8))

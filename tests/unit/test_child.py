@@ -1,4 +1,4 @@
-"""What is quoted of a process that ended."""
+"""Quoted output of a process that ended."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Log-probs made block by block against logits written out, and what they take of memory."""
+"""Log-probs computed block by block, against logits computed at once, and their memory use."""
 
 import math
 import weakref
@@ -17,7 +17,7 @@ FINISHES = [
     LogitTransform(scale=1.7, softcap=3.0, temperature=1.3),
 ]
 BLOCKS = [5, 50, 10**6]
-"""Less than a column, part of the words, everything."""
+"""Less than a column, part of the vocabulary, everything."""
 
 
 def made(dtype, *, bias=True, requires_grad=True):
@@ -120,7 +120,7 @@ def test_nothing_chosen_is_no_error():
 
 
 def test_under_autocast_inputs_are_rounded_and_logits_are_not():
-    """Closer to products of rounded inputs in float32 than what is rounded once more could be."""
+    """Logits of rounded inputs stay in float32: rounding them as well would exceed the tolerance."""
     hidden, weight, bias, targets = made(torch.float32)
     rounded = [tensor.detach().bfloat16().float() for tensor in (hidden, weight)]
     expected = naive(*rounded, bias, targets, LogitTransform())[0]
@@ -136,7 +136,7 @@ def test_under_autocast_inputs_are_rounded_and_logits_are_not():
 
 
 class Peak(TorchDispatchMode):
-    """Counts the bytes of tensors that are alive at a time, of those made while it is on."""
+    """Records the peak number of bytes in live tensors that were created while it is active."""
 
     def __init__(self):
         super().__init__()
@@ -171,7 +171,7 @@ def peak_of(function, *inputs):
 
 
 def test_memory_does_not_grow_with_tokens_times_words():
-    """At 512 tokens and 8k words in blocks of 2^18 logits: below a quarter, and hardly more with twice the tokens."""
+    """Peak memory for 512 tokens, 8k words and blocks of 2^18 logits is below a quarter; twice the tokens add < 25%."""
 
     def inputs(tokens):
         generator = torch.Generator().manual_seed(1)
@@ -186,6 +186,6 @@ def test_memory_does_not_grow_with_tokens_times_words():
         return torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction="none")
 
     small, large = (peak_of(way, *inputs(512)) for way in (blockwise, at_once))
-    assert large >= 2 * 512 * 8192 * 4  # logits and their gradient at least: the count sees what there is
+    assert large >= 2 * 512 * 8192 * 4  # logits and their gradient at least: the mode counts them
     assert small < large / 4
     assert peak_of(blockwise, *inputs(1024)) < 1.25 * small

@@ -1,4 +1,4 @@
-"""Names of groups as codes, and that the benchmark can tell a view from a copy."""
+"""Names of groups as codes; the benchmark can tell a view from a copy."""
 
 import torch
 

@@ -15,8 +15,8 @@ from stream.validity import Measured, RewardReason
         (" PRINT('Hello') ", "print('hello')", 1.0),
         ("", "x", 0.0),
         ("x", "", 0.0),
-        ("", "  ", 1.0),  # equal once they are stripped
-        ("a a a", "a", 0.2),  # words are a set, lengths are not
+        ("", "  ", 1.0),  # equal after stripping
+        ("a a a", "a", 0.2),  # words form a set; lengths count every word
     ],
 )
 def test_the_similarity_of_two_texts(gold, said, expected):

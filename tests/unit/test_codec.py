@@ -13,7 +13,7 @@ from stream.validity import Measured, RewardReason, TruncationReason, Unmeasured
 
 
 def sealed(body: bytes, schema: int = SCHEMA) -> bytes:
-    """A payload with a valid header around any body."""
+    """Return a payload with a valid header around any body."""
     return b"PS" + bytes([schema]) + zlib.crc32(body, schema).to_bytes(4, "little") + body
 
 
@@ -112,7 +112,7 @@ def test_a_field_of_the_wrong_type_is_refused(value):
     ],
 )
 def test_a_number_out_of_range_is_refused(where, value):
-    """A tensor of 64 bits, memory for so many completions, a place in a row."""
+    """Numbers become entries of 64-bit tensors, counts of completions in memory, and positions in a row."""
     row = Row(
         prompt_ids=b"", token_ids=b"\1\0\0\0", sampled_ranges=[(0, 1)], logprobs=b"\0\0\0\0", spans=[Span(0, 0, 1)]
     )

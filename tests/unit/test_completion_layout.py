@@ -1,4 +1,4 @@
-"""Rows laid into sheets and taken apart again, against what is written by hand and a walk over every token."""
+"""Rows joined per completion and split again, against hand-written results and a loop over every token."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from workers.train.algorithms.completion_layout import CompletionLayout, LeftPacking
 
-# p prompt, a sampled, x sampled and rejected, t the tool's, . padding
+# p prompt, a sampled, x sampled and rejected, t tool, . padding
 ROWS = ["ppaata.", "pppppax", "paxtata", "pppxx..", "ppppaa."]
 COMPLETIONS = [1, 0, 2, 1, 1]
 
@@ -26,7 +26,7 @@ def trajectories(rows=ROWS, owners=COMPLETIONS, completions=4, width=None):
 
 
 def numbered(rows=5, width=7):
-    """Row times ten and place."""
+    """Return 10 * row + position."""
     return torch.tensor([[10.0 * r + t for t in range(width)] for r in range(rows)]).view(rows, width)
 
 

@@ -1,4 +1,4 @@
-"""compose.yaml says nothing that our own command line, image and settings do not know."""
+"""compose.yaml uses only commands, image features and settings that exist."""
 
 import re
 import shlex
@@ -19,7 +19,7 @@ SERVICES = COMPOSE["services"]
 
 
 def commands():
-    """Every `penstock ...` command line in the file."""
+    """Return every `penstock ...` command line in the file."""
     for name, service in SERVICES.items():
         words = service["command"]
         if isinstance(words, str):

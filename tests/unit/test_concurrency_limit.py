@@ -1,4 +1,4 @@
-"""A limit on concurrent work: how many slots there are, and who waits for one."""
+"""A limit on concurrent work: the number of slots, and the order of waiting tasks."""
 
 import anyio
 

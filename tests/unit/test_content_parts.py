@@ -1,4 +1,4 @@
-"""Content parts from `reset` and from tools reach the prompt, the record and reward functions, or are a clear error."""
+"""Content parts from `reset` and tools reach the prompt, the record and reward functions, or raise a clear error."""
 
 from pathlib import Path
 

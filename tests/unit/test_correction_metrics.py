@@ -1,4 +1,4 @@
-"""Metrics of a correction on batches small enough to do by hand."""
+"""Metrics of a correction, on batches small enough to compute by hand."""
 
 import math
 import statistics
@@ -55,7 +55,7 @@ def test_policies_are_compared_over_tokens_and_over_completions():
 def test_what_a_token_rule_saw_and_took():
     found = floats(rejection_metrics(reject([RejectionRule("token_k1", 0.5, 4.0)], RATIOS)))
     low = math.log(0.5)
-    inside = [0, 1, 0, 0, low]  # k1 is 0, 1, 0 of the first completion, 0, -1 of the second
+    inside = [0, 1, 0, 0, low]  # k1 of the first completion is 0, 1, 0; of the second, 0, -1
     assert found == pytest.approx(
         {
             "rollout_rs_token_k1_mean": 0.0,

@@ -1,4 +1,4 @@
-"""The published presets say what their names say, in words that the mathematics knows."""
+"""The published presets contain what their names state, with rules and levels that are registered."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Several datasets in one run: which row is at which position, the same after every restart."""
+"""Several datasets in one run: each position maps to the same row after every restart."""
 
 import json
 import tomllib
@@ -15,7 +15,7 @@ from workers.settings.toml_file import dump_settings, parse_settings
 
 @pytest.fixture
 def make(tmp_path):
-    """A mixture of JSONL files with so many rows each; keywords are for `[data]`."""
+    """Open a mix of JSONL files with the given numbers of rows; keywords are for `[data]`."""
 
     def make(sets, environments=("first", "second"), **data):
         mix = []
@@ -65,7 +65,7 @@ def test_each_dataset_has_its_own_columns_system_message_and_environment(make):
 
 def test_the_order_never_changes(make):
     mixture = make({"a": (4, {"weight": 3}), "b": (3, {"weight": 1})})
-    found = " ".join(names(mixture))  # changing it would feed resumed runs other rows
+    found = " ".join(names(mixture))  # a change would feed resumed runs other rows
     assert found == ("a:0:0 a:0:3 b:0:0 a:0:1 a:0:2 a:1:2 b:0:2 a:1:1 a:1:3 a:1:0 b:0:1 a:2:2")
 
 
@@ -172,6 +172,6 @@ def test_contradictory_settings_are_refused(data, error):
 
 
 def test_settings_with_a_mix_round_trip(make):
-    """A run keeps its settings in its folder."""
+    """A run stores its settings in its folder."""
     settings = make({"a": (1, {"weight": 2}), "b": (1, {"weight": 1, "columns": {"x": "gold"}})})._settings
     assert parse_settings(tomllib.loads(dump_settings(settings))) == settings

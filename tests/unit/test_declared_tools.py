@@ -43,7 +43,7 @@ class Declaring:
 
 
 class OnlyOne:
-    """As in TRL, a method with the name `call_tool` is a tool like any other."""
+    """As in TRL, a method with the name `call_tool` is an ordinary tool."""
 
     def reset(self):
         pass

@@ -64,7 +64,7 @@ def test_arguments_given_as_text_and_calls_without_a_wrapper_render_the_same(tok
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
 def test_each_beginning_of_a_conversation_renders_as_a_beginning_of_the_whole(tokenizer, solved, tools, system):
-    messages = [*system, *solved[:3], solved[2], *solved[3:]]  # two results in a row, too
+    messages = [*system, *solved[:3], solved[2], *solved[3:]]  # two consecutive results as well
     whole = rendered(tokenizer, messages, tools=tools)
     for length in range(len(system) + 1, len(messages)):
         begun = rendered(tokenizer, messages[:length], tools=tools)

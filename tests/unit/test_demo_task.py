@@ -101,7 +101,7 @@ def test_habits_come_in_their_shares():
 
 
 def said(problem, script, rng):
-    """Calls and final answer of a scripted episode; each result has to be what its call computes."""
+    """Return the calls and the final answer of a scripted episode; each result must be what its call computes."""
     messages = build_transcript(problem, script, rng)
     assert messages[0] == {"role": "user", "content": problem.text}
     calls = []

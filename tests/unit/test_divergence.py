@@ -1,4 +1,4 @@
-"""Estimators of KL: reference values, bounds, and what they declare of themselves. Twins: test_twins_of_losses."""
+"""Estimators of KL: reference values, bounds and declared traits. Twins: test_twins_of_losses."""
 
 import math
 

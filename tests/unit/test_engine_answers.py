@@ -1,4 +1,4 @@
-"""Which answers of engines count as samples."""
+"""Which engine answers count as samples."""
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ CONTENT = [{"token_id": 7, "logprob": -0.5, "rank": 1, "top_logprobs": []}, {"to
 
 
 def generated(**changes) -> bytes:
-    """Return an answer of vLLM 0.32."""
+    """Return a token answer of vLLM 0.32."""
     choice = {
         "index": 0,
         "finish_reason": "stop",
@@ -31,7 +31,7 @@ def generated(**changes) -> bytes:
 
 
 def completed(**changes) -> bytes:
-    """Return an answer of vLLM 0.32."""
+    """Return a completion answer of vLLM 0.32."""
     logprobs = {"text_offset": [0, 1], "token_logprobs": [-0.5, -1.5], "tokens": ["token_id:7", "token_id:2"]}
     choice = {
         "index": 0,
@@ -172,7 +172,7 @@ def test_a_request_spells_out_every_option_on_both_routes():
     assert one["model"] == other["model"] == "m"
     expected = {"temperature": 0.7, "max_tokens": 3, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 8}
     expected |= {"logit_bias": {"4": -2.0}, "stop": ["x"], "stop_token_ids": [2]}
-    expected |= {"min_tokens": 3}  # no engine takes more than max_tokens
+    expected |= {"min_tokens": 3}  # no engine accepts more than max_tokens
     assert expected.items() <= one["sampling_params"].items()
     assert expected.items() <= other.items()
     assert (one["sampling_params"]["logprobs"], other["logprobs"], other["request_id"]) == (0, 3, "probe-1")

@@ -1,30 +1,30 @@
-"""How environments fail in the field, row by row, and what comes of it here.
+"""How environments fail in other projects, row by row, and the test that covers each failure.
 
 ==============================================================================  =======================================
-what happens elsewhere                                                          held by
+failure elsewhere                                                               covered by
 ==============================================================================  =======================================
 a state dict cleared in place turned a snapshot's reward 1.0 into 0.0           `test_a_state_cleared_in_place...`
 a copy of a client shares its socket and reads the next episode                 `test_a_client_never_reads_the_next...`
 a copy of a wrapper shares the inner environment                                `test_a_wrappers_inner_environment...`
-snapshots taken too late, or without the class's `__copy__`                     `test_trl_environments.py`, its head
-after a timeout the instance answers for the step before                        `test_after_a_timeout_nobody_talks...`
-after a cancelled call, too                                                     `test_slot.py`, "cancelled call spoils"
+snapshots taken too late, or without the class's `__copy__`                     `test_trl_environments.py`, docstring
+after a timeout the instance answers for the previous step                      `test_after_a_timeout_nobody_talks...`
+the same after a cancelled call                                                 `test_environment_slot.py`
 async tools refused                                                             `test_async_and_sync_tools_mix...`
 sync tools run on the event loop                                                `test_async_and_sync_tools_mix...`
 tools without a deadline                                                        `test_a_tool_that_never_answers...`
-environments have to be picklable                                               `test_an_environment_may_hold_what...`
-what `reset` returned was dropped                                               `test_what_reset_returns_ends_the...`
+environments must be picklable                                                  `test_an_environment_may_hold_what...`
+the result of `reset` was dropped                                               `test_what_reset_returns_ends_the...`
 `exit()` in model-made code ends the worker                                     `test_nothing_that_a_tool_raises...`
-a tool's error is the policy's business, a dead tool server is not              `test_a_tools_error_is_valid_and...`
-resets queue up behind each other                                               `test_resets_run_side_by_side`, and
-                                                                                `benchmarks/slots.py` for how much
+a tool error counts as a dead tool server, or the reverse                       `test_a_tools_error_is_valid_and...`
+resets wait for each other                                                      `test_resets_run_side_by_side`;
+                                                                                measured by `benchmarks/slots.py`
 1172 of 1280 rollouts failed in reset and were trained as reward 0              `test_a_failed_reset_is_no_reward`
-hung threads starve, or outlive, the worker                                     `test_recycling.py`,
-`test_abandoned_threads.py`
+hung threads starve or outlive the worker                                       `test_recycling.py`,
+                                                                                `test_abandoned_threads.py`
 ==============================================================================  =======================================
 
-The rows of OpenEnv sockets, env servers and MCP belong to the adapters' tests, that of `exec` sandboxes to those of the
-`python` environment.
+Tests of the adapters cover OpenEnv sockets, environment servers and MCP; tests of the `python` environment cover `exec`
+sandboxes.
 """
 
 import threading
@@ -60,14 +60,14 @@ async def test_a_state_cleared_in_place_changes_no_snapshot():
 
 
 class Server:
-    """Somewhere else: one episode at a time."""
+    """A remote service that holds one episode at a time."""
 
     episode = 0
 
 
 class Client:
     def __init__(self):
-        self.lock = threading.Lock()  # as a socket has
+        self.lock = threading.Lock()  # like a socket's
 
     def read(self):
         return Server.episode
@@ -82,7 +82,7 @@ async def test_a_client_never_reads_the_next_episode_for_a_snapshot():
             Server.episode = number
 
         def score(self):
-            """What the server says."""
+            """Return the server's answer."""
             with self.client.lock:
                 return self.client.read()
 
@@ -136,7 +136,7 @@ def test_after_a_timeout_nobody_talks_to_that_instance_again():
             assert seen[0] is not seen[1]
 
     anyio.run(main)
-    assert len(made) == 3  # one to look at, and one for each episode
+    assert len(made) == 3  # the sample instance, and one per episode
 
 
 def _call(name, **arguments):
@@ -291,7 +291,7 @@ def test_a_failed_reset_is_no_reward():
 
 
 async def test_resets_run_side_by_side():
-    """All at once, or none would ever return."""
+    """Resets must overlap: the barrier opens only when all 16 have arrived."""
     scripted_chat()
     together = threading.Barrier(16)
 

@@ -60,7 +60,7 @@ END = "<|im_end|>"
 
 
 def make_tokenizer():
-    """One token per byte, and a few special tokens."""
+    """A tokenizer with one token per byte, and a few special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -92,7 +92,7 @@ def call(name, arguments="{}"):
 
 
 class Scripted:
-    """Samples a script: `script(turn, text)` gives a turn's text, a `SampledTurn`, or an exception to raise."""
+    """Samples from a script: `script(turn, text)` returns a turn's text, a `SampledTurn`, or an exception to raise."""
 
     def __init__(self, script):
         self.script = script if callable(script) else lambda turn, _text: script[turn]
@@ -399,7 +399,7 @@ async def test_the_token_budget_counts_tool_results():
     assert len(cut.rows[0].tokens) == exactly + 5
     none_left = await completion_of(script, max_tokens=exactly, max_tokens_per_turn=80)
     assert (none_left.truncated, none_left.turns) == (TruncationReason.LENGTH, 1)
-    assert len(none_left.rows[0].tokens) == one  # tokens that the model never saw are not part of its row
+    assert len(none_left.rows[0].tokens) == one  # tokens that the model never received are not part of its row
     assert [p.reward for p in none_left.parts] == [Measured(1.0)]
 
 
@@ -454,7 +454,7 @@ async def test_a_policy_that_only_spams_tools_is_scored(spam):
 )
 @hypothesis_settings(max_examples=40)
 async def test_p11_truncation_depends_only_on_finish_reason_and_limits(words, end, finish, calls, limit):
-    """The tokens do not matter, nor which of them is the last."""
+    """Neither the tokens nor the last one of them matter."""
     tokens = ids("x" + words + end)
     last = SampledTurn(tokens, [-0.5] * len(tokens), finish, [Span(7, 0, len(tokens))])
     completion = await completion_of(
@@ -493,7 +493,7 @@ async def test_a_tool_timeout_is_text_for_the_model():
 
 async def test_calls_of_a_turn_run_concurrently_and_answer_in_order():
     class Meeting(Box):
-        """Its calls wait for one another, and the last one returns first."""
+        """Its calls wait for each other, and the last one returns first."""
 
         def reset(self):
             self.turns = [anyio.Event() for _ in range(3)]

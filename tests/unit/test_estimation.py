@@ -1,4 +1,4 @@
-"""Rewards made ready for an estimator: by turn, shaped, too long, against a greedy rollout, cut off."""
+"""Rewards prepared for an estimator: per turn, shaped, with length penalty, against a greedy rollout, truncated."""
 
 import math
 from array import array
@@ -17,7 +17,7 @@ LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "c
 
 
 def completion(index, reward, *, turns=(2,), by_turn=None, **facts):
-    """Turns with these numbers of sampled tokens; one tool token follows each but the last."""
+    """Make turns with these numbers of sampled tokens; one tool token follows each turn but the last."""
     sampled, place = [], 0
     for length in turns:
         sampled.append((place, place + length))
@@ -51,7 +51,7 @@ REWARD_TO_GO = {"estimator": {"name": "reinforce_plus_plus", "whiten": False}}
 
 
 def test_each_turns_reward_stands_on_its_last_token_and_the_rest_of_the_reward_on_the_last_of_all():
-    by_turn = completion(0, 1.75, turns=(2, 1, 2), by_turn=(0.5, 0.0, 0.25))  # 1.0 of another part
+    by_turn = completion(0, 1.75, turns=(2, 1, 2), by_turn=(0.5, 0.0, 0.25))  # 1.0 from another part
     found, _ = estimate([by_turn, completion(1, 0.0)], **REWARD_TO_GO)
     assert found.tokens_RT[0].tolist() == [0, 1.75, 1.75, 0, 1.25, 0, 1.25, 1.25]
     assert found.returns_RT[0].tolist() == found.tokens_RT[0].tolist()

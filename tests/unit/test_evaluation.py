@@ -1,4 +1,4 @@
-"""What counts in an evaluation, and over what."""
+"""Which completions an evaluation counts, and the divisors of its metrics."""
 
 import pytest
 
@@ -197,6 +197,6 @@ def test_a_policy_is_a_model_a_checkpoint_or_a_runs_latest_checkpoint(tmp_path):
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(SettingsError, match="no policy"):
-        find_policy_folder(tmp_path)  # a run's folder may hold the model that it began with
+        find_policy_folder(tmp_path)  # a run's folder may contain the model that it began with
     (tmp_path / "checkpoint.json").write_text("{}")
     assert find_policy_folder(tmp_path) == find_policy_folder(tmp_path / "model") == tmp_path / "model"

@@ -21,7 +21,7 @@ from workers.train.step.learner import Learner
 
 VOCABULARY = 24
 WIDE = [1e-9, 1e9]
-"""Bounds that keep what an untrained model is given here."""
+"""Bounds that reject nothing from an untrained model."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def learner(base, *, train=None, **sections):
 
 
 def completion(index, tokens, reward, **facts):
-    """Behind the prompt [1, 2]; token 0 is a tool's answer. Log-probs close to an untrained model's."""
+    """Follows the prompt [1, 2]; token 0 is a tool's answer. Log-probs are close to an untrained model's."""
     sampled = []
     for place, token in enumerate(tokens):
         if token and sampled and sampled[-1][1] == place:
@@ -72,7 +72,7 @@ def group(name, *others, shift=0):
 
 
 def junk():
-    """Completions that may not be seen anywhere, with what would do most harm."""
+    """Return invalid completions with the most harmful values; they must have no effect."""
     return [
         completion(5, [20, 21, 22], Unmeasured(RewardReason.RAISED)),
         completion(6, [21, 22], Measured(1e9), truncated=TruncationReason.WALL_CLOCK),
@@ -158,7 +158,7 @@ def test_packed_rows_computed_again_change_nothing(base, case, train):
 
 
 def sampled_by(trained, *groups, shift=0.0):
-    """Groups with the learner's own log-probs as the engine's, each shifted by this."""
+    """Collate groups with the learner's log-probs plus `shift` as the engine's."""
     for row in (row for each in groups for completion in each.completions for row in completion.rows):
         prompt, tokens = array("i", row.prompt_ids), array("i", row.token_ids)
         ids = torch.tensor([[*prompt, *tokens]])
@@ -193,7 +193,7 @@ def test_every_rule_of_the_settings_is_registered():
 
 
 def test_a_rejected_completion_leaves_the_baseline_and_its_group_if_too_few_are_left(base):
-    """Three of four completions are far from what the engine said, so one is left, and its group goes."""
+    """Three of four completions are far from the engine's log-probs, so one is left, and its group is dropped."""
     far = group("p")
     for one in far.completions[:3]:
         one.rows[0].logprobs = array("f", [-30.0] * one.rows[0].sampled_count).tobytes()

@@ -1,4 +1,4 @@
-"""What the exit code of a process says to its supervisor."""
+"""What a process's exit code tells its supervisor."""
 
 import pytest
 

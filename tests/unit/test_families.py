@@ -125,7 +125,7 @@ def prepared(name, **args):
 
 
 async def played(chat, choice, tokenizer, texts, messages=(ASK,), environment=Sums, **limits):
-    """Run one completion; return it, the contexts that the engine got, and its answers."""
+    """Run one completion; return it, the contexts that the engine received, and its answers."""
     said = [spelled(tokenizer, text) for text in texts]
 
     def reply(_ids, _request):
@@ -163,7 +163,7 @@ def assert_exact(completion, asked, said):
 
 
 def told(name, completion, texts, structured):
-    """Return the messages before each turn, as a program without tokens would pass them to the template."""
+    """Yield the messages before each turn, as a program without tokens passes them to the template."""
     messages = list(completion.prompt_messages)
     texts = iter(texts)
     for number, message in enumerate(completion.messages):
@@ -183,11 +183,11 @@ ROWS = {
     "mistral-nemo": (True, 2),
     "ministral-3": (False, 1),
     "hermes-3": (False, 1),
-    "deepseek-r1": (True, 2),  # after a tool result it opens no reasoning, so there is none to drop
+    "deepseek-r1": (True, 2),  # opens no reasoning after a tool result, so none is dropped
     "granite-4": (False, 1),
     "lfm2.5": (False, 1),
 }
-"""Whether a template rewrites history, and how many rows three turns make."""
+"""Whether a template rewrites history, and the number of rows that three turns make."""
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -199,7 +199,7 @@ async def test_each_turns_context_is_what_the_engine_got_and_what_the_template_r
     thought = THOUGHTS.get(name, "").format(f"Hm. Or {write((9, 9))}?".replace("</", "< /"))
     texts = [thought + write((1, 2)), thought + write((3, 4), (5, 6)), "It is addition."]
     if name == "deepseek-r1":
-        texts[1] = write((3, 4), (5, 6))  # after a tool result its template opens no reasoning
+        texts[1] = write((3, 4), (5, 6))  # its template opens no reasoning after a tool result
     completion, asked, said = await played(chat, choice, tokenizer, [t + eos for t in texts], [SYSTEM, ASK])
 
     assert_exact(completion, asked, said)
@@ -255,7 +255,7 @@ async def test_malformed_calls_are_answered_and_counted_and_parallel_results_hav
 
 @pytest.mark.parametrize("name", [name for name, (forks, _) in ROWS.items() if forks])
 async def test_sampled_ids_stay_in_later_rows(name):
-    """The engine's tokens differ from the tokenizer's, so a context made again from text would differ."""
+    """The engine's tokens differ from the tokenizer's, so a context re-encoded from text would differ."""
     chat, choice = prepared(name)
     tokenizer, write, eos = tokenizer_of(name), WRITERS.get(name, hermes), FAMILIES[name].eos
     thought = THOUGHTS.get(name, "").format("Hm.")
@@ -306,7 +306,7 @@ async def test_the_token_budget_counts_what_a_fork_no_longer_shows():
     completion, asked, _ = await played(chat, choice, tokenizer, [text] * 50, max_tokens=3 * one)
     assert (completion.turns, completion.truncated) == (3, TruncationReason.LENGTH)
     assert len(asked[2]) - len(asked[0]) < one  # the context has hardly grown
-    assert 2 * one < sum(row.sampled_count for row in completion.rows) < 3 * one  # tool results took the rest
+    assert 2 * one < sum(row.sampled_count for row in completion.rows) < 3 * one  # tool results used the rest
 
 
 class Says:

@@ -1,4 +1,4 @@
-"""Filters: which groups they keep, over the completions of B alone."""
+"""Filters: which groups they keep, judged by the completions of B only."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from workers.train.algorithms.filters import FILTERS, advantage_bounds, difficulty, min_valid_rows, zero_variance
 from workers.train.algorithms.grouping import Grouping
 
-# Four groups, interleaved: {1, 0, junk}, {0.9, 0.9, 0.9}, {0.5}, and one with nothing valid.
+# Four groups, interleaved: {1, 0, junk}, {0.9, 0.9, 0.9}, {0.5}, and one without valid completions.
 IDS = torch.tensor([0, 1, 2, 0, 1, 3, 0, 1])
 VALID = torch.tensor([1, 1, 1, 1, 1, 0, 0, 1]).bool()
 REWARDS = torch.tensor([1.0, 0.9, 0.5, 0.0, 0.9, math.nan, math.inf, 0.9], dtype=torch.float64)
@@ -30,7 +30,7 @@ def test_rewards_that_differ_by_very_little_are_no_tie():
 
 
 def test_a_failed_verifier_does_not_make_a_tie_worth_training():
-    """[1, 1, 1, verifier failed]: scored 0 it would have counted as variance."""
+    """Rewards [1, 1, 1, verifier failed]: a score of 0 for the last would count as variance."""
     groups = Grouping(torch.zeros(4, dtype=torch.int64), torch.tensor([True, True, True, False]))
     assert zero_variance(torch.tensor([1.0, 1.0, 1.0, 0.0]), groups).tolist() == [False]
 

@@ -18,7 +18,7 @@ OLD, YOUNG = 1_700_000_000_000_000, 1_700_000_000_000_001
 
 @pytest.fixture
 def zombie(tmp_path):
-    """A trainer that was suspended after it took the folder, and has a successor now."""
+    """The lock of a trainer that was suspended after acquiring the folder and has since been replaced."""
     fence = RunFolderLock.acquire(tmp_path, OLD)
     yield fence
     assert last_token(tmp_path) == YOUNG, "it changed nothing here either"
@@ -77,7 +77,7 @@ def test_a_replaced_trainer_cannot_change_the_metrics(tmp_path, zombie):
 
 @pytest.fixture
 def in_a_write(tmp_path):
-    """A process that has taken the folder, and has been in the middle of a change since."""
+    """A process that holds the folder's lock in the middle of a change."""
     code = (
         "import sys, time; from pathlib import Path; from stream.trainer.folder_lock import RunFolderLock\n"
         f"with RunFolderLock.acquire(Path(sys.argv[1]), {OLD}).hold():\n"

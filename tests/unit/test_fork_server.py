@@ -1,4 +1,4 @@
-"""The fork server: what it starts is what the interpreter would start, only sooner, and a child of the caller."""
+"""A process that the fork server starts equals one that the interpreter starts, but sooner, as the caller's child."""
 
 import json
 import os

@@ -27,7 +27,7 @@ def completion(index, reward, truncated=None):
 
 
 def batch(*groups, truncated=None):
-    """Groups of completions with these rewards; `truncated` is the index of one that was cut off."""
+    """Make groups of completions with these rewards; `truncated` is the index of a truncated completion."""
     return collate(
         [
             Group(
@@ -90,5 +90,5 @@ def test_a_batch_without_a_group_has_its_completions_dropped_and_the_others_unto
     assert left_masks.baseline_C.tolist() == [False, False, False, True, True]
     assert left_masks.loss_rows_R.tolist() == [False, False, False, True, True]
     code = DROP_REASONS.index(DropReason.DIFFICULTY)
-    assert left.facts.drop_reason_C.tolist() == [code, code, -1, -1, -1]  # the third has a reason of its own
+    assert left.facts.drop_reason_C.tolist() == [code, code, -1, -1, -1]  # the third has a different reason
     assert found.facts.drop_reason_C.tolist() == [-1] * 5

@@ -1,4 +1,4 @@
-"""The number to be guessed, whose state the calls change."""
+"""The number-guessing environment, whose state the calls change."""
 
 import pytest
 

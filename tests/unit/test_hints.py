@@ -1,4 +1,4 @@
-"""Type hints of every depth: what the model is shown of them, and what it may write."""
+"""Type hints at every depth: the schema that the model receives, and the arguments that it may write."""
 
 import dataclasses
 import enum
@@ -74,7 +74,7 @@ class Tree:
 
 
 class Told(pydantic.BaseModel):
-    """By pydantic."""
+    """A pydantic model."""
 
     count: int = pydantic.Field(description="How many.", ge=1)
     word: str = "w"

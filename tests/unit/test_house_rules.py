@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: sizes of functions, retired words, the glossary, the length of pages.
+"""The house rules that a program can check: sizes of functions, retired words, the glossary, the length of pages.
 
 `make check` runs this file.
 """
@@ -34,7 +34,7 @@ RETIRED_NAMES = frozenset(
     lost_threads overtake overtaking patiently put_down run_aside settle steer tally verdicts
     """.split()  # noqa: SIM905  (a list of words)
 )
-"""Names of classes, functions, parameters and fields that the field's own terms have replaced."""
+"""Names of classes, functions, parameters and fields that standard terms have replaced."""
 RETIRED_MODULES = frozenset(
     """
     agreement aside book books catalogue census ends endings engine_word fence forming guard hand held_loop held_out
@@ -124,11 +124,11 @@ RELAYS = {
     "workers/rollout/tool_result.py": "arguments of a user's tool",
     "workers/train/model/sharded_model.py": "arguments of torch's forward",
 }
-"""Files that pass arguments of any type on to other people's code."""
+"""Files that pass arguments of any type to third-party code."""
 
 
 def relayed_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    """`**more: Any`, and locals that are declared as `dict[str, Any]`."""
+    """Return the names of `**more: Any`, and of locals declared as `dict[str, Any]`."""
     extra = function.args.kwarg
     is_any = extra is not None and extra.annotation is not None and ast.unparse(extra.annotation) == "Any"
     declared = {
@@ -177,7 +177,7 @@ def test_no_retired_word_is_an_identifier_or_a_module():
 
 
 def strings(path: Path) -> Iterator[tuple[str, ast.Constant]]:
-    """Docstrings, messages, log events: all strings of a file."""
+    """Return all strings of a file: docstrings, messages, log events."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value, node
@@ -205,7 +205,7 @@ def test_no_retired_word_stands_in_a_message_or_on_a_page(retired):
 
 
 def toml_tables() -> list[tuple[str, str, object]]:
-    """Each table of a TOML block on a page that is a section of the settings: place, section, value."""
+    """Return location, section and value of each table of a page's TOML blocks that is a section of the settings."""
     blocks = [
         (f"{path.relative_to(ROOT)}:{text[: match.start()].count(chr(10)) + 1}", tomllib.loads(match[1]))
         for path in [*pages(), *(path for path in tracked() if path.match("examples/*/README.md"))]

@@ -1,4 +1,4 @@
-"""The judge of long runs: noise is no growth, one thing left behind by each group is."""
+"""The judge of long runs: noise is not growth; one object left behind by each group is."""
 
 import random
 
@@ -17,9 +17,9 @@ LEAKS = {
     "rollout-1.threads": 0.1,
     "folder.files": 0.1,
 }
-"""What one group leaves behind where something is kept by mistake."""
+"""What one group leaves behind under each leak."""
 LARGE = {"rollout-0.rss": 500.0, "score-0.rss": 500.0, "train-0.rss": 800.0}
-"""And what shows in a long run alone."""
+"""Leaks that only a long run reveals."""
 
 
 def samples(name: str, per_group: float, groups: int, noise: float = 0.0):

@@ -1,4 +1,4 @@
-"""Importance weights on batches small enough to do by hand."""
+"""Importance weights on batches small enough to compute by hand."""
 
 import math
 
@@ -15,7 +15,7 @@ OFF = {"lower": 0.0, "upper": math.inf, "out_of_range": "truncate", "normalize":
 
 
 def weigh(ratios: list[list[float]], ids: list[int] | None = None, **options) -> ImportanceWeights:
-    """The ratio of each token; a None is out of the mask."""
+    """Make a batch with the ratio of each token; None is outside the mask."""
     known = torch.tensor([[r is not None for r in row] for row in ratios])
     train = torch.tensor([[math.log(r) if r else math.nan for r in row] for row in ratios], dtype=torch.float64)
     rollout = torch.zeros_like(train)
@@ -58,7 +58,7 @@ def test_a_mean_of_tokens_is_over_tokens_and_a_mean_of_completions_over_completi
 
 def test_a_completion_in_two_rows_counts_once_in_the_mean():
     found = weigh([[2.0], [2.0], [1.0]], [0, 0, 1], level="sequence", normalize=True)
-    assert lists(found.weights_RT) == [[1.6], [1.6], [0.4]]  # 4, 4 and 1 by (4 + 1) / 2
+    assert lists(found.weights_RT) == [[1.6], [1.6], [0.4]]  # 4, 4 and 1, divided by (4 + 1) / 2
 
 
 def test_weights_are_bounded_before_they_are_averaged():

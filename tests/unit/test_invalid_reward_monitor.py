@@ -1,4 +1,4 @@
-"""The farming guard watches reasons by environment, over a full window."""
+"""The monitor of invalid rewards counts reasons by environment, over a full window."""
 
 import pytest
 

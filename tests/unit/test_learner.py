@@ -1,4 +1,4 @@
-"""One step of the learner on a small Qwen3: what moves the weights, what may not, and what is written."""
+"""One step of the learner on a small Qwen3: what changes the weights, what must not, and what is written."""
 
 import math
 import shutil
@@ -28,7 +28,7 @@ VOCABULARY = 24
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A model folder with something that looks like a tokenizer's file."""
+    """A model folder with a file that resembles a tokenizer's."""
     folder = write_small_qwen3(tmp_path_factory.mktemp("base"), VOCABULARY, layers=2, tied=True)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "notes.txt").write_text("not of the model")
@@ -36,14 +36,14 @@ def base(tmp_path_factory):
 
 
 def learner(base, *, dtype="float32", learning_rate=1e-2, train=None, **sections):
-    """A learner with the required settings and these sections."""
+    """Make a learner with the required settings and these sections."""
     least = {"data": {"path": "none"}, "environments": {"a": "calculator"}}
     train = {"learning_rate": learning_rate, "max_grad_norm": 1e9} | (train or {})
     return Learner(parse_settings(least | {"model": {"path": str(base), "dtype": dtype}, "train": train} | sections))
 
 
 def completion(index, tokens, reward, version=3, **facts):
-    """An episode behind the prompt [1, 2]; token 0 stands for tool output, which is not sampled."""
+    """Make an episode after the prompt [1, 2]; token 0 stands for tool output, which is not sampled."""
     sampled = [(i, i + 1) for i, token in enumerate(tokens) if token]
     row = Row(
         prompt_ids=array("i", [1, 2]).tobytes(),
@@ -66,7 +66,7 @@ def group(*others, name="p"):
 
 
 def logprob(found, tokens):
-    """Log-prob that the learner's model gives to what was sampled of these tokens behind the prompt."""
+    """Return the learner's log-prob of the sampled tokens after the prompt."""
     ids = torch.tensor([[1, 2, *tokens]])
     with torch.no_grad():
         return float(token_logprobs(found.runner.policy, ids, (ids != 0) & (ids > 2), temperature=1.0).logprobs_N.sum())
@@ -273,7 +273,7 @@ def test_every_metric_is_documented(base):
 
 
 def test_a_critic_goes_on_where_it_was(base, tmp_path):
-    """Weights, optimizer and critic: what is restored steps to the same weights as what was never stopped."""
+    """Weights, optimizer and critic: a restored learner steps to the same weights as an uninterrupted one."""
     one = learner(base, estimator={"name": "gae"})
     one.step(collate([group()]), 3)
     one.save_weights(tmp_path / "weights")

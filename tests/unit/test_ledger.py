@@ -26,7 +26,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def length(path):
-    """A ledger with two lines within the checkpoint, and two behind it. Returns the checkpoint's length."""
+    """Write a ledger with two lines within the checkpoint and two after it. Return the checkpoint's length."""
     ledger = Ledger(path)
     ledger.append([line("a"), line("b", Dropped("stale"))])
     length = ledger.sync()

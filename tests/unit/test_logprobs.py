@@ -1,4 +1,4 @@
-"""Log-probs of chosen tokens through whole models: against their own logits, rows padded and packed."""
+"""Log-probs of chosen tokens through whole models, against the models' logits, for padded and packed rows."""
 
 import math
 from types import SimpleNamespace
@@ -52,7 +52,7 @@ FAMILIES = {
     "hyperclovax": (config("HyperCLOVAX", logits_scaling=4.0), LogitTransform(scale=4.0)),
 }
 PACKING = [name for name in FAMILIES if name != "gemma2"]
-"""Those that `varlen` has attention for: Gemma 2 caps scores."""
+"""Families that `varlen` attention supports: Gemma 2 caps scores."""
 
 
 def model_of(name, dtype=torch.float64):
@@ -60,7 +60,7 @@ def model_of(name, dtype=torch.float64):
         torch.default_generator.manual_seed(5)
         model = transformers.AutoModelForCausalLM.from_config(FAMILIES[name][0], dtype=dtype).eval()
         for parameter in model.parameters():
-            if parameter.ndim > 1:  # larger than a new model's, so that tokens matter to one another
+            if parameter.ndim > 1:  # larger than a new model's, so that tokens affect each other
                 nn.init.normal_(parameter, std=0.3)
     return model
 
@@ -83,7 +83,7 @@ def rows():
 
 
 def of_logits(model, tokens, chosen, temperature=1.0):
-    """Log-probs and entropies of the model's own logits."""
+    """Return log-probs and entropies of the model's logits."""
     logprobs = (model(input_ids=tokens).logits[:, :-1] / temperature).log_softmax(-1)
     found = logprobs.gather(2, tokens[:, 1:, None]).squeeze(2)
     return found[chosen[:, 1:]], -(logprobs.exp() * logprobs).sum(-1)[chosen[:, 1:]]
@@ -103,7 +103,7 @@ def test_log_probs_and_gradients_are_those_of_the_models_own_logits(name, rows, 
     assert read.head.transform == FAMILIES[name][1]
     found = token_logprobs(read, tokens, chosen, temperature=temperature, lengths_M=lengths, entropy="gradient")
     logprobs, entropy = of_logits(model, tokens, chosen, temperature)
-    # In `eager` attention, which Gemma 2 has, scores are float32 whatever the model is.
+    # In `eager` attention, which Gemma 2 uses, scores are float32 for any model dtype.
     assert torch.allclose(found.logprobs_N, logprobs, rtol=0, atol=1e-12)
     assert torch.allclose(found.entropy_N, entropy, rtol=0, atol=1e-12)
     ours = gradients(model, found.logprobs_N.sum() + found.entropy_N.square().sum())
@@ -120,13 +120,13 @@ def test_greedy_counts_as_temperature_one(rows):
 
 
 def test_a_cap_that_no_logit_of_the_model_reaches_is_found_all_the_same():
-    """Logits of a new model are so small that 30 * tanh(z / 30) is z to the last digits."""
+    """A new model's logits are so small that 30 * tanh(z / 30) equals z to the last digits."""
     model = transformers.AutoModelForCausalLM.from_config(FAMILIES["gemma3"][0]).eval()
     assert find_lm_head(model).transform.softcap == 30.0
 
 
 class Odd(transformers.Qwen3ForCausalLM):
-    """Does to its logits what no key of its configuration tells."""
+    """Transforms its logits in a way that its configuration does not declare."""
 
     def forward(self, **inputs):
         found = super().forward(**inputs)
@@ -168,7 +168,7 @@ def test_a_model_without_an_output_layer_of_its_own_works_too(rows):
 
 
 def test_the_model_makes_no_logits(rows):
-    """Of no token: its output layer is given nothing to work on."""
+    """The output layer receives no tokens."""
     model = model_of("qwen3")
     read, shapes = readable(model), []
     model.lm_head.register_forward_hook(lambda _, __, logits: shapes.append(tuple(logits.shape)))
@@ -203,7 +203,7 @@ def test_packed_rows_are_the_same_rows(name, attention, rows):
         assert torch.allclose(one, other, rtol=0, atol=1e-12), name_of
     found = gradients(model, packed.logprobs_N.sum() + packed.entropy_N.sum())
     far = {n: float((found[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in expected}
-    # Some families' norms are float32 whatever the model is, and so are the sums of their gains' gradients.
+    # Some families' norms are float32 for any model dtype, and so are the sums of the gradients of their gains.
     assert max(error for n, error in far.items() if expected[n].ndim > 1) < 1e-10, far
     assert max(far.values()) < 1e-6, far
 
@@ -237,7 +237,7 @@ def test_a_model_whose_state_runs_on_into_the_next_row_is_not_packed(name):
 
 
 def test_an_attention_that_lets_rows_see_one_another_is_found_out(monkeypatch):
-    """By a leak that is far below what rounding in bfloat16 would hide."""
+    """The leak is far smaller than rounding in bfloat16."""
     model = model_of("qwen3", torch.float32)
     layer = model.model.layers[0].self_attn
     inner = layer.forward

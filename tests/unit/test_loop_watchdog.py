@@ -1,4 +1,4 @@
-"""Code that holds the event loop is named in the log."""
+"""The log names code that blocks the event loop."""
 
 import time
 
@@ -33,7 +33,7 @@ async def test_blocking_code_is_logged_once(method, blockbuster):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(LoopWatchdog(0.1).watch)
             await anyio.wait_all_tasks_blocked()
-            blockbuster.deactivate()  # a user's blocking call is what this is about
+            blockbuster.deactivate()  # a user's blocking call is the subject of this test
             try:
                 await CallRunner(CapacityLimiter(1)).call(rude, {"until": until}, 60)
             finally:

@@ -1,4 +1,4 @@
-"""LoRA: an adapter alone is trained, the policy of the beginning is the model without it, and merging is exact."""
+"""LoRA: only an adapter is trained, the initial policy is the model without it, and merging is exact."""
 
 import shutil
 import sys
@@ -34,7 +34,7 @@ TIED = pytest.mark.parametrize("base", [True, False], indirect=True, ids=["tied"
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """A model whose output layer is its embedding, and one whose is not."""
+    """A model whose output layer is its embedding, and one whose output layer is separate."""
     home = tmp_path_factory.mktemp("bases")
     return {tied: write_small_qwen3(home / str(tied), VOCABULARY, layers=2, tied=tied) for tied in (True, False)}
 
@@ -58,7 +58,7 @@ def lora(base, *, dtype="float32", more=None, **sections):
 
 
 def trained(base, steps=3, **options):
-    """A learner some steps on, with both matrices of every layer moved."""
+    """Return a learner after some steps, with both matrices of every layer changed."""
     found = lora(base, **options)
     for step in range(steps):
         assert found.step(collate([group(completion(2, [9, 3 + step], Measured(0.25)))]), 3).trained
@@ -72,7 +72,7 @@ def read(model, rows):
 
 
 def whole_logprobs(model, rows):
-    """Log-probs of a plain forward pass."""
+    """Return log-probs of a plain forward pass."""
     tokens, chosen = rows
     with torch.no_grad():
         found = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
@@ -80,12 +80,12 @@ def whole_logprobs(model, rows):
 
 
 def plain(folder, rows):
-    """Log-probs that transformers computes from a model's folder, knowing nothing of adapters."""
+    """Return log-probs that transformers computes from a model's folder, without adapters."""
     return whole_logprobs(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), rows)
 
 
 def other_weights(found):
-    """All that is no adapter."""
+    """Return all parameters that are not of the adapter."""
     return {n: p.detach().clone() for n, p in found.model.named_parameters() if "lora_" not in n}
 
 
@@ -141,7 +141,7 @@ def test_peft_itself_loads_what_is_written_and_says_the_same(base, rows, tmp_pat
     found = trained(base)
     found.write_trained_weights(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):  # peft asks for it under its old name
+    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):  # peft looks it up under its old name
         adapted = peft.PeftModel.from_pretrained(model, tmp_path)
     assert torch.allclose(whole_logprobs(adapted, rows), read(found.model, rows), atol=TOLERANCE)
 
@@ -188,7 +188,7 @@ def test_a_resumed_run_goes_on_to_the_bit(base, tmp_path, dtype, sections):
     "train", [{"gradient_checkpointing": True}, {"packing": "on"}], ids=["computed again", "packed"]
 )
 def test_layers_that_are_computed_again_and_rows_in_one_sequence_give_the_same_step(base, train):
-    """The adapter is on again when the backward pass computes its layers, though the reference had it off meanwhile."""
+    """The adapter is active when the backward pass recomputes its layers, although the reference disabled it."""
     options = {"algorithm": {"kl_coefficient": 0.3}, "steps": 2}
     plain, other = trained(base, **options), trained(base, train=train, **options)
     for name, parameter in plain.parameters.items():

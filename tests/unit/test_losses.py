@@ -1,4 +1,4 @@
-"""The shell around the losses, and the losses against hand-made values, reference values and finite differences."""
+"""The code around the losses; the losses against hand-made values, reference values and finite differences."""
 
 import math
 
@@ -49,7 +49,7 @@ each_loss = pytest.mark.parametrize(
 
 
 def inputs(junk: float = 999.0) -> dict:
-    """Three valid rows of one completion each; junk in the invalid row's every place."""
+    """Make three valid rows of one completion each; the invalid row is filled with junk."""
     now, proximal = torch.tensor(NEW).double(), torch.tensor(OLD).double()
     advantages = torch.tensor([1.25, -0.75, 0.5, junk]).double().unsqueeze(1).repeat(1, 5)
     factors = torch.tensor([1 / 11, 1 / 11, 1 / 11, junk]).double()
@@ -79,7 +79,7 @@ def one(value: float) -> Tensor:
 
 
 def single(name: str, options: dict, *, logprob: float, proximal: float, advantage: float, **more: Tensor):
-    """Loss, gradient and output of one token."""
+    """Return loss, gradient and output of one token."""
     now = one(logprob).requires_grad_()
     output = policy_loss(
         name,

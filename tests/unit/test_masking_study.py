@@ -1,4 +1,4 @@
-"""The study of masking: on groups so small that every way to fail can be written down."""
+"""The study of masking, on groups small enough to enumerate all failures."""
 
 import itertools
 import math
@@ -15,36 +15,36 @@ PLAIN = "grpo without std"
 
 
 def group(*rewards: float) -> Stored:
-    """One group; its answers all of the same length."""
+    """Make one group whose answers have equal lengths."""
     codes = torch.zeros(len(rewards), dtype=torch.int64)
     return Stored(torch.tensor(rewards, dtype=torch.float64), torch.full_like(codes, 10), codes)
 
 
 def every_way(stored: Stored, failures: str) -> torch.Tensor:
-    """Each set of failures once: with probability 0.5 they are all as likely, so a mean over them is exact."""
+    """Return each set of failures once: at probability 0.5 all are equally likely, so a mean over them is exact."""
     may_fail = stored.right.tolist() if failures == RIGHT_ONLY else [True] * len(stored.rewards)
     return torch.tensor(list(itertools.product(*[(False, True) if may else (False,) for may in may_fail])))
 
 
 def biases(stored: Stored, label: str, failures: str, handling: str) -> tuple[float, float]:
-    """Of right and of wrong answers that bear loss."""
+    """Return the biases of right and of wrong answers that bear loss."""
     sums = compare(stored, label, every_way(stored, failures), handling)
     return tuple(summarise(sums, right)["bias"][0] for right in (1, 0))
 
 
 def test_a_pair_whose_right_answer_fails_half_of_the_time():
-    # Truth: 0.5 and -0.5. Masked, the right one has 0.5 whenever it is there; the wrong one is alone otherwise, with 0.
+    # Truth: 0.5 and -0.5. Masked: the right one has 0.5 unless it failed; the wrong one is then alone, with 0.
     assert biases(group(1, 0), PLAIN, RIGHT_ONLY, "masked") == pytest.approx((0.0, 0.25))
-    # Scored 0, the pair is a tie instead: both have half of what is due to them.
+    # Scored 0: a failure makes a tie, so both have half of their true advantage.
     assert biases(group(1, 0), PLAIN, RIGHT_ONLY, "scored zero") == pytest.approx((-0.25, 0.25))
 
 
 def test_masking_failures_that_hit_right_answers_alone_is_biased():
     # Both right ones stay (1/4): 1/2, -1/2. One stays (1/2): 2/3, -1/3. None stays (1/4): 0 for the wrong ones.
-    right = (2 * 1 / 2 + 2 * 2 / 3) / 4 - 1 / 2  # right answers are there twice in the first way, once in two others
+    right = (2 * 1 / 2 + 2 * 2 / 3) / 4 - 1 / 2  # both right answers remain in the first case, one in two other cases
     wrong = (1 * -1 / 2 + 2 * -1 / 3 + 0) / 4 + 1 / 2
     assert biases(group(1, 1, 0, 0), PLAIN, RIGHT_ONLY, "masked") == pytest.approx((right, wrong))
-    # Scored 0: 1/2, -1/2; then 3/4 for the one, -1/4 for the failed one and the wrong ones; then a tie.
+    # Scored 0: 1/2, -1/2; then 3/4 for one, -1/4 for the failed one and the wrong ones; then a tie.
     right = (2 * 1 / 2 + 2 * (3 / 4 - 1 / 4) + 0) / 8 - 1 / 2
     wrong = (1 * -1 / 2 + 2 * -1 / 4 + 0) / 4 + 1 / 2
     assert biases(group(1, 1, 0, 0), PLAIN, RIGHT_ONLY, "scored zero") == pytest.approx((right, wrong))
@@ -53,11 +53,11 @@ def test_masking_failures_that_hit_right_answers_alone_is_biased():
 @pytest.mark.parametrize("rewards", [(1, 0), (1, 0, 0), (1, 1, 0, 0, 0, 0, 1, 0)])
 def test_rloo_is_unbiased_under_random_failures_but_for_answers_left_alone(rewards):
     stored = group(*rewards)
-    alone = 0.5 ** (len(rewards) - 1)  # then the advantage is 0
+    alone = 0.5 ** (len(rewards) - 1)  # probability that all siblings failed: the advantage is 0
     truth = advantages(stored, "rloo", torch.zeros(1, len(rewards), dtype=torch.bool), "masked")[0]
     right, wrong = truth.max().item(), truth.min().item()
     assert biases(stored, "rloo", ANY, "masked") == pytest.approx((-alone * right, -alone * wrong))
-    # Scored 0, a right answer is worth half, and so is its siblings' mean: everything is halved.
+    # Scored 0, the expected reward of a right answer is half, as is its siblings' mean: everything is halved.
     assert biases(stored, "rloo", ANY, "scored zero") == pytest.approx((-right / 2, -wrong / 2))
 
 
@@ -65,7 +65,7 @@ def test_a_right_answer_is_pushed_down_where_it_is_scored_zero_and_never_where_i
     ways = every_way(group(1, 1, 1, 0), RIGHT_ONLY)
     found = {how: summarise(compare(group(1, 1, 1, 0), PLAIN, ways, how), 1) for how in ("masked", "scored zero")}
     assert found["masked"]["wrong_way"][0] == 0.0
-    # Half of all right answers fail; they are below the mean unless all three fail (1 way of 8), which is a tie.
+    # Half of all right answers fail; they are below the mean unless all three fail (1 case of 8), which is a tie.
     assert found["scored zero"]["wrong_way"][0] == pytest.approx((12 - 3) / 24)
 
 
@@ -119,6 +119,6 @@ def test_differences_are_paired_by_seed_and_their_interval_is_students():
     other = {seed: {0: 0.3, 100: 0.5} for seed in (3, 2, 1, 4)}
     paired = differences(one, other)
     assert paired[100] == pytest.approx([0.1, 0.2, 0.3])
-    assert paired[-1] == pytest.approx([0.1, 0.2, 0.3])  # of what comes after the warm start
+    assert paired[-1] == pytest.approx([0.1, 0.2, 0.3])  # after the warm start
     middle, half = interval(paired[100])
     assert (middle, half) == pytest.approx((0.2, 4.303 * 0.1 / math.sqrt(3)))

@@ -1,4 +1,4 @@
-"""Facts to masks: what votes and what bears loss."""
+"""Facts to masks: which completions vote and which bear loss."""
 
 import math
 
@@ -19,7 +19,7 @@ from workers.train.algorithms.masks import (
 
 
 def facts(rewards, groups=None, truncated=None, failed=None, dropped=None):
-    """Facts of completions; a reward of None is unmeasured, `truncated` and so on map a completion to its reason."""
+    """Make facts of completions; a reward of None is unmeasured, `truncated` etc. map a completion to its reason."""
 
     def codes(table, found):
         return torch.tensor(
@@ -42,7 +42,7 @@ def facts(rewards, groups=None, truncated=None, failed=None, dropped=None):
 
 
 def one_row_each(found, policy=None, **masks):
-    """Masks where every completion has one row of two sampled tokens behind one of the prompt."""
+    """Make masks where every completion has one row: one prompt token, then two sampled tokens."""
     count = len(found.rewards_C)
     sampled = torch.tensor([[False, True, True]] * count)
     truncation = {reason: policy for reason in TruncationReason if policy}

@@ -1,6 +1,6 @@
-r"""The reward `math`: known answers, and what the data, the model and the verifier do wrong told apart.
+r"""The reward `math`: known answers; faults of the data, the model and the verifier have different reasons.
 
-Judged in the processes of a pool, as in a run.
+Answers are judged in the processes of a pool, as in a run.
 """
 
 import threading
@@ -23,7 +23,7 @@ from workers.train.groups.invalid_reward_monitor import InvalidRewardMonitor
 REF = "envs.builtin.math_verifier:Math"
 BAD = RewardReason.INVALID_GOLD
 
-# (gold, what the model said, the right verdict)
+# (gold, the model's answer, the right verdict)
 PAIRS = [
     # numbers
     (r"\frac12", "The answer is 0.5", 1.0),
@@ -35,7 +35,7 @@ PAIRS = [
     ("-5", r"\boxed{5}", 0.0),
     ("0", r"\boxed{0}", 1.0),
     ("0", r"\boxed{1}", 0.0),
-    ("1/3", r"\boxed{0.333333}", 1.0),  # to six places
+    ("1/3", r"\boxed{0.333333}", 1.0),  # to six decimal places
     ("1/3", r"\boxed{0.3333}", 0.0),
     ("3.14159", r"\boxed{\pi}", 0.0),
     ("120", r"\boxed{5!}", 1.0),
@@ -65,25 +65,25 @@ PAIRS = [
     ("(1,2)", r"\boxed{(2,1)}", 0.0),
     ("[1,2)", r"\boxed{[1,2]}", 0.0),
     (r"x \leq 3", r"\boxed{(-\infty,3]}", 1.0),
-    (r"(-\infty,3]", r"\boxed{x \leq 3}", 0.0),  # and another one: only the other way round
+    (r"(-\infty,3]", r"\boxed{x \leq 3}", 0.0),  # another known false negative: only the reverse direction matches
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", 1.0),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}2\\1\end{pmatrix}}", 0.0),
-    # how it is written
+    # notation
     ("$4$", "4", 1.0),
     (r"\boxed{4}", r"\boxed{4}", 1.0),
     ("4", "First 3, then 5. The final answer is $4$. I hope it is correct.", 1.0),
     ("A", r"\boxed{A}", 1.0),
     ("A", r"\boxed{B}", 0.0),
     # traps
-    ("4", r"\boxed{3} or rather \boxed{4}", 0.0),  # two answers are none
+    ("4", r"\boxed{3} or rather \boxed{4}", 0.0),  # two answers count as none
     ("4", "I think 3, or 4", 1.0),  # a known false positive of math-verify 0.9.0: the last number counts
     ("4", "I think 4, or 3", 0.0),
-    ("4", "I do not know", 0.0),  # nothing that parses is the model's business
+    ("4", "I do not know", 0.0),  # an answer that does not parse is the model's fault
     ("4", "", 0.0),
     ("4", r"\boxed{\frac{1}{}", 0.0),
     ("4", "4" * 5000, 0.0),  # sympy raises on it
     ("100000", r"\boxed{1e5}", 0.0),  # read as 1*e*5
-    # gold answers that nobody can compare with
+    # gold answers that cannot be compared
     ("", "4", BAD),
     ("$$", "4", BAD),
     ("?", "4", BAD),
@@ -145,7 +145,7 @@ async def test_the_verifiers_own_timeout_is_a_timeout_and_not_wrong(monkeypatch)
 
 
 async def test_in_a_thread_the_verifier_measures_nothing_rather_than_zero():
-    """What it would be without processes: the reason why `math` has them."""
+    """This is why `math` uses processes: in a thread the verifier measures nothing."""
     outcome_there = await CallRunner(anyio.CapacityLimiter(1)).call(math_verify, {"gold": "4", "said": "4"}, 30)
     assert not isinstance(getattr(outcome_there, "value", None), Measured)
 

@@ -1,4 +1,4 @@
-"""Parts of a reward, merged: a sum of what was measured, or nothing."""
+"""Merged parts of a reward: a sum of measured values, or unmeasured."""
 
 import pytest
 
