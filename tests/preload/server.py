@@ -117,10 +117,13 @@ class Served:
     def __init__(self, selector: selectors.BaseSelector, connection: socket.socket, child: int) -> None:
         self._selector, self._connection, self._child = selector, connection, child
         self._exit = os.pidfd_open(child)
+        self._has_ended = False
         selector.register(self._exit, selectors.EVENT_READ, self._ended)
         selector.register(connection, selectors.EVENT_READ, self._heard)
 
     def _heard(self) -> None:
+        if self._has_ended:  # both events came in one `select`
+            return
         with suppress(ConnectionResetError):
             if numbers := self._connection.recv(64):
                 for number in numbers:
@@ -131,6 +134,7 @@ class Served:
 
     def _ended(self) -> None:
         _, status = os.waitpid(self._child, 0)
+        self._has_ended = True
         with suppress(OSError):
             self._connection.sendall(status.to_bytes(4, "little"))
         with suppress(KeyError):
