@@ -1,4 +1,4 @@
-"""What every tier of tests shares: the event loop, a private server, a run of one's own, a watch for blocking calls."""
+"""Shared by all tests: the event loop, a private server, a run per test, detection of blocking calls."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
 LONG_S = 300.0
-"""A test that may take longer than this is in no slice: it is run at night only."""
+"""A test that may take longer than this, in seconds, is in no slice: it runs only at night."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep one slice of the tests: by name, so that other tests stay in their slices when one is added."""
+    """Select one slice of the tests by name, so that tests keep their slice when others are added."""
     if not (chosen := config.getoption("--slice")):
         return
     number, count = map(int, chosen.split("/"))
@@ -62,13 +62,13 @@ def _limit_s(item: pytest.Item) -> float:
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> tuple[str, dict[str, bool]]:
-    """Plain asyncio: uvloop's sockets are out of blockbuster's sight."""
+    """Plain asyncio: blockbuster cannot see uvloop's sockets."""
     return "asyncio", {"debug": False, "use_uvloop": False}
 
 
 @pytest.fixture(autouse=True)
 def plain_logging() -> Iterator[None]:
-    """A command run in the test's own process sets up logging; the next test begins without it."""
+    """Reset logging after each test: a command run in the test's process sets it up."""
     yield
     structlog.reset_defaults()
     structlog.contextvars.clear_contextvars()
@@ -76,11 +76,11 @@ def plain_logging() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def blockbuster() -> Iterator[BlockBuster]:
-    """A blocking call on the event loop, anywhere below our packages, fails the test that makes it."""
+    """Fail a test that makes a blocking call on the event loop anywhere below the project's packages."""
     with blockbuster_ctx(scanned_modules=[_folder_of(name) for name in ("stream", "envs", "workers")]) as found:
         for function in found.functions.values():
-            # A log line is one short write to a terminal or a file. A process is started by fork and exec, which has
-            # no other way; waiting for it is asynchronous. A module is imported once.
+            # A log line is one short write to a terminal or a file. A process can only be started by fork and exec;
+            # waiting for it is asynchronous. A module is imported once.
             function.can_block_in("structlog/_output.py", {"msg", "__call__"})
             function.can_block_in("subprocess.py", {"_execute_child"})
             function.can_block_in("<frozen importlib._bootstrap>", {"_find_and_load"})
@@ -88,14 +88,14 @@ def blockbuster() -> Iterator[BlockBuster]:
 
 
 def _folder_of(package: str) -> ModuleType:
-    """Stands for a package by its folder alone, so that arming imports nothing."""
+    """Represents a package by its folder alone, so that arming imports nothing."""
     module = ModuleType(package)
     module.__path__ = [str(Path(__file__).parents[1] / package)]
     return module
 
 
 class Server:
-    """A private server that a test may start, kill and start again on the same data; one process at a time."""
+    """A private server that a test can start, kill and restart on the same data; one process at a time."""
 
     def __init__(self, folder: Path, binary: Path, *options: str, fsync: str = "everysec") -> None:
         self.socket = folder / "redis.sock"
@@ -104,7 +104,7 @@ class Server:
         self._command = [*command_line(binary, folder, self.socket, fsync), *options]
 
     def start(self) -> "Server":
-        """Start it, and wait until it answers. In the main thread: it dies with the thread that started it."""
+        """Start the server and wait until it answers. Call it on the main thread: the server dies with its thread."""
         self._process = subprocess.Popen(self._command, start_new_session=True)
         with Redis.from_url(self.url) as redis:
             for _ in range(500):
@@ -117,7 +117,7 @@ class Server:
         raise AssertionError("the server does not answer")
 
     def kill(self) -> None:
-        """End it with SIGKILL, as a machine that fails would."""
+        """Send SIGKILL, as if the machine had failed."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -125,15 +125,15 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """The server's process id."""
         assert self._process is not None
         return self._process.pid
 
 
 @pytest.fixture(scope="session")
 def redis_url() -> Iterator[str]:
-    """A server for this test process alone, without persistence; under xdist each worker has its own."""
-    with tempfile.TemporaryDirectory(prefix="penstock-test-") as folder:  # a socket's path must be short
+    """A server for this test process, without persistence; under xdist each worker has its own."""
+    with tempfile.TemporaryDirectory(prefix="penstock-test-") as folder:  # the path of a socket must be short
         server = Server(Path(folder), find_server(), "--appendonly", "no").start()
         yield server.url
         server.kill()
@@ -141,7 +141,7 @@ def redis_url() -> Iterator[str]:
 
 @pytest.fixture
 def make_server() -> Iterator[Callable[..., Server]]:
-    """A server of the test's own, not started yet: `make_server(*options, binary=..., fsync=...)`."""
+    """A factory of private, unstarted servers: `make_server(*options, binary=..., fsync=...)`."""
     with tempfile.TemporaryDirectory(prefix="penstock-test-") as folder:
         made: list[Server] = []
         found = find_server()
@@ -158,33 +158,33 @@ def make_server() -> Iterator[Callable[..., Server]]:
 
 
 class Pipe:
-    """Short ways to what tests of a run do again and again.
+    """Shortcuts for frequent operations on a run.
 
-    Leases last 30 s and back-offs 10 ms unless a test says otherwise.
+    Leases last 30 s and back-offs 10 ms by default.
     """
 
     def __init__(self, connection: RunConnection) -> None:
         self.connection = connection
 
     def stage(self, name: StageName, consumer: str = "w", capacity: int | None = None, **terms: float) -> Stage:
-        """One worker's view of a stage."""
+        """Return one worker's view of a stage."""
         return Stage(
             self.connection, name, consumer, RetryPolicy(**{"lease_s": 30.0, "backoff_s": 0.01, **terms}), capacity
         )
 
     async def feed(self, *prompt_ids: str) -> None:
-        """Feed prompts behind what was fed before."""
+        """Feed prompts behind earlier ones."""
         feed = Feed(self.connection, max_queued_prompts=100_000)
         before = await feed.cursor()
         await feed.put([Prompt(id=each, messages=[]) for each in prompt_ids], before, f"{before}{len(prompt_ids)};")
 
     async def rolled_out(self, *prompt_ids: str) -> None:
-        """Feed prompts, and take them to the scoring stage."""
+        """Feed prompts and complete their rollouts, so that they wait to be scored."""
         await self.feed(*prompt_ids)
         await self._pass_on("prompts", "groups", len(prompt_ids))
 
     async def scored(self, *prompt_ids: str) -> None:
-        """Feed prompts, and take them to the trainer."""
+        """Feed prompts and complete rollout and scoring, so that they wait for the trainer."""
         await self.rolled_out(*prompt_ids)
         await self._pass_on("groups", "scored", len(prompt_ids))
 
@@ -195,13 +195,13 @@ class Pipe:
 
     @staticmethod
     def group(prompt_id: str, tokens: tuple[int, ...] = (1, 2, 3)) -> Group:
-        """A group of one completion."""
+        """Return a group of one completion."""
         row = sampled_row(tokens, [-0.5] * len(tokens), prompt=[7])
         completion = Completion(index=0, rows=[row], reward=Measured(1.0))
         return Group(prompt=Prompt(id=prompt_id, messages=[]), completions=[completion])
 
     async def balance(self) -> dict[str, int]:
-        """The run's account, which must balance: fed = trained + dropped + dead + outstanding."""
+        """Return the run's counts, after asserting fed = trained + dropped + dead + outstanding."""
         balance = (await read_status(self.connection)).balance
         assert balance["fed"] == sum(n for name, n in balance.items() if name != "fed"), balance
         return balance
@@ -209,7 +209,7 @@ class Pipe:
 
 @pytest.fixture
 def run_name() -> str:
-    """The name of a run that nobody else uses."""
+    """The name of a run that no other test uses."""
     return f"test-{uuid.uuid4().hex[:12]}"
 
 
@@ -222,11 +222,11 @@ async def connection(redis_url: str, run_name: str) -> AsyncIterator[RunConnecti
 
 @pytest.fixture
 def pipe(connection: RunConnection) -> Pipe:
-    """Helpers on the test's own run."""
+    """Shortcuts on the test's own run."""
     return Pipe(connection)
 
 
 @pytest.fixture
 def pipe_on() -> type[Pipe]:
-    """The same helpers for a connection that the test makes itself: `pipe_on(link)`."""
+    """The same shortcuts for a connection that the test makes: `pipe_on(connection)`."""
     return Pipe

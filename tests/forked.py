@@ -1,4 +1,4 @@
-"""Processes that begin with all that this one has imported: for tests of several ranks, which import the same."""
+"""Fork processes that start with all modules of this one: for tests of several ranks with the same imports."""
 
 import importlib
 import os
@@ -17,17 +17,17 @@ DEAR: Final = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.utils.hub",
 )
-"""What a learner imports when it needs it, and takes seconds."""
+"""Modules that a learner imports late and that take seconds to import."""
 
 
 def import_ahead() -> None:
-    """Import what a learner imports when it needs it."""
+    """Import the modules that a learner imports late."""
     for name in DEAR:
         importlib.import_module(name)
 
 
 def fork(main: Callable[[], int]) -> int:
-    """Begin a process that ends with what this returns; gives its id. The one that calls it has to have one thread."""
+    """Fork a process that exits with `main`'s result; returns its pid. The calling process must have one thread."""
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -44,5 +44,5 @@ def fork(main: Callable[[], int]) -> int:
 
 
 def ended(child: int) -> int:
-    """Wait for it; its exit code, or minus the signal that ended it."""
+    """Wait for the process; returns its exit code, or minus the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -23,13 +23,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / ".nightly" / "runs.jsonl"
 SLICES = 30
-"""Of the tests marked `full`: CI runs each of those that take less than five minutes once in so many days."""
+"""Number of slices of the tests marked `full`: CI runs each test below five minutes once in this many days."""
 _NOTHING_COLLECTED = 5
-"""pytest's exit code for a share that is empty."""
+"""pytest's exit code for an empty slice."""
 
 
 def slice_of(text: str, today: date) -> tuple[int, int]:
-    """(number, of how many): `today` is the day's own, `K/N` the K-th of N, counted from 0."""
+    """Parse a slice into (number, count): `today` is the day's own, `K/N` the K-th of N, counted from 0."""
     if text == "today":
         return today.toordinal() % SLICES, SLICES
     found = re.fullmatch(r"(\d+)/(\d+)", text)
@@ -39,7 +39,7 @@ def slice_of(text: str, today: date) -> tuple[int, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run them, and keep what is needed to run them again; returns pytest's exit code."""
+    """Run the tests, and record what is needed to repeat them; returns pytest's exit code."""
     parser = argparse.ArgumentParser(description="Run the long tests, with random examples whose seed is kept.")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="of the property tests' examples")
     parser.add_argument("--slice", default="", help="`today` or K/N: a share of the tests marked `full`, nothing else")
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> tuple[int, list[str]]:
-    """pytest's exit code, and the tests that failed; what it says is passed on as it comes."""
+    """Run pytest with its output passed on as it comes; returns its exit code and the failed tests."""
     failed = []
     command = [sys.executable, "-m", "pytest", "-rfE", *arguments]
     environment = {**os.environ, "HYPOTHESIS_PROFILE": "nightly", "PENSTOCK_TEST_REAL_PROCESSES": "1"}

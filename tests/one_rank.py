@@ -1,7 +1,7 @@
-"""Steps that several processes share: `python tests/one_rank.py FOLDER SIZE ...`; a test starts it.
+"""Steps shared by several processes: `python tests/one_rank.py FOLDER SIZE ...`; a test starts it.
 
-For each number of ranks every one of them trains the model in FOLDER/base on a batch with fewer valid completions than
-there may be ranks, for each case, and writes what it ended with to FOLDER/RANK-of-SIZE.pt.
+For each number of ranks SIZE and each case, the ranks train the model in FOLDER/base on a batch that may have fewer
+valid completions than there are ranks. Every rank writes its results to FOLDER/RANK-of-SIZE.pt.
 """
 
 import sys
@@ -42,14 +42,14 @@ def completion(index: int, tokens: list[int], reward: float | None) -> Completio
 
 
 def groups(*, empty: bool) -> list[Group]:
-    """Two completions that count, of different lengths, and some that do not; or nothing that counts at all."""
+    """Two completions of different lengths that count, and some that do not; with `empty`, none that counts."""
     rewards = [None] * 4 if empty else [1.0, None, 0.25, None]
     rolled = [completion(i, list(range(3 + i, 5 + 2 * i)), reward) for i, reward in enumerate(rewards)]
     return [Group(prompt=Prompt(id="p", messages=[]), completions=rolled)]
 
 
 def train(base: Path, case: str) -> dict[str, object]:
-    """Two steps, each completion in a micro-batch of its own, and one with nothing valid."""
+    """Train two steps, with one completion per micro-batch, and a third with nothing valid; returns the results."""
     sections = dict(CASES[case])
     train = {"micro_batch_tokens": 1, "learning_rate": 1e-2, "max_grad_norm": 1e9} | sections.pop("train", {})
     least = {"model": {"path": str(base)}, "data": {"path": "none"}, "environments": {"a": "calculator"}}
@@ -65,12 +65,12 @@ def train(base: Path, case: str) -> dict[str, object]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of it, at every rank."""
+    """Return the whole tensor, on every rank."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def be(folder: Path, rank: int, size: int) -> int:
-    """Be a rank, or the only one; returns the exit code."""
+    """Run one rank of `size`; returns the exit code."""
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{size}", rank=rank, world_size=size)
     torch.save({case: train(folder / "base", case) for case in CASES}, folder / f"{rank}-of-{size}.pt")
@@ -80,7 +80,7 @@ def be(folder: Path, rank: int, size: int) -> int:
 
 
 def main() -> int:
-    """Be all ranks, of each number of them in turn."""
+    """Run all ranks, for each number of them in turn."""
     folder, sizes = Path(sys.argv[1]), map(int, sys.argv[2:])
     import_ahead()
     for size in sizes:

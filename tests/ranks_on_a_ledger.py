@@ -1,4 +1,4 @@
-"""A run trained from its books, by one process or by several ranks: `python tests/ranks_on_a_ledger.py CREWS`."""
+"""Train a run from its ledger, with one process or several ranks: `python tests/ranks_on_a_ledger.py CREWS`."""
 
 import os
 import sys
@@ -31,22 +31,22 @@ from workers.train.step.learner import Learner
 
 
 class Job(Struct, frozen=True, kw_only=True):
-    """Train on a ledger."""
+    """One training task on a ledger."""
 
     settings: str
     dtype: str = "float64"
     resume: str = ""
-    """Folder of checkpoints; go on from the latest of them."""
+    """Folder of checkpoints; training resumes from the latest."""
     keep: str = ""
-    """Folder of checkpoints that are kept."""
+    """Folder in which to save a checkpoint."""
     keep_at: int = 0
-    """After that step."""
+    """Step after which to save it."""
     result: str = ""
-    """File for what the learner ended with, if anybody wants it."""
+    """File for the learner's final state; empty writes none."""
 
 
 def steps(folder: Path) -> Iterator[tuple[int, int, list[Group]]]:
-    """Step, version and groups, as the ledger has them."""
+    """Yield step, version and groups, in the ledger's order."""
     lines, broken = read_ledger(folder / "ledger.jsonl")
     assert not broken
     archive = ArchivedGroups(folder / "groups")
@@ -56,7 +56,7 @@ def steps(folder: Path) -> Iterator[tuple[int, int, list[Group]]]:
 
 
 def work(job: Job, make_learner: Callable[[Settings, torch.dtype], Learner]) -> dict[str, torch.Tensor]:
-    """Do a job; returns the learner's whole state."""
+    """Carry out a job; returns the learner's whole state."""
     settings = load_settings(Path(job.settings))
     learner = make_learner(settings, getattr(torch, job.dtype))
     done = 0
@@ -79,16 +79,16 @@ def work(job: Job, make_learner: Callable[[Settings, torch.dtype], Learner]) -> 
 
 
 class Crew(Struct, frozen=True, kw_only=True):
-    """Ranks that do jobs together, one after another."""
+    """Ranks that carry out jobs together, one after another."""
 
     size: int
     port: int
-    """Where they meet."""
+    """Port of the rendezvous."""
     jobs: list[Job]
 
 
 def be(rank: int, crew: Crew) -> int:
-    """Be a rank; returns the exit code."""
+    """Run one rank; returns the exit code."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(crew.size),
@@ -107,7 +107,7 @@ def be(rank: int, crew: Crew) -> int:
 
 
 def main() -> int:
-    """Let crews work one after another, of processes that are forked from this one: what they all import is dear."""
+    """Run the crews one after another, in processes forked from this one: their imports are expensive."""
     import_ahead()
     for crew in msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[Crew]):
         ranks = [fork(partial(be, rank, crew)) for rank in range(crew.size)]

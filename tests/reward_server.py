@@ -1,4 +1,4 @@
-"""A reward server without a model: a plain function scores the conversation, and it fails as it is told."""
+"""A reward server without a model: a plain function scores the conversation, and faults are injected on demand."""
 
 import json
 import math
@@ -13,15 +13,15 @@ from workers.runtime.http_server import listen
 
 
 def by_length(messages: list[dict[str, Any]]) -> float:
-    """A score that tells conversations apart, on both sides of 0."""
+    """Return a score that differs between conversations, on both sides of 0."""
     return len(str(messages[-1]["content"])) - 10.5
 
 
 class RewardServer:
     """Answers `/classify` as vLLM does.
 
-    `fault(number, messages)` says what goes wrong with the request of that number: a status, `hang`, `reset`, or a
-    whole body; None for nothing.
+    `fault(number, messages)` returns the fault for that request: a status, `hang`, `reset`, or a whole body; None for
+    no fault.
     """
 
     def __init__(self, score: Callable[[list[dict[str, Any]]], float] = by_length) -> None:
@@ -29,11 +29,11 @@ class RewardServer:
         self.fault: Callable[[int, list[dict[str, Any]]], Any] = lambda *_: None
         self.squashes = False
         self.asked: list[dict[str, Any]] = []
-        """Bodies, those of the probe left out."""
+        """Bodies of the requests, without the probe's."""
         self.probed = 0
         self.under_way = self.most = 0
         self.together = 0
-        """Answers are held back until so many wait."""
+        """Answers are held back until this many requests wait."""
         self.release = anyio.Event()
         self.url = ""
 
@@ -75,7 +75,7 @@ class RewardServer:
 
 
 def answer(*entries: list[Any]) -> str:
-    """The body of an answer with these `probs`."""
+    """Return the body of an answer with these `probs`."""
     data = [
         {"index": i, "label": "LABEL_0", "probs": probs, "num_classes": len(probs)} for i, probs in enumerate(entries)
     ]
@@ -84,7 +84,7 @@ def answer(*entries: list[Any]) -> str:
 
 @asynccontextmanager
 async def reward_server(score: Callable[[list[dict[str, Any]]], float] = by_length, port: int = 0):
-    """A running one."""
+    """Run a reward server for as long as the context is open."""
     server = RewardServer(score)
     app = web.Application()
     app.router.add_post("/classify", server.classify)

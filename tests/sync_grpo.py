@@ -1,7 +1,7 @@
-"""The control: GRPO on the demo's task as one plain loop, without any pipeline.
+"""The control experiment: GRPO on the demo's task as one plain loop, without a pipeline.
 
-What the pipeline learns is held against this. Nothing is shared with it but the demo's model folder and prompt rows:
-own generation, own tools, own loss. Run it by hand:
+The pipeline's learning is compared with it. They share only the demo's model folder and prompt rows; generation, tools
+and loss are separate. Run it by hand:
 
     python tests/sync_grpo.py MODEL_FOLDER --steps 40 --seed 1
 """
@@ -30,7 +30,7 @@ class Score(NamedTuple):
 
 @dataclass
 class Episode:
-    """Token ids with a mask and a log-prob for each (0 where not sampled); `reward` once it is over."""
+    """Token ids with a mask and a log-prob for each (0 if not sampled); `reward` is set at the end."""
 
     row: dict
     ids: list[int]
@@ -48,7 +48,7 @@ class Episode:
 
 
 def run(folder, rows, steps, prompts=16, group=8, lr=3e-4, seed=0, out=None, progress=None):
-    """Train; returns (model, tokenizer) and each step's mean reward. Saved to `out` where given."""
+    """Train; returns (model, tokenizer) and each step's mean reward. Saves the model to `out` if given."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
@@ -88,7 +88,7 @@ def loss_of(model, episodes, advantage_B, clip=0.2):
 
 
 def play(model, tokenizer, rows, temperature, generator=None):
-    """One episode for each row, all side by side."""
+    """Play one episode for each row, all in parallel."""
     episodes = []
     for row in rows:
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
@@ -141,7 +141,7 @@ def generate_turn(model, tokenizer, episodes, temperature, generator):
 
 
 def answer_turn(tokenizer, episode):
-    """What the environment says to the turn just sampled: the tools' results, or the reward."""
+    """Append the environment's response to the sampled turn (tool results), or set the reward."""
     text = tokenizer.decode(episode.turn, skip_special_tokens=True)
     calls = re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
     episode.turns += 1
@@ -182,7 +182,7 @@ def evaluate(model, tokenizer, rows, samples=4, temperature=1.0, seed=0):
 
 
 def pad(lists):
-    """Rows of unequal length as one tensor, zeros to the right."""
+    """Pad rows of unequal length with zeros on the right; returns one tensor."""
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(values) for values in lists], batch_first=True)
 
 

@@ -1,4 +1,4 @@
-"""What a function of a case says, in an order that does not hang on the batch's."""
+"""Compare results of a function on a case, in an order that does not depend on the batch's."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ from tests.cases.path import close
 
 
 def by_key(case: Sequence[Made], values: Tensor, mask: Tensor) -> Tensor:
-    """Values of the mask, completions in the order of their keys; outside of it they must be exactly 0.
+    """Return the values inside the mask, ordered by the completions' keys; values outside must be exactly 0.
 
-    Values and mask have a line to each completion; what a mask of completions says of tokens it says of all of them.
+    Values and mask have one row per completion. A mask over completions applies to all tokens of each completion.
     """
     assert values.shape == mask.shape
     assert (values[~mask] == 0).all(), values
@@ -21,10 +21,10 @@ def by_key(case: Sequence[Made], values: Tensor, mask: Tensor) -> Tensor:
 
 
 def same(left: Tensor, right: Tensor) -> bool:
-    """Equal to 1e-12 of the largest."""
+    """Whether both are equal up to 1e-12 of the largest value."""
     return close(left, right)
 
 
 def identical(left: Tensor, right: Tensor) -> bool:
-    """Equal to the bit."""
+    """Whether both are equal bit by bit."""
     return torch.equal(left, right)

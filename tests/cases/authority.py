@@ -11,7 +11,7 @@ from cryptography.x509.oid import NameOID
 
 
 class Authority:
-    """Signs certificates; files in PEM."""
+    """Signs certificates; all files are PEM."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
@@ -20,7 +20,7 @@ class Authority:
         self.file = self._write(f"{name}.crt", self._sign(self.subject, self.key, authority=True))
 
     def issue(self, name: str) -> tuple[Path, Path]:
-        """A certificate for 127.0.0.1, and its key."""
+        """Return the paths of a new certificate for 127.0.0.1 and of its key."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         certificate = self._write(f"{self.name}-{name}.crt", self._sign(subject, key, authority=False))

@@ -1,10 +1,10 @@
-"""A small chat model's folder: a template in Qwen's form, and a tokenizer of one token a byte."""
+"""Folder of a small chat model: a template in Qwen's form, and a tokenizer with one token per byte."""
 
 import json
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-# Qwen's form: tool results of one turn share a user's message, and a line break follows every end of turn.
+# Qwen's form: tool results of one turn share a user message, and a newline follows every end of turn.
 TEMPLATE = """\
 {%- if tools %}
 {{- '<|im_start|>system\\n# Tools\\n' }}
@@ -32,7 +32,7 @@ def tool(text):
 
 
 def make_tokenizer(**end_of_turn):
-    """One token a byte, and a few special ones."""
+    """Make a tokenizer with one token per byte and a few special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -44,7 +44,7 @@ def make_tokenizer(**end_of_turn):
 
 
 def model_folder(path):
-    """Tokenizer, template and their configuration."""
+    """Write tokenizer, template and their configuration."""
     make_tokenizer().save(str(path / "tokenizer.json"))
     (path / "chat_template.jinja").write_text(TEMPLATE)
     write(path, "tokenizer_config.json", eos_token="<|im_end|>", pad_token={"content": "<|endoftext|>"})

@@ -1,4 +1,4 @@
-"""A cluster of real nodes on this machine, and ways to move a run's slot between them."""
+"""A Redis cluster of real nodes on this machine, with methods that move a run's slot between them."""
 
 import tempfile
 import time
@@ -17,7 +17,7 @@ SLOTS = 16384
 
 
 class Cluster:
-    """Nodes that share the slots evenly, and ways to move one of them."""
+    """Nodes that share the slots evenly; slots can be moved."""
 
     def __init__(self, start, masters: int = 2, replicas: int = 0) -> None:
         nodes = masters + replicas
@@ -42,7 +42,7 @@ class Cluster:
 
     @staticmethod
     def knows(admin: Redis, nodes: int) -> bool:
-        """Whether a node has found all the others, and works."""
+        """Whether a node has discovered all others and is ready."""
         info = admin.execute_command("CLUSTER INFO")
         return info["cluster_state"] == "ok" and int(info["cluster_known_nodes"]) == nodes
 
@@ -63,11 +63,11 @@ class Cluster:
         return int(self.admins[0].execute_command("CLUSTER KEYSLOT", key_prefix(run)))
 
     def home(self, run: str) -> int:
-        """The node that begins with a run's slot."""
+        """Return the node that holds a run's slot at first."""
         return 0 if self.slot(run) < SLOTS // 2 else 1
 
     def name_on(self, node: int) -> str:
-        """The name of a run that nobody has used, whose slot begins on that node."""
+        """Return an unused run name whose slot is on that node at first."""
         return next(name for name in iter(lambda: f"run-{uuid.uuid4().hex[:8]}", "") if self.home(name) == node)
 
     def keys(self, node: int, run: str) -> list[bytes]:

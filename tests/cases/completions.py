@@ -1,7 +1,7 @@
-"""Cases: lists of completions, and the batches that they are.
+"""Cases: lists of completions, and the batches made from them.
 
-Everything that belongs to a completion (tokens, log-probs, parts, rewards of turns) follows from its key, so that
-completions can be reordered, added, split into rows and taken away.
+Everything about a completion (tokens, log-probs, parts, rewards of turns) follows from its key, so that completions can
+be reordered, added, split into rows and removed.
 """
 
 import random
@@ -25,11 +25,11 @@ from workers.train.step.batch import Batch
 
 VOCABULARY = 11
 VERSION = 3
-"""The policy version that is trained; with `pacing.max_token_age = MAX_AGE` version 0 is too old."""
+"""The policy version that is trained; with `pacing.max_token_age = MAX_AGE`, version 0 is too old."""
 MAX_AGE = 2
 JUNK = (float("nan"), float("inf"), float("-inf"), 1e30)
 REWARDS = (0.0, 1.0, 0.5, -2.0, 0.875, 8.0)
-"""In eighths, so that sums of a few do not round."""
+"""Multiples of an eighth, so that small sums are exact."""
 TRUNCATED = ("length", "context", "max_turns", "tool_calls", "tool_errors")
 INVALID = ("unmeasured", "failed", "dropped", "no_row")
 PROMPT = 2
@@ -43,26 +43,26 @@ class Made:
     group: int
     reward: float
     state: str = "ok"
-    """`ok`, one of `INVALID`, or why it was cut short."""
+    """`ok`, one of `INVALID`, or the reason for its truncation."""
     turns: tuple[int, ...] = (3,)
-    """Sampled tokens of each turn."""
+    """Number of sampled tokens in each turn."""
     gap: int = 0
-    """Tokens of a tool between two turns."""
+    """Number of tool tokens between two turns."""
     forked: bool = False
-    """Each turn in a row of its own, behind all that was before; else one row for all."""
+    """Each turn has its own row, behind all earlier tokens; otherwise one row holds all turns."""
     stale: tuple[int, ...] = ()
-    """Of the sampled tokens, those that a policy too old sampled."""
+    """Numbers of the sampled tokens that come from a policy that is too old."""
     tail: int = 0
-    """Tool tokens behind the last sampled one."""
+    """Number of tool tokens behind the last sampled token."""
     absent: tuple[int, ...] = ()
-    """Turns whose row was never there; of forked completions alone."""
+    """Turns without a row; for forked completions only."""
 
     @property
     def truncated(self) -> TruncationReason | None:
         return TruncationReason(self.state) if self.state in TRUNCATED else None
 
     def voting(self, policy: Callable[[TruncationReason], str]) -> bool:
-        """In B by its facts, before any rejection."""
+        """Whether the completion's state puts it in B, before any rejection."""
         return self.state not in INVALID and (self.truncated is None or policy(self.truncated) != "exclude")
 
 
@@ -86,13 +86,13 @@ class MadeRow:
     part: int
     tokens: list[int]
     sampled: list[int]
-    """Places in the row."""
+    """Positions of the sampled tokens in the row."""
     numbers: list[int]
-    """Of those, which of the completion's sampled tokens each is."""
+    """For each of these positions, the token's number among the completion's sampled tokens."""
 
 
 def rows_of(case: Sequence[Made]) -> list[MadeRow]:
-    """The rows of a case in order; a row of no sampled token may be among them."""
+    """Return the rows of a case in order; some may hold no sampled token."""
     return [row for c, made in enumerate(case) if made.state != "no_row" for row in _rows(c, made)]
 
 
@@ -116,7 +116,7 @@ def _rows(c: int, made: Made) -> list[MadeRow]:
 
 
 def _row(c: int, part: int, said: list[tuple[int, int | None]], start: int, tail: int) -> MadeRow:
-    """Of what was said, what was sampled from `start` on bears loss in this row."""
+    """Return the row in which the tokens sampled from position `start` on bear loss."""
     own = [(place, number) for place, (_, number) in enumerate(said) if place >= start and number is not None]
     return MadeRow(c, part, [token for token, _ in said] + [1] * tail, [p for p, _ in own], [n for _, n in own])
 
@@ -124,13 +124,13 @@ def _row(c: int, part: int, said: list[tuple[int, int | None]], start: int, tail
 def build(
     case: Sequence[Made], *, width: int = 0, codes: Mapping[int, int] | None = None, rows: list[MadeRow] | None = None
 ) -> Batch:
-    """The batch of a case.
+    """Return the batch of a case.
 
     Args:
         case: the completions.
-        width: columns of padding beyond what is needed.
-        codes: the code of each group; its own number unless given.
-        rows: its rows in another order than that of the completions.
+        width: extra columns of padding.
+        codes: code of each group; its own number by default.
+        rows: the rows in another order than the completions'.
     """
     rows = rows_of(case) if rows is None else rows
     codes = codes or {number: number for number in range(10)}
@@ -175,12 +175,12 @@ def build(
 
 
 def drawn(key: int, what: str, number: int) -> float:
-    """Between 0 and 1, in 256ths; always the same for the same arguments."""
+    """Return a fixed number in [0, 1), a multiple of 1/256, for these arguments."""
     return random.Random(f"{key} {what} {number}").randrange(256) / 256
 
 
 def _turn_rewards(made: Made, row: MadeRow) -> list[float]:
-    """An eighth or none on the last token of each turn, where the reward is measured and there is more than one."""
+    """Put 0, 1/8 or 2/8 on the last token of each turn if the reward is measured and there are several turns."""
     found = [0.0] * len(row.tokens)
     ends = {sum(made.turns[: turn + 1]) - 1: turn for turn in range(len(made.turns))}
     if len(made.turns) > 1 and made.state != "unmeasured":
@@ -193,7 +193,7 @@ def _turn_rewards(made: Made, row: MadeRow) -> list[float]:
 def _placed(
     width: int, rows: Sequence[MadeRow], value: Callable[[Made, int], float], case: Sequence[Made] = ()
 ) -> Tensor:
-    """A value at each sampled token, from its completion and its number; 0 elsewhere."""
+    """Return a value for each sampled token, from its completion and its number; 0 elsewhere."""
     lines = []
     for row in rows:
         line = [0.0] * len(row.tokens)
@@ -216,7 +216,7 @@ def _codes(case: Sequence[Made], state: str, code: int) -> Tensor:
 
 
 def interleaved(case: Sequence[Made], source: random.Random) -> list[MadeRow]:
-    """The rows in another order; rows of one completion keep theirs, which is the order of time."""
+    """Return the rows shuffled; rows of one completion stay in order, which is the order of time."""
     rows = rows_of(case)
     owners = [row.completion for row in rows]
     source.shuffle(owners)
@@ -225,5 +225,5 @@ def interleaved(case: Sequence[Made], source: random.Random) -> list[MadeRow]:
 
 
 def fresh(others: Sequence[Made], state: str | None = None) -> list[Made]:
-    """The same completions under keys that no case holds."""
+    """Return the same completions under keys that no case uses."""
     return [replace(made, key=made.key + 10**7, state=state or made.state) for made in others]

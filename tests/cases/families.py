@@ -1,4 +1,4 @@
-"""Real chat templates, each with a tokenizer of bytes and the special tokens of its family."""
+"""Real chat templates, each with a byte tokenizer that knows the special tokens of its family."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _SPECIAL = re.compile(
 
 
 class Family(NamedTuple):
-    """A template, and the special tokens of its folder."""
+    """A template and the special tokens of its model family."""
 
     file: str
     bos: str
@@ -52,9 +52,9 @@ def template_of(name: str, **args: object) -> ChatTemplate:
 
 
 def tokenizer_of(name: str) -> Tokenizer:
-    """One token per byte, a few of several bytes, and one per special token of the family."""
+    """Make a tokenizer with one token per byte, a few longer ones, and one per special token of the family."""
     family = FAMILIES[name]
-    merges = [("a", "d"), ("ad", "d"), ("H", "m"), ("I", "t")]  # so text has several tokenizations
+    merges = [("a", "d"), ("ad", "d"), ("H", "m"), ("I", "t")]  # so that some texts have several tokenizations
     known = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(known)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -71,7 +71,7 @@ def chat_of(name: str, tools: list[dict] | None, **args: object) -> ChatTokenize
 
 
 def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokenize text one byte at a time, as a model may sample it and no tokenizer would."""
+    """Tokenize text one byte at a time, as a model may sample it and no tokenizer would encode it."""
     ids = []
     for token in tokenizer.encode(text, add_special_tokens=False).ids:
         word = tokenizer.id_to_token(token)

@@ -1,4 +1,4 @@
-"""What registered functions ask for by name, of a case, with junk wherever anything may stand."""
+"""Inputs that registered functions request by name, made from a case, with junk wherever values are undefined."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,26 +25,26 @@ RICH = [
     for n in range(13)
 ]
 RICH += [Made(key=200 + n, group=n, reward=0.25, turns=(7 + n,)) for n in range(3)]
-"""Enough of everything for any option to have an effect."""
+"""A case in which every option has an effect."""
 
 
 def policy(reason: TruncationReason) -> str:
-    """Truncation policies of the cases."""
+    """Return the truncation policy that the cases use."""
     return {"length": "exclude", "tool_calls": "baseline_only"}.get(reason, "keep")
 
 
 def baseline(case: Sequence[Made]) -> Tensor:
-    """bool (C), B."""
+    """bool (C): completions in B."""
     return torch.tensor([made.voting(policy) for made in case], dtype=torch.bool)
 
 
 def bearing(case: Sequence[Made]) -> Tensor:
-    """bool (C), L."""
+    """bool (C): completions in L."""
     return baseline(case) & torch.tensor([made.state != "tool_calls" for made in case], dtype=torch.bool)
 
 
 def sampled(case: Sequence[Made], width: int = 0) -> Tensor:
-    """bool (C, T), a line to a completion, tool tokens between sampled ones; optionally extra columns at the end."""
+    """bool (C, T): sampled tokens, one row per completion, tool tokens between them; `width` adds columns."""
     lines = [
         [True] * made.turns[0] + [x for n in made.turns[1:] for x in [False] * made.gap + [True] * n] for made in case
     ]
@@ -53,17 +53,17 @@ def sampled(case: Sequence[Made], width: int = 0) -> Tensor:
 
 
 def tokens(case: Sequence[Made], width: int = 0) -> Tensor:
-    """bool (C, T), of these the tokens that bear loss."""
+    """bool (C, T): the sampled tokens that bear loss."""
     return sampled(case, width) & bearing(case).unsqueeze(1)
 
 
 def of_completions(case: Sequence[Made], what: str) -> Tensor:
-    """float64 (C), from 0 to 1, by key."""
+    """float64 (C), in [0, 1), from the completion's key."""
     return torch.tensor([drawn(made.key, what, 0) for made in case], dtype=torch.float64)
 
 
 def of_tokens(case: Sequence[Made], what: str, mask_CT: Tensor) -> Tensor:
-    """float64 (C, T), from 0 to 1, by key and the token's number."""
+    """float64 (C, T), in [0, 1), from the completion's key and the token's number."""
     numbers = mask_CT.cumsum(dim=1).tolist()
     lines = [[drawn(made.key, what, n) for n in line] for made, line in zip(case, numbers, strict=True)]
     return torch.tensor(lines, dtype=torch.float64).view(mask_CT.shape)
@@ -74,13 +74,13 @@ def rewards(case: Sequence[Made]) -> Tensor:
 
 
 def inputs_of(case: Sequence[Made], junk: float = 0.0, *, width: int = 0, sign: int = 1) -> Inputs:
-    """Everything that an estimator, a normaliser, a shaping or a filter may ask for.
+    """Return everything that an estimator, a normaliser, a shaping or a filter may request.
 
     Args:
         case: the completions.
-        junk: what stands where anything may.
-        width: columns beyond what is needed.
-        sign: -1 for other ids of the groups.
+        junk: value at undefined positions.
+        width: extra columns of padding.
+        sign: -1 gives the groups other ids.
     """
     valid_C, loss_C, mask_CT = baseline(case), bearing(case), tokens(case, width)
     ids_C = torch.tensor([sign * made.group * 10**9 for made in case], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Policies of a few thousand parameters, made on the spot."""
+"""Make policies of a few thousand parameters."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
 def write_small_qwen3(folder: Path, vocabulary: int, *, layers: int, tied: bool, hidden: int = 16) -> Path:
-    """Write one without a tokenizer, in Hugging Face form; the same arguments give the same weights."""
+    """Write a model without a tokenizer, in Hugging Face form; the same arguments give the same weights."""
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=hidden,

@@ -1,4 +1,4 @@
-"""Options of registered functions: two or more values of each, the first of which lets the others have an effect."""
+"""Options of registered functions: two or more values each; with the first, the other options have an effect."""
 
 import math
 from collections.abc import Mapping
@@ -61,35 +61,35 @@ VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def values_of(option: str) -> tuple[Any, ...]:
-    """The values of an option.
+    """Return the values of an option.
 
     Raises:
-        AssertionError: there are none yet.
+        AssertionError: no values are listed yet.
     """
     assert option in VALUES, f"a new option {option!r}: add values of it to tests/cases/options.py"
     return VALUES[option]
 
 
 def defaults(registered: RegistryEntry[Any]) -> dict[str, Any]:
-    """The first value of each of its options."""
+    """Return the first value of each option."""
     return {option: values_of(option)[0] for option in registered.option_names}
 
 
 def drawn(registered: RegistryEntry[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Any values of all of its options."""
+    """Return a strategy for all combinations of option values."""
     return st.fixed_dictionaries({option: st.sampled_from(values_of(option)) for option in registered.option_names})
 
 
 def options_of(registry: Registry[Any]) -> list[tuple[str, str]]:
-    """Every option of everything registered, for a parametrised test."""
+    """List every option of every registered function, for a parametrised test."""
     return [(name, option) for name, registered in registry.items() for option in registered.option_names]
 
 
 def needed(inputs: Mapping[str, Any], registered: RegistryEntry[Any]) -> Mapping[str, Any]:
-    """The inputs, which must hold what is needed.
+    """Return the inputs, which must include everything that the function needs.
 
     Raises:
-        AssertionError: they do not.
+        AssertionError: an input is missing.
     """
     lacking = [need for need in registered.input_names if need not in inputs]
     assert not lacking, f"{registered.name} needs {lacking}: add them to tests/cases/inputs.py"

@@ -1,7 +1,7 @@
-"""The whole path of a batch, as the learner takes it, in float64 through a small network, and full of junk if asked.
+"""The learner's whole path of a batch, in float64 through a small network, optionally with junk in undefined places.
 
-Masks, filters, a pass without gradient, rejection, weights, advantages, the objective by micro-batches, the gradient of
-every parameter, metrics. Two updates: at the second one the policy has moved, so that ratios are not 1.
+Masks, filters, a pass without gradient, rejection, weights, advantages, the objective by micro-batches, gradients of
+every parameter, metrics. Two updates: the policy has moved before the second one, so that its ratios differ from 1.
 """
 
 import math
@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 
 SEED = 7
 COUNTERS = ("rows/", "groups/", "truncated/", "tokens/sampled", "tokens/not_finite", "tokens/too_old", "valid_fraction")
-"""Metrics that count what is invalid too, by how they begin; `truncated/*_mean` and `pass@K/valid` are none."""
+"""Prefixes of metrics that also count invalid completions, except `truncated/*_mean` and `pass@K/valid`."""
 OF_THE_LEARNER = ("step", "version", "learning_rate", "trained", "seconds", "grad_norm")
 """Metrics that the learner adds."""
 
@@ -67,7 +67,7 @@ class Network(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Result:
-    """Tensors that speak of completions or tokens are in the order of keys, whatever the batch's."""
+    """Result of one path. Tensors over completions or tokens are ordered by key, whatever the batch's order."""
 
     batch: Batch
     masks: Masks
@@ -79,13 +79,13 @@ class Result:
     """Advantages of tokens that bear loss."""
     losses: list[Tensor]
     gradients: list[Tensor]
-    """Of every parameter, after each update."""
+    """Gradients of every parameter, after each update."""
     metrics: Metrics
 
 
 @contextmanager
 def _in_float64() -> Iterator[None]:
-    """Tensors that are made without a word about their type, too."""
+    """Make float64 the default type as well, for tensors that are made without one."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -103,14 +103,14 @@ def evaluate(
     junk: float | None = None,
     split: Callable[[Tensor], list[Tensor]] | None = None,
 ) -> Result:
-    """Take the path.
+    """Compute the path.
 
     Args:
-        case: whose keys give the order of results.
-        batch: the batch of it.
-        settings: of the run.
-        junk: what to put wherever nothing may look; nothing unless given.
-        split: the micro-batches of these rows; all in one unless given.
+        case: the completions, whose keys order the results.
+        batch: the batch of the case.
+        settings: settings of the run.
+        junk: value to put wherever nothing may read; None puts none.
+        split: splits rows into micro-batches; by default all rows are one.
     """
     network, after = Network(0), Network(2)
     reference = Network(1) if settings.algorithm.kl_coefficient else None
@@ -205,19 +205,19 @@ def _prepare_with_junk(batch: Batch, settings: Settings, runner: ModelRunner, ju
 
 
 def measured(metrics: Metrics) -> dict[str, float]:
-    """Metrics that are no counters."""
+    """Return the metrics that are not counters."""
     return {name: float(value) for name, value in metrics.items() if not counts(name)}
 
 
 def counts(name: str) -> bool:
-    """Whether a metric counts what is invalid too."""
+    """Whether a metric counts invalid completions as well."""
     if name.endswith("_mean"):
         return False
     return name.startswith(COUNTERS) or (name.startswith("pass@") and name.endswith("/all"))
 
 
 def close(left: Tensor, right: Tensor) -> bool:
-    """Equal to 1e-12 of the largest value, or of 1."""
+    """Whether both are equal up to 1e-12 of the largest value, or of 1."""
     if left.shape != right.shape:
         return False
     scale = max(1.0, *(float(x.abs().max()) for x in (left, right))) if left.numel() else 1.0
@@ -225,7 +225,7 @@ def close(left: Tensor, right: Tensor) -> bool:
 
 
 def assert_same(left: Result, right: Result, *, exactly: bool = False) -> None:
-    """The same advantages, losses, gradients and metrics, to the bit or but for rounding."""
+    """Assert that advantages, losses, gradients and metrics are equal, bit by bit or up to rounding."""
     same = torch.equal if exactly else close
     assert same(left.values, right.values), (left.values, right.values)
     assert same(left.tokens, right.tokens), (left.tokens, right.tokens)
@@ -243,10 +243,10 @@ def assert_same(left: Result, right: Result, *, exactly: bool = False) -> None:
 
 
 def _littered(batch: Batch, masks: Masks, junk: float, known_RT: Tensor | None = None) -> Batch:
-    """With junk in every number that belongs to what is outside of B, or of the tokens that bear loss."""
+    """Return the batch with junk in every number outside of B, or outside of the tokens that bear loss."""
     known_RT = masks.loss_tokens_RT if known_RT is None else known_RT
     facts = batch.facts
-    # A version may be what a completion is rejected for.
+    # A version may be the reason for a rejection.
     lost_R = (~masks.baseline_C & (masks.rejected_by_C == NONE))[batch.completion_ids_R]
     turn_rewards_RT = torch.where(masks.loss_tokens_RT, batch.turn_rewards_RT, junk)
     return replace(
@@ -262,7 +262,7 @@ def _littered(batch: Batch, masks: Masks, junk: float, known_RT: Tensor | None =
 def _littered_statistics(
     statistics: ForwardStatistics, batch: Batch, mask_RT: Tensor, junk: float
 ) -> ForwardStatistics:
-    """With junk outside of the mask; the end of a completion counts where any of its tokens does."""
+    """Return the statistics with junk outside of the mask; a completion's end counts if any of its tokens does."""
     bears_C = torch.zeros_like(batch.facts.measured_C)
     bears_C[batch.completion_ids_R[mask_RT.any(dim=1)]] = True
     loss_R = bears_C[batch.completion_ids_R]

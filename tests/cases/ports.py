@@ -1,10 +1,10 @@
-"""Ports of this machine for servers that are told theirs."""
+"""Free ports of this machine, for servers that need a port number in advance."""
 
 import socket
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, all different."""
+    """Return different ports without a listener."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
@@ -13,5 +13,5 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port without a listener."""
     return free_ports(1)[0]

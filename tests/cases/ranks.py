@@ -1,4 +1,4 @@
-"""Ranks of a trainer as processes of a test."""
+"""Run the ranks of a trainer as processes of a test."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def run_ranks(script: str, *arguments: str) -> None:
-    """Have a script in `tests` start ranks, and wait until all of them have ended well."""
+    """Run a script in `tests` that starts ranks, and wait until all of them have succeeded."""
     ranks = subprocess.Popen(
         [sys.executable, str(TESTS / script), *arguments],
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},

@@ -1,4 +1,4 @@
-"""Rows of completions that were sampled from end to end."""
+"""Rows in which every token was sampled."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from stream.records import Row, Span
 def sampled_row(
     tokens: Sequence[int], logprobs: Sequence[float], *, version: int = 0, prompt: Sequence[int] = (1, 2)
 ) -> Row:
-    """One in which every token was sampled, by one policy version."""
+    """Return a row whose tokens were all sampled by one policy version."""
     return Row(
         prompt_ids=array("i", prompt).tobytes(),
         token_ids=array("i", tokens).tobytes(),

@@ -1,4 +1,4 @@
-"""Rows of a case as the functions of tokens are given them, with numbers that follow from each token's own log-prob."""
+"""Rows of a case as functions over tokens receive them, with numbers derived from each token's own log-prob."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,9 +17,9 @@ class Sheet:
 
     Args:
         case: the completions.
-        width: columns of padding.
-        rows: in another order than that of the completions.
-        codes: of the groups.
+        width: extra columns of padding.
+        rows: the rows in another order than the completions'.
+        codes: codes of the groups.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class Sheet:
         self.keys = [made.key for made in case]
 
     def number(self, frequency: float, outside: float = 0.0) -> Tensor:
-        """float64 (R, T), between -1 and 1, another one for another frequency; `outside` where nothing bears loss."""
+        """float64 (R, T), in [-1, 1], different for each frequency; `outside` where nothing bears loss."""
         return torch.where(self.mask_RT, (frequency * self.batch.rollout_logprobs_RT).sin(), outside)
 
     def logprobs(self, network: Network) -> Tensor:
-        """Of every token, with gradient; 0 for the first of each row."""
+        """float64 (R, T): log-probs of all tokens, with gradient; 0 for the first token of each row."""
         logits = network(self.batch.tokens_RT).logits.log_softmax(dim=-1).roll(1, dims=1)
         found = logits.gather(2, self.batch.tokens_RT.unsqueeze(2)).squeeze(2)
         return torch.where(torch.arange(found.shape[1]) > 0, found, 0.0)
 
     def by_key(self, values_RT: Tensor) -> Tensor:
-        """Values of the tokens that bear loss, in the order of keys; outside they must be exactly 0."""
+        """Return the values of the tokens that bear loss, ordered by key; values outside must be exactly 0."""
         assert (values_RT[~self.mask_RT] == 0).all()
         owners = self.ids_R.tolist()
         order = sorted(range(len(owners)), key=lambda row: (self.keys[owners[row]], row))

@@ -1,7 +1,7 @@
-"""Settings tables that between them name everything registered.
+"""Settings tables that together use every registered function.
 
-A table takes one choice of each slot, where the settings allow them together; what one table could not take, a later
-one does. So a new registration is in a table without anybody's doing, or the tables say what they lack.
+Each table takes one choice for each slot, as far as the settings allow the combination; a later table takes what
+remains. A new registration therefore appears in a table automatically, or the tables report what they lack.
 """
 
 from typing import Any
@@ -32,11 +32,12 @@ LEAST: Table = {
     "rollout": {"max_tokens": 12, "max_tokens_per_turn": 12},
 }
 OPTIONS: dict[str, Table] = {"passk": {"k": 2}, "clip_cov": {"clip_cov_low": -0.5001, "clip_cov_high": 0.5001}}
-"""Options of estimators and losses where the defaults would leave small cases without effect."""
+"""Options of estimators and losses whose defaults would have no effect on small cases."""
 SOME = {"clip_cov": {"clip_cov_ratio": 0.3}, "kl_cov": {"kl_cov_ratio": 0.3}}
 ALL = {"clip_cov": {"clip_cov_ratio": 1.0}, "kl_cov": {"kl_cov_ratio": 1.0}}
-"""By selector: how many of the candidates it chooses. A lot knows of nothing but a token's place, so where places
-change all of them are chosen."""
+"""Fraction of the candidates that each selector chooses. A random selector depends on nothing but a token's position,
+so tests that move tokens let it choose all of them.
+"""
 SHAPED: dict[str, Table] = {
     "biased_scaled": {"algorithm": {"reward_bias": 0.5, "reward_scale": 2.0}},
     "clipped": {"algorithm": {"reward_clip": 0.75}},
@@ -67,11 +68,11 @@ BOUNDS: dict[str, list[float]] = {
     "seq_max_k3": [0.0, 4.0007],
     "m2po": [0.0, 1.5007],
 }
-"""Of rejection rules: most of the cases' tokens are within them, some are not."""
+"""Bounds of rejection rules: most tokens of the cases are within them, some are not."""
 
 
 def missing() -> list[str]:
-    """What is registered and no table can name, each with what to add."""
+    """Return each registered function that no table can use, with the entry to add."""
     lacking = [f"SHAPED[{name!r}]" for name in set(REWARD_SHAPINGS) - set(SHAPED)]
     lacking += [f"NORMALISED[{name!r}]" for name in set(NORMALIZERS) - set(NORMALISED)]
     lacking += [f"BOUNDS[{name!r}]" for name in REJECTIONS if name not in BOUNDS]
@@ -116,7 +117,7 @@ def _slots() -> dict[str, dict[str, Table]]:
 
 
 def merged(left: Table, right: Table) -> Table:
-    """Both, tables within them merged too; where they differ, the right one."""
+    """Merge two tables recursively; where they differ, `right` wins."""
     both = left | right
     for name in left.keys() & right.keys():
         if isinstance(left[name], dict) and isinstance(right[name], dict):
@@ -125,12 +126,12 @@ def merged(left: Table, right: Table) -> Table:
 
 
 def settings_of(table: Table, extra: Table | None = None) -> Settings:
-    """The settings of a table."""
+    """Return the settings of a table."""
     return parse_settings(merged(merged(LEAST, table), extra or {}))
 
 
 def choosing(table: Table, number: dict[str, Table]) -> Table:
-    """The table with its loss's selector choosing this fraction; unchanged without a selector."""
+    """Return the table with its loss's selector choosing this fraction; unchanged without a selector."""
     options = number.get(LOSSES[table["loss"]["name"]].traits.selector, {})
     return merged(table, {"loss": options})
 
@@ -159,5 +160,5 @@ def _tables() -> dict[str, Table]:
 
 
 TABLES = _tables()
-"""By what they name."""
+"""Tables by the names of the functions they use."""
 EVERYTHING = [name for slot in _slots().values() for name in slot if name]

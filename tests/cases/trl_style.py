@@ -1,7 +1,7 @@
-"""Environments and reward functions as TRL's users write them, to its contract (docs: GRPO trainer, "Environments").
+"""Environments and reward functions in the style of TRL's users (TRL docs: GRPO trainer, "Environments").
 
-Written for these tests: each has the members, the signatures and the habits of one kind of environment that TRL's
-documentation and examples show, and like those imports nothing of ours.
+Written for these tests: each has the members, signatures and habits of one kind of environment in TRL's documentation
+and examples, and like those imports nothing of this project.
 """
 
 import random
@@ -81,7 +81,7 @@ def from_score(environments, **kwargs):
 
 
 class Client:
-    """What a class keeps open to a server, captured from the enclosing scope."""
+    """A client that environments keep open, captured from the enclosing scope."""
 
     words: list[str] = []  # noqa: RUF012  (as such classes are written)
 
@@ -154,7 +154,7 @@ class Coding:
 
 
 class Shouting:
-    """Async, all of it."""
+    """An environment whose methods are all async."""
 
     async def reset(self, **kwargs) -> str:
         self._loud = False
@@ -177,7 +177,7 @@ class Shouting:
 
 
 def by_kind(environments, **kwargs):
-    """Branches on the environment's class; None for what is none of its business."""
+    """Branches on the environment's class; returns None for rows of other classes."""
     return [float(env.output == "42") if isinstance(env, Coding) else None for env in environments]
 
 

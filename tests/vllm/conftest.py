@@ -1,4 +1,4 @@
-"""What the tests on real vLLM share: its servers, and the order in which they are needed."""
+"""Shared fixtures of the tests on real vLLM: the servers, and the order of the tests."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ FIGURES = pytest.StashKey[list[str]]()
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorted by the servers that they need, so that later ones start while earlier ones are tested."""
+    """Sort the tests by the servers they need, so that later servers start while earlier ones are tested."""
     here = Path(__file__).parent
     ours = [item for item in items if item.path.parent == here]
     items[:] = [item for item in items if item.path.parent != here] + sorted(ours, key=last_needed)
@@ -21,13 +21,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def measured(request) -> Callable[[str], None]:
-    """Figures to be told at the end, also where all went well."""
+    """Record a figure that is printed at the end, after success as well."""
     found = request.config.stash.setdefault(FIGURES, [])
     return lambda figure: found.append(f"{request.node.name}: {figure}")
 
 
 def pytest_terminal_summary(terminalreporter, config) -> None:
-    """What was measured."""
+    """Print the recorded figures."""
     if figures := config.stash.get(FIGURES, []):
         terminalreporter.section("measured on vLLM")
         for figure in figures:
@@ -43,23 +43,23 @@ def servers(request, tmp_path_factory) -> Iterator[SharedServers]:
 
 @pytest.fixture
 def pooling(servers, request) -> Iterator[Started]:
-    """One that scores."""
+    """A server that scores."""
     yield from servers.lend("pooling", request.node.nodeid)
 
 
 @pytest.fixture
 def lora(servers, request) -> Iterator[Started]:
-    """One that takes adapters."""
+    """A server that accepts adapters."""
     yield from servers.lend("lora", request.node.nodeid)
 
 
 @pytest.fixture
 def tied(servers, request) -> Iterator[Served]:
-    """One with tied embeddings that takes weights; its log-probs are of what it samples from."""
+    """A server with tied embeddings that accepts weights; its log-probs are of the distribution it samples from."""
     yield from servers.lend("tied", request.node.nodeid)
 
 
 @pytest.fixture
 def untied(servers, request) -> Iterator[Served]:
-    """One with embeddings of their own for the output; its log-probs are of the raw logits."""
+    """A server with untied embeddings that accepts weights; its log-probs are of the raw logits."""
     yield from servers.lend("untied", request.node.nodeid)

@@ -1,4 +1,4 @@
-"""A server that takes weights: what it serves now, and what transformers says of each that it may be given."""
+"""A server that accepts weights, its current weights, and the log-probs of each policy according to transformers."""
 
 from functools import cached_property
 from pathlib import Path
@@ -17,22 +17,22 @@ CLOSE = 1e-4
 
 
 class Served:
-    """A server, its three policies, and what transformers says of each.
+    """A server, its three policies, and their log-probs according to transformers.
 
-    Tests share it: each pushes what it needs, under numbers that only grow.
+    Tests share it: each pushes the policy it needs, under increasing version numbers.
 
     Args:
-        url: of the server.
-        folders: of the policies; it was started with the first.
+        url: URL of the server.
+        folders: folders of the policies; the server starts with the first.
     """
 
     def __init__(self, url: str, folders: list[Path]) -> None:
         self.url = url
         self.folders = folders
         self.version = -1
-        """The last one that was pushed, or named; version v is policy v % 3."""
+        """The last version pushed or named; version v is policy v % 3."""
         self.furthest = 0.0
-        """The largest difference that a log-prob had from its policy's, of those that are to have none."""
+        """Largest difference of a served log-prob from its policy's, among those that must agree."""
         self._asides = 0
 
     @cached_property
@@ -42,18 +42,18 @@ class Served:
     def publisher(self, way=None, patience_s=60.0) -> WeightPublisher:
         way = way or PausedUpdate(SharedFolderTransfer())
         made = WeightPublisher(EngineDiscovery([self.url]), way, retry_timeout_s=patience_s, update_timeout_s=120)
-        made._compatible.add(self.url)  # a new one would ask first, which takes vLLM longer than a request is under way
+        made._compatible.add(self.url)  # else it probes first, longer than requests last
         return made
 
     async def push(self, policy: int, publisher: WeightPublisher | None = None) -> int:
-        """Push one of the three under the next number that stands for it."""
+        """Push one of the three policies under the next version number that stands for it."""
         version = next(v for v in range(self.version + 1, self.version + 4) if v % 3 == policy)
         await (publisher or self.publisher()).push(self.folders[policy], version)
         self.version = version
         return version
 
     async def name(self) -> int:
-        """Give what it has the next number, though it is what it was."""
+        """Give the current weights the next version number, unchanged."""
         self.version += 1
         async with (
             aiohttp.ClientSession() as session,
@@ -63,7 +63,7 @@ class Served:
         return self.version
 
     async def sample(self, prompt: list[int], tokens: int, seed: int = 0, salt: str = "", ends: str = "length"):
-        """Ids, log-probs and spans of one request, and how it ends."""
+        """Sample one request; returns ids, log-probs and spans, and asserts how it ends."""
         params = SamplingParams(max_tokens=tokens, logprobs=1, ignore_eos=True, seed=seed)
         body = msgspec.json.encode(GenerateRequest(token_ids=prompt, sampling_params=params, cache_salt=salt))
         headers = {"content-type": "application/json"}
@@ -76,23 +76,23 @@ class Served:
         return choice.token_ids, [entry.logprob for entry in choice.logprobs.content], choice.weight_versions
 
     async def endless(self, prompt: list[int]):
-        """As `sample`, of a request that goes on until `end_endless`."""
+        """Like `sample`, for a request that goes on until `end_endless`."""
         return await self.sample(prompt, LENGTH - len(prompt), ends="abort")
 
     async def end_endless(self) -> None:
-        """End what is under way, with the tokens that it has, so that it is not left to the clock when that is."""
+        """Abort all requests in progress; they return the tokens sampled so far."""
         async with aiohttp.ClientSession() as session:
             for path in ("/pause?mode=abort&clear_cache=false", "/resume"):
                 async with session.post(self.url + path) as response:
                     assert response.status == 200, await response.text()
 
     async def differences(self, prompt: list[int], seed: int = 0) -> list[float]:
-        """How far the log-probs that are served now are from those of each policy."""
+        """Return how far the served log-probs are from those of each policy."""
         ids, served, _ = await self.sample(prompt, 12, seed)
         return [difference(judge.logprobs(prompt, ids), served) for judge in self.judges]
 
     async def assert_serves(self, policy: int, prompts: list[list[int]]) -> None:
-        """By log-probs, on every prompt: this one, and neither of the others."""
+        """Assert by log-probs, on every prompt, that this policy is served and neither of the others."""
         for prompt in prompts:
             for number, found in enumerate(await self.differences(prompt)):
                 assert found < CLOSE if number == policy else found > 1, f"policy {number}: {found}"
@@ -100,13 +100,13 @@ class Served:
                     self.furthest = max(self.furthest, found)
 
     async def count(self, metric: str) -> float:
-        """Of one of its metrics, all engines and labels together."""
+        """Return a metric's sum over all engines and labels."""
         async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as response:
             text = await response.text()
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(metric + "{"))
 
     async def while_tokens_are_sampled(self) -> None:
-        """As long as another request takes for 50 tokens: those that came before it have some of theirs by then."""
+        """Wait while another request samples 50 tokens: requests that started earlier have some tokens then."""
         self._asides += 1
         await self.sample([10 + self._asides % 290, *range(20, 49)], 50)
 

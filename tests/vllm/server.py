@@ -1,7 +1,7 @@
-"""Real vLLM on the CPU, in a process and a virtual environment of its own.
+"""Real vLLM on the CPU, in a separate process and virtual environment.
 
 Version and packages are in `setup.sh`, environment and flags as in a run (`workers/vllm/launch_command.py`).
-`PENSTOCK_VLLM` names a virtual environment that is there already.
+`PENSTOCK_VLLM` names an existing virtual environment to use instead.
 """
 
 import os
@@ -21,13 +21,13 @@ from workers.vllm.output_tail import OutputTail
 
 ROOT = Path(__file__).parents[2]
 START_S = 500
-"""19 s to 51 s on a quiet machine, minutes on one that is not."""
+"""A start takes 19 s to 51 s on a quiet machine, minutes on a busy one."""
 FLAGS = ("--dtype", "float32", "--max-num-seqs", "64", *CPU_FLAGS)
 
 
 @cache
 def vllm_python() -> Path:
-    """The interpreter of vLLM's own virtual environment; made now, which takes minutes, where it is not there yet."""
+    """Return the interpreter of vLLM's virtual environment; creates it if it is missing, which takes minutes."""
     folder = Path(os.environ.get("PENSTOCK_VLLM") or ROOT / ".cache" / "vllm")
     if "PENSTOCK_VLLM" not in os.environ:
         subprocess.run(["sh", str(ROOT / "tests" / "vllm" / "setup.sh"), str(folder)], check=True, timeout=1500)
@@ -36,17 +36,17 @@ def vllm_python() -> Path:
 
 @contextmanager
 def vllm_server(model: Path, log: Path, *flags: str, port: int = 0) -> Iterator[str]:
-    """Serve a model; yields the URL once it is healthy.
+    """Serve a model; yields the URL once the server is healthy.
 
     Args:
         model: a folder in Hugging Face form.
-        log: what it says goes there.
+        log: file for the server's output.
         flags: `--runner pooling`, `--max-model-len 256`, ...
-        port: 0 for a free one; a fixed one to start it again where it was.
+        port: 0 for a free one; a fixed one to restart a server at the same address.
     """
     port = port or free_port()
-    # Its processes keep two cores busy while they sample. At the same rank, and in a session of their own, they were
-    # seen to keep those who test them from running for up to 3 s on a crowded machine, in which requests are over.
+    # Its processes keep two cores busy while they sample. With the same priority, in a session of their own, they were
+    # seen to block the test process for up to 3 s on a crowded machine, long enough for requests to end.
     command = ["nice", "-n", "5", str(vllm_python()), *SERVER_MODULE, "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *FLAGS, *flags]
     with log.open("wb") as said:
@@ -58,7 +58,7 @@ def vllm_server(model: Path, log: Path, *flags: str, port: int = 0) -> Iterator[
             stderr=said,
             process_group=0,
         )
-    # It kills what is left of the group when its pipe closes: here, or because the tests were killed themselves.
+    # The warden kills the rest of the group when its pipe closes: here, or when the tests are killed.
     warden = subprocess.Popen(
         ["sh", "-c", 'read -r _; kill -s KILL -- "-$0" 2>/dev/null', str(process.pid)],
         stdin=subprocess.PIPE,
@@ -91,7 +91,7 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def _said(log: Path) -> str:
-    """Its error, and its last lines."""
+    """Return the server's error and the last lines of its log."""
     lines, words = log.read_bytes().splitlines(), OutputTail()
     for line in lines:
         words.add(line)
@@ -99,7 +99,7 @@ def _said(log: Path) -> str:
 
 
 def free_port() -> int:
-    """A port that is free, and stays so while vLLM starts: the system gives those to nobody who asks for any."""
+    """Return a port that stays free while vLLM starts: the system assigns none of these automatically."""
     for port in random.sample(range(20_000, 30_000), 100):
         with socket.socket() as probe:
             try:

@@ -1,4 +1,4 @@
-"""The servers that all files of tests share: started ahead in the background, and ended behind their last test."""
+"""Servers shared by all test files: started ahead in the background, and stopped after their last test."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,50 +26,50 @@ FLAGS = {
     "pooling": ("--runner", "pooling", "--max-model-len", "512"),
     "lora": (
         *(*LONG, "--enable-scale-out", "--enable-lora", "--max-lora-rank", "8", "--max-loras", "3"),
-        *("--max-logprobs", "2"),  # too few to find out what they are of
+        *("--max-logprobs", "2"),  # too few to find out what the log-probs refer to
     ),
     "tied": (*LONG, *TAKES_WEIGHTS, "--logprobs-mode", "processed_logprobs"),
-    "untied": (*LONG, *TAKES_WEIGHTS),  # log-probs are raw, as vLLM gives them unless it is told otherwise
+    "untied": (*LONG, *TAKES_WEIGHTS),  # log-probs are raw, as is vLLM's default
 }
-"""In the order in which they are started, and tests run."""
+"""Flags of each server, in the order in which servers start and tests run."""
 _AT_ONCE = 2
-"""Starts: each takes one core."""
+"""Number of concurrent starts: each takes one core."""
 
 
 class Started(NamedTuple):
-    """One that runs, and keeps its weights."""
+    """A running server whose weights do not change."""
 
     url: str
     folders: list[Path]
-    """Of its model; one."""
+    """Folder of its model, as a list of one."""
 
 
 def needs(item: pytest.Item) -> set[str]:
-    """The servers that a test uses."""
+    """Return the names of the servers that a test uses."""
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     named = {*getattr(item, "fixturenames", ()), *(each for each in parameters if isinstance(each, str))}
     return named & {*FLAGS}
 
 
 def last_needed(item: pytest.Item) -> int:
-    """By what tests are sorted: how many servers must have been started; those that start their own come last."""
+    """Sort key of tests: the number of servers that must have started; tests that start their own servers come last."""
     return max((list(FLAGS).index(name) + 1 for name in needs(item)), default=len(FLAGS) + 1)
 
 
 class SharedServers:
-    """Those that these tests need, and no others.
+    """The servers that these tests need.
 
     Args:
-        home: a folder for models and logs.
-        items: the tests, in their order.
+        home: folder for models and logs.
+        items: the tests, in order.
     """
 
     def __init__(self, home: Path, items: list[pytest.Item]) -> None:
         self._home = home
         self._last = {name: item.nodeid for item in items for name in needs(item)}
         self._running = {name: ExitStack() for name in FLAGS if name in self._last}
-        folders = {name: _models(name, home / name) for name in self._running}  # here: torch's defaults are everybody's
-        vllm_python()  # here: two starts at a time would both make its environment
+        folders = {name: _models(name, home / name) for name in self._running}  # here: torch's defaults are global
+        vllm_python()  # here: two concurrent starts would both create the environment
         self._pool = ThreadPoolExecutor(_AT_ONCE)
         self._started: dict[str, Future[Started | Served]] = {
             name: self._pool.submit(self._start, name, made) for name, made in folders.items()
@@ -81,18 +81,18 @@ class SharedServers:
         return (Served if len(folders) > 1 else Started)(url, folders)
 
     def lend(self, name: str, to: str) -> Iterator[Started | Served]:
-        """Yield a server once it is there, and end it when nobody needs it any more.
+        """Yield a server once it is healthy, and stop it after its last test.
 
         Args:
-            name: of the server.
-            to: node id of a test.
+            name: name of the server.
+            to: node id of the test.
         """
         yield self._started[name].result(2 * START_S)
         if to == self._last[name]:
             self._running[name].close()
 
     def close(self) -> None:
-        """End what runs."""
+        """Stop all running servers."""
         self._pool.shutdown(cancel_futures=True)
         for stack in self._running.values():
             stack.close()

@@ -1,4 +1,4 @@
-"""Two vLLM servers: what affinity of a group to an engine does for their prefix caches."""
+"""Effect of group affinity on the prefix caches of two vLLM servers."""
 
 import random
 import urllib.request
@@ -14,11 +14,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 GROUPS, SIZE, TURNS = 32, 2, 2
 PROMPT, OBSERVED, SAID = 620, 96, 16
-"""Tokens: of a group's prompt, of what each later turn brings, of what the model says."""
+"""Tokens in a group's prompt, in each later turn's observation, and in each reply."""
 
 
 async def counts(servers: list[Served]) -> list[float]:
-    """Tokens that were found in a cache, and that were looked for there."""
+    """Return the tokens found in a prefix cache, and the tokens looked up."""
     names = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
     return [sum([await server.count(name) for server in servers]) for name in names]
 
@@ -29,7 +29,7 @@ async def forget(server: Served) -> None:
 
 
 async def hit_rate(servers: list[Served], client: EngineClient, name: str, *, near: bool) -> float:
-    """Play groups of several turns, and say which part of the tokens that were read was found in a cache."""
+    """Play groups of several turns; returns the fraction of prompt tokens found in a cache."""
     for server in servers:
         await forget(server)
     before = await counts(servers)
@@ -46,7 +46,7 @@ async def hit_rate(servers: list[Served], client: EngineClient, name: str, *, ne
             context += [*said.token_ids, *(pick.randrange(10, 300) for _ in range(OBSERVED))]
 
     async with anyio.create_task_group() as tasks:
-        for completion in range(SIZE):  # not both of a group in one batch, where neither finds the other in a cache
+        for completion in range(SIZE):  # one at a time: in one batch, neither finds the other in a cache
             for group in range(GROUPS):
                 tasks.start_soon(play, group, completion)
     hits, queries = (b - a for a, b in zip(before, await counts(servers), strict=True))
@@ -54,7 +54,7 @@ async def hit_rate(servers: list[Served], client: EngineClient, name: str, *, ne
 
 
 async def test_affinity_finds_more_of_each_context_in_the_servers_caches_than_random_spreading(tied, untied, measured):
-    """Both have vLLM's cache; that they serve other weights changes what they say, and nothing of what they find."""
+    """Both servers use vLLM's cache; their different weights change the replies but not the hits."""
     servers, rates = [tied, untied], {}
     options = {"request_timeout_s": 300, "attempts": 3, "reconnect_s": 120}
     async with EngineClient([server.url for server in servers], **options) as client:
@@ -62,5 +62,5 @@ async def test_affinity_finds_more_of_each_context_in_the_servers_caches_than_ra
         for name in ("random", "near"):
             rates[name] = await hit_rate(servers, client, name, near=name == "near")
     measured(f"prefix cache hits near {rates['near']:.3f}, at random {rates['random']:.3f}")
-    # Of four visits three find the prompt, or at random 1/2 + 3/4 + 7/8: chance moves each by a hundredth or two.
+    # Of four visits three find the prompt; at random 1/2 + 3/4 + 7/8 do. Chance moves each by a hundredth or two.
     assert rates["near"] > rates["random"] + 0.06

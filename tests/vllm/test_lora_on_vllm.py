@@ -1,4 +1,4 @@
-"""Adapters pushed into a real vLLM: what is sampled is the new version's own, in flight and at rest."""
+"""Adapters pushed into a real vLLM: samples come from the new version, in flight and at rest."""
 
 import contextlib
 from functools import partial
@@ -28,11 +28,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 RANK = 4
 VERSIONS = 14
 LONG = 700
-"""Tokens of a prompt: many blocks of the prefix cache."""
+"""Tokens of a prompt that spans many blocks of the prefix cache."""
 
 
 class Versions:
-    """Adapters of one base model, each unlike the others, and what transformers says of them merged."""
+    """Adapters of one base model, all different, and the log-probs of each, merged, according to transformers."""
 
     def __init__(self, base: Path, folder: Path) -> None:
         self.paths = [folder / f"v{version:06d}" for version in range(VERSIONS)]
@@ -51,7 +51,7 @@ class Versions:
             self.judges.append(Judge(merged))
 
     def differs(self, prompt, sampled, version: int) -> float:
-        """Largest difference of a served log-prob from that version's."""
+        """Return the largest difference of a served log-prob from that version's."""
         right = self.judges[version].logprobs(prompt, sampled.token_ids)
         return max(abs(ours - theirs) for ours, theirs in zip(sampled.logprobs, right, strict=True))
 
@@ -63,7 +63,7 @@ def made() -> dict[str, Versions]:
 
 @pytest.fixture
 def versions(lora, made, tmp_path_factory) -> Versions:
-    """Made once: tests share a server, on which no number is used twice."""
+    """Made once: the tests share a server, on which no version number is used twice."""
     if lora.url not in made:
         made[lora.url] = Versions(lora.folders[0], tmp_path_factory.mktemp("lora"))
     return made[lora.url]
@@ -136,9 +136,9 @@ async def test_requests_under_way_go_on_with_their_own_adapter_to_the_last_token
             for place in (0, 1):
                 tasks.start_soon(one, client, place, first)
             await further(url, before + 20)
-            await post(url, "/pause?mode=keep&clear_cache=false")  # so that they do not end meanwhile
+            await post(url, "/pause?mode=keep&clear_cache=false")  # so that the requests do not end meanwhile
             try:
-                for version in range(first + 1, first + 4):  # the first one's name is gone after two of them
+                for version in range(first + 1, first + 4):  # the first name is removed after two later versions
                     await publisher.push(versions.paths[version], version)
                 assert not sampled, "they had ended before anything was pushed"
                 for place in (2, 3):
@@ -157,14 +157,14 @@ async def post(url: str, path: str) -> None:
 
 
 async def further(url: str, tokens: float) -> None:
-    """Until it has sampled so many."""
+    """Wait until the server has sampled `tokens` more tokens."""
     with anyio.fail_after(300):
         while await generated(url) < tokens:
             await anyio.sleep(0.02)
 
 
 async def generated(url: str) -> float:
-    """Tokens that it has sampled."""
+    """Return the number of tokens that the server has sampled."""
     async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
         lines = (await response.text()).splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
@@ -178,13 +178,13 @@ async def test_a_client_that_names_an_adapter_that_has_just_gone_finds_the_new_o
         control = EngineControlClient(url, 120)
         await publisher.push(versions.paths[first + 1], first + 1)
         await control.unload_adapter(adapter_name(first))
-        found = await sample(client, prompt(0, 20), 8)  # it takes the engine to have what it had a moment ago
+        found = await sample(client, prompt(0, 20), 8)  # the client still expects the adapter it last saw
     assert {span.version for span in found.spans} == {first + 1}
     assert versions.differs(prompt(0, 20), found, first + 1) < CLOSE
 
 
 async def test_the_way_that_replaces_an_adapter_under_its_name_is_wrong_in_flight(url, publisher, versions):
-    """Why it is not used: vLLM says that it has the new version, and samples from a mixture, or from the old one."""
+    """Why it is not used: vLLM reports the new version, but samples from a mixture or from the old one."""
     first = await next_version(publisher)
     ids, control = prompt(5), EngineControlClient(url, 120)
     async with aiohttp.ClientSession() as session:

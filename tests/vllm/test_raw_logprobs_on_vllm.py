@@ -1,4 +1,4 @@
-"""What a probe finds out of a vLLM as most people start it: raw log-probs."""
+"""What a probe detects on a vLLM with default flags: raw log-probs."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ async def test_raw_logprobs_are_refused_at_another_temperature_over_both_routes(
 
 
 async def test_a_cancelled_completion_ends_at_the_engine(untied):
-    """Behind a proxy, which vLLM must be found to hear of it through, too."""
+    """The server is behind a proxy, through which vLLM must notice the cancellation as well."""
     async with without_generate(untied.url) as proxy, client_of(proxy) as client:
         await client.wait_until_ready()
         await cancel_in_the_middle(untied.url, client)

@@ -1,4 +1,4 @@
-"""`penstock run` on two vLLM servers: tools over several turns, new weights at each step, one killed in mid-run."""
+"""`penstock run` on two vLLM servers: tools over several turns, new weights at each step, one server killed."""
 
 import json
 import os
@@ -34,15 +34,15 @@ from workers.engine_api.wire import GenerateRequest, GenerateResponse, SamplingP
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
-PROMPTS, SIZE, TURN = 128, 4, 32  # so many that there is work left once the one that was killed is back
+PROMPTS, SIZE, TURN = 128, 4, 32  # enough that work is left when the killed server is back
 KILLED_AFTER, WITHOUT = 8, 8
-"""Groups: until one server of two is killed, and those that the other one then has to itself."""
+"""Groups until one of the two servers is killed, and groups that the other one then serves alone."""
 USED_S = 10
-"""From its health on: until it samples for the run again."""
+"""Longest time, in seconds, from a restarted server's health until it samples for the run again."""
 
 
 class Server:
-    """One of the run's, as anybody sees it."""
+    """One of the run's servers, through its public interface."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -57,7 +57,7 @@ class Server:
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{metric}{{"))
 
     def kill(self) -> None:
-        """SIGKILL to the process that listens."""
+        """Send SIGKILL to the process that listens."""
         port = self.url.rpartition(":")[2].encode()
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -73,7 +73,7 @@ class Server:
             return False
 
     def sample(self) -> tuple[list[int], list[int], list[float], set[int]]:
-        """A prompt, what is sampled, its log-probs and its versions."""
+        """Sample; returns the prompt, the sampled tokens, their log-probs and their versions."""
         prompt = list(range(20, 60))
         params = SamplingParams(max_tokens=12, logprobs=1, ignore_eos=True, seed=1)
         body = msgspec.json.encode(GenerateRequest(token_ids=prompt, sampling_params=params))
@@ -84,25 +84,25 @@ class Server:
 
 
 class Back(NamedTuple):
-    """What was seen of the server that was killed."""
+    """Observations of the killed server."""
 
     url: str
     busy: float
-    """Requests that it worked on when it was killed."""
+    """Number of its requests in progress when it was killed."""
     used_s: float
     waited_s: float
-    """Of these, those in which some process of this machine waited for a core."""
+    """Part of these seconds in which some process of this machine waited for a core."""
     newest: int
-    """Version that was published before it was there again."""
+    """Version published before the server was back."""
     prompt: list[int]
     token_ids: list[int]
     logprobs: list[float]
     version: int
-    """That it said it had."""
+    """Version that the server reported."""
 
 
 class Kept(threading.Thread):
-    """Keeps every version of the weights, of which the run itself keeps the last few."""
+    """Copies every version of the weights; the run itself keeps only the last few."""
 
     def __init__(self, weights: Path, kept: Path) -> None:
         super().__init__(daemon=True)
@@ -110,7 +110,7 @@ class Kept(threading.Thread):
 
     def run(self) -> None:
         while not self.over.wait(0.02):
-            self.look(all_but=1)  # the newest may be being written
+            self.look(all_but=1)  # the newest may still be written
         self.look(all_but=0)
 
     def look(self, all_but: int) -> None:
@@ -121,7 +121,7 @@ class Kept(threading.Thread):
 
 
 class Played:
-    """A run that was killed in mid-run, and went to its end."""
+    """A run with one server killed, after its end."""
 
     def __init__(self, project: Project, summary: dict, kept: Path, back: Back) -> None:
         self.project, self.summary, self.kept, self.back = project, summary, kept, back
@@ -156,7 +156,7 @@ def say(project: Project, word: str) -> None:
 
 
 def waiting_for_cores() -> float:
-    """Seconds, so far, in which some process waited for a core; 0 where the system does not say."""
+    """Return the seconds so far in which some process waited for a core; 0 if the system does not report it."""
     try:
         return int(Path("/proc/pressure/cpu").read_text().split()[4].partition("=")[2]) / 1e6
     except OSError:
@@ -171,16 +171,16 @@ def kill_one_and_see_it_back(project: Project, process) -> Back:
     busy = server.count("num_requests_running")
     server.kill()
     wait_for_trained(project, len(project.ledger()) + WITHOUT, process, 600)
-    # Else the start, on as few cores, takes a minute longer, and the other one has done all there is to do.
+    # Otherwise the start takes a minute longer on so few cores, and the other server finishes all the work.
     say(project, "pause")
     until(server.is_healthy)
     began, waited = time.monotonic(), waiting_for_cores()
     newest = max(int(folder.name[1:]) for folder in (project.run_folder / "weights").glob("v*"))
     say(project, "resume")
-    until(lambda: server.count("generation_tokens_total") > 200)  # whoever probes it asks for a few
+    until(lambda: server.count("generation_tokens_total") > 200)  # probes sample a few tokens as well
     used_s, waited_s = time.monotonic() - began, waiting_for_cores() - waited
     versions: set[int] = set()
-    while len(versions) != 1:  # new weights may come in between
+    while len(versions) != 1:  # new weights may arrive in between
         prompt, token_ids, logprobs, versions = server.sample()
     return Back(urls[1], busy, used_s, waited_s, newest, prompt, token_ids, logprobs, *versions)
 
@@ -251,7 +251,7 @@ def test_the_killed_server_came_back_at_its_address(played):
 def test_once_back_it_is_used_within_seconds_at_the_right_version(played, measured):
     back = played.back
     measured(f"used {back.used_s:.1f} s after its health; in {back.waited_s:.1f} s of these somebody waited for a core")
-    # Whatever waits, waits for the clock; what waits for a core shows how busy the machine is, and is not counted.
+    # Only waiting for a core counts: it shows how busy the machine is. All other waiting is limited by timers.
     assert back.used_s - back.waited_s < USED_S
     assert back.version >= back.newest
     judge = Judge(played.kept / f"v{back.version:06d}")
@@ -261,7 +261,7 @@ def test_once_back_it_is_used_within_seconds_at_the_right_version(played, measur
 def test_tools_were_called_over_several_turns(played):
     completions = [completion for group in played.trained for completion in group.completions]
     turns = Counter(completion.turns for completion in completions)
-    # Fewer and fewer: the rewards are by chance.
+    # The number falls over time: the rewards are random.
     assert sum(completion.tool_calls for completion in completions) >= 10, turns
     assert any(len(row.sampled_ranges) > 1 for row in played.rows())
 
@@ -299,7 +299,7 @@ def _judge(judges: dict[int, Judge], kept: Path, version: int) -> Judge:
 
 
 def test_nothing_that_an_engine_gave_up_was_trained(played):
-    """Each turn ended by itself, or at a limit: an aborted one ends anywhere."""
+    """Each turn ended by itself or at a limit; an aborted turn would end anywhere."""
     (end,) = make_tokenizer().encode(END_OF_TURN, add_special_tokens=False)
     cut = 0
     for group in played.trained:

@@ -1,6 +1,6 @@
-"""The engine's client against real vLLM, over both of its routes: what is sampled, what is told of it, what is none.
+"""The engine client against real vLLM, over both of its routes: samples, reported facts, and errors.
 
-The server gives processed log-probs; that of `test_raw_logprobs_on_vllm.py` does not.
+The server returns processed log-probs; the one in `test_raw_logprobs_on_vllm.py` returns raw ones.
 """
 
 import re
@@ -30,14 +30,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 ROUTES = ["generate", "completions"]
 RUNNING = r"num_requests_running{[^}]*}"
 GENERATED = r"generation_tokens_total{[^}]*}"
-# Seconds of sampling, so that there is a middle of it.
+# Seconds of sampling, so that tests can act while a request is in progress.
 LONG = SamplingOptions(temperature=1.0, max_tokens=LENGTH - 10, min_tokens=LENGTH - 10)
 PROMPTS = [[5 + i, 40 + 7 * i, 9, 100 + i] * (1 + i % 3) for i in range(16)]
 
 
 @pytest.fixture
 async def model(tied):
-    """What the server has, whatever tests before have left."""
+    """Policy 0, pushed to the server to replace whatever an earlier test left."""
     await tied.push(0)
     return tied.judges[0].model
 
@@ -54,7 +54,7 @@ def tokenizer():
 
 @asynccontextmanager
 async def without_generate(url):
-    """The same server as one that was started without `--enable-scale-out`."""
+    """The same server, behaving as one started without `--enable-scale-out`."""
     async with aiohttp.ClientSession() as session:
 
         async def pass_on(http: web.Request) -> web.Response:
@@ -106,10 +106,10 @@ async def until(url, name, reached):
 
 
 async def cancel_in_the_middle(url, client):
-    """Cancel callers of `sample` and see the engine give their requests up."""
+    """Cancel callers of `sample` and assert that the engine aborts their requests."""
     before = await metric(url, GENERATED)
     async with anyio.create_task_group() as tasks:
-        for i in range(8):  # so many that a busy server is far from done when it reads that they are gone
+        for i in range(8):  # enough that a busy server is far from done when it notices the cancellation
             tasks.start_soon(lambda i=i: client.sample([9 + i], LONG, min_policy_version=-1))
         await until(url, GENERATED, lambda n: n > before)
         tasks.cancel_scope.cancel()
@@ -119,7 +119,7 @@ async def cancel_in_the_middle(url, client):
 
 
 def one_row(model, prompt, sampled, temperature):
-    """The trainer's log-probs of what was sampled."""
+    """Return the trainer's log-probs of the sampled tokens."""
     tokens = torch.tensor([[*prompt, *sampled.token_ids]])
     chosen = torch.arange(tokens.shape[1])[None] >= len(prompt)
     with torch.no_grad():
@@ -234,7 +234,7 @@ async def test_a_cancelled_request_ends_at_the_engine(url):
 
 
 async def test_the_runs_own_seeds_draw_as_often_as_the_softmax_says(url, model):
-    """The log-prob tests judge what was drawn; this one, how often. Pearson's statistic is within 5 deviations."""
+    """The log-prob tests judge each sample, this one their frequency: Pearson's statistic is within 5 deviations."""
     prompt, drawn = PROMPTS[3], []
     async with client_of(url, "generate") as client:
 
@@ -269,7 +269,7 @@ async def test_what_was_aborted_is_never_a_sample(url, route):
                 await client.sample([9], LONG, min_policy_version=-1)
             errors.append(error.value)
 
-        before = await metric(url, GENERATED)  # what is said to be running may be out of date
+        before = await metric(url, GENERATED)  # the reported number of running requests may be out of date
         tasks.start_soon(ask)
         await until(url, GENERATED, lambda n: n > before)
         await post(url, "/pause?mode=abort")

@@ -1,7 +1,7 @@
-"""New weights into a vLLM that runs: what is served afterwards is what transformers says on the new weights.
+"""New weights for a running vLLM: afterwards it serves exactly the log-probs that transformers computes with them.
 
-Three policies, units apart in their log-probs, and prompts longer than 600 tokens, whose prefixes the server has cached
-under older weights: whoever serves anything old is found out.
+Three policies, whole units apart in their log-probs, and prompts longer than 600 tokens, whose prefixes the server has
+cached under older weights: any stale value is noticed.
 """
 
 import random
@@ -39,7 +39,7 @@ def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
 
 
 def by_version(spans) -> list[int]:
-    """The version of each token, of spans that leave none out and never go back."""
+    """Return the version of each token; the spans must cover all tokens and never go back."""
     found: list[int] = []
     for span in spans:
         assert span.start == len(found), spans
@@ -49,7 +49,7 @@ def by_version(spans) -> list[int]:
 
 
 def assert_each_token_is_its_versions(served: Served, prompt, ids, logprobs, spans) -> list[int]:
-    """Every log-prob is that of a forward pass of the version that its span names. Returns the versions."""
+    """Assert that every log-prob equals a forward pass of its span's version; returns the versions."""
     versions = by_version(spans)
     assert len(versions) == len(ids)
     expected = {v % 3: served.judges[v % 3].logprobs(prompt, ids) for v in set(versions)}
@@ -59,7 +59,7 @@ def assert_each_token_is_its_versions(served: Served, prompt, ids, logprobs, spa
         served.furthest = max(served.furthest, off)
     for place in range(1, len(versions)):
         before, after = versions[place - 1], versions[place]
-        if before % 3 != after % 3:  # one of the two may by chance be as likely to either policy
+        if before % 3 != after % 3:  # a token may by chance be equally likely under both policies
             apart = [abs(expected[before % 3][i] - expected[after % 3][i]) for i in (place - 1, place)]
             assert max(apart) > CLOSE, f"nothing shows whether the switch is before token {place}: {spans}"
     return versions
@@ -106,7 +106,7 @@ async def test_in_flight_the_spans_name_the_token_of_each_switch(served, measure
 
 
 async def test_kept_keys_and_values_are_a_mixture_and_only_in_requests_that_were_under_way(tied):
-    """What `weights.kv_cache = "keep"` gives up: past the switch a log-prob is that of no version."""
+    """What `weights.kv_cache = "keep"` costs: after the switch, log-probs match no version."""
     first = await tied.push(0)
     (prompt,) = prompts(1, 620, seed=2)
     found = []
@@ -126,7 +126,7 @@ async def test_kept_keys_and_values_are_a_mixture_and_only_in_requests_that_were
     switch = versions.index(first + 1)
     assert difference(tied.judges[0].logprobs(prompt, ids)[:switch], logprobs[:switch]) < CLOSE
     assert difference(tied.judges[1].logprobs(prompt, ids)[switch:], logprobs[switch:]) > APART
-    # A prefix that older weights have cached is found by a request that names no version, and by no other.
+    # A prefix cached under older weights is found only by a request that names no version.
     for salt, mixed in (("", True), (f"v{first + 1}", False)):
         ids, logprobs, _ = await tied.sample(prompt, 12, salt=salt)
         apart = difference(tied.judges[1].logprobs(prompt, ids), logprobs)
@@ -173,7 +173,7 @@ async def test_http_is_as_good_as_files(tied):
 
 
 def broken_policies(served: Served, home: Path) -> dict[str, Path]:
-    """Weights that are not to be taken, by what is said of them."""
+    """Return weights that must be refused, by the expected message."""
     weights = load_file(served.folders[1] / "model.safetensors")
     gone = "model.layers.1.self_attn.k_proj.weight"
     found = {
@@ -255,7 +255,7 @@ async def test_a_trainer_killed_between_start_and_finish_is_healed_by_the_next_p
             await anyio.open_process(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, stderr=None) as trainer,
             anyio.create_task_group() as tasks,
         ):
-            await trainer.stdout.receive()  # it has imported what it needs
+            await trainer.stdout.receive()  # its imports are done
             tasks.start_soon(long_request)
             await tied.while_tokens_are_sampled()
             await trainer.stdin.send(b"\n")
@@ -269,7 +269,7 @@ async def test_a_trainer_killed_between_start_and_finish_is_healed_by_the_next_p
 
 
 async def test_vllms_own_reload_is_wrong_where_embeddings_are_tied(tied, measured):
-    """The same check as of our own pushes, so that it is known to bite; and a push of ours heals what it leaves."""
+    """The check for the project's own pushes detects vLLM's error here; a push then repairs the server."""
     long = prompts(1, 640, seed=8)
     await tied.push(0)
     engine = EngineControlClient(tied.url, 60)
