@@ -5,14 +5,14 @@ nor a model. Exit codes are those of `workers.runtime.exit_codes.ExitCode`.
 
 ==========================  ===================================================================
 `start_commands.py`         start a demo, a run, one of its roles, an engine
-`run_commands.py`           look at a run, control it, audit it, replay it, export its model
+`run_commands.py`           inspect a run, control it, audit it, replay it, export its model
 `engine_commands.py`        engines of a run
 `dead_letter_commands.py`   dead letters of a run
 `measure_commands.py`       try environments and rewards, measure policies, list algorithms
 `options.py`                options and arguments of several commands
 `command_group.py`          error handling, logging and process end, for all commands
 `command_error.py`          expected errors as one line and an exit code
-`package_origin.py`         a check that no other package hides ours
+`package_origin.py`         checks that no other package hides Penstock's
 ==========================  ===================================================================
 """
 

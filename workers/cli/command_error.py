@@ -1,4 +1,4 @@
-"""Expected errors as a command shows them: one clear line and an exit code, no traceback."""
+"""Expected errors of commands: one line on stderr and an exit code, no traceback."""
 
 import sys
 from typing import Any
@@ -14,19 +14,19 @@ class CommandError(click.ClickException):
     exit_code = ExitCode.FAILURE
 
     def show(self, file: Any = None) -> None:
-        """Write it to stderr in the form that the supervisor quotes from a role's log."""
+        """Print `error: MESSAGE` to stderr, the form that the supervisor quotes from a role's log."""
         click.echo(f"error: {' '.join(self.message.split())}", file=file, err=file is None)
 
 
 class SettingsCommandError(CommandError):
-    """The settings or the command line are wrong, and nothing was started."""
+    """The settings or the command line are invalid; nothing was started."""
 
     exit_code = ExitCode.USAGE
 
 
 def as_command_error(error: BaseException) -> CommandError | None:
-    """Return one error for everything that was raised; None if any of it is not a `PenstockError`."""
-    if "stream.errors" not in sys.modules:  # no module that could raise one was imported
+    """Merge an error or exception group into one error; None if any part of it is not a `PenstockError`."""
+    if "stream.errors" not in sys.modules:  # then no module that raises a `PenstockError` was imported
         return None
     from stream.errors import PenstockError, SettingsError
 

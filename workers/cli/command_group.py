@@ -1,4 +1,4 @@
-"""What all commands share: error handling, logging, their own command line, and the end of the process."""
+"""Shared by all commands: error handling, logging, the current command line, and the exit of the process."""
 
 import os
 import sys
@@ -35,12 +35,12 @@ def log_errors_only(command: str) -> None:
 
 
 def current_command() -> tuple[str, ...]:
-    """Return the command line that starts this process again, independent of the working directory's packages."""
+    """Return the command line that starts this process again, safe from packages in the working directory."""
     return (sys.executable, "-P", "-m", "workers", *sys.argv[1:])
 
 
 def exit_process(code: int) -> None:
-    """End the process immediately. A thread of user code that hangs would keep a normal exit waiting forever."""
+    """Exit immediately: a normal exit would wait forever for a hanging thread of user code."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

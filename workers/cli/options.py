@@ -1,4 +1,4 @@
-"""Options and arguments of several commands."""
+"""Options and arguments that several commands use."""
 
 from pathlib import Path
 from typing import Final
@@ -7,7 +7,7 @@ import click
 
 FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 PATH: Final = click.Path(exists=True, path_type=Path)
-"""A file or a folder."""
+"""An existing file or folder."""
 
 run = click.argument("target", metavar="[RUN]", required=False)
 redis = click.option(

@@ -1,4 +1,4 @@
-"""Make sure that `stream`, `envs` and `workers` are Penstock's own: a project may have packages with these names."""
+"""Ensure that Penstock's `stream`, `envs` and `workers` are imported: a project may have packages with these names."""
 
 import sys
 from importlib.util import find_spec
@@ -10,9 +10,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def put_working_directory_last() -> None:
-    """Move the working directory to the end of `sys.path`, so that a project's folder `envs/` does not hide ours.
+    """Move the working directory to the end of `sys.path`, so that a project's folder `envs/` hides no package.
 
-    It comes first with `python -m workers`, or with a PYTHONPATH that names it.
+    `python -m workers`, or a PYTHONPATH that contains the working directory, puts it first.
     """
     here = Path.cwd()
     entries = [entry for entry in sys.path if Path(entry or ".").resolve() == here]
@@ -22,10 +22,10 @@ def put_working_directory_last() -> None:
 
 
 def check_package_origin() -> None:
-    """Check that the three packages come from one place.
+    """Check that `stream` and `envs` lie beside `workers`.
 
     Raises:
-        CommandError: names the folder that hides one of them.
+        CommandError: a package is missing, or hidden by another; names the folder that hides it.
     """
     for name in ("stream", "envs"):
         spec = find_spec(name)

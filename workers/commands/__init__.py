@@ -1,4 +1,4 @@
-"""What an operator runs beside a run, one module or package per command of `penstock`.
+"""The operator commands of `penstock`, one module or package each.
 
 ::
 

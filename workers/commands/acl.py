@@ -17,11 +17,11 @@ def print_acl(target: str, roles: Sequence[str]) -> None:
     """Print one line for each role.
 
     Args:
-        target: the run's folder, its settings file or its name. The run need not have started.
-        roles: empty: all roles.
+        target: folder, settings file or name of the run. The run need not have started.
+        roles: the roles to print; empty: all.
 
     Raises:
-        SettingsError: the target cannot be the name of a run.
+        SettingsError: the target is not a valid run name.
     """
     file = find_settings_file(target)
     run = load_settings(file).run.name if file else _run_name(target)

@@ -36,21 +36,21 @@ _KINDS: Final[tuple[tuple[str, Registry[Any]], ...]] = (
     ("correction.weights", IMPORTANCE_LEVELS),
     ("correction.reject", REJECTIONS),
 )
-"""Registries, each with the settings key that selects from it."""
+"""Registries by the settings key that selects from each."""
 
 
 class AlgorithmEntry(Struct, kw_only=True):
-    """One function, as `--json` prints it."""
+    """One registered function, in the form of `--json`."""
 
     name: str
     options: dict[str, Any]
-    """Option names with their defaults; null where the settings have no table for this name."""
+    """Option names with their defaults; null if the settings have no table for this name."""
     formula: str
     source: str
 
 
 def show_algorithms(*, as_json: bool) -> None:
-    """Print all of them."""
+    """Print all entries of all registries."""
     found = {
         kind: [_entry(kind, registry[name]) for name in _names_in_settings_order(kind, registry)]
         for kind, registry in _KINDS
@@ -66,7 +66,7 @@ def show_algorithms(*, as_json: bool) -> None:
 
 
 def _print(console: Console, kind: str, entries: Mapping[str, list[str]]) -> None:
-    """Print one kind: names on the left, descriptions on the right."""
+    """Print the entries of one registry: names on the left, descriptions on the right."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="bold")
     grid.add_column()
@@ -92,7 +92,7 @@ def _preset_lines(preset: Preset) -> list[str]:
 
 
 def _names_in_settings_order(kind: str, registry: Registry[Any]) -> list[str]:
-    """Return the names in the order of the settings; for other registries, in their own order."""
+    """Return the names in the order of the settings; for registries without such an order, in their own order."""
     table = sections().get(kind.partition(".")[0], [])
     return [str(k.__struct_config__.tag) for k in table] if len(table) > 1 else list(registry)
 

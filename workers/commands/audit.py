@@ -25,13 +25,13 @@ from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
 
 _MAX_FINDINGS_SHOWN = 20
-"""Without `--all`."""
+"""Largest number of lost, and of twice counted, prompts that are printed without `--all`."""
 _MAX_AUDITS = 4
 _MAX_BROKEN_LINES_SHOWN = 5
 
 
 class RunFiles(Struct, frozen=True):
-    """The files of a run that an audit reads, besides a scan of the server."""
+    """The files of a run that an audit reads."""
 
     settings: Settings
     folder: Path
@@ -40,10 +40,10 @@ class RunFiles(Struct, frozen=True):
 
 
 def show_audit(target: str | None, redis: str, *, as_json: bool = False, show_all: bool = False) -> int:
-    """Print where each prompt ended. Returns the exit code: 1 if any is lost or counted twice.
+    """Print how many prompts ended where. Returns the exit code: 1 if any is lost or counted twice.
 
     Raises:
-        PenstockError: there is no such run, or its prompt file is gone.
+        PenstockError: there is no such run, or its prompt file is missing.
     """
     location = find_run(target, redis, must_have_begun=False)
     report = audit_run(location)
@@ -55,10 +55,10 @@ def show_audit(target: str | None, redis: str, *, as_json: bool = False, show_al
 
 
 def audit_run(location: RunLocation) -> AuditReport:
-    """Audit a running, stopped or finished run; from its files alone if there is no server.
+    """Audit a running, stopped or finished run; without a server, audit its files alone.
 
     Raises:
-        PenstockError: the run has neither a server nor files, or its prompt file is gone.
+        PenstockError: the run has neither a server nor files, or its prompt file is missing.
     """
     files = _read_run_files(location)
     if not location.url and not (files.folder / "redis").is_dir():
@@ -70,9 +70,9 @@ def audit_run(location: RunLocation) -> AuditReport:
 
 
 async def audit_until_stable(audit_once: Callable[[], Awaitable[AuditReport]]) -> AuditReport:
-    """Repeat an audit with findings until two in a row have the same ones.
+    """Repeat an audit until it is clean or has the same findings twice in a row, `_MAX_AUDITS` times at most.
 
-    In a running run, a prompt may move to an earlier stage while the scan passes it, and seem lost.
+    In a running run, a prompt that moves between stages during the scan may seem lost.
     """
     report = await audit_once()
     for _ in range(_MAX_AUDITS - 1):
@@ -110,7 +110,7 @@ def _read_run_files(location: RunLocation) -> RunFiles:
 
 
 def _audit_with_server(files: RunFiles, scan: RunScan) -> AuditReport:
-    """Audit with a scan of the server, and with checkpoint and ledger as they are after it."""
+    """Audit with a scan of the server; checkpoint and ledger are read after the scan."""
     checkpointed = _checkpointed_ledger_bytes(files.folder)
     lines, broken = read_ledger(_ledger_path(files))
     is_own_feeder = not scan.cursor or scan.cursor.isdecimal()
@@ -155,7 +155,7 @@ def _audit_without_server(files: RunFiles, reason: str) -> AuditReport:
 
 
 def _ledger_notes(files: RunFiles, checkpointed: int | None, broken: list[str]) -> list[str]:
-    """Return what is wrong with the ledger file."""
+    """Return the problems of the ledger file."""
     path = _ledger_path(files)
     size = path.stat().st_size if path.exists() else 0
     notes = broken[:_MAX_BROKEN_LINES_SHOWN]
@@ -196,7 +196,7 @@ def _print_report(run: str, report: AuditReport, show_all: bool) -> None:
 
 
 def verdict(report: AuditReport) -> str:
-    """Return one line that says whether the run is clean."""
+    """Return the result of the audit as one line."""
     if report.clean:
         return "clean: no prompt is lost or counted twice"
     return f"not clean: {len(report.lost):,} lost, {len(report.twice):,} counted twice"

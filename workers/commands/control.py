@@ -1,4 +1,4 @@
-"""`penstock pause`, `resume` and `stop`: control a run through its server, wherever its processes are."""
+"""`penstock pause`, `resume` and `stop`: control a run through its Redis server, from any machine."""
 
 import getpass
 import os
@@ -22,7 +22,7 @@ def send_command(command: ControlCommand, target: str | None, redis: str) -> Non
     """Send a command to a run and print the result.
 
     Raises:
-        PenstockError: there is no such run, it is not running, or the command would change nothing.
+        PenstockError: there is no such run, it is not running, or the command would have no effect.
     """
     location = find_run(target, redis)
     if not location.url:
@@ -41,7 +41,7 @@ def send_command(command: ControlCommand, target: str | None, redis: str) -> Non
 
 
 def operator_name() -> str:
-    """Return USER@HOST, which other operators see beside a command."""
+    """Return USER@HOST, which is shown to other operators beside a command."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container may run as a user id without a name

@@ -1,4 +1,4 @@
-"""`penstock dead`: list, show, retry or drop the entries that no worker could finish."""
+"""`penstock dead`: list, show, retry or drop entries that no worker could finish."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
@@ -70,7 +70,7 @@ def drop_dead(target: str | None, redis: str, ids: Sequence[str], *, as_json: bo
 
 
 def read_payload(letter: DeadLetter) -> dict[str, Any]:
-    """Return the content of a letter: its `record`, or why it is `unreadable` and how its bytes begin (`hex`)."""
+    """Decode a dead letter: `record`, or the error as `unreadable` with the first bytes as `hex`."""
     kind: type[Prompt | Group] = Prompt if letter.stage == "prompts" else Group
     try:
         return {"record": _to_plain(decode(letter.payload, kind))}
@@ -79,7 +79,7 @@ def read_payload(letter: DeadLetter) -> dict[str, Any]:
 
 
 def hex_dump(data: bytes) -> str:
-    """Return 16 bytes per line: offset, hexadecimal, printable characters."""
+    """Format bytes, 16 per line: offset, hexadecimal, printable characters."""
     lines = []
     for start in range(0, len(data), 16):
         part = data[start : start + 16]
@@ -95,7 +95,7 @@ def _with_connection(
 
 
 async def _select_letters(connection: RunConnection, ids: Sequence[str]) -> list[DeadLetter]:
-    """Return the letters with these ids; all of them if there are none."""
+    """Return the dead letters with these ids; no ids: all."""
     if not ids:
         view = await read_status(connection)
         return await list_dead_letters(connection, count=max(1, view.dead))
@@ -129,7 +129,7 @@ def _change_letters(
 
 
 def _metadata(letter: DeadLetter) -> dict[str, Any]:
-    """Return a letter without its payload."""
+    """Return the fields of a dead letter without its payload."""
     facts = {name: getattr(letter, name) for name in letter.__struct_fields__ if name != "payload"}
     return facts | {"died_at": _died_at(letter).isoformat(timespec="seconds")}
 

@@ -31,30 +31,30 @@ from workers.settings.engine import DNS_PREFIX
 
 _PROBE_TIMEOUT_S = 3.0
 _OPENER = build_opener(ProxyHandler({}))
-"""Without a proxy, as workers connect to engines."""
+"""Connects without a proxy, as workers do."""
 
 
 Source = Literal["settings", "dns", "operator"]
 
 
 class EngineReport(Struct, kw_only=True):
-    """One engine, as `--json` prints it."""
+    """One engine, in the form of `--json`."""
 
     url: str
     source: Source
-    """Who named it: the settings (or `penstock run`, which started it), a DNS name in them, or an operator."""
+    """Origin of the URL: the settings (or `penstock run`, which started it), a DNS name in them, or an operator."""
     removed: bool
-    """An operator removed it; it gets no requests, even if the settings name it."""
+    """Whether an operator removed the engine; then it gets no requests, even if the settings name it."""
     changed_by: str = ""
-    """Operator who added or removed it last; empty: none."""
+    """Last operator who added or removed the engine; empty: none."""
     changed_at: float | None = None
-    """Unix time of that in seconds, by the Redis server's clock."""
+    """Unix time of that change in seconds, by the Redis server's clock."""
     healthy: bool = False
-    """It answers this machine."""
+    """Whether the engine answers this machine."""
     error: str = ""
-    """Why it does not answer."""
+    """Why the engine does not answer; empty: it does."""
     policy_version: int | None = None
-    """Policy version of its weights; None if it has none or does not answer."""
+    """Policy version of the engine's weights; None if it has none or does not answer."""
 
 
 def list_engines(target: str | None, redis: str, *, as_json: bool = False) -> None:
@@ -80,7 +80,7 @@ def list_engines(target: str | None, redis: str, *, as_json: bool = False) -> No
 
 
 def change_engine(action: Literal["add", "remove"], url: str, target: str | None, redis: str, *, as_json: bool) -> None:
-    """Add an engine to a run or remove one, no matter who named it. Workers follow the change immediately.
+    """Add an engine to a run, or remove one of any origin. Workers follow the change immediately.
 
     Raises:
         SettingsError: the URL is invalid.
@@ -117,7 +117,7 @@ def change_engine(action: Literal["add", "remove"], url: str, target: str | None
 
 
 async def _engine_reports(location: RunLocation, overrides: list[EngineOverride]) -> list[EngineReport]:
-    """Return every named engine, removed ones included. A DNS name that does not resolve is listed as itself."""
+    """Return every known engine, removed ones included. A DNS name that does not resolve has its own entry."""
     last_override = {override.url: override for override in overrides}
     sources, unresolved = await _configured_engines(location)
     in_use = apply_engine_overrides(tuple(sources), overrides)
@@ -135,7 +135,7 @@ async def _engine_reports(location: RunLocation, overrides: list[EngineOverride]
 
 
 async def _no_engine_left(location: RunLocation, connection: RunConnection) -> bool:
-    """Return whether the run has no engine any more, as far as this machine knows."""
+    """Return whether the run has no engines left, as far as this machine can resolve their names."""
     try:
         sources, unresolved = await _configured_engines(location)
         left = unresolved or apply_engine_overrides(tuple(sources), await read_engine_overrides(connection))
@@ -145,7 +145,7 @@ async def _no_engine_left(location: RunLocation, connection: RunConnection) -> b
 
 
 async def _configured_engines(location: RunLocation) -> tuple[dict[str, Source], list[EngineReport]]:
-    """Return the engines that settings and `penstock run` name, and a DNS name that does not resolve."""
+    """Return the engines from the settings and from `penstock run`, and the DNS name if it does not resolve."""
     found: dict[str, Source] = {}
     if location.settings is None:
         return found, []
@@ -159,7 +159,7 @@ async def _configured_engines(location: RunLocation) -> tuple[dict[str, Source],
     name = normalize_engine_url(engine.dns, "engine.urls")
     try:
         resolved = await resolve_engines(name)
-    except (OSError, UnicodeError) as error:  # it may resolve where the workers are
+    except (OSError, UnicodeError) as error:  # the name may resolve on the workers' machines
         problem = f"the name does not resolve here: {error or 'no answer in time'}"
         return found, [EngineReport(url=name, source="dns", removed=False, error=problem)]
     for url in resolved:
@@ -168,7 +168,7 @@ async def _configured_engines(location: RunLocation) -> tuple[dict[str, Source],
 
 
 async def _probe(report: EngineReport) -> None:
-    """Fill in whether the engine answers, and the version of its weights."""
+    """Query the engine, and fill in its health and policy version."""
     try:
         await anyio.to_thread.run_sync(partial(_get, f"{report.url}/health"))
         report.healthy = True

@@ -1,4 +1,4 @@
-"""Printing of the operator commands: one line, or one JSON object."""
+"""Print the output of operator commands: a line of text, or a JSON value."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 def print_line(text: str) -> None:
-    """Print a line at once, also into a pipe."""
+    """Print a line and flush it, so that a reader of a pipe gets it immediately."""
     print(text, flush=True)  # noqa: T201  (this is the command's output)
 
 

@@ -21,10 +21,10 @@ _TRUNCATION_REASONS = frozenset(TruncationReason)
 
 
 class StageReport(Struct, kw_only=True):
-    """One stage, as `--json` prints it."""
+    """One stage, in the form of `--json`."""
 
     depth: int
-    """Unfinished entries; in `scored`, without those that are trained and wait for a checkpoint."""
+    """Unfinished entries; in `scored`, without trained entries that wait for a checkpoint."""
     claimed: int
     delayed: int
     lag: int
@@ -34,14 +34,14 @@ class StageReport(Struct, kw_only=True):
 
 
 class EvaluationReport(Struct, kw_only=True):
-    """The running evaluation, or the last one, as `--json` prints it."""
+    """The running evaluation, or the last one, in the form of `--json`."""
 
     stages: dict[str, StageReport]
     version: int
     step: int
     prompts: int
     open: int
-    """Prompts that are not sampled and scored yet."""
+    """Prompts not yet sampled and scored."""
     dead: int
     under_way: bool
     result: dict[str, Any]
@@ -63,22 +63,22 @@ class QueueReport(Struct, kw_only=True):
     outstanding: int
     """Unfinished prompts: `fed = trained + dropped + dead + outstanding`."""
     groups_outstanding: int
-    """Outstanding groups, which `capacity` bounds."""
+    """Outstanding groups, at most `capacity`."""
     capacity: int | None
     """Largest number of outstanding groups; None if unknown."""
     version: int
     step: int
     dead_letters: int
-    """Entries of unknown origin included."""
+    """Dead letters, including entries of unknown origin."""
     duplicates: int
     cancelled: int
-    """Attempts that were cancelled because they were stale (`pacing.stale_policy = "cancel"`)."""
+    """Attempts cancelled because they were stale (`pacing.stale_policy = "cancel"`)."""
     rows: dict[str, int]
-    """Completions of the last step by state: `valid`, or the reason why not."""
+    """Completions of the last step by state: `valid`, or why they are invalid."""
     truncated: dict[str, int]
     """Truncated completions of the last step by reason, trained or not."""
     finished: str
-    """Why the run has finished; empty: it has not."""
+    """Reason why the run has finished; empty: it has not."""
     paused_by: str
     """Operator who paused the run; empty: it is not paused."""
     paused_at: float | None
@@ -88,7 +88,7 @@ class QueueReport(Struct, kw_only=True):
 
 
 def show_queues(target: str | None, redis: str, *, as_json: bool = False, watch: bool = False) -> None:
-    """Print where a run's prompts are, once or every second.
+    """Print the number of prompts in each stage of a run, once or every second.
 
     Raises:
         PenstockError: there is no such run.
@@ -111,7 +111,7 @@ def show_queues(target: str | None, redis: str, *, as_json: bool = False, watch:
 
 
 def queue_report(run: str, status: RunStatus) -> QueueReport:
-    """Return the status of a run for programs."""
+    """Return the status of a run in the form of `--json`."""
     return QueueReport(
         run=run,
         at=status.now_ms / 1000,
@@ -167,7 +167,7 @@ def _evaluation_report(status: EvaluationStatus) -> EvaluationReport:
 
 
 def render_queues(run: str, status: RunStatus) -> RenderableType:
-    """Return the status of a run for people."""
+    """Return the status of a run as a terminal table."""
     report = queue_report(run, status)
     quiet = "bright_black"
     head = Text.assemble(
@@ -222,7 +222,7 @@ def _counts_with_prefix(status: RunStatus, prefix: str) -> dict[str, int]:
 
 
 def _consumer_table(report: QueueReport) -> list[RenderableType]:
-    """Return how many entries of each stage each worker holds."""
+    """Return a table of the entries that each worker holds, by stage."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for name, stage in (report.stages | (report.evaluation.stages if report.evaluation else {})).items():
         for consumer, count in sorted(stage.consumers.items()):

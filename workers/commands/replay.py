@@ -24,16 +24,16 @@ def show_replay(target: str | None, *, as_json: bool = False, command: Sequence[
     """Replay a run and print the comparison. Returns the exit code: 1 if the weights differ.
 
     Args:
-        target: the run's folder, settings file or name.
+        target: folder, settings file or name of the run.
         as_json: print one JSON object.
-        command: the command line of this process, to start further ranks with.
+        command: command line that starts each further rank.
 
     Raises:
         PenstockError: there is no such run, or groups are missing from its archive or were changed.
     """
     rank, world_size = rank_and_world_size()
     if world_size > 1:
-        die_with_parent(os.getppid())  # each rank has its own session, so nothing else would end it
+        die_with_parent(os.getppid())  # each rank has its own session, so no signal to the parent's group ends it
     if rank:
         from workers.train.rank_control.follower import run_follower
 
@@ -91,4 +91,4 @@ def _print_checkpoint(match: CheckpointMatch) -> None:
 
 
 def _ignore_checkpoint(_: CheckpointMatch) -> None:
-    """With `--json` all matches are part of the object at the end."""
+    """Print nothing: with `--json`, the final object contains all matches."""

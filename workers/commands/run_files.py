@@ -13,7 +13,7 @@ def saved_settings(location: RunLocation, command: str) -> tuple[Settings, Path]
 
     Args:
         location: the run.
-        command: what needs the files; for the error message.
+        command: name of the command that needs the files, for the error message.
 
     Raises:
         PenstockError: only the run's server is known.

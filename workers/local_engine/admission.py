@@ -1,4 +1,4 @@
-"""The queue of waiting requests, and the prefill of their prompts, which reuses cached keys and values."""
+"""The queue of waiting requests. Admission prefills their prompts and reuses cached keys and values."""
 
 from collections import deque
 from itertools import islice
@@ -10,22 +10,22 @@ from workers.local_engine.prefix_cache import PrefixCache
 from workers.local_engine.slot_model import SlotModel
 
 _RUNNING_PER_WAITING, _MAX_DEFERRED_STEPS = 8, 3
-"""A prefill costs about one decode step, for one request as for ten. So it is deferred, for a few steps at most, while
-fewer than one request waits for every eight running ones."""
+"""A prefill costs about one decode step, no matter whether for one request or for ten. It is therefore deferred, by
+three steps at most, while fewer than one request waits for every eight running sequences."""
 
 
 class AdmissionQueue:
     """Waiting requests, admitted in batches.
 
     Args:
-        model: running sequences occupy its slots from 0 on.
-        prefix_cache: finished sequences that a prompt may begin with.
-        max_running: sequences that can run together.
+        model: the model; running sequences occupy its first slots.
+        prefix_cache: finished sequences that may be a prefix of a prompt.
+        max_running: largest number of running sequences.
     """
 
     def __init__(self, model: SlotModel, prefix_cache: PrefixCache, max_running: int) -> None:
         self.waiting: deque[Generation] = deque()
-        """In order of arrival."""
+        """Requests in order of arrival."""
         self.tokens_prefilled = 0
         self._model = model
         self._prefix_cache = prefix_cache
@@ -45,10 +45,10 @@ class AdmissionQueue:
         return waiting * _RUNNING_PER_WAITING >= running or self._deferred_steps > _MAX_DEFERRED_STEPS
 
     def admit(self, running: list[Generation], version: str) -> torch.Tensor:
-        """Move waiting requests to the running ones, and compute the keys and values of their prompts.
+        """Start waiting requests: compute the keys and values of their prompts.
 
         Args:
-            running: running sequences; the admitted ones are appended.
+            running: running sequences; the admitted requests are appended.
             version: name of the weights.
 
         Returns:
@@ -66,7 +66,7 @@ class AdmissionQueue:
         sources = {key: self._cached_prefix(g, running) for key, g in unique.items()}
         fresh = sorted(
             unique.values(), key=lambda g: g.prompt_length - sources[g.prompt_key][1]
-        )  # similar lengths together
+        )  # similar lengths share a pass, with little padding
         known = [sources[g.prompt_key][1] for g in fresh]
         rows = {g.prompt_key: row for row, g in enumerate(fresh)}
         for g, length in zip(fresh, known, strict=True):
@@ -76,7 +76,7 @@ class AdmissionQueue:
         self.tokens_prefilled += sum(g.prompt_length for g in fresh) - sum(known)
         for row, g in enumerate(copies, start=first + len(fresh)):
             self._model.copy_slot(first + rows[g.prompt_key], row, g.prompt_length)
-        for _ in range(count):  # last, so that after an error every request is still in one of the lists
+        for _ in range(count):  # last, so that no request is lost after an error
             self.waiting.popleft()
         running += fresh + copies
         if copies:
@@ -84,9 +84,9 @@ class AdmissionQueue:
         return logits_BV
 
     def _cached_prefix(self, g: Generation, running: list[Generation]) -> tuple[int, int]:
-        """Return a slot that holds the beginning of a prompt, and its length.
+        """Return a slot that holds a prefix of a prompt, and the length of the prefix.
 
-        At least one token is left to be computed, since its logits are needed.
+        The prefix excludes the prompt's last token, which must be computed for its logits.
         """
         for row, sibling in enumerate(running):
             if sibling.prompt_key == g.prompt_key and not sibling.has_stale_kv:

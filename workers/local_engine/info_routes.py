@@ -1,4 +1,4 @@
-"""Routes that every model server has: health, metrics, model name and version."""
+"""Routes of every model server: health, metrics, model name and version."""
 
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
@@ -11,23 +11,23 @@ from workers.local_engine.model_thread import ModelThread
 from workers.runtime.http_server import error_response
 
 MAX_WAITING = 4096
-"""Requests that may wait for the model's thread; further ones are answered with 429."""
+"""Largest number of requests that wait for the model's thread; further requests get status 429."""
 
 _VERSION = version("penstock")
 _encoder = msgspec.json.Encoder()
 
 Metric = tuple[str, str, float]
-"""Name (the same as vLLM's), Prometheus type, value."""
+"""(name, Prometheus type, value); names are the same as vLLM's."""
 
 
 class InfoRoutes:
-    """Handlers that change nothing.
+    """Handlers of read-only routes.
 
     Args:
-        model_thread: does the server's work.
-        read_metrics: returns the current values.
+        model_thread: thread that runs the model.
+        read_metrics: returns the current metrics.
         model_name: name of the model in `/v1/models`.
-        max_length: tokens of a sequence.
+        max_length: largest number of tokens in a sequence.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class InfoRoutes:
         self._max_length = max_length
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the routes, to be added to an application."""
+        """Return the routes for an application."""
         return [
             web.get("/health", self.health),
             web.get("/metrics", self.metrics),
@@ -52,13 +52,13 @@ class InfoRoutes:
         ]
 
     def overload_response(self) -> web.Response | None:
-        """Return the response to one request more if too many wait, else None."""
+        """Return a response with status 429 if `MAX_WAITING` requests wait, else None."""
         if self._model_thread.waiting < MAX_WAITING:
             return None
         return error_response(429, f"{MAX_WAITING} requests are waiting")
 
     async def health(self, _: web.Request) -> web.Response:
-        """Answer 200 as long as the thread works, then 503 with its error."""
+        """Answer 200 while the thread works; 503 with the error after it failed."""
         failure = self._model_thread.failure
         if failure is None:
             return web.Response()
@@ -70,7 +70,7 @@ class InfoRoutes:
         return web.Response(text="".join(lines))
 
     async def models(self, _: web.Request) -> web.Response:
-        """List the one model."""
+        """List the served model."""
         model = {
             "id": self._model_name,
             "object": "model",

@@ -1,7 +1,7 @@
 """Keys and values of all sequences in preallocated slots, behind transformers' `Cache` interface.
 
-Position-major memory, `[slot, position, head, channel]` per layer: writing one token of many rows is one `index_copy_`,
-moving a sequence one contiguous copy, and reading the first n slots up to the longest sequence is a view.
+Each layer has the layout `[slot, position, head, channel]`: writing one token of many rows is one `index_copy_`, moving
+a sequence is one contiguous copy, and reading the first n slots up to the longest sequence is a view.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ class SlotKVCache(Cache):  # type: ignore[misc]
     """A fixed number of slots, each for one sequence of at most `max_length` tokens.
 
     `begin_pass` selects the slots of a forward pass; then each attention layer calls `update`, which writes the new
-    keys and values and returns those of the selected slots.
+    keys and values and returns all keys and values of the selected slots.
     """
 
     def __init__(self, slots: int, max_length: int) -> None:
@@ -38,14 +38,14 @@ class SlotKVCache(Cache):  # type: ignore[misc]
             max_length: number of positions to read.
             slot_mapping: `slot * capacity + position` of each new token, in the order of the batch, where `capacity` is
                 the length of a slot.
-            unpadded: indices of the batch's real tokens among all (rows x columns); None if there is no padding.
+            unpadded: flat indices (rows x columns) of the tokens that are not padding; None if there is no padding.
         """
         self._rows, self._pass_length, self._slot_mapping, self._unpadded = rows, max_length, slot_mapping, unpadded
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write states [row, head, column, channel], and return those of the selected slots."""
+        """Write states [row, head, column, channel] of new tokens, and return all states of the selected slots."""
         if layer_idx == len(self._keys):
             self._keys.append(self._allocate(key_states))
             self._values.append(self._allocate(value_states))
@@ -63,20 +63,20 @@ class SlotKVCache(Cache):  # type: ignore[misc]
             layer[target, :length] = layer[source, :length]
 
     def clear_slot(self, slot: int) -> None:
-        """Zero a slot, because masked positions are multiplied by 0, which keeps a NaN."""
+        """Zero a slot that may hold NaN: masked positions are multiplied by 0, which keeps NaN."""
         for layer in (*self._keys, *self._values):
             layer[slot].zero_()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """Return 0: models call this, but positions and mask are always passed explicitly."""
+        """Return 0. Models call this, but positions and mask are always passed explicitly."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
-        """Return the number of keys that the next pass sees, and the position of the first."""
+        """Return the number of keys in the next pass, and the position of the first key."""
         return self._pass_length, 0
 
     def _allocate(self, states_BHTC: Tensor) -> Tensor:
-        """Allocate one layer; numpy's zeros take no memory before they are written."""
+        """Allocate one layer. Zeros from numpy take no physical memory until written."""
         _, heads, _, channels = states_BHTC.shape
         count = self._slots * self._max_length * heads * channels
         memory = torch.from_numpy(np.zeros(count * states_BHTC.element_size(), dtype=np.uint8))

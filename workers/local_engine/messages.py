@@ -11,7 +11,7 @@ from workers.local_engine.stop_strings import make_matcher
 
 
 class Generation:
-    """One request while it waits and runs. The generation thread owns it until `wake` is called on the event loop."""
+    """A waiting or running request. The generation thread owns it until `wake` is called on the event loop."""
 
     __slots__ = (
         "_version_starts",
@@ -70,9 +70,9 @@ class Generation:
         """The prompt, then the sampled tokens."""
         self.logprobs: list[float] = []
         self.top_logprobs: list[list[TokenLogprob]] = []
-        """For each sampled token, if the request asks for them."""
+        """Most probable tokens at each sampled token, if the request wants them."""
         self.max_length = min(len(prompt) + params.max_tokens, max_length)
-        """Length of `tokens` at which it ends."""
+        """Length of `tokens` at which the request ends."""
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.stop_matcher = make_matcher(tokenizer, prompt, params.stop)
         self.rng = Random(params.seed) if params.seed is not None else Random()
@@ -82,7 +82,7 @@ class Generation:
         self.error: EngineError | None = None
         self.wake = wake
         self.has_stale_kv = False
-        """Some of its keys and values were computed with earlier weights."""
+        """Whether some cached keys and values were computed with earlier weights."""
         self._version_starts: list[tuple[str, int]] = []
 
     @property
@@ -92,7 +92,7 @@ class Generation:
 
     @property
     def cached_length(self) -> int:
-        """Tokens whose keys and values are in the cache while it runs: all but the last one."""
+        """Number of tokens in the KV cache while the request runs: all but the last one."""
         return len(self.tokens) - 1
 
     @property
@@ -101,7 +101,7 @@ class Generation:
         return self.stop_token_ids if len(self.logprobs) < self.params.min_tokens else frozenset()
 
     def begin_version(self, version: str) -> None:
-        """Attribute the tokens from the next one on to this version of the weights."""
+        """Attribute the next token and all later ones to this version of the weights."""
         start = len(self.tokens) - self.prompt_length
         if self._version_starts and self._version_starts[-1][1] == start:
             self._version_starts.pop()
@@ -109,7 +109,7 @@ class Generation:
             self._version_starts.append((version, start))
 
     def append_token(self, token: int, logprob: float, top_logprobs: list[TokenLogprob]) -> bool:
-        """Append a sampled token. Returns whether it was the last one."""
+        """Append a sampled token. Returns whether the request has finished."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.top_logprobs.append(top_logprobs)
@@ -130,13 +130,13 @@ class Generation:
 
 
 class ModelCommand:
-    """A function to call on the generation thread between two steps; a control route waits for its result."""
+    """A function that the generation thread calls between two steps; a control route waits for the result."""
 
     __slots__ = ("action", "error", "wake")
 
     def __init__(self, action: Callable[["ModelCommand"], bool], wake: Callable[[], None]) -> None:
         self.action = action
-        """Returns whether the command is complete; if not, the scheduler completes it later."""
+        """Function that returns whether the command is complete; if not, the scheduler completes it later."""
         self.wake = wake
         self.error: EngineError | None = None
 

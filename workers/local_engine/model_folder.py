@@ -1,4 +1,4 @@
-"""Loads a complete model from a folder in Hugging Face format, or fails."""
+"""Load a model from a folder in Hugging Face format; an incomplete folder is an error."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -15,16 +15,16 @@ MODEL_CLASSES: Final = {
     "sequence classifier": AutoModelForSequenceClassification,
 }
 _MAX_LISTED: Final = 3
-"""Missing weights that a message lists."""
+"""Largest number of missing weights that an error message lists."""
 
 
 def load_model(folder: Path, kind: str, dtype: torch.dtype, **options: Any) -> Any:
     """Load a model onto the CPU, in evaluation mode.
 
     Args:
-        folder: has `config.json` and weights.
+        folder: folder with `config.json` and weights.
         kind: one of `MODEL_CLASSES`.
-        dtype: of the weights.
+        dtype: data type of the weights.
         options: further arguments of transformers' `from_pretrained`.
 
     Raises:

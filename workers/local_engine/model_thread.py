@@ -25,61 +25,61 @@ from stream.errors import EngineError
 log = structlog.get_logger()
 
 _FAILURE_REPLY_S = 1.0
-"""For waiting requests to be answered after a failure, before the server ends."""
+"""Seconds between a failure and the exit of the server, in which waiting requests get their errors."""
 
 
 class ThreadMessage(Protocol):
-    """Work for the thread, with its result. The thread owns it until `wake` is called."""
+    """A piece of work for the thread, with its result. The thread owns it until `wake` is called."""
 
     error: EngineError | None
-    """Why there is no result."""
+    """Why the message has no result; None: it has one, or is not finished."""
 
     @property
     def wake(self) -> Callable[[], None]:
-        """Wakes the request that waits for it; called on the event loop."""
+        """Function that wakes the waiting request; called on the event loop."""
 
 
 Message = TypeVar("Message", bound=ThreadMessage)
 
 
 class ModelThread(ABC, Generic[Message]):
-    """Works on the messages in its mailbox until it is stopped or fails.
+    """Processes the messages in its mailbox until it is stopped or fails.
 
-    Subclasses implement one step of the work. Only `submit`, `stop` and the counters are for other threads.
+    Subclasses implement one step of the work. Other threads may use only `submit`, `stop` and the counters.
 
     Args:
-        deliver: hands finished messages to the event loop, which calls `wake` on each; one call for many.
-        on_failure: called once, when the work has failed and will not go on.
+        deliver: passes a batch of finished messages to the event loop, which calls `wake` on each.
+        on_failure: called once, when the work has failed for good.
     """
 
     activity: ClassVar[str]
-    """What the thread does, in error messages: `generation`."""
+    """Name of the thread's work in error messages, for example `generation`."""
 
     def __init__(self, deliver: Callable[[list[Message]], object], on_failure: Callable[[], object]) -> None:
         self.failure: Exception | None = None
-        """What ended the work."""
+        """The error that ended the work; None: it has not failed."""
         self._deliver = deliver
         self._on_failure = on_failure
         self._mailbox: SimpleQueue[Message | None] = SimpleQueue()
-        """None wakes the thread up to see that it is to stop."""
+        """Incoming messages; None wakes the thread so that it notices `stop`."""
         self._stopping = False
 
     @property
     @abstractmethod
     def waiting(self) -> int:
-        """Requests that have not been started."""
+        """Number of requests that have not been started."""
 
     def submit(self, message: Message) -> None:
-        """Put a message into the mailbox."""
+        """Put a message into the mailbox. Thread-safe."""
         self._mailbox.put(message)
 
     def stop(self) -> None:
-        """Make `run` return soon; unfinished messages get an error."""
+        """Make `run` return after its current step; unfinished messages get an error. Thread-safe."""
         self._stopping = True
         self._mailbox.put(None)
 
     def run(self, threads: int) -> None:
-        """Work until `stop`; the body of the thread.
+        """Process messages until `stop`; the body of the thread.
 
         Args:
             threads: number of torch threads.
@@ -89,7 +89,7 @@ class ModelThread(ABC, Generic[Message]):
             with torch.inference_mode():
                 while not self._stopping:
                     self.step()
-        except Exception as error:  # of any kind: /health reports it, and no request may wait forever
+        except Exception as error:  # any error: /health must report it, and no request may wait forever
             log.exception("engine.failed")
             self.failure = error
             self._on_failure()
@@ -101,14 +101,14 @@ class ModelThread(ABC, Generic[Message]):
 
     @abstractmethod
     def step(self) -> None:
-        """Do the next piece of work; wait for a message if there is none."""
+        """Do the next piece of work; block until a message arrives if there is none."""
 
     @abstractmethod
     def _take_unfinished(self) -> list[Message]:
-        """Give up all messages that are not finished; those in the mailbox may be left there."""
+        """Remove and return all unfinished messages; messages in the mailbox may stay there."""
 
     def _reject(self, messages: Sequence[Message | None], error: EngineError) -> None:
-        """Answer these messages, and all in the mailbox, with an error."""
+        """Finish these messages, and all in the mailbox, with an error."""
         rejected = [message for message in messages if message is not None]
         while not self._mailbox.empty():
             if (message := self._mailbox.get()) is not None:
@@ -120,7 +120,7 @@ class ModelThread(ABC, Generic[Message]):
 
 
 class LoopBridge:
-    """The event loop's end of a `ModelThread`; made on the loop, `deliver` and `fail` are called by the thread."""
+    """Connects a `ModelThread` to the event loop. Create it on the loop; the thread calls `deliver` and `fail`."""
 
     def __init__(self) -> None:
         self._loop: Any = anyio.lowlevel.current_token().native_token  # from_thread.run would block until it ran
@@ -135,10 +135,10 @@ class LoopBridge:
         self._loop.call_soon_threadsafe(self._failed.set)
 
     async def wait_failed(self, thread: ModelThread[Any]) -> NoReturn:
-        """Wait until the thread has failed and its requests have been answered.
+        """Wait until the thread has failed, and give its requests time to be answered.
 
         Raises:
-            EngineError: it has failed.
+            EngineError: the thread has failed.
         """
         await self._failed.wait()
         await anyio.sleep(_FAILURE_REPLY_S)
@@ -147,10 +147,10 @@ class LoopBridge:
 
 @asynccontextmanager
 async def run_model_thread(thread: ModelThread[Any], threads: int) -> AsyncIterator[None]:
-    """Run the thread as long as the context is open.
+    """Run the thread while the context is open.
 
     Args:
-        thread: what to run.
+        thread: the thread to run.
         threads: number of torch threads.
     """
     async with anyio.create_task_group() as tasks:

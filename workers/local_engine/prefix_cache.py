@@ -1,4 +1,4 @@
-"""Finds finished sequences whose keys and values are still in the cache, for the next turn of an episode."""
+"""Finds finished sequences whose keys and values are still cached, for the next turn of an episode."""
 
 from collections import OrderedDict
 
@@ -6,10 +6,10 @@ _TOKEN_BYTES = 4
 
 
 class PrefixCache:
-    """Maps token sequences to cache slots, least recently used first out; it holds no keys and values itself.
+    """Maps token sequences to cache slots and evicts the least recently used; the tensors are in `SlotKVCache`.
 
     Args:
-        slots: the slots for finished sequences.
+        slots: slots for finished sequences.
     """
 
     def __init__(self, slots: range) -> None:
@@ -17,7 +17,7 @@ class PrefixCache:
         self._cached: OrderedDict[int, bytes] = OrderedDict()
 
     def longest_match(self, tokens: bytes) -> tuple[int, int] | None:
-        """Return the slot with the longest sequence that `tokens` begins with, and its number of tokens."""
+        """Return the slot of the longest sequence that is a prefix of `tokens`, and its length in tokens."""
         slots = [slot for slot, cached in self._cached.items() if tokens.startswith(cached)]
         if not slots:
             return None
@@ -26,10 +26,10 @@ class PrefixCache:
         return best, len(self._cached[best]) // _TOKEN_BYTES
 
     def reserve(self, tokens: bytes) -> int | None:
-        """Reserve a slot for a finished sequence; evicts the least recently used one. None if it is cached already.
+        """Reserve a slot for a finished sequence, if necessary by an eviction. None: the sequence is already cached.
 
         Args:
-            tokens: the sequence as int32 in bytes.
+            tokens: bytes of the sequence as int32.
         """
         if tokens in self._cached.values():
             return None

@@ -1,4 +1,4 @@
-"""Samples one token per row, with its log-prob under the distribution that it was sampled from."""
+"""Sample one token per row, with its log-prob under the distribution that it was sampled from."""
 
 from collections.abc import Collection, Sequence
 from random import Random
@@ -15,9 +15,9 @@ class Sample(NamedTuple):
 
     token_ids: list[int]
     logprobs: list[float]
-    """Not finite if the logits were not."""
+    """Log-prob of each token; not finite if the logits are not."""
     top_logprobs: list[list[TokenLogprob]]
-    """For each row the most probable tokens, as many as it asks for, most probable first."""
+    """The most probable tokens of each row, in descending order; their number is a sampling parameter of the row."""
 
 
 def sample(
@@ -28,8 +28,8 @@ def sample(
 ) -> Sample:
     """Sample one token per row.
 
-    Each row takes one number from its own generator, so that a request with a seed samples the same tokens in any
-    batch; the token is where the cumulative distribution passes that number.
+    Each row draws one number from its own generator, so that a request with a seed samples the same tokens in any
+    batch; the sampled token is where the cumulative distribution exceeds that number.
 
     Args:
         logits_BV: float32 logits.
@@ -38,8 +38,9 @@ def sample(
         banned_tokens: tokens that each row may not sample; empty: none in any row.
 
     Returns:
-        Tokens and their log-probs: of (logits + bias) / temperature without banned tokens, renormalized over what
-        min-p, top-k and top-p leave. With temperature 0, the most probable token with its log-prob at temperature 1.
+        Tokens and their log-probs. The distribution is the softmax of (logits + bias) / temperature without banned
+        tokens, truncated by min-p, top-k and top-p, and renormalized. Temperature 0 returns the most probable token
+        with its log-prob at temperature 1.
     """
     if any(banned_tokens) or any(p.logit_bias for p in params):
         logits_BV = logits_BV.clone()
@@ -56,7 +57,7 @@ def sample(
     cumulated_BV = logprobs_BV.exp().cumsum(dim=-1, dtype=torch.float64)
     total = cumulated_BV[:, -1:]
     draws = torch.tensor([r.random() for r in rngs], dtype=torch.float64)[:, None] * total
-    draws = torch.minimum(draws, torch.nextafter(total, torch.zeros_like(total)))  # the product may be rounded up to it
+    draws = torch.minimum(draws, torch.nextafter(total, torch.zeros_like(total)))  # the product may round up to `total`
     ids = torch.searchsorted(cumulated_BV, draws, right=True).clamp_(max=logits_BV.shape[1] - 1)
     greedy = [p.temperature == 0 for p in params]
     if any(greedy):

@@ -1,8 +1,8 @@
 """Continuous batching: the model's thread repeats *admit, prefill, decode one token for all, sample, finish*.
 
-Running sequences always occupy slots 0 .. n-1 of the cache, so that a decode step reads one contiguous slice; when one
-finishes, the last one moves into its slot. Slots from `max_batch` on keep finished sequences: the next turn of an
-episode begins with one of them, and the siblings of a group share a prompt, so most of a prefill is a copy.
+Running sequences always occupy slots 0 .. n-1 of the cache, so that a decode step reads one contiguous slice; when a
+sequence finishes, the last one moves into its slot. Slots from `max_batch` on hold finished sequences. The next turn of
+an episode extends one of them, and the siblings of a group share a prompt, so most of a prefill is a copy.
 """
 
 import math
@@ -32,8 +32,8 @@ class Scheduler(ModelThread[EngineMessage]):
     """The generation loop and its state.
 
     Args:
-        model: with twice as many slots as `max_batch`; used by this thread alone.
-        max_batch: sequences decoded together.
+        model: the model, with twice as many slots as `max_batch`; no other thread may run it.
+        max_batch: largest number of sequences decoded together.
         deliver: see `ModelThread`.
         on_failure: see `ModelThread`.
     """
@@ -66,32 +66,32 @@ class Scheduler(ModelThread[EngineMessage]):
 
     @property
     def running(self) -> int:
-        """Sequences that are being decoded."""
+        """Number of sequences that are being decoded."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Requests that have not been started."""
+        """Number of requests that have not been started."""
         return len(self._admission.waiting) + self._mailbox.qsize()
 
     @property
     def tokens_prefilled(self) -> int:
-        """Prompt tokens that went through the model; those found in the cache are not counted."""
+        """Prompt tokens that the model has processed, without tokens found in the cache."""
         return self._admission.tokens_prefilled
 
     @property
     def kv_cache_usage(self) -> float:
-        """Fraction of the running slots' positions that is in use."""
+        """Fraction of the positions in the slots for running sequences that is in use."""
         return sum(g.cached_length for g in list(self._running)) / (self._max_batch * self._model.max_length)
 
     def abort(self, generation: Generation) -> None:
-        """Stop working on a request whose client has gone."""
+        """Abort a request whose client has disconnected."""
         self.submit(ModelCommand(lambda _: self._abort(generation), _ignore))
 
     # The generation thread.
 
     def step(self) -> None:
-        """Read the mailbox, generate one token for every running sequence, deliver what is finished."""
+        """Read the mailbox, generate one token for every running sequence, and deliver finished messages."""
         self._read_mailbox()
         if self.state == "draining" and not self._running:
             self._complete_pauses()
@@ -102,7 +102,7 @@ class Scheduler(ModelThread[EngineMessage]):
             self._deliver(finished)
 
     def _read_mailbox(self) -> None:
-        """Empty the mailbox; wait for a message if there is nothing else to do."""
+        """Receive all messages in the mailbox; block until one arrives if there is nothing else to do."""
         if self.state == "paused" or (self.state == "running" and not self._running and not self._admission.waiting):
             self._receive(self._mailbox.get())
         while True:
@@ -150,7 +150,7 @@ class Scheduler(ModelThread[EngineMessage]):
             self._finish(row)
 
     def _finish(self, row: int) -> None:
-        """Remove a running sequence, keep its KV for later prompts, and move the last one into its slot."""
+        """Remove a running sequence, cache its keys and values, and move the last sequence into its slot."""
         generation = self._running[row]
         if generation.error is None and not generation.has_stale_kv:
             slot = self._prefix_cache.reserve(array("i", generation.tokens[:-1]).tobytes())
@@ -182,9 +182,9 @@ class Scheduler(ModelThread[EngineMessage]):
         """Stop decoding between two tokens.
 
         Args:
-            mode: `keep` freezes the running sequences, `wait` lets them end first, `abort` ends them now.
-            command: answered once decoding has stopped.
-            keep_kv_cache: new weights leave the keys and values of running sequences as they are.
+            mode: `keep` freezes the running sequences, `wait` lets them finish first, `abort` aborts all requests.
+            command: the message to answer once decoding has stopped.
+            keep_kv_cache: keep the keys and values of running sequences when new weights arrive.
         """
         self._keep_kv_cache = keep_kv_cache
         if self.state == "paused":
@@ -202,13 +202,13 @@ class Scheduler(ModelThread[EngineMessage]):
         return True
 
     def _complete_pauses(self) -> None:
-        """Enter the state `paused`, and answer everyone who waits for it."""
+        """Enter the state `paused`, and answer all pending pause commands."""
         self.state = "paused"
         self._finished += self._pending_pauses
         self._pending_pauses = []
 
     def resume(self) -> bool:
-        """Decode again. Refused between `update_weights` and `finish_weight_update`: the weights have no name yet."""
+        """Resume decoding. Refused between `update_weights` and `finish_weight_update`: the weights are unnamed."""
         if self._update_state == "updated":
             raise EngineRefusedError(f"weights were updated but not finished; the order is {UPDATE_SEQUENCE}")
         self._update_state = "none"
@@ -217,7 +217,7 @@ class Scheduler(ModelThread[EngineMessage]):
         return True
 
     def start_weight_update(self) -> bool:
-        """Begin an update; also after one that failed."""
+        """Begin an update; allowed again after a failed update."""
         if self.state != "paused":
             raise EngineRefusedError(f"start_weight_update while not paused; the order is {UPDATE_SEQUENCE}")
         if self._update_state == "none":
@@ -253,4 +253,4 @@ class Scheduler(ModelThread[EngineMessage]):
 
 
 def _ignore() -> None:
-    """Wake nobody."""
+    """Do nothing: no request waits for the command."""

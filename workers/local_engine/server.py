@@ -1,4 +1,4 @@
-"""The local engine's HTTP routes, the same as vLLM's, in front of the generation thread."""
+"""HTTP routes of the local engine, compatible with vLLM's."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -51,9 +51,9 @@ async def serve_local_engine(
     Args:
         model_path: model folder in Hugging Face format.
         host: address to listen on.
-        port: 0 for a free one.
-        max_batch: sequences decoded together.
-        max_length: tokens of a sequence, prompt included.
+        port: port to listen on; 0: any free port.
+        max_batch: largest number of sequences decoded together.
+        max_length: largest number of tokens in a sequence, prompt included.
         threads: number of torch threads.
         dtype: `float32` or `bfloat16`.
         ready: called with the URL once the server listens.
@@ -80,9 +80,9 @@ class EngineRoutes:
 
     Args:
         scheduler: runs the requests.
-        model: read for its limits only.
+        model: only its limits are read.
         model_name: name of the model in `/v1/models`.
-        tokenizer: of the model, for stop strings; None if it has none.
+        tokenizer: tokenizer of the model, for stop strings; None if it has none.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class EngineRoutes:
         return json_response(build_response(request, g.sampled, g.logprobs, reason, g.version_spans(), g.top_logprobs))
 
     async def is_paused(self, _: web.Request) -> web.Response:
-        """Tell whether decoding is paused or about to pause."""
+        """Return whether decoding is paused or about to pause."""
         return json_response({"is_paused": self._scheduler.state != "running"})
 
     async def weight_info(self, _: web.Request) -> web.Response:
@@ -167,7 +167,7 @@ class EngineRoutes:
         return await self._run_command(lambda _: self._scheduler.resume())
 
     async def init_weight_transfer_engine(self, http: web.Request) -> web.Response:
-        """Accept the call and do nothing: weights arrive as files."""
+        """Accept the call without effect: weights arrive as files."""
         await http.read()
         return json_response({})
 
@@ -189,7 +189,7 @@ class EngineRoutes:
         return await self._run_command(lambda _: self._scheduler.update_weights(path))
 
     async def server_info(self, _: web.Request) -> web.Response:
-        """Return the weight-transfer backend in the place where vLLM reports it."""
+        """Return the weight-transfer backend in the same field as vLLM."""
         return json_response({"vllm_config": {"weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND}}})
 
     async def finish_weight_update(self, http: web.Request) -> web.Response:

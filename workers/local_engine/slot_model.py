@@ -1,4 +1,4 @@
-"""A Hugging Face causal model that extends many sequences together, each in its own slot of the cache."""
+"""A Hugging Face causal model that extends many sequences together, each in its own cache slot."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from workers.local_engine.model_folder import load_model
 log = structlog.get_logger()
 
 MAX_TOKENS_PER_PASS = 4096
-"""Tokens of one forward pass, padding included; a longer prompt is fed in parts."""
+"""Largest number of tokens in one forward pass, padding included; longer prompts are fed in parts."""
 
 
 class SlotModel:
@@ -27,7 +27,7 @@ class SlotModel:
         Args:
             model: transformers' causal model, on the CPU.
             slots: number of sequences in the cache.
-            max_length: tokens of a sequence; at most the model's positions.
+            max_length: largest number of tokens in a sequence; at most the model's positions.
 
         Raises:
             EngineError: the model's attention is not supported.
@@ -69,7 +69,7 @@ class SlotModel:
             cached_lengths: number of tokens that the slot of each sequence holds already.
 
         Returns:
-            float32 logits [len(suffixes), vocabulary] after the last token of each.
+            float32 logits [len(new_tokens), vocabulary] after the last token of each sequence.
         """
         if len(new_tokens) == 1 and len(new_tokens[0]) > MAX_TOKENS_PER_PASS:
             suffix, done = new_tokens[0], cached_lengths[0]
@@ -95,7 +95,7 @@ class SlotModel:
         self._cache.clear_slot(slot)
 
     def _forward(self, first_slot: int, new_tokens: Sequence[Sequence[int]], cached_lengths: Sequence[int]) -> Tensor:
-        """Run one forward pass. Padding is on the left, so that the last column holds every row's last token."""
+        """Run one forward pass. Padding is on the left, so that the last column has the last token of each row."""
         count, width = len(new_tokens), max(map(len, new_tokens))
         padded = width > 1 and any(len(suffix) < width for suffix in new_tokens)
         ids_BT = torch.tensor([[0] * (width - len(suffix)) + [*suffix] for suffix in new_tokens])
@@ -135,7 +135,7 @@ def _check_attention(config: Any, max_length: int) -> None:
     """Refuse models with layers other than full attention.
 
     Raises:
-        EngineError: names the kind of layer.
+        EngineError: the model has another kind of layer; the message names it.
     """
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)

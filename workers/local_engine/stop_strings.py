@@ -1,4 +1,4 @@
-"""Stop strings: decodes tokens while they are sampled, and detects a complete stop string."""
+"""Detect stop strings in the text of sampled tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +11,12 @@ from stream.errors import EngineError, EngineRefusedError
 
 
 class StopStringMatcher:
-    """Searches the text of one request; keeps only the end, where a stop string may have begun.
+    """Searches the sampled text of one request; keeps only the end, where a stop string may have begun.
 
     Args:
-        tokenizer: of the model.
-        prompt: tokens before the text.
-        stops: the stop strings.
+        tokenizer: tokenizer of the model.
+        prompt: tokens before the sampled text.
+        stops: stop strings.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
@@ -27,7 +27,7 @@ class StopStringMatcher:
         self._tail = ""
 
     def append(self, token: int, *, may_stop: bool) -> bool:
-        """Append a token. Returns whether it completes a stop string; always False if it may not stop."""
+        """Append a token. Returns whether it completes a stop string; always False without `may_stop`."""
         before, text = len(self._tail), self._tail + (self._stream.step(self._tokenizer, token) or "")
         self._tail = text[-self._tail_length :] if self._tail_length else ""
         return may_stop and any(stop in text[max(0, before + 1 - len(stop)) :] for stop in self._stops)
@@ -44,7 +44,7 @@ def load_tokenizer(model: Path) -> Tokenizer | None:
         return None
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises no more specific class
+    except Exception as error:  # the library raises plain `Exception`
         raise EngineError(f"{file} is no readable tokenizer: {error}; download it again") from error
 
 

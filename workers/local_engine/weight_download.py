@@ -1,4 +1,4 @@
-"""Downloads new weights over HTTP to a temporary folder, and checks them."""
+"""Download new weights over HTTP to a temporary folder, and verify them."""
 
 import hashlib
 from collections.abc import AsyncIterator, Sequence
@@ -13,16 +13,16 @@ from stream.errors import EngineError, EngineRefusedError
 from workers.engine_api.wire import WeightFile
 
 _READ_TIMEOUT_S = 60.0
-"""Longest wait for the next byte."""
+"""Longest time to connect, and longest time without new bytes, in seconds."""
 _CHUNK = 1 << 20
 
 
 @asynccontextmanager
 async def download_weights(url: str, files: Sequence[WeightFile]) -> AsyncIterator[Path]:
-    """Download files to a folder that exists as long as the context is open.
+    """Download files to a temporary folder that exists while the context is open.
 
     Args:
-        url: of the folder with the files; ends with a slash.
+        url: URL of the folder with the files; ends with a slash.
         files: the files to download.
 
     Raises:

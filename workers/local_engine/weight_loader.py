@@ -1,4 +1,4 @@
-"""Replaces the weights of a running model: reads and checks all of them, then copies them in place."""
+"""Replace the weights of a running model: read and check all tensors, then copy them in place."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ from stream.errors import EngineRefusedError
 _INDEX = "model.safetensors.index.json"
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MAX_LISTED = 5
-"""Names that a message lists; further ones are only counted."""
+"""Largest number of names that an error message lists; the rest are only counted."""
 
 
 class _Shards(msgspec.Struct):
-    """The index file of a model whose weights are in several files."""
+    """Index file of a model with several weight files."""
 
     weight_map: dict[str, str]
 

@@ -4,8 +4,8 @@
 `check.py`               the command
 `environment_check.py`   plays an episode in an environment
 `reward_check.py`        calls a reward function with sample rows
-`check_report.py`        the findings
-`rendering.py`           the findings for people
+`check_report.py`        the report
+`rendering.py`           formats the report for a terminal
 =======================  ===============================================
 """
 

@@ -1,4 +1,4 @@
-"""The command: check a reference, print the report, and return an exit code."""
+"""The command `penstock check`: check a reference, print the report, and return an exit code."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -29,20 +29,20 @@ def check_reference(
     args: Mapping[str, object] | Iterable[str] = (),
     environment: str = "",
 ) -> int:
-    """Check, print, and return the exit code.
+    """Check an environment or a reward function, and print the report.
 
     Args:
-        ref: reference of an environment or a reward function.
+        ref: reference of the environment or the reward function.
         fields: columns of the row, by name or as `name=value` texts; a value that is JSON is decoded.
         as_json: print the report as JSON.
-        args: arguments of the factory or the reward function; as `fields`.
+        args: arguments of the factory or the reward function, in the form of `fields`.
         environment: reference of an environment, for a reward function that reads environments.
 
     Returns:
-        0: it is usable; 1: it is not.
+        The exit code: 0 if the reference is usable, else 1.
 
     Raises:
-        SettingsError: a field or an argument is not written as `name=value`.
+        SettingsError: a field or an argument is not of the form `name=value`.
     """
     row, given = _parse_pairs(fields, "--field"), _parse_pairs(args, "--args")
     configure_logging("check")

@@ -1,4 +1,4 @@
-"""The findings of `penstock check` about an environment or a reward function."""
+"""Reports of `penstock check` about an environment or a reward function."""
 
 from typing import Any
 
@@ -12,19 +12,19 @@ from stream.validity import Reward
 
 
 class ToolTrial(Struct, kw_only=True):
-    """One tool and one call of it."""
+    """One sample call of a tool."""
 
     name: str
     description: str
     schema: dict[str, Any]
     arguments: dict[str, Any]
-    """Sample arguments, made from the schema."""
+    """Sample arguments generated from the schema."""
     reply: str = ""
     """The text that a model would read."""
     is_error: bool = False
     """The reply is an error message for the model; the episode continues."""
     failure: str = ""
-    """The call failed the episode: the completion would be invalid."""
+    """Reason why the call failed the episode and made the completion invalid; empty: it did not."""
 
 
 class EnvironmentReport(Struct, kw_only=True):
@@ -35,17 +35,17 @@ class EnvironmentReport(Struct, kw_only=True):
     fields: dict[str, Any]
     args: dict[str, Any] = {}
     ok: bool = False
-    """It is usable, possibly with warnings."""
+    """Whether the environment is usable, possibly with warnings."""
     reference_kind: str = ""
     environment: str = ""
-    """Its class as `module:qualname`."""
+    """Class of the environment as `module:qualname`."""
     observation: Any = None
     """The return value of `reset`."""
     tools: list[ToolTrial] = field(default_factory=list)
     has_reward: bool = False
     parts: list[RewardPart] = field(default_factory=list)
     reward: Reward | None = None
-    """The merged parts; None without a `get_reward`."""
+    """The merged reward parts; None if the environment has no `get_reward`."""
     snapshot_bytes: int | None = None
     omitted: dict[str, str] = field(default_factory=dict)
     """Attributes that are missing from the snapshot, with the reason."""
@@ -54,10 +54,10 @@ class EnvironmentReport(Struct, kw_only=True):
 
 
 class RewardTrial(Struct, kw_only=True):
-    """One row with which a reward function was called."""
+    """One sample call of a reward function."""
 
     input_format: str
-    """`text`: prompt and completion are strings; `messages`: they are conversations."""
+    """`text`: prompt and completion are strings; `messages`: both are conversations."""
     completion: Any
     reward: Reward
 
@@ -70,12 +70,12 @@ class RewardReport(Struct, kw_only=True):
     fields: dict[str, Any]
     args: dict[str, Any] = {}
     ok: bool = False
-    """It measured at least one row, possibly with warnings."""
+    """Whether the function measured at least one row, possibly with warnings."""
     reference_kind: str = ""
     name: str = ""
-    """Name of its reward part."""
+    """Name of the reward part."""
     parameters: list[str] = field(default_factory=list)
-    """Names of its parameters."""
+    """Names of the function's parameters."""
     is_async: bool = False
     trials: list[RewardTrial] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -83,7 +83,7 @@ class RewardReport(Struct, kw_only=True):
 
 
 def failure_reason(outcome: Outcome) -> str:
-    """Return why a call failed, in words; a `PenstockError` already says so."""
+    """Return why a call failed: the message of a `PenstockError`, else a description of the error."""
     if isinstance(outcome, Failed) and isinstance(outcome.error, PenstockError):
         return str(outcome.error)
     return call.describe_failure(outcome)

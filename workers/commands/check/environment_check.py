@@ -1,7 +1,7 @@
 """Play an episode in an environment without a model.
 
-The episode uses the same environment slot as a rollout worker, so tool replies, observations and rewards are those of a
-run. Tool arguments are samples made from the schemas; a tool may refuse them, and the refusal is shown.
+The episode uses the same environment slot as a rollout worker, so tool replies, observations and rewards are the same
+as in a run. Tool arguments are samples generated from the schemas; if a tool refuses them, the report shows its error.
 """
 
 import copy
@@ -43,8 +43,8 @@ async def check_environment(
 
     Args:
         ref: an entry point's name, `package.module:attr`, or `path/to/file.py:attr`.
-        fields: the prompt's fields, for `reset`.
-        limits: deadlines; default: those of `[rollout]`.
+        fields: fields of the prompt, for `reset`.
+        limits: deadlines; default: the defaults of `[rollout]`.
         args: arguments of the factory.
     """
     limits = limits or Rollout()
@@ -86,7 +86,7 @@ async def _play_episode(
         report.tools.append(trial)
         if trial.failure:
             report.warnings.append(f"tool {spec.name} failed the episode: {trial.failure}")
-            return  # the instance may be broken now
+            return  # the instance may be broken after a failure
     if factory.has_reward:
         report.parts = await slot.reward(limits.call_timeout_s, _conversation(report.tools))
         report.reward = merge_parts(report.parts)
@@ -109,7 +109,7 @@ async def _play_episode(
 
 
 def _conversation(trials: list[ToolTrial]) -> list[Message]:
-    """Return the conversation of these calls: one turn per call, and a last turn without one."""
+    """Return a conversation with one turn per call and a last turn without a call."""
     messages: list[Message] = []
     for trial in trials:
         call = {"type": "function", "function": {"name": trial.name, "arguments": trial.arguments}}
@@ -204,7 +204,7 @@ def _returns_turn_rewards(report: EnvironmentReport) -> bool:
 
 
 def _all_omitted(snapshot: object, prefix: str = "", depth: int = 4) -> Iterator[tuple[str, str]]:
-    """Yield dotted names of omitted attributes with the reason, also inside the snapshot's objects."""
+    """Yield the dotted name and the reason of each omitted attribute, nested objects included."""
     for name, reason in omitted_attributes(snapshot).items():
         yield f"{prefix}{name}", reason
     for name, value in getattr(snapshot, "__dict__", {}).items() if depth else ():

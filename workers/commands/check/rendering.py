@@ -1,4 +1,4 @@
-"""The reports of `penstock check` for people. `--json` prints them completely."""
+"""Render reports of `penstock check` for a terminal, shortened; `--json` prints everything."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ _MAX_COMPLETION_CHARACTERS = 60
 
 
 def render_report(report: EnvironmentReport | RewardReport) -> RenderableType:
-    """Return the report with a verdict at its end."""
+    """Return the report, with the verdict at the end."""
     parts = _environment(report) if isinstance(report, EnvironmentReport) else _reward(report)
     found = Table.grid(padding=(0, 2))
     for text in report.warnings:
@@ -89,7 +89,7 @@ def _default(schema: dict[str, Any]) -> str:
 
 
 def schema_summary(schema: Any) -> str:
-    """Return a JSON schema in one line: `{name: string, price?: integer} | null`."""
+    """Return a JSON schema as one line, for example `{name: string, price?: integer} | null`."""
     if not isinstance(schema, dict) or not schema:
         return "anything"
     if "$ref" in schema:
@@ -132,7 +132,7 @@ def _parts(report: EnvironmentReport) -> RenderableType:
 
 
 def _reward_cells(reward: Reward) -> tuple[str, Text]:
-    """Return value and validity."""
+    """Return the cells for value and validity."""
     if isinstance(reward, Measured):
         return f"{reward.value:g}", Text("valid", style="green")
     return "-", Text(f"{reward.reason}: {reward.detail}" if reward.detail else str(reward.reason), style="red")

@@ -28,7 +28,7 @@ _PROMPT = "What is the answer?"
 
 
 def is_reward_function(ref: str, args: Mapping[str, Any] = MappingProxyType({})) -> bool:
-    """Return whether a reference is a reward function and not a factory of environments. Imports it."""
+    """Return whether a reference names a reward function, not an environment factory. Imports the reference."""
     if ":" not in ref:
         names = [
             {entry.name for entry in entry_points(group=g)}
@@ -54,14 +54,14 @@ async def check_reward(
     args: Mapping[str, Any] = MappingProxyType({}),
     environment: str = "",
 ) -> RewardReport:
-    """Load a reward function and call it.
+    """Load a reward function and call it with sample rows.
 
     Args:
         ref: an entry point's name, `package.module:attr`, or `path/to/file.py:attr`.
         fields: columns of the row, the same for each completion.
-        limits: deadlines; default: those of `[rollout]`.
+        limits: deadlines; default: the defaults of `[rollout]`.
         args: arguments of the function, or of its constructor.
-        environment: reference of an environment; each completion gets a snapshot of it, reset with the fields.
+        environment: reference of an environment that is reset with the fields; each completion gets its snapshot.
     """
     limits = limits or Rollout()
     report = RewardReport(ref=ref, fields=fields, args=dict(args))
@@ -121,7 +121,7 @@ async def _call_function(
 
 
 async def _rewards(function: RewardFunction, batch: RewardBatch, limits: Rollout) -> list[Reward]:
-    """Return the reward of each completion, with several parts merged as in a run."""
+    """Return the reward of each completion, with parts merged as in a run."""
     return [merge_parts(function.to_parts(entry)) for entry in await function(batch, limits.call_timeout_s)]
 
 
@@ -169,7 +169,7 @@ def _batch(form: str, completions_text: list[str], fields: dict[str, Any], snaps
 
 
 async def _snapshots(ref: str, fields: dict[str, Any], limits: Rollout, count: int) -> list[Any]:
-    """Return snapshots of an environment after an episode without any turn."""
+    """Return snapshots of an environment after an episode without turns."""
     factory = await anyio.to_thread.run_sync(EnvironmentFactory.load, ref)
     slot = EnvironmentSlot(ref, factory, CallRunner(anyio.CapacityLimiter(1)))
     try:
@@ -184,10 +184,10 @@ async def _snapshots(ref: str, fields: dict[str, Any], limits: Rollout, count: i
 
 
 def _parameters(function: Any) -> tuple[list[str], list[str]]:
-    """Return the names of all parameters, and of those without a default."""
+    """Return the names of all parameters, and of the required ones."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C
+    except (TypeError, ValueError):  # a function written in C has no signature
         return [], []
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return [p.name for p in named], [p.name for p in named if p.default is p.empty]

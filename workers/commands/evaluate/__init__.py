@@ -1,1 +1,1 @@
-"""`penstock eval`: measure a policy on held-out prompts with a run's own episode loop and rewards, without a run."""
+"""`penstock eval`: measure a policy on held-out prompts without a run, with the same episode loop and rewards."""

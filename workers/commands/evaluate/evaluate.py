@@ -30,7 +30,7 @@ def evaluate_and_print(
     """Evaluate a policy and print the scores. Returns the exit code.
 
     Raises:
-        PenstockError: the settings name no held-out prompts, there is no such policy, or no engine answers.
+        PenstockError: the settings have no held-out prompts, there is no such policy, or no engine answers.
     """
     settings = load_settings(file, overrides)
     if not settings.eval.path:
@@ -47,7 +47,7 @@ def evaluate_and_print(
 
 
 def find_policy_folder(path: Path) -> Path:
-    """Return the model folder of a path: the path itself, a checkpoint's, or that of a run's latest checkpoint.
+    """Return the model folder of a model, a checkpoint, or a run (its latest checkpoint).
 
     Raises:
         SettingsError: there is no model, or only an adapter.
@@ -72,7 +72,7 @@ async def evaluate(settings: Settings, model: Path | None, engine: str) -> Evalu
 
     Args:
         settings: settings of a run, with `eval.path`.
-        model: the policy's folder; None: the policy that the engine serves.
+        model: folder of the policy; None: the policy that the engine serves.
         engine: URL of the engine; empty: start one for the evaluation.
     """
     prompts, _ = await anyio.to_thread.run_sync(read_evaluation_prompts, settings)
@@ -119,7 +119,10 @@ def _show(found: EvaluationResult, settings: Settings, what: str) -> None:
 
 
 def score_table(found: EvaluationResult) -> Table:
-    """Return one row per environment and one for all; two scores where valid and all completions differ."""
+    """Return a table with one row per environment and one for all.
+
+    Where they differ, a cell has two scores: over valid completions and over all.
+    """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
     table.add_column("")
     ks = list(found.overall.pass_at)

@@ -1,4 +1,4 @@
-"""The engine of an evaluation without a run: started for it, or an existing one."""
+"""The engine of an evaluation without a run: started for the evaluation, or an existing one."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -31,17 +31,17 @@ async def with_started_engine(settings: Settings, policy: Path, use: EngineTask[
     Args:
         settings: settings of a run, which determine the kind of engine.
         policy: folder of the policy.
-        use: called with the engine's URL.
-        logs: folder of the engine's log; default: a temporary one.
+        use: called with the engine's URL and the policy version.
+        logs: folder of the engine's log; default: a temporary folder.
 
     Raises:
-        RunFailedError: the engine ended; quotes its last error.
+        RunFailedError: the engine exited early; quotes its last error.
     """
     found: list[T] = []
     with TemporaryDirectory(prefix="penstock-eval-") as folder:
         file = Path(folder) / "run.toml"
         await anyio.to_thread.run_sync(write_atomically, file, dump_settings(settings).encode())
-        spec = msgspec.structs.replace(engine_spec(settings, file, 0), modules=())  # a fork server is no use for one
+        spec = msgspec.structs.replace(engine_spec(settings, file, 0), modules=())  # one process needs no fork server
         child = ChildProcess(spec, logs or Path(folder), ProcessLauncher())
         async with anyio.create_task_group() as tasks:
 
@@ -63,10 +63,10 @@ async def with_started_engine(settings: Settings, policy: Path, use: EngineTask[
 
 
 async def with_existing_engine(settings: Settings, url: str, policy: Path | None, use: EngineTask[T]) -> T:
-    """Use an existing engine with its own policy, or push a policy as the version after its current one.
+    """Use an existing engine. If a policy is given, push it first, as the version after the engine's current one.
 
     Raises:
-        EngineUnavailableError: it does not answer.
+        EngineUnavailableError: the engine does not answer.
     """
     async with open_publisher(settings, EngineDiscovery((url,))) as publisher:
         (has,) = (await publisher.engine_versions()).values()

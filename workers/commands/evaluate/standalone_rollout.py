@@ -1,4 +1,4 @@
-"""Sample and score prompts in this process, as the workers of a run would, on existing engines."""
+"""Sample and score prompts in this process on existing engines, as the workers of a run do."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from workers.score.worker import score_group
 from workers.settings import Settings
 
 MAX_GROUPS_IN_FLIGHT = 32
-"""Largest number of groups that are sampled concurrently."""
+"""Largest number of groups sampled concurrently."""
 
 
 async def roll_out_and_score(
@@ -27,9 +27,9 @@ async def roll_out_and_score(
 
     Args:
         settings: environments, rewards, and the limits and temperature of `[rollout]`.
-        urls: engines that serve the same policy.
-        model: the policy's folder, for tokenizer and chat template.
-        prompts: the prompts, each with its group size.
+        urls: URLs of engines that serve the same policy.
+        model: folder of the policy, for tokenizer and chat template.
+        prompts: prompts, each with its group size.
         min_policy_version: oldest policy version that may sample; -1: any engine, with or without a version.
 
     Raises:

@@ -1,11 +1,11 @@
 """Score a run's archived groups with other reward functions, without sampling.
 
-Groups come from the run's archive, with the frozen snapshots of their environments. Parts that an environment measured
-itself (`env`, `env.KEY`) are kept, because the episode cannot be played again; all other parts are replaced. The
-run's files are only read. The comparison has its own folder::
+Groups and frozen environment snapshots come from the run's archive. Reward parts that an environment measured itself
+(`env`, `env.KEY`) are kept, because the episode cannot be repeated; all other parts are replaced. The run's files are
+only read. The comparison has its own folder::
 
     RUN/rescored/NAME/  completions.jsonl   one line per completion: old and new reward, old and new parts
-                        summary.json        the printed summary
+                        summary.json        the summary that the command prints
 """
 
 import os
@@ -41,7 +41,7 @@ from workers.settings import Settings
 from workers.settings.toml_file import parse_rewards
 
 _GROUPS_IN_FLIGHT = 8
-"""Groups that are scored concurrently, so that a reward model gets batches."""
+"""Groups scored concurrently, so that a reward model gets batches."""
 
 
 class RescoredCompletion(Struct, kw_only=True):
@@ -63,10 +63,10 @@ class RescoredCompletion(Struct, kw_only=True):
 def rescore_and_print(
     target: str, file: Path | None, refs: Sequence[str], *, name: str, out: Path | None, as_json: bool = False
 ) -> None:
-    """Score a run's groups again, write the comparison, and print its summary.
+    """Score a run's archived groups again, write the comparison, and print its summary.
 
     Raises:
-        PenstockError: there is no such run, no archived group, no such reward function, or the folder exists.
+        PenstockError: there is no such run, no archived group, no such reward function, or the folder already exists.
     """
     settings, run_folder = saved_settings(find_run(target, must_have_begun=False), "rescoring")
     functions = _load_functions(file, refs)
@@ -97,9 +97,9 @@ async def rescore(
 
     Args:
         settings: settings of the run; its environments thaw the snapshots.
-        run_folder: the run's folder; only read.
-        functions: reward functions, instead of the run's own.
-        folder: folder of the comparison; created when it is complete.
+        run_folder: folder of the run; only read.
+        functions: reward functions that replace the run's.
+        folder: folder for the comparison; it appears when the comparison is complete.
 
     Raises:
         PenstockError: no group of the run is archived.
@@ -127,7 +127,7 @@ async def rescore(
 
 @asynccontextmanager
 async def _atomic_folder(folder: Path) -> AsyncIterator[Path]:
-    """Yield a temporary folder that is renamed to `folder` at the end, or removed after an error."""
+    """Yield a temporary folder; rename it to `folder` on success, remove it on an error."""
     making = folder.with_name(f".{folder.name}.{os.getpid()}.making")
     await anyio.Path(making).mkdir(parents=True)
     try:
@@ -146,11 +146,11 @@ class ArchivedRun:
         self.groups_read = 0
         """Groups read so far."""
         self.groups_missing = 0
-        """Groups of the ledger that the archive does not have."""
+        """Groups in the ledger that are missing from the archive."""
         self._folder = run_folder
 
     def __iter__(self) -> Iterator[tuple[str, str, Group]]:
-        """Yield outcome, hash and group."""
+        """Yield outcome, hash and group of each archived group."""
         groups = ArchivedGroups(self._folder / "groups")
         written, _ = read_ledger(self._folder / "ledger.jsonl")
         for line in (each.record for each in written):
@@ -167,7 +167,7 @@ async def _rescore_in_chunks(
     factories: dict[str, EnvironmentFactory],
     timeout_s: float,
 ) -> AsyncIterator[list[RescoredCompletion]]:
-    """Yield the lines of a few groups at a time, in order."""
+    """Yield the lines of `_GROUPS_IN_FLIGHT` groups at a time, in order."""
     groups = iter(archived)
     while chunk := await anyio.to_thread.run_sync(_next_chunk, groups):
         found: dict[int, list[RescoredCompletion]] = {}
@@ -195,7 +195,7 @@ async def _rescore_group(
     factories: dict[str, EnvironmentFactory],
     timeout_s: float,
 ) -> list[RescoredCompletion]:
-    """Return the lines of one group."""
+    """Score one group again, and return one line per completion."""
     fresh = msgspec.structs.replace(group, completions=[_keep_environment_parts(c) for c in group.completions])
     await score_group(fresh, functions, factories, timeout_s)
     return [
@@ -215,13 +215,13 @@ async def _rescore_group(
 
 
 def _keep_environment_parts(completion: Completion) -> Completion:
-    """Return a copy that has only the parts measured by the environment."""
+    """Return a copy with only the reward parts that the environment measured."""
     own = [part for part in completion.parts if part.name == "env" or part.name.startswith("env.")]
     return msgspec.structs.replace(completion, parts=own, reward=None)
 
 
 def _show(summary: RescoreSummary, folder: Path) -> None:
-    """The summary for people."""
+    """Print the summary: a table of environments, and completions by change of validity."""
     console = Console(highlight=False, markup=False)
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     table.add_column("environment")

@@ -22,7 +22,7 @@ class RewardComparison:
 
 
 class EnvironmentSummary(Struct, kw_only=True):
-    """Comparison for one environment. Numbers are over completions that are measured both times."""
+    """Comparison for one environment, over the completions that are measured both times."""
 
     environment: str
     completions: int
@@ -32,24 +32,24 @@ class EnvironmentSummary(Struct, kw_only=True):
     correlation: float | None
     """Pearson correlation; None if either side is constant."""
     order_agreement: float | None
-    """Fraction of pairs of one group with different old rewards whose better completion is still better; ties count
+    """Fraction of pairs that keep their order, over pairs of one group with different old rewards; a new tie counts
     half."""
 
 
 class RescoreSummary(Struct, kw_only=True):
-    """The whole comparison."""
+    """Comparison of old and new rewards over the whole run."""
 
     groups: int
     missing: int
-    """Groups of the ledger that the archive does not have."""
+    """Groups in the ledger that are missing from the archive."""
     environments: list[EnvironmentSummary]
-    """If there are several, `all` comes first."""
+    """One entry per environment; with several, `all` comes first."""
     validity: dict[str, int]
     """Completions by change of validity: `measured -> raised`; unchanged: `measured`, `timeout`, ..."""
 
 
 def summarize(comparisons: Sequence[RewardComparison], *, groups: int, missing: int) -> RescoreSummary:
-    """Compare by environment and over all."""
+    """Summarize the comparisons by environment and over all."""
     by_environment: dict[str, list[RewardComparison]] = defaultdict(list)
     for each in comparisons:
         by_environment[each.environment].append(each)
@@ -91,13 +91,13 @@ def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
 
 
 def order_agreement(triples: Sequence[tuple[str, float, float]]) -> float | None:
-    """Return how often two completions of a group keep their order.
+    """Return how often two completions of a prompt keep their order.
 
     Args:
         triples: (prompt, old reward, new reward).
 
     Returns:
-        The fraction over pairs of one prompt with different old rewards; a new tie counts half. None without a pair.
+        Fraction of the pairs of one prompt with different old rewards; a new tie counts half. None without such a pair.
     """
     groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for prompt, old, new in triples:

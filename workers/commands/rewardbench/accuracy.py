@@ -1,8 +1,8 @@
 """Accuracy over RewardBench's 23 subsets and four sections.
 
-Sections and weights are RewardBench's own (`rewardbench/constants.py`): the score of a section is the mean of its
-subsets' accuracies, weighted by their sizes there. A tie is not correct. A pair that could not be scored is counted as
-unscored, neither correct nor wrong.
+Sections and weights are copied from RewardBench (`rewardbench/constants.py`). The score of a section is the mean of its
+subsets' accuracies, weighted by RewardBench's subset sizes. A tie is not correct. A pair that could not be scored
+counts as unscored, neither correct nor wrong.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +35,7 @@ SECTIONS: Mapping[str, Mapping[str, int]] = {
         "donotanswer": 136,
     },
     "Reasoning": {
-        "math-prm": 984,  # 447 pairs, which weigh as much as code does
+        "math-prm": 984,  # 447 pairs, weighted like all of code
         "hep-cpp": 164,
         "hep-go": 164,
         "hep-java": 164,
@@ -54,11 +54,11 @@ class PreferencePair(Struct, kw_only=True):
     subset: str
     chosen: Reward | None = None
     rejected: Reward | None = None
-    """Scores of the server."""
+    """Scores from the server; None: not scored."""
     reference: tuple[float, float] | None = None
-    """The reference's scores of the chosen and the rejected answer."""
+    """Scores of the chosen and the rejected answer by the reference; None: no reference."""
     is_correct: bool | None = None
-    """The server scores the chosen answer higher; None: a score is missing."""
+    """Whether the server scores the chosen answer higher; None: a score is missing."""
     reference_is_correct: bool | None = None
 
 
@@ -70,15 +70,15 @@ class SubsetScore(Struct, kw_only=True):
     pairs: int
     unscored: int
     accuracy: float | None
-    """Over scored pairs; None without any."""
+    """Accuracy over scored pairs; None if no pair was scored."""
     reference: float | None = None
-    """The reference's accuracy on the same pairs."""
+    """Accuracy of the reference on the same pairs."""
     agreeing: int | None = None
-    """Scored pairs on which server and reference agree."""
+    """Number of scored pairs on which server and reference agree."""
 
 
 class BenchReport(Struct, kw_only=True):
-    """Output of `--json`."""
+    """Result of a benchmark, in the form of `--json`."""
 
     file: str
     subsets: list[SubsetScore]
@@ -86,7 +86,7 @@ class BenchReport(Struct, kw_only=True):
     reference_sections: dict[str, float | None] | None
     pairs: list[PreferencePair]
     largest_difference: float | None = None
-    """Largest absolute difference between a score of the server and of the reference."""
+    """Largest absolute difference between the scores of server and reference."""
 
 
 def summarize(file: str, pairs: Sequence[PreferencePair]) -> BenchReport:
@@ -135,7 +135,7 @@ def _mean(won: Iterable[bool | None]) -> float | None:
 
 
 def _sections(accuracy: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Return the weighted mean of the known accuracies of each section."""
+    """Return the weighted mean accuracy of each section, over subsets with a known accuracy."""
     scores: dict[str, float | None] = {}
     for section, weights in SECTIONS.items():
         known = [(value, weight) for name, weight in weights.items() if (value := accuracy.get(name)) is not None]

@@ -1,4 +1,4 @@
-"""Score pairs of answers with a served reward model, optionally beside transformers, and print the accuracy."""
+"""Score pairs of answers with a served reward model, optionally also with transformers, and print the accuracy."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,14 +18,14 @@ from workers.runtime.exit_codes import ExitCode
 from workers.settings import Data
 
 _CHUNK = 256
-"""Pairs per request batch; the client bounds the concurrency."""
+"""Pairs per batch of requests; the client limits the concurrency."""
 
 ReferenceScorer = Callable[[Sequence[Message]], float]
 """Returns the raw logit of one conversation."""
 
 
 def run_rewardbench(file: Path, urls: Sequence[str], reference: Path | None, *, as_json: bool = False) -> int:
-    """Score a file of pairs and print the table. Returns the exit code: 1 where a pair could not be scored.
+    """Score a file of pairs and print the accuracy. Returns the exit code: 1 if a pair could not be scored.
 
     Raises:
         PenstockError: the file cannot be read, or the server does not serve a reward model.
@@ -50,14 +50,14 @@ def run_rewardbench(file: Path, urls: Sequence[str], reference: Path | None, *, 
 
 
 PairRow = tuple[PreferencePair, list[Message], list[Message]]
-"""A pair without scores, and its two conversations."""
+"""A pair without scores, and the conversations with the chosen and the rejected answer."""
 
 
 def read_pairs(file: Path) -> list[PairRow]:
     """Read rows with `prompt`, `chosen`, `rejected`, `subset` and optionally `id`.
 
     Raises:
-        DataError: names the row and what is wrong with it.
+        DataError: a row is invalid; the message names the row and the problem.
     """
     found = []
     source = open_source(Data(path=str(file)))

@@ -1,7 +1,7 @@
-"""A Hugging Face sequence classifier that scores many conversations in one pass, each as if it were alone.
+"""A Hugging Face sequence classifier that scores many conversations in one pass, each as if alone.
 
-The score of a decoder is the head's output at the last token. Padding is on the right, where causal attention does not
-look. The last token is found by length, not by the padding token, which may also end a turn.
+The score of a decoder is the head's output at the last token. Padding is on the right, where causal attention ignores
+it. The last token is found by length, not by the padding token, which may also end a turn.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from workers.local_engine.model_folder import load_model
 log = structlog.get_logger()
 
 MAX_TOKENS_PER_PASS = 8192
-"""Tokens of one forward pass, padding included."""
+"""Largest number of tokens in one forward pass, padding included; a longer sequence has its own pass."""
 _DEFAULT_MAX_LENGTH = 4096
-"""For a model without `max_position_embeddings`, if no length is asked for."""
+"""Length limit for a model without `max_position_embeddings`, if none is given."""
 ARCHITECTURE_SUFFIX = "ForSequenceClassification"
-"""End of the architecture names of sequence classifiers."""
+"""Suffix of the architecture names of sequence classifiers."""
 
 
 class Classifier:
@@ -33,8 +33,8 @@ class Classifier:
 
     Args:
         model: transformers' sequence classifier, on the CPU.
-        tokenizer: with a chat template, to render conversations.
-        max_length: tokens of a sequence, at most the model's positions; 0: all of them.
+        tokenizer: tokenizer of the model; rendering conversations needs a chat template.
+        max_length: largest number of tokens in a sequence, at most the model's positions; 0: all positions.
 
     Raises:
         EngineError: the last token of a padded sequence cannot be found.
@@ -67,14 +67,14 @@ class Classifier:
         return cls(model, tokenizer, max_length)
 
     def render(self, messages: Sequence[Any], **options: Any) -> list[int]:
-        """Return a conversation as tokens, by the chat template.
+        """Return a conversation as tokens, rendered with the chat template.
 
         Raises:
             EngineRefusedError: there is no template, it refuses the messages, or the conversation is too long.
         """
         try:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-        except Exception as error:  # a template is code of the model's author and may raise anything
+        except Exception as error:  # a template is third-party code and may raise anything
             raise EngineRefusedError(
                 f"the chat template cannot render the messages: {type(error).__name__}: {error}"
             ) from error
@@ -90,10 +90,10 @@ class Classifier:
         return self.check_tokens(ids)
 
     def check_tokens(self, ids: list[int]) -> list[int]:
-        """Return the tokens if the model can read them.
+        """Return the tokens unchanged if the model accepts them.
 
         Raises:
-            EngineRefusedError: there are none, too many, or some outside the vocabulary.
+            EngineRefusedError: the list is empty, too long, or has tokens outside the vocabulary.
         """
         if not ids:
             raise EngineRefusedError("there is nothing to classify: no tokens")
@@ -108,7 +108,7 @@ class Classifier:
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[list[int]]) -> Tensor:
-        """Return the head's raw output.
+        """Return the head's raw output for each sequence.
 
         Args:
             sequences: tokens of each sequence, at least one.
@@ -119,14 +119,14 @@ class Classifier:
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
         logits_NC = torch.empty(len(sequences), self.num_classes)
         while order:
-            # The longest remaining sequence, and as many others as fit into the pass.
+            # Score the longest remaining sequence, and as many others as fit into the pass.
             rows = max(1, MAX_TOKENS_PER_PASS // len(sequences[order[-1]]))
             chosen, order = order[-rows:], order[:-rows]
             logits_NC[chosen] = self._forward([sequences[i] for i in chosen])
         return logits_NC
 
     def apply_activation(self, logits: Tensor) -> Tensor:
-        """Apply the same activation as vLLM does by default: probabilities; logits of a regression stay."""
+        """Apply vLLM's default activation: probabilities for classes; regression logits stay unchanged."""
         if self._problem == "regression":
             return logits
         if self._problem == "multi_label_classification" or self.num_classes == 1:
@@ -164,10 +164,10 @@ def load_classifier(path: Path, dtype: str) -> tuple[Any, Any]:
 
 
 def is_classifier(path: Path) -> bool:
-    """Return whether the configuration in a model folder is that of a sequence classifier."""
+    """Return whether the configuration in a model folder names a sequence classifier."""
     try:
         config: Any = msgspec.json.decode((path / "config.json").read_bytes())
     except (OSError, msgspec.DecodeError):
-        return False  # loading it will say what is wrong
+        return False  # loading the model reports the error
     architectures = config.get("architectures") if isinstance(config, dict) else None
     return any(str(name).endswith(ARCHITECTURE_SUFFIX) for name in architectures or ())

@@ -1,4 +1,4 @@
-"""Scores one conversation at a time by transformers' forward pass, to compare served scores with."""
+"""Scores one conversation at a time with transformers' forward pass, as the reference for served scores."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ class ReferenceClassifier:
 
         Raises:
             SettingsError: the folder holds no classifier, or an incomplete one.
-            EngineError: it has more than one class, or no tokenizer.
+            EngineError: the classifier has more than one class, or no tokenizer.
         """
         model, self._tokenizer = load_classifier(path, "float32")
         if model.config.num_labels != 1:

@@ -42,8 +42,8 @@ async def serve_pooling(
     Args:
         model_path: model folder in Hugging Face format.
         host: address to listen on.
-        port: 0 for a free one.
-        max_length: tokens of a conversation; 0: as many as the model has positions.
+        port: port to listen on; 0: any free port.
+        max_length: largest number of tokens in a conversation; 0: the model's positions.
         threads: number of torch threads.
         dtype: `float32` or `bfloat16`.
         ready: called with the URL once the server listens.

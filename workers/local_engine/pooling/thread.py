@@ -1,4 +1,4 @@
-"""The thread that owns a classifier: all waiting requests are scored together, pass after pass."""
+"""The thread that owns a classifier. It scores all waiting requests together, in rounds."""
 
 from collections.abc import Callable
 from queue import Empty
@@ -11,7 +11,7 @@ from workers.local_engine.model_thread import ModelThread
 from workers.local_engine.pooling.classifier import Classifier
 
 MAX_SEQUENCES_PER_ROUND = 512
-"""Sequences scored in one round; more wait for the next, so that one flood delays nobody for long."""
+"""A round with this many sequences takes no further request, so that a burst delays other requests only briefly."""
 
 
 class PoolingRequest:
@@ -23,17 +23,17 @@ class PoolingRequest:
         self.sequences = sequences
         self.wake = wake
         self.logits: Tensor | None = None
-        """[sequences, classes], once it is done."""
+        """Result [sequences, classes]; None until scored."""
         self.error: EngineError | None = None
         self.is_cancelled = False
-        """Its client has gone."""
+        """Whether the client has disconnected."""
 
 
 class PoolingThread(ModelThread[PoolingRequest]):
     """Scores the sequences of waiting requests.
 
     Args:
-        model: used by this thread alone.
+        model: the classifier; no other thread may score with it.
         deliver: see `ModelThread`.
         on_failure: see `ModelThread`.
     """
@@ -49,17 +49,17 @@ class PoolingThread(ModelThread[PoolingRequest]):
         super().__init__(deliver, on_failure)
         self.tokens_read = 0
         self.running = 0
-        """Sequences in the current round."""
+        """Number of sequences in the current round."""
         self._model = model
         self._round: list[PoolingRequest] = []
 
     @property
     def waiting(self) -> int:
-        """Requests that have not been started."""
+        """Number of requests that have not been started."""
         return self._mailbox.qsize()
 
     def step(self) -> None:
-        """Wait for a request, then score it with those that have come meanwhile."""
+        """Wait for a request, then score it together with all others that wait, up to the limit of a round."""
         self._round = self._next_round()
         sequences = [ids for request in self._round for ids in request.sequences]
         if not sequences:

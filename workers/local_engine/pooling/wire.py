@@ -1,4 +1,4 @@
-"""Request and response of vLLM's `/classify`. No torch."""
+"""Request and response of vLLM's `/classify`. Does not import torch."""
 
 import time
 import uuid
@@ -40,12 +40,12 @@ class ClassifyRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Classification(Struct):
-    """One entry of `data`."""
+    """One entry of `data` in a response."""
 
     index: int
     label: str | None
     probs: list[float]
-    """One per class; logits if no activation was asked for."""
+    """One probability per class; logits if the request turns the activation off."""
     num_classes: int
 
 
