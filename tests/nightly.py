@@ -1,12 +1,12 @@
 """Run the tests that are too long for `make test`, with random examples whose seed is printed and kept.
 
     python tests/nightly.py                    # all of them: hours (`make test-nightly`)
-    python tests/nightly.py --seed 123456      # again, with the examples of an earlier night
-    python tests/nightly.py --slice today      # today's share of those that take less than five minutes, as in CI
-    python tests/nightly.py --slice 7/30       # the same share again
+    python tests/nightly.py --seed 123456      # repeat the examples of an earlier night
+    python tests/nightly.py --slice today      # today's slice of the tests below five minutes, as in CI
+    python tests/nightly.py --slice 7/30       # one given slice
 
-A whole night is everything marked `full`, then the property tests with more examples than `make test` shows them. Each
-run adds a line to `.nightly/runs.jsonl`: the command that repeats it (with its seed), commit, exit codes, failed tests.
+A whole night runs all tests marked `full`, then the property tests with more examples than `make test` uses. Each run
+adds a line to `.nightly/runs.jsonl`: the command that repeats it (with its seed), commit, exit codes, failed tests.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def slice_of(text: str, today: date) -> tuple[int, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tests, and record what is needed to repeat them; returns pytest's exit code."""
+    """Run the tests, and record the command that repeats them; returns pytest's exit code."""
     parser = argparse.ArgumentParser(description="Run the long tests, with random examples whose seed is kept.")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="of the property tests' examples")
     parser.add_argument("--slice", default="", help="`today` or K/N: a share of the tests marked `full`, nothing else")

@@ -176,7 +176,7 @@ def _prepare_with_junk(batch: Batch, settings: Settings, runner: ModelRunner, ju
     prepared = prepare(batch, settings, VERSION, compute_statistics=statistics, seed=SEED)
     masks, policies, weights_RT = prepared.masks, prepared.policies, None
     mask_RT = masks.loss_tokens_RT
-    # The metrics of a rule read what it judged, including what it rejected.
+    # The metrics of a rule read all tokens that it judged, including the rejected ones.
     judged_RT = mask_RT if prepared.rejection is None else prepared.rejection.log_ratios.mask_RT
     batch = _littered(prepared.batch, masks, junk, known_RT=judged_RT)
     again = _littered_statistics(seen[0], batch, mask_RT, junk) if seen else None

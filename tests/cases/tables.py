@@ -1,7 +1,7 @@
 """Settings tables that together use every registered function.
 
-Each table takes one choice for each slot, as far as the settings allow the combination; a later table takes what
-remains. A new registration therefore appears in a table automatically, or the tables report what they lack.
+Each table takes one choice for each slot, as far as the settings allow the combination; a later table takes
+the rest. A new registration therefore appears in a table automatically, or the tables report what they lack.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""With no disk space for a checkpoint the run says so and stops; nothing is acknowledged, and it resumes with space."""
+"""Without disk space for a checkpoint the run stops with an error and acknowledges nothing; with space it resumes."""
 
 import json
 import sys

@@ -31,7 +31,7 @@ ENGINE = Path(__file__).parents[1] / "evaluation" / "engine.py"
 
 
 def scores(settings):
-    """Return the scores by step, overall and by environment, without what depends on time or version numbers."""
+    """Return the scores by step, overall and by environment, which depend neither on time nor on version numbers."""
     return {line.step: (line.overall, line.environments) for line in read_evaluations(settings.folder)}
 
 

@@ -1,6 +1,6 @@
 """The whole path with faulty connections to engine and Redis: nothing is lost, nothing is trained twice.
 
-Witness and audit are those of the chaos runs: every prompt has its intended end.
+The chaos runs' witness and audit verify that every prompt has its intended end.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""`examples/own_env/`: a project with its own folder `envs/`, checked, unit-tested and run as its README says."""
+"""`examples/own_env/`: a project with its own folder `envs/`, checked, unit-tested and run as in its README."""
 
 import shutil
 import subprocess

@@ -47,13 +47,13 @@ def see(project) -> RunStatus:
 
 
 def in_hand(view: RunStatus) -> int:
-    """Count the groups that are in work or will be without another prompt claim."""
+    """Count the groups whose prompt is claimed and that are not committed yet."""
     prompts, groups, scored = (view.stages[name] for name in ("prompts", "groups", "scored"))
     return prompts.claimed + groups.depth + scored.depth - scored.marked
 
 
 def until_at_rest(project) -> RunStatus:
-    """Wait until all groups in work are finished, except those of a step that is not full; returns the status."""
+    """Wait until all groups in progress are finished, except for a step that is not full; returns the status."""
     deadline = time.monotonic() + 60
     while True:
         view = see(project)

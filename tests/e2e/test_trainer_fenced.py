@@ -56,7 +56,7 @@ class Run:
         return [json.loads(line) for line in (self.folder / "run" / "ledger.jsonl").read_text().splitlines()]
 
     def state(self) -> dict[str, bytes]:
-        """Return what a later trainer starts from: ledger, metrics and named checkpoints, without temporary files."""
+        """Return the files that a later trainer starts from: ledger, metrics, named checkpoints; no temporary ones."""
         paths = [path.relative_to(self.folder) for path in (self.folder / "run").rglob("*") if path.is_file()]
         ours = [path for path in paths if not any(part == "weights" or part[0] == "." for part in path.parts)]
         return {str(path): (self.folder / path).read_bytes() for path in ours}

@@ -22,7 +22,7 @@ from workers.testing.scripted_engine import ReplyFunction, ScriptedEngine
 
 
 def scripted(model: Path) -> ReplyFunction:
-    """Return the reply function: it says `add(A, B)`, or a digit."""
+    """Return the reply function: it calls `add(A, B)`, or answers with a digit."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     called = tokenizer.token_to_id("<tool_call>")
     assert called is not None

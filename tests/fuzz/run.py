@@ -1,4 +1,4 @@
-"""Corrupt records in many ways, and check what the decoders and the workers make of them.
+"""Corrupt records in many ways, and check that decoders and workers handle them.
 
     python tests/fuzz/run.py --records 1000000 --seed S --json
 

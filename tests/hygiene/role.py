@@ -1,4 +1,4 @@
-"""Run one role of a hygiene run and report what only the process can see: `role.py ROLE FILE --redis URL --engine URL`.
+"""Run one role of a hygiene run and report its internal counts: `role.py ROLE FILE --redis URL --engine URL`.
 
 The report holds the number of tasks on the event loop and of objects known to the garbage collector. It is written to
 `RUN/inside/PID.json` whenever the number in `RUN/inside/ask` changes.

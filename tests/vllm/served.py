@@ -76,7 +76,7 @@ class Served:
         return choice.token_ids, [entry.logprob for entry in choice.logprobs.content], choice.weight_versions
 
     async def endless(self, prompt: list[int]):
-        """Like `sample`, for a request that goes on until `end_endless`."""
+        """Like `sample`, for a request that lasts until `end_endless`."""
         return await self.sample(prompt, LENGTH - len(prompt), ends="abort")
 
     async def end_endless(self) -> None:

@@ -1,4 +1,4 @@
-"""What a probe detects on a vLLM with default flags: raw log-probs."""
+"""A probe detects the raw log-probs of a vLLM with default flags."""
 
 import pytest
 import torch

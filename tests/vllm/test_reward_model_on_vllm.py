@@ -1,4 +1,4 @@
-"""`reward_model` on real vLLM: scores equal transformers' logits in any batch, and what the probe detects of it."""
+"""`reward_model` on real vLLM: scores equal transformers' logits in any batch, and the probe detects wrong servers."""
 
 import json
 
@@ -60,7 +60,7 @@ async def test_too_long_is_the_rows_alone_in_vllms_words(url):
 
 
 async def test_vllm_behind_something_that_drops_use_activation_is_refused(url):
-    """Its default is on, so every score would be a sigmoid."""
+    """vLLM's default is on, so every score would be a sigmoid."""
     async with aiohttp.ClientSession() as session:
 
         async def drop(http: web.Request) -> web.Response:

@@ -106,7 +106,7 @@ async def test_in_flight_the_spans_name_the_token_of_each_switch(served, measure
 
 
 async def test_kept_keys_and_values_are_a_mixture_and_only_in_requests_that_were_under_way(tied):
-    """What `weights.kv_cache = "keep"` costs: after the switch, log-probs match no version."""
+    """With `weights.kv_cache = "keep"`, log-probs after the switch match no version."""
     first = await tied.push(0)
     (prompt,) = prompts(1, 620, seed=2)
     found = []
