@@ -52,7 +52,7 @@ def demo(
 
 
 def _demo_folder(seed: int, steps: int | None, control: str | None, engine: str | None) -> Path:
-    """Return a folder of its own for each variant of the demo, so that every one can be resumed."""
+    """Return a separate folder for each variant of the demo, so that each can be resumed."""
     parts = [engine or "", f"seed{seed}" if seed != 1 else "", f"{steps}steps" if steps else "", control or ""]
     return Path("runs") / "-".join(["demo", *filter(None, parts)])
 

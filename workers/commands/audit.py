@@ -25,7 +25,7 @@ from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
 
 _MAX_FINDINGS_SHOWN = 20
-"""Largest number of lost, and of twice counted, prompts that are printed without `--all`."""
+"""Largest number of findings of each kind (lost, counted twice) that are printed without `--all`."""
 _MAX_AUDITS = 4
 _MAX_BROKEN_LINES_SHOWN = 5
 
@@ -40,7 +40,7 @@ class RunFiles(Struct, frozen=True):
 
 
 def show_audit(target: str | None, redis: str, *, as_json: bool = False, show_all: bool = False) -> int:
-    """Print how many prompts ended where. Returns the exit code: 1 if any is lost or counted twice.
+    """Audit a run and print the report. Returns the exit code: 1 if any prompt is lost or counted twice.
 
     Raises:
         PenstockError: there is no such run, or its prompt file is missing.

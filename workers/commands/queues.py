@@ -24,13 +24,17 @@ class StageReport(Struct, kw_only=True):
     """One stage, in the form of `--json`."""
 
     depth: int
-    """Unfinished entries; in `scored`, without trained entries that wait for a checkpoint."""
+    """Unfinished entries; in `scored`, without entries that the trainer has ended and that wait for a checkpoint."""
     claimed: int
     delayed: int
+    """Entries that wait for their retry delay."""
     lag: int
+    """Entries that were never claimed."""
     oldest_age_s: float
     rate: float
+    """Entries completed per second, over the last minute."""
     consumers: dict[str, int]
+    """Leased entries by worker, without idle workers."""
 
 
 class EvaluationReport(Struct, kw_only=True):
@@ -40,6 +44,7 @@ class EvaluationReport(Struct, kw_only=True):
     version: int
     step: int
     prompts: int
+    """Number of prompts in the evaluation."""
     open: int
     """Prompts not yet sampled and scored."""
     dead: int
@@ -49,7 +54,7 @@ class EvaluationReport(Struct, kw_only=True):
 
 
 class QueueReport(Struct, kw_only=True):
-    """Output of `--json`."""
+    """The status of a run, in the form of `--json`."""
 
     run: str
     at: float
@@ -82,7 +87,7 @@ class QueueReport(Struct, kw_only=True):
     paused_by: str
     """Operator who paused the run; empty: it is not paused."""
     paused_at: float | None
-    """Unix time in seconds."""
+    """Unix time of the pause in seconds, by the server's clock; None if not paused."""
     evaluation: EvaluationReport | None
     """None: the run has no evaluation."""
 

@@ -11,7 +11,7 @@ from stream.errors import EngineError, EngineRefusedError
 
 
 class StopStringMatcher:
-    """Searches the sampled text of one request; keeps only the end, where a stop string may have begun.
+    """Searches the sampled text of one request; stores only its end, where a stop string may begin.
 
     Args:
         tokenizer: tokenizer of the model.

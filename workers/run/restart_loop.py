@@ -78,7 +78,7 @@ class RestartLoop:
             child.exited.set()
 
     async def reopen(self) -> None:
-        """Declare the run unfinished because a trainer is about to start; finished roles are started again."""
+        """Declare the run unfinished, because a trainer is about to start, and restart finished roles."""
         connection = self._connection
         meta = connection.key("meta")
         await connection.with_retry(lambda: cast("Awaitable[Any]", connection.redis.hdel(meta, "finished")))
@@ -111,7 +111,10 @@ class RestartLoop:
             await self.reopen()
 
     async def _has_finished(self, role: str) -> bool:
-        """Return whether the run's work is done, so that a role that ended with success need not come back."""
+        """Return whether the run's work is done, so that a role that exited with success needs no restart.
+
+        If the role is the trainer and the work is done, also request the end of the run.
+        """
         has_finished = bool((await self._connection.read_hash("meta")).get("finished"))
         if role == "train" and has_finished:
             self._ending.finish()

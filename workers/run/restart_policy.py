@@ -19,13 +19,13 @@ _MAX_BACKOFF: Final = 60.0
 
 
 class Restart(Struct, frozen=True):
-    """Start the process again."""
+    """Restart the process after a delay."""
 
     delay_s: float
 
 
 class GiveUp(Struct, frozen=True):
-    """Do not start the process again; the run fails."""
+    """Do not restart the process; the run fails."""
 
     reason: str
 
@@ -44,17 +44,17 @@ class RestartPolicy:
         self._quick_exits = 0
 
     def decide(self, code: int, uptime_s: float, now: float | None = None) -> Restart | GiveUp:
-        """Decide after an unexpected exit.
+        """Decide whether to restart the process after an unexpected exit.
 
         Args:
             code: exit code, negative for a signal.
             uptime_s: seconds that the process ran.
-            now: monotonic time in seconds.
+            now: monotonic time in seconds; default: the current time.
         """
         if code in (ExitCode.USAGE, ExitCode.PERMANENT):
             return GiveUp("a restart would not help")
         now = time.monotonic() if now is None else now
-        # A kill by a signal does not count: it is no evidence of a defect. An exit soon after each start is.
+        # Quick exits in a row indicate a defect of the process. A kill by a signal does not, so it resets the count.
         self._quick_exits = self._quick_exits + 1 if code >= 0 and uptime_s < QUICK_EXIT_S else 0
         if self._quick_exits >= MAX_QUICK_EXITS:
             return GiveUp(f"it ended within {QUICK_EXIT_S:g} s of its start {self._quick_exits} times in a row")

@@ -113,8 +113,8 @@ def find_run(target: str | None, redis: str = "", *, must_have_begun: bool = Tru
 def with_run(location: RunLocation, main: Callable[[RunConnection], Awaitable[T]]) -> T:
     """Connect to a run without creating keys, and call `main` with the connection.
 
-    A private server that is stopped is started for the duration of the call; the folder's lock keeps the run from being
-    started meanwhile.
+    If the run's private server is stopped, start it for the duration of the call. The folder's lock prevents a start of
+    the run meanwhile.
     """
 
     async def there() -> T:

@@ -26,7 +26,7 @@ class StallDetector:
             now: monotonic time in seconds.
 
         Returns:
-            The alarm text: which stages hold work and who has claimed it; empty if there is no alarm.
+            The text of the alarm, with the stages that hold work and the workers that claimed it; empty: no alarm.
         """
         now = time.monotonic() if now is None else now
         if status is None:

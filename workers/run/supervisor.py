@@ -7,7 +7,7 @@
     watch      once a second: progress display, and failure of a run that makes no progress
     end        trainer done     the other roles end by themselves within seconds, else they are stopped
                stopped          feed and rollout, then score, then train, then engines; each drains first
-                                (Ctrl-C reaches the supervisor alone; `penstock stop` reaches the roles, too)
+                                (Ctrl-C reaches only the supervisor; `penstock stop` also reaches the roles)
                failed           all roles, then the engines
 
 No process outlives the supervisor: each dies with it and is killed together with its descendants.
@@ -57,7 +57,7 @@ _FAILURE_ORDER: _ShutdownOrder = (_ROLES, (ENGINE,))
 
 
 class RunOutcome(Struct, kw_only=True):
-    """How a run ended."""
+    """Outcome of a supervised run."""
 
     view: RunStatus | None
     """The run's last status; None if the server was lost."""

@@ -37,7 +37,7 @@ class EnvironmentSummary(Struct, kw_only=True):
 
 
 class RescoreSummary(Struct, kw_only=True):
-    """Comparison of old and new rewards over the whole run."""
+    """Comparison of old and new rewards over all archived groups."""
 
     groups: int
     missing: int

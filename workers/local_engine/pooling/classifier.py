@@ -152,7 +152,7 @@ def load_classifier(path: Path, dtype: str) -> tuple[Any, Any]:
     """Load a sequence classifier and its tokenizer.
 
     Raises:
-        SettingsError: the folder holds no classifier, or weights are missing, for example those of the head.
+        SettingsError: the folder holds no classifier, or weights are missing, for example the head's.
         EngineError: there is no tokenizer.
     """
     model = load_model(path, "sequence classifier", getattr(torch, dtype), attn_implementation="sdpa")
