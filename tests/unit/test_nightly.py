@@ -1,4 +1,4 @@
-"""The slices that CI takes of the long tests: every day another one, all of them within a month."""
+"""The slices of the long tests that CI runs: a different one every day, all of them within a month."""
 
 import argparse
 from datetime import date, timedelta

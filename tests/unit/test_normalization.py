@@ -28,7 +28,7 @@ def test_a_truncated_row_under_exclude_has_no_part_in_the_batch():
     assert normalized([1.0, 100], [1, 1], mean="batch") == [-49.5, 49.5]
 
 
-# Expected: AReaL's Normalization on the valid values alone, in float32.
+# Expected: AReaL's Normalization on the valid values only, in float32.
 INVALID = [1.0, 0.0, 9e9, 1.0, 0.5, -2.0, 3.0, NAN], [1, 1, 0, 1, 1, 1, 1, 0], "aaaabbbb"
 UNEVEN = [1.0, 1.0, 1.0, 5.0, INF, 2.0, 7.0], [1, 1, 1, 1, 0, 1, 1], "aaabccc"
 PLAIN = [1.0, 0.0, 0.0, 1.0, 0.5, -2.0, 3.0, 3.0], [1] * 8, "aaaabbbb"
@@ -82,7 +82,7 @@ def test_levels_of_mean_and_std_are_chosen_apart(case, options, expected):
 
 
 def test_the_spread_is_taken_around_the_mean_that_was_chosen():
-    # Around the mean of the others the deviations of 0, 1, 2 are -1.5, 0, 1.5.
+    # Relative to the mean of the others, the deviations of 0, 1, 2 are -1.5, 0, 1.5.
     found = normalized([0.0, 1, 2], mean="group", std="group", leave_one_out=True, epsilon=0.0)
     assert found == pytest.approx([-1.5 / 1.5, 0, 1.5 / 1.5])
 

@@ -1,4 +1,4 @@
-"""pass@k: known values, exact ends, and no digits lost where n is large."""
+"""pass@k: known values, exact bounds, and full precision for large n."""
 
 import math
 

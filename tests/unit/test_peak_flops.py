@@ -1,4 +1,4 @@
-"""The peak that a step's arithmetic is measured against: a card's own, or none."""
+"""The peak FLOP/s that a training step is compared with: the card's, or none."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`play`: an episode without a model, through the code that a rollout worker runs."""
+"""`play`: an episode without a model, through the rollout worker's code."""
 
 import time
 

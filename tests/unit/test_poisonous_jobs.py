@@ -1,4 +1,4 @@
-"""Jobs that end their processes: each costs its own tries, and nobody else's. Real processes."""
+"""Jobs that end their processes use up only their own tries. Real processes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which finished sequences the engine still holds."""
+"""Which finished sequences the engine still caches."""
 
 from array import array
 

@@ -1,4 +1,4 @@
-"""A pool of processes: hard kills, nothing lost, children that misbehave do no harm. Real processes throughout."""
+"""A pool of processes: hard kills lose no job, and misbehaving children do no harm. Real processes throughout."""
 
 import os
 import signal
@@ -84,7 +84,7 @@ async def test_a_job_past_its_deadline_is_killed_and_nothing_else_is_lost(hang):
         took = time.monotonic() - began
         assert outcomes[2] == TimedOut(0.5)
         assert [o for i, o in enumerate(outcomes) if i != 2] == [Ok(j) for i, j in enumerate(jobs) if i != 2]
-        assert took < 10  # benchmarks/math_verifier.py measures how soon; here it is only not for ever
+        assert took < 10  # benchmarks/math_verifier.py measures the delay; this only bounds it
         assert await pool.map([b"pid"] * 8, 30)
         assert len(pool.pids) <= 2
 
@@ -193,7 +193,7 @@ async def test_a_cancelled_caller_leaves_no_job_behind():
         with anyio.move_on_after(0.05):
             await pool.map([b"hang"] * 50, 0.3)
         assert await pool.map([b"a"], 30) == [Ok(b"a")]
-        assert pool.started_count <= 3  # a hang or two were under way, the other 48 are gone
+        assert pool.started_count <= 3  # one or two hanging jobs ran; the other 48 were removed
 
 
 async def test_processes_started_by_a_job_are_killed_with_its_child():
@@ -235,7 +235,7 @@ anyio.run(main)
     path = os.pathsep.join([str(tmp_path), *sys.path])
     ended = subprocess.run(
         [sys.executable, "-c", program],
-        check=False,  # it kills itself
+        check=False,  # the process kills itself
         capture_output=True,
         env=os.environ | {"PYTHONPATH": path},
         timeout=30,

@@ -1,4 +1,4 @@
-"""What is shown of a run, from made-up looks at one."""
+"""The progress display of a run, from made-up statuses."""
 
 import io
 

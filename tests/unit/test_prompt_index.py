@@ -1,4 +1,4 @@
-"""A prompt index knows which prompts were fed, from the feeder's cursor."""
+"""A prompt index derives the prompts that were fed from the feeder's cursor."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Interpolated proximal log-probs: reference values, against a loop, and what is outside the mask."""
+"""Interpolated proximal log-probs: reference values, comparison with a loop, and tokens outside the mask."""
 
 import math
 import random

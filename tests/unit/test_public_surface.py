@@ -1,4 +1,4 @@
-"""What `stream` shows, and what it leaves alone."""
+"""The public names of `stream`, and what it must not import."""
 
 import ast
 import inspect

@@ -17,7 +17,7 @@ from stream.errors import EnvironmentFailure
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path, monkeypatch):
-    """Its temporary folders are in one of the test's own, which is empty afterwards."""
+    """Put temporary folders into one of the test's; check that it is empty afterwards."""
     home = Path(tempfile.mkdtemp(prefix="penstock-test-"))
     home.chmod(0o711)
     monkeypatch.setattr(tempfile, "tempdir", str(home))
@@ -77,7 +77,7 @@ async def test_code_past_its_deadline_is_killed_with_its_processes():
 
 
 def is_gone(pid):
-    """Killed, and at most not yet waited for by whoever inherited it."""
+    """Return whether the process was killed; its new parent may not have reaped it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -23,7 +23,7 @@ from workers.train.step.batch import Batch, collate
 
 
 class Overheard(Ranks):
-    """Ranks of which one is heard by the test."""
+    """Ranks whose broadcast messages the test records."""
 
     def __init__(self) -> None:
         super().__init__()

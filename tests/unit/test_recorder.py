@@ -1,4 +1,4 @@
-"""The recorder samples and records the turns that an agent requests, and adds none once the episode is over."""
+"""The recorder samples and records the turns that an agent requests, and adds none after the episode's end."""
 
 import json
 
@@ -23,7 +23,7 @@ def user(text):
 
 
 def recorder_of(sampler, **limits):
-    """A recorder of an episode of its own, and the completion that it fills."""
+    """Make a recorder of a new episode, and the completion that it fills."""
     completion = Completion(index=0, seconds={"engine": 0.0})
     context = EpisodeContext(
         prompt=Prompt(id="p", messages=[user("a")]),

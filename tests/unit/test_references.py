@@ -1,4 +1,4 @@
-"""References: three spellings, no fallback, and messages that say where to look."""
+"""References: three spellings, no fallback, and messages that name where to look."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from stream.errors import ReferenceNotFoundError
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A working directory of one's own; the path and the modules are as before afterwards."""
+    """Change to a temporary working directory; restore the path and the modules afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     modules = set(sys.modules)

@@ -1,4 +1,4 @@
-"""Rejection on batches small enough to do by hand."""
+"""Rejection on batches small enough to compute by hand."""
 
 import math
 from typing import get_args
@@ -13,7 +13,7 @@ from workers.train.algorithms.sequences import Sequences
 
 
 def judge(ratios: list[list[float | None]], *rules: RejectionRule, ids: list[int] | None = None) -> Rejection:
-    """The ratio pi/mu of each token; a None is out of the mask."""
+    """Make a batch with the ratio pi/mu of each token; None is outside the mask."""
     mask = torch.tensor([[r is not None for r in row] for row in ratios])
     train = torch.tensor([[math.log(r) if r else math.nan for r in row] for row in ratios], dtype=torch.float64)
     return reject(
@@ -30,7 +30,7 @@ def test_the_rules_are_those_that_the_settings_know():
 
 
 def test_k1_bounds_the_ratio_of_engine_by_trainer():
-    """verl's k1 is the inverse of the importance ratio: 1.5 is kept by 0.5 ... 1.2, and rejected by 0.8 ... 2.0."""
+    """verl's k1 is the inverse of the importance ratio: 0.5 ... 1.2 keeps 1.5, and 0.8 ... 2.0 rejects it."""
     assert kept([[1.5]], RejectionRule("token_k1", 0.5, 1.2)) == [[1]]
     assert kept([[1.5]], RejectionRule("token_k1", 0.8, 2.0)) == [[0]]
 
@@ -81,7 +81,7 @@ def test_a_completion_is_judged_over_all_of_its_rows():
 
 
 def test_every_rule_sees_the_same_tokens():
-    """The token that the first rule takes out still counts in the second's sum."""
+    """The token that the first rule rejects still counts in the second's sum."""
     found = judge([[4.0, 1.2]], RejectionRule("token_k1", 0.5, 2.0), RejectionRule("seq_max_k3", 0.0, 1.0))
     assert [passed.tolist() for passed in found.kept_by_rule_RT] == [[[False, True]], [[False, False]]]
     assert not found.kept_RT.any()
@@ -106,7 +106,7 @@ def test_a_log_ratio_that_is_no_number_passes_no_rule():
 
 @pytest.mark.parametrize("log_ratio", [100.0, -100.0])
 def test_far_beyond_the_bound_every_rule_but_m2po_rejects(log_ratio):
-    """m2po keeps the least it can: the tokens of the smallest d^2."""
+    """m2po keeps the fewest tokens that it can: those with the smallest d^2."""
     mask = torch.ones(2, 2, dtype=torch.bool)
     for name in REJECTIONS:
         rule = RejectionRule(name, 0.5, 2.0)

@@ -1,4 +1,4 @@
-"""A run of a few steps on a small model, written down as a trainer does, replayed; then its books are tampered with."""
+"""A run of a few steps on a small model, recorded as a trainer does, is replayed; then its records are falsified."""
 
 import json
 import random
@@ -40,7 +40,7 @@ def base(tmp_path_factory):
 
 
 def group(number: int, version: int) -> Group:
-    """Four completions of a group; every fifth has equal rewards, and is dropped."""
+    """Make a group of four completions; every fifth group has equal rewards, and is dropped."""
     chance = random.Random(number)
     completions = []
     for index in range(4):
@@ -52,7 +52,7 @@ def group(number: int, version: int) -> Group:
 
 
 class Made:
-    """A run's folder, and the run that is in it."""
+    """A run's folder, and the trainer's work in it."""
 
     def __init__(self, base: Path, folder: Path, **sections) -> None:
         self.folder = folder
@@ -69,7 +69,7 @@ class Made:
         self.settings = parse_settings(table | sections)
 
     def run(self, checkpoints: tuple[int, ...] = (2, 4, STEPS), killed_after: int = 0) -> "Made":
-        """Train, keep books; after a step the trainer is killed, once, and resumes from its last checkpoint."""
+        """Train and record. After step `killed_after` the trainer is killed once, and resumes from a checkpoint."""
         kept = CheckpointStore(self.folder / "checkpoints", keep_last=10)
         learner, progress = Learner(self.settings), Progress(version=0)
         ledger, archive = Ledger(self.ledger), Archive(self.folder / "groups")
@@ -96,7 +96,7 @@ class Made:
         return self
 
     def step(self, learner, archive, ledger, progress, numbers):
-        """Three groups and one that may be dropped, as `Collector` and `Trainer` would write them down."""
+        """Train on four groups, less one with equal rewards, and record all as `Collector` and `Trainer` do."""
         step, version, hand = progress.step + 1, progress.version, []
         for number in numbers:
             made = group(number, version)
@@ -126,7 +126,7 @@ class Made:
         return [written.record for written in read_ledger(self.ledger)[0]]
 
     def rewrite(self, lines: list[LedgerRecord]) -> None:
-        """Put other lines into the ledger, and their length into the checkpoints, as a careful forger would."""
+        """Replace the ledger's records, and its length in the checkpoints, as a careful forger would."""
         text = [encode_record(line) + b"\n" for line in lines]
         self.ledger.write_bytes(b"".join(text))
         self.forge_length(sum(map(len, text)))
@@ -140,13 +140,13 @@ class Made:
 
 @pytest.fixture(scope="module")
 def whole(base, tmp_path_factory):
-    """A run that nobody touches."""
+    """A run that no test changes."""
     return Made(base, tmp_path_factory.mktemp("whole") / "run").run()
 
 
 @pytest.fixture
 def made(whole, base, tmp_path):
-    """A copy of it."""
+    """A copy of the whole run."""
     shutil.copytree(whole.folder, tmp_path / "run")
     copy = Made(base, tmp_path / "run")
     (copy.folder / "run.toml").write_text(dump_settings(copy.settings))
@@ -198,7 +198,7 @@ def test_skipped_steps_differ_from_groups_dropped_on_the_way(base, tmp_path):
     assert report.dropped == sum(line.outcome == Dropped("zero_variance") for line in made.lines())
 
 
-# --- tampering
+# --- falsified records
 
 
 def test_different_weights_are_reported_with_tensor_step_and_size(made, capsys):
@@ -229,7 +229,7 @@ def test_a_changed_bit_of_a_moment_is_found(made):
 
 
 def forge(checkpoint, path: Path, tensors) -> None:
-    """Write tensors and make the manifest agree."""
+    """Write tensors and update the manifest to match."""
     from workers.train.checkpointing.checkpoint import _inventory
 
     save_file(tensors, path)

@@ -1,4 +1,4 @@
-"""How reward functions are called: in processes, by row or by group, so many at once, with deadlines of their own."""
+"""How reward functions are called: in processes, by row or by group, with limits of concurrency, rate and time."""
 
 import tomllib
 from contextlib import asynccontextmanager
@@ -117,12 +117,12 @@ async def test_granularity_decides_the_size_of_a_call():
 async def test_one_bad_row_of_a_call_in_processes_costs_only_itself(bad, reason):
     async with opened("hangs_on_row", processes=2, timeout_s=0.5) as function:
         assert facts(await function(batch("a", bad, "b"), 30)) == [1.0, reason, 1.0]
-        assert facts(await function(batch("a", "b"), 30)) == [2.0, 2.0]  # the pool goes on
+        assert facts(await function(batch("a", "b"), 30)) == [2.0, 2.0]  # the pool still works
 
 
 @pytest.mark.parametrize("processes", [0, 1])
 async def test_a_function_that_compares_completions_sees_the_whole_group_or_nothing(processes):
-    """By row it would return numbers that nobody measured."""
+    """Called by row, it would return numbers that compare nothing."""
     async with opened("rank", granularity="group", processes=processes) as function:
         assert facts(await function(batch("c", "a", "b"), 30)) == [1.0, 0.0, 0.5]
         assert facts(await function(batch("c", "raise", "b"), 30)) == [RewardReason.RAISED] * 3
@@ -152,7 +152,7 @@ async def test_in_the_scoring_stage_one_call_has_all_completions_of_one_prompt_a
 async def test_settings_override_the_call_options_of_a_class():
     async with opened("Counting", {"start": 10}) as function:
         found = facts(await function(batch("a", "b"), 30))
-        assert sorted(found) == [111.0, 112.0]  # one process, prepared once, one row a call
+        assert sorted(found) == [111.0, 112.0]  # one process, prepared once, one row per call
     async with opened("Counting", granularity="group") as function:
         assert facts(await function(batch("a", "b"), 30)) == [1101.0, 1101.0]
 
@@ -193,7 +193,7 @@ async def test_calls_begin_no_faster_than_the_rate(processes):
     async with opened("sizes", granularity="row", calls_per_second=50, processes=processes) as function:
         began = anyio.current_time()
         assert facts(await function(batch(*"abcdef"), 30)) == [1.0] * 6
-        assert anyio.current_time() - began >= 5 / 50 - 0.001  # six calls, five gaps: never less, however slow we are
+        assert anyio.current_time() - began >= 5 / 50 - 0.001  # six calls, five gaps; slow machines take longer
 
 
 async def test_waiting_for_the_rate_limit_does_not_count_towards_the_deadline():
@@ -225,7 +225,7 @@ async def test_a_function_that_cannot_be_made_in_a_process_ends_the_worker_at_it
 
 
 def test_every_built_in_reward_is_found_by_name():
-    """Read from the project's own file: what is installed may be older."""
+    """Read the project's file, because the installed metadata may be older."""
     points = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
     assert {"math", "code_jaccard", "vlm"} <= set(points["penstock.rewards"])
     args = {"judge": {"url": "http://localhost:1", "model": "m"}, "reward_model": {"urls": ["http://localhost:1"]}}

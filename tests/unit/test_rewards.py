@@ -1,4 +1,4 @@
-"""Reward functions: TRL's signature, and no number that nobody measured."""
+"""Reward functions: TRL's signature, and no number for a reward that was not measured."""
 
 import math
 import threading
@@ -180,7 +180,7 @@ async def test_a_single_row_that_raises_is_not_called_again():
 
 
 class Gone(BaseException):
-    """As math-verify's timeout: no Exception."""
+    """Like math-verify's timeout, not an Exception."""
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), Gone("x"), TimeoutError("its own"), StopIteration(), GeneratorExit()])
@@ -192,7 +192,7 @@ async def test_no_exception_of_a_function_reaches_the_worker(error):
         raise error
 
     assert reasons(await rewards_of(score, batch(1))) == [RewardReason.RAISED]
-    if not isinstance(error, StopIteration):  # which Python itself turns into a RuntimeError in a coroutine
+    if not isinstance(error, StopIteration):  # Python turns it into a RuntimeError in a coroutine
         assert reasons(await rewards_of(score_async, batch(1))) == [RewardReason.RAISED]
 
 
@@ -276,7 +276,7 @@ def test_a_group_of_plain_text_is_a_batch_of_strings():
     built = RewardBatch.from_group(group_of(text=True), None)
     assert built.prompts == ["2 + 2?", "2 + 2?"]
     assert built.completions == ["I call.\nAnswer: 4", ""]
-    assert built.completion_ids == [[9, 1, 2, 3], []]  # all of a fork's rows
+    assert built.completion_ids == [[9, 1, 2, 3], []]  # all rows of a fork
     assert built.columns == {"answer": [4, 4]}
     assert built.environments is None
 

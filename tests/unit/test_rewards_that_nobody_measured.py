@@ -1,17 +1,16 @@
-"""How other projects turn failures into rewards, row by row, and how each is treated here.
+"""How other projects turn failures into rewards, row by row, and how Penstock treats each.
 
-Every row of the list of what peers do wrong has a test that bears its name. Those below go the whole way that matters:
-reward functions called by the scoring stage, parts merged, groups collated, masks derived, advantages estimated. Where
-a row is held in more depth elsewhere, that is the third column.
+Every row names its test. The tests in this file run the whole path: reward functions called by the scoring
+stage, parts merged, groups collated, masks derived, advantages estimated. The third column names a more detailed test.
 
 ================================================  ================================  ==============================
-at peers                                          test, by its name                 in more depth
+in other projects                                 test, by its name                 in more detail
 ================================================  ================================  ==============================
 a verifier's exception or timeout is reward 0.0   a_verifiers_exception_or_timeout  unit/test_rewards
 the verifier raises in 1 of 4: [1, 0, 1, 1]       raises_in_1_of_4                  unit/test_reward_calling
 a scoring timeout gives ok, reward 0              scoring_timeout                   unit/test_processes
-a 500 of the model server, scored all the same    model_server_answers_500          integration/test_engine_faults
-a context overflow on the first call, scored      context_overflow                  unit/test_episode
+a 500 of the model server is scored               model_server_answers_500          integration/test_engine_faults
+a context overflow on the first call is scored    context_overflow                  unit/test_episode
 one NaN reward makes its whole group NaN          one_nan_reward                    property/estimators, P1
 inf; inf clipped to 20                            reward_inf                        unit/test_shaping
 masked rows still vote                            masked_rows_still_vote            property/masks, P15
@@ -24,12 +23,12 @@ weights normalised before rejection               before_rejection              
 "no EOS" guessed from the padded width            longest_row                       unit/test_episode, P11
 one group of one gets its raw reward              group_of_one                      property/estimators, P5
 a ratio cap that the code lacks: 4.8e8            ratio_cap                         property/twins_correction
-1172 of 1280 failed in reset, trained as 0        session_reset                     unit/test_guard
+1172 of 1280 failed in reset, trained as 0        session_reset                     unit/test_invalid_reward_monitor
 `[nan,0,1,1]` earns 1000, a reversed box 1        a_box_that_is_none                unit/test_vlm
 results of the wrong shape                        wrong_shape                       unit/test_rewards
-silent on validity beside those that speak of it  silent_on_validity
+functions with and without validity, mixed        silent_on_validity
 one invalid step reward in a sum                  invalid_step_reward               unit/test_episode
-math-verify's own traps; its name left out        (unit/test_math_verifier)
+math-verify's traps; its name left out            (unit/test_math_verifier)
 ================================================  ================================  ==============================
 """
 
@@ -67,7 +66,7 @@ MEAN = {"estimator": {"name": "grpo", "normalize_std": False}}
 
 
 def completion(index, reward=None, tokens=2, **facts):
-    """One turn with this number of sampled tokens, which carry the completion's index."""
+    """Make one turn with this number of sampled tokens, whose text is the completion's index."""
     row = sampled_row([2] * tokens, [-1.0] * tokens, prompt=[1])
     if isinstance(reward, int | float):
         reward = Measured(float(reward))
@@ -80,7 +79,7 @@ def group_of(*completions, name="p"):
 
 
 async def scored(*functions, completions=4, timeout_s=5.0, group=None):
-    """A group as it leaves the scoring stage."""
+    """Return a group as the scoring stage completes it."""
     group = group or group_of(*(completion(i) for i in range(completions)))
     await score_group(group, [RewardFunction(f, f"f{i}") for i, f in enumerate(functions)], {}, timeout_s)
     return group
@@ -92,7 +91,7 @@ def outcomes(group):
 
 
 def trained(*groups, **sections):
-    """Advantages of all completions, the baseline mask, and why each group is dropped."""
+    """Return advantages of all completions, the baseline mask, and the reason for dropping each group."""
     settings = parse_settings(LEAST | {"filter": {"min_valid_rows": 1}} | sections)
     batch = collate(groups)
     masks = mask_batch(batch, settings, 0)
@@ -132,7 +131,7 @@ async def test_the_verifier_raises_in_1_of_4():
     assert outcomes(group) == [1.0, RewardReason.RAISED, 1.0, 1.0]  # not [1, 0, 1, 1]
     advantages, votes, dropped = trained(group)
     assert (advantages, votes) == ([0.0] * 4, [True, False, True, True])
-    assert dropped == [DropReason.ZERO_VARIANCE]  # scored 0 it would have pushed the right answers apart
+    assert dropped == [DropReason.ZERO_VARIANCE]  # a score of 0 would spread the right answers
 
 
 async def test_a_scoring_timeout_is_not_ok_with_reward_0():
@@ -240,7 +239,7 @@ def test_a_rejected_rows_nan_advantage_reaches_no_gradient(name, junk):
 
 
 def test_rejected_tokens_do_not_stay_in_the_denominator():
-    """Advantages of the batch are divided by what bears loss: a rejected completion's tokens are not among it."""
+    """The batch's divisor counts loss tokens only, without the tokens of a rejected completion."""
     settings = parse_settings(LEAST | MEAN | {"filter": {"min_valid_rows": 1}})
     batch = collate([group_of(completion(0, 1.0), completion(1, 0.0), completion(2, 1.0, tokens=9))])
     rejected = torch.zeros_like(batch.sampled_RT)
@@ -265,7 +264,7 @@ def test_importance_weights_are_not_normalised_before_rejection():
         )
         return found.weights_RT
 
-    assert torch.equal(weights(1.0), weights(1e6))  # changing only the rejected row moves nothing
+    assert torch.equal(weights(1.0), weights(1e6))  # a change of the rejected row has no effect
     assert weights(1e6).squeeze(1).tolist() == pytest.approx([1.5, 0.5, 0.0])
 
 
@@ -276,9 +275,9 @@ def test_the_longest_row_of_a_batch_does_not_lose_its_reward():
         True,
         True,
         True,
-    ]  # it fills the padded width, and ended by itself
+    ]  # it fills the padded width, but was not truncated
     cut = replace_in(rows[1], truncated=TruncationReason.LENGTH)
-    assert trained(group_of(rows[0], cut, rows[2]), **exclude)[1] == [True, False, True]  # the short one was cut off
+    assert trained(group_of(rows[0], cut, rows[2]), **exclude)[1] == [True, False, True]  # the short one was truncated
 
 
 def replace_in(found, **facts):
@@ -331,7 +330,7 @@ async def test_a_verifiers_result_of_the_wrong_shape_is_no_reward_for_any_row(re
 
 
 async def test_environments_silent_on_validity_mix_with_those_that_speak_of_it():
-    """A finite number without a statement on validity is valid; None and Unmeasured are not."""
+    """A finite number without a validity is valid; None and Unmeasured are not."""
 
     class Silent:
         def get_reward(self):
@@ -362,7 +361,7 @@ async def test_environments_silent_on_validity_mix_with_those_that_speak_of_it()
 
 
 async def test_a_function_without_validity_next_to_one_with_validity():
-    """The parts of one reward: a row is valid where both measured it."""
+    """Two functions give the parts of one reward: a row is valid if both measured it."""
 
     def silent(completions):
         return [0.5] * len(completions)

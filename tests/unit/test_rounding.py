@@ -1,4 +1,4 @@
-"""What is equal but for rounding is equal."""
+"""Numbers that differ only by rounding count as equal."""
 
 import pytest
 import torch

@@ -179,7 +179,7 @@ def test_a_seed_depends_on_run_and_id_and_has_31_bits():
         == 4
     )
     assert all(0 <= prompt_of(row, number).seed < 2**31 for number in range(200))
-    assert row_to_prompt(row, 0, 0, settings=settings()).seed == 153924715  # changing it would reseed resumed runs
+    assert row_to_prompt(row, 0, 0, settings=settings()).seed == 153924715  # a change would reseed resumed runs
 
 
 def test_the_row_is_not_modified():

@@ -1,4 +1,4 @@
-"""One token for each row: the right distribution, and the log-prob of it."""
+"""Sampling one token per row: the right distribution, and the log-prob of the token."""
 
 from random import Random
 
@@ -13,7 +13,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
 
 def draw(params: SamplingParams, count: int = 20_000) -> tuple[torch.Tensor, dict[int, float]]:
-    """Relative frequencies, and the log-prob that came with each token."""
+    """Return relative frequencies, and the log-prob of each token."""
     rows = LOGITS.expand(count, -1)
     ids, logprobs, _ = sample(rows, [params] * count, [Random(seed) for seed in range(count)])
     return torch.bincount(torch.tensor(ids), minlength=len(LOGITS)) / count, dict(zip(ids, logprobs, strict=True))
@@ -40,7 +40,7 @@ def test_greedy_takes_the_most_probable_and_answers_the_raw_logprob():
         (SamplingParams(top_k=2), [0, 1]),
         (SamplingParams(top_k=100), [0, 1, 2, 3, 4, 5]),
         (SamplingParams(top_k=-1, top_p=0.5), [0]),
-        (SamplingParams(top_p=0.8), [0, 1, 2]),  # masses .57 .21 .13: the third is what reaches .8
+        (SamplingParams(top_p=0.8), [0, 1, 2]),  # masses .57 .21 .13: the third reaches .8
         (SamplingParams(min_p=0.3), [0, 1]),  # e^-1 = .37, e^-1.5 = .22
         (SamplingParams(top_k=3, top_p=0.7), [0, 1]),
         (SamplingParams(top_p=1e-9), [0]),
@@ -106,7 +106,7 @@ def test_the_likeliest_come_with_logprobs_of_what_was_sampled_from():
 
 @pytest.mark.parametrize("generator", [Random, lambda seed: torch.Generator().manual_seed(seed)])
 def test_turns_completions_and_episodes_draw_apart(generator):
-    """torch's generator on a CPU, which vLLM uses there, heeds the lowest 32 bits of a seed alone."""
+    """torch's CPU generator, which vLLM uses there, uses only the lowest 32 bits of a seed."""
     seeds = [turn_seed(episode, turn) for episode in (7, 8, 2**61, 2**61 + 2**32) for turn in range(8)]
     assert all(0 <= seed < 2**63 for seed in seeds)
     made = [generator(seed) for seed in seeds]

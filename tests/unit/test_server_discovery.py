@@ -1,4 +1,4 @@
-"""Which server a private one is: the PATH first, then the wheel, never one that is too old."""
+"""Which server program a private server uses: from the PATH, then from the wheel, never one that is too old."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from stream.server_process import command_line, find_server
 
 @pytest.fixture
 def on_path(tmp_path, monkeypatch):
-    """Puts programs on an otherwise empty PATH: `on_path(name, what it says to --version)`."""
+    """Puts programs on an otherwise empty PATH: `on_path(name, output of --version)`."""
     monkeypatch.setenv("PATH", str(tmp_path))
 
     def put(name: str, version: str) -> Path:
@@ -99,7 +99,7 @@ time.sleep(60)
     for _ in range(200):
         try:
             if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return  # dead; whoever inherited it has not looked yet
+                return  # dead, but not reaped by its new parent yet
         except FileNotFoundError:
             return
         time.sleep(0.01)

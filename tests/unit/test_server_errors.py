@@ -19,14 +19,14 @@ from stream.connection.server_errors import (
 
 
 def answered(line: str) -> ResponseError:
-    """A server's error reply, as redis-py understands it: it takes the code off most of them."""
+    """Parse a server's error reply as redis-py does, which removes the code from most of them."""
     error = BaseParser.parse_error(line)
     assert isinstance(error, Exception)
     return error
 
 
 def while_connecting(cause: Exception) -> Exception:
-    """redis-py raises its own error while it handles that of the socket."""
+    """Chain the errors as redis-py does: it raises its connection error while it handles the socket's."""
     try:
         try:
             raise cause
@@ -95,7 +95,7 @@ def test_other_errors_are_neither_retryable_nor_fatal(line):
 
 
 def test_writing_to_a_closed_uvloop_transport_is_a_connection_error():
-    """uvloop raises a RuntimeError of its own there, where asyncio drops what is written."""
+    """uvloop raises a RuntimeError where asyncio drops the data."""
 
     async def write_after_the_end() -> None:
         server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)

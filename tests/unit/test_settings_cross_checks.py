@@ -1,4 +1,4 @@
-"""Keys that cannot work together are refused; the message names both keys and the remedy."""
+"""Keys that conflict are refused; the message names both keys and the remedy."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Shaping: the numbers, and that nothing invalid becomes one."""
+"""Shaping: expected values, and invalid rewards that stay invalid."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Snapshots: the facts of an environment at the end of an episode, whatever becomes of the environment afterwards."""
+"""Snapshots: the facts of an environment at the end of an episode, unaffected by later changes of the environment."""
 
 import collections
 import dataclasses
@@ -70,7 +70,7 @@ class Deck(list):
 
 
 class Env:
-    """Holds whatever a test gives it."""
+    """Has the attributes that a test passes."""
 
     def __init__(self, **attributes):
         self.__dict__.update(attributes)
@@ -258,7 +258,7 @@ def test_an_environment_derived_from_a_dict_keeps_its_contents():
     assert isinstance(back, Row)
 
 
-# Taken now, and by the class's own rules
+# Copied immediately, by the class's own rules
 
 
 def test_later_changes_of_the_environment_do_not_reach_the_snapshot():
@@ -310,7 +310,7 @@ def test_a_copy_that_raises_is_a_failure_of_the_environment():
 
 
 class Wrapper:
-    """Hands everything on, as wrappers do, and so breaks `copy.copy`."""
+    """Delegates every attribute, as wrappers do, and so breaks `copy.copy`."""
 
     def __init__(self):
         self.inner = Env(won=True)
@@ -328,7 +328,7 @@ def test_an_environment_that_cannot_be_copied_is_frozen_directly():
         _ = back.absent
 
 
-# Left out, by name
+# Attributes omitted by name
 
 
 class Session:
@@ -349,7 +349,7 @@ class Session:
 def test_reading_an_omitted_attribute_raises_with_its_name_and_reason():
     back = thaw(freeze(Session(), LIMIT), factory_of(Session))
     with pytest.raises(AttributeError, match=r"Session\.session was omitted from the snapshot: a _thread\.lock"):
-        _ = back.session  # the class's default must not answer
+        _ = back.session  # and does not return the class's default
     assert isinstance(back, Session)
     assert type(back).__name__ == "Session"
     assert (back.score, back.computed) == (1, 42)
@@ -475,7 +475,7 @@ def test_attributes_are_omitted_until_the_rest_fits():
     assert set(vars(back)) | set(omitted_attributes(back)) == {f"a{i}" for i in range(20)}
 
 
-# Classes, and who names them
+# Classes by name
 
 
 def test_without_a_factory_there_is_a_namespace_to_read():
@@ -509,7 +509,7 @@ def test_a_known_class_with_hidden_state_is_not_made():
 
 
 class Grumpy:
-    """Its hash needs what a snapshot does not have."""
+    """Its hash needs an attribute that a snapshot omits."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -528,7 +528,7 @@ def test_values_that_cannot_be_thawed_are_omitted():
 
 
 RANGE = msgspec.msgpack.encode(msgspec.msgpack.Ext(17, b"\x93\x00\x05\x01"))
-"""Were it a long one, whatever is made of it would fill the memory."""
+"""A stored range: if it were long, anything made from it could fill the memory."""
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_the_order_is_the_one_that_runs_were_begun_with():
         3,
         7,
         4,
-    ]  # changing it would feed resumed runs other rows
+    ]  # a change would feed resumed runs other rows
 
 
 def test_reading_any_kind_of_source_loads_no_torch(tmp_path):

@@ -1,4 +1,4 @@
-"""How vLLM is found, started, and quoted when it ends."""
+"""How vLLM is found and started, and how its output is quoted when it ends."""
 
 import os
 import socket
@@ -32,7 +32,7 @@ def settings_with(**engine):
 
 
 def a_python(folder, answer):
-    """Something that answers as an interpreter would."""
+    """Write a script that answers as an interpreter would."""
     file = folder / "python"
     file.write_text(f"#!/bin/sh\n{answer}\n")
     file.chmod(0o755)
@@ -221,7 +221,7 @@ http.server.HTTPServer((host, int(port)), Health).serve_forever()
 
 
 def settings_of(folder, script):
-    """A run whose vLLM is this script."""
+    """Return settings of a run whose vLLM is this script."""
     (folder / "config.json").write_text("{}")
     (folder / "vllm.py").write_text(script)
     python = a_python(folder, f'if [ "$1" = -I ]; then {READY}; else exec {sys.executable} {folder}/vllm.py "$@"; fi')
@@ -231,7 +231,7 @@ def settings_of(folder, script):
 
 @pytest.fixture
 def begun(monkeypatch):
-    """Every process that is begun: vLLM, then its warden."""
+    """Record every process that is started: vLLM, then its warden."""
     processes = []
     open_process = anyio.open_process
 

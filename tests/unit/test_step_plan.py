@@ -32,7 +32,7 @@ def test_a_group_that_can_be_trained_later_is_not_waited_for():
 
 
 def test_groups_due_together_are_not_all_left_to_the_last_step():
-    """At version 2 both would have to be in one step of one group; so at version 1 it waits for one of them."""
+    """At version 2 both would be due in one step of one group; so at version 1 the step waits for one of them."""
     begun = {"a": 0, "b": 0, "young": 1}
     assert plan_step(begun, {"young"}, (), course(1, k=2)).stragglers == ["a", "b"]
     assert plan_step(begun, {"young", "b"}, (), course(1, k=2)) == plan_step(begun, {"b"}, (), course(1, k=2))
@@ -62,7 +62,7 @@ def test_an_abandoned_group_is_no_longer_waited_for():
 
 
 def test_a_step_never_requires_more_groups_than_it_takes():
-    """After a resume there may be more due than there is room for: they are trained late, and nobody waits for ever."""
+    """After a resume more groups may be due than fit into a step: some are trained late, and no step waits forever."""
     begun = {f"p{i}": 0 for i in range(9)}
     chosen = plan_step(begun, set(begun), (), course(0, k=0, per_step=2))
     assert (len(chosen.prompt_ids), chosen.stragglers) == (2, [])
@@ -76,7 +76,7 @@ def test_a_step_never_requires_more_groups_than_it_takes():
     quickness=st.floats(0.1, 0.9),
 )
 def test_no_group_is_trained_too_old_and_every_straggler_can_arrive(k, per_step, publish_every, seed, quickness):
-    """A run as the server paces it: groups come in any order, some slowly; some are dropped, some begun anew."""
+    """Simulate a paced run: groups arrive in any order, some slowly; some are dropped, some are started again."""
     chance = random.Random(seed)
     capacity = (k + 1) * per_step * publish_every
     begun, in_hand, held, fresh = {}, set(), 0, iter(range(10**9))
@@ -94,7 +94,7 @@ def test_no_group_is_trained_too_old_and_every_straggler_can_arrive(k, per_step,
                 in_hand.add(prompt)
         now = course(version, k, per_step, publish_every, publish_every - done)
         chosen = plan_step(begun, in_hand, (), now)
-        if len(begun) + held == capacity:  # whatever there may be is under way
+        if len(begun) + held == capacity:  # all permitted groups have started
             assert plan_step(begun, set(begun), (), now).stragglers == []
         assert not set(chosen.stragglers) & in_hand
         if chosen.stragglers or len(chosen.prompt_ids) < per_step:

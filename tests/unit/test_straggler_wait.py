@@ -1,4 +1,4 @@
-"""For whom a step waits, and how long."""
+"""Which groups a step waits for, and for how long."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def test_waiting_ends_after_the_timeout_without_an_arrival(clock):
     assert waiting.should_wait(["a", "b"], paused=False)
     clock[0] += 9
     assert waiting.remaining_s == pytest.approx(1.0, abs=0.01)
-    assert waiting.should_wait(["b"], paused=False)  # a has come
+    assert waiting.should_wait(["b"], paused=False)  # a has arrived
     clock[0] += 9
     assert waiting.should_wait(["b"], paused=False)
     clock[0] += 2

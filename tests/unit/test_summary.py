@@ -1,4 +1,4 @@
-"""The numbers at the end of a run, its picture, and the settings that make it this run."""
+"""The figures at the end of a run, its plot, and the settings that identify it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`docs/survival.md` names tests that exist, and every row of it names one, or says that there is none yet."""
+"""Every row of `docs/survival.md` names a test that exists, or states that there is none yet."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ NAMED = re.compile(r"(\*long:\* )?`(tests/[\w/]+\.py)::(\w+)`")
 
 
 def rows() -> list[list[str]]:
-    """The cells of every row of its tables, without the heads."""
+    """Return the cells of every row of the page's tables, without the headers."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [row for row in cells if row[0] != "fault"]
@@ -19,7 +19,7 @@ def rows() -> list[list[str]]:
 
 @cache
 def defined_in(path: str) -> dict[str, bool]:
-    """The tests that a file defines; True for those that `make test` leaves out."""
+    """Return the names of the tests in a file; the value is True for tests that `make test` skips."""
     tree = ast.parse((ROOT / path).read_text())
     defined = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return {node.name: "pytest.mark.full" in map(ast.unparse, node.decorator_list) for node in defined}
@@ -29,7 +29,7 @@ def test_every_row_names_tests_that_exist_or_says_that_there_are_none_yet():
     for fault, *_, shown in rows():
         named = NAMED.findall(shown)
         assert named or "not yet" in shown, fault
-        # What looks like the name of a test, and is not read as one, would be checked by nobody.
+        # Every string that looks like a test's name must be parsed as one, or it would go unchecked.
         assert shown.count("::") == len(named), fault
         for long, path, test in named:
             assert test.startswith("test_"), test

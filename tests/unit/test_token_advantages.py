@@ -1,4 +1,4 @@
-"""Estimators with one value to a token: worked by hand, with holes in every line."""
+"""Estimators with one value per token, computed by hand, with gaps in every row."""
 
 import math
 
@@ -14,7 +14,7 @@ OPTIONS = {"discount": 1.0, "gae_lambda": 1.0, "whiten": False, "zero_tail": Fal
 
 
 def sheet(mask, rewards, *, values=None, bootstrap=None, greedy=None, groups=None, valid=None, pi=None, weights=None):
-    """Inputs of all estimators; `pi` is the probability of each token, shared by it and one other."""
+    """Make inputs of all estimators; `pi` is the probability of each token, and one other token has the rest."""
     mask = torch.tensor(mask).bool()
     lines = len(mask)
 
@@ -66,7 +66,7 @@ def test_gae_goes_on_from_the_value_behind_a_truncated_end():
 
 
 def test_gae_equals_the_reference():
-    # AReaL's own function, on its own layout: the second line was cut off, the value of its last column follows.
+    # AReaL's function, on its layout: the second row was truncated, the value of its last column follows.
     inputs = sheet(
         [[0, 1, 1, 0, 0], [1, 1, 0, 1, 0]],
         [[0, 0, 1, 0, 0], [0, 0.5, 0, 2, 0]],
@@ -104,7 +104,7 @@ def test_remax_compares_with_the_greedy_rollout():
 def test_a_token_baseline_is_the_mean_weighted_by_the_gradient_so_far():
     # Squared length of the gradient at each token: 2 (1 - pi)^2. W: 0.5, 1 and 0.5, 2.5.
     inputs = sheet([[1, 1], [1, 1]], [[0, 2], [0, 4]], pi=[[0.5, 0.5], [0.5, 0]])
-    inputs["old_logprobs_CT"][1, 1] = -math.inf  # a probability of 0 is one as well
+    inputs["old_logprobs_CT"][1, 1] = -math.inf  # a probability of 0 is valid as well
     advantages, returns = found("optimal_token_baseline", inputs, epsilon=1e-12)
     first, second = (0.5 * 2 + 0.5 * 4) / 1.0, (1 * 2 + 2.5 * 4) / 3.5
     assert advantages == [pytest.approx([2 - first, 2 - second]), pytest.approx([4 - first, 4 - second])]

@@ -1,4 +1,4 @@
-"""Selectors over a whole batch: reference values, order, chance. Twins: test_twins_of_losses."""
+"""Selectors over a whole batch: reference values, order, randomness. Twins: test_twins_of_losses."""
 
 import math
 

@@ -112,4 +112,4 @@ def test_calls_inside_reasoning_are_not_executed():
 
 def test_a_text_of_opening_tags_is_parsed_quickly():
     text = "<tool_call> [1, 2" * 4_000
-    assert len(parse(text).errors) == 4_000  # 0.2 s; minutes, and so a timeout, if each tag parsed all that follows
+    assert len(parse(text).errors) == 4_000  # 0.2 s; minutes, and so a timeout, if each tag parsed all text after it

@@ -1,4 +1,4 @@
-"""All formats except Hermes (`test_tool_format.py`), and what all formats have in common."""
+"""All formats except Hermes (`test_tool_format.py`), and properties that all formats share."""
 
 import json
 import string
@@ -15,7 +15,7 @@ LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
 
 
 def token(words):
-    """A special token of DeepSeek."""
+    """Make a special token of DeepSeek."""
     return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
 
 

@@ -1,4 +1,4 @@
-"""Tools: methods as schemas, and a model's arguments as what the method was promised."""
+"""Tools: methods as schemas, and a model's arguments converted to the method's declared types."""
 
 import datetime as dt
 import enum
@@ -133,7 +133,7 @@ def test_a_method_set_to_none_is_no_tool():
 
 
 def test_methods_that_init_binds_to_the_instance_are_tools_and_other_callables_are_not():
-    """As integrations do that learn from a server what it offers."""
+    """Integrations do this when they get their tools from a server."""
 
     def look(self, where: str) -> str:
         """Look somewhere."""

@@ -1,4 +1,4 @@
-"""What a step reports: over whom, divided by what, and who is left out."""
+"""A step's metrics: which completions each covers, its divisor, and what it excludes."""
 
 from array import array
 

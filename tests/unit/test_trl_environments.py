@@ -1,6 +1,6 @@
-"""Classes and reward functions in TRL's style run unmodified; what reward functions get is frozen.
+"""Classes and reward functions in TRL's style run unmodified; reward functions receive frozen snapshots.
 
-Two tests stand for the two halves of a snapshot: without the freeze to bytes
+Two tests cover the two halves of a snapshot: without the freeze to bytes
 `test_what_the_next_episode_changes_does_not_reach_the_snapshot` fails, without the copy before it
 `test_a_copy_of_the_classes_own_drops_the_handle`.
 """
@@ -87,7 +87,7 @@ def test_a_reward_function_may_branch_on_the_class_and_know_nothing_of_the_other
 
 @pytest.mark.parametrize("name", ["Increment", "IncrementTo", "Slide", "Words", "Coding", "Shouting"])
 def test_the_schema_of_a_tool_in_trls_style_is_the_one_that_trl_would_show(name):
-    """TRL makes its schemas by transformers' `get_json_schema`."""
+    """TRL makes its schemas with transformers' `get_json_schema`."""
     env = EnvironmentFactory.load(ref(name)).make()
     for spec in tool_specs(env):
         assert spec.schema == get_json_schema(getattr(env, spec.name))
@@ -128,7 +128,7 @@ def described(
 
 
 def test_where_schemas_differ_from_transformers_ours_say_more():
-    """All the differences there are, over every kind of hint that transformers has a schema for."""
+    """List all differences, over every kind of hint that transformers has a schema for."""
 
     class Env:
         def reset(self): ...
@@ -144,12 +144,12 @@ def test_where_schemas_differ_from_transformers_ours_say_more():
     assert list(mine) == list(other)
     different = {name: (mine[name], other[name]) for name in mine if mine[name] != other[name]}
     assert different == {
-        # Which of both is a question of taste; ours is the form of unions of any kind.
+        # Both forms are valid; this is the form of unions of any kind.
         "either": (
             {"anyOf": [{"type": "integer"}, {"type": "string"}], "description": "One or the other."},
             {"type": ["integer", "string"], "description": "One or the other."},
         ),
-        # `nullable` is OpenAPI's word, which JSON schema does not know; and the default is told.
+        # `nullable` is from OpenAPI, unknown to JSON schema; and the default is included.
         "maybe": (
             {"anyOf": [{"type": "string"}, {"type": "null"}], "description": "Or nothing.", "default": None},
             {"type": "string", "nullable": True, "description": "Or nothing."},
@@ -194,7 +194,7 @@ class Inner:
 
 
 class Mutable:
-    """Keeps one object of each kind for all its episodes, and changes it in place."""
+    """Reuses one object of each kind for all its episodes, and changes it in place."""
 
     def __init__(self):
         self.a_list, self.a_dict, self.an_array = [], {}, np.zeros(2)
@@ -215,7 +215,7 @@ def factory_of(cls):
 
 
 async def scored(cls, read, numbers=(1, 2)):
-    """Episodes one after another in one slot; then, when all are over, a reward function reads each snapshot."""
+    """Run successive episodes in one slot; after all of them, a reward function reads each snapshot."""
     factories = {"env": factory_of(cls)}
     function = RewardFunction(lambda environments, **columns: [float(read(env)) for env in environments], "read")
     groups = []
@@ -246,7 +246,7 @@ async def test_what_the_next_episode_changes_does_not_reach_the_snapshot(read):
 
 
 class Socket:
-    """Could well be frozen, by its attributes; it must not be."""
+    """Its attributes could be frozen, but it must not be."""
 
     def __init__(self):
         self.secret = "a token"
@@ -274,7 +274,7 @@ async def test_a_copy_of_the_classes_own_drops_the_handle():
 
 
 class Private:
-    """Its reward is a property over a private attribute, behind a slot."""
+    """Its reward is a property over a private attribute in a slot."""
 
     __slots__ = ("__weakref__", "_score")
 

@@ -1,4 +1,4 @@
-"""Very long turns and tool results: truncated, and handled in a thread."""
+"""Very long turns and tool results are truncated, and handled in a thread."""
 
 import threading
 

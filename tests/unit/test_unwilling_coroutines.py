@@ -1,4 +1,4 @@
-"""User coroutines that do not stop when they are told to: the deadline holds all the same."""
+"""User coroutines that ignore cancellation do not extend the deadline."""
 
 import asyncio
 import gc
@@ -16,7 +16,7 @@ FOR_EVER = 3600
 
 
 class Unwilling:
-    """Each way of not hearing a cancellation."""
+    """Each way of ignoring a cancellation."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -27,7 +27,7 @@ class Unwilling:
                 await anyio.sleep(FOR_EVER)
 
     async def swallows_all(self):
-        while not self.ended:  # else it would go on for ever in the garbage collector's hands
+        while not self.ended:  # else it would run forever during garbage collection
             with suppress(BaseException):
                 await asyncio.sleep(FOR_EVER)
 

@@ -1,4 +1,4 @@
-"""The critic's loss: reference values, and what is outside the mask. A twin: test_twins_of_losses."""
+"""The critic's loss: reference values, and values outside the mask. A twin: test_twins_of_losses."""
 
 import math
 

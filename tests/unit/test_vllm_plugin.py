@@ -1,4 +1,4 @@
-"""The plugin for vLLM, without vLLM: what it refuses before a model is touched, and how it finds out."""
+"""The plugin for vLLM, without vLLM: what it refuses before it changes a model, and how it detects that."""
 
 import hashlib
 import json
@@ -109,7 +109,7 @@ def test_what_the_model_does_not_load_may_be_there_or_not():
 
 
 class Model(torch.nn.Module):
-    """As vLLM's: fused parameters with loaders of their own, and names that it passes over."""
+    """Like a vLLM model: fused parameters with custom loaders, and names that it skips."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def entry(name: str, content: bytes):
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
-    """The folder in which downloads lie."""
+    """The folder for downloaded files."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
 
@@ -215,7 +215,7 @@ def test_what_is_no_list_of_files_is_refused(url, files):
 
 
 def fake(monkeypatch, name: str, **members) -> None:
-    """A module of vLLM's, with these members alone."""
+    """Install a fake vLLM module with only these members."""
     parts = name.split(".")
     for upto in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:upto]), ModuleType(".".join(parts[:upto])))

@@ -1,4 +1,4 @@
-"""The reward `vlm`: the exact rules of its parts, and what they are together."""
+"""The reward `vlm`: the exact rules of its parts, and their sum."""
 
 from functools import partial
 
@@ -50,7 +50,7 @@ def outcome(reward):
         ("bbox_giou", SQUARE, "<answer>[0,0,1]</answer>", 0.0),
         ("bbox_giou", SQUARE, "<answer>a box</answer>", 0.0),
         ("bbox_giou", SQUARE, SQUARE, 0.0),
-        ("bbox_giou", [0, 0, 0.01, 0.01], "<answer>0,0,.01,.01</answer>", 1.0),  # small boxes are boxes
+        ("bbox_giou", [0, 0, 0.01, 0.01], "<answer>0,0,.01,.01</answer>", 1.0),  # small boxes count
         ("bbox_giou", "[nan,0,1,1]", f"<answer>{SQUARE}</answer>", BAD),
         ("bbox_giou", "[1,1,0,0]", "<answer>[1,1,0,0]</answer>", BAD),
         ("bbox_giou", None, "nothing", BAD),
