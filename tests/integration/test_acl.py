@@ -1,4 +1,4 @@
-"""Each role as its own user: its work is allowed, and nothing else."""
+"""Each role connects as a separate user, which may do the role's work and nothing else."""
 
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -50,7 +50,7 @@ def server(request, make_server):
 
 @pytest.fixture
 def admin(server, run_name):
-    """The server's own user, who has made those of the run, and then locks itself out of `default`."""
+    """The server's `default` user, who creates the run's users."""
     with Redis.from_url(server.url) as redis:
         for role in ACL_ROLES:
             redis.execute_command(
@@ -76,7 +76,7 @@ async def links(server, admin, run_name):
 
 
 def denied(admin) -> list[str]:
-    """What the server has refused so far, in scripts and out of them; then it forgets."""
+    """Return the commands that the server has refused so far, in scripts and outside; then clear its log."""
     found = [f"{entry['username']}: {entry['reason']} {entry['object']}" for entry in admin.acl_log()]
     admin.acl_log_reset()
     return found
@@ -183,7 +183,7 @@ async def test_groups_pass_all_stages_with_one_user_per_role(links, admin, pipe_
 
 
 async def test_every_role_may_extend_the_leases_after_a_restart(server, links, admin, run_name, pipe_on):
-    """`came_back`: an entry's lease has run out, and the server is another process than the one it was given by."""
+    """`came_back` applies when an entry's lease has expired and the server process is not the one that granted it."""
     pipe = pipe_on(links["run"])
     await pipe.scored("a", "b")
     await pipe.rolled_out("c", "d")

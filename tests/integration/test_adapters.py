@@ -1,4 +1,4 @@
-"""Adapters to engines, and requests that name them: against an engine that knows of adapters what vLLM knows."""
+"""Adapters loaded into engines, and requests that name them, against an engine that treats adapters as vLLM does."""
 
 import os
 import time
@@ -26,7 +26,7 @@ SAMPLING = SamplingOptions(temperature=1.0, max_tokens=3, seed=4)
 
 
 class LoraEngine:
-    """A server with vLLM's routes for adapters, whose answers come when they are let go."""
+    """A server with vLLM's routes for adapters, whose answers wait until the test releases them."""
 
     def __init__(self, **config) -> None:
         self.config = {"max_lora_rank": 8, "max_loras": 4} | config
@@ -36,9 +36,9 @@ class LoraEngine:
         self.asked: list[str] = []
         self.faults: dict[str, int] = {}
         self.ends_as = ""
-        """The version that answers name, if another than it has."""
+        """The version that answers name, if it differs from the engine's."""
         self.open = True
-        """VLLM_ALLOW_RUNTIME_LORA_UPDATING was set."""
+        """Whether VLLM_ALLOW_RUNTIME_LORA_UPDATING is set."""
         self.held = anyio.Event()
         self.held.set()
 
@@ -239,7 +239,7 @@ async def test_an_answer_from_before_a_newer_adapter_does_not_look_like_a_restar
         probed = engine.asked.count("base")
         engine.ends_as = "3"
         await publisher.push(Path("/w/v4"), 4)
-        await anyio.sleep(1.1)  # what it last said is asked for again
+        await anyio.sleep(1.1)  # its cached version has expired
         assert (await client.sample([1], SAMPLING, min_policy_version=3)).spans == [Span(4, 0, 2)]
         assert (await client.sample([1], SAMPLING, min_policy_version=3)).spans == [Span(4, 0, 2)]
         assert engine.asked.count("base") == probed, "it was looked at anew"
@@ -250,7 +250,7 @@ async def test_a_request_for_an_unloaded_adapter_is_retried(engine):
     await publisher.push(Path("/w/v3"), 3)
     async with client_of(engine) as client:
         await client.sample([1], SAMPLING, min_policy_version=3)
-        engine.adapters.clear()  # it was started anew
+        engine.adapters.clear()  # it was restarted
         engine.version = "default"
 
         async def again():
@@ -264,7 +264,7 @@ async def test_a_request_for_an_unloaded_adapter_is_retried(engine):
 
 @pytest.mark.parametrize("reconnect_s", [0.4, 1.2])
 async def test_waiting_for_an_adapter_is_bounded(engine, reconnect_s):
-    engine.version = "3"  # says so, but has none
+    engine.version = "3"  # reports the version, but has no adapter
     async with client_of(engine, reconnect_s=reconnect_s) as client:
         with anyio.fail_after(10), pytest.raises(EngineUnavailableError, match=r"policy-v3 any more|older than 3"):
             await client.sample([1], SAMPLING, min_policy_version=3)

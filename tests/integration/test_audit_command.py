@@ -39,7 +39,7 @@ def quiet() -> Iterator[None]:
 
 
 class Small:
-    """A run without a model: prompt file, ledger and the checkpoint's manifest, with a verb for each step."""
+    """A run without a model: prompt file, ledger and checkpoint manifest, with a method for each step."""
 
     def __init__(self, folder, name, redis, rows: int = 8, extra: str = "") -> None:
         self.folder = folder / "run"
@@ -341,7 +341,7 @@ async def test_the_report_has_a_table_evidence_and_a_verdict(small, capsys):
 
 
 async def test_a_running_run_is_always_clean(tmp_path, connection, redis_url, pipe_on, audited, monkeypatch):
-    """Prompts move through every stage, and die, during an audit that takes longer than that."""
+    """Prompts move through every stage, and die, while an audit reads the stages slowly."""
     script = RunConnection.run_script
 
     async def dawdling(self, name, *arguments):

@@ -32,7 +32,7 @@ TERMS = RetryPolicy(lease_s=30.0, backoff_s=0.01)
 
 @pytest.fixture(scope="module", params=["path", pytest.param("wheel", marks=pytest.mark.full)])
 def cluster(request) -> Iterator[Cluster]:
-    """One for all tests: a node serves nothing in its first two seconds."""
+    """One cluster for all tests: a node serves nothing in its first two seconds."""
     with cluster_of(BINARIES[request.param]()) as found:
         yield found
 
@@ -69,7 +69,7 @@ async def test_two_runs_on_two_nodes(cluster, pipe_on):
 
 
 async def test_calls_wait_while_a_slot_is_half_moved_and_create_nothing_on_the_target(cluster, pipe_on):
-    """A script that followed ASK would find half of the streams missing there."""
+    """A script that follows ASK would find half of the streams missing on the target."""
     run = cluster.name_on(0)
     async with connect(cluster.url(1), run, reconnect_s=20) as connection:
         pipe = pipe_on(connection)
@@ -212,7 +212,7 @@ async def test_a_replica_is_found_when_the_node_of_the_url_is_dead(cluster_with_
 
 
 def test_moves_in_these_tests_really_move_the_slot(cluster):
-    """While a slot moves, a node that has lost a key says ASK, and one that has lost the slot says MOVED."""
+    """While a slot moves, a node that has lost a key replies ASK; a node that has lost the slot replies MOVED."""
     run = cluster.name_on(0)
     key = f"{key_prefix(run)}:x"
     cluster.admins[0].set(key, 1)

@@ -47,10 +47,10 @@ def ours(tmp_path) -> Authority:
 
 @pytest.fixture
 def tls_server(make_server, binary, ours):
-    """(port, client options) of a server that wants client certificates; skipped where the binary knows no TLS."""
+    """(port, client options) of a server that requires client certificates; skipped if the binary lacks TLS."""
     certificate, key = ours.issue("server")
     options = ("--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(ours.file))
-    probe = subprocess.run(  # it says so at once, and does not stay
+    probe = subprocess.run(  # prints the error and exits immediately
         [binary, "--port", "0", "--save", "", "--tls-port", str(free_port()), "--tls-cert-file", "/dev/null"],
         capture_output=True, text=True, timeout=10, check=False,
     )  # fmt: skip
@@ -63,7 +63,7 @@ def tls_server(make_server, binary, ours):
 
 
 async def works(url: str, run: str, pipe_on) -> None:
-    """A prompt goes in, and comes out."""
+    """Check that a prompt can be fed and claimed over this URL."""
     async with connect(url, run, reconnect_s=5) as connection:
         await pipe_on(connection).feed("a")
         assert [lease.prompt_id for lease in (await pipe_on(connection).stage("prompts").claim(1)).leases] == ["a"]
@@ -72,7 +72,7 @@ async def works(url: str, run: str, pipe_on) -> None:
 
 
 async def refused(url: str, why: str, reconnect_s: float = 60.0) -> None:
-    """Connecting is an error long before it gives up waiting, which names the server and shows no password."""
+    """Check that connecting fails before the timeout; the error names the server and hides the password."""
     with capture_logs() as logs, anyio.fail_after(30), pytest.raises(ServerError, match=why) as caught:
         async with connect(url, "run", reconnect_s=reconnect_s):
             pass
@@ -187,7 +187,7 @@ async def test_a_server_that_is_not_redis_is_reported():
 
 
 async def test_connecting_waits_for_a_server_that_starts_later(make_server, run_name, pipe_on):
-    """The probe for the other language must not take a closed port for a wrong one."""
+    """The probe for TLS must not mistake a closed port for a wrong protocol."""
     port = free_port()
     server = make_server("--port", str(port))
     async with anyio.create_task_group() as tasks:
@@ -239,6 +239,6 @@ def test_a_live_run_of_another_user_is_an_error(tmp_path, monkeypatch):
     def forbidden(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", forbidden)  # as root we may read everything
+    monkeypatch.setattr(Path, "read_bytes", forbidden)  # root can read every file
     with pytest.raises(PenstockError, match="for another user to read"):
         find_run(str(tmp_path))

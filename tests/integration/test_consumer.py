@@ -49,7 +49,7 @@ async def test_groups_are_claimed_committed_checkpointed_and_deleted(pipe, ledge
         assert names(first) == ["a", "c"]
         await consumer.commit(first, 1, dropped={"a": "difficulty"})
         last = await consumer.claim(2)
-        assert names(last) == ["b"]  # fewer: no more will come
+        assert names(last) == ["b"]  # fewer than requested: feeding has finished
         await consumer.commit(last, 2)
         await consumer.publish("weights", 2, saved.append, {"loss": 0.5})
         assert (await read_status(pipe.connection)).stages["scored"].marked == 3
@@ -81,7 +81,7 @@ async def test_a_checkpoint_that_cannot_be_saved_acknowledges_nothing(pipe, ledg
         await train()
     assert caught.group_contains(OSError, match="no space left")
     assert (await read_status(pipe.connection)).stages["scored"].marked == 1
-    async with consume(pipe.connection, ledger) as again:  # the checkpoint before it had nothing
+    async with consume(pipe.connection, ledger) as again:  # the checkpoint before it was empty
         assert names(await again.claim(1)) == ["a"]
 
 
@@ -146,7 +146,7 @@ async def test_a_fenced_consumer_cannot_end_groups(pipe, ledger):
     async def train() -> None:
         async with consume(pipe.connection, ledger, lease_s=30.0) as consumer:
             taken = await consumer.claim(1)
-            await pipe.connection.redis.hdel(pipe.connection.key("policy"), "owner")  # as if its lease had run out
+            await pipe.connection.redis.hdel(pipe.connection.key("policy"), "owner")  # as if its lease had expired
             await TrainerLease.acquire(pipe.connection, 30.0)
             await consumer.commit(taken, 1)
 
@@ -178,21 +178,21 @@ async def test_a_stop_request_releases_groups_and_does_not_finish_the_run(pipe, 
         taken = []
 
         async def take() -> None:
-            taken.append(await consumer.claim(2))  # there is but one, and feeding goes on
+            taken.append(await consumer.claim(2))  # there is only one, and feeding continues
 
         tasks.start_soon(take)
         with anyio.fail_after(10):
             while not (await read_status(pipe.connection)).stages["scored"].claimed:
                 await pipe.connection.wait_for_change("$", 0.1)
             pipe.connection.stopping.set()
-            await pipe.connection.write_hash("meta", {"x": "y"})  # which wakes it
+            await pipe.connection.write_hash("meta", {"x": "y"})  # wakes the consumer
     assert taken == [[]]
     view = await read_status(pipe.connection)
     assert (view.stages["scored"].claimed, view.stages["scored"].delayed) == (0, 1)
 
 
 async def test_a_record_of_another_prompt_than_its_entry_is_dead_lettered(pipe, ledger):
-    """What ends an entry ends the prompt that it names: `b` would be lost, had `a` been trained in its name."""
+    """An end counts for the prompt that the entry names: training `a` in its place would lose `b`."""
     await pipe.scored("a", "b")
     await pipe.connection.redis.xadd(pipe.connection.key("scored"), {"prompt": "b", "payload": encode(pipe.group("a"))})
     await finish_feeding(pipe)
@@ -209,7 +209,7 @@ async def test_a_record_of_another_prompt_than_its_entry_is_dead_lettered(pipe, 
 
 @pytest.fixture
 async def make_consumer(pipe, ledger):
-    """Opens a consumer on this run; `check` decides about each new group."""
+    """Open a consumer on this run; `check` decides about each new group."""
     opened = await anyio.to_thread.run_sync(Ledger, ledger)
     trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
 

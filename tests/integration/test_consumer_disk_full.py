@@ -34,7 +34,7 @@ async def consumer(pipe, tmp_path):
 
 @contextmanager
 def full_disk(limit: int):
-    """No file may grow beyond `limit` bytes."""
+    """Limit the size of files to `limit` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:

@@ -63,7 +63,7 @@ async def test_junk_does_not_count_in_the_balance(pipe, verb):
 @pytest.mark.parametrize("stage", ["prompts", "groups", "scored"])
 @pytest.mark.parametrize("junk_in", ["prompts", "groups", "scored"])
 async def test_junk_with_the_id_of_an_unfinished_prompt_does_not_end_it(pipe, stage, junk_in):
-    """The prompt's own entry carries it: wherever that is, it goes on, and may become a dead letter of its own."""
+    """The prompt's real entry continues in any stage, and may itself become a dead letter."""
     await {"prompts": pipe.feed, "groups": pipe.rolled_out, "scored": pipe.scored}[stage]("a")
     own = pipe.stage(stage, "own")
     (lease,) = (await own.claim(1)).leases

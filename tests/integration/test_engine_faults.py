@@ -103,7 +103,7 @@ async def test_a_request_that_one_engine_keeps_failing_is_answered_by_another(tm
     assert [completion.failure for completion in group.completions] == [None] * 4
     assert bad.request_count
     assert good.request_count == 4
-    # Each went to the other engine after one failure.
+    # Each moved to the other engine after one failure.
     assert len({tuple(request.token_ids) for request in bad.requests}) == bad.request_count
 
 
@@ -145,7 +145,7 @@ async def test_many_requests_waiting_for_weights_poll_rarely_and_log_once():
         ("engine.recovered", "weights"),
     ]
     assert "no policy version yet" in lines[0]["why"]
-    # Each request asks once; after that all share one poll every half second.
+    # Each request polls once; after that all share one poll every half second.
     assert asked <= 60 + took / 0.5 + 1
 
 

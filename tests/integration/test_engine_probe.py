@@ -1,4 +1,4 @@
-"""What the probe of an engine finds out, and which engines it refuses."""
+"""What the probe of an engine detects, and which engines it refuses."""
 
 import aiohttp
 import anyio

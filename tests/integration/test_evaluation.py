@@ -1,4 +1,4 @@
-"""Evaluation's streams: leases and dead letters as everywhere else, and nothing of the run's own is touched."""
+"""An evaluation's streams have leases and dead letters like the run's, and change nothing in the run."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def worker(connection, stage="eval:prompts", name="w", **terms):
 
 
 async def sample(pipe, stage, count):
-    """Take so many prompts to the scoring stage; returns their ids."""
+    """Complete `count` prompts to the scoring stage; return their ids."""
     done = (await stage.claim(count)).leases
     for lease in done:
         await stage.complete(lease, "eval:groups", pipe.group(lease.prompt_id))
@@ -156,7 +156,7 @@ async def test_a_paused_run_completes_its_running_evaluation(connection, pipe, t
 
 
 async def test_a_dead_letter_of_an_evaluation_ends_no_prompt_and_is_not_retried(connection, pipe, tenure):
-    await pipe.feed(PROMPTS[0].id)  # the held-out file may be called as the run's own
+    await pipe.feed(PROMPTS[0].id)  # the held-out file may have the name of the run's
     await tenure.begin_evaluation(0, 0, OF)
     stage = worker(connection)
     (lease,) = (await stage.claim(1)).leases
@@ -195,7 +195,7 @@ def settings(folder: Path, **section):
 
 
 async def made(tmp_path, tenure, **section):
-    """The trainer's part, begun, with the held-out prompts of its own settings."""
+    """Make the trainer's evaluation objects, with the held-out prompts of these settings."""
     its = settings(tmp_path, **section)
     await replace_evaluation_prompts(
         tenure.connection, PROMPTS, settings_digest=its.evaluation_digest, data_fingerprint="file"
@@ -235,7 +235,7 @@ async def test_a_publication_waits_until_the_evaluation_is_sampled(tmp_path, con
 
 
 async def test_work_of_a_dead_worker_is_repeated_while_a_publication_waits(tmp_path, connection, pipe, tenure):
-    """With a run that has no place left for its own prompts, so that all hangs on the evaluation."""
+    """The run has no capacity for its prompts, so all progress depends on the evaluation."""
     evaluating, _ = await made(tmp_path, tenure)
     await evaluating.begin_if_due(4, 0)
     await worker(connection, name="dead", lease_s=0.2).claim(3)
@@ -276,7 +276,7 @@ async def test_without_a_feeder_the_evaluation_is_skipped(tmp_path, connection, 
 
 
 async def test_an_evaluation_that_the_server_lost_is_begun_again(tmp_path, connection, pipe, tenure):
-    """It lost its last writes: what it knows of is the evaluation before, which is over."""
+    """The server lost its last writes: it knows only the previous evaluation, which is over."""
     evaluating, book = await made(tmp_path, tenure)
     await evaluating.begin_if_due(4, 0)
     await sample(pipe, worker(connection), 5)

@@ -1,4 +1,4 @@
-"""What is stored of an episode is what a forward pass of the right weights says: ids, log-probs, versions."""
+"""The stored ids, log-probs and versions of an episode match a forward pass of the right weights."""
 
 import math
 import shutil
@@ -38,7 +38,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory) -> dict[int, Path]:
-    """Two policies that use tools: version 0, and version 1 a few steps further on."""
+    """Two policies that use tools: version 0, and version 1 after more training steps."""
     folder = tmp_path_factory.mktemp("policies")
     make_model(folder / "v0", seed=3)
     warm_start(folder / "v0", 3, steps=250, threads=1)
@@ -48,7 +48,7 @@ def policies(tmp_path_factory) -> dict[int, Path]:
 
 
 def forward(model, row) -> list[float]:
-    """Log-probs of the row's sampled tokens, teacher-forced."""
+    """Return log-probs of the row's sampled tokens, teacher-forced."""
     ids = torch.tensor([[*row.prompt, *row.tokens]])
     with torch.no_grad():
         logprobs = torch.log_softmax(model(ids).logits[0].double(), dim=-1)
@@ -57,13 +57,13 @@ def forward(model, row) -> list[float]:
 
 
 def versions(row) -> list[int]:
-    """The policy version of each sampled token."""
+    """Return the policy version of each sampled token."""
     of = {i: span.version for span in row.spans for i in range(span.start, span.end)}
     return [of[i] for start, end in row.sampled_ranges for i in range(start, end)]
 
 
 class Watched:
-    """The engine's client, and an event set once so many turns were sampled."""
+    """An engine client that sets an event after `turns` sampled turns."""
 
     def __init__(self, engine, turns) -> None:
         self.engine = engine
@@ -79,7 +79,7 @@ class Watched:
 
 
 async def roll_out_all(policies, prompts, push_after=None):
-    """Play all prompts at once on a real engine; version 1 is pushed when so many turns were sampled."""
+    """Play all prompts at once on a real engine; push version 1 after `push_after` sampled turns."""
     urls, groups = [], []
     ready = anyio.Event()
 
@@ -144,7 +144,7 @@ def prompts(n):
 
 
 def check_rows(groups, policies) -> set[int]:
-    """Every stored log-prob is that of its version's weights. Returns the versions seen."""
+    """Check every stored log-prob against its version's weights. Return the versions found."""
     models = {v: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for v, path in policies.items()}
     seen = set()
     for completion in (c for group in groups for c in group.completions):
@@ -167,7 +167,7 @@ async def test_a_three_turn_completion_is_stored_to_the_token(policies):
         (row,) = completion.rows
         assert len(row.sampled_ranges) == completion.turns
         assert list(row.prompt) == chat.prompt_ids(completion.prompt_messages)
-        # Each turn as it was sampled, each tool's answer as the template writes it; nothing else.
+        # The text contains each turn as sampled and each tool's answer as the template writes it, and nothing else.
         text = chat.decode(list(row.tokens))
         for message in completion.messages:
             if message["role"] == "tool":

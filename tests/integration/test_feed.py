@@ -1,4 +1,4 @@
-"""Feeding: the prompts and the cursor move in one step."""
+"""Feeding: the prompts and the cursor are written in one step."""
 
 import time
 
@@ -53,7 +53,7 @@ async def test_an_unfinished_prompt_is_not_fed_twice(connection):
 async def test_prompts_left_out_count_as_fed(connection):
     feed = Feed(connection, 1)
     await feed.put(prompts("a"), "", "1")
-    with anyio.fail_after(1):  # nothing is added, so no backlog is in the way
+    with anyio.fail_after(1):  # nothing is added, so the backlog is irrelevant
         await feed.put([], "1", "3", already_ended=2)
     assert ((await read_status(connection)).counts, await feed.cursor()) == ({"fed": 3}, "3")
 

@@ -1,4 +1,4 @@
-"""A model in shards trains as a whole one does, on the same ledger; and what several ranks keep, any number resumes."""
+"""A sharded model trains like a whole one on the same ledger; any number of ranks resumes a checkpoint of several."""
 
 import random
 from pathlib import Path
@@ -30,9 +30,9 @@ pytestmark = pytest.mark.timeout(240)
 
 STEPS, KEPT = 10, 5
 VOCABULARY = 43
-"""No number of ranks divides it."""
+"""Not divisible by any number of ranks."""
 ENDS = [41, 42]
-"""Tokens that end a turn, as the generation configuration alone tells."""
+"""Tokens that end a turn; only the generation configuration lists them."""
 RUNS = {
     "tied": {},
     "untied": {
@@ -48,15 +48,16 @@ RUNS = {
     "half": {"model": {"dtype": "bfloat16"}},
     "half adapter": {"model": {"dtype": "bfloat16"}, "lora": {"rank": 4, "alpha": 8.0}},
 }
-"""The second with a critic and a reference beside the policy, packed rows and layers computed again; the third with a
-reference that is the policy without its adapter."""
+"""Sections of the settings by run: `untied` has a critic and a reference beside the policy, packed rows and recomputed
+layers; the reference of `adapter` is the policy without its adapter.
+"""
 SHORT = [("tied", "float64"), ("adapter", "float64"), ("tied", "float32")]
 LONG = [("untied", "float64"), *((name, "float32") for name in RUNS)]
 OTHERS = ("2", "1 on", "3 on")
 
 
 def group(number: int, version: int) -> Group:
-    """Four completions of different lengths."""
+    """Make four completions of different lengths."""
     chance = random.Random(number)
     completions = []
     for index in range(4):
@@ -67,7 +68,7 @@ def group(number: int, version: int) -> Group:
 
 
 def make_run(folder: Path, name: str) -> Path:
-    """A model, and the books of a run of it: its settings' file, with ledger and archive beside it."""
+    """Make a model and the records of a run: its settings file, with ledger and archive beside it."""
     write_small_qwen3(folder / "base", VOCABULARY, layers=2, tied=name == "tied")
     GenerationConfig(eos_token_id=ENDS).save_pretrained(folder / "base")
     table = {
@@ -107,7 +108,7 @@ def alone(settings, dtype):
 
 
 class Results:
-    """What learners ended with, by run, type and ranks; "3 on": resumed by three from what two had kept."""
+    """Final state of learners, by run, type and ranks; "3 on": three ranks resumed from a checkpoint of two."""
 
     def __init__(self, folder: Path, kinds: list[tuple[str, str]]) -> None:
         self.folder, self.kinds = folder, kinds
@@ -125,7 +126,7 @@ class Results:
                 self.found[*kind, ranks] = work(self.job(*kind, ranks), alone)
 
     def kept(self, name: str, dtype: str) -> Path:
-        """What two ranks kept on the way."""
+        """Return the folder of the checkpoints that two ranks saved."""
         return self.folder / name / f"checkpoints in {dtype}"
 
     def job(self, name: str, dtype: str, ranks: str) -> Job:
@@ -139,12 +140,12 @@ class Results:
         )
 
     def apart(self, name: str, dtype: str, ranks: str) -> float:
-        """The largest difference of a log-prob from that of one process."""
+        """Return the largest difference of a log-prob from the result of one process."""
         found, expected = (self.logprobs(name, dtype, which) for which in (ranks, "1"))
         return float((found - expected).abs().max())
 
     def logprobs(self, name: str, dtype: str, ranks: str) -> torch.Tensor:
-        """Of every sampled token of the ledger, by what that learner ended with, computed in float64."""
+        """Return log-probs of every sampled token in the ledger under a learner's final weights, in float64."""
         model = AutoModelForCausalLM.from_pretrained(self.folder / name / "base", dtype=torch.float64)
         ended = self.found[name, dtype, ranks]
         for own, parameter in model.named_parameters():
@@ -165,7 +166,7 @@ def largest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> flo
 
 
 def loaded(results: Results, name: str, dtype: str) -> Any:
-    """What two ranks kept, loaded by Transformers."""
+    """Load a checkpoint of two ranks with Transformers."""
     checkpoint = CheckpointStore(results.kept(name, dtype)).latest()
     assert checkpoint is not None
     assert checkpoint.progress.step == KEPT
@@ -178,7 +179,7 @@ def loaded(results: Results, name: str, dtype: str) -> Any:
 
 
 def moved(results: Results, name: str, dtype: str) -> float:
-    """By how much the weight that ten steps moved least was moved."""
+    """Return the smallest change of a weight over ten steps."""
     begun = AutoModelForCausalLM.from_pretrained(results.folder / name / "base", dtype=torch.float64)
     ended = results.found[name, dtype, "1"]
     ways = {own: float((ended[f"weight.{own}"] - p.detach()).abs().max()) for own, p in begun.named_parameters()}
@@ -188,7 +189,7 @@ def moved(results: Results, name: str, dtype: str) -> float:
 
 
 def in_float64_all_is_equal(results: Results, name: str) -> None:
-    assert moved(results, name, "float64") > 1e-3  # ten steps are a way
+    assert moved(results, name, "float64") > 1e-3  # ten steps change all weights
     expected = results.found[name, "float64", "1"]
     apart = {ranks: largest(expected, results.found[name, "float64", ranks]) for ranks in OTHERS}
     assert max(apart.values()) < 1e-9, apart
@@ -224,7 +225,7 @@ def test_log_probs_of_ranks_agree_in_float32(more_results, name, ranks):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["half", "half adapter"])
 def test_ranks_agree_in_bfloat16_up_to_rounding(more_results, name):
-    """One process keeps the residual stream of a whole model in float32, shards in bfloat16."""
+    """One process keeps the residual stream of a whole model in float32; shards keep it in bfloat16."""
     apart = more_results.logprobs(name, "float32", "1") - more_results.logprobs(name, "float32", "2")
     assert apart.abs().mean() < 0.05
     if name == "half":
@@ -235,7 +236,7 @@ def test_ranks_agree_in_bfloat16_up_to_rounding(more_results, name):
 def test_an_adapter_saved_by_two_ranks_loads_in_peft(more_results):
     checkpoint = CheckpointStore(more_results.kept("adapter", "float32")).latest()
     base = AutoModelForCausalLM.from_pretrained(more_results.folder / "adapter" / "base", dtype=torch.float32)
-    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):  # peft asks for it under its old name
+    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):  # peft looks it up under its old name
         model = peft.PeftModel.from_pretrained(base, checkpoint.model)
     layers = [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
     assert len(layers) == 2 * 7

@@ -1,4 +1,4 @@
-"""A reply that is no reply costs its connection, and the call is made again."""
+"""A garbled reply costs its connection, and the call is repeated."""
 
 import contextlib
 import random
@@ -12,7 +12,7 @@ from stream.errors import LeaseLostError, ServerError
 from stream.operator.run_status import read_status
 
 Garble = Callable[[bytes], bytes | None]
-"""What becomes of a piece of a reply; None: the connection ends."""
+"""Changes a piece of a reply; None ends the connection."""
 
 
 def straight(reply: bytes) -> bytes:
@@ -20,7 +20,7 @@ def straight(reply: bytes) -> bytes:
 
 
 class Proxy:
-    """Stands between a client and the server, on a socket of its own."""
+    """Stands between a client and the server, on a separate socket."""
 
     def __init__(self, url: str, folder) -> None:
         self.server, self.socket = url.removeprefix("unix://"), str(folder / "proxy.sock")
@@ -54,7 +54,7 @@ class Proxy:
             tasks.cancel_scope.cancel()
 
     def next_reply(self, becomes: Garble) -> None:
-        """Garble one piece of a reply, and no other."""
+        """Garble the next piece of a reply only."""
 
         def once(reply: bytes) -> bytes | None:
             self.garble = straight
@@ -105,7 +105,7 @@ async def test_a_call_with_a_garbled_reply_is_repeated(connection, proxy, way):
 @pytest.mark.parametrize("way", ["another first byte", "a length that is none", "an error that is cut"])
 async def test_a_script_with_a_garbled_reply_is_repeated_and_changes_nothing_twice(connection, proxy, pipe_on, way):
     pipe = pipe_on(connection)
-    await pipe.rolled_out("z")  # so that the server knows the scripts, and the reply that is garbled is theirs
+    await pipe.rolled_out("z")  # so that the server has the scripts loaded, and the garbled reply is a script's
     await pipe.feed("a", "b")
     worker = pipe.stage("prompts")
     (lease,) = (await worker.claim(1)).leases
@@ -130,7 +130,7 @@ async def test_permanently_garbled_replies_are_an_error_after_the_timeout(connec
 
 @pytest.mark.full
 async def test_with_random_garbling_calls_succeed_or_raise_server_error(connection, proxy):
-    """Only the protocol is garbled here; altered payloads are found by their checksums."""
+    """Only the protocol is garbled; checksums detect altered payloads."""
     rng = random.Random(7)
 
     def one_byte(reply: bytes) -> bytes:
@@ -141,7 +141,7 @@ async def test_with_random_garbling_calls_succeed_or_raise_server_error(connecti
     await connection.write_hash("feed", {"cursor": "12"})
     connection.reconnect_s = 0.5
     pool = connection.redis.connection_pool
-    pool.connection_kwargs["socket_timeout"] = 0.05  # a length that grew is waited for
+    pool.connection_kwargs["socket_timeout"] = 0.05  # a longer length makes the client wait
     for idle in pool._available_connections:
         idle.socket_timeout = 0.05
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""More workers than work: those without any wait, make hardly a call, and say once what for."""
+"""More workers than work: the idle ones wait, make hardly any calls, and log the reason once."""
 
 import anyio
 from structlog.testing import capture_logs
@@ -13,13 +13,13 @@ WORKERS, PROMPTS = 8, 4
 
 
 async def calls(connection) -> int:
-    """Scripts run and waits begun on this server so far."""
+    """Return the number of scripts and blocking reads that this server has run."""
     stats = await connection.redis.info("commandstats")
     return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "xread"))
 
 
 async def test_twice_as_many_workers_as_work_wait_quietly_and_take_what_comes(pipe, monkeypatch):
-    """Each holds one prompt at most; half of them get none, until more is fed."""
+    """Each worker takes at most one prompt; half of them get none until more is fed."""
     monkeypatch.setattr(lull, "MAX_BLOCK_S", 0.3)
     release, stopping = anyio.Event(), anyio.Event()
     await pipe.feed(*(f"p{i}" for i in range(PROMPTS)))
@@ -44,7 +44,7 @@ async def test_twice_as_many_workers_as_work_wait_quietly_and_take_what_comes(pi
             await anyio.sleep(6.0)
             took = anyio.current_time() - began
             made = await calls(pipe.connection) - before
-            # In each longest wait of 5 s one claim and one wait; renewals come every ten seconds.
+            # An idle worker makes one claim and one wait per 5 s, the longest wait; renewals come every ten seconds.
             assert made <= (WORKERS - PROMPTS) * 2 * (took / 5 + 1) + PROMPTS * (took / 10 + 1)
             await pipe.feed(*(f"q{i}" for i in range(WORKERS)))
             release.set()

@@ -1,4 +1,4 @@
-"""`judge` against a scripted chat server: what it is told, what is a verdict, and what becomes of everything else."""
+"""`judge` against a scripted chat server: its requests, which replies are verdicts, and how it treats other replies."""
 
 import json
 from contextlib import asynccontextmanager
@@ -19,7 +19,7 @@ KEY = "sk-very-secret"
 
 
 class Chat:
-    """`say(number, request)` is the judge's answer: a text, a status, or a whole response."""
+    """A scripted server: `say(number, request)` returns the judge's answer: a text, a status, or a whole response."""
 
     def __init__(self, say) -> None:
         self.say = say
@@ -145,7 +145,7 @@ async def test_the_key_comes_from_the_environment_and_is_in_no_message(monkeypat
     assert "***" in refused.detail
     assert "***" in silent.detail
     assert KEY not in f"{refused} {silent} {events} {judge.__dict__['_options']}"
-    assert events  # the 503s were told
+    assert events  # the 503s were logged
 
 
 async def test_a_missing_api_key_is_an_error_at_the_start(monkeypatch):

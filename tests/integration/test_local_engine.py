@@ -1,4 +1,4 @@
-"""The local engine over HTTP, against transformers' own forward pass on the same weights."""
+"""The local engine over HTTP, against transformers' forward pass on the same weights."""
 
 import random
 import shutil
@@ -66,7 +66,7 @@ def reference(path: Path):
 
 
 def teacher(path: Path, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> list[float]:
-    """Log-probs of `tokens` after `prompt`, in one plain forward pass."""
+    """Return log-probs of `tokens` after `prompt`, from one plain forward pass."""
     with torch.no_grad():
         logits = reference(path)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
@@ -148,7 +148,7 @@ def reason_of(answer) -> str:
 
 
 def check_by_span(answer, prompt: list[int], weights: dict[str, Path]) -> None:
-    """Every token's log-prob is that of a plain pass under the weights which its span names."""
+    """Check every token's log-prob against a plain pass under the weights that its span names."""
     tokens, logprobs = tokens_of(answer), logprobs_of(answer)
     end = 0
     for span in answer["choices"][0]["weight_versions"]:
@@ -174,7 +174,7 @@ async def test_many_requests_at_once_equal_a_plain_forward_pass(models, kind: st
             temperature, max_tokens = asked[i]
             answer = await engine.generate(prompts[i], temperature=temperature, max_tokens=max_tokens)
             said, logprobs = tokens_of(answer), logprobs_of(answer)
-            # The next turn of the same episode begins with keys and values that the engine has kept.
+            # The next turn of the same episode starts from cached keys and values.
             longer = prompts[i] + said + [5, 6, 7]
             after = await engine.generate(longer, temperature=temperature, max_tokens=8)
             answers[i] = {
@@ -256,13 +256,13 @@ async def test_new_weights_at_rest_leave_nothing_of_the_old_ones(models, kind: s
         for version, name in (("0", "B"), ("1", "C"), ("2", "A")):
             said = tokens_of(await engine.generate(prompt, max_tokens=5, ignore_eos=True))
             await engine.push(models[kind, name], version, mode="abort")
-            for again in (prompt, [*prompt, *said, 4]):  # the next turn begins with what the engine has kept
+            for again in (prompt, [*prompt, *said, 4]):  # the next turn starts from cached keys and values
                 answer = await engine.generate(again, max_tokens=20, ignore_eos=True)
                 check_by_span(answer, again, {version: models[kind, name]})
 
 
 def spoil(source: Path, target: Path, how: str) -> Path:
-    """A copy of a model's weights with one thing wrong."""
+    """Copy a model's weights with one error."""
     target.mkdir()
     tensors = load_file(source / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
@@ -312,7 +312,7 @@ async def test_bad_weights_are_refused_and_the_old_ones_stay(models, tmp_path: P
         await engine.post("/resume")
         answer = await engine.generate([4, 5, 6], max_tokens=20)
         check_by_span(answer, [4, 5, 6], {"3": models[kind, "A"]})
-        await engine.push(models[kind, "C"], "4")  # and a good push goes through afterwards
+        await engine.push(models[kind, "C"], "4")  # and a good push succeeds afterwards
         check_by_span(await engine.generate([4, 5, 6], max_tokens=20), [4, 5, 6], {"4": models[kind, "C"]})
 
 
@@ -531,7 +531,7 @@ async def test_it_says_what_it_is(models):
     path = models["llama-untied", "A"]
     async with serving(path, max_length=10_000) as engine:
         (model,) = (await engine.get("/v1/models"))["data"]
-        assert (model["id"], model["max_model_len"]) == (str(path), 512)  # the model knows no more positions
+        assert (model["id"], model["max_model_len"]) == (str(path), 512)  # the model has no more positions
         assert (await engine.get("/version"))["version"].startswith("penstock-")
 
 

@@ -1,4 +1,4 @@
-"""A script runs but its reply is lost: the call is repeated, and the state of the run is the same."""
+"""A script runs but its reply is lost: the call is repeated, and the run's state is the same."""
 
 from contextlib import asynccontextmanager, suppress
 
@@ -25,7 +25,7 @@ async def settle(pipe, lose, folder):
     worker = pipe.stage("prompts")
     lease, _ = (await worker.claim(2)).leases
     lose()
-    with suppress(LeaseLostError):  # it is settled, and we do not know
+    with suppress(LeaseLostError):  # it is completed, but the caller does not know
         await worker.complete(lease, "groups", pipe.group("a"))
 
 
@@ -81,7 +81,7 @@ async def acknowledge(pipe, lose, folder):
 async def pausing(pipe, lose, folder):
     await pipe.feed("a")
     lose()
-    with suppress(PenstockError):  # it is paused already, by ourselves
+    with suppress(PenstockError):  # it is paused already, by the first call
         await pause(pipe.connection, "ann")
     with suppress(PenstockError):
         await resume(pipe.connection, "ann")
@@ -89,7 +89,7 @@ async def pausing(pipe, lose, folder):
 
 @asynccontextmanager
 async def lossy(redis_url, run, pipe_on, nth):
-    """A run whose connection loses the nth reply after `lose()`; its helpers, and that."""
+    """Yield a run's helpers, `lose`, and the proxy, which drops the nth reply after `lose()`."""
     async with Proxy(address_of(redis_url)) as proxy, connect(proxy.url("redis"), run, reconnect_s=5.0) as connection:
         place = [-1]
 
@@ -101,7 +101,7 @@ async def lossy(redis_url, run, pipe_on, nth):
 
 
 async def state(pipe) -> object:
-    """What anybody can see of a run, but for when it was."""
+    """Return the visible state of a run, without times."""
     view = await read_status(pipe.connection)
     stages = {name: (s.depth, s.claimed, s.delayed) for name, s in view.stages.items()}
     return (
@@ -118,7 +118,7 @@ async def state(pipe) -> object:
 @pytest.mark.parametrize("nth", [0, 1, 2])
 @pytest.mark.parametrize("deed", [feed, settle, release, bury, commit, publish, acknowledge, pausing])
 async def test_a_script_whose_reply_was_lost_takes_effect_once(pipe, redis_url, pipe_on, tmp_path, deed, nth):
-    """The nth, since a script that the server does not know yet takes three questions."""
+    """`nth` varies, because a script that the server does not know yet takes three requests."""
     await deed(pipe, lambda: None, tmp_path)
     async with lossy(redis_url, f"{pipe.connection.run}-lossy", pipe_on, nth) as (unlucky, lose, proxy):
         await deed(unlucky, lose, tmp_path)
@@ -158,7 +158,7 @@ async def test_a_dead_letter_whose_reply_was_lost_is_resolved_once(pipe, redis_u
     (letter,) = await list_dead_letters(pipe.connection)
     async with lossy(redis_url, pipe.connection.run, pipe_on, 2) as (unlucky, lose, _):
         lose()
-        with suppress(PenstockError):  # it may say that there is no such letter: it has been there already
+        with suppress(PenstockError):  # the repeated call may find no such letter, because the first one resolved it
             await verb(unlucky.connection, [letter.id])
     with anyio.fail_after(5):
         balance = await pipe.balance()

@@ -1,4 +1,4 @@
-"""Two data sets, three environments, one run: fed in two lives of the feeder, rolled out by a real worker."""
+"""Two data sets, three environments, one run: the feeder restarts once, a real worker rolls out."""
 
 import json
 import subprocess
@@ -69,7 +69,7 @@ async def test_a_mix_fed_in_two_lives_reaches_each_rows_own_environment_once(
     role = WorkerContext(
         settings=settings, connection=pipe.connection, consumer="feed", stopping=pipe.connection.stopping
     )
-    total = 12  # six of each: the three odd rows are passed twice
+    total = 12  # six of each: the three odd rows are fed twice
 
     async def until(condition, within_s=30) -> None:
         with anyio.fail_after(within_s):
@@ -85,7 +85,7 @@ async def test_a_mix_fed_in_two_lives_reaches_each_rows_own_environment_once(
 
     async with anyio.create_task_group() as first_life:
         first_life.start_soon(feed, role)
-        await until(is_full)  # it waits for room, in the middle of both sets
+        await until(is_full)  # it waits for capacity, in the middle of both sets
         first_life.cancel_scope.cancel()
     async with (
         ScriptedEngine(lambda prompt_ids, _: [*prompt_ids, END], version="0") as engine,
@@ -116,6 +116,6 @@ async def test_a_mix_fed_in_two_lives_reaches_each_rows_own_environment_once(
             assert parts["env.kind"] == kinds[group.prompt.environment]
             assert parts["env.value"] == int(number)
             assert parts["env.index"] == completion.index
-            assert parts["env.seed"] == group.prompt.seed + completion.index  # one of its own for each completion
+            assert parts["env.seed"] == group.prompt.seed + completion.index  # different for each completion
     seeds = {part.reward.value for g in groups for c in g.completions for part in c.parts if part.name == "env.seed"}
     assert len(seeds) == 2 * total

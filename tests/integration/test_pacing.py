@@ -1,4 +1,4 @@
-"""Pacing: how many groups may be outstanding, computed from the streams in the same step as the claim."""
+"""Pacing: the limit of outstanding groups, computed from the streams in the same step as the claim."""
 
 import anyio
 import pytest

@@ -33,7 +33,7 @@ async def claimed(stage):
 
 
 async def expire(pipe, lease) -> None:
-    """Its owner has been silent for as long as the lease lasts."""
+    """Expire the lease, as if its owner had stopped renewing it."""
     await pipe.connection.redis.zadd(pipe.connection.key("prompts:leases"), {lease.id: 0})
 
 
@@ -134,7 +134,7 @@ async def test_unreadable_saved_completions_are_skipped(pipe, worker):
         mapping={
             b"0": b"junk",
             b"1": sound[:-1] + bytes([sound[-1] ^ 1]),
-            b"2": sound,  # another one's
+            b"2": sound,  # of another index
             b"nan": sound,
             b"\xff": encode(pipe.group("a")),
         },
@@ -143,7 +143,7 @@ async def test_unreadable_saved_completions_are_skipped(pipe, worker):
 
 
 async def test_saving_a_completion_twice_saves_it_once(pipe, worker):
-    """A reply was lost."""
+    """The second save repeats a call whose reply was lost."""
     lease = await claimed(worker)
     for _ in range(2):
         await worker.save_partial(lease, completion(pipe, 1))

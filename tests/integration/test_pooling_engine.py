@@ -1,4 +1,4 @@
-"""The local engine as a reward server: transformers' own numbers, whoever the neighbours are, in vLLM's form."""
+"""The local engine as a reward server: transformers' scores in any batch, in vLLM's response format."""
 
 import random
 import shutil
@@ -38,7 +38,7 @@ def plain(folder) -> ReferenceClassifier:
 
 
 def conversations(n: int, seed: int = 0) -> list[list[dict[str, str]]]:
-    """Of very different lengths."""
+    """Make conversations of very different lengths."""
     draw = random.Random(seed)
     return [
         [
@@ -83,7 +83,7 @@ async def serving(path, **options):
 def test_scores_are_those_of_transformers_whoever_the_neighbours_are(classifier, plain):
     chats = conversations(40)
     expected = [plain.score(chat) for chat in chats]
-    assert max(expected) - min(expected) > 2  # something to get wrong
+    assert max(expected) - min(expected) > 2  # the scores differ, so errors would show
     ids = [classifier.render(chat) for chat in chats]
     together = classifier.score(ids)[:, 0].tolist()
     alone = [classifier.score([one])[0, 0].item() for one in ids]
@@ -120,7 +120,7 @@ def test_a_conversation_that_ends_with_the_padding_token_is_scored_at_that_token
         expected = plain._model.score(body).item()
     neighbour = ids * 2
     assert classifier.score([[*ids, pad], neighbour])[0, 0].item() == pytest.approx(expected, abs=CLOSE)
-    assert abs(expected - classifier.score([ids])[0, 0].item()) > 0.01  # it is another sequence
+    assert abs(expected - classifier.score([ids])[0, 0].item()) > 0.01  # it is a different sequence
 
 
 def test_passes_are_cut_by_tokens_and_every_score_finds_its_way_home(classifier, monkeypatch):
@@ -217,7 +217,7 @@ async def test_what_cannot_be_scored_is_refused_in_plain_words(folder, body, wor
 
 
 async def test_what_is_under_way_is_answered_when_the_server_is_told_to_stop(folder):
-    """A drain: those who asked before get their scores."""
+    """Draining: requests in progress are answered."""
     answers = []
     async with aiohttp.ClientSession() as session, anyio.create_task_group() as asking, serving(folder) as ask:
 
@@ -227,7 +227,7 @@ async def test_what_is_under_way_is_answered_when_the_server_is_told_to_stop(fol
 
         for chat in conversations(20, seed=6):
             asking.start_soon(one, chat)
-        async with session.get(ask.url + "/metrics") as response:  # they have been sent before it
+        async with session.get(ask.url + "/metrics") as response:  # all requests were sent before this one
             await response.read()
     assert answers == [200] * 20
 

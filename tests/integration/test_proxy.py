@@ -1,4 +1,4 @@
-"""The proxy that the tests of faults put between us and a server: it passes everything on, and fails as it is told."""
+"""The proxy that fault tests put between client and server: it forwards everything, and fails as configured."""
 
 import asyncio
 import socket
@@ -22,7 +22,7 @@ async def answer(questions, answers) -> None:
 
 @asynccontextmanager
 async def server(path=None):
-    """Answers every question with ten digits; yields its address."""
+    """Answer every request with ten digits; yield the server's address."""
     listening = await (
         asyncio.start_unix_server(answer, path) if path else asyncio.start_server(answer, "127.0.0.1", 0)
     )

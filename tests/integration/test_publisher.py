@@ -1,4 +1,4 @@
-"""Weights to engines: scripted ones that fail half-way."""
+"""Weights published to scripted engines that fail half-way."""
 
 from pathlib import Path
 
@@ -115,7 +115,7 @@ async def test_an_engine_started_without_a_backend_is_named_with_the_option():
         publisher = publisher_of([bare.url, other.url, well.url], 30)
         await publisher.push(Path("/w"), 1)
         assert (list(bare.control_calls), list(other.control_calls), well.version) == ([], [], "1")
-        bare.transfer_config = {"backend": "penstock"}  # started anew
+        bare.transfer_config = {"backend": "penstock"}  # restarted
         assert {engine.url for engine in await publisher.outdated_engines(1)} == {bare.url, other.url}
         await publisher.refresh(await publisher.outdated_engines(1), Path("/w"), 1)
         assert bare.version == "1"
@@ -128,7 +128,7 @@ async def test_one_refusal_is_not_final_while_another_engine_is_unreachable():
         for _ in range(2):
             with pytest.raises(EngineUnavailableError, match="without --weight-transfer-config"):
                 await publisher.push(Path("/w"), 1)
-            assert await publisher.engine_versions() == {bare.url: None, gone: None}  # seen to be silent, and left out
+            assert await publisher.engine_versions() == {bare.url: None, gone: None}  # found unreachable, and excluded
 
 
 async def test_an_engine_without_control_routes_is_named_with_the_remedy():
@@ -192,7 +192,7 @@ async def publisher_push_fails(publisher: WeightPublisher) -> None:
 
 
 class HalfOpen:
-    """Control routes of a vLLM in which an update was begun that nobody finished."""
+    """Control routes of a vLLM with an update that was begun and never finished."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -238,12 +238,12 @@ async def test_a_hanging_engine_does_not_delay_a_version_and_is_updated_later(mo
         async with anyio.create_task_group() as tasks:
             with anyio.fail_after(10):
                 await tasks.start(publisher.push, Path("/w/1"), 1)
-                await tasks.start(publisher.push, Path("/w/2"), 2)  # not even a try at it: it is busy with 1
+                await tasks.start(publisher.push, Path("/w/2"), 2)  # not attempted: it is busy with 1
             assert (hung.version, well.version) == ("0", "2")
             assert await publisher.engine_versions() == {hung.url: None, well.url: 2}
             assert await publisher.outdated_engines(2) == []
             hung.is_frozen = False
-        assert hung.version == "1"  # begun before, and done when it could be
+        assert hung.version == "1"  # begun earlier, finished once unfrozen
         behind = await publisher.outdated_engines(2)
         assert [engine.url for engine in behind] == [hung.url]
         await publisher.refresh(behind, Path("/w/2"), 2)
@@ -257,7 +257,7 @@ async def test_an_unreachable_engine_is_skipped_until_it_answers(monkeypatch):
         publisher = publisher_of([hung.url, well.url], 30)
         hung.is_frozen = True
         assert [engine.url for engine in await publisher.outdated_engines(1)] == [well.url]
-        await publisher.push(Path("/w/1"), 1)  # returns, though nobody is left behind in a task
+        await publisher.push(Path("/w/1"), 1)  # returns, though no task is left to update that engine
         hung.is_frozen = False
         assert [engine.url for engine in await publisher.outdated_engines(1)] == [hung.url]
         await publisher.push(Path("/w/2"), 2)

@@ -41,7 +41,7 @@ def make_folder(folder: Path, name: str, redis: str = "") -> Path:
 
 
 async def some_work(connection) -> None:
-    """Four prompts: one rolled out, one held, one given back, one waiting."""
+    """Feed four prompts: one rolled out, one claimed, one released, one waiting."""
     await connection.write_hash("meta", {"capacity": "8"})
     await Feed(connection, 10).put([Prompt(id=name, messages=[]) for name in "abcd"], "", "4")
     stage = Stage(connection, "prompts", "rollout-1", TERMS)

@@ -1,4 +1,4 @@
-"""A step shared by several processes is the step of one: loss, gradient, metrics, weights (P13, over ranks)."""
+"""A step shared by several processes equals the step of one: loss, gradient, metrics, weights (P13, over ranks)."""
 
 import os
 import subprocess
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def train(folder: Path, *sizes: int) -> dict[int, list[dict]]:
-    """What every rank of runs with so many of them ended with. With three, one has nothing to do."""
+    """Return the final state of every rank, by number of ranks. With three ranks, one has no work."""
     write_small_qwen3(folder / "base", 40, layers=1, tied=False)
     run_ranks("one_rank.py", str(folder), *map(str, sizes))
     return {size: [torch.load(folder / f"{rank}-of-{size}.pt") for rank in range(size)] for size in sizes}
 
 
 def as_one(alone: dict, several: list[dict]) -> None:
-    """Every rank ended as one process did; and all of them with the same weights, to the bit."""
+    """Check that every rank ended as one process did, with bitwise equal weights on all ranks."""
     first, *_ = several
     for rank, shared in enumerate(several):
         for case, expected in alone.items():

@@ -50,7 +50,7 @@ def broken(completions, **columns):
 
 
 class Run:
-    """A finished run: settings, ledger, archive."""
+    """Make a finished run: settings, ledger, archive."""
 
     def __init__(self, folder) -> None:
         self.folder = folder / "run"

@@ -1,4 +1,4 @@
-"""`reward_model` against a scripted server: what is asked, what is believed, and what becomes of each failure."""
+"""`reward_model` against a scripted server: its requests, the replies that it accepts, and its failure reasons."""
 
 from contextlib import asynccontextmanager
 from functools import partial
@@ -54,7 +54,7 @@ async def test_it_is_found_by_its_name_and_scores_texts_and_messages_as_whole_co
 async def test_requests_of_several_groups_are_sent_together():
     with capture_logs() as events:
         async with reward_server() as server, model_of(server, max_batch_size=32, batch_wait_ms=2_000) as model:
-            server.together = 32  # four groups of eight: no answer to anybody before all are there
+            server.together = 32  # four groups of eight: no answer until all have arrived
             with anyio.fail_after(10):
                 async with anyio.create_task_group() as groups:
                     for group in range(4):
@@ -76,7 +76,7 @@ async def test_concurrent_requests_are_limited_and_spread_over_the_servers():
         reward_server() as two,
         model_of(one, two, max_batch_size=4, batch_wait_ms=0) as model,
     ):
-        one.together = two.together = 1_000  # nobody is answered before the test says so
+        one.together = two.together = 1_000  # no answer until the test allows it
         found: list[object] = []
 
         async def ask() -> None:
@@ -87,7 +87,7 @@ async def test_concurrent_requests_are_limited_and_spread_over_the_servers():
                 tasks.start_soon(ask)
                 while (one.under_way, two.under_way) != (16, 16):  # four batches of four for each
                     await anyio.lowlevel.checkpoint()
-                for _ in range(100):  # further ones would come now
+                for _ in range(100):  # further requests would arrive now
                     await anyio.lowlevel.checkpoint()
                 assert (one.under_way, two.under_way) == (16, 16)
                 one.release.set()
@@ -157,7 +157,7 @@ async def test_a_response_without_a_score_is_unmeasured(body, reason):
         good, bad = await model(["p"] * 2, ["good", "bad"])
     assert good == value("good")
     assert bad.reason is reason
-    assert len(server.asked) == 2  # it was an answer: nobody asks again
+    assert len(server.asked) == 2  # it was an answer: no retry
 
 
 async def test_a_redirect_is_not_followed():
@@ -177,7 +177,7 @@ async def test_a_cancelled_caller_leaves_no_pending_request():
     assert len(server.asked) == 4
 
 
-# The probe.
+# The probe
 
 
 @pytest.mark.parametrize("score", [by_length, lambda _: 3.0, lambda _: 0.0], ids=["unlike", "alike", "zero"])

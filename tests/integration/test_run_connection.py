@@ -23,7 +23,7 @@ async def test_a_claim_waits_for_a_killed_server_to_restart(server, run_name, pi
     async with connect(server.url, run_name, reconnect_s=10) as connection:
         pipe = pipe_on(connection)
         await pipe.feed("a")
-        await anyio.sleep(1.1)  # everysec has written it
+        await anyio.sleep(1.1)  # the append-only file is synced every second
         server.kill()
         async with anyio.create_task_group() as tasks:
 
@@ -99,7 +99,7 @@ async def test_a_server_that_would_evict_work_is_refused(make_server, policy):
 
 
 async def test_an_old_server_is_refused(tmp_path):
-    """Nothing older than 7.0 is at hand, so this one only says that it is."""
+    """The server is scripted to report an old version."""
 
     async def answer(client) -> None:
         async with client:
@@ -131,7 +131,7 @@ async def test_a_cancelled_call_leaves_no_reply_for_the_next_one(pipe):
 
 
 async def test_calls_wait_while_the_server_is_out_of_memory(server, run_name, pipe_on):
-    """New payloads wait. Leases are renewed meanwhile, and the trainer's side, which frees memory, goes on."""
+    """New payloads wait, while leases are renewed and the trainer, which frees memory, continues."""
     async with connect(server.url, run_name, reconnect_s=20) as connection:
         pipe = pipe_on(connection)
         await pipe.scored("a", "b")
@@ -146,7 +146,7 @@ async def test_calls_wait_while_the_server_is_out_of_memory(server, run_name, pi
             tasks.start_soon(worker.renew_leases)
             await anyio.sleep(0.6)
             assert list(worker.leases) == [settling.id, buried.id]
-            leases = (await trainer.claim(2)).leases  # one of them ran out
+            leases = (await trainer.claim(2)).leases  # one of them expired
             assert (
                 await tenure.commit(trainer, [EndedGroup(lease, Trained()) for lease in leases], release_version=1)
                 == []

@@ -79,9 +79,9 @@ async def test_groups_in_progress_are_finished_scored_and_trained_while_paused(p
     await pause(pipe.connection, ANN)
     await rollout.complete(lease, "groups", pipe.group("a"))
     (lease,) = (await score.claim(1)).leases
-    await score.release(lease, "infra", "the verifier crashed")  # retries of other stages go on
+    await score.release(lease, "infra", "the verifier crashed")  # other stages still retry
     await anyio.sleep(0.03)
-    await pipe.stage("groups", "dies", lease_s=0.05).claim(1)  # and so do takeovers
+    await pipe.stage("groups", "dies", lease_s=0.05).claim(1)  # and reclaim expired leases
     waiting = await score.claim(1)
     assert waiting.next_due_s is not None
     await anyio.sleep(0.06)
@@ -118,7 +118,7 @@ async def test_resume_wakes_a_waiting_worker_without_polling(pipe):
         began = time.monotonic()
         await resume(pipe.connection, ANN)
         await got.wait()
-        assert time.monotonic() - began < 1.0  # a wait by itself ends after five seconds
+        assert time.monotonic() - began < 1.0  # without a wake-up the wait ends after five seconds
         stopping.set()
 
 
@@ -126,7 +126,7 @@ async def test_nothing_is_fed_while_the_run_is_paused(pipe):
     await pipe.feed("a")
     await pause(pipe.connection, ANN)
     feed, fed = Feed(pipe.connection, 100), anyio.Event()
-    again = await feed.put([Prompt(id="a", messages=[])], "", "1;")  # its reply was lost, and it asks once more
+    again = await feed.put([Prompt(id="a", messages=[])], "", "1;")  # the reply was lost, so the call is repeated
     assert again == 1
 
     async def put():
@@ -179,7 +179,7 @@ async def test_the_status_says_who_paused_the_run_and_when(pipe, redis_url, caps
 
 
 async def test_a_trainer_does_not_call_a_paused_run_stalled(pipe, tmp_path):
-    """It wakes four times a second, and each time could find the timeout exceeded."""
+    """It wakes four times a second, and could find the timeout exceeded each time."""
     settings = settings_in(tmp_path, pipe.connection.run, abort={"stall_timeout_s": 0.5})
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
     trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)

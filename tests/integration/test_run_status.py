@@ -16,7 +16,7 @@ async def dump(connection) -> dict[bytes, bytes]:
 
 
 async def busy_run(pipe, tmp_path) -> None:
-    """One group in every state."""
+    """Create one group in every state."""
     await pipe.scored("trained", "waiting")
     await pipe.rolled_out("unscored")
     await pipe.feed("claimed", "delayed", "dead", "unclaimed")
@@ -39,7 +39,7 @@ async def test_the_status_has_every_state(pipe, tmp_path):
     assert prompts.consumers == {"worker": 1}
     assert (groups.depth, groups.lag, groups.consumers) == (1, 1, {})
     assert (scored.depth, scored.marked, scored.lag) == (2, 1, 1)
-    assert view.outstanding == 4  # claimed, unscored, waiting, and trained for a version yet to be published
+    assert view.outstanding == 4  # claimed, unscored, waiting, and trained for an unpublished version
     assert (view.unfinished, view.dead, view.version, view.metrics) == (5, 1, 0, {"reward": 1.0})
     assert view.balance == {"fed": 7, "trained": 1, "dropped": 0, "dead": 1, "outstanding": 5}
     assert 0 <= prompts.oldest_age_ms < 10_000
@@ -64,7 +64,7 @@ async def test_an_unknown_run_is_an_error_and_is_not_created(redis_url):
 async def test_rates_are_completed_entries_per_second(pipe):
     await pipe.rolled_out(*(f"p{i}" for i in range(10)))
     rate = (await read_status(pipe.connection)).stages["prompts"].rate
-    assert 5 <= rate <= 10  # ten within this second, or this one and the one before
+    assert 5 <= rate <= 10  # ten within this second, or within this and the previous one
     await anyio.sleep(2.0)
     assert (await read_status(pipe.connection)).stages["prompts"].rate < rate
     assert (await read_status(pipe.connection)).stages["groups"].rate == 0

@@ -91,7 +91,7 @@ async def test_a_dead_duplicate_of_a_trained_prompt_does_not_end_it(pipe, tmp_pa
     rollout = pipe.stage("prompts")
     for lease in (await rollout.claim(2)).leases:
         await rollout.dead_letter(lease, "infra", "its workers died")
-    await anyio.to_thread.run_sync(ledger.append, [LedgerRecord("a", Trained(), 1, 0, "")])  # the server forgot that
+    await anyio.to_thread.run_sync(ledger.append, [LedgerRecord("a", Trained(), 1, 0, "")])  # the server lost this
     assert (await pipe.balance())["dead"] == 2
     if when == "as the run ends":
         await tenure.reconcile_server(ledger)
@@ -109,7 +109,7 @@ async def test_a_dead_duplicate_of_a_trained_prompt_does_not_end_it(pipe, tmp_pa
 
 
 def feeder(pipe, tmp_path: Path, rows: list[str]) -> WorkerContext:
-    """A feeder of these rows, on the connection of `pipe`."""
+    """Make a feeder of these rows, on the connection of `pipe`."""
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
     settings = parse_settings(
         {
@@ -137,19 +137,19 @@ async def test_a_finished_feeder_feeds_lost_prompts_again(pipe, tmp_path):
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(feed, role)
         await until(is_done)
-        # As it was before the feeder came.
+        # Restore the state before the feeder started.
         await redis.delete(key("prompts"), key("unfinished"), key("counts"), key("feed"))
         await redis.xgroup_create(key("prompts"), CONSUMER_GROUP, id="0", mkstream=True)
         await until(is_done)
         assert (await read_status(pipe.connection)).stages["prompts"].depth == 5
         assert (await pipe.balance())["fed"] == 5
-        # It ends with the run.
+        # The feeder ends with the run.
         trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
         await trainer_lease.finish_run("all done")
 
 
 def train_two(settings: Settings) -> tuple[list[str], int]:
-    """Write a ledger of the first two prompts; returns their ids and the ledger's length."""
+    """Write a ledger of the first two prompts; return their ids and the ledger's length."""
     trained = [prompt.id for prompt in open_dataset_mix(settings).read_prompts(0, 2)[0]]
     ledger = Ledger(settings.folder / "ledger.jsonl")
     ledger.append([LedgerRecord(prompt, Trained(), 1, 0, "") for prompt in trained])

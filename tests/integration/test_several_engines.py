@@ -193,7 +193,7 @@ async def test_an_engine_that_never_answers_delays_its_requests_once():
 
 @asynccontextmanager
 async def mute_proxy(engine: ScriptedEngine):
-    """Forwards traffic until `mute` is set; then it accepts connections and data, and never answers."""
+    """Forward traffic until `mute` is set; then accept connections and data without answering."""
     mute = anyio.Event()
 
     async def pump(source, sink) -> None:
@@ -424,7 +424,7 @@ async def test_a_free_slot_goes_to_a_waiting_request_with_a_cached_prefix():
         client_of(one, other, concurrency_bounds=(2, 4)) as client,
         anyio.create_task_group() as tasks,
     ):
-        urls = (one.url, other.url)  # their ports decide which engine a group prefers: take as many groups for each
+        urls = (one.url, other.url)  # ports decide which engine a group prefers: use equal numbers of groups for each
         near = {url: [group for group in range(500) if rank_engines(f"g{group}", urls)[0] == url][:15] for url in urls}
         groups = sorted(near[one.url] + near[other.url])
         for group in groups:

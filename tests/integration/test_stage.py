@@ -1,4 +1,4 @@
-"""One stage and its verbs: who holds a lease, for how long, and how it ends."""
+"""One stage and its operations: who has a lease, for how long, and how it ends."""
 
 import time
 
@@ -33,7 +33,7 @@ async def test_the_output_has_the_prompt_id_of_its_input(pipe):
 
 
 async def test_completing_twice_raises_lease_lost(pipe):
-    """P21, where the same work is delivered twice."""
+    """P21: the same work is delivered twice."""
     await pipe.feed("a")
     worker = pipe.stage("prompts")
     (lease,) = (await worker.claim(1)).leases
@@ -283,7 +283,7 @@ async def test_an_idle_worker_makes_few_calls(pipe, situation):
 
 
 async def calls(pipe) -> int:
-    """Return how many scripts and blocking reads this server has run."""
+    """Return the number of scripts and blocking reads that this server has run."""
     stats = await pipe.connection.redis.info("commandstats")
     return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "xread"))
 

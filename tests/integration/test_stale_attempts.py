@@ -1,4 +1,4 @@
-"""Versions of outstanding groups, and cancelling stale attempts down to the engine."""
+"""Versions of outstanding groups, and cancellation of stale attempts down to the engine."""
 
 from contextlib import asynccontextmanager
 from functools import partial
@@ -34,7 +34,7 @@ async def publish(tenure, version):
     await tenure.publish(version, "path", version, {})
 
 
-# -- when it was begun
+# -- the version at the claim
 
 
 async def test_a_claim_records_the_policy_version(pipe, tenure):
@@ -130,7 +130,7 @@ async def test_a_group_dropped_in_a_step_stays_outstanding_until_that_steps_vers
     assert len(taken + (await rollout.claim(2)).leases) == 1
 
 
-# -- what is cancelled
+# -- cancelled attempts
 
 
 def test_an_attempt_is_cancelled_above_the_limit_and_at_most_twice():
@@ -197,7 +197,7 @@ def begins(engine, count):
 
 
 async def the_group(connection):
-    """Return the group that the worker completed, once it has."""
+    """Wait for the group that the worker completes; return it."""
     with anyio.fail_after(20):
         while not (found := await connection.redis.xrange(connection.key("groups"))):
             await anyio.sleep(0.005)

@@ -47,7 +47,7 @@ class Trainer:
             return await self.collector.collect()
 
     async def step(self):
-        """One step, and a version after it. Returns the prompts that were trained on."""
+        """Run one step and announce the next version. Return the prompts that were trained on."""
         batch = await self.collect()
         await self.consumer.commit(self.consumer.pop(batch.prompt_ids), 1)
         await self.consumer.announce(self.consumer.version + 1, "path", 1)

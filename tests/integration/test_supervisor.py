@@ -1,4 +1,4 @@
-"""`penstock run`: starting, restarting, failing, draining, with small scripts in the roles' places."""
+"""`penstock run` starts, restarts, fails and drains roles; small scripts stand for the roles."""
 
 import json
 import os
@@ -86,7 +86,7 @@ class Pipeline:
         return (sys.executable, "-c", script, role, str(self.home), self.settings.run.name, redis, *rest)
 
     def lives(self, role: str) -> list[list[str]]:
-        """Each life of a role: its pid and further arguments."""
+        """Return the pid and further arguments of each process of a role."""
         lines = (self.home / "lives").read_text().splitlines()
         return [line.split()[1:] for line in lines if line.split()[0] == role]
 
@@ -100,7 +100,7 @@ class Pipeline:
                 await anyio.sleep(0.02)
 
     async def assert_nobody_is_left(self) -> None:
-        """A killed process that is nobody's child dies when the kernel comes to it, which is not at once."""
+        """Wait for killed processes to disappear: the kernel ends them asynchronously."""
         for line in (self.home / "lives").read_text().splitlines():
             with anyio.move_on_after(5):
                 while alive(int(line.split()[1])):
@@ -151,7 +151,7 @@ async def test_the_run_is_over_when_the_trainer_is_done_and_the_others_are_sent_
     assert outcome.failure is None
     assert not outcome.interrupted
     assert outcome.killed == []
-    assert pipeline.order_of_leaving == ["rollout"]  # the others went of their own accord
+    assert pipeline.order_of_leaving == ["rollout"]  # the others exited by themselves
     await pipeline.assert_nobody_is_left()
 
 

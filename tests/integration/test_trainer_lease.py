@@ -33,7 +33,7 @@ async def hold(ledger: Ledger, lines: list[LedgerRecord]) -> None:
 
 
 async def train(pipe, tenure, ends: dict[str, GroupOutcome], ledger: Ledger | None = None) -> list[str]:
-    """Claim scored groups and end them; returns their entry ids."""
+    """Claim scored groups and end them; return their entry ids."""
     trainer = pipe.stage("scored", f"trainer-{tenure.token}")
     leases = (await trainer.claim(100)).leases
     mine = [EndedGroup(lease, ends[lease.prompt_id]) for lease in leases if lease.prompt_id in ends]
@@ -108,7 +108,7 @@ async def test_every_verb_of_a_fenced_trainer_is_refused(pipe, ledger, tmp_path)
             await verb
     with anyio.fail_after(1), pytest.raises(FencedError):
         await zombie.renew_forever()
-    await zombie.release()  # gives up what it does not have
+    await zombie.release()  # releases a lease that it no longer has
     assert (await read_status(pipe.connection)).policy["owner"]
     assert (await read_status(pipe.connection)).counts == {"fed": 1}
     assert (await read_published_policy(pipe.connection)).version == -1
@@ -195,7 +195,7 @@ async def test_version_numbers_are_never_used_twice(pipe):
     await first.release()
     second = await TrainerLease.acquire(pipe.connection, 30.0)
     assert await second.reserve_version(0) == 2
-    assert await second.reserve_version(17) == 18  # an engine, or a checkpoint, knows more than a server that forgot
+    assert await second.reserve_version(17) == 18  # engines or checkpoints have versions that the server lost
 
 
 async def test_the_published_policy_is_readable(pipe, tmp_path):
@@ -265,7 +265,7 @@ async def test_recovery_keeps_prompts_dropped_by_the_operator(pipe, ledger):
 
 
 async def test_a_duplicate_of_a_group_that_was_trained_counts_as_one(pipe, ledger):
-    """P21, after the group has ended."""
+    """P21: after the group has ended."""
     await pipe.scored("a")
     await pipe.connection.redis.xadd(pipe.connection.key("scored"), {"prompt": "a", "payload": "again"})
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
@@ -279,7 +279,7 @@ async def test_a_duplicate_of_a_group_that_was_trained_counts_as_one(pipe, ledge
 
 
 async def test_a_duplicate_uses_no_capacity_and_ends_nothing(pipe, ledger):
-    """P21, before the group has ended."""
+    """P21: before the group has ended."""
     await pipe.scored("a")
     await pipe.connection.redis.xadd(pipe.connection.key("scored"), {"prompt": "a", "payload": "again"})
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
@@ -290,7 +290,7 @@ async def test_a_duplicate_uses_no_capacity_and_ends_nothing(pipe, ledger):
     assert (view.counts, view.unfinished, view.outstanding) == ({"fed": 1, "duplicates": 1}, 1, 1)
     await tenure.commit(trainer, [EndedGroup(first, Trained())], release_version=1)
     await pipe.balance()
-    await tenure.recover(ledger)  # from before the step, so both are requeued
+    await tenure.recover(ledger)  # the ledger is from before the step, so both are requeued
     assert len((await pipe.stage("scored", "trainer-2").claim(5)).leases) == 2
     await pipe.balance()
 
@@ -327,7 +327,7 @@ async def test_a_run_is_rebuilt_from_its_ledger_on_an_emptied_server(pipe, ledge
     await hold(ledger, [line("a"), line("b", Dropped("stale"))])
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     await tenure.recover(ledger)
-    await pipe.feed("c")  # the feeder starts over, and passes by what the ledger holds
+    await pipe.feed("c")  # the feeder restarts, and skips prompts in the ledger
     feed = Feed(pipe.connection, 10)
     await feed.put([], await feed.cursor(), "3", already_ended=2)
     assert await pipe.balance() == {"fed": 3, "trained": 1, "dropped": 1, "dead": 0, "outstanding": 1}

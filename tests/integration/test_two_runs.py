@@ -1,4 +1,4 @@
-"""A second run on the same server changes nothing of the first one."""
+"""A second run on the same server changes nothing in the first one."""
 
 from collections.abc import AsyncIterator, Iterator
 
@@ -14,14 +14,14 @@ from stream.trainer.outcomes import Dropped, Trained
 
 @pytest.fixture
 async def second(redis_url: str, run_name: str) -> AsyncIterator[RunConnection]:
-    """A run whose name begins like the first one's."""
+    """A run whose name begins with the first one's."""
     async with connect(redis_url, f"{run_name}-too") as connection:
         yield connection
 
 
 @pytest.fixture
 def ledgers(tmp_path) -> Iterator[list[Ledger]]:
-    """One for each run."""
+    """One ledger for each run."""
     made = [Ledger(tmp_path / f"{name}.jsonl", 0) for name in ("first", "second")]
     yield made
     for ledger in made:
@@ -29,13 +29,13 @@ def ledgers(tmp_path) -> Iterator[list[Ledger]]:
 
 
 async def everything(connection: RunConnection) -> dict[bytes, bytes | None]:
-    """Each key of this run, as the server would write it down."""
+    """Return each key of this run with its serialized value."""
     keys = sorted([key async for key in connection.redis.scan_iter(f"{{{connection.run}}}*")])
     return {key: await connection.redis.dump(key) for key in keys}
 
 
 async def live(pipe, folder, ledger: Ledger) -> None:
-    """Everything that a run can do."""
+    """Perform all actions of a run."""
     await pipe.scored("trained", "dropped")
     await pipe.rolled_out("unscored")
     await pipe.feed("delayed", "retried", "removed")

@@ -1,4 +1,4 @@
-"""The protocol on each server that it may run on: the one on the PATH, and the one in the wheel."""
+"""The protocol on each supported server: the one on the PATH, and the one in the wheel."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Weights that engines download from the trainer: what comes, what does not, and who else gets at it."""
+"""Weights that engines download from the trainer: what is transferred, what is refused, and to whom."""
 
 import shutil
 from pathlib import Path

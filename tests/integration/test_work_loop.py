@@ -1,4 +1,4 @@
-"""The loop of rollout workers and scorers on a real server: each way that work can end."""
+"""The loop of rollout workers and scorers on a real server: each way in which work can end."""
 
 import anyio
 import pytest
@@ -21,7 +21,7 @@ async def feed(connection, n):
 
 
 async def pump_until(connection, work, done, at_once=4):
-    """Pump until `done()` is true of the view of the run."""
+    """Run the work loop until `done()` accepts the run's status."""
     stage = Stage(connection, "prompts", "w1", TERMS)
     stopping = anyio.Event()
     with anyio.fail_after(10):

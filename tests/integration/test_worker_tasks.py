@@ -1,4 +1,4 @@
-"""A task of a worker fails that is no entry's: the worker ends with it, and what it held goes to others."""
+"""A background task of a worker fails: the worker ends, and its leased entries go to other workers."""
 
 import anyio
 import pytest
@@ -8,7 +8,7 @@ from workers.runtime.work_loop import work_loop
 
 
 class Broken(Stage):
-    """Its renewals fail."""
+    """A stage whose lease renewals fail."""
 
     async def renew_leases(self) -> None:
         while not self.leases:
