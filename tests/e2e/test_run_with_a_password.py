@@ -22,7 +22,7 @@ def test_a_run_as_the_user_of_its_rules_shows_its_password_to_nobody(project, ma
     port = free_port()
     server = make_server("--port", str(port)).start()
     with Redis.from_url(server.url) as admin:
-        for role in ("run", "look", "operator"):
+        for role in ("run", "viewer", "operator"):
             admin.execute_command("ACL", "SETUSER", acl_user(role, "test"), f">{HUSH}", *acl_rules(role, "test"))
         admin.acl_log_reset()
         project.table["run"]["redis"] = f"redis://{acl_user('run', 'test')}:{HUSH}@127.0.0.1:{port}"
@@ -37,7 +37,7 @@ def test_a_run_as_the_user_of_its_rules_shows_its_password_to_nobody(project, ma
                 assert HUSH not in Path(f"/proc/{pid}/cmdline").read_text()
             for name in ("live.json", "run.toml"):
                 assert stat.S_IMODE((project.run_folder / name).stat().st_mode) == 0o600
-            looking = f"redis://{acl_user('look', 'test')}:{HUSH}@127.0.0.1:{port}"
+            looking = f"redis://{acl_user('viewer', 'test')}:{HUSH}@127.0.0.1:{port}"
             told = project.run("queues", "test", "--redis", looking, "--json")
             assert json.loads(told.stdout)["run"] == "test", told.stderr
             refused = project.run("pause", "test", "--redis", looking)
@@ -48,7 +48,7 @@ def test_a_run_as_the_user_of_its_rules_shows_its_password_to_nobody(project, ma
         finally:
             stop(process)
         assert summary["groups_trained"] + sum(summary["groups_dropped"].values()) == summary["fed"] == 10
-        assert {entry["username"] for entry in refusals} == {acl_user("look", "test")}
+        assert {entry["username"] for entry in refusals} == {acl_user("viewer", "test")}
         assert len(admin.acl_log()) == len(refusals)
     secretive = [
         path for path in project.run_folder.rglob("*") if path.is_file() and HUSH.encode() in path.read_bytes()
