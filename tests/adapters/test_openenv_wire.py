@@ -1,4 +1,4 @@
-"""OpenEnv's wire format against a scripted server, which sends what a real one sends, and faults on request."""
+"""OpenEnv's wire format against a scripted server, which sends real messages, and faults on request."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""The wire format of verifiers 0.4's environment servers, against a scripted server that sends what real ones send."""
+"""The wire format of verifiers 0.4's environment servers, against a scripted server that sends the same frames."""
 
 import json
 

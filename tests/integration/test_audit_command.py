@@ -117,7 +117,7 @@ async def small(tmp_path, connection, redis_url, pipe_on):
 @pytest.fixture
 def audited(capsys):
     async def run(small: Small) -> dict:
-        """Return its report. The command runs its own event loop, so it runs in a thread."""
+        """Return the audit's report. The command runs an event loop, so it runs in a thread."""
         code = await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), "", as_json=True))
         (line,) = capsys.readouterr().out.splitlines()
         told = json.loads(line)

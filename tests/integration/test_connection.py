@@ -187,7 +187,7 @@ async def test_a_server_that_is_not_redis_is_reported():
 
 
 async def test_connecting_waits_for_a_server_that_starts_later(make_server, run_name, pipe_on):
-    """The probe for TLS must not mistake a closed port for a wrong protocol."""
+    """The probe for TLS or plain text must not mistake a closed port for a wrong protocol."""
     port = free_port()
     server = make_server("--port", str(port))
     async with anyio.create_task_group() as tasks:

@@ -46,7 +46,7 @@ async def bury_junk(connection) -> str:
 @pytest.fixture
 def run_command(redis_url, run_name, capsys):
     async def run(command, *arguments, **named) -> str:
-        """Return its output. The command runs its own event loop, so it runs in a thread."""
+        """Return the command's output. The command runs an event loop, so it runs in a thread."""
         await anyio.to_thread.run_sync(lambda: command(run_name, redis_url, *arguments, **named))
         return capsys.readouterr().out
 

@@ -126,7 +126,7 @@ async def test_a_group_whose_completions_all_fail_is_still_a_group(tmp_path):
     assert [completion.failure.reason for completion in group.completions] == [RolloutReason.ENGINE] * 3
 
 
-# What the log says
+# Log events
 
 
 async def test_many_requests_waiting_for_weights_poll_rarely_and_log_once():

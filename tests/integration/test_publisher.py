@@ -192,7 +192,7 @@ async def publisher_push_fails(publisher: WeightPublisher) -> None:
 
 
 class HalfOpen:
-    """Control routes of a vLLM with an update that was begun and never finished."""
+    """Control routes of a vLLM with an update that was started and never finished."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -243,7 +243,7 @@ async def test_a_hanging_engine_does_not_delay_a_version_and_is_updated_later(mo
             assert await publisher.engine_versions() == {hung.url: None, well.url: 2}
             assert await publisher.outdated_engines(2) == []
             hung.is_frozen = False
-        assert hung.version == "1"  # begun earlier, finished once unfrozen
+        assert hung.version == "1"  # started earlier, finished once unfrozen
         behind = await publisher.outdated_engines(2)
         assert [engine.url for engine in behind] == [hung.url]
         await publisher.refresh(behind, Path("/w/2"), 2)

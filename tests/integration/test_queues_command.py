@@ -51,7 +51,7 @@ async def some_work(connection) -> None:
 
 
 async def in_thread(*arguments, **named) -> None:
-    """Run the command in a thread, because it runs its own event loop."""
+    """Run the command in a thread, because it runs an event loop."""
     await anyio.to_thread.run_sync(lambda: show_queues(*arguments, **named))
 
 

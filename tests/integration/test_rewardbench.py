@@ -25,7 +25,7 @@ SUBSETS = [subset for subsets in SECTIONS.values() for subset in subsets]
 
 @contextmanager
 def in_a_thread(server):
-    """Keep an asynchronous server running while the command runs its own event loop."""
+    """Keep an asynchronous server running while the command runs another event loop."""
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(server) as running:
         yield running
 

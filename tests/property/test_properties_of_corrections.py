@@ -184,7 +184,7 @@ def test_p18_every_bound_of_a_rule_has_an_effect(name, option):
 
 
 EFFECTIVE = {"lower": (0.9003, 0.9903), "upper": (0.0503, 0.9903, 3.0)}
-"""Use other bounds, so that at least one affects each kind of rule: ratios or divergences, tokens or completions."""
+"""Bounds; at least one affects each kind of rule: ratios or divergences, tokens or completions."""
 
 
 @pytest.mark.parametrize(("name", "option"), options_of(SELECTORS))

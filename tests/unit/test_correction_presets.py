@@ -1,4 +1,4 @@
-"""The published presets contain what their names state, with rules and levels that are registered."""
+"""The published presets contain what their names state, and only registered rules and levels."""
 
 import subprocess
 import sys

@@ -454,7 +454,7 @@ async def test_a_policy_that_only_spams_tools_is_scored(spam):
 )
 @hypothesis_settings(max_examples=40)
 async def test_p11_truncation_depends_only_on_finish_reason_and_limits(words, end, finish, calls, limit):
-    """Neither the tokens nor the last one of them matter."""
+    """Neither the tokens nor the last of them matter."""
     tokens = ids("x" + words + end)
     last = SampledTurn(tokens, [-0.5] * len(tokens), finish, [Span(7, 0, len(tokens))])
     completion = await completion_of(

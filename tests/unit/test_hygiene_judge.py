@@ -17,9 +17,9 @@ LEAKS = {
     "rollout-1.threads": 0.1,
     "folder.files": 0.1,
 }
-"""What one group leaves behind under each leak."""
+"""Growth per group under each leak."""
 LARGE = {"rollout-0.rss": 500.0, "score-0.rss": 500.0, "train-0.rss": 800.0}
-"""Leaks that only a long run reveals."""
+"""Growth per group that only a long run reveals."""
 
 
 def samples(name: str, per_group: float, groups: int, noise: float = 0.0):

@@ -1,4 +1,4 @@
-"""The fork server of the tests survives what happens to the processes that it serves."""
+"""The fork server of the tests survives the end of processes that it serves."""
 
 import os
 import selectors
@@ -11,7 +11,7 @@ from tests.preload.server import Served
 
 
 def test_a_process_that_ends_while_its_client_sends_a_signal_does_not_end_the_server():
-    """Both events may be reported by one `select`; the first closes the connection that the second would read."""
+    """One `select` may report both events; handling the first closes the connection that the second would read."""
     client, connection = socket.socketpair()
     child = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -24,4 +24,4 @@ def test_a_process_that_ends_while_its_client_sends_a_signal_does_not_end_the_se
             key.data()
         assert client.recv(4) == (0).to_bytes(4, "little")
         assert not selector.get_map()
-    child.returncode = 0  # it has been waited for
+    child.returncode = 0  # the server has reaped it

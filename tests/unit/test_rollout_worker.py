@@ -1,4 +1,4 @@
-"""What the rollout worker asks of a group's roll-out, and what it records about the attempt."""
+"""The options that the rollout worker passes to a group's roll-out, and its record of the attempt."""
 
 from types import SimpleNamespace
 

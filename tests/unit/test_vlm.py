@@ -1,4 +1,4 @@
-"""The reward `vlm`: the exact rules of its parts, and their sum."""
+"""The reward `vlm`: the exact rules of its parts, and their weighted sum."""
 
 from functools import partial
 
