@@ -153,7 +153,7 @@ INTEGER = {"type": "integer"}
         (
             Told,
             {
-                "description": "By pydantic.",
+                "description": "A pydantic model.",
                 "type": "object",
                 "properties": {
                     "count": {"description": "How many.", "minimum": 1, "title": "Count", "type": "integer"},
