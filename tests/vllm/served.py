@@ -42,7 +42,8 @@ class Served:
     def publisher(self, way=None, patience_s=60.0) -> WeightPublisher:
         way = way or PausedUpdate(SharedFolderTransfer())
         made = WeightPublisher(EngineDiscovery([self.url]), way, retry_timeout_s=patience_s, update_timeout_s=120)
-        made._compatible.add(self.url)  # else it probes first, longer than requests last
+        for target in made._current_targets():
+            target.is_compatible = True  # else it probes first, longer than requests last
         return made
 
     async def push(self, policy: int, publisher: WeightPublisher | None = None) -> int:

@@ -56,7 +56,7 @@ async def hit_rate(servers: list[Served], client: EngineClient, name: str, *, ne
 async def test_affinity_finds_more_of_each_context_in_the_servers_caches_than_random_spreading(tied, untied, measured):
     """Both servers use vLLM's cache; their different weights change the replies but not the hits."""
     servers, rates = [tied, untied], {}
-    options = {"request_timeout_s": 300, "attempts": 3, "reconnect_s": 120}
+    options = {"request_timeout_s": 300, "max_attempts": 3, "unavailable_timeout_s": 120}
     async with EngineClient([server.url for server in servers], **options) as client:
         await client.wait_until_ready()
         for name in ("random", "near"):
