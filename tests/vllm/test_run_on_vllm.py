@@ -229,7 +229,7 @@ def test_nothing_is_lost_and_nothing_counts_twice(played):
     assert played.summary["fed"] == played.summary["groups_trained"] == PROMPTS
     assert played.summary["dead"] == played.summary["outstanding"] == 0
     assert played.summary["groups_dropped"] == {}
-    assert set(played.summary["rows"]) == {"valid"}
+    assert set(played.summary["completion_states"]) == {"valid"}
     result = CliRunner().invoke(penstock, ["audit", str(played.project.run_folder)])
     assert result.exit_code == 0, result.output
 
