@@ -1,4 +1,4 @@
-"""Engine overrides: engines that an operator adds to a live run, or removes, beside those of the settings.
+"""Engine overrides: engines that an operator adds to a live run or removes from it, beside the engines in the settings.
 
 There is one override per URL, the last one. A removed engine stays in the list, because the settings may name it too
 and a worker that starts later must not use it. Adding it again makes it usable again.

@@ -212,7 +212,7 @@ def judge(copies: Copies, mutant: Mutant, failing: dict[str, str]) -> Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Judge mutants, tell of each, and say whether all were caught."""
+    """Run the tests of each mutant, print each verdict, and return whether all were caught."""
     parser = argparse.ArgumentParser(description="Apply small faults, one at a time, and see that tests notice them.")
     parser.add_argument(
         "--room", action="append", default=[], help="a file of this folder without its .toml; repeatable"
