@@ -142,11 +142,19 @@ class Executioner:
 
     async def _was_between(self, connection: RunConnection) -> bool:
         """Whether groups in the newest checkpoint are still marked on the server."""
-        newest = max((self.folder / "checkpoints").glob("step-*"), key=lambda path: path.stat().st_mtime_ns)
+        newest = max((self.folder / "checkpoints").glob("step-*"), key=_modified_ns)
         manifest = msgspec.json.decode((newest / MANIFEST).read_bytes(), type=Manifest)
         ends = Ledger.read_outcomes(self.folder / "ledger.jsonl", manifest.progress.ledger_bytes)
         marked = await connection.read_hash("scored:marked")
         return any(prompt in ends for prompt in marked.values())
+
+
+def _modified_ns(path: Path) -> int:
+    """When a folder was changed last; 0 if the trainer has just removed it, as it does with old checkpoints."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _ended(view: RunStatus) -> int:
