@@ -25,10 +25,12 @@ from stream.queue.stage import Lease, RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.server_process import private_server
 from stream.trainer.archive import Archive, ArchivedGroups
-from stream.trainer.consumer import Consumer, LeasedGroup, ResumePoint, consume, open_consumer, open_trainer_lease
+from stream.trainer.consume import consume, open_consumer, open_trainer_lease
+from stream.trainer.consumer import Consumer, LeasedGroup
 from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger
 from stream.trainer.outcomes import AlreadyEnded, Dropped, Duplicate, Trained
+from stream.trainer.resume_point import ResumePoint
 from stream.validity import Measured, Unmeasured, measure
 
 __all__ = [

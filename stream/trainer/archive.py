@@ -7,8 +7,7 @@
     └── 000002.groups     two processes write to the same segment
 
     a record         b"PSgr", crc32 of everything up to the payload, size of the record, size of the payload (each 4
-    bytes,
-                     little-endian); the ledger record (JSON); the payload (`stream.codec`)
+                     bytes, little-endian); the ledger record (JSON); the payload (`stream.codec`)
 
 Readers scan the records' headers; a payload has its own checksum (`stream.codec`). Anything that is not a record, or
 was incomplete when its trainer died, is skipped. The ledger decides which groups count: the archive also has groups

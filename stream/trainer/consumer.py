@@ -13,23 +13,11 @@
 
 A trainer that is killed at any moment resumes from the `ResumePoint` in its last checkpoint: groups in the ledger up to
 that point are acknowledged without training, all others are leased again. `push` and `save` may block; they run in a
-thread.
-
-`consume` is made of two context managers. A trainer that loads its checkpoint after it has locked the run's folder, as
-Penstock's own does, opens them itself::
-
-    async with open_trainer_lease(connection, folder) as (trainer_lease, folder_lock):
-        checkpoint = load(folder)                      # no other trainer can write there now
-        async with open_consumer(trainer_lease, folder_lock, ledger_path, checkpoint.resume_point) as consumer:
-            ...
+thread. `stream.trainer.consume` opens a consumer.
 """
 
-import os
-import secrets
-import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -41,28 +29,17 @@ from msgspec.structs import replace
 from stream.cancellation import cancel_on
 from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
 from stream.errors import LeaseLostError, NewerSchemaError, RecordError, RunFailedError
-from stream.queue.stage import Claim, Lease, RetryPolicy, Stage
+from stream.queue.stage import Claim, Lease, Stage
 from stream.records import Group
 from stream.trainer.archive import Archive
-from stream.trainer.folder_lock import RunFolderLock, last_token
 from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger, LedgerRecord, content_hash
 from stream.trainer.outcomes import AlreadyEnded, Dropped, Duplicate, LedgerOutcome, Trained
+from stream.trainer.resume_point import ResumePoint
 
 log = structlog.get_logger()
 
 Checked = TypeVar("Checked")
-
-
-class ResumePoint(Struct, frozen=True, kw_only=True):
-    """What a checkpoint must hold for its trainer to resume; the defaults are a new run's."""
-
-    ledger_bytes: int = 0
-    """Length of the ledger that the weights contain. Later records are cut off, and their groups are leased again."""
-    version: int = -1
-    """The highest policy version known to have been used; -1: none."""
-    step: int = 0
-    """Steps committed."""
 
 
 class LeasedGroup(Struct, Generic[Checked], frozen=True, eq=False):
@@ -257,8 +234,7 @@ class Consumer(Generic[Checked]):
 
         Args:
             save: called in a thread, writes a checkpoint that holds the resume point. The checkpoint must be on the
-            disk
-                when it returns: temporary name, `fsync`, rename, `fsync` of the folder. If it raises, nothing is
+                disk when it returns: temporary name, `fsync`, rename, `fsync` of the folder. If it raises, nothing is
                 deleted.
         """
         resume_point = await self.sync()
@@ -334,115 +310,6 @@ class Consumer(Generic[Checked]):
         if self._archive is not None:
             self._archive.sync()
         return self.ledger.sync()
-
-
-@asynccontextmanager
-async def open_trainer_lease(
-    connection: RunConnection, folder: Path, lease_s: float = 15.0
-) -> AsyncIterator[tuple[TrainerLease, RunFolderLock]]:
-    """Become the run's only trainer, on the server and in the run's folder, for as long as the context is open.
-
-    The lease is renewed in the background, and released when the context ends without an error.
-
-    Args:
-        connection: the run's connection.
-        folder: the run's folder.
-        lease_s: a trainer that does not renew its lease for this long is succeeded, and its groups go to the next.
-
-    Raises:
-        FencedError: another trainer that is alive holds the run, or, later, has taken it over.
-    """
-    async with anyio.create_task_group() as tasks:
-        min_token = await anyio.to_thread.run_sync(last_token, folder)
-        trainer_lease = await TrainerLease.acquire(connection, lease_s, min_token)
-        tasks.start_soon(trainer_lease.renew_forever)
-        yield trainer_lease, await anyio.to_thread.run_sync(RunFolderLock.acquire, folder, trainer_lease.token)
-        await trainer_lease.release()
-        tasks.cancel_scope.cancel()
-
-
-@asynccontextmanager
-async def open_consumer(
-    trainer_lease: TrainerLease,
-    folder_lock: RunFolderLock,
-    stage: Stage,
-    ledger_path: Path,
-    resume: ResumePoint,
-    check: Callable[[Group, int], Checked | Dropped],
-    *,
-    archive: Archive | None = None,
-    stall_timeout_s: float = 600.0,
-) -> AsyncIterator[Consumer[Checked]]:
-    """Open the ledger at a checkpoint's resume point and lease scored groups for as long as the context is open.
-
-    Groups that the ledger holds are acknowledged, all others come again, whatever an earlier trainer had leased.
-
-    Args:
-        trainer_lease: from `open_trainer_lease`.
-        folder_lock: from `open_trainer_lease`.
-        stage: `scored`, under this process's consumer name. Its leases are renewed here.
-        ledger_path: `ledger.jsonl` in the run's folder, where the feeder and `penstock audit` look for it.
-        resume: from the checkpoint.
-        check: see `Consumer`.
-        archive: see `Consumer`.
-        stall_timeout_s: see `Consumer`.
-
-    Raises:
-        RunMismatchError: ledger, checkpoint and server belong to different runs.
-    """
-    ledger = await anyio.to_thread.run_sync(Ledger, ledger_path, resume.ledger_bytes, folder_lock)
-    try:
-        requeued = await trainer_lease.recover(ledger)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(stage.renew_leases)
-            yield Consumer(
-                *(trainer_lease, stage, ledger, resume, check),
-                archive=archive,
-                stall_timeout_s=stall_timeout_s,
-                requeued_groups=requeued,
-            )
-            tasks.cancel_scope.cancel()
-    finally:
-        ledger.close()
-
-
-@asynccontextmanager
-async def consume(
-    connection: RunConnection,
-    ledger_path: Path,
-    resume: ResumePoint | None = None,
-    *,
-    lease_s: float = 15.0,
-    stall_timeout_s: float = 600.0,
-) -> AsyncIterator[Consumer[Group]]:
-    """Become the run's trainer, from a checkpoint, for as long as the context is open.
-
-    Args:
-        connection: the run's connection.
-        ledger_path: `ledger.jsonl` in the run's folder.
-        resume: what the checkpoint holds; None begins a new run.
-        lease_s: how long leases last, on the run and on groups.
-        stall_timeout_s: how long `Consumer.claim` waits for a group.
-
-    Raises:
-        FencedError: another trainer that is alive holds the run, or, later, has taken it over.
-        RunMismatchError: ledger, checkpoint and server belong to different runs.
-    """
-    name = f"consumer-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    stage = Stage(connection, "scored", name, RetryPolicy(lease_s=lease_s))
-    async with (
-        open_trainer_lease(connection, ledger_path.parent, lease_s) as (trainer_lease, folder_lock),
-        open_consumer(
-            *(trainer_lease, folder_lock, stage, ledger_path, resume or ResumePoint(), _keep_group),
-            stall_timeout_s=stall_timeout_s,
-        ) as consumer,
-    ):
-        log.info("consumer.started", consumer=name, groups_again=consumer.requeued_groups)
-        yield consumer
-
-
-def _keep_group(group: Group, _: int) -> Group:
-    return group
 
 
 async def _ignore_lost_lease(ending: Awaitable[object]) -> None:

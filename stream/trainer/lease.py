@@ -3,12 +3,13 @@
 A run has one trainer. Each trainer gets a fencing token, larger than all tokens before; scripts that change the run
 on a trainer's behalf check it, so a trainer that was replaced cannot change anything::
 
-    lease = await TrainerLease.acquire(connection, lease_s)        # FencedError if another trainer is alive
-    await lease.recover(ledger)                                    # groups that the checkpoint lacks are delivered
-    again ... await lease.commit(stage, ended, release_version=version + 1)  # groups are marked with their outcome
-    version = await lease.reserve_version(known)                   # a version number that was never used await
-    lease.publish(version, path, step, metrics)              # after the engines have it await
-    lease.acknowledge(entry_ids)                             # after the checkpoint is durable
+    lease = await TrainerLease.acquire(connection, lease_s)    # FencedError if another trainer is alive
+    await lease.recover(ledger)                                # groups that the checkpoint lacks are delivered again
+    ...
+    await lease.commit(stage, ended, release_version=version + 1)    # groups are marked with their outcome
+    version = await lease.reserve_version(known)               # a version number that was never used
+    await lease.publish(version, path, step, metrics)          # after the engines have it
+    await lease.acknowledge(entry_ids)                         # after the checkpoint is durable
 
 `stream.trainer.consumer.Consumer` calls these in the right order.
 """

@@ -10,10 +10,12 @@ from stream.errors import FencedError, RecordError, RunFailedError
 from stream.operator.dead_letters import list_dead_letters
 from stream.operator.run_status import read_status
 from stream.records import SCHEMA
-from stream.trainer.consumer import Consumer, ResumePoint, consume
+from stream.trainer.consume import consume
+from stream.trainer.consumer import Consumer
 from stream.trainer.lease import TrainerLease
 from stream.trainer.ledger import Ledger
 from stream.trainer.outcomes import Dropped, Trained
+from stream.trainer.resume_point import ResumePoint
 
 
 @pytest.fixture

@@ -16,10 +16,11 @@ from stream.operator.run_control import pause, resume, stop
 from stream.operator.run_status import read_status
 from stream.queue.feed import Feed
 from stream.records import Prompt
-from stream.trainer.consumer import Consumer, ResumePoint
+from stream.trainer.consumer import Consumer
 from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger
 from stream.trainer.outcomes import Trained
+from stream.trainer.resume_point import ResumePoint
 from workers.commands.control import send_command
 from workers.commands.queues import show_queues
 from workers.run.role_process import _run_connected

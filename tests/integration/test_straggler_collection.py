@@ -6,9 +6,10 @@ from msgspec.structs import replace
 
 from stream.operator.run_control import pause, resume
 from stream.queue.versions import inflight_versions
-from stream.trainer.consumer import Consumer, ResumePoint
+from stream.trainer.consumer import Consumer
 from stream.trainer.lease import TrainerLease
 from stream.trainer.ledger import Ledger
+from stream.trainer.resume_point import ResumePoint
 from workers.settings.toml_file import parse_settings
 from workers.train.groups.collector import Collector
 from workers.train.groups.group_checker import GroupChecker

@@ -7,9 +7,10 @@ import pytest
 
 from stream.durable import create_folder_atomically
 from stream.queue.stage import RetryPolicy, Stage
-from stream.trainer.consumer import Consumer, ResumePoint
+from stream.trainer.consumer import Consumer
 from stream.trainer.lease import TrainerLease
 from stream.trainer.ledger import Ledger
+from stream.trainer.resume_point import ResumePoint
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.testing.scripted_engine import ScriptedEngine
 from workers.train.publishing.paused_update import PausedUpdate

@@ -18,7 +18,8 @@ import structlog
 
 from stream.errors import RunFailedError
 from stream.records import Group
-from stream.trainer.consumer import LeasedGroup, ResumePoint
+from stream.trainer.consumer import LeasedGroup
+from stream.trainer.resume_point import ResumePoint
 from stream.validity import DropReason
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore

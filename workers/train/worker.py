@@ -17,9 +17,11 @@ from msgspec import Struct
 
 from stream.queue.stage import Stage
 from stream.trainer.archive import Archive
-from stream.trainer.consumer import Consumer, ResumePoint, open_consumer, open_trainer_lease
+from stream.trainer.consume import open_consumer, open_trainer_lease
+from stream.trainer.consumer import Consumer
 from stream.trainer.folder_lock import RunFolderLock
 from stream.trainer.lease import TrainerLease
+from stream.trainer.resume_point import ResumePoint
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.runtime.context import WorkerContext
 from workers.settings import Settings

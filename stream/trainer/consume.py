@@ -1,0 +1,142 @@
+"""Become a run's trainer: take its lease and its folder, then open a consumer at a checkpoint's resume point.
+
+`consume` is made of two context managers. A trainer that loads its checkpoint after it has locked the run's folder, as
+Penstock's own does, opens them itself::
+
+    async with open_trainer_lease(connection, folder) as (trainer_lease, folder_lock):
+        checkpoint = load(folder)                      # no other trainer can write there now
+        async with open_consumer(trainer_lease, folder_lock, ledger_path, checkpoint.resume_point) as consumer:
+            ...
+"""
+
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import structlog
+
+from stream.connection.run_connection import RunConnection
+from stream.queue.stage import RetryPolicy, Stage
+from stream.records import Group
+from stream.trainer.archive import Archive
+from stream.trainer.consumer import Checked, Consumer
+from stream.trainer.folder_lock import RunFolderLock, last_token
+from stream.trainer.lease import TrainerLease
+from stream.trainer.ledger import Ledger
+from stream.trainer.outcomes import Dropped
+from stream.trainer.resume_point import ResumePoint
+
+log = structlog.get_logger()
+
+
+@asynccontextmanager
+async def open_trainer_lease(
+    connection: RunConnection, folder: Path, lease_s: float = 15.0
+) -> AsyncIterator[tuple[TrainerLease, RunFolderLock]]:
+    """Become the run's only trainer, on the server and in the run's folder, for as long as the context is open.
+
+    The lease is renewed in the background, and released when the context ends without an error.
+
+    Args:
+        connection: the run's connection.
+        folder: the run's folder.
+        lease_s: a trainer that does not renew its lease for this long is succeeded, and its groups go to the next.
+
+    Raises:
+        FencedError: another trainer that is alive holds the run, or, later, has taken it over.
+    """
+    async with anyio.create_task_group() as tasks:
+        min_token = await anyio.to_thread.run_sync(last_token, folder)
+        trainer_lease = await TrainerLease.acquire(connection, lease_s, min_token)
+        tasks.start_soon(trainer_lease.renew_forever)
+        yield trainer_lease, await anyio.to_thread.run_sync(RunFolderLock.acquire, folder, trainer_lease.token)
+        await trainer_lease.release()
+        tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def open_consumer(
+    trainer_lease: TrainerLease,
+    folder_lock: RunFolderLock,
+    stage: Stage,
+    ledger_path: Path,
+    resume: ResumePoint,
+    check: Callable[[Group, int], Checked | Dropped],
+    *,
+    archive: Archive | None = None,
+    stall_timeout_s: float = 600.0,
+) -> AsyncIterator[Consumer[Checked]]:
+    """Open the ledger at a checkpoint's resume point and lease scored groups for as long as the context is open.
+
+    Groups that the ledger holds are acknowledged, all others come again, whatever an earlier trainer had leased.
+
+    Args:
+        trainer_lease: from `open_trainer_lease`.
+        folder_lock: from `open_trainer_lease`.
+        stage: `scored`, under this process's consumer name. Its leases are renewed here.
+        ledger_path: `ledger.jsonl` in the run's folder, where the feeder and `penstock audit` look for it.
+        resume: from the checkpoint.
+        check: see `Consumer`.
+        archive: see `Consumer`.
+        stall_timeout_s: see `Consumer`.
+
+    Raises:
+        RunMismatchError: ledger, checkpoint and server belong to different runs.
+    """
+    ledger = await anyio.to_thread.run_sync(Ledger, ledger_path, resume.ledger_bytes, folder_lock)
+    try:
+        requeued = await trainer_lease.recover(ledger)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(stage.renew_leases)
+            yield Consumer(
+                *(trainer_lease, stage, ledger, resume, check),
+                archive=archive,
+                stall_timeout_s=stall_timeout_s,
+                requeued_groups=requeued,
+            )
+            tasks.cancel_scope.cancel()
+    finally:
+        ledger.close()
+
+
+@asynccontextmanager
+async def consume(
+    connection: RunConnection,
+    ledger_path: Path,
+    resume: ResumePoint | None = None,
+    *,
+    lease_s: float = 15.0,
+    stall_timeout_s: float = 600.0,
+) -> AsyncIterator[Consumer[Group]]:
+    """Become the run's trainer, from a checkpoint, for as long as the context is open.
+
+    Args:
+        connection: the run's connection.
+        ledger_path: `ledger.jsonl` in the run's folder.
+        resume: what the checkpoint holds; None begins a new run.
+        lease_s: how long leases last, on the run and on groups.
+        stall_timeout_s: how long `Consumer.claim` waits for a group.
+
+    Raises:
+        FencedError: another trainer that is alive holds the run, or, later, has taken it over.
+        RunMismatchError: ledger, checkpoint and server belong to different runs.
+    """
+    name = f"consumer-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    stage = Stage(connection, "scored", name, RetryPolicy(lease_s=lease_s))
+    async with (
+        open_trainer_lease(connection, ledger_path.parent, lease_s) as (trainer_lease, folder_lock),
+        open_consumer(
+            *(trainer_lease, folder_lock, stage, ledger_path, resume or ResumePoint(), _keep_group),
+            stall_timeout_s=stall_timeout_s,
+        ) as consumer,
+    ):
+        log.info("consumer.started", consumer=name, groups_again=consumer.requeued_groups)
+        yield consumer
+
+
+def _keep_group(group: Group, _: int) -> Group:
+    return group
