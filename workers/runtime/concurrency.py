@@ -9,8 +9,7 @@ class ConcurrencyLimit:
     Args:
         limit: the number of slots.
         parent: a second limit, of which each slot of this one acquires a slot too. Acquiring never waits for the
-        parent:
-            work that waits for the parent itself starts later instead.
+            parent: work that waits for the parent itself starts later instead.
     """
 
     def __init__(self, limit: int, parent: "ConcurrencyLimit | None" = None) -> None:

@@ -12,6 +12,7 @@ from workers.rollout.chat.chat_setup import ChatSetup, load_chat_setups
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
+from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.reward_functions import load_factories, open_reward_functions
 from workers.score.worker import score_group
 from workers.settings import Settings
@@ -39,7 +40,7 @@ async def roll_out_and_score(
     limits = settings.rollout
     factories, chats = await anyio.to_thread.run_sync(_load, settings, model)
     groups: dict[int, Group] = {}
-    room = anyio.CapacityLimiter(MAX_GROUPS_IN_FLIGHT)
+    limit = ConcurrencyLimit(MAX_GROUPS_IN_FLIGHT)
     most = max((prompt.group_size for prompt in prompts), default=1)
     async with (
         EngineClient.from_settings(settings, urls) as engine,
@@ -59,16 +60,18 @@ async def roll_out_and_score(
             endpoint=endpoint,
         )
 
-        async def one(place: int, prompt: Prompt) -> None:
-            async with room:
-                group = await runner.run(prompt, min_policy_version=min_policy_version)
-                await score_group(group, at_score, factories, limits.call_timeout_s)
-                groups[place] = group
+        async def run_prompt(index: int, prompt: Prompt) -> None:
+            group = await runner.run(prompt, min_policy_version=min_policy_version)
+            await score_group(group, at_score, factories, limits.call_timeout_s)
+            groups[index] = group
+            limit.release()
 
         async with anyio.create_task_group() as tasks:
-            for place, prompt in enumerate(prompts):
-                tasks.start_soon(one, place, prompt)
-    return [groups[place] for place in range(len(prompts))]
+            for index, prompt in enumerate(prompts):
+                await limit.wait_available()
+                limit.acquire()
+                tasks.start_soon(run_prompt, index, prompt)
+    return [groups[index] for index in range(len(prompts))]
 
 
 def _load(settings: Settings, model: Path) -> tuple[dict[str, EnvironmentFactory], dict[str | None, ChatSetup]]:

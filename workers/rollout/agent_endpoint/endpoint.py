@@ -30,11 +30,16 @@ MODEL_NAME = "policy"
 
 
 class AgentEndpoint:
-    """Serves the running episodes. Made by `serve_endpoint`."""
+    """Gives each running episode a URL of its own. Made by `serve_endpoint`.
 
-    def __init__(self) -> None:
-        self.url = ""
-        self._recorders: dict[str, Recorder] = {}
+    Args:
+        url: where the routes are served.
+        recorders: the recorder of each running episode, by its secret; the routes read it.
+    """
+
+    def __init__(self, url: str, recorders: dict[str, Recorder]) -> None:
+        self.url = url
+        self._recorders = recorders
 
     @contextmanager
     def episode(self, recorder: Recorder) -> Iterator[str]:
@@ -46,6 +51,13 @@ class AgentEndpoint:
         finally:
             del self._recorders[secret]
             recorder.close()
+
+
+class _Routes:
+    """Answers the requests of the running episodes."""
+
+    def __init__(self, recorders: Mapping[str, Recorder]) -> None:
+        self._recorders = recorders
 
     def app(self) -> web.Application:
         """Return the web application."""
@@ -86,10 +98,9 @@ async def serve_endpoint(host: str) -> AsyncIterator[AgentEndpoint]:
     Raises:
         EngineError: this machine does not have that address.
     """
-    endpoint = AgentEndpoint()
-    async with listen(endpoint.app(), host, 0) as url:
-        endpoint.url = url
-        yield endpoint
+    recorders: dict[str, Recorder] = {}
+    async with listen(_Routes(recorders).app(), host, 0) as url:
+        yield AgentEndpoint(url, recorders)
 
 
 @asynccontextmanager
