@@ -45,7 +45,7 @@ async def play(*directions, **args):
     return completion, thaw(completion.snapshot, factory)
 
 
-async def test_a_way_to_the_goal_is_worth_1():
+async def test_reaching_the_goal_scores_1():
     completion, kept = await play(*TO_THE_GOAL)
     assert completion.prompt_messages[-1]["content"] == "Go.You are in row 0, column 0."
     assert completion.messages[1]["content"] == "You are in row 1, column 0."
@@ -53,38 +53,38 @@ async def test_a_way_to_the_goal_is_worth_1():
     assert (kept.terminated, kept.truncated, kept.rewards) == (True, False, [0.0] * 5 + [1.0])
 
 
-async def test_a_hole_ends_it_and_is_worth_0_and_nothing_moves_after_the_end():
+async def test_falling_into_a_hole_ends_the_episode_with_reward_0():
     completion, kept = await play("right", "down", "left")
     assert "the episode is over" in completion.messages[5]["content"]
     assert merge_parts(completion.parts) == Measured(0.0)
     assert (kept.terminated, kept.actions) == (True, [2, 1])
 
 
-async def test_a_time_limit_truncates_and_does_not_terminate():
+async def test_a_time_limit_truncates_the_episode_without_terminating_it():
     _, kept = await play(*["left"] * 3, make=ARGS["make"] | {"max_episode_steps": 3})
     assert (kept.terminated, kept.truncated) == (False, True)
 
 
-async def test_what_cannot_be_parsed_goes_to_the_model_and_not_to_the_environment():
+async def test_an_unparsable_action_is_an_error_for_the_model_and_no_step():
     completion, kept = await play("north", "down")
     assert "'north' is no direction; say one of left, down, right, up" in completion.messages[1]["content"]
     assert (completion.tool_errors, kept.actions) == (1, [1])
 
 
-async def test_an_action_outside_of_the_space_goes_to_the_model():
+async def test_an_action_outside_the_space_is_an_error_for_the_model():
     completion, kept = await play("7", parse_action="builtins:int")
     assert "is not a valid action" in completion.messages[1]["content"]
     assert kept.actions == []
 
 
-async def test_a_policy_that_never_moves_is_scored_not_excused():
+async def test_a_policy_that_never_moves_is_scored():
     completion, _ = await play()
     assert merge_parts(completion.parts) == Measured(0.0)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-async def test_it_is_trained_against_through_the_whole_pipeline(project):  # noqa: F811
+async def test_a_run_trains_on_the_environment(project):  # noqa: F811
     ways = {(0, 0): ("down", "right"), (0, 1): ("down",), (1, 0): ("down",), (2, 0): ("right",), (2, 1): ("down",)}
     ways |= {(3, 1): ("right",), (3, 2): ("right",)}
 
@@ -104,7 +104,7 @@ async def test_it_is_trained_against_through_the_whole_pipeline(project):  # noq
         assert step["turns/mean"] == (7 + 3) / 2
 
 
-async def test_without_a_renderer_the_environments_own_text_is_shown():
+async def test_without_a_renderer_the_environments_text_is_shown():
     factory = await load(render=None)
     (completion,) = await completions(factory, [act("down"), "Done."])
     assert "SFFF" in completion.messages[1]["content"].replace("\x1b[41m", "").replace("\x1b[0m", "")
@@ -138,7 +138,7 @@ async def test_steps_and_resets_run_in_threads(monkeypatch):
     assert threading.main_thread() not in threads
 
 
-def test_a_snapshot_shares_nothing_with_the_environment_that_goes_on():
+def test_later_steps_do_not_change_a_snapshot():
     import copy
 
     env = GymnasiumText(**ARGS)
@@ -159,12 +159,12 @@ def test_a_snapshot_shares_nothing_with_the_environment_that_goes_on():
         ({"slippery": True}, "takes no argument 'slippery'"),
     ],
 )
-def test_what_cannot_be_made_is_told_at_start(args, told):
+def test_an_environment_that_cannot_be_made_is_an_error_at_start(args, told):
     with pytest.raises(ReferenceNotFoundError, match=told):
         EnvironmentFactory.load("gymnasium", ARGS | args)
 
 
-def test_text_is_asked_of_a_renderer():
+def test_a_renderer_must_return_text():
     env = GymnasiumText(**ARGS | {"render": None, "make": {}})
     with pytest.raises(EnvironmentFailure, match="rendering raised"):
         env.reset()

@@ -35,7 +35,7 @@ def write(text, **more):
 
 
 @pytest.mark.full
-def test_the_servers_tools_are_the_models(stdio):
+def test_the_model_gets_the_servers_tools(stdio):
     shown = {tool.name: tool.schema["function"] for tool in stdio.tools}
     assert list(shown) == ["write", "read", "crash"]
     assert shown["write"]["description"].startswith("Write a note.")
@@ -46,7 +46,7 @@ def test_the_servers_tools_are_the_models(stdio):
 
 
 @pytest.mark.full
-async def test_the_model_reads_answers_and_a_tools_own_errors(stdio):
+async def test_the_model_reads_results_and_tool_errors(stdio):
     says = [write("a", times=2), call("read", '{"number": 9}'), call("read", "{}"), "Done."]
     (completion,) = await completions(stdio, says)
     answers = [message["content"] for message in completion.messages if message["role"] == "tool"]
@@ -57,7 +57,7 @@ async def test_the_model_reads_answers_and_a_tools_own_errors(stdio):
 
 
 @pytest.mark.full
-async def test_a_reward_function_measures_from_what_was_called(stdio):
+async def test_a_reward_function_reads_the_calls_from_the_snapshot(stdio):
     (completion,) = await completions(stdio, [write("a", times=2), "Done."])
     kept = thaw(completion.snapshot, stdio)
     assert kept.calls == [
@@ -95,7 +95,7 @@ def test_the_same_instance_opens_a_new_session_after_a_failure(stdio):
 
 
 @pytest.mark.full
-def test_a_fresh_session_for_each_episode_forgets_the_one_before():
+def test_fresh_opens_a_new_session_for_each_episode():
     kept, fresh = (EnvironmentFactory.load("mcp", STDIO | {"fresh": fresh}).make() for fresh in (False, True))
     counts = []
     for env in (kept, fresh):
@@ -108,7 +108,7 @@ def test_a_fresh_session_for_each_episode_forgets_the_one_before():
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-async def test_a_stdio_server_is_trained_against_through_the_whole_pipeline(project):  # noqa: F811
+async def test_a_run_trains_on_a_stdio_server(project):  # noqa: F811
     (project.folder / "notes.py").write_text(
         "def notes(environments, **columns):\n"
         "    return [float(env.calls[-1]['text'].split()[0]) for env in environments]\n"
@@ -126,7 +126,7 @@ async def test_a_stdio_server_is_trained_against_through_the_whole_pipeline(proj
 
 
 @pytest.mark.full
-async def test_over_streamable_http(tmp_path):
+async def test_an_episode_runs_over_streamable_http(tmp_path):
     port = free_port()
     with serving([sys.executable, SERVER, str(port)], port, tmp_path) as server:
         factory = await anyio.to_thread.run_sync(partial(EnvironmentFactory.load, f"mcp:http://127.0.0.1:{port}/mcp"))
@@ -146,6 +146,6 @@ async def test_over_streamable_http(tmp_path):
         ("mcp", {}, "give one of them"),
     ],
 )
-def test_what_is_not_there_is_told_at_start(ref, args, told):
+def test_a_missing_server_is_an_error_at_start(ref, args, told):
     with pytest.raises(ReferenceNotFoundError, match=told):
         EnvironmentFactory.load(ref, args)

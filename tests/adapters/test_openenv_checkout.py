@@ -28,7 +28,7 @@ def factory(url):
     return EnvironmentFactory.load(f"openenv:{url}", {"reward": "none"})
 
 
-async def test_it_has_its_tools_and_answers(factory):
+async def test_an_environment_has_tools_and_answers_calls(factory):
     assert [tool.name for tool in factory.tools] == ["echo_message", "echo_with_length"]
     says = [call("echo_message", '{"message": "hi"}'), call("echo_with_length", '{"message": "four"}'), "Done."]
     (completion,) = await completions(factory, says)
@@ -37,13 +37,13 @@ async def test_it_has_its_tools_and_answers(factory):
     assert [step["tool"] for step in thaw(completion.snapshot, factory).calls] == ["echo_message", "echo_with_length"]
 
 
-async def test_it_measures_no_reward_and_none_is_made_up(url):
+async def test_a_missing_reward_is_unmeasured(url):
     rewarded = await anyio.to_thread.run_sync(EnvironmentFactory.load, f"openenv:{url}")
     (completion,) = await completions(rewarded, [call("echo_message", '{"message": "hi"}'), "Done."])
     assert completion.parts[0].reward.reason is RewardReason.MISSING
 
 
-async def test_it_is_trained_against_over_its_websocket(factory, project):  # noqa: F811
+async def test_a_run_trains_over_the_websocket(factory, project):  # noqa: F811
     (project.folder / "echoed.py").write_text(
         "def echoed(environments, **columns):\n"
         "    return [float(env.calls[0]['observation']['result']['data'] == '1') for env in environments]\n"

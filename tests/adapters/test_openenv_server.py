@@ -52,7 +52,7 @@ def echoing(text):
     return call("step", json.dumps({"message": text}))
 
 
-async def test_the_template_environment_has_one_tool_with_its_actions_schema_and_answers(echo):
+async def test_the_template_environment_has_one_tool_with_the_actions_schema(echo):
     factory = await load(echo)
     (tool,) = [tool.schema["function"] for tool in factory.tools]
     assert (tool["name"], tool["parameters"]["required"]) == ("step", ["message"])
@@ -65,7 +65,7 @@ async def test_the_template_environment_has_one_tool_with_its_actions_schema_and
     assert [step["observation"]["echoed_message"] for step in kept.calls] == ["four"]
 
 
-async def test_the_template_environment_measures_a_tenth_for_each_character(echo):
+async def test_the_template_environment_scores_a_tenth_per_character(echo):
     says = [echoing("four"), echoing("seven77"), "Done."]
     values = {}
     for how in ("sum", "last", "max"):
@@ -78,12 +78,12 @@ async def test_the_template_environment_measures_a_tenth_for_each_character(echo
     }
 
 
-async def test_who_takes_no_step_is_not_scored(echo):
+async def test_an_episode_without_a_step_is_not_scored(echo):
     (completion,) = await completions(await load(echo), ["Done."])
     assert completion.parts[0].reward.reason is RewardReason.MISSING
 
 
-async def test_the_templates_own_app_takes_one_session_and_refuses_the_second(template):
+async def test_the_template_app_refuses_a_second_session(template):
     with openenv_server("server.app:app", template, template) as url:
         found = await completions(await load(url), [echoing("four"), "Done."], n=2)
     (failed,) = [each.failure for each in found if each.failure]
@@ -92,7 +92,7 @@ async def test_the_templates_own_app_takes_one_session_and_refuses_the_second(te
     assert [merge_parts(each.parts) for each in found if not each.failure] == [Measured(pytest.approx(0.4))]
 
 
-async def test_the_template_environment_is_trained_against_over_its_websocket(echo, project):  # noqa: F811
+async def test_a_run_trains_on_the_template_environment(echo, project):  # noqa: F811
     def say(text, nth):
         return "Done." if "<tool_response>" in text else echoing("a" * (nth + 1))
 
@@ -104,7 +104,7 @@ async def test_the_template_environment_is_trained_against_over_its_websocket(ec
         assert (step["reward/min"], step["reward/max"]) == (pytest.approx(0.1), pytest.approx(0.4))
 
 
-async def test_on_a_real_server_the_episode_after_a_cancelled_call_reads_its_own_reward(wordle):
+async def test_the_episode_after_a_cancelled_call_reads_its_own_reward(wordle):
     """Upstream issue 1143."""
     env = openenv(wordle, reward="last")
     await env.reset()
@@ -120,13 +120,13 @@ async def test_on_a_real_server_the_episode_after_a_cancelled_call_reads_its_own
     await env.close()
 
 
-async def test_a_nan_is_null_on_the_wire_and_makes_the_completion_invalid(wordle):
+async def test_a_nan_reward_is_null_on_the_wire_and_makes_the_completion_invalid(wordle):
     (completion,) = await completions(await load(wordle), [guess("slate"), guess("nan"), "Done."])
     assert completion.failure is None
     assert completion.parts[0].reward.reason is RewardReason.MISSING
 
 
-async def test_an_environment_that_raises_makes_the_completion_invalid_and_the_next_one_is_whole(wordle):
+async def test_an_environment_that_raises_invalidates_only_its_own_completion(wordle):
     factory = await load(wordle)
     (failed,) = await completions(factory, [guess("raise"), "Done."])
     assert failed.failure.reason is RolloutReason.ENV_STEP
@@ -136,7 +136,7 @@ async def test_an_environment_that_raises_makes_the_completion_invalid_and_the_n
     assert "the episode is over" in found[0].messages[5]["content"]
 
 
-async def test_arguments_that_the_action_does_not_take_are_the_models_business(wordle):
+async def test_unknown_arguments_of_an_action_are_an_error_for_the_model(wordle):
     says = [call("step", '{"word": "crane"}'), guess("crane"), "Done."]
     (completion,) = await completions(await load(wordle, reward="last"), says)
     assert "do not fit" in completion.messages[1]["content"]

@@ -105,14 +105,14 @@ async def play(server, *turns, n=1, reward="sum", **more):
     return found[0]
 
 
-async def test_the_servers_tools_are_the_models(server):
+async def test_the_model_gets_the_servers_tools(server):
     factory = await load(server)
     (tool,) = factory.tools
     assert (tool.name, tool.description) == ("say", "Say it.")
     assert factory.environment_class is RewardedOpenEnv
 
 
-async def test_without_an_mcp_list_the_actions_schema_is_the_one_tool(server):
+async def test_without_an_mcp_list_there_is_one_tool_with_the_actions_schema(server):
     server.tools = []
     factory = await load(server)
     (tool,) = factory.tools
@@ -124,13 +124,13 @@ async def test_without_an_mcp_list_the_actions_schema_is_the_one_tool(server):
 
 
 @pytest.mark.parametrize(("reward", "total"), [("sum", 1.25), ("last", 0.25), ("max", 1.0)])
-async def test_rewards_of_steps_are_summed_or_the_last_or_the_largest(server, reward, total):
+async def test_the_reward_is_the_sum_the_last_or_the_largest_of_the_steps(server, reward, total):
     completion = await play(server, say(reward=1.0), say(reward=0.25), reward=reward)
     assert merge_parts(completion.parts) == Measured(total)
     assert completion.messages[1]["content"] == "said 1.0"
 
 
-async def test_one_step_without_a_reward_makes_the_sum_unknown_not_smaller(server):
+async def test_one_step_without_a_reward_makes_the_sum_unmeasured(server):
     completion = await play(server, say(reward=1.0), say(reward=None), say(reward=1.0))
     (part,) = completion.parts
     assert part.reward.reason is RewardReason.MISSING
@@ -142,7 +142,7 @@ async def test_an_episode_without_a_step_has_no_reward(server):
     assert completion.parts[0].reward.reason is RewardReason.MISSING
 
 
-async def test_a_reward_that_nobody_asks_for_is_not_required(server):
+async def test_an_unused_reward_may_be_missing(server):
     factory = await load(server, reward="none")
     assert factory.environment_class is OpenEnv
     (completion,) = await completions(factory, [say(reward=None), "Done."])
@@ -150,7 +150,7 @@ async def test_a_reward_that_nobody_asks_for_is_not_required(server):
     assert thaw(completion.snapshot, factory).calls[0]["arguments"] == {"reward": None}
 
 
-async def test_after_a_call_that_overran_the_next_episode_reads_its_own_reward(server):
+async def test_the_episode_after_a_timed_out_call_reads_its_own_reward(server):
     """Upstream issue 1143: a client that keeps the socket reads each reply one request too late from then on."""
     factory = await load(server)
     async with EnvironmentPool({"it": factory}, size=1) as pool:
@@ -161,7 +161,7 @@ async def test_after_a_call_that_overran_the_next_episode_reads_its_own_reward(s
     assert merge_parts(next_one[0].parts) == Measured(0.999)
 
 
-async def test_one_instance_connects_anew_at_the_reset_after_a_cancelled_call(server):
+async def test_an_instance_reconnects_at_the_reset_after_a_cancelled_call(server):
     env = openenv(server.url)
     await env.reset()
     with anyio.move_on_after(0.05):
@@ -179,7 +179,7 @@ async def test_one_instance_connects_anew_at_the_reset_after_a_cancelled_call(se
 
 
 @pytest.mark.parametrize("fault", ["close", "junk", "raise"])
-async def test_a_server_that_fails_makes_the_completion_invalid_and_the_next_one_connects_anew(server, fault):
+async def test_a_failing_server_invalidates_one_completion_and_the_next_one_reconnects(server, fault):
     factory = await load(server)
     before = server.connections
     async with EnvironmentPool({"it": factory}, size=1) as pool:
@@ -191,7 +191,7 @@ async def test_a_server_that_fails_makes_the_completion_invalid_and_the_next_one
 
 
 @pytest.mark.parametrize(("fault", "told"), [("error", "that word is no word"), ("invalid", "do not fit")])
-async def test_what_a_tool_refuses_is_the_models_to_read(server, fault, told):
+async def test_the_model_reads_why_a_tool_refused_a_call(server, fault, told):
     completion = await play(server, say(fault=fault), say(reward=1), reward="last")
     assert completion.failure is None
     assert told in completion.messages[1]["content"]
@@ -199,18 +199,18 @@ async def test_what_a_tool_refuses_is_the_models_to_read(server, fault, told):
     assert merge_parts(completion.parts) == Measured(1.0)
 
 
-async def test_after_the_end_the_server_is_not_asked_again(server):
+async def test_the_server_gets_no_step_after_the_end(server):
     completion = await play(server, say(reward=1, done=True), say(reward=5))
     assert "the episode is over" in completion.messages[3]["content"]
     assert merge_parts(completion.parts) == Measured(1.0)
 
 
-async def test_the_servers_reset_gets_what_json_can_say_and_a_seed_that_fits(server):
+async def test_reset_gets_the_fields_that_json_can_hold_and_a_valid_seed(server):
     await play(server, fields={"level": 3, "junk": float("nan"), "seed": 2**40 + 5})
     assert server.row == {"level": 3, "completion_index": 0, "seed": 5}
 
 
-async def test_a_copy_has_the_facts_and_no_socket(server):
+async def test_a_copy_has_the_data_and_no_socket(server):
     env = openenv(server.url)
     await env.reset()
     await env.call_tool("say", {"reward": 1})
@@ -222,7 +222,7 @@ async def test_a_copy_has_the_facts_and_no_socket(server):
     await env.close()
 
 
-async def test_nobody_there_is_told_with_the_address_and_how_to_start_one():
+async def test_a_missing_server_is_reported_with_address_and_start_command():
     port = free_port()
     with pytest.raises(ReferenceNotFoundError, match=rf"ws://127\.0\.0\.1:{port}.*uvicorn"):
         await anyio.to_thread.run_sync(EnvironmentFactory.load, f"openenv:ws://127.0.0.1:{port}")
@@ -236,6 +236,6 @@ async def test_nobody_there_is_told_with_the_address_and_how_to_start_one():
         ("openenvy:ws://x", {}, "there is no adapter 'openenvy'; there are: openenv"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(ref, args, told):
+def test_invalid_arguments_are_refused(ref, args, told):
     with pytest.raises(ReferenceNotFoundError, match=told):
         EnvironmentFactory.load(ref, args)

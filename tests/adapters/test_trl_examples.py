@@ -109,7 +109,7 @@ def increment(step):
     return call("increment", json.dumps({"step": step}))
 
 
-async def test_the_echo_example_runs_and_its_reward_function_gets_what_each_completion_left(echo):
+async def test_the_echo_example_runs_and_its_reward_function_reads_each_snapshot(echo):
     factory = await load(echo, "EchoToolEnv")
     assert [(tool.name, tool.description) for tool in factory.tools] == [
         ("echo", "Echo the message back from the environment.")
@@ -122,7 +122,7 @@ async def test_the_echo_example_runs_and_its_reward_function_gets_what_each_comp
     assert await rewards(echo, factory, found) == [Measured(pytest.approx(0.4)), Measured(pytest.approx(0.7))]
 
 
-async def test_the_wordle_example_runs_side_by_side(wordle):
+async def test_wordle_episodes_run_concurrently(wordle):
     factory = await load(wordle, "WordleEnv")
     found = await completions(factory, [guess("slate"), guess("crane"), guess("crane"), "Done."], n=4)
     assert await rewards(wordle, factory, found) == [Measured(1.0)] * 4
@@ -133,20 +133,20 @@ async def test_the_wordle_example_runs_side_by_side(wordle):
         assert "Game over." in completion.messages[5]["content"]
 
 
-async def test_the_wordle_examples_invalid_move_is_its_own_0(wordle):
+async def test_an_invalid_move_in_wordle_scores_0(wordle):
     factory = await load(wordle, "WordleEnv")
     (completion,) = await completions(factory, [guess("slate"), guess("no"), "Done."])
     assert await rewards(wordle, factory, [completion]) == [Measured(0.0)]
 
 
-async def test_the_wordle_examples_nan_is_none_on_the_wire_and_invalid(wordle):
+async def test_a_nan_reward_in_wordle_is_none_on_the_wire_and_invalid(wordle):
     factory = await load(wordle, "WordleEnv")
     (completion,) = await completions(factory, [guess("nan"), "Done."])
     (reward,) = await rewards(wordle, factory, [completion])
     assert not isinstance(reward, Measured)
 
 
-async def test_the_example_with_several_environments_routes_by_a_column_and_none_is_not_measured(wordles):
+async def test_the_multi_env_example_routes_by_a_column_and_none_is_unmeasured(wordles):
     file = wordles["multi_env"]
     factory = await load(file, "MultiEnv")
     assert [tool.name for tool in factory.tools] == ["guess", "move", "stay"]
@@ -170,7 +170,7 @@ async def test_the_documented_environment_chooses_its_task_and_scores_itself(trl
         assert merge_parts(completion.parts) == Measured(float(asked == 3))
 
 
-async def test_the_documented_environment_is_trained_against_through_the_whole_pipeline(
+async def test_a_run_trains_on_the_documented_environment(
     trl,
     tmp_path,
     project,  # noqa: F811
@@ -202,7 +202,7 @@ async def test_the_documented_environment_takes_its_task_from_a_data_set(trl, tm
     assert values == [Measured(1.0), Measured(0.0)]
 
 
-async def test_the_2048_example_is_scored_by_its_reward_function_from_what_is_left_of_it(trl, tmp_path):
+async def test_the_2048_example_is_scored_from_its_snapshot(trl, tmp_path):
     script = trl / "examples" / "scripts" / "grpo_2048.py"
     parts = [source_of(script, name) for name in ("Game2048Env", "reward_score")]
     file = written(tmp_path / "grpo_2048.py", *parts, imports="import random")

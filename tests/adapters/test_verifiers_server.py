@@ -35,7 +35,7 @@ def factory(tmp_path_factory):
             yield found
 
 
-async def test_an_episode_is_scored_by_the_server_and_its_tokens_are_those_that_were_sampled_here(factory):
+async def test_the_server_scores_the_episode_and_the_worker_records_the_sampled_tokens(factory):
     (completion,) = await completions(factory, ["[slate]", "[crane]"])
     assert completion.failure is None, completion.failure
     assert completion.turns == 2
@@ -46,7 +46,7 @@ async def test_an_episode_is_scored_by_the_server_and_its_tokens_are_those_that_
     assert [row.tokens[a:b].tolist() for a, b in row.sampled_ranges] == [ids(f"[slate]{END}"), ids(f"[crane]{END}")]
 
 
-async def test_an_engine_that_fails_makes_invalid_what_the_server_scores_0(factory):
+async def test_a_failing_engine_makes_the_completion_invalid_though_the_server_scores_0(factory):
     def script(turn, _text):
         return "[slate]" if turn == 0 else EngineError("the engine is out of order")
 
@@ -55,14 +55,14 @@ async def test_an_engine_that_fails_makes_invalid_what_the_server_scores_0(facto
     assert completion.failure.reason is RolloutReason.ENGINE
 
 
-async def test_a_policy_that_says_nothing_useful_is_scored_not_excused(factory):
+async def test_a_useless_answer_is_scored(factory):
     (completion,) = await completions(factory, ["apple"] * 8, max_turns=2)
     assert completion.failure is None, completion.failure
     assert completion.turns == 2
     assert merge_parts(completion.parts) == Measured(0.0)
 
 
-async def test_an_episode_that_is_cut_off_is_cancelled_at_the_server_and_the_next_one_is_its_own(factory):
+async def test_a_truncated_episode_is_cancelled_at_the_server_and_does_not_affect_the_next(factory):
     async def slow():
         await anyio.sleep(60)
 
@@ -73,7 +73,7 @@ async def test_an_episode_that_is_cut_off_is_cancelled_at_the_server_and_the_nex
     assert merge_parts(completion.parts) == Measured(1.0)
 
 
-async def test_it_is_trained_against_through_the_whole_pipeline(factory, project):  # noqa: F811
+async def test_a_run_trains_on_the_server(factory, project):  # noqa: F811
     def say(_text, nth):
         return ("[crane]", "[slate]")[nth % 2]
 

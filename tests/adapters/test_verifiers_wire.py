@@ -116,7 +116,7 @@ async def two_turns(endpoint, task):
     yield b"reply", reply(nodes=2)
 
 
-async def test_rewards_are_the_servers_and_tokens_are_the_workers_own():
+async def test_the_server_gives_the_reward_and_the_worker_the_tokens():
     (completion,), server, factory = await played(two_turns, ["one", "two"])
     assert completion.failure is None, completion.failure
     assert merge_parts(completion.parts) == Measured(1.0)
@@ -143,7 +143,7 @@ def playing(*turns, **last):
     return play
 
 
-async def test_history_that_was_rewritten_begins_a_new_row_each_exact_for_what_the_model_saw():
+async def test_rewritten_history_starts_a_new_row_with_the_exact_context():
     turns = [[user("a")], [user("another"), {"role": "assistant", "content": "compacted"}, user("b")]]
     (completion,), _, _ = await played(playing(*turns), ["one", "two"])
     first, second = completion.rows
@@ -153,7 +153,7 @@ async def test_history_that_was_rewritten_begins_a_new_row_each_exact_for_what_t
     assert second.tokens.tolist() == ids(f"two{END}")
 
 
-async def test_an_episode_without_a_turn_of_the_model_is_invalid_whatever_the_server_says():
+async def test_an_episode_without_a_model_turn_is_invalid():
     (completion,), _, _ = await played(playing(), [])
     assert completion.failure.reason is RolloutReason.ENV_STEP
     assert "without a turn" in completion.failure.detail
@@ -170,7 +170,7 @@ async def test_a_first_prompt_that_is_too_long_is_not_scored():
     assert completion.failure.reason is RolloutReason.PROMPT_TOO_LONG
 
 
-async def test_a_server_that_says_no_makes_the_completion_invalid():
+async def test_a_refusal_of_the_server_makes_the_completion_invalid():
     async def play(endpoint, task):
         yield b"reply", {"success": False, "error": "ValueError: no such task"}
 
@@ -179,7 +179,7 @@ async def test_a_server_that_says_no_makes_the_completion_invalid():
     assert "no such task" in completion.failure.detail
 
 
-async def test_an_episode_that_overruns_is_cancelled_at_the_server():
+async def test_an_episode_past_its_deadline_is_cancelled_at_the_server():
     async def play(endpoint, task):
         await ask(endpoint, user("a"))
         await anyio.sleep(60)
@@ -191,7 +191,7 @@ async def test_an_episode_that_overruns_is_cancelled_at_the_server():
     assert merge_parts(completion.parts).reason is RewardReason.MISSING
 
 
-async def test_a_limit_on_turns_gives_empty_answers_so_that_the_program_can_end():
+async def test_beyond_the_turn_limit_answers_are_empty_so_that_the_program_can_end():
     said = []
 
     async def play(endpoint, task):
@@ -209,7 +209,7 @@ async def test_a_limit_on_turns_gives_empty_answers_so_that_the_program_can_end(
     assert merge_parts(completion.parts) == Measured(1.0)
 
 
-async def test_tool_calls_reach_the_program_and_its_answers_go_on_in_the_same_row():
+async def test_tool_calls_reach_the_program_and_their_results_continue_the_row():
     tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
     seen = []
 
@@ -233,7 +233,7 @@ async def test_tool_calls_reach_the_program_and_its_answers_go_on_in_the_same_ro
     assert [m["role"] for m in completion.messages] == ["assistant", "tool", "assistant"]
 
 
-async def test_an_answer_that_was_lost_is_given_again_and_not_sampled_twice():
+async def test_a_repeated_request_gets_the_same_answer_without_sampling_again():
     async def play(endpoint, task):
         first = await ask(endpoint, user("a"))
         body = {"model": "policy", "messages": [user("a")]}
@@ -251,7 +251,7 @@ async def test_an_answer_that_was_lost_is_given_again_and_not_sampled_twice():
     assert (completion.turns, len(completion.rows)) == (1, 1)
 
 
-async def test_the_address_of_an_episode_is_a_secret_and_forgotten_with_it():
+async def test_an_episodes_address_is_secret_and_ends_with_it():
     recorder, completion = recorder_of(Scripted(["one"]))
     async with serve_endpoint("127.0.0.1") as endpoint:
         with endpoint.episode(recorder) as url:
@@ -261,7 +261,7 @@ async def test_the_address_of_an_episode_is_a_secret_and_forgotten_with_it():
     assert completion.turns == 1
 
 
-async def test_what_is_no_conversation_is_refused():
+async def test_a_request_without_a_conversation_is_refused():
     recorder, _ = recorder_of(Scripted([]))
     async with serve_endpoint("127.0.0.1") as endpoint:
         with endpoint.episode(recorder) as url:
@@ -269,7 +269,7 @@ async def test_what_is_no_conversation_is_refused():
             assert (await ask(url, {"role": "assistant", "tool_calls": [{"id": "1"}]}))[0] == 400
 
 
-async def test_without_an_endpoint_it_is_refused_and_not_played_as_something_else():
+async def test_an_agent_environment_without_an_endpoint_is_refused():
     factory = await anyio.to_thread.run_sync(EnvironmentFactory.load, "verifiers:tcp://127.0.0.1:9")
     prompt = Prompt(id="p", messages=[user("Go.")], environment="it")
     async with EnvironmentPool({"it": factory}, size=1) as pool:
@@ -282,7 +282,7 @@ async def test_without_an_endpoint_it_is_refused_and_not_played_as_something_els
             ).run(prompt)
 
 
-async def test_nobody_there_is_a_failed_reset():
+async def test_a_missing_server_fails_the_reset():
     factory = await anyio.to_thread.run_sync(
         EnvironmentFactory.load, "verifiers:tcp://127.0.0.1:9", {"health_timeout_s": 0.2}
     )
@@ -313,12 +313,12 @@ async def test_nobody_there_is_a_failed_reset():
         "two agents",
     ],
 )  # fmt: skip
-def test_a_reward_counts_only_if_everything_around_it_says_so(last, traces, reason):
+def test_a_reward_counts_only_in_a_complete_valid_reply(last, traces, reason):
     (reward,) = read_rewards(last, traces).values()
     assert reward.reason is reason
 
 
-def test_rewards_are_weighted_and_one_that_is_unknown_makes_the_whole_unknown():
+def test_rewards_are_weighted_and_one_unmeasured_part_leaves_the_sum_unmeasured():
     rewards = {"right": {"score": 1.0, "weight": 2.0}, "short": {"score": 0.5, "weight": 0.0}, "lost": None}
     found = read_rewards(reply(), [trace(rewards=rewards)])
     assert (found["right"], found["short"]) == (Measured(2.0), Measured(0.0))

@@ -51,7 +51,7 @@ def test_all_280_cases_of_seventeen_families_are_run():
     assert sum(len(cases.cases_of(HELD, family)) for family in FAMILIES) == 280
 
 
-def test_the_command_prints_a_line_to_each_family_and_a_total(altered):
+def test_the_command_prints_one_line_per_family_and_a_total(altered):
     path = altered("pass_at_k", lambda held: held.update(kl=HELD["kl"]))  # the others take a while
     done = subprocess.run(
         [sys.executable, "tests/conformance/run.py", str(path)], cwd=ROOT, capture_output=True, text=True, check=False
@@ -141,7 +141,7 @@ def test_verbose_prints_expected_and_got(altered, capsys):
         ("group_advantages", {"rewards": [1.0, 0.0, 2.0]}, "error: "),
     ],
 )
-def test_what_is_not_understood_fails_with_its_reason(family, change, reason, altered, capsys):
+def test_an_invalid_case_fails_with_a_reason(family, change, reason, altered, capsys):
     path = altered(family, lambda held: held[family][1].update(change))
     assert main([str(path)]) == 1
     out = capsys.readouterr().out

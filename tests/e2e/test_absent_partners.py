@@ -124,7 +124,7 @@ def with_one_of_each(settings: Settings, redis: str, reconnect_s: float) -> Sett
         pytest.param(60.0, marks=[pytest.mark.full, pytest.mark.timeout(400)]),
     ],
 )
-async def test_roles_before_their_server_and_workers_before_their_engine_wait_quietly(tmp_path, make_server, wait_s):
+async def test_roles_wait_quietly_for_the_server_and_workers_for_the_engine(tmp_path, make_server, wait_s):
     settings = project.write_project(tmp_path, GROUPS, seed=1)
     server = make_server()
     settings = with_one_of_each(settings, server.url, reconnect_s=4 * wait_s + 60)

@@ -22,7 +22,7 @@ def audited(project, code: int = 0) -> dict:
     return told
 
 
-def test_a_run_is_audited_live_killed_finished_and_without_its_server(project):
+def test_a_run_is_audited_while_it_runs_after_a_kill_finished_and_without_its_server(project):
     project.prompts(PROMPTS, extra='{"number": 0}\n')  # the last row has no prompt: never fed, never missing
     project.table["filter"] = {"zero_variance": False}
     with running(project) as process:

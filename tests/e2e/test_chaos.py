@@ -9,7 +9,7 @@ pytestmark = pytest.mark.usefixtures("preloaded")
 
 
 @pytest.mark.timeout(150)
-def test_fifteen_kills_and_three_of_the_server_lose_nothing_and_train_nothing_twice():
+def test_fifteen_kills_of_roles_and_three_of_the_server_lose_nothing_and_train_nothing_twice():
     survives(kills=15, server_kills=3, fsync="always", groups=300, seed=1, limit_s=110)
 
 
@@ -21,7 +21,7 @@ def test_a_hundred_kills_lose_nothing_and_train_nothing_twice(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_schedule_has_as_many_kills_as_were_asked_for_and_spares_no_role(seed):
+def test_a_schedule_has_the_requested_kills_and_includes_every_role(seed):
     for kills in (15, 100):
         blows = schedule(kills, seed)
         killed = [role for blow in blows for role in blow.roles]
@@ -35,7 +35,7 @@ def test_a_schedule_has_as_many_kills_as_were_asked_for_and_spares_no_role(seed)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_kills_of_the_server_come_beside_those_of_the_roles(seed):
+def test_kills_of_the_server_are_added_to_those_of_the_roles(seed):
     blows = schedule(30, seed, server_kills=8)
     assert [b.roles for b in blows if b.roles != (SERVER,)] == [b.roles for b in schedule(30, seed)]
     moments = [blow.when for blow in blows if blow.roles == (SERVER,)]

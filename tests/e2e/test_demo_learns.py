@@ -50,7 +50,7 @@ def demos(folder):
     return {seed: demo(folder / f"demo-{seed}", seed) for seed in SEEDS}
 
 
-def test_the_score_on_held_out_problems_rises_for_every_seed(demos):
+def test_the_held_out_score_rises_for_every_seed(demos):
     for seed, summary in demos.items():
         assert summary["score_after"] - summary["score_before"] >= 0.35, (seed, summary)
         assert summary["score_after"] >= 0.75, (seed, summary)
@@ -61,12 +61,12 @@ def test_with_learning_rate_zero_nothing_is_learned(folder):
     assert abs(summary["score_after"] - summary["score_before"]) < 0.05, summary
 
 
-def test_with_rewards_handed_to_the_wrong_siblings_nothing_is_learned(folder, demos):
+def test_with_rewards_swapped_between_completions_nothing_is_learned(folder, demos):
     summary = demo(folder / "permuted", 1, "--control", "permuted")
     assert demos[1]["score_after"] - summary["score_after"] >= 0.35, summary
 
 
-def test_a_plain_synchronous_loop_on_as_many_samples_ends_at_the_same_score(folder, demos):
+def test_a_plain_synchronous_loop_reaches_the_same_score_with_equally_many_samples(folder, demos):
     plain = {}
     for seed in SEEDS:
         start = folder / f"plain-{seed}"

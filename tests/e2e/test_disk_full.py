@@ -33,7 +33,7 @@ def roles(*arguments) -> list[RoleSpec]:
 
 
 @pytest.mark.timeout(150)
-def test_a_disk_without_room_for_a_checkpoint_stops_the_run_and_acknowledges_nothing(tmp_path):
+def test_a_full_disk_at_a_checkpoint_stops_the_run_and_acknowledges_nothing(tmp_path):
     settings = begin(tmp_path, GROUPS)
     (settings.folder / heavy_trainer.FULL_AFTER).write_text("3")
     journey = travel(settings, roles=roles, limit_s=100)

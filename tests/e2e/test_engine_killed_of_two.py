@@ -65,7 +65,7 @@ def engines(project):
 
 
 @pytest.mark.full
-def test_one_of_two_is_killed_and_started_again_and_a_third_is_added_and_no_group_is_lost(project, engines):
+def test_killing_one_of_two_engines_and_adding_a_third_loses_no_group(project, engines):
     stays, dies, added = engines
     project.prompts(5000)
     project.table["engine"]["urls"] = [stays.url, dies.url]

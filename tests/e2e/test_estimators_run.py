@@ -32,7 +32,7 @@ def metrics(project):
     return [json.loads(line) for line in (project.run_folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_remax_trains_against_a_greedy_completion_and_drops_a_group_where_nobody_measured_it(project):
+def test_remax_trains_against_a_greedy_completion_and_drops_groups_whose_greedy_reward_is_unmeasured(project):
     (project.folder / "moody.py").write_text(
         "class Moody:\n"
         "    def reset(self, number, completion_index, **row):\n"
@@ -53,7 +53,7 @@ def test_remax_trains_against_a_greedy_completion_and_drops_a_group_where_nobody
     assert summary["completion_states"] == {"valid": 40}
 
 
-def test_a_run_of_which_nothing_could_be_trained_fails_and_says_why(project):
+def test_a_run_that_trained_nothing_fails_with_the_reason(project):
     """Half of the rewards are unmeasured; a correction rule rejects all tokens of the other half.
 
     The engine's log-probs equal the trainer's, and the rule demands a ratio of about two.
@@ -77,7 +77,7 @@ def test_a_run_of_which_nothing_could_be_trained_fails_and_says_why(project):
 
 
 @pytest.mark.full
-def test_gae_trains_a_critic_on_rewards_by_turn_and_a_resumed_run_still_has_it(project):
+def test_gae_trains_a_critic_on_turn_rewards_and_a_resumed_run_keeps_it(project):
     (project.folder / "talker.py").write_text(BY_TURN)
     project.table |= {
         "estimator": {"name": "gae"},

@@ -56,7 +56,7 @@ def finished(tmp_path_factory):
     return settings, ended(settings, run(settings))
 
 
-def test_evaluation_changes_no_training_ledger(tmp_path, finished):
+def test_evaluation_does_not_change_the_ledger(tmp_path, finished):
     settings, view = finished
     without = describe(tmp_path / "a", groups=GROUPS, held_out=HELD_OUT, evaluate=False)
     assert ended(without, run(without)).evaluation is None
@@ -70,7 +70,7 @@ def test_evaluation_changes_no_training_ledger(tmp_path, finished):
     clean(settings)
 
 
-def test_the_first_version_every_nth_and_the_last_are_evaluated_each_by_itself_alone(finished):
+def test_the_first_every_nth_and_the_last_version_are_evaluated_without_mixing_versions(finished):
     settings, view = finished
     lines = read_evaluations(settings.folder)
     steps = int(view.policy["step"])
@@ -89,7 +89,7 @@ def test_the_first_version_every_nth_and_the_last_are_evaluated_each_by_itself_a
     assert shown == [line.version for line in lines][: len(shown)], "each in the first step after it was over"
 
 
-async def test_the_scores_are_those_of_the_command_alone(finished):
+async def test_the_scores_equal_those_of_the_eval_command(finished):
     settings, _ = finished
     reply = await anyio.to_thread.run_sync(scripted, Path(settings.model.path))
     async with ScriptedEngine(reply, version="7") as engine:
@@ -114,7 +114,7 @@ def one_blow(role):
 
 @pytest.mark.full
 @pytest.mark.parametrize("role", ["rollout", "train", "score", "server"])
-def test_killed_in_the_middle_of_an_evaluation_nothing_is_lost_or_counted_twice(tmp_path, role, finished):
+def test_kills_during_an_evaluation_lose_nothing_and_count_nothing_twice(tmp_path, role, finished):
     settings = describe(tmp_path / "a", groups=GROUPS, held_out=HELD_OUT)
     meddle, struck = one_blow(role)
     ended(settings, run(settings, "--delay", "0.1", meddle=meddle))
@@ -155,7 +155,7 @@ def engines(settings, count, *options):
 
 
 @pytest.mark.full
-def test_with_several_engines_an_evaluation_is_of_one_version_too(tmp_path):
+def test_with_several_engines_an_evaluation_has_one_version(tmp_path):
     table = {"pacing": {"max_staleness": 3}, "eval": {"every": 1}}
     settings = describe(tmp_path / "a", groups=24, held_out=8, **table)
     with engines(settings, 2, "--delay", "0.1") as urls:
@@ -170,7 +170,7 @@ def test_with_several_engines_an_evaluation_is_of_one_version_too(tmp_path):
 
 
 @pytest.mark.full
-def test_an_evaluation_that_stands_still_holds_nothing_for_ever_and_what_it_lacks_is_set_apart(tmp_path):
+def test_a_stalled_evaluation_delays_publication_for_a_bounded_time_and_its_rest_is_missing(tmp_path):
     settings = describe(
         tmp_path / "a", groups=24, held_out=4, eval={"every": 2, "publish_wait_s": 0.3, "group_size": 2}
     )
@@ -188,7 +188,7 @@ def user(text):
 
 
 @pytest.mark.full
-def test_a_held_out_prompt_that_dies_is_counted_as_wrong_and_is_no_end_of_the_run(tmp_path):
+def test_a_dead_evaluation_prompt_counts_as_invalid_and_does_not_end_the_run(tmp_path):
     settings = describe(tmp_path / "a", groups=8, held_out=4)
     path = settings.folder.parent / "held_out.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -211,7 +211,7 @@ def test_a_held_out_prompt_that_dies_is_counted_as_wrong_and_is_no_end_of_the_ru
 
 
 @pytest.mark.full
-def test_greedily_on_the_local_engine_the_command_alone_finds_what_the_run_found(project):
+def test_greedy_scores_of_the_eval_command_equal_those_of_the_run(project):
     held_out = project.folder / "held_out.jsonl"
     held_out.write_text("".join(json.dumps({"prompt": f"Tell me of {i}."}) + "\n" for i in range(12)))
     project.table["eval"] = {"path": str(held_out), "every": 2, "group_size": 1, "temperature": 0.0}

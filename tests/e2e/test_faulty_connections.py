@@ -41,7 +41,7 @@ def went_well(journey: Journey, groups: int) -> bool:
 
 
 @pytest.mark.timeout(120)
-def test_connections_to_engine_and_redis_that_delay_stall_break_and_garble_lose_nothing(tmp_path):
+def test_connections_that_delay_stall_break_and_truncate_lose_nothing(tmp_path):
     journey = travel(begin(tmp_path, 100), on_engine=engine_fails(1), on_redis=redis_fails(1), limit_s=100)
     assert went_well(journey, 100)
     assert journey.engine.struck.keys() == {"delay", "stall", "fin", "rst", "truncate", "garble"}
@@ -60,7 +60,7 @@ def test_a_longer_run_over_worse_connections_loses_nothing(tmp_path, seed):
 
 @pytest.mark.full
 @pytest.mark.timeout(420)
-def test_weights_whose_way_to_the_engine_stalls_come_later(tmp_path):
+def test_a_stalled_weight_push_completes_later(tmp_path):
     """Two answers of control routes never arrive: the trainer retries, or a restarted trainer does."""
     journey = travel(begin(tmp_path, 60), on_engine=at_random(1, [STALL], every=3, most=2, of=DONE), limit_s=400)
     assert went_well(journey, 60)
@@ -70,7 +70,7 @@ def test_weights_whose_way_to_the_engine_stalls_come_later(tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("seed", range(6))
-def test_answers_of_redis_with_altered_bytes_lose_nothing(tmp_path, seed):
+def test_altered_bytes_in_redis_replies_lose_nothing(tmp_path, seed):
     """An altered answer may crash a worker, which loses nothing; an altered payload ends as a dead letter."""
     groups, garbled = 150, 2
     journey = travel(begin(tmp_path, groups), on_redis=at_random(seed, [GARBLED], every=150, most=garbled), limit_s=120)

@@ -40,18 +40,18 @@ def flat(groups: int, limit_s: float) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_nothing_grows_over_some_thousand_completions():
+def test_resources_do_not_grow_over_a_few_thousand_completions():
     flat(1200, limit_s=160)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(200)
-def test_eight_objects_that_a_scorer_keeps_of_each_group_are_seen():
+def test_a_leak_of_eight_objects_per_group_in_a_scorer_is_detected():
     told = report(1200, 160, "--leak", "8")
     assert told["grown"] == ["score-0.objects", "score-1.objects"]
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1300)
-def test_nothing_grows_over_twenty_thousand_groups():
+def test_resources_do_not_grow_over_twenty_thousand_groups():
     flat(20_000, limit_s=1200)

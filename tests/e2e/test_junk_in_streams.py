@@ -37,11 +37,11 @@ def is_exact(told: dict, entries: int, groups: int) -> bool:
 
 
 @pytest.mark.timeout(150)
-def test_a_hundred_spoilt_entries_are_a_dead_letter_each_and_the_run_goes_on():
+def test_a_hundred_junk_entries_become_dead_letters_and_the_run_continues():
     assert is_exact(strewn(100, groups=100, limit_s=110), 100, groups=100)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1000)
-def test_two_thousand_spoilt_entries_are_a_dead_letter_each_and_the_run_goes_on():
+def test_two_thousand_junk_entries_become_dead_letters_and_the_run_continues():
     assert is_exact(strewn(2000, groups=1000, limit_s=900), 2000, groups=1000)

@@ -23,7 +23,7 @@ def fragile(completions, number):
 """
 
 
-def test_a_run_survives_its_reward_function(project):
+def test_a_run_survives_a_reward_function_that_hangs_and_crashes(project):
     (project.folder / "fragile.py").write_text(REWARDS)
     ref = f"{project.folder / 'fragile.py'}:fragile"
     project.table["rewards"] = [{"ref": ref, "processes": 2, "granularity": "row", "timeout_s": 0.5}]

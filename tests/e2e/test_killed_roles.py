@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.timeout(280), pytest.mark.usefixtures("preloaded")]
 
 
 @pytest.mark.full
-def test_a_rollout_worker_the_scorer_and_the_trainer_are_killed_once_each(project):
+def test_killing_a_rollout_worker_the_scorer_and_the_trainer_loses_nothing(project):
     prompts = 80
     project.prompts(prompts)
     project.table["rollout"]["workers"] = 2
@@ -27,7 +27,7 @@ def test_a_rollout_worker_the_scorer_and_the_trainer_are_killed_once_each(projec
 
 
 @pytest.mark.full
-def test_the_engine_is_killed_and_gets_its_weights_back(project):
+def test_a_killed_engine_gets_the_current_weights_after_its_restart(project):
     prompts = 60
     project.prompts(prompts)
     project.table["filter"] = {"zero_variance": False}

@@ -48,7 +48,7 @@ def waits_and_keeps_the_bound(settings):
 
 
 @pytest.mark.timeout(120)
-def test_waiting_nothing_gets_too_old_nothing_is_discarded_and_outstanding_keeps_its_bound(tmp_path):
+def test_wait_trains_nothing_too_old_discards_nothing_and_respects_the_capacity(tmp_path):
     numbers = numbers_with(dropped=10, trained=60)
     settings = describe(tmp_path, numbers, late="wait", max_staleness=1, batch_size=4)
     watched = stays_in_its_bound(settings, numbers, engine("--median", "16"))
@@ -60,7 +60,7 @@ def test_waiting_nothing_gets_too_old_nothing_is_discarded_and_outstanding_keeps
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("late", ["train", "wait", "cancel"])
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
-def test_after_a_thousand_dropped_groups_the_capacity_is_what_it_was(tmp_path, max_staleness, late):
+def test_a_thousand_dropped_groups_do_not_change_the_capacity(tmp_path, max_staleness, late):
     numbers = numbers_with(dropped=1200, trained=800)
     settings = describe(tmp_path, numbers, late=late, max_staleness=max_staleness, batch_size=4, save_every=50)
     watched = stays_in_its_bound(settings, numbers, project.engine)
@@ -74,7 +74,7 @@ def test_after_a_thousand_dropped_groups_the_capacity_is_what_it_was(tmp_path, m
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("late", ["train", "wait", "cancel"])
-def test_a_checkpoint_every_ten_steps_and_no_staleness_do_not_stall_each_other(tmp_path, late):
+def test_max_staleness_0_with_a_checkpoint_every_ten_steps_does_not_stall(tmp_path, late):
     numbers = trained_numbers(240)
     settings = describe(tmp_path, numbers, late=late, max_staleness=0, batch_size=4, save_every=10)
     stays_in_its_bound(settings, numbers, project.engine)
@@ -84,7 +84,7 @@ def test_a_checkpoint_every_ten_steps_and_no_staleness_do_not_stall_each_other(t
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("late", ["train", "cancel"])
-def test_with_lognormal_durations_every_prompt_ends_and_what_is_too_old_is_shown(tmp_path, late):
+def test_with_lognormal_durations_every_prompt_ends_and_stale_groups_are_reported(tmp_path, late):
     numbers = trained_numbers(240)
     settings = describe(tmp_path, numbers, late=late, max_staleness=1)
     view = ended_well(settings, run(settings, engine()), numbers)

@@ -58,7 +58,7 @@ async def busy(engine: ScriptedEngine, n: int) -> None:
 
 
 @pytest.mark.full
-async def test_an_episode_twenty_times_as_long_as_the_lease_ends_where_it_began(
+async def test_an_episode_twenty_leases_long_is_finished_by_its_first_worker(
     project, file, connection, redis_url, roles
 ):
     async with ScriptedEngine(reply, version="0", delay_s=20 * LEASE_S) as engine:
@@ -80,7 +80,7 @@ async def _idle(connection, n: int) -> bool:
     return await waiting(connection) >= n
 
 
-async def test_a_rollout_worker_that_was_suspended_settles_nothing_and_goes_on(
+async def test_a_suspended_rollout_worker_discards_its_result_and_continues(
     project, file, connection, redis_url, roles
 ):
     async with ScriptedEngine(reply, version="0") as engine:
@@ -125,7 +125,7 @@ def slow(completions, **columns):
 """
 
 
-async def test_a_scorer_that_was_suspended_settles_nothing_and_goes_on(project, connection, redis_url, roles, pipe_on):
+async def test_a_suspended_scorer_discards_its_result_and_continues(project, connection, redis_url, roles, pipe_on):
     def write() -> str:
         (project.folder / "rewards.py").write_text(SLOW)
         project.table["rewards"] = [{"ref": f"{project.folder / 'rewards.py'}:slow"}]

@@ -66,7 +66,7 @@ def archived(folder):
     return [decode(place.read_payload(), Group) for _, place in scan_archive(folder)]
 
 
-async def test_each_limit_ends_a_completion_with_its_own_reason_in_the_queue_view_and_the_metrics(project):
+async def test_each_limit_has_its_own_reason_in_queues_and_metrics(project):
     tokenizer = Tokenizer.from_file(str(project.table["model"]["path"] + "/tokenizer.json"))
     source = ENVIRONMENT.replace("MODES[", f"{MODES!r}[").replace("FILL", "500")
     (project.folder / "modes.py").write_text(source)

@@ -21,7 +21,7 @@ from workers.train.model.adapter import merge_adapter
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 
 
-def test_what_was_sampled_is_what_the_merged_weights_say_and_the_run_is_replayed_to_the_bit(project, random_model):
+def test_log_probs_match_the_merged_weights_and_the_replay_is_exact(project, random_model):
     project.table["train"] |= {"batch_size": 2, "learning_rate": 3e-3, "save_every": 1, "max_checkpoints": 99}
     project.table["lora"] = {"rank": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
     project.table["algorithm"] = {"kl_coefficient": 0.05}

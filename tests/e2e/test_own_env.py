@@ -22,14 +22,14 @@ def copied(tmp_path, random_model):
     return project
 
 
-def test_the_project_is_checked_by_its_own_name(copied):
+def test_penstock_check_accepts_the_project(copied):
     checked = copied.run("check", "envs.till:Till", "--field", "answer=3")
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "It is usable: no errors, no warnings." in checked.stdout
 
 
 @pytest.mark.parametrize("command", [[sys.executable, "-m", "pytest"], [str(Path(sys.executable).parent / "pytest")]])
-def test_the_projects_own_unit_test_passes_however_pytest_is_called(copied, command):
+def test_the_projects_unit_test_passes_from_any_folder(copied, command):
     arguments = [*command, "-q", "-p", "no:cacheprovider", "tests"]
     ran = subprocess.run(arguments, cwd=copied.folder, env=environment(), capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -38,7 +38,7 @@ def test_the_projects_own_unit_test_passes_however_pytest_is_called(copied, comm
 
 @pytest.mark.full
 @pytest.mark.timeout(200)
-def test_the_project_trains(copied, random_model):
+def test_a_run_trains_on_the_project(copied, random_model):
     overrides = {"model.path": random_model, "train.max_steps": 2, "rollout.group_size": 2, "train.batch_size": 4}
     overrides["filter.zero_variance"] = "false"
     sets = [part for name, value in overrides.items() for part in ("--set", f"{name}={value}")]

@@ -101,7 +101,7 @@ async def foreign(folder, server, groups, *roles):
         tasks.cancel_scope.cancel()
 
 
-async def test_a_foreign_trainer_killed_at_every_moment_has_trained_each_prompt_once(tmp_path, make_server):
+async def test_a_custom_trainer_killed_at_every_boundary_trains_each_prompt_once(tmp_path, make_server):
     """SIGKILL at every boundary, such as between checkpoint and acknowledgement; then the run finishes."""
     groups = 120
     assert {moment for moment, _ in LIVES} == set(MOMENTS)
@@ -123,7 +123,7 @@ async def test_a_foreign_trainer_killed_at_every_moment_has_trained_each_prompt_
     assert any("no checkpoint" in note for note in told["notes"])
 
 
-async def test_a_foreign_feeder_killed_on_its_way_feeds_each_prompt_once(tmp_path, make_server):
+async def test_a_custom_feeder_killed_midway_feeds_each_prompt_once(tmp_path, make_server):
     groups = 60
     async with foreign(tmp_path, make_server(), 0, "rollout", "score") as run:
         feeder = [sys.executable, str(FEEDER), run.url, run.settings.run.name, str(groups)]

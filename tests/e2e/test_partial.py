@@ -15,7 +15,7 @@ MISSING = SIZE - 1
 """Number of the request that stays unanswered: the fourth."""
 
 
-async def test_the_next_worker_samples_only_what_was_missing(project, redis_url, run_name, tmp_path):
+async def test_the_next_worker_samples_only_the_missing_completions(project, redis_url, run_name, tmp_path):
     project.table["run"]["name"] = run_name
     project.table["rollout"] |= {"save_partial_groups": True, "group_size": SIZE}
     project.table["filter"] = {"zero_variance": False}

@@ -64,7 +64,7 @@ def until_at_rest(project) -> RunStatus:
 
 
 @pytest.mark.full
-def test_a_run_is_paused_resumed_stopped_and_started_again(project):
+def test_a_run_can_be_paused_resumed_stopped_and_restarted(project):
     project.prompts(PROMPTS)
     project.table["filter"] = {"zero_variance": False}
     project.table["data"]["max_queued_prompts"] = 32
@@ -123,9 +123,7 @@ def test_a_run_is_paused_resumed_stopped_and_started_again(project):
     assert resumed["outstanding"] == 0
 
 
-async def test_roles_that_share_nothing_but_the_server_hear_of_a_stop_and_a_later_start_is_not_stopped(
-    project, redis_url, run_name
-):
+async def test_roles_without_a_supervisor_stop_and_a_later_start_is_not_stopped(project, redis_url, run_name):
     """There is no supervisor and no signal is sent, as in containers."""
     project.table["run"]["name"] = run_name
     project.table["filter"] = {"zero_variance": False}

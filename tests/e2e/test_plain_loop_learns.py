@@ -13,7 +13,7 @@ CONTROL = Path(__file__).parents[1] / "sync_grpo.py"
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_the_warm_start_leaves_something_to_learn_and_a_plain_loop_learns_it(tmp_path):
+def test_a_plain_loop_improves_on_the_warm_start(tmp_path):
     make_model(tmp_path, seed=1)
     came_to = warm_start(tmp_path, seed=1, threads=1)
     assert came_to.clean_loss < 0.06, "digits are not copied well"

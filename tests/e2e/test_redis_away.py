@@ -22,7 +22,7 @@ MOST_LINES = 60
         pytest.param("unreachable", 60.0, marks=[pytest.mark.full, pytest.mark.timeout(300)]),
     ],
 )
-def test_redis_gone_for_a_while_is_waited_for(tmp_path, make_server, how, seconds):
+def test_roles_wait_through_a_redis_outage(tmp_path, make_server, how, seconds):
     """`stopped`: connections are refused. `unreachable`: no data passes, but connections stay open."""
     server = make_server(fsync="always").start()
     away = []

@@ -164,7 +164,7 @@ LONG = {
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("table", LONG.values(), ids=LONG)
-def test_whatever_is_estimated_and_lost(project, table):
+def test_five_estimator_and_loss_combinations_are_replayed_bit_for_bit(project, table):
     for section, keys in table.items():
         project.table.setdefault(section, {}).update(keys)
     killable(project, 240)

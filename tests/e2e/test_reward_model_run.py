@@ -57,7 +57,7 @@ def archived(folder: Path) -> list[Group]:
 
 
 @pytest.mark.full
-def test_the_example_runs_as_it_stands_there(tmp_path, random_model, reward_folder):
+def test_the_reward_model_example_runs_unchanged(tmp_path, random_model, reward_folder):
     """Columns of OpenMathInstruct-2, a policy and a reward model in bfloat16, batches of 32, two scorers."""
     text = (EXAMPLE / "run.toml").read_text()
     with served(reward_folder, "--dtype", "bfloat16", "--set", "engine.max_model_len=500") as url:
@@ -115,7 +115,7 @@ def test_the_example_runs_as_it_stands_there(tmp_path, random_model, reward_fold
     assert rescored["environments"][0]["correlation"] > 0.99  # the same model with other batches
 
 
-async def test_a_scorer_that_is_sent_away_finishes_what_it_asked_for(tmp_path, redis_url, run_name, pipe):
+async def test_a_scorer_finishes_pending_requests_after_sigterm(tmp_path, redis_url, run_name, pipe):
     groups = ("a", "b", "c")
     await pipe.rolled_out(*groups)
     async with reward_server(lambda _: 3.5) as server:
@@ -144,7 +144,7 @@ async def test_a_scorer_that_is_sent_away_finishes_what_it_asked_for(tmp_path, r
     assert found == {name: [Measured(3.5)] for name in groups}
 
 
-async def test_a_scorer_refuses_to_begin_on_a_server_that_squashes_and_says_what_to_do(tmp_path, redis_url, pipe):
+async def test_a_scorer_refuses_a_server_that_applies_an_activation_with_the_remedy(tmp_path, redis_url, pipe):
     async with reward_server() as server:
         server.squashes = True
         table = {

@@ -21,7 +21,7 @@ class Parity:
 """
 
 
-def test_every_prompt_ends_once_and_a_finished_run_that_is_run_again_does_nothing_twice(project):
+def test_every_prompt_ends_once_and_rerunning_a_finished_run_does_nothing(project):
     """The project has its own folder `envs/`, and three lines of its prompt file hold no prompt."""
     (project.folder / "envs").mkdir()
     (project.folder / "envs" / "parity.py").write_text(PARITY)
@@ -48,7 +48,7 @@ def test_every_prompt_ends_once_and_a_finished_run_that_is_run_again_does_nothin
     assert project.ledger() == records
 
 
-def test_rewards_that_nobody_measured_are_counted_by_reason_and_leave_siblings_alone(project):
+def test_unmeasured_rewards_are_counted_by_reason_and_do_not_affect_other_completions(project):
     (project.folder / "moody.py").write_text(
         "import zlib\n\n\n"
         "class Moody:\n"
@@ -92,7 +92,7 @@ def test_rewards_that_nobody_measured_are_counted_by_reason_and_leave_siblings_a
     ],
     ids=["unknown key", "wrong type", "unreachable redis", "no such factory", "no model", "no data"],
 )
-def test_bad_input_gets_a_clear_error(project, change, words):
+def test_invalid_input_is_a_clear_error(project, change, words):
     project.table |= change
     result = project.run("run", str(project.write()), "--json", timeout=90)
     assert result.returncode != 0
@@ -104,7 +104,7 @@ def test_bad_input_gets_a_clear_error(project, change, words):
 
 
 @pytest.mark.full
-def test_a_run_whose_server_was_emptied_is_rebuilt_from_its_ledger(project):
+def test_a_run_on_an_emptied_server_is_rebuilt_from_its_ledger(project):
     first = summary_of(project.run("run", str(project.write()), "--json"), project)
     ledger = project.ledger()
     shutil.rmtree(project.run_folder / "redis")

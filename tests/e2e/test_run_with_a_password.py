@@ -17,7 +17,7 @@ HUSH = "opensesame"
 
 @pytest.mark.full
 @pytest.mark.timeout(200)
-def test_a_run_as_the_user_of_its_rules_shows_its_password_to_nobody(project, make_server):
+def test_a_run_as_an_acl_user_never_shows_its_password(project, make_server):
     assert HUSH not in str(environment())
     port = free_port()
     server = make_server("--port", str(port)).start()

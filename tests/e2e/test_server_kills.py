@@ -17,5 +17,5 @@ def test_three_kills_of_the_server_lose_nothing_and_train_nothing_twice(fsync):
 @pytest.mark.full
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("fsync", ["always", "everysec"])
-def test_ten_kills_of_the_server_among_a_hundred_others(fsync):
+def test_ten_kills_of_the_server_and_a_hundred_of_roles_lose_nothing(fsync):
     survives(kills=100, server_kills=10, fsync=fsync, groups=2000, seed=1, limit_s=900)

@@ -62,7 +62,7 @@ def assert_whole(project, summary: dict, prompts: int, trainers: int) -> None:
 
 
 @pytest.mark.full
-def test_a_rank_and_what_started_them_are_killed_and_nothing_is_lost_nor_trained_twice(shared):
+def test_killing_a_rank_or_the_launcher_loses_nothing_and_trains_nothing_twice(shared):
     prompts = 48
     shared.prompts(prompts)
     with running(shared) as process:
@@ -90,7 +90,7 @@ def test_a_rank_and_what_started_them_are_killed_and_nothing_is_lost_nor_trained
 @pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("which", [1, 0], ids=["one that follows", "the first"])
-def test_a_rank_that_hangs_ends_all_and_nothing_is_lost(shared, monkeypatch, which):
+def test_a_hanging_rank_ends_all_ranks_and_nothing_is_lost(shared, monkeypatch, which):
     patience_s, prompts = 45, 40
     monkeypatch.setenv("PENSTOCK_RANKS_TIMEOUT_S", str(patience_s))
     shared.prompts(prompts)
@@ -103,7 +103,7 @@ def test_a_rank_that_hangs_ends_all_and_nothing_is_lost(shared, monkeypatch, whi
     assert_whole(shared, summary, prompts, trainers=2)
 
 
-def test_nonsense_about_patience_is_told_once(shared, redis_url, monkeypatch):
+def test_an_invalid_rank_timeout_is_reported_once(shared, redis_url, monkeypatch):
     monkeypatch.setenv("PENSTOCK_RANKS_TIMEOUT_S", "soon")
     shared.table["run"]["redis"] = redis_url
     result = shared.run("train", str(shared.write()), timeout=100)
@@ -113,7 +113,7 @@ def test_nonsense_about_patience_is_told_once(shared, redis_url, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 4}}], ids=["whole", "adapter"])
-def test_as_many_ranks_do_a_run_again_bit_for_bit(shared, sections):
+def test_the_same_number_of_ranks_replays_a_run_bit_for_bit(shared, sections):
     shared.prompts(16)
     shared.table |= sections
     with running(shared) as process:
@@ -129,7 +129,7 @@ def test_as_many_ranks_do_a_run_again_bit_for_bit(shared, sections):
 
 
 @pytest.mark.full
-def test_a_request_to_stop_lets_all_ranks_leave_in_peace(shared):
+def test_all_ranks_exit_with_0_after_a_stop_request(shared):
     shared.prompts(400)
     with running(shared) as process:
         wait_for_trained(shared, 8, process, 120)
@@ -155,7 +155,7 @@ def test_a_request_to_stop_lets_all_ranks_leave_in_peace(shared):
     ],
     ids=["no server", "found out by the learner"],
 )
-def test_what_the_first_rank_says_is_the_exit_code(shared, redis_url, change, code, words):
+def test_the_exit_code_is_that_of_rank_0(shared, redis_url, change, code, words):
     shared.table["run"]["redis"] = redis_url
     shared.table["queue"]["reconnect_timeout_s"] = 1.0
     for section, keys in change.items():

@@ -19,7 +19,7 @@ ROLES = ("rollout", "score", "train")
 
 
 @pytest.mark.timeout(150)
-def test_a_role_that_is_sent_away_leaves_in_peace_and_the_run_goes_on(tmp_path):
+def test_a_role_exits_with_0_after_sigterm_and_the_run_continues(tmp_path):
     async def send_away(journey: Journey) -> None:
         for turn, role in enumerate(ROLES):
             await journey.ended(GROUPS * (turn + 1) // 6)

@@ -109,9 +109,7 @@ async def all_published(connection) -> bool:
     "point",
     [pytest.param("step:4", marks=pytest.mark.full), pytest.param("weights:4", marks=pytest.mark.full), "model:6"],
 )
-async def test_a_trainer_that_wakes_after_its_successor_began_changes_nothing(
-    run, connection, pipe_on, tmp_path, point
-):
+async def test_a_suspended_trainer_that_was_replaced_changes_nothing(run, connection, pipe_on, tmp_path, point):
     pipe = pipe_on(connection)
     await scored(pipe, range(ROWS))
     async with ScriptedEngine(lambda ids, _: ids, version=None) as engine, cast(tmp_path) as roles:

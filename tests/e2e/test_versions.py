@@ -229,7 +229,7 @@ def furthest(story: Story, row: Row, version: int, folder: Path) -> tuple[int, f
     return len(apart), max(apart, default=0.0)
 
 
-async def test_the_story_is_the_one_that_was_to_be_told(story):
+async def test_the_scenario_happens_as_planned(story):
     assert story.taken_up == [(KEPT_AT, KILLED_AT + 1)]
     assert len(story.ledger()) == KILLED_AT + LATE + AFTER
     assert set(story.scored.values()) == {1}, "nobody rolled a group out again"
@@ -248,14 +248,14 @@ async def test_no_version_number_is_used_for_two_policies(story):
     assert numbers[-1] >= KILLED_AT + 2
 
 
-async def test_the_folders_of_the_killed_trainer_are_not_written_again(story):
+async def test_the_killed_trainers_weight_folders_are_not_overwritten(story):
     now = story.weights()
     assert all(now.get(name, content) == content for name, content in story.left.items())
     first = {int(name.split("/")[0][1:]) for name in now.keys() - story.left.keys()}
     assert min(first) > KILLED_AT
 
 
-async def test_no_token_is_younger_than_the_policy_that_trained_on_it(story):
+async def test_no_token_is_newer_than_the_policy_that_trained_on_it(story):
     at = {line["prompt"]: line["version"] for line in story.ledger()}
     ages = [
         at[prompt] - v for prompt, g in story.groups.items() for c in g.completions for r in c.rows for v in versions(r)
@@ -266,7 +266,7 @@ async def test_no_token_is_younger_than_the_policy_that_trained_on_it(story):
     assert all(0 <= mean <= most for mean, most in told)
 
 
-async def test_what_is_sampled_with_the_new_number_is_sampled_by_the_checkpoint(story):
+async def test_samples_of_the_new_version_come_from_the_checkpoint(story):
     kept = story.project.run_folder / "checkpoints" / f"step-{KEPT_AT:06d}" / "model"
     counted, told_apart = 0, 0.0
     for row in rows(story, "late"):
@@ -278,13 +278,13 @@ async def test_what_is_sampled_with_the_new_number_is_sampled_by_the_checkpoint(
     assert told_apart > 100 * TOLERANCE, "version 57 would have passed for it"
 
 
-async def test_groups_in_flight_over_the_resume_say_which_policy_sampled_each_token(story):
+async def test_groups_in_flight_during_a_resume_name_the_version_of_each_token(story):
     assert {v for row in rows(story, "late") for v in versions(row)} <= {KILLED_AT, KILLED_AT + 1}
     for row in rows(story, "late"):
         assert furthest(story, row, KILLED_AT, story.models[KILLED_AT])[1] <= TOLERANCE
 
 
-async def test_an_engine_that_was_started_anew_has_the_current_version_before_it_is_given_work(story):
+async def test_a_restarted_engine_has_the_current_version_before_its_first_request(story):
     newest = KILLED_AT + 2
     assert None in story.told[story.told.index(newest) :]
     found = rows(story, "after")

@@ -11,7 +11,7 @@ from workers.testing.scripted_engine import ScriptedEngine
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 
 
-async def test_where_no_engine_was_started_to_take_weights_the_run_ends_at_once_and_says_what_they_lack(project):
+async def test_a_run_whose_engines_cannot_take_weights_ends_immediately_with_the_reason(project):
     async with ScriptedEngine(lambda *_: [1]) as engine, ScriptedEngine(lambda *_: [1]) as other:
         engine.transfer_config, other.transfer_config = None, {"backend": "nccl"}
         project.table["engine"]["urls"] = [engine.url, other.url]

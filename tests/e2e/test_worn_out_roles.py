@@ -90,7 +90,7 @@ def log_lines(project, role, event):
     return [line for line in found if line["event"] == event]
 
 
-def test_hung_threads_wear_the_worker_out_and_the_run_goes_to_its_end(world):
+def test_a_worker_with_too_many_hung_threads_is_recycled_and_the_run_finishes(world):
     project = world("Hangs", call_timeout_s=0.5)
     project.table["queue"] |= {"max_abandoned_threads": 4, "max_restarts": 0}  # a single crash fails the run
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
@@ -107,7 +107,7 @@ def test_hung_threads_wear_the_worker_out_and_the_run_goes_to_its_end(world):
     assert (found["lost"], found["twice"]) == ([], [])
 
 
-def test_an_event_loop_held_for_longer_than_a_lease_loses_nothing_and_is_told_of(world):
+def test_an_event_loop_blocked_for_longer_than_a_lease_loses_nothing_and_is_logged(world):
     project = world("Blocks", call_timeout_s=1.0, workers=2)
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert summary["fed"] == 10
@@ -123,7 +123,7 @@ def test_an_event_loop_held_for_longer_than_a_lease_loses_nothing_and_is_told_of
     assert (found["lost"], found["twice"]) == ([], [])
 
 
-def test_coroutines_that_swallow_their_cancellation_cost_their_completions_alone(world):
+def test_coroutines_that_ignore_cancellation_fail_only_their_completions(world):
     project = world("Unwilling", call_timeout_s=0.5)
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert summary["completion_states"] == {"failed:env_reset": 8, "valid": 32}
@@ -133,7 +133,7 @@ def test_coroutines_that_swallow_their_cancellation_cost_their_completions_alone
     assert (found["lost"], found["twice"]) == ([], [])
 
 
-def test_a_policy_that_makes_its_verifier_time_out_stops_the_run_which_says_so(project):
+def test_a_policy_that_makes_the_verifier_time_out_stops_the_run_with_the_reason(project):
     (project.folder / "farmed.py").write_text(REWARDS)
     ref = f"{project.folder / 'farmed.py'}:farmed"
     project.table["rewards"] = [{"ref": ref, "processes": 4, "granularity": "row", "timeout_s": 0.2}]

@@ -89,7 +89,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_step_in_bfloat16_is_near_the_step_in_float32_on_the_cpu(base, batch, way):
+def test_a_bfloat16_step_is_close_to_the_float32_step_on_the_cpu(base, batch, way):
     exact, found = learner(base, "cpu", "float32"), learner(base, "cuda", "bfloat16", **WAYS[way])
     assert found.runner.policy.packed == (not way.startswith("padded"))
     one, other = exact.step(batch, 3), found.step(batch, 3)
@@ -118,7 +118,7 @@ def gradients(model, device, packing, attention, dtype):
 
 
 @pytest.mark.parametrize(("packing", "attention"), [("on", "varlen"), ("off", "sdpa"), ("on", "sdpa")])
-def test_gradients_in_bfloat16_point_where_those_in_float32_do(base, packing, attention):
+def test_bfloat16_gradients_point_in_the_direction_of_float32_gradients(base, packing, attention):
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     logprobs, expected = gradients(model, "cpu", "off", "sdpa", torch.float32)
     found_logprobs, found = gradients(model, "cuda", packing, attention, torch.bfloat16)
@@ -127,7 +127,7 @@ def test_gradients_in_bfloat16_point_where_those_in_float32_do(base, packing, at
         assert cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.98, name
 
 
-def test_log_probs_on_the_device_are_those_on_the_cpu():
+def test_log_probs_on_the_gpu_equal_those_on_the_cpu():
     generator = torch.Generator().manual_seed(4)
     hidden, weight = torch.randn(300, 64, generator=generator), torch.randn(5000, 64, generator=generator) / 8
     targets = torch.randint(5000, (300,), generator=generator)
@@ -154,7 +154,7 @@ def peak_of(work):
     return torch.cuda.max_memory_allocated() - before
 
 
-def test_memory_of_the_loss_is_below_a_quarter_of_the_usual_one():
+def test_chunked_loss_takes_less_than_a_quarter_of_the_usual_memory():
     """4k tokens of a vocabulary of 150k: 2.5 GB of float32 logits, and three times that in the usual way."""
     if torch.cuda.mem_get_info()[0] < 10e9:
         pytest.skip("less than 10 GB of the GPU's memory are free")
@@ -173,7 +173,7 @@ def test_memory_of_the_loss_is_below_a_quarter_of_the_usual_one():
     assert peak_of(blockwise) < peak_of(usual) / 4
 
 
-def test_layers_that_are_computed_again_take_less_memory(base):
+def test_gradient_checkpointing_takes_less_memory(base):
     def peak(again):
         model = transformers.AutoModelForCausalLM.from_pretrained(base).cuda().eval()
         if again:

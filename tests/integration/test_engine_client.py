@@ -31,7 +31,7 @@ async def client_of(
         yield client
 
 
-async def test_a_sample_comes_with_logprobs_reason_and_versions():
+async def test_a_sample_has_logprobs_finish_reason_and_versions():
     async with ScriptedEngine(reply, version="3") as engine, client_of(engine.url) as client:
         await client.wait_until_ready()
         sampled = await client.sample([5, 6], SAMPLING, min_policy_version=3)
@@ -46,7 +46,7 @@ async def test_a_sample_comes_with_logprobs_reason_and_versions():
 @pytest.mark.parametrize(
     "fault", ["500", "429", "hang", "reset", "garbage", "count_mismatch", "nan_logprob", "abort", "empty", "spans"]
 )
-async def test_one_fault_is_retried_and_the_sample_comes(fault: str):
+async def test_one_failed_attempt_is_retried_with_success(fault: str):
     async with ScriptedEngine(reply, version="0") as engine, client_of(engine.url, timeout_s=0.5) as client:
         engine.faults = lambda number, _: fault if number == 0 else None
         sampled = await client.sample([5], SAMPLING)
@@ -55,7 +55,7 @@ async def test_one_fault_is_retried_and_the_sample_comes(fault: str):
 
 
 @pytest.mark.parametrize("fault", ["500", "reset", "garbage", "count_mismatch", "nan_logprob", "abort", "empty"])
-async def test_a_request_that_fails_every_time_fails_alone(fault: str):
+async def test_a_request_that_always_fails_does_not_affect_others(fault: str):
     async with ScriptedEngine(reply, version="0") as engine, client_of(engine.url) as client:
         engine.faults = lambda _, request: fault if request.token_ids == [66] else None
         outcomes: dict[int, object] = {}
@@ -73,7 +73,7 @@ async def test_a_request_that_fails_every_time_fails_alone(fault: str):
     assert engine.request_count == 2 + 3
 
 
-async def test_a_refusal_is_never_retried_and_keeps_the_engines_words():
+async def test_a_refusal_is_not_retried_and_has_the_engines_message():
     async with ScriptedEngine(reply, version="0", max_length=4) as engine, client_of(engine.url) as client:
         with pytest.raises(EngineRefusedError, match="maximum context length is 4"):
             await client.sample([1, 2, 3, 4, 5], SAMPLING)
@@ -92,7 +92,7 @@ async def test_an_unavailable_engine_is_named_by_its_url():
             await client.sample([1], SAMPLING)
 
 
-async def test_many_requests_wait_together_for_an_engine_to_return():
+async def test_many_requests_wait_for_an_engine_to_recover():
     async with client_of(f"http://127.0.0.1:{free_port()}", reconnect_s=0.3) as client:
         unavailable = []
 
@@ -108,7 +108,7 @@ async def test_many_requests_wait_together_for_an_engine_to_return():
     assert len(unavailable) == 50
 
 
-async def test_an_engine_that_returns_with_old_weights_gets_no_request_before_new_ones():
+async def test_an_engine_that_recovers_with_old_weights_gets_no_request_before_new_ones():
     port = free_port()
     said = []
     async with client_of(f"http://127.0.0.1:{port}", reconnect_s=10) as client, anyio.create_task_group() as tasks:

@@ -318,7 +318,7 @@ async def test_an_evaluated_step_is_not_evaluated_again(tmp_path, connection, pi
     assert resumed.is_final_due(3)
 
 
-async def test_an_evaluation_never_takes_a_workers_last_place(connection):
+async def test_an_evaluation_leaves_a_worker_room_for_a_training_group(connection):
     room = ConcurrencyLimit(4)
     share = ConcurrencyLimit(2, parent=room)
     for _ in range(4):

@@ -50,7 +50,7 @@ async def test_an_unfinished_prompt_is_not_fed_twice(connection):
     assert (await read_status(connection)).balance["fed"] == 2
 
 
-async def test_prompts_left_out_count_as_fed(connection):
+async def test_omitted_prompts_count_as_fed(connection):
     feed = Feed(connection, 1)
     await feed.put(prompts("a"), "", "1")
     with anyio.fail_after(1):  # nothing is added, so the backlog is irrelevant

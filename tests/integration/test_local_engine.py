@@ -160,7 +160,7 @@ def check_by_span(answer, prompt: list[int], weights: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3-tied", "llama-untied"])
-async def test_many_requests_at_once_equal_a_plain_forward_pass(models, kind: str):
+async def test_many_concurrent_requests_equal_a_plain_forward_pass(models, kind: str):
     draw = random.Random(kind)
     prompts = [[draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 120))] for _ in range(48)]
     prompts += [prompts[i % 4] for i in range(16)]  # siblings
@@ -191,7 +191,7 @@ async def test_many_requests_at_once_equal_a_plain_forward_pass(models, kind: st
             assert logprobs == pytest.approx(teacher(models[kind, "A"], prompt, said, temperature), abs=1e-4)
 
 
-async def test_the_next_turn_of_an_episode_feeds_only_what_is_new(models):
+async def test_the_next_turn_computes_only_new_tokens(models):
     async with serving(models["llama-untied", "A"]) as engine:
         prompt = list(range(3, 83))
         said = tokens_of(await engine.generate(prompt, max_tokens=10, ignore_eos=True, seed=1))
@@ -204,7 +204,7 @@ async def test_the_next_turn_of_an_episode_feeds_only_what_is_new(models):
 
 
 @pytest.mark.parametrize("kind", ["qwen3-tied", "llama-untied"])
-async def test_greedy_says_what_transformers_generate_says(models, kind: str):
+async def test_greedy_sampling_equals_transformers_generate(models, kind: str):
     prompts = [[11, 12, 13], [40] * 30, list(range(50, 70))]
     async with serving(models[kind, "A"]) as engine:
         for prompt in prompts:
@@ -220,7 +220,7 @@ async def test_greedy_says_what_transformers_generate_says(models, kind: str):
 
 
 @pytest.mark.parametrize("kind", ["qwen3-tied", "llama-untied"])
-async def test_new_weights_in_flight_take_effect_at_the_token_that_the_span_names(models, kind: str):
+async def test_weights_updated_in_flight_apply_from_the_token_that_the_span_names(models, kind: str):
     weights = {"none": models[kind, "A"], "7": models[kind, "B"], "8": models[kind, "C"], "9": models[kind, "A"]}
     draw = random.Random(1)
     prompts = [[draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 60))] for _ in range(12)]
@@ -249,7 +249,7 @@ async def test_new_weights_in_flight_take_effect_at_the_token_that_the_span_name
 
 
 @pytest.mark.parametrize("kind", ["qwen3-tied", "llama-untied"])
-async def test_new_weights_at_rest_leave_nothing_of_the_old_ones(models, kind: str):
+async def test_weights_updated_when_idle_replace_the_old_ones_completely(models, kind: str):
     prompt = list(range(3, 90))
     async with serving(models[kind, "A"]) as engine:
         assert await engine.get("/weight_info") == {"weight_version": None}
@@ -298,7 +298,7 @@ def spoil(source: Path, target: Path, how: str) -> Path:
         ("absent", "cannot be read as safetensors"),
     ],
 )
-async def test_bad_weights_are_refused_and_the_old_ones_stay(models, tmp_path: Path, how: str, named: str):
+async def test_invalid_weights_are_refused_and_the_old_ones_stay(models, tmp_path: Path, how: str, named: str):
     kind = "qwen3-tied"
     bad = await anyio.to_thread.run_sync(spoil, models[kind, "B"], tmp_path / how, how)
     async with serving(models[kind, "A"]) as engine:
@@ -316,7 +316,7 @@ async def test_bad_weights_are_refused_and_the_old_ones_stay(models, tmp_path: P
         check_by_span(await engine.generate([4, 5, 6], max_tokens=20), [4, 5, 6], {"4": models[kind, "C"]})
 
 
-def test_a_model_whose_weights_did_not_come_whole_is_named(models, tmp_path: Path):
+def test_incomplete_weights_are_reported_with_the_file(models, tmp_path: Path):
     broken = shutil.copytree(models["llama-untied", "A"], tmp_path / "broken")
     file = broken / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
@@ -325,7 +325,7 @@ def test_a_model_whose_weights_did_not_come_whole_is_named(models, tmp_path: Pat
             load(broken)
 
 
-def test_a_model_that_lacks_a_weight_is_no_model_with_one_made_up_on_the_spot(models, tmp_path: Path):
+def test_a_model_with_a_missing_weight_is_refused_instead_of_initialized(models, tmp_path: Path):
     broken = shutil.copytree(models["llama-untied", "A"], tmp_path / "broken")
     file = broken / "model.safetensors"
     save_file({name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}, file)
@@ -333,7 +333,7 @@ def test_a_model_that_lacks_a_weight_is_no_model_with_one_made_up_on_the_spot(mo
         SlotModel.load(broken, slots=2, max_length=64, dtype="float32")
 
 
-def test_a_tokenizer_that_did_not_come_whole_is_named_and_none_is_none(tmp_path: Path):
+def test_an_incomplete_tokenizer_is_reported_and_a_missing_one_is_allowed(tmp_path: Path):
     assert load_tokenizer(tmp_path) is None
     file = tmp_path / "tokenizer.json"
     file.write_text('{"version": ')
@@ -359,7 +359,7 @@ async def test_control_routes_out_of_order_are_refused(models):
         assert await engine.get("/weight_info") == {"weight_version": "1"}
 
 
-async def test_a_model_in_several_files_is_taken(models, tmp_path: Path):
+async def test_a_model_in_several_files_is_loaded(models, tmp_path: Path):
     def shard() -> None:
         reference(models["llama-untied", "B"]).save_pretrained(tmp_path, max_shard_size="40KB")
 
@@ -371,7 +371,7 @@ async def test_a_model_in_several_files_is_taken(models, tmp_path: Path):
         check_by_span(answer, [9, 8], {"5": models["llama-untied", "B"]})
 
 
-async def test_a_paused_engine_holds_requests_and_goes_on_where_it_was(models):
+async def test_a_paused_engine_holds_requests_and_continues_them_after_resume(models):
     kind = "llama-untied"
     answers = []
     async with serving(models[kind, "A"], max_batch=2) as engine:
@@ -395,7 +395,7 @@ async def test_a_paused_engine_holds_requests_and_goes_on_where_it_was(models):
             check_by_span(answer, prompt, {"none": models[kind, "A"]})
 
 
-async def test_pausing_by_waiting_lets_the_running_ones_end(models):
+async def test_pausing_with_wait_finishes_running_requests(models):
     answers = []
     async with serving(models["llama-untied", "A"], max_batch=1) as engine:
 
@@ -414,7 +414,7 @@ async def test_pausing_by_waiting_lets_the_running_ones_end(models):
     assert [len(tokens_of(answer)) for answer in answers] == [150, 150]
 
 
-async def test_pausing_by_aborting_says_so_in_every_answer(models):
+async def test_pausing_with_abort_ends_every_request_with_finish_reason_abort(models):
     answers = []
     async with serving(models["llama-untied", "A"], max_batch=1) as engine:
 
@@ -431,7 +431,7 @@ async def test_pausing_by_aborting_says_so_in_every_answer(models):
         assert sorted(bool(tokens_of(answer)) for answer in answers) == [False, True]
 
 
-async def test_a_client_that_goes_away_aborts_its_request(models):
+async def test_a_closed_connection_aborts_its_request(models):
     async with serving(models["llama-untied", "A"], max_batch=1) as engine:
         with anyio.move_on_after(10) as scope:
             async with anyio.create_task_group() as tasks:
@@ -444,7 +444,7 @@ async def test_a_client_that_goes_away_aborts_its_request(models):
         assert await engine.metric("generation_tokens_total") < 390
 
 
-async def test_finish_reasons_are_facts(models):
+async def test_the_finish_reason_is_stop_or_length(models):
     prompt = [30, 31, 32]
     async with serving(models["llama-untied", "A"], max_length=64) as engine:
         free = tokens_of(await engine.generate(prompt, temperature=0, max_tokens=20, ignore_eos=True))
@@ -466,7 +466,7 @@ async def test_finish_reasons_are_facts(models):
     assert all((tokens_of(a)[-1] == END) == (reason_of(a) == "stop") for a in ended)
 
 
-async def test_a_bias_forces_a_token_and_min_tokens_holds_the_end_back(models):
+async def test_a_bias_forces_a_token_and_min_tokens_delays_the_stop_token(models):
     bias = {str(END): 100.0, "7": 50.0}
     async with serving(models["llama-untied", "A"]) as engine:
         answer = await engine.generate([3], max_tokens=9, min_tokens=5, logit_bias=bias)
@@ -521,13 +521,13 @@ async def test_a_seed_decides_what_is_sampled(models):
         ([], "bad request"),
     ],
 )
-async def test_bad_requests_are_refused_by_name(models, body: object, named: str):
+async def test_invalid_requests_are_refused_with_the_parameters_name(models, body: object, named: str):
     async with serving(models["llama-untied", "A"], max_length=64) as engine:
         refused = await engine.post("/inference/v1/generate", body, 400)
     assert named in refused["error"]["message"]
 
 
-async def test_it_says_what_it_is(models):
+async def test_the_info_routes_describe_model_and_version(models):
     path = models["llama-untied", "A"]
     async with serving(path, max_length=10_000) as engine:
         (model,) = (await engine.get("/v1/models"))["data"]
@@ -535,7 +535,7 @@ async def test_it_says_what_it_is(models):
         assert (await engine.get("/version"))["version"].startswith("penstock-")
 
 
-async def test_when_generation_dies_every_request_is_answered_and_health_says_why(models):
+async def test_after_a_generation_failure_every_request_is_answered_and_health_reports_it(models):
     slots = await anyio.to_thread.run_sync(
         lambda: SlotModel.load(models["llama-untied", "A"], slots=4, max_length=64, dtype="float32")
     )

@@ -38,7 +38,7 @@ class Blue(World):
 """
 
 
-async def test_a_mix_fed_in_two_lives_reaches_each_rows_own_environment_once(
+async def test_a_dataset_mix_fed_across_a_restart_reaches_each_rows_environment_once(
     tmp_path, pipe, redis_url, run_name, monkeypatch
 ):
     monkeypatch.setattr(feeding, "_BATCH", 5)

@@ -80,7 +80,7 @@ async def serving(path, **options):
         tasks.cancel_scope.cancel()
 
 
-def test_scores_are_those_of_transformers_whoever_the_neighbours_are(classifier, plain):
+def test_scores_equal_transformers_in_any_batch(classifier, plain):
     chats = conversations(40)
     expected = [plain.score(chat) for chat in chats]
     assert max(expected) - min(expected) > 2  # the scores differ, so errors would show
@@ -94,7 +94,7 @@ def test_scores_are_those_of_transformers_whoever_the_neighbours_are(classifier,
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_they_are_those_of_transformers_with_padding_on_either_side(classifier, folder, side):
+def test_scores_equal_transformers_with_padding_on_either_side(classifier, folder, side):
     ids = [classifier.render(chat) for chat in conversations(12, seed=1)]
     model = Qwen3ForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     width = max(map(len, ids))
@@ -123,14 +123,14 @@ def test_a_conversation_that_ends_with_the_padding_token_is_scored_at_that_token
     assert abs(expected - classifier.score([ids])[0, 0].item()) > 0.01  # it is a different sequence
 
 
-def test_passes_are_cut_by_tokens_and_every_score_finds_its_way_home(classifier, monkeypatch):
+def test_batches_are_bounded_in_tokens_and_scores_stay_in_order(classifier, monkeypatch):
     ids = [classifier.render(chat) for chat in conversations(30, seed=3)]
     whole = classifier.score(ids)
     monkeypatch.setattr("workers.local_engine.pooling.classifier.MAX_TOKENS_PER_PASS", 300)
     assert torch.allclose(classifier.score(ids), whole, atol=CLOSE)
 
 
-def test_bfloat16_is_close(folder, classifier):
+def test_bfloat16_scores_are_close_to_float32(folder, classifier):
     rounded = Classifier.load(folder, max_length=0, dtype="bfloat16")
     ids = [classifier.render(chat) for chat in conversations(20, seed=4)]
     exact, coarse = classifier.score(ids)[:, 0], rounded.score(ids)[:, 0]
@@ -138,7 +138,7 @@ def test_bfloat16_is_close(folder, classifier):
     assert not torch.equal(exact, coarse)
 
 
-def test_an_encoder_is_scored_without_its_padding_too(tmp_path):
+def test_an_encoders_padding_does_not_change_scores(tmp_path):
     tokenizer = make_tokenizer()
     config = BertConfig(
         vocab_size=len(tokenizer),
@@ -159,7 +159,7 @@ def test_an_encoder_is_scored_without_its_padding_too(tmp_path):
     assert classifier.score(ids)[:, 0].tolist() == pytest.approx(alone, abs=CLOSE)
 
 
-async def test_over_http_many_at_once(folder, plain):
+async def test_many_conversations_are_scored_concurrently_over_http(folder, plain):
     chats = conversations(60, seed=5)
     expected = [plain.score(chat) for chat in chats]
     found: dict[int, float] = {}
@@ -175,7 +175,7 @@ async def test_over_http_many_at_once(folder, plain):
     assert [found[i] for i in range(len(chats))] == pytest.approx(expected, abs=CLOSE)
 
 
-async def test_the_answer_has_vllms_form_and_the_activation_is_on_unless_told_otherwise(folder, plain):
+async def test_the_answer_has_vllms_format_and_the_activation_is_on_by_default(folder, plain):
     (chat,) = conversations(1)
     async with serving(folder) as ask:
         raw, default, on = [
@@ -210,13 +210,13 @@ async def test_the_answer_has_vllms_form_and_the_activation_is_on_unless_told_ot
     ],
     ids=lambda value: None if isinstance(value, dict) else value[:20],
 )
-async def test_what_cannot_be_scored_is_refused_in_plain_words(folder, body, words):
+async def test_invalid_conversations_are_refused_with_a_clear_message(folder, body, words):
     async with serving(folder) as ask:
         answer = await ask(status=400, **body)
     assert words in answer["error"]["message"]
 
 
-async def test_what_is_under_way_is_answered_when_the_server_is_told_to_stop(folder):
+async def test_requests_in_flight_are_answered_during_shutdown(folder):
     """Draining: requests in progress are answered."""
     answers = []
     async with aiohttp.ClientSession() as session, anyio.create_task_group() as asking, serving(folder) as ask:
@@ -232,7 +232,7 @@ async def test_what_is_under_way_is_answered_when_the_server_is_told_to_stop(fol
     assert answers == [200] * 20
 
 
-def test_a_policy_is_not_served_as_a_reward_model_with_a_head_made_up_on_the_spot(tmp_path):
+def test_a_model_without_a_score_head_is_refused_instead_of_initialized(tmp_path):
     make_model(tmp_path, seed=0)
     with pytest.raises(
         SettingsError, match=r"not a complete sequence classifier: its files lack the weights score\.weight"
@@ -240,7 +240,7 @@ def test_a_policy_is_not_served_as_a_reward_model_with_a_head_made_up_on_the_spo
         Classifier.load(tmp_path, max_length=0, dtype="float32")
 
 
-def test_a_reward_model_whose_weights_did_not_come_whole_is_named(folder, tmp_path):
+def test_an_incomplete_reward_model_is_reported_with_the_file(folder, tmp_path):
     broken = shutil.copytree(folder, tmp_path / "broken")
     file = broken / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
@@ -248,7 +248,7 @@ def test_a_reward_model_whose_weights_did_not_come_whole_is_named(folder, tmp_pa
         Classifier.load(broken, max_length=0, dtype="float32")
 
 
-def test_a_folder_says_what_it_is_for(folder, tmp_path):
+def test_a_folders_config_decides_between_policy_and_reward_model(folder, tmp_path):
     assert is_classifier(folder)
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     assert not is_classifier(tmp_path)

@@ -48,7 +48,7 @@ async def proxied(tmp_path):
 
 @pytest.mark.parametrize("behind", ["tcp", "unix"])
 @pytest.mark.parametrize("before", ["tcp", "unix"])
-async def test_without_a_plan_everything_passes(tmp_path, behind, before):
+async def test_without_a_fault_plan_everything_passes(tmp_path, behind, before):
     async with (
         server(tmp_path / "server" if behind == "unix" else None) as address,
         Proxy(address, at=tmp_path / "proxy" if before == "unix" else None) as proxy,
@@ -59,7 +59,7 @@ async def test_without_a_plan_everything_passes(tmp_path, behind, before):
     assert (proxy.connections, proxy.answers, proxy.struck) == (3, 6, {})
 
 
-async def test_each_fault_does_what_its_name_says(proxied):
+async def test_each_fault_has_the_named_effect(proxied):
     async def strike(kind: str):
         proxied.plan = lambda *_: Fault(kind, 0.2)
         return await connect(proxied)
@@ -88,7 +88,7 @@ async def test_each_fault_does_what_its_name_says(proxied):
     assert proxied.struck == dict.fromkeys(("delay", "garble", "truncate", "stall", "fin", "rst"), 1)
 
 
-async def test_held_back_is_not_lost(proxied):
+async def test_delayed_bytes_arrive(proxied):
     async with await connect(proxied) as client:
         assert await ask(client) == ANSWER
         proxied.hold()
@@ -100,7 +100,7 @@ async def test_held_back_is_not_lost(proxied):
 
 
 @pytest.mark.parametrize("kind", ["fin", "rst"])
-async def test_all_connections_are_cut_on_command_and_new_ones_are_taken(proxied, kind):
+async def test_all_connections_can_be_cut_and_new_ones_are_accepted(proxied, kind):
     clients = [await connect(proxied) for _ in range(3)]
     for client in clients:
         assert await ask(client) == ANSWER
@@ -113,7 +113,7 @@ async def test_all_connections_are_cut_on_command_and_new_ones_are_taken(proxied
         assert await ask(client) == ANSWER
 
 
-async def test_where_the_server_is_gone_connections_are_refused():
+async def test_connections_are_refused_if_the_server_is_gone():
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         async with Proxy(nobody.getsockname()) as proxy, await connect(proxy) as client:
@@ -121,7 +121,7 @@ async def test_where_the_server_is_gone_connections_are_refused():
                 await ask(client)
 
 
-def test_a_seed_is_a_plan():
+def test_a_seed_determines_the_fault_plan():
     faults = [Fault("fin"), Fault("rst"), Fault("garble")]
 
     def drawn(seed: int, **most: int) -> list[Fault | None]:

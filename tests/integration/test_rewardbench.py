@@ -45,7 +45,7 @@ def write(path, table: list[dict]):
     return path
 
 
-def test_the_23_subsets_stand_in_the_four_sections_of_rewardbench():
+def test_the_23_subsets_are_in_rewardbenchs_four_sections():
     assert len(SUBSETS) == len(set(SUBSETS)) == 23
     assert (SUBSETS[0], [len(subsets) for subsets in SECTIONS.values()]) == ("alpacaeval-easy", [5, 6, 5, 7])
     assert "xstest-should-respond" in SECTIONS["Safety"]

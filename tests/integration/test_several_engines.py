@@ -148,7 +148,7 @@ async def test_a_killed_engine_costs_no_request_and_its_ejection_and_recovery_ar
     assert told == [("engine.ejected", dies.url), ("engine.recovered", dies.url)]
 
 
-async def test_an_engine_that_returns_is_probed_and_waits_for_its_weights():
+async def test_a_recovered_engine_is_probed_and_waits_for_its_weights():
     async with (
         ScriptedEngine(reply, version="4") as stays,
         ScriptedEngine(reply, version="4") as first,

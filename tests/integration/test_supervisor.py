@@ -144,7 +144,7 @@ def make_pipeline(tmp_path: Path, run_name: str, redis_url: str) -> Callable[...
     return lambda scripts, **delivery: Pipeline(tmp_path, run_name, redis_url, scripts, **delivery)
 
 
-async def test_the_run_is_over_when_the_trainer_is_done_and_the_others_are_sent_home(make_pipeline):
+async def test_the_run_ends_when_the_trainer_finishes_and_the_other_roles_are_stopped(make_pipeline):
     train = "until(lambda: lives('feed') and lives('score') and lives('rollout')); time.sleep(0.3);" + FINISH
     pipeline = make_pipeline({"train": train, "rollout": "stay(home / 'never')"})
     outcome = await pipeline.run()
@@ -155,7 +155,7 @@ async def test_the_run_is_over_when_the_trainer_is_done_and_the_others_are_sent_
     await pipeline.assert_nobody_is_left()
 
 
-async def test_while_it_goes_on_the_folder_says_where_it_is_and_afterwards_not(make_pipeline, redis_url):
+async def test_live_json_exists_only_during_the_run(make_pipeline, redis_url):
     copy = "import shutil; shutil.copy(home / 'run' / 'live.json', home / 'copy.json');"
     pipeline = make_pipeline({"train": copy + FINISH})
     await pipeline.run()
@@ -169,7 +169,7 @@ async def test_while_it_goes_on_the_folder_says_where_it_is_and_afterwards_not(m
     assert not (pipeline.settings.folder / "live.json").exists()
 
 
-async def test_a_role_that_is_killed_is_started_again(make_pipeline):
+async def test_a_killed_role_is_restarted(make_pipeline):
     pipeline = make_pipeline(
         {
             "rollout": "if len(lives('rollout')) == 1: os.kill(os.getpid(), signal.SIGKILL)\nstay()",
@@ -182,7 +182,7 @@ async def test_a_role_that_is_killed_is_started_again(make_pipeline):
     await pipeline.assert_nobody_is_left()
 
 
-async def test_a_role_that_somebody_sent_away_is_started_again(make_pipeline):
+async def test_a_role_stopped_from_outside_is_restarted(make_pipeline):
     pipeline = make_pipeline({"train": "until(lambda: len(lives('score')) == 2);" + FINISH, "score": STAY})
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_send_away, pipeline, "score")
@@ -196,7 +196,7 @@ async def _send_away(pipeline: Pipeline, role: str) -> None:
     os.kill(int(pipeline.lives(role)[0][0]), signal.SIGTERM)
 
 
-async def test_a_role_that_ends_at_once_and_again_fails_the_run_with_its_last_error(make_pipeline):
+async def test_a_crash_loop_fails_the_run_with_the_roles_last_error(make_pipeline):
     pipeline = make_pipeline({"score": "print('{\"event\": 1}'); print('error: the disk is full'); sys.exit(1)"})
     outcome = await pipeline.run()
     message = str(outcome.failure)
@@ -214,7 +214,7 @@ async def test_a_role_that_is_killed_too_often_fails_the_run(make_pipeline):
     assert len(pipeline.lives("rollout")) == 5
 
 
-async def test_a_permanent_error_fails_the_run_at_once(make_pipeline):
+async def test_a_permanent_error_fails_the_run_immediately(make_pipeline):
     pipeline = make_pipeline({"train": "print('error: model: no such folder', file=sys.stderr); sys.exit(2)"})
     outcome = await pipeline.run()
     assert "train-0 exited with code 2, and a restart would not help: model: no such folder" in str(outcome.failure)
@@ -222,7 +222,7 @@ async def test_a_permanent_error_fails_the_run_at_once(make_pipeline):
     await pipeline.assert_nobody_is_left()
 
 
-async def test_ctrl_c_drains_from_the_front_to_the_back(make_pipeline):
+async def test_ctrl_c_stops_roles_in_pipeline_order(make_pipeline):
     slow = "signal.signal(signal.SIGTERM, lambda *_: time.sleep(0.3) or leave()); stay()"
     scripts = dict.fromkeys(("feed", "score", "train"), slow)
     pipeline = make_pipeline(
@@ -247,7 +247,7 @@ async def _interrupt(pipeline: Pipeline, times: int = 1) -> None:
         await anyio.sleep(0.2)
 
 
-async def test_a_role_that_does_not_leave_within_the_grace_time_is_killed(make_pipeline):
+async def test_a_role_that_exceeds_the_shutdown_timeout_is_killed(make_pipeline):
     pipeline = make_pipeline(
         {"rollout": "signal.signal(signal.SIGTERM, signal.SIG_IGN); stay()"}, shutdown_timeout_s=0.1
     )
@@ -258,7 +258,7 @@ async def test_a_role_that_does_not_leave_within_the_grace_time_is_killed(make_p
     await pipeline.assert_nobody_is_left()
 
 
-async def test_a_second_ctrl_c_kills(make_pipeline):
+async def test_a_second_ctrl_c_kills_all_roles(make_pipeline):
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); stay()"
     pipeline = make_pipeline(dict.fromkeys(("feed", "rollout", "score", "train"), deaf), shutdown_timeout_s=60)
     began = time.monotonic()
@@ -270,7 +270,7 @@ async def test_a_second_ctrl_c_kills(make_pipeline):
     await pipeline.assert_nobody_is_left()
 
 
-async def test_what_a_role_has_started_goes_with_it(make_pipeline):
+async def test_child_processes_of_a_role_end_with_it(make_pipeline):
     child = "p = subprocess.Popen(['sleep', '1000']); open(home / 'lives', 'a').write(f'grandchild {p.pid}\\n');"
     pipeline = make_pipeline({"train": child + FINISH})
     await pipeline.run()
@@ -281,7 +281,7 @@ async def test_what_a_role_has_started_goes_with_it(make_pipeline):
 ENGINE = "port = int(sys.argv[5]) or 4321; print(f'listening on http://127.0.0.1:{port}', flush=True);"
 
 
-async def test_the_roles_start_when_the_engine_listens_and_a_new_engine_has_the_same_port(make_pipeline):
+async def test_roles_start_when_the_engine_is_ready_and_a_restarted_engine_keeps_its_port(make_pipeline):
     pipeline = make_pipeline(
         {
             "engine": "time.sleep(0.3); print('loading');" + ENGINE
@@ -299,7 +299,7 @@ async def test_the_roles_start_when_the_engine_listens_and_a_new_engine_has_the_
     await pipeline.assert_nobody_is_left()
 
 
-async def test_the_roles_start_when_all_engines_listen_and_each_keeps_its_port(make_pipeline):
+async def test_roles_start_when_all_engines_are_ready_and_each_engine_keeps_its_port(make_pipeline):
     dying = "lives('engine')[1].split()[1] == str(os.getpid())"
     one_dies = f"\nif {dying}: until(lambda: lives('train')); os.kill(os.getpid(), 9)\nstay()"
     pipeline = make_pipeline(
@@ -328,19 +328,19 @@ async def test_the_roles_start_when_all_engines_listen_and_each_keeps_its_port(m
     await pipeline.assert_nobody_is_left()
 
 
-async def test_an_engine_may_take_longer_to_start_than_a_run_may_stand_still(make_pipeline):
+async def test_an_engine_may_take_longer_to_start_than_the_stall_timeout(make_pipeline):
     pipeline = make_pipeline({"engine": "time.sleep(3);" + ENGINE + "stay()", "train": FINISH}, stall_timeout_s=1.0)
     assert (await pipeline.run()).failure is None
 
 
-async def test_an_engine_that_ends_before_it_ever_listened_fails_the_run_at_once(make_pipeline):
+async def test_an_engine_that_exits_before_it_is_ready_fails_the_run_immediately(make_pipeline):
     pipeline = make_pipeline({"engine": "print('error: CUDA out of memory', file=sys.stderr); sys.exit(1)"})
     outcome = await pipeline.run()
     assert "engine-0 exited with code 1, and it has never listened: CUDA out of memory" in str(outcome.failure)
     assert len(pipeline.lives("engine")) == 1
 
 
-async def test_an_engine_sees_the_gpus_that_are_its_own(make_pipeline):
+async def test_each_engine_sees_only_its_configured_gpus(make_pipeline):
     tell = "open(home / 'gpus', 'a').write(os.environ['CUDA_VISIBLE_DEVICES'] + ' ');"
     pipeline = make_pipeline(
         {"engine": tell + "print('listening on http://127.0.0.1:7', flush=True); stay()", "train": FINISH}, engines=2
@@ -351,7 +351,7 @@ async def test_an_engine_sees_the_gpus_that_are_its_own(make_pipeline):
     assert sorted((pipeline.home / "gpus").read_text().split()) == ["1", "2,3"]
 
 
-async def test_a_run_that_stands_still_fails_and_says_where_the_work_is(make_pipeline, connection):
+async def test_a_stalled_run_fails_and_reports_where_the_work_is(make_pipeline, connection):
     await Feed(connection, 10).put([Prompt(id="a", messages=[])], "", "1")
     pipeline = make_pipeline({}, stall_timeout_s=1.5)
     outcome = await pipeline.run()
@@ -360,7 +360,7 @@ async def test_a_run_that_stands_still_fails_and_says_where_the_work_is(make_pip
     await pipeline.assert_nobody_is_left()
 
 
-async def test_a_paused_run_may_stand_still(make_pipeline, connection):
+async def test_a_paused_run_is_not_stalled(make_pipeline, connection):
     await Feed(connection, 10).put([Prompt(id="a", messages=[])], "", "1")
     await pause(connection, "ann@box")
     pipeline = make_pipeline({"train": "time.sleep(2.5);" + FINISH}, stall_timeout_s=1.0)
@@ -392,7 +392,7 @@ async def _ask_to_stop(pipeline: Pipeline, connection: RunConnection) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 1])
-async def test_a_role_that_hears_of_a_stop_before_the_supervisor_is_not_started_again(make_pipeline, connection, code):
+async def test_a_role_that_sees_a_stop_before_the_supervisor_is_not_restarted(make_pipeline, connection, code):
     heard = "until(lambda: redis().hget('{%s}:meta' % run, 'stop')); sys.exit(" + str(code) + ")"
     pipeline = make_pipeline({"rollout": heard, "feed": heard})
     async with anyio.create_task_group() as tasks:
@@ -411,7 +411,7 @@ async def test_a_stop_does_not_stop_the_next_start(make_pipeline, connection):
     assert (outcome.interrupted, outcome.failure) == (False, None)
 
 
-async def test_when_a_trainer_that_had_finished_starts_again_the_others_return(make_pipeline):
+async def test_other_roles_are_restarted_when_a_finished_trainer_starts_again(make_pipeline):
     pipeline = make_pipeline(
         {
             "feed": "stay(home / 'never')",
@@ -426,7 +426,7 @@ async def test_when_a_trainer_that_had_finished_starts_again_the_others_return(m
     assert len(pipeline.lives("train")) == 2
 
 
-async def test_a_run_that_is_stopped_before_its_engine_listens_has_done_nothing(make_pipeline):
+async def test_a_run_stopped_before_its_engine_is_ready_does_nothing(make_pipeline):
     pipeline = make_pipeline({"engine": "stay()"})
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_stop_early, pipeline)
@@ -444,7 +444,7 @@ async def _stop_early(pipeline: Pipeline) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_run_is_summed_up_in_its_folder_and_its_books_balance(make_pipeline):
+def test_the_summary_is_written_to_the_run_folder_and_balances(make_pipeline):
     ends = (
         "r = redis(); k = '{%s}:' % run; r.hset(k + 'counts', mapping={'fed': 3, 'trained': 2, 'dropped:operator': 1});"
         "c = home / 'run' / 'checkpoints' / 'step-000004'; c.mkdir(parents=True);"
@@ -466,7 +466,7 @@ def test_a_run_is_summed_up_in_its_folder_and_its_books_balance(make_pipeline):
     assert "role.started" in {event["event"] for event in events}
 
 
-def test_books_that_do_not_balance_fail_the_run(make_pipeline):
+def test_a_summary_that_does_not_balance_fails_the_run(make_pipeline):
     lose = "redis().hset('{%s}:counts' % run, mapping={'fed': 3, 'trained': 2});"
     pipeline = make_pipeline({"train": lose + FINISH})
     ended = supervise(pipeline.settings, quiet=True, make_roles=pipeline.roles)
@@ -485,7 +485,7 @@ def test_a_folder_has_one_supervisor(tmp_path):
         pass
 
 
-def test_a_folder_holds_one_run_for_ever(tmp_path):
+def test_a_folder_belongs_to_one_run(tmp_path):
     there = settings_in(tmp_path, "one", "", {}, {})
     write_settings(there)
     other = settings_in(tmp_path, "two", "", {}, {})
@@ -493,7 +493,7 @@ def test_a_folder_holds_one_run_for_ever(tmp_path):
         write_settings(other)
 
 
-def test_a_supervisor_that_was_killed_is_not_taken_for_alive(tmp_path):
+def test_a_killed_supervisor_is_not_reported_as_running(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     (tmp_path / "live.json").write_text(json.dumps({"run": "r", "redis": "unix://x", "pid": process.pid}))
@@ -518,7 +518,7 @@ supervise(load_settings(Path(sys.argv[1])), quiet=True, make_roles=roles)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
-def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path):
+def test_no_process_outlives_a_killed_supervisor(tmp_path):
     settings = settings_in(tmp_path / "run", "killed", "", {"urls": ["http://127.0.0.1:1"]}, {})
     settings.folder.mkdir()
     file = write_settings(settings)

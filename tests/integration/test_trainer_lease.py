@@ -89,7 +89,7 @@ async def test_a_released_lease_can_be_acquired_immediately(pipe):
         await TrainerLease.acquire(pipe.connection, 600.0)
 
 
-async def test_every_verb_of_a_fenced_trainer_is_refused(pipe, ledger, tmp_path):
+async def test_every_operation_of_a_fenced_trainer_is_refused(pipe, ledger, tmp_path):
     await pipe.scored("a")
     zombie = await TrainerLease.acquire(pipe.connection, 0.05)
     trainer = pipe.stage("scored", "zombie")
@@ -233,7 +233,7 @@ async def test_recovery_requeues_groups_leased_by_the_dead_trainer(pipe, ledger)
     assert len((await pipe.stage("scored", "heir").claim(10)).leases) == 2
 
 
-async def test_recovery_twice_is_recovery_once(pipe, ledger):
+async def test_recovering_twice_has_the_effect_of_once(pipe, ledger):
     await pipe.scored("a", "b")
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)
     await train(pipe, tenure, {"a": Trained(), "b": Trained()}, ledger)
@@ -243,7 +243,7 @@ async def test_recovery_twice_is_recovery_once(pipe, ledger):
     assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
 
 
-async def test_recovery_of_many_marks(pipe, ledger):
+async def test_recovery_handles_many_marks(pipe, ledger):
     names = [f"p{i}" for i in range(1200)]
     await pipe.scored(*names)
     tenure = await TrainerLease.acquire(pipe.connection, 30.0)

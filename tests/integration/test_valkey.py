@@ -45,7 +45,7 @@ def ledger(tmp_path):
     found.close()
 
 
-async def test_a_run_from_the_first_prompt_to_the_end(pipe, ledger, tmp_path):
+async def test_a_run_on_valkey_finishes(pipe, ledger, tmp_path):
     await pipe.scored("a", "b", "c")
     await pipe.feed("d", "e", "f")
     worker, other = pipe.stage("prompts", "w", capacity=5, lease_s=0.05), pipe.stage("prompts", "other", capacity=5)
@@ -83,7 +83,7 @@ async def test_a_run_from_the_first_prompt_to_the_end(pipe, ledger, tmp_path):
     await pipe.balance()
 
 
-async def test_a_waiter_is_woken(pipe):
+async def test_a_blocked_worker_is_woken(pipe):
     waiter = pipe.stage("prompts")
     claim = await waiter.claim(1)
     async with anyio.create_task_group() as tasks:
@@ -94,7 +94,7 @@ async def test_a_waiter_is_woken(pipe):
     assert len((await waiter.claim(1)).leases) == 1
 
 
-async def test_out_of_memory_holds_new_payloads_back_and_nothing_else(pipe):
+async def test_out_of_memory_delays_only_new_payloads(pipe):
     await pipe.feed("a", "b")
     worker = pipe.stage("prompts", lease_s=0.2)
     settling, released = (await worker.claim(2)).leases
@@ -129,7 +129,7 @@ async def test_two_servers_on_the_same_data_are_refused(binary, tmp_path):
                 pass
 
 
-async def test_a_private_server_keeps_its_data_and_leaves_nothing_behind(binary, tmp_path, run_name, pipe_on):
+async def test_a_private_server_keeps_its_data_and_no_process_stays_behind(binary, tmp_path, run_name, pipe_on):
     for prompts in (1, 2):
         async with private_server(tmp_path / "redis", binary=binary) as url, connect(url, run_name) as connection:
             await pipe_on(connection).feed(f"p{prompts}")
@@ -139,7 +139,7 @@ async def test_a_private_server_keeps_its_data_and_leaves_nothing_behind(binary,
         assert not await anyio.Path(socket).parent.exists()
 
 
-async def test_a_server_that_cannot_start_says_where_its_words_are(tmp_path):
+async def test_a_server_that_cannot_start_is_reported_with_its_log_file(tmp_path):
     with pytest.raises(ServerError, match=r"server\.log"):
         async with private_server(tmp_path / "redis", binary=Path("/bin/false")):
             pass

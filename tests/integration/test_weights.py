@@ -42,7 +42,7 @@ async def policy_versions(folder, consumer, engine):
         yield PolicyVersions(folder, consumer, publisher, tasks)
 
 
-async def test_the_next_publication_removes_what_a_killed_trainer_left_half_written(tmp_path, consumer):
+async def test_a_publication_removes_half_written_folders_of_a_killed_trainer(tmp_path, consumer):
     folder = tmp_path / "weights"
     half_written = folder / ".v000001.0a1b.tmp"
     half_written.mkdir(parents=True)
@@ -53,7 +53,7 @@ async def test_the_next_publication_removes_what_a_killed_trainer_left_half_writ
     assert [path.name for path in sorted(folder.iterdir())] == ["v000000", "v000001"]
 
 
-async def test_a_version_number_that_an_engine_has_is_not_used_again(tmp_path, consumer):
+async def test_a_version_number_that_an_engine_has_is_not_reused(tmp_path, consumer):
     async with (
         ScriptedEngine(lambda *_: [1], version="7") as engine,
         policy_versions(tmp_path / "weights", consumer, engine) as versions,

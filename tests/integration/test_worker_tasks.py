@@ -16,7 +16,7 @@ class Broken(Stage):
         raise RuntimeError("a defect in the renewals")
 
 
-async def test_a_worker_whose_background_task_raises_ends_loudly_and_loses_nothing(pipe):
+async def test_an_exception_in_a_background_task_ends_the_worker_and_loses_nothing(pipe):
     await pipe.feed("a", "b")
     stage = Broken(pipe.connection, "prompts", "broken", RetryPolicy(lease_s=30.0))
 

@@ -5,7 +5,7 @@ from workers.testing import call, play
 REWARDS = ["rewards.py:thrift"]
 
 
-def test_the_right_number_on_the_last_receipt_is_worth_1():
+def test_the_right_sum_on_the_last_receipt_scores_1():
     calls = [call("multiply", a=90, b=4), call("subtract", a=360, b=30)]
     played = play("envs.till:Till", [*calls, "Answer: 330"], fields={"answer": 330}, rewards=REWARDS)
     assert played.tool_replies == ["360", "330"]
@@ -13,13 +13,13 @@ def test_the_right_number_on_the_last_receipt_is_worth_1():
     assert played.environment.receipts == [360, 330]
 
 
-def test_a_wrong_number_is_worth_0_and_three_receipts_are_a_waste():
+def test_a_wrong_sum_scores_0_and_three_receipts_are_not_thrifty():
     said = [[call("add", a=1, b=1), call("add", a=1, b=2), call("add", a=1, b=3)], "Answer: 4"]
     played = play("envs.till:Till", said, fields={"answer": 330}, rewards=REWARDS)
     assert {part.name: part.reward.value for part in played.parts} == {"env": 0.0, "thrift": 0.0}
 
 
-def test_words_for_numbers_are_refused_and_print_no_receipt():
+def test_words_instead_of_numbers_are_refused_and_print_no_receipt():
     played = play("envs.till:Till", [call("add", a="one", b=2)], fields={"answer": 3})
     assert played.tool_replies == ["Error: add: a: expected `int`, got `str`"]
     assert (played.reward_value, played.environment.receipts) == (0.0, [])
