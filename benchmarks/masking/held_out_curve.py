@@ -62,7 +62,7 @@ def train(seed: int, arm: str, folder: Path) -> Run:
         "fed": summary.fed,
         "groups_trained": summary.groups_trained,
         "groups_dropped": summary.groups_dropped,
-        "completions": summary.rows,
+        "completions": summary.completion_states,
         "scores": {},
     }
 

@@ -96,7 +96,7 @@ def test_a_run_can_be_paused_resumed_stopped_and_restarted(project):
         assert again.returncode == 1
         assert again.stderr.startswith("error: run 'test' is paused by ")
 
-        assert project.run("resume", folder).stdout == "run 'test' goes on\n"
+        assert project.run("resume", folder).stdout == "run 'test' continues\n"
         assert project.run("resume", folder).stderr == "error: run 'test' is not paused\n"
         wait_for_trained(project, after.balance["trained"] + AT_A_STEP, process, 60)
 

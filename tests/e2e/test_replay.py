@@ -130,8 +130,8 @@ def test_a_run_whose_trainer_was_killed_five_times_is_replayed_bit_for_bit(proje
     before = contents(project.run_folder)
     report = replayed(project)
     assert contents(project.run_folder) == before
-    assert (report["equal"], report["difference"], report["notes"]) == (True, None, [])
-    assert report["steps"] == summary["steps"] == report["agreements"][-1]["step"]
+    assert (report["is_identical"], report["mismatch"], report["notes"]) == (True, None, [])
+    assert report["steps"] == summary["steps"] == report["matches"][-1]["step"]
     assert report["groups"] == summary["groups_trained"]
     assert report["dropped"] == sum(summary["groups_dropped"].values())
 
@@ -141,7 +141,7 @@ def test_a_run_whose_trainer_was_killed_five_times_is_replayed_bit_for_bit(proje
     content = bytearray(place.file.read_bytes())
     content[place.offset + place.size // 2] ^= 1
     place.file.write_bytes(content)
-    with pytest.raises(RecordError, match=f"the group of prompt {line.prompt}: altered"):
+    with pytest.raises(RecordError, match=f"the group of prompt {line.prompt}: damaged"):
         replay(load_settings(project.run_folder / "run.toml"), project.run_folder)
 
 
@@ -171,5 +171,5 @@ def test_five_estimator_and_loss_combinations_are_replayed_bit_for_bit(project, 
     project.table["train"]["learning_rate"] = 1e-3
     summary = kill_five_times(project, seed=2)
     report = replayed(project)
-    assert report["equal"], report
+    assert report["is_identical"], report
     assert report["steps"] == summary["steps"]

@@ -43,7 +43,7 @@ def compare_with_checkpoint(learner: Learner, checkpoint: Checkpoint) -> Checkpo
     """Compare all tensors of a learner with a checkpoint.
 
     Raises:
-        Differs: the first that is not equal.
+        ReplayMismatchFound: a tensor differs; names the first one.
         FileNotFoundError: the checkpoint was removed during the comparison.
     """
     tensors = 0
