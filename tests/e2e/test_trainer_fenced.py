@@ -56,10 +56,16 @@ class Run:
         return [json.loads(line) for line in (self.folder / "run" / "ledger.jsonl").read_text().splitlines()]
 
     def state(self) -> dict[str, bytes]:
-        """Return the files that a later trainer starts from: ledger, metrics, named checkpoints; no temporary ones."""
-        paths = [path.relative_to(self.folder) for path in (self.folder / "run").rglob("*") if path.is_file()]
-        ours = [path for path in paths if not any(part == "weights" or part[0] == "." for part in path.parts)]
-        return {str(path): (self.folder / path).read_bytes() for path in ours}
+        """Return the files that a later trainer starts from: ledger, metrics, named checkpoints; no temporary ones.
+
+        It does not enter `weights`, whose old versions the trainer removes meanwhile.
+        """
+        found: dict[str, bytes] = {}
+        for place, folders, names in os.walk(self.folder / "run"):
+            folders[:] = [name for name in folders if name != "weights" and not name.startswith(".")]
+            paths = [Path(place, name) for name in names if not name.startswith(".")]
+            found |= {str(path.relative_to(self.folder)): path.read_bytes() for path in paths}
+        return found
 
 
 @pytest.fixture
