@@ -196,7 +196,7 @@ class Tokens(Rows):
     def loss(self) -> Tensor:
         """Run the clipped loss, forward and backward."""
         logprobs = self.logprobs_RT.detach().requires_grad_()
-        found = policy_loss(
+        result = policy_loss(
             "clipped",
             LossInputs(
                 logprobs_RT=logprobs,
@@ -207,7 +207,7 @@ class Tokens(Rows):
             row_factors("token-mean", self.lengths_C, self.totals),
             Clipped().options,
         )
-        return torch.autograd.grad(found.loss, logprobs)[0]
+        return torch.autograd.grad(result.loss, logprobs)[0]
 
     def normalize(self, level: str) -> Any:
         return normalize(self.rewards_C, self.grouping(), mean=level, std=level, **NORMALIZATION)
@@ -219,7 +219,7 @@ class Tokens(Rows):
     def lines(self) -> list[TimedWork]:
         into = torch.empty_like(self.rewards_C)
         by_level = sorted(ESTIMATORS, key=lambda name: ESTIMATORS[name].traits.level)
-        told: dict[str, Callable[[], object]] = {
+        work_by_name: dict[str, Callable[[], object]] = {
             "normalize, group": partial(self.normalize, "group"),
             "normalize, batch": partial(self.normalize, "batch"),
             "normalize_tokens, group": partial(self.normalize_tokens, "group"),
@@ -236,7 +236,7 @@ class Tokens(Rows):
             self.coding(),
             *(self.estimator(name) for name in by_level),
             *(TimedWork(looped(name), partial(self.loop, name), seldom=True, prepare=self.ids) for name in LOOPED),
-            *(TimedWork(name, alone(work), seldom=True) for name, work in told.items()),
+            *(TimedWork(name, alone(work), seldom=True) for name, work in work_by_name.items()),
         ]
 
     def loop(self, name: str, ids: Sequence[str]) -> Tensor:
@@ -273,7 +273,7 @@ def is_view(on_tokens: Tensor) -> bool:
 
 def measure(lines: Sequence[TimedWork], rounds: int) -> dict[str, list[float]]:
     """Return CPU milliseconds of each entry, in ascending order."""
-    found: dict[str, list[float]] = {line.name: [] for line in lines}
+    result: dict[str, list[float]] = {line.name: [] for line in lines}
     order, shuffled = list(lines), random.Random(rounds)
     gc.collect()
     gc.disable()
@@ -287,9 +287,9 @@ def measure(lines: Sequence[TimedWork], rounds: int) -> dict[str, list[float]]:
             line.work(given)
             spent = time.thread_time_ns() - began
             if turn >= 0:
-                found[line.name].append(spent / 1e6)
+                result[line.name].append(spent / 1e6)
     gc.enable()
-    return {name: sorted(times) for name, times in found.items()}
+    return {name: sorted(times) for name, times in result.items()}
 
 
 def case(rows: int, tokens: int, size: int, rounds: int) -> dict[str, Any]:
@@ -301,16 +301,16 @@ def case(rows: int, tokens: int, size: int, rounds: int) -> dict[str, Any]:
     copied = [name for name in by_row if not is_view(batch.advantages(name))]
     lines = batch.lines()
     times = measure(lines, rounds)
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    told = []
+    medians = {name: statistics.median(result) for name, result in times.items()}
+    timings = []
     for line in lines:
         sums = medians[line.name] / line.parts / medians[TOKEN_SUM]
-        found = times[line.name]
-        told.append(
+        result = times[line.name]
+        timings.append(
             {
                 "line": line.name,
                 "ms": round(medians[line.name], 4),
-                "ms_quartiles": [round(found[len(found) // 4], 4), round(found[len(found) * 3 // 4], 4)],
+                "ms_quartiles": [round(result[len(result) // 4], 4), round(result[len(result) * 3 // 4], 4)],
                 "token_sums": round(sums, 3),
                 "parts": line.parts,
                 "limit": line.limit,
@@ -321,7 +321,7 @@ def case(rows: int, tokens: int, size: int, rounds: int) -> dict[str, Any]:
         "rows": rows,
         "tokens": tokens,
         "group_size": size,
-        "lines": told,
+        "lines": timings,
         "python_loop": {
             name: {
                 "times_estimator": round(medians[looped(name)] / medians[name], 1),
@@ -340,12 +340,12 @@ def growth(rounds: int) -> list[dict[str, Any]]:
         batch = Rows(rows, GROUP_SIZES[0])
         some = [TimedWork(TABLE, dict.fromkeys, prepare=batch.ids), batch.coding(), *map(batch.estimator, GROWING)]
         lines += [replace(line, name=f"{line.name} {rows}") for line in some]
-    times, told, ratios = measure(lines, rounds), [], {}
+    times, rows_of_growth, ratios = measure(lines, rounds), [], {}
     for name in (TABLE, CODING, *GROWING):
         by_rows = {rows: statistics.median(times[f"{name} {rows}"]) * 1e6 / rows for rows in ROWS}
         ratios[name] = by_rows[ROWS[-1]] / by_rows[ROWS[0]]
         limit = {TABLE: None, CODING: CODING_GROWTH_LIMIT * ratios[TABLE]}.get(name, GROWTH_LIMIT)
-        told.append(
+        rows_of_growth.append(
             {
                 "line": name,
                 "ns_per_row": {str(rows): round(spent, 1) for rows, spent in by_rows.items()},
@@ -354,36 +354,36 @@ def growth(rounds: int) -> list[dict[str, Any]]:
                 "within_limits": None if limit is None else ratios[name] <= limit,
             }
         )
-    return told
+    return rows_of_growth
 
 
-def show(found: dict[str, Any]) -> None:
+def show(result: dict[str, Any]) -> None:
     """Print tables."""
-    said = {None: "", True: "yes", False: "no"}
-    for told in found["cases"]:
-        print(f"{told['rows']:,} rows x {told['tokens']:,} tokens, groups of {told['group_size']}")
+    marks = {None: "", True: "yes", False: "no"}
+    for reported in result["cases"]:
+        print(f"{reported['rows']:,} rows x {reported['tokens']:,} tokens, groups of {reported['group_size']}")
         print(f"  {'':36} {'ms':>9} {'quartiles':>19} {'token sums':>11} {'limit':>6}  within limits")
-        for line in told["lines"]:
+        for line in reported["lines"]:
             low, high = line["ms_quartiles"]
             each = " each of 3" if line["parts"] > 1 else ""
             print(
                 f"  {line['line']:36} {line['ms']:9.3f} {low:9.3f} {high:9.3f} {line['token_sums']:11.2f}"
-                f" {line['limit'] or '':>6}  {said[line['within_limits']]}{each}"
+                f" {line['limit'] or '':>6}  {marks[line['within_limits']]}{each}"
             )
-        view = told["advantages_on_tokens"]
+        view = reported["advantages_on_tokens"]
         print(
-            f"  {'a row on its tokens is a view':36} {'':48} {said[view['within_limits']]} {' '.join(view['copied'])}"
+            f"  {'a row on its tokens is a view':36} {'':48} {marks[view['within_limits']]} {' '.join(view['copied'])}"
         )
-        for name, found_ in told["python_loop"].items():
+        for name, found_ in reported["python_loop"].items():
             both = found_["times_estimator"], found_["times_coding_and_estimator"]
             print(f"  {looped(name)} takes {both[0]} times as long as {name}, {both[1]} times with {CODING} added")
     print(
         f"{'nanoseconds of a row, by rows':32}" + "".join(f"{rows:>11,}" for rows in ROWS) + "   ratio  limit  within"
     )
-    for line in found["growth"]:
+    for line in result["growth"]:
         spent = "".join(f"{value:11.1f}" for value in line["ns_per_row"].values())
         print(
-            f"  {line['line']:30}{spent} {line['ratio']:7.2f} {line['limit'] or '':>6}  {said[line['within_limits']]}"
+            f"  {line['line']:30}{spent} {line['ratio']:7.2f} {line['limit'] or '':>6}  {marks[line['within_limits']]}"
         )
 
 
@@ -395,14 +395,14 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     cases = [case(rows, tokens, size, arguments.rounds) for rows, tokens in SHAPES for size in GROUP_SIZES]
-    found: dict[str, Any] = {"rounds": arguments.rounds, "cases": cases, "growth": growth(arguments.rounds)}
-    checked = [told for one in cases for told in (*one["lines"], one["advantages_on_tokens"])] + found["growth"]
-    found["within_limits"] = all(told["within_limits"] is not False for told in checked)
+    result: dict[str, Any] = {"rounds": arguments.rounds, "cases": cases, "growth": growth(arguments.rounds)}
+    checked = [entry for one in cases for entry in (*one["lines"], one["advantages_on_tokens"])] + result["growth"]
+    result["within_limits"] = all(entry["within_limits"] is not False for entry in checked)
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
     else:
-        show(found)
-    return 1 if arguments.check and not found["within_limits"] else 0
+        show(result)
+    return 1 if arguments.check and not result["within_limits"] else 0
 
 
 if __name__ == "__main__":

@@ -79,11 +79,11 @@ def main() -> None:
     finally:
         for engine in engines:
             engine.kill()
-    found = min(runs, key=lambda run: run["client_cpu_ms_per_request"])
+    result = min(runs, key=lambda run: run["client_cpu_ms_per_request"])
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
     else:
-        for name, value in found.items():
+        for name, value in result.items():
             print(f"{name:28} {value}")
 
 

@@ -169,12 +169,12 @@ def measure(policy: str, settings: Settings, watched: Observed, numbers: list[in
     outcome = watched.outcome
     if outcome is None or outcome.failure or outcome.view is None:
         raise SystemExit(f"{policy}: the run did not come to its end ({outcome and outcome.failure})")
-    told = steps(settings)
-    tokens = [step["tokens/sampled"] for step in told]
-    rows = sum(step["rows/valid"] for step in told)
+    step_metrics = steps(settings)
+    tokens = [step["tokens/sampled"] for step in step_metrics]
+    rows = sum(step["rows/valid"] for step in step_metrics)
 
     def mean(name: str) -> float:
-        return sum(step[name] * n for step, n in zip(told, tokens, strict=True)) / sum(tokens)
+        return sum(step[name] * n for step, n in zip(step_metrics, tokens, strict=True)) / sum(tokens)
 
     fed = [length(seed, MEDIAN, number, draw) for number in numbers for draw in range(GROUP_SIZE)]
     return Row(
@@ -182,15 +182,15 @@ def measure(policy: str, settings: Settings, watched: Observed, numbers: list[in
         seconds=round(watched.seconds, 1),
         trained=outcome.view.counts.get("trained", 0),
         cancelled=outcome.view.counts.get("cancelled", 0),
-        abandoned=int(sum(step.get("stragglers/abandoned", 0) for step in told)),
-        waited_s=round(sum(step.get("stragglers/seconds", 0.0) for step in told), 1),
+        abandoned=int(sum(step.get("stragglers/abandoned", 0) for step in step_metrics)),
+        waited_s=round(sum(step.get("stragglers/seconds", 0.0) for step in step_metrics), 1),
         age_mean=round(mean("staleness/mean"), 2),
-        age_max=int(max(step["staleness/max"] for step in told)),
+        age_max=int(max(step["staleness/max"] for step in step_metrics)),
         over=round(mean("staleness/over"), 3),
         length_fed=round(statistics.mean(fed), 1),
         length_trained=round(sum(tokens) / rows, 1),
-        seconds_first=round(statistics.mean(step["attempt/seconds_first"] for step in told), 3),
-        seconds_trained=round(statistics.mean(step["attempt/seconds"] for step in told), 3),
+        seconds_first=round(statistics.mean(step["attempt/seconds_first"] for step in step_metrics), 3),
+        seconds_trained=round(statistics.mean(step["attempt/seconds"] for step in step_metrics), 3),
     )
 
 

@@ -89,21 +89,21 @@ def main() -> int:
             f"{3.3 * logits / 1e9:.0f} GB must be free for the way with all logits; use fewer --tokens", file=sys.stderr
         )
         return 2
-    found, values = {}, []
+    result, values = {}, []
     options = [f"--{name}={size}" for name, size in zip(("tokens", "vocabulary", "hidden"), sizes, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
         for way in WAYS:
             out = Path(folder) / "values.pt"
             command = [sys.executable, "-W", "ignore", __file__, *options, f"--way={way}", f"--out={out}"]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
-            found[way] = json.loads(done.stdout)
+            result[way] = json.loads(done.stdout)
             values.append(torch.load(out))
     errors = [float((one - other).abs().max() / other.abs().max()) for one, other in zip(*values, strict=True)]
-    ratio = found["blockwise"]["peak_mib"] / found["at once"]["peak_mib"]
+    ratio = result["blockwise"]["peak_mib"] / result["at once"]["peak_mib"]
     report = {
         **dict(zip(("tokens", "vocabulary", "hidden"), sizes, strict=True)),
         "logits_mib": round(logits / 2**20),
-        **{f"{way.replace(' ', '_')}_{name}": value for way in WAYS for name, value in found[way].items()},
+        **{f"{way.replace(' ', '_')}_{name}": value for way in WAYS for name, value in result[way].items()},
         "ratio": round(ratio, 4),
         "error": dict(zip(("logprobs", "hidden_gradient", "weight_gradient"), errors, strict=True)),
     }

@@ -43,8 +43,8 @@ def pairs(count: int) -> list[Pair]:
             (f"{i}", f"First {i + 1}, and after the correction it is ${i}$."),
             (f"x+{i}", f"\\boxed{{{i + (i % 9 == 2)}+x}}"),
         )
-        gold, said = kinds[i % 3]
-        made.append((gold, said if i % 6 else "The answer is \\boxed{7777777}"))
+        gold, answer = kinds[i % 3]
+        made.append((gold, answer if i % 6 else "The answer is \\boxed{7777777}"))
     return made
 
 
@@ -56,10 +56,10 @@ def bare(pipe: Connection) -> None:
     while rows := pipe.recv():
         began = time.process_time()
         verdicts = []
-        for gold, said in rows:
+        for gold, answer in rows:
             expected = parse(f"\\boxed{{{gold}}}", (latex,), raise_on_error=True)
-            found = parse(said, (text, latex), raise_on_error=True)
-            verdicts.append(float(verify(expected, found, float_rounding=6, raise_on_error=True)))
+            result = parse(answer, (text, latex), raise_on_error=True)
+            verdicts.append(float(verify(expected, result, float_rounding=6, raise_on_error=True)))
         pipe.send((verdicts, time.process_time() - began))
 
 
@@ -105,15 +105,15 @@ async def measure_pool(function: RewardFunction, rows: list[Pair], group: int) -
     batches = []
     for start in range(0, len(rows), group):
         part = rows[start : start + group]
-        said = [said for _, said in part]
+        answers = [answers for _, answers in part]
         golds = [gold for gold, _ in part]
         ids = [[1] * 512 for _ in part]  # as a record brings them
-        batches.append(RewardBatch(["?"] * len(part), said, ids, columns={"answer": golds}))
-    found: dict[int, list[float]] = {}
+        batches.append(RewardBatch(["?"] * len(part), answers, ids, columns={"answer": golds}))
+    result: dict[int, list[float]] = {}
 
     async def score(i: int) -> None:
         entries = await function(batches[i], 30)
-        found[i] = [entry.value if isinstance(entry, Measured) else float("nan") for entry in entries]
+        result[i] = [entry.value if isinstance(entry, Measured) else float("nan") for entry in entries]
 
     before = seconds_of(pool.pids)
     began, own = time.perf_counter(), time.process_time()
@@ -122,7 +122,7 @@ async def measure_pool(function: RewardFunction, rows: list[Pair], group: int) -
             tasks.start_soon(score, i)
     wall, spent = time.perf_counter() - began, time.process_time() - own
     spent += seconds_of(pool.pids) - before
-    return [verdict for i in range(len(batches)) for verdict in found[i]], wall, spent
+    return [verdict for i in range(len(batches)) for verdict in result[i]], wall, spent
 
 
 async def compare(arguments: argparse.Namespace) -> dict[str, object]:
@@ -172,14 +172,14 @@ async def lateness() -> float:
     """Return the longest delay after a deadline until a hanging verifier is killed."""
     function = RewardFunction.load(f"{__file__}:hang", call_options=CallOptions(processes=2, granularity="row"))
     batch = RewardBatch(["?"], ["x"], [[1]])
-    found = []
+    results = []
     async with function.open():
         for _ in range(HANGS):
             began = time.perf_counter()
             (entry,) = await function(batch, DEADLINE_S)
-            found.append(time.perf_counter() - began - DEADLINE_S)
+            results.append(time.perf_counter() - began - DEADLINE_S)
             assert entry.reason == RewardReason.TIMEOUT, entry
-    return max(found)
+    return max(results)
 
 
 def main() -> int:
@@ -190,18 +190,18 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--check", action="store_true", help="exit with 1 if the limit is exceeded")
     arguments = parser.parse_args()
-    found = anyio.run(compare, arguments)
+    result = anyio.run(compare, arguments)
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
     else:
-        for each in found["rounds"]:
+        for each in result["rounds"]:
             print("  ".join(f"{name} {value:.3f}" for name, value in each.items()))
         print(
-            f"bare {found['bare_rows_per_s']:.0f} rows/s, ours {found['ours_rows_per_s']:.0f} rows/s; "
-            f"wall {found['wall_ratio']:.2f}x, processor {found['cpu_ratio']:.2f}x, limit {LIMIT}x; one that hangs is "
-            f"killed at most {found['late_s']:.3f} s after its deadline, limit {LATE_S:g} s"
+            f"bare {result['bare_rows_per_s']:.0f} rows/s, ours {result['ours_rows_per_s']:.0f} rows/s; "
+            f"wall {result['wall_ratio']:.2f}x, processor {result['cpu_ratio']:.2f}x, limit {LIMIT}x; a hung call is "
+            f"killed at most {result['late_s']:.3f} s after its deadline, limit {LATE_S:g} s"
         )
-    return 1 if arguments.check and not found["within_limit"] else 0
+    return 1 if arguments.check and not result["within_limit"] else 0
 
 
 if __name__ == "__main__":

@@ -92,20 +92,20 @@ async def score(connection: RunConnection, groups: int) -> None:
 
 
 async def train(connection: RunConnection, groups: int) -> None:
-    tenure, marked = await TrainerLease.acquire(connection, 60.0), []
+    trainer_lease, marked = await TrainerLease.acquire(connection, 60.0), []
 
     async def do(leases):
         for lease in leases:
             decode(lease.payload, Group)
-        await tenure.commit(stage, [EndedGroup(lease, Trained()) for lease in leases], release_version=1)
+        await trainer_lease.commit(stage, [EndedGroup(lease, Trained()) for lease in leases], release_version=1)
         marked.extend(lease.id for lease in leases)
         if len(marked) >= 64:
-            await tenure.acknowledge(marked)
+            await trainer_lease.acknowledge(marked)
             marked.clear()
 
     stage = Stage(connection, "scored", "train", RetryPolicy())
     await work(stage, [groups], do)
-    await tenure.acknowledge(marked)
+    await trainer_lease.acknowledge(marked)
 
 
 async def one_stage(connection: RunConnection, groups: int) -> float:
@@ -169,9 +169,9 @@ async def claims_floor(connection: RunConnection, pending: int, count: int) -> t
     for _ in range(pending + count):
         await redis.xadd(source, {"prompt": "p", "payload": payload})
     await redis.xreadgroup(GROUP, "w", {source: ">"}, count=pending)
-    found = await timed(connection, "xreadgroup", lambda: redis.xreadgroup(GROUP, "w", {source: ">"}, count=1), count)
+    result = await timed(connection, "xreadgroup", lambda: redis.xreadgroup(GROUP, "w", {source: ">"}, count=1), count)
     await redis.delete(source)
-    return found
+    return result
 
 
 async def timed(
@@ -199,10 +199,10 @@ async def bench(arguments: argparse.Namespace) -> dict[str, float]:
                     ("claim_floor_us", claims_floor, (arguments.pending, 1000)),
                 ):
                     async with connect(url, f"{name}-{turn}") as connection:
-                        found = await measure(connection, *scale)
+                        result = await measure(connection, *scale)
                         await connection.redis.flushall()
                     for suffix, value in zip(
-                        ("", "_in_server"), found if isinstance(found, tuple) else (found,), strict=False
+                        ("", "_in_server"), result if isinstance(result, tuple) else (result,), strict=False
                     ):
                         seen.setdefault(name + suffix, []).append(value)
     return {name: round(statistics.median(values), 1) for name, values in seen.items()}
@@ -216,12 +216,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
-    found = {"group_kib": round(len(encode(make_group("p"))) / 1024, 1), "pending": arguments.pending}
-    found |= anyio.run(bench, arguments)
+    result = {"group_kib": round(len(encode(make_group("p"))) / 1024, 1), "pending": arguments.pending}
+    result |= anyio.run(bench, arguments)
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
     else:
-        for name, value in found.items():
+        for name, value in result.items():
             print(f"{name:32} {value:>10}")
 
 

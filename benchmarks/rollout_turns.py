@@ -190,11 +190,11 @@ def main() -> None:
     arguments = parser.parse_args()
     options = {"use_uvloop": sys.platform != "win32"}
     runs = [anyio.run(measure, arguments.groups, backend_options=options) for _ in range(arguments.repeats)]
-    found = min(runs, key=lambda run: run["cpu_s_per_1000_turns"])
+    result = min(runs, key=lambda run: run["cpu_s_per_1000_turns"])
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
         return
-    for name, value in found.items():
+    for name, value in result.items():
         print(f"{name:24} {value}")
 
 

@@ -99,11 +99,11 @@ async def measure(groups: int, threads: int) -> dict[str, float]:
         wall = time.perf_counter() - began
     engine_s = engine.seconds / engine.count
     possible = SLOTS / (RESET_S + TURNS * engine_s)
-    found = groups * GROUP / wall
+    result = groups * GROUP / wall
     return {
-        "completions_per_s": round(found, 1),
+        "completions_per_s": round(result, 1),
         "possible_per_s": round(possible, 1),
-        "share": round(found / possible, 3),
+        "share": round(result / possible, 3),
         "engine_ms": round(engine_s * 1000, 1),
     }
 
@@ -130,15 +130,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    found = anyio.run(
+    result = anyio.run(
         both, arguments.groups, arguments.repeats, backend_options={"use_uvloop": sys.platform != "win32"}
     )
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
     else:
-        for name, value in found.items():
+        for name, value in result.items():
             print(f"{name:16} {value}")
-    pooled = found["pooled"]
+    pooled = result["pooled"]
     if arguments.check and isinstance(pooled, dict) and pooled["share"] < LIMIT:
         print(f"{pooled['share']:.0%} of what {SLOTS} slots allow; at least {LIMIT:.0%} expected", file=sys.stderr)
         sys.exit(1)

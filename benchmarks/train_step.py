@@ -196,7 +196,7 @@ def main() -> int:
     lengths, step_s = batch.lengths_R.tolist(), statistics.median(stepping[2:])
     flops = step_flops(learner.model, lengths, report.metrics["tokens/loss"], given.updates)
     peak = peak_flops(card) if gpu and dtype == "bfloat16" else None
-    found = {
+    result = {
         "device": card,
         "dtype": dtype,
         "attention": learner.model.config._attn_implementation,
@@ -220,7 +220,7 @@ def main() -> int:
         "rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "gpu_peak_mib": torch.cuda.max_memory_allocated() // 2**20 if gpu else None,
     }
-    print(json.dumps(found) if given.json else "\n".join(f"{name:20} {value}" for name, value in found.items()))
+    print(json.dumps(result) if given.json else "\n".join(f"{name:20} {value}" for name, value in result.items()))
     return 0
 
 

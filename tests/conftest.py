@@ -77,14 +77,14 @@ def plain_logging() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def blockbuster() -> Iterator[BlockBuster]:
     """Fail a test that makes a blocking call on the event loop anywhere below the project's packages."""
-    with blockbuster_ctx(scanned_modules=[_folder_of(name) for name in ("stream", "envs", "workers")]) as found:
-        for function in found.functions.values():
+    with blockbuster_ctx(scanned_modules=[_folder_of(name) for name in ("stream", "envs", "workers")]) as result:
+        for function in result.functions.values():
             # A log line is one short write to a terminal or a file. A process can only be started by fork and exec;
             # waiting for it is asynchronous. A module is imported once.
             function.can_block_in("structlog/_output.py", {"msg", "__call__"})
             function.can_block_in("subprocess.py", {"_execute_child"})
             function.can_block_in("<frozen importlib._bootstrap>", {"_find_and_load"})
-        yield found
+        yield result
 
 
 def _folder_of(package: str) -> ModuleType:
@@ -144,9 +144,9 @@ def make_server() -> Iterator[Callable[..., Server]]:
     """A factory of private, unstarted servers: `make_server(*options, binary=..., fsync=...)`."""
     with tempfile.TemporaryDirectory(prefix="penstock-test-") as folder:
         made: list[Server] = []
-        found = find_server()
+        result = find_server()
 
-        def make(*options: str, binary: Path = found, fsync: str = "everysec") -> Server:
+        def make(*options: str, binary: Path = result, fsync: str = "everysec") -> Server:
             home = Path(folder) / str(len(made))
             home.mkdir()
             made.append(Server(home, binary, *options, fsync=fsync))
@@ -216,8 +216,8 @@ def run_name() -> str:
 @pytest.fixture
 async def connection(redis_url: str, run_name: str) -> AsyncIterator[RunConnection]:
     """A connection to the test's own run."""
-    async with connect(redis_url, run_name, reconnect_s=5.0) as found:
-        yield found
+    async with connect(redis_url, run_name, reconnect_s=5.0) as result:
+        yield result
 
 
 @pytest.fixture

@@ -32,10 +32,10 @@ def slice_of(text: str, today: date) -> tuple[int, int]:
     """Parse a slice into (number, count): `today` is the day's own, `K/N` the K-th of N, counted from 0."""
     if text == "today":
         return today.toordinal() % SLICES, SLICES
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if found is None or int(found[1]) >= int(found[2]):
+    result = re.fullmatch(r"(\d+)/(\d+)", text)
+    if result is None or int(result[1]) >= int(result[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is no slice; write `today`, or K/N with K from 0 to N - 1")
-    return int(found[1]), int(found[2])
+    return int(result[1]), int(result[2])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = datetime.now(UTC)
     codes, failed = [], []
     for part in parts:
-        code, found = _run([*part, "--hypothesis-seed", str(options.seed), *more])
+        code, result = _run([*part, "--hypothesis-seed", str(options.seed), *more])
         codes.append(0 if code == _NOTHING_COLLECTED else code)
-        failed += found
+        failed += result
     seconds = round((datetime.now(UTC) - began).total_seconds())
     record = {"began": began.isoformat(timespec="seconds"), "seconds": seconds, "again": again, "commit": _commit()}
     _keep(record | {"codes": codes, "failed": failed})
@@ -73,14 +73,14 @@ def _run(arguments: Sequence[str]) -> tuple[int, list[str]]:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
-            if found := re.match(r"(?:FAILED|ERROR) (\S+)", line):
-                failed.append(found[1])
+            if result := re.match(r"(?:FAILED|ERROR) (\S+)", line):
+                failed.append(result[1])
     return process.returncode, failed
 
 
 def _commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return found.stdout.strip()
+    result = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return result.stdout.strip()
 
 
 def _keep(record: dict[str, object]) -> None:

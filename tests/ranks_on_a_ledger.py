@@ -50,8 +50,8 @@ def steps(folder: Path) -> Iterator[tuple[int, int, list[Group]]]:
     lines, broken = read_ledger(folder / "ledger.jsonl")
     assert not broken
     archive = ArchivedGroups(folder / "groups")
-    for step, found in groupby(lines, lambda written: written.record.step):
-        batch = [written.record for written in found if written.record.outcome == Trained()]
+    for step, result in groupby(lines, lambda written: written.record.step):
+        batch = [written.record for written in result if written.record.outcome == Trained()]
         yield step, batch[0].version, [archive.read(line.prompt, line.hash) for line in batch]
 
 
@@ -61,10 +61,10 @@ def work(job: Job, make_learner: Callable[[Settings, torch.dtype], Learner]) -> 
     learner = make_learner(settings, getattr(torch, job.dtype))
     done = 0
     if job.resume:
-        found = CheckpointStore(Path(job.resume)).latest()
-        assert found is not None
-        found.restore(learner)
-        done = found.progress.step
+        result = CheckpointStore(Path(job.resume)).latest()
+        assert result is not None
+        result.restore(learner)
+        done = result.progress.step
     for step, version, groups in steps(settings.folder):
         if step <= done:
             continue

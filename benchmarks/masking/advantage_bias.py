@@ -104,10 +104,10 @@ def advantages(stored: Stored, label: str, failed: Tensor, handling: str) -> Ten
 def compare(stored: Stored, label: str, failed: Tensor, handling: str) -> dict[str, Tensor]:
     """Return sums over answers, each (draws, 2, sizes): by correctness, and by the number of right answers."""
     truth = advantages(stored, label, torch.zeros_like(failed[:1]), handling)[0]
-    found = advantages(stored, label, failed, handling)
+    result = advantages(stored, label, failed, handling)
     trains = ~failed if handling == "masked" else torch.ones_like(failed)
-    error = torch.where(trains, found - truth, 0.0)
-    wrong_way = trains & (torch.where(stored.right, -found, found) > 0)
+    error = torch.where(trains, result - truth, 0.0)
+    wrong_way = trains & (torch.where(stored.right, -result, result) > 0)
     sizes = int(stored.group_ids.bincount().max()) + 1
     cells = stored.right * sizes + stored.siblings_right
 
@@ -122,7 +122,7 @@ def compare(stored: Stored, label: str, failed: Tensor, handling: str) -> dict[s
         "error": sums(error),
         "wrong_way": sums(wrong_way),
         "failed": sums(failed),
-        "advantage_failed": sums(torch.where(failed, found, 0.0)),
+        "advantage_failed": sums(torch.where(failed, result, 0.0)),
     }
 
 
@@ -195,8 +195,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if not arguments.replot:
-        found = list(results(load(HERE / "groups.json"), arguments.draws, arguments.share, arguments.seed))
-        lines = ",\n".join(json.dumps(rounded(entry)) for entry in found)
+        result = list(results(load(HERE / "groups.json"), arguments.draws, arguments.share, arguments.seed))
+        lines = ",\n".join(json.dumps(rounded(entry)) for entry in result)
         RESULTS.write_text(f"[\n{lines}\n]\n")
     entries = msgspec.json.decode(RESULTS.read_bytes())
     print(table(entries))

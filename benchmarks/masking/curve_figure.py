@@ -50,8 +50,8 @@ def differences(one: Curves, other: Curves) -> dict[int, list[float]]:
     """Return paired differences at each position, one per common seed; at -1 those of the means after the start."""
     seeds = sorted(one.keys() & other.keys())
     places = list(one[seeds[0]]) if seeds else []
-    found = {place: [one[seed][place] - other[seed][place] for seed in seeds] for place in places}
-    return found | {-1: [mean(found[place][i] for place in places if place > 0) for i in range(len(seeds))]}
+    result = {place: [one[seed][place] - other[seed][place] for seed in seeds] for place in places}
+    return result | {-1: [mean(result[place][i] for place in places if place > 0) for i in range(len(seeds))]}
 
 
 def draw(runs: list[Run]) -> None:
@@ -77,10 +77,10 @@ def _curves(axes: Any, runs: list[Run], axis: str) -> None:
     frame(axes, f"True score by {axis}")
     axes.set_ylabel("held-out problems, mean reward")
     for arm, color in COLORS.items():
-        found = curves(runs, arm, axis)
-        if not found:
+        result = curves(runs, arm, axis)
+        if not result:
             continue
-        middle, half = zip(*(interval([curve[p] for curve in found.values()]) for p in PLACES[axis]), strict=True)
+        middle, half = zip(*(interval([curve[p] for curve in result.values()]) for p in PLACES[axis]), strict=True)
         axes.plot(PLACES[axis], middle, color=color, linewidth=1.8, marker="o", markersize=3.5, label=NAMES[arm])
         lower, upper = ([m + sign * h for m, h in zip(middle, half, strict=True)] for sign in (-1, 1))
         axes.fill_between(PLACES[axis], lower, upper, color=color, alpha=0.13, linewidth=0)
@@ -152,17 +152,17 @@ def _scale(axes: Any, axis: str) -> None:
 
 
 def _tell(runs: list[Run], axis: str) -> None:
-    found = {arm: curves(runs, arm, axis) for arm in COLORS if curves(runs, arm, axis)}
-    paired = differences(found["masked"], found["scored zero"])
-    print(f"\n| {axis} | " + " | ".join(NAMES[arm] for arm in found) + " | masked less scored 0.0 |")
-    print("|---:|" + "---:|" * (len(found) + 1))
+    result = {arm: curves(runs, arm, axis) for arm in COLORS if curves(runs, arm, axis)}
+    paired = differences(result["masked"], result["scored zero"])
+    print(f"\n| {axis} | " + " | ".join(NAMES[arm] for arm in result) + " | masked less scored 0.0 |")
+    print("|---:|" + "---:|" * (len(result) + 1))
     for place in PLACES[axis]:
-        means = [f"{mean(curve[place] for curve in of.values()):.3f}" for of in found.values()]
+        means = [f"{mean(curve[place] for curve in of.values()):.3f}" for of in result.values()]
         print(f"| {place} | {' | '.join(means)} | {_told(paired[place])} |")
-    means = [f"{mean(mean(list(curve.values())[1:]) for curve in of.values()):.3f}" for of in found.values()]
+    means = [f"{mean(mean(list(curve.values())[1:]) for curve in of.values()):.3f}" for of in result.values()]
     print(f"| mean after the start | {' | '.join(means)} | {_told(paired[-1])} |")
-    for arm in ("masked", "scored zero") if "no failures" in found else ():
-        paired = differences(found[arm], found["no failures"])
+    for arm in ("masked", "scored zero") if "no failures" in result else ():
+        paired = differences(result[arm], result["no failures"])
         last = PLACES[axis][-1]
         print(f"{NAMES[arm]} less no failures: mean {_told(paired[-1])}, at {last} {_told(paired[last])}")
 

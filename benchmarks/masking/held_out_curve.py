@@ -158,14 +158,14 @@ def main() -> None:
     for seed, arm in [] if arguments.replot else itertools.product(arguments.seeds, arguments.arms):
         folder.mkdir(parents=True, exist_ok=True)
         with logs.log_to_file("masking", folder / "masking.log"):
-            found = next((known for known in runs if (known["seed"], known["arm"]) == (seed, arm)), None)
-            if found is None:
-                found = train(seed, arm, folder)
-                runs.append(found)
-            measure(found, folder)
+            result = next((known for known in runs if (known["seed"], known["arm"]) == (seed, arm)), None)
+            if result is None:
+                result = train(seed, arm, folder)
+                runs.append(result)
+            measure(result, folder)
         lines = ",\n".join(msgspec.json.encode(known).decode() for known in runs)
         arguments.results.write_text(f"[\n{lines}\n]\n")
-        print(f"seed {seed}, {arm}: {found['scores']}", flush=True)
+        print(f"seed {seed}, {arm}: {result['scores']}", flush=True)
     draw(runs)
 
 

@@ -35,7 +35,7 @@ SEED = 1
 
 async def collect(scoring: Settings, models: dict[int, Path]) -> list[dict[str, Any]]:
     """Return groups of every policy, each on different problems."""
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     rows = training_rows(PROBLEMS * len(models), SEED)
     async with anyio.create_task_group() as tasks:
         child = ChildProcess(
@@ -50,13 +50,13 @@ async def collect(scoring: Settings, models: dict[int, Path]) -> list[dict[str, 
                 for group in await _play(scoring, url, model, own, GROUP_SIZE, scoring.rollout.temperature):
                     rewards = [completion.reward.value for completion in group.completions]
                     lengths = [sum(row.sampled_count for row in completion.rows) for completion in group.completions]
-                    found.append({"step": step, "rewards": rewards, "lengths": lengths})
+                    results.append({"step": step, "rewards": rewards, "lengths": lengths})
             child.terminate()
 
         code = await child.run(functools.partial(tasks.start_soon, play))
-    if len(found) < len(rows):
+    if len(results) < len(rows):
         raise RunFailedError(f"the engine ended with code {code}: {child.last_error()} (its log is {child.log_file})")
-    return found
+    return results
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/masking"), help="where held_out_curve left its runs")
     start = parser.parse_args().folder.resolve() / f"seed-{SEED}"
     checkpoints = CheckpointStore(start.with_name(f"seed-{SEED}-no-failures") / "checkpoints")
-    models = {0: start / "model"} | {step: found.model for step in STEPS if (found := checkpoints.at_step(step))}
+    models = {0: start / "model"} | {step: result.model for step in STEPS if (result := checkpoints.at_step(step))}
     groups = run_async(lambda: collect(demo_settings(start, SEED), models))
     lines = ",\n".join(msgspec.json.encode(group).decode() for group in groups)
     (HERE / "groups.json").write_text(f"[\n{lines}\n]\n")

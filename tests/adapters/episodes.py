@@ -91,10 +91,10 @@ async def train(
 
     def reply(prompt_ids, _request):
         text = tokenizer.decode(prompt_ids, skip_special_tokens=False)
-        said = say(text, seen[text])
+        sampled = say(text, seen[text])
         seen[text] += 1
         asked.append(text)
-        return [*tokenizer.encode(said, add_special_tokens=False).ids, end]
+        return [*tokenizer.encode(sampled, add_special_tokens=False).ids, end]
 
     project.prompts(groups)
     project.table["environments"] = {"it": {"ref": ref, "args": dict(args or {})}}

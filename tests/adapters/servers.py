@@ -98,8 +98,8 @@ def openenv_server(app: str, folder: Path, *paths: Path) -> Iterator[str]:
         "--log-level",
         "warning",
     ]
-    found = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "MAX_CONCURRENT_ENVS": "64"}
-    with serving(command, port, folder, found):
+    result = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "MAX_CONCURRENT_ENVS": "64"}
+    with serving(command, port, folder, result):
         yield f"ws://127.0.0.1:{port}"
 
 

@@ -21,15 +21,15 @@ def source_of(file: Path, name: str, nth: int = 0) -> str:
     """
     text = file.read_text()
     pieces = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE) if file.suffix == ".md" else [text]
-    found = [
+    results = [
         textwrap.dedent("\n".join(piece.splitlines()[node.lineno - 1 : node.end_lineno]))
         for piece in pieces
         if name.rpartition(".")[2] in piece
         for path, node in _defined(ast.parse(piece), ())
         if ".".join(path).endswith(name) and path[-1] == name.rpartition(".")[2]
     ]
-    assert len(found) > nth, f"{file} has {len(found)} of {name}; is it the version that is asked for?"
-    return found[nth]
+    assert len(results) > nth, f"{file} has {len(results)} of {name}; is it the version that is asked for?"
+    return results[nth]
 
 
 def _defined(node: ast.AST, within: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ast.ClassDef]]:
@@ -51,7 +51,7 @@ def written(file: Path, *sources: str, imports: str = "", paths: tuple[Path, ...
         paths: folders to import from.
         scope: expressions for the names that they read.
     """
-    found = [f"import sys\nsys.path += {[str(path) for path in paths]}"] if paths else []
+    result = [f"import sys\nsys.path += {[str(path) for path in paths]}"] if paths else []
     values = [f"{name} = {value}" for name, value in scope.items()]
-    file.write_text("\n\n\n".join([*found, *([imports] if imports else []), *values, *sources]) + "\n")
+    file.write_text("\n\n\n".join([*result, *([imports] if imports else []), *values, *sources]) + "\n")
     return file

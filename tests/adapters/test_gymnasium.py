@@ -151,7 +151,7 @@ def test_later_steps_do_not_change_a_snapshot():
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         ({"parse_action": "nowhere.py:parse"}, "does not exist"),
         ({"reward": "max"}, "'sum' or 'last'"),
@@ -159,8 +159,8 @@ def test_later_steps_do_not_change_a_snapshot():
         ({"slippery": True}, "takes no argument 'slippery'"),
     ],
 )
-def test_an_environment_that_cannot_be_made_is_an_error_at_start(args, told):
-    with pytest.raises(ReferenceNotFoundError, match=told):
+def test_an_environment_that_cannot_be_made_is_an_error_at_start(args, message):
+    with pytest.raises(ReferenceNotFoundError, match=message):
         EnvironmentFactory.load("gymnasium", ARGS | args)
 
 

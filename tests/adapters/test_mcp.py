@@ -130,8 +130,8 @@ async def test_an_episode_runs_over_streamable_http(tmp_path):
     port = free_port()
     with serving([sys.executable, SERVER, str(port)], port, tmp_path) as server:
         factory = await anyio.to_thread.run_sync(partial(EnvironmentFactory.load, f"mcp:http://127.0.0.1:{port}/mcp"))
-        found = await completions(factory, [write("a"), "Done."], n=3)
-        assert sorted(each.messages[1]["content"] for each in found) == ["1 notes", "2 notes", "3 notes"]
+        result = await completions(factory, [write("a"), "Done."], n=3)
+        assert sorted(each.messages[1]["content"] for each in result) == ["1 notes", "2 notes", "3 notes"]
         server.kill()
         server.wait()
         (failed,) = await completions(factory, [write("a"), "Done."])
@@ -139,13 +139,13 @@ async def test_an_episode_runs_over_streamable_http(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ref", "args", "told"),
+    ("ref", "args", "message"),
     [
         ("mcp:http://127.0.0.1:9/mcp", {}, "no MCP server answers at 'http://127.0.0.1:9/mcp'"),
         ("mcp", {"command": "there-is-no-such-command"}, "no MCP server answers at 'there-is-no-such-command'"),
         ("mcp", {}, "give one of them"),
     ],
 )
-def test_a_missing_server_is_an_error_at_start(ref, args, told):
-    with pytest.raises(ReferenceNotFoundError, match=told):
+def test_a_missing_server_is_an_error_at_start(ref, args, message):
+    with pytest.raises(ReferenceNotFoundError, match=message):
         EnvironmentFactory.load(ref, args)

@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 def url(tmp_path_factory):
     """The address of the checkout's server."""
     folder = checkout("PENSTOCK_OPENENV") / "envs"
-    with openenv_server("echo_env.server.app:app", tmp_path_factory.mktemp("echo"), folder) as found:
-        yield found
+    with openenv_server("echo_env.server.app:app", tmp_path_factory.mktemp("echo"), folder) as result:
+        yield result
 
 
 @pytest.fixture(scope="module")

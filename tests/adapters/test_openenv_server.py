@@ -85,11 +85,11 @@ async def test_an_episode_without_a_step_is_not_scored(echo):
 
 async def test_the_template_app_refuses_a_second_session(template):
     with openenv_server("server.app:app", template, template) as url:
-        found = await completions(await load(url), [echoing("four"), "Done."], n=2)
-    (failed,) = [each.failure for each in found if each.failure]
+        result = await completions(await load(url), [echoing("four"), "Done."], n=2)
+    (failed,) = [each.failure for each in result if each.failure]
     assert failed.reason is RolloutReason.ENV_RESET
     assert "CAPACITY_REACHED" in failed.detail
-    assert [merge_parts(each.parts) for each in found if not each.failure] == [Measured(pytest.approx(0.4))]
+    assert [merge_parts(each.parts) for each in result if not each.failure] == [Measured(pytest.approx(0.4))]
 
 
 async def test_a_run_trains_on_the_template_environment(echo, project):  # noqa: F811
@@ -131,9 +131,9 @@ async def test_an_environment_that_raises_invalidates_only_its_own_completion(wo
     (failed,) = await completions(factory, [guess("raise"), "Done."])
     assert failed.failure.reason is RolloutReason.ENV_STEP
     assert "the word list is gone" in failed.failure.detail
-    found = await completions(factory, [guess("slate"), guess("crane"), guess("crane"), "Done."], n=4)
-    assert [merge_parts(each.parts) for each in found] == [Measured(1.2)] * 4
-    assert "the episode is over" in found[0].messages[5]["content"]
+    result = await completions(factory, [guess("slate"), guess("crane"), guess("crane"), "Done."], n=4)
+    assert [merge_parts(each.parts) for each in result] == [Measured(1.2)] * 4
+    assert "the episode is over" in result[0].messages[5]["content"]
 
 
 async def test_unknown_arguments_of_an_action_are_an_error_for_the_model(wordle):

@@ -101,8 +101,8 @@ def say(**arguments):
 
 
 async def play(server, *turns, n=1, reward="sum", **more):
-    found = await completions(await load(server, reward=reward), [*turns, "Done."], n=n, **more)
-    return found[0]
+    result = await completions(await load(server, reward=reward), [*turns, "Done."], n=n, **more)
+    return result[0]
 
 
 async def test_the_model_gets_the_servers_tools(server):
@@ -190,11 +190,11 @@ async def test_a_failing_server_invalidates_one_completion_and_the_next_one_reco
     assert server.connections == before + 2
 
 
-@pytest.mark.parametrize(("fault", "told"), [("error", "that word is no word"), ("invalid", "do not fit")])
-async def test_the_model_reads_why_a_tool_refused_a_call(server, fault, told):
+@pytest.mark.parametrize(("fault", "message"), [("error", "that word is no word"), ("invalid", "do not fit")])
+async def test_the_model_reads_why_a_tool_refused_a_call(server, fault, message):
     completion = await play(server, say(fault=fault), say(reward=1), reward="last")
     assert completion.failure is None
-    assert told in completion.messages[1]["content"]
+    assert message in completion.messages[1]["content"]
     assert completion.tool_errors == 1
     assert merge_parts(completion.parts) == Measured(1.0)
 
@@ -229,13 +229,13 @@ async def test_a_missing_server_is_reported_with_address_and_start_command():
 
 
 @pytest.mark.parametrize(
-    ("ref", "args", "told"),
+    ("ref", "args", "message"),
     [
         ("openenv:ftp://x", {}, "not the URL of an OpenEnv server"),
         ("openenv:ws://x", {"reward": "mean"}, "'sum', 'last', 'max' or 'none'"),
         ("openenvy:ws://x", {}, "there is no adapter 'openenvy'; there are: openenv"),
     ],
 )
-def test_invalid_arguments_are_refused(ref, args, told):
-    with pytest.raises(ReferenceNotFoundError, match=told):
+def test_invalid_arguments_are_refused(ref, args, message):
+    with pytest.raises(ReferenceNotFoundError, match=message):
         EnvironmentFactory.load(ref, args)

@@ -37,13 +37,13 @@ async def load(file, name):
     return await anyio.to_thread.run_sync(EnvironmentFactory.load, f"{file}:{name}")
 
 
-async def rewards(file, factory, found, name="reward_func"):
+async def rewards(file, factory, episodes, name="reward_func"):
     """Call TRL's reward function on completions, given the snapshots."""
     function = await anyio.to_thread.run_sync(partial(RewardFunction.load, f"{file}:{name}"))
-    assert [completion.failure for completion in found] == [None] * len(found)
-    kept = [thaw(completion.snapshot, factory) for completion in found]
+    assert [completion.failure for completion in episodes] == [None] * len(episodes)
+    kept = [thaw(completion.snapshot, factory) for completion in episodes]
     return await function(
-        RewardBatch.from_group(Group(prompt=Prompt(id="p", messages=[]), completions=found), kept), 10
+        RewardBatch.from_group(Group(prompt=Prompt(id="p", messages=[]), completions=episodes), kept), 10
     )
 
 
@@ -114,19 +114,19 @@ async def test_the_echo_example_runs_and_its_reward_function_reads_each_snapshot
     assert [(tool.name, tool.description) for tool in factory.tools] == [
         ("echo", "Echo the message back from the environment.")
     ]
-    found = []
+    results = []
     async with EnvironmentPool({"it": factory}, size=1) as pool:  # the slot's instance serves successive episodes
         for text in ("four", "seven77"):
-            found += await completions(factory, [call("echo", json.dumps({"message": text})), "Done."], pool=pool)
-    assert [completion.messages[1]["content"] for completion in found] == ["four", "seven77"]
-    assert await rewards(echo, factory, found) == [Measured(pytest.approx(0.4)), Measured(pytest.approx(0.7))]
+            results += await completions(factory, [call("echo", json.dumps({"message": text})), "Done."], pool=pool)
+    assert [completion.messages[1]["content"] for completion in results] == ["four", "seven77"]
+    assert await rewards(echo, factory, results) == [Measured(pytest.approx(0.4)), Measured(pytest.approx(0.7))]
 
 
 async def test_wordle_episodes_run_concurrently(wordle):
     factory = await load(wordle, "WordleEnv")
-    found = await completions(factory, [guess("slate"), guess("crane"), guess("crane"), "Done."], n=4)
-    assert await rewards(wordle, factory, found) == [Measured(1.0)] * 4
-    for completion in found:
+    result = await completions(factory, [guess("slate"), guess("crane"), guess("crane"), "Done."], n=4)
+    assert await rewards(wordle, factory, result) == [Measured(1.0)] * 4
+    for completion in result:
         assert completion.failure is None
         assert completion.prompt_messages[-1]["content"].startswith("Go.You are playing Wordle.")
         assert completion.messages[1]["content"].strip() == "Feedback: slate XXGXG"
@@ -163,8 +163,8 @@ async def test_the_documented_environment_chooses_its_task_and_scores_itself(trl
     file = written(tmp_path / "increment.py", source_of(page, "IncrementEnv"), imports="import random")
     factory = await load(file, "IncrementEnv")
     assert [tool.name for tool in factory.tools] == ["increment"]
-    found = await completions(factory, [*[increment(1)] * 3, "Done."], n=12)
-    for completion in found:
+    result = await completions(factory, [*[increment(1)] * 3, "Done."], n=12)
+    for completion in result:
         asked = int(re.search(r"Increment the counter by (\d)\.", completion.prompt_messages[-1]["content"])[1])
         assert [message["content"] for message in completion.messages if message["role"] == "tool"] == ["1", "2", "3"]
         assert merge_parts(completion.parts) == Measured(float(asked == 3))
@@ -208,9 +208,9 @@ async def test_the_2048_example_is_scored_from_its_snapshot(trl, tmp_path):
     file = written(tmp_path / "grpo_2048.py", *parts, imports="import random")
     factory = await load(file, "Game2048Env")
     says = [*(call("move", f'{{"direction": "{way}"}}') for way in ["left", "down", "right"] * 7), "Done."]
-    found = await completions(factory, says, n=4, max_turns=30, max_tool_calls=30)
-    scores = [float(re.match(r"score=(\S+)", completion.messages[-2]["content"])[1]) for completion in found]
-    assert await rewards(file, factory, found, "reward_score") == [Measured(score) for score in scores]
+    result = await completions(factory, says, n=4, max_turns=30, max_tool_calls=30)
+    scores = [float(re.match(r"score=(\S+)", completion.messages[-2]["content"])[1]) for completion in result]
+    assert await rewards(file, factory, result, "reward_score") == [Measured(score) for score in scores]
     assert len(set(scores)) > 1
 
 

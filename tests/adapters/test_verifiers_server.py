@@ -30,9 +30,9 @@ def factory(tmp_path_factory):
         with serving(command, port, folder, {"PATH": path}):
             task = {"name": "wordle", "base_url": url, "use_docker": False, "provider_kwargs": {}, "reset": {}}
             args = {"task": task, "nulls": ["env"], "prompt": False, "health_timeout_s": 60.0}
-            found = EnvironmentFactory.load(f"verifiers:tcp://127.0.0.1:{port}", args)
-            found.args = args  # for the test that writes them into a settings file
-            yield found
+            result = EnvironmentFactory.load(f"verifiers:tcp://127.0.0.1:{port}", args)
+            result.args = args  # for the test that writes them into a settings file
+            yield result
 
 
 async def test_the_server_scores_the_episode_and_the_worker_records_the_sampled_tokens(factory):
@@ -41,8 +41,8 @@ async def test_the_server_scores_the_episode_and_the_worker_records_the_sampled_
     assert completion.turns == 2
     assert merge_parts(completion.parts) == Measured(0.2 + 1.0)  # two letters of slate are where crane has them
     (row,) = completion.rows
-    said = [TOKENIZER.decode(row.tokens[a:b].tolist(), skip_special_tokens=False) for a, b in row.sampled_ranges]
-    assert said == [f"[slate]{END}", f"[crane]{END}"]
+    turns = [TOKENIZER.decode(row.tokens[a:b].tolist(), skip_special_tokens=False) for a, b in row.sampled_ranges]
+    assert turns == [f"[slate]{END}", f"[crane]{END}"]
     assert [row.tokens[a:b].tolist() for a, b in row.sampled_ranges] == [ids(f"[slate]{END}"), ids(f"[crane]{END}")]
 
 

@@ -95,21 +95,21 @@ async def played(play, script, **limits):
     async with anyio.create_task_group() as tasks:
         address = await tasks.start(server.serve)
         factory = await anyio.to_thread.run_sync(EnvironmentFactory.load, f"verifiers:{address}")
-        found = await completions(factory, script, fields={"answer": "4"}, **limits)
+        result = await completions(factory, script, fields={"answer": "4"}, **limits)
         if limits.get("episode_timeout_s"):
             with anyio.fail_after(5):
                 while not server.cancelled:
                     await anyio.sleep(0.01)
         tasks.cancel_scope.cancel()
-    return found, server, factory
+    return result, server, factory
 
 
 async def two_turns(endpoint, task):
     """Play a game of two turns, then send the rewards."""
     messages = [user("Guess.")]
     for feedback in ("Warmer.", None):
-        _, said = await ask(endpoint, *messages)
-        messages += [said, user(feedback)]
+        _, answer = await ask(endpoint, *messages)
+        messages += [answer, user(feedback)]
     yield b"delta", {"trace": "t", "open": {"id": "t"}, "nodes": [NODE, NODE], "calls": [{"error": None}] * 2}
     yield b"delta", {"trace": "t", "set": {"ok": True, "rewards": {"right": {"score": 0.5, "weight": 1.0}}}}
     yield b"delta", {"trace": "t", "set": {"rewards": {"right": {"score": 0.5, "weight": 2.0}}}, 7: "an int key"}
@@ -192,19 +192,19 @@ async def test_an_episode_past_its_deadline_is_cancelled_at_the_server():
 
 
 async def test_beyond_the_turn_limit_answers_are_empty_so_that_the_program_can_end():
-    said = []
+    answers = []
 
     async def play(endpoint, task):
         messages = [user("a")]
         for _ in range(8):
             status, message = await ask(endpoint, *messages)
-            said.append(message["content"] if status == 200 else status)
+            answers.append(message["content"] if status == 200 else status)
             messages += [message if status == 200 else user("?"), user("on")]
         yield b"delta", {"trace": "t", "nodes": [NODE], "calls": [{"error": None}], "set": trace()}
         yield b"reply", reply()
 
     (completion,), _, _ = await played(play, ["x"] * 8, max_turns=2)
-    assert said == ["x", "x", "", "", "", 400, 400, 400]
+    assert answers == ["x", "x", "", "", "", 400, 400, 400]
     assert (completion.turns, completion.truncated) == (2, TruncationReason.MAX_TURNS)
     assert merge_parts(completion.parts) == Measured(1.0)
 
@@ -320,6 +320,6 @@ def test_a_reward_counts_only_in_a_complete_valid_reply(last, traces, reason):
 
 def test_rewards_are_weighted_and_one_unmeasured_part_leaves_the_sum_unmeasured():
     rewards = {"right": {"score": 1.0, "weight": 2.0}, "short": {"score": 0.5, "weight": 0.0}, "lost": None}
-    found = read_rewards(reply(), [trace(rewards=rewards)])
-    assert (found["right"], found["short"]) == (Measured(2.0), Measured(0.0))
-    assert found["lost"].reason is RewardReason.MISSING
+    result = read_rewards(reply(), [trace(rewards=rewards)])
+    assert (result["right"], result["short"]) == (Measured(2.0), Measured(0.0))
+    assert result["lost"].reason is RewardReason.MISSING

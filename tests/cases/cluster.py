@@ -108,8 +108,8 @@ def cluster_of(binary: Path, replicas: int = 0) -> Iterator[Cluster]:
             servers.append(Server(home, binary, *options))
             return servers[-1].start()
 
-        found = Cluster(start, replicas=replicas)
-        yield found
-        found.close()
+        result = Cluster(start, replicas=replicas)
+        yield result
+        result.close()
         for server in servers:
             server.kill()

@@ -98,27 +98,27 @@ def rows_of(case: Sequence[Made]) -> list[MadeRow]:
 
 def _rows(c: int, made: Made) -> list[MadeRow]:
     source = random.Random(made.key)
-    said: list[tuple[int, int | None]] = [(source.randrange(VOCABULARY), None) for _ in range(PROMPT)]
+    tokens: list[tuple[int, int | None]] = [(source.randrange(VOCABULARY), None) for _ in range(PROMPT)]
     ends, number = [], 0
     for turn, length in enumerate(made.turns):
-        said += [(source.randrange(VOCABULARY), None) for _ in range(made.gap if turn else 0)]
-        said += [(source.randrange(VOCABULARY), number + i) for i in range(length)]
+        tokens += [(source.randrange(VOCABULARY), None) for _ in range(made.gap if turn else 0)]
+        tokens += [(source.randrange(VOCABULARY), number + i) for i in range(length)]
         number += length
-        ends.append(len(said))
+        ends.append(len(tokens))
     if not made.forked:
-        return [_row(c, 0, said, 0, made.tail)]
+        return [_row(c, 0, tokens, 0, made.tail)]
     starts = [0, *ends[:-1]]
     return [
-        _row(c, part, said[:end], start, made.tail)
+        _row(c, part, tokens[:end], start, made.tail)
         for part, (start, end) in enumerate(zip(starts, ends, strict=True))
         if part not in made.absent
     ]
 
 
-def _row(c: int, part: int, said: list[tuple[int, int | None]], start: int, tail: int) -> MadeRow:
+def _row(c: int, part: int, tokens: list[tuple[int, int | None]], start: int, tail: int) -> MadeRow:
     """Return the row in which the tokens sampled from position `start` on bear loss."""
-    own = [(place, number) for place, (_, number) in enumerate(said) if place >= start and number is not None]
-    return MadeRow(c, part, [token for token, _ in said] + [1] * tail, [p for p, _ in own], [n for _, n in own])
+    own = [(place, number) for place, (_, number) in enumerate(tokens) if place >= start and number is not None]
+    return MadeRow(c, part, [token for token, _ in tokens] + [1] * tail, [p for p, _ in own], [n for _, n in own])
 
 
 def build(
@@ -181,13 +181,13 @@ def drawn(key: int, what: str, number: int) -> float:
 
 def _turn_rewards(made: Made, row: MadeRow) -> list[float]:
     """Put 0, 1/8 or 2/8 on the last token of each turn if the reward is measured and there are several turns."""
-    found = [0.0] * len(row.tokens)
+    result = [0.0] * len(row.tokens)
     ends = {sum(made.turns[: turn + 1]) - 1: turn for turn in range(len(made.turns))}
     if len(made.turns) > 1 and made.state != "unmeasured":
         for place, number in zip(row.sampled, row.numbers, strict=True):
             if number in ends:
-                found[place] = round(2 * drawn(made.key, "turn", ends[number])) / 8
-    return found
+                result[place] = round(2 * drawn(made.key, "turn", ends[number])) / 8
+    return result
 
 
 def _placed(

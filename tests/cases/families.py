@@ -59,8 +59,8 @@ def tokenizer_of(name: str) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(known)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    found = set(_SPECIAL.findall(template_of(name).source)) | {family.bos, family.eos}
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in sorted(found - {""})])
+    result = set(_SPECIAL.findall(template_of(name).source)) | {family.bos, family.eos}
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in sorted(result - {""})])
     return tokenizer
 
 

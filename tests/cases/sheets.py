@@ -45,8 +45,8 @@ class Sheet:
     def logprobs(self, network: Network) -> Tensor:
         """float64 (R, T): log-probs of all tokens, with gradient; 0 for the first token of each row."""
         logits = network(self.batch.tokens_RT).logits.log_softmax(dim=-1).roll(1, dims=1)
-        found = logits.gather(2, self.batch.tokens_RT.unsqueeze(2)).squeeze(2)
-        return torch.where(torch.arange(found.shape[1]) > 0, found, 0.0)
+        result = logits.gather(2, self.batch.tokens_RT.unsqueeze(2)).squeeze(2)
+        return torch.where(torch.arange(result.shape[1]) > 0, result, 0.0)
 
     def by_key(self, values_RT: Tensor) -> Tensor:
         """Return the values of the tokens that bear loss, ordered by key; values outside must be exactly 0."""

@@ -137,11 +137,11 @@ def choosing(table: Table, number: dict[str, Table]) -> Table:
 
 
 def _tables() -> dict[str, Table]:
-    slots, found = _slots(), dict[str, Table]()
+    slots, result = _slots(), dict[str, Table]()
     waiting = {slot: list(choices) for slot, choices in slots.items()}
     for turn in range(100):
         if not any(waiting.values()):
-            return found
+            return result
         table, names = dict[str, Table](), []
         for slot, choices in slots.items():
             every = list(choices)
@@ -155,7 +155,7 @@ def _tables() -> dict[str, Table]:
                 if name in waiting[slot]:
                     waiting[slot].remove(name)
                 break
-        found[" ".join(names)] = table
+        result[" ".join(names)] = table
     raise AssertionError(f"no table can name {waiting}; the settings refuse it in every combination")
 
 

@@ -183,7 +183,7 @@ def by_kind(environments, **kwargs):
 
 async def by_target(prompts, completions, completion_ids, environments, target, **kwargs):
     scored = zip(environments, target, completions, completion_ids, strict=True)
-    return [float(env.counter == goal and bool(said) and bool(ids)) for env, goal, said, ids in scored]
+    return [float(env.counter == goal and bool(text) and bool(ids)) for env, goal, text, ids in scored]
 
 
 def has_answer(completions, **kwargs) -> list[float]:

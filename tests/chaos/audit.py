@@ -58,18 +58,18 @@ def audit(folder: Path, groups: int) -> Verdict:
         dropped = [end for end in noted[row] if end != "trained"]
         ends[row] = ["trained"] * (weight != 0) + dropped + buried[row]
         twice += weight not in {0.0, 1.0} or len(ends[row]) > 1 or len(noted[row]) > 1
-    only = Counter(found[0] for found in ends if len(found) == 1)
+    only = Counter(result[0] for result in ends if len(result) == 1)
     reasons = {end.partition(":")[2]: n for end, n in sorted(only.items()) if end.startswith("dropped:")}
-    trained = sum(found == ["trained"] and weight == 1.0 for found, weight in zip(ends, weights, strict=True))
+    trained = sum(result == ["trained"] and weight == 1.0 for result, weight in zip(ends, weights, strict=True))
     buried_once = sum(n for end, n in only.items() if end.startswith("dead:"))
     return Verdict(
         fed=view.counts.get("fed", 0),
         trained=trained,
         dropped=reasons,
         dead=buried_once,
-        lost=sum(not found for found in ends),
+        lost=sum(not result for result in ends),
         twice=twice,
-        astray=sum(len(found) == 1 and found[0] != intended(row) for row, found in enumerate(ends)),
+        astray=sum(len(result) == 1 and result[0] != intended(row) for row, result in enumerate(ends)),
         contradicted=sum(("trained" in noted[row]) != (weight == 1.0) for row, weight in enumerate(weights)),
         forgotten=view.counts.get("duplicates", 0),
         unsettled=_unsettled(view, trained, reasons, buried_once),

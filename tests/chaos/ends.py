@@ -28,8 +28,8 @@ def intended(row: int) -> str:
 
 def reward(completions, number):
     """The run's reward function."""
-    found = []
+    results = []
     for position, row in enumerate(number):
         end = intended(row)
-        found.append(None if end == UNMEASURED else 1.0 if end == NO_SIGNAL else float(position % 2))
-    return found
+        results.append(None if end == UNMEASURED else 1.0 if end == NO_SIGNAL else float(position % 2))
+    return results

@@ -174,8 +174,8 @@ def _kill_in_fsync(url: str, _data: Path) -> bool:
             if now - written > _EVERYSEC_S:
                 redis.set("ballast", ballast)
                 written = now
-            found = redis.info("persistence")
-            if found["aof_pending_bio_fsync"] and found["aof_buffer_length"]:
+            result = redis.info("persistence")
+            if result["aof_pending_bio_fsync"] and result["aof_buffer_length"]:
                 os.kill(pid, signal.SIGKILL)
                 return True
     return False
@@ -199,13 +199,13 @@ def _cut_power(url: str, data: Path) -> bool:
 
 def processes() -> dict[str, set[int]]:
     """Return role -> pids of the live processes that the supervisor in this process has started."""
-    found: dict[str, set[int]] = {}
+    result: dict[str, set[int]] = {}
     for children in Path("/proc/self/task").glob("*/children"):
         for pid in map(int, children.read_text().split()):
             role = _role(Path(f"/proc/{pid}/cmdline"))
             if role:
-                found.setdefault(role, set()).add(pid)
-    return found
+                result.setdefault(role, set()).add(pid)
+    return result
 
 
 def _role(command_line: Path) -> str | None:

@@ -62,12 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome = _run(settings, executioner, options.limit, quiet=options.json)
         seconds = round(time.monotonic() - began, 1)
         verdict = audit(settings.folder, options.groups)
-    told: dict[str, Any] = msgspec.to_builtins(verdict)
-    told |= {"kills": dict(sorted(executioner.killed.items())), "between": executioner.between}
-    told |= {"fsync": options.fsync, "caught": dict(executioner.caught), "again": _again(settings.folder)}
-    told |= {"seconds": seconds, "seed": options.seed}
+    report: dict[str, Any] = msgspec.to_builtins(verdict)
+    report |= {"kills": dict(sorted(executioner.killed.items())), "between": executioner.between}
+    report |= {"fsync": options.fsync, "caught": dict(executioner.caught), "again": _again(settings.folder)}
+    report |= {"seconds": seconds, "seed": options.seed}
     well = _complain(outcome, executioner) and acquitted(verdict, options.groups)
-    print(json.dumps(told) if options.json else json.dumps(told, indent=4), flush=True)
+    print(json.dumps(report) if options.json else json.dumps(report, indent=4), flush=True)
     if not well:
         print(f"error: the run's folder is {folder}", file=sys.stderr)
     elif options.folder is None:

@@ -19,13 +19,13 @@ def survives(
     command += ["--server-kills", str(server_kills), "--fsync", fsync, "--limit", str(limit_s), "--json"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=limit_s + 30, check=False)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr[-3000:]}"
-    told = json.loads(result.stdout)
+    report = json.loads(result.stdout)
     meant = Counter(intended(row) for row in range(groups))
     dropped = {end.partition(":")[2]: n for end, n in meant.items() if end.startswith("dropped:")}
-    assert told["fed"] == groups
-    assert told["trained"] == meant["trained"]
-    assert told["dropped"] == dropped
-    assert told["dead"] == meant["dead:prompts"] + meant["dead:scored"]
-    assert told["lost"] == told["twice"] == told["contradicted"] == 0
-    assert sum(told["kills"].values()) == kills + server_kills
-    assert told["kills"].get("server", 0) == server_kills
+    assert report["fed"] == groups
+    assert report["trained"] == meant["trained"]
+    assert report["dropped"] == dropped
+    assert report["dead"] == meant["dead:prompts"] + meant["dead:scored"]
+    assert report["lost"] == report["twice"] == report["contradicted"] == 0
+    assert sum(report["kills"].values()) == kills + server_kills
+    assert report["kills"].get("server", 0) == server_kills

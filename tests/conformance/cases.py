@@ -175,16 +175,16 @@ def read(path: Path) -> dict[str, Any]:
         UnreadableError: says what is wrong with it.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UnreadableError(f"{path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise UnreadableError(f"{path}: not JSON: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("meta", {}), dict):
+    if not isinstance(result, dict) or not isinstance(result.get("meta", {}), dict):
         raise UnreadableError(f"{path}: not a conformance file: an object of families, with `meta`, is expected")
-    if not any(cases_of(found, name) for name in families_of(found)):
+    if not any(cases_of(result, name) for name in families_of(result)):
         raise UnreadableError(f"{path}: holds no case")
-    return found
+    return result
 
 
 def families_of(file: Mapping[str, Any]) -> list[str]:
@@ -196,12 +196,12 @@ def cases_of(file: Mapping[str, Any], name: str) -> list[Case]:
     """The cases of a family; what is no case stands for one that fails."""
     held, meta = file[name], file.get("meta", {})
     listed = held.items() if isinstance(held, dict) else enumerate(held if isinstance(held, list) else [held])
-    found = []
+    results = []
     for key, words in listed:
         label = str(words.get("id", "")) if isinstance(words, dict) else ""
         named_by = key if isinstance(held, dict) else f"{name}[{key}]"
-        found.append(Case(name, label or str(named_by), words if isinstance(words, dict) else {}, meta, file))
-    return found
+        results.append(Case(name, label or str(named_by), words if isinstance(words, dict) else {}, meta, file))
+    return results
 
 
 def run(case: Case) -> list[Difference]:

@@ -99,9 +99,9 @@ def token_advantages(case: Case) -> None:
         "sum_pi_squared_CT": case.floats("sum_pi_squared", zeros_CT),
         "weights_CT": case.floats("rollout_is_weights", ones_CT),
     }
-    found = estimator(inputs, options)
-    case.expect("expected_advantages_masked", found.advantages_CT)
-    case.expect("expected_returns_masked", found.returns_CT)
+    result = estimator(inputs, options)
+    case.expect("expected_advantages_masked", result.advantages_CT)
+    case.expect("expected_returns_masked", result.returns_CT)
 
 
 @family("whitening")
@@ -120,15 +120,15 @@ def whitening(case: Case) -> None:
 @family("pass_at_k")
 def pass_at_k_known(case: Case) -> None:
     """Of n completions c are right: the chance that one of k is; nothing where there are not k."""
-    found = pass_at_k(*(torch.tensor([case[name]]) for name in ("n_valid", "n_correct")), case["k"])
+    result = pass_at_k(*(torch.tensor([case[name]]) for name in ("n_valid", "n_correct")), case["k"])
     if case["expected"] is None:
-        case.expect("expected", found.known.squeeze(0), 0)
+        case.expect("expected", result.known.squeeze(0), 0)
     else:
-        case.expect("expected", found.value.squeeze(0) if found.known.all() else None)
+        case.expect("expected", result.value.squeeze(0) if result.known.all() else None)
 
 
 def estimator_of(estimator: str, params: Mapping[str, Any], *, epsilon: float = 1e-6) -> tuple[str, dict[str, Any]]:
     """Our name and options for the file's estimator and parameters; words of explanation among these choose nothing."""
     name, implied = ESTIMATOR_NAMES.get(estimator, (estimator, {}))
-    said = {OPTION_NAMES.get(key, key): value for key, value in params.items() if not isinstance(value, str)}
-    return name, {**UNSAID, "epsilon": epsilon, **said, **implied}
+    options = {OPTION_NAMES.get(key, key): value for key, value in params.items() if not isinstance(value, str)}
+    return name, {**UNSAID, "epsilon": epsilon, **options, **implied}

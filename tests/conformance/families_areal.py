@@ -76,10 +76,10 @@ def _behaviour_correction(case: Case) -> tuple[Tensor, Tensor | None]:
     """AReaL's `rejection_sampling`, or the cap that it replaced: weights proximal / behaviour, clamped or rejected."""
     mask_RT = case.mask("mask") & case.mask("valid", [True] * len(case["mask"])).unsqueeze(1)
     cap = case.get("behave_imp_weight_cap", case.get("behav_imp_weight_cap"))
-    said: dict[str, Any] = case.get("rejection_sampling", {} if cap is None else {"upper": cap})
-    if not said:
+    rejection: dict[str, Any] = case.get("rejection_sampling", {} if cap is None else {"upper": cap})
+    if not rejection:
         return mask_RT, None
-    options = {"level": "token", "action": "mask", "metric": "ratio", "upper": 5.0, **said}
+    options = {"level": "token", "action": "mask", "metric": "ratio", "upper": 5.0, **rejection}
     if options["metric"] != "ratio" or options["level"] != "token":
         raise NotMappedError(f"no weights of level {options['level']!r} bounded by {options['metric']!r}")
     pair = (case.floats("prox_logp"), case.floats("behave_logp"))
@@ -145,7 +145,7 @@ def areal_prox_approx(case: Case) -> None:
     """Proximal log-probs between the engine's and the trainer's, by each method that the case has a result of."""
     versions_RT = torch.tensor(case["versions"])
     for method in sorted(set(case.words) - {"id", "versions", "current_version", "old_logp", "logp", "dtype"}):
-        found = interpolate_logprobs(
+        result = interpolate_logprobs(
             case.floats("old_logp"),
             case.floats("logp"),
             versions_RT,
@@ -153,7 +153,7 @@ def areal_prox_approx(case: Case) -> None:
             case["current_version"],
             method=method,
         )
-        case.expect(method, found)
+        case.expect(method, result)
 
 
 @family("areal_gae")
@@ -161,7 +161,7 @@ def areal_gae(case: Case) -> None:
     """Advantages and returns of the tokens in the mask; AReaL also carries them over the others, unused."""
     mask_CT = case.mask("loss_mask")
     values_CT = case.floats("values")
-    found = ESTIMATORS["gae"](
+    result = ESTIMATORS["gae"](
         {
             "token_rewards_CT": case.floats("rewards"),
             "mask_CT": mask_CT,
@@ -170,14 +170,14 @@ def areal_gae(case: Case) -> None:
         },
         {"discount": case["discount"], "gae_lambda": case["gae_lambda"], "whiten": False},
     )
-    case.expect("expected_advantages", found.advantages_CT, within=mask_CT)
-    case.expect("expected_returns", found.returns_CT, within=mask_CT)
+    case.expect("expected_advantages", result.advantages_CT, within=mask_CT)
+    case.expect("expected_returns", result.returns_CT, within=mask_CT)
 
 
 @family("areal_overlong")
 def areal_overlong(case: Case) -> None:
     """A reward less the penalty for length; AReaL has no other for one that was cut short."""
-    found = shape_overlong(
+    result = shape_overlong(
         case.tensor([case["reward"]]),
         torch.tensor([True]),
         torch.tensor([case["response_len"]]),
@@ -186,4 +186,4 @@ def areal_overlong(case: Case) -> None:
         tail=case["overlong_tokens"],
         factor=case["factor"],
     )
-    case.expect("expected", found.squeeze(0))
+    case.expect("expected", result.squeeze(0))

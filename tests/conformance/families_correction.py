@@ -22,23 +22,23 @@ def check_correction(case: Case, *, peer: bool = False) -> None:
     A peer keeps the weight of a rejected token, which is unused; ours is 0 there.
     """
     mask_RT = case.mask("mask") & case.mask("valid", [True] * len(case["mask"])).unsqueeze(1)
-    found = correct(case.floats("train_log_prob"), case.floats("rollout_log_prob"), mask_RT, case["config"])
+    result = correct(case.floats("train_log_prob"), case.floats("rollout_log_prob"), mask_RT, case["config"])
     if "expected_mask" in case.words:
-        case.expect_mask("expected_mask", found.kept_RT)
+        case.expect_mask("expected_mask", result.kept_RT)
     if "kept_rows" in case.words:
         kept = [row in case["kept_rows"] for row in range(len(mask_RT))]
-        case.expect_mask("kept_rows", found.kept_RT.any(dim=1), kept)
+        case.expect_mask("kept_rows", result.kept_RT.any(dim=1), kept)
     if case.get("expected_weights_masked") is not None:
-        weights_RT = found.weights.weights_RT if found.weights else None
-        case.expect("expected_weights_masked", weights_RT, within=found.kept_RT | ~mask_RT if peer else None)
+        weights_RT = result.weights.weights_RT if result.weights else None
+        case.expect("expected_weights_masked", weights_RT, within=result.kept_RT | ~mask_RT if peer else None)
     elif "expected_weights_masked" in case.words:
         case.compared.add("expected_weights_masked")
-        if found.weights:
+        if result.weights:
             case.refuse("expected_weights_masked", "ours has weights where none are expected")
     if "expected_norm_factor" in case.words:
-        case.expect("expected_norm_factor", found.weights.normalizer if found.weights else None)
+        case.expect("expected_norm_factor", result.weights.normalizer if result.weights else None)
     case.compared.add("expected_metrics")
-    expect_metrics(case, found.metrics)
+    expect_metrics(case, result.metrics)
 
 
 @family("rollout_correction_presets")

@@ -116,8 +116,8 @@ def nan_gradient_trap(case: Case) -> None:
         for other in _policy_cases(case):
             if name != "is_weights" or other.get("is_weights") is not None:
                 check_policy_loss(other, {name: _spoiled(other, name, junk)})
-            for found in other.differences:
-                case.refuse(f"{other.id}, {name} {junk}: {found.field}", found.reason)
+            for result in other.differences:
+                case.refuse(f"{other.id}, {name} {junk}: {result.field}", result.reason)
     case.compared.add("policy_losses")
 
 
@@ -135,7 +135,7 @@ def adv_norm_truncated_row(case: Case) -> None:
     truncated = [None if valid else TruncationReason.LENGTH for valid in case["valid"]]
     facts = _facts(rewards, torch.zeros(len(rewards), dtype=torch.int64), truncated=truncated)
     masks = derive_masks(facts, torch.arange(len(rewards)), mask_RT, truncation={TruncationReason.LENGTH: "exclude"})
-    found = normalize_tokens(
+    result = normalize_tokens(
         masks.rewards_C.unsqueeze(1).expand(mask_RT.shape),
         masks.loss_tokens_RT,
         facts.group_ids_C,
@@ -145,7 +145,7 @@ def adv_norm_truncated_row(case: Case) -> None:
         unbiased=True,
         epsilon=1e-5,
     )
-    case.expect("expected_advantages", found)
+    case.expect("expected_advantages", result)
 
 
 @check("inf_reward_before_clip")
@@ -155,7 +155,7 @@ def inf_reward_before_clip(case: Case) -> None:
     ids_R = torch.arange(len(case["rewards"]))
     masks = derive_masks(facts, ids_R, torch.ones(len(ids_R), 1, dtype=torch.bool), truncation={})
     case.expect("valid", masks.baseline_C)
-    found = normalize(
+    result = normalize(
         clip_rewards(masks.rewards_C, masks.baseline_C, limit=float(case.get("clip", 20.0))),
         Grouping(facts.group_ids_C, masks.baseline_C, facts.num_groups),
         mean="batch",
@@ -164,7 +164,7 @@ def inf_reward_before_clip(case: Case) -> None:
         unbiased=True,
         epsilon=1e-5,
     )
-    case.expect("expected", found)
+    case.expect("expected", result)
 
 
 @check("gpg_padding_rows")
@@ -177,16 +177,16 @@ def gpg_padding_rows(case: Case) -> None:
     masks = derive_masks(facts, ids_R, torch.ones(len(ids_R), 1, dtype=torch.bool), truncation={})
     groups = Grouping(facts.group_ids_C, masks.baseline_C, facts.num_groups)
     inputs = {"rewards_C": masks.rewards_C, "groups": groups, "loss_lengths_C": masks.loss_C.long()}
-    found = estimate("gpg", inputs, {"f_norm": 1.0}, single_sample_policy="zero")
-    case.expect("expected_first4", found[:-4])
+    result = estimate("gpg", inputs, {"f_norm": 1.0}, single_sample_policy="zero")
+    case.expect("expected_first4", result[:-4])
 
 
 @check("eos_by_finish_reason")
 def eos_by_finish_reason(case: Case) -> None:
     """What the engine says of the end decides, whatever the lengths."""
     for number, words in enumerate(case["cases"]):
-        found = [answer.SampledTurn([], [], reason, []).is_truncated for reason in words["finish_reasons"]]
-        case.expect(f"cases[{number}].expected_truncated", found, words["expected_truncated"])
+        results = [answer.SampledTurn([], [], reason, []).is_truncated for reason in words["finish_reasons"]]
+        case.expect(f"cases[{number}].expected_truncated", results, words["expected_truncated"])
 
 
 def _facts(
@@ -197,13 +197,13 @@ def _facts(
     dropped: list[DropReason | None] | None = None,
 ) -> CompletionFacts:
     """What producers would say of completions with these rewards."""
-    found = [measure(float(reward)) for reward in rewards]
+    results = [measure(float(reward)) for reward in rewards]
     none_C = torch.full_like(group_ids_C, NONE)
     return CompletionFacts(
         group_ids_C=group_ids_C,
         num_groups=int(group_ids_C.max()) + 1,
         rewards_C=torch.tensor([float(reward) for reward in rewards], dtype=torch.float64),
-        measured_C=torch.tensor([isinstance(reward, Measured) for reward in found]),
+        measured_C=torch.tensor([isinstance(reward, Measured) for reward in results]),
         reward_reason_C=none_C,
         rollout_reason_C=none_C,
         truncation_reason_C=_codes(truncated, TRUNCATION_REASONS) if truncated else none_C,

@@ -79,10 +79,10 @@ def _loss(
 
 def _weights(case: Case) -> Tensor | None:
     """Null for none, the word for the shared ones, or numbers of the case's own."""
-    said = case.words.get("is_weights")
-    if not isinstance(said, str):
-        return None if said is None else case.tensor(said)
-    return case.tensor(case.file["policy_loss_inputs"][said])
+    weights = case.words.get("is_weights")
+    if not isinstance(weights, str):
+        return None if weights is None else case.tensor(weights)
+    return case.tensor(case.file["policy_loss_inputs"][weights])
 
 
 def _bypass(
@@ -133,9 +133,9 @@ def value_losses(case: Case) -> None:
 @family("kl")
 def kl(case: Case) -> None:
     """Value and gradient of a divergence's estimator, token by token."""
-    said = case["estimator"].removesuffix("_clamped")
-    straight = "+" if said.endswith("+") else ""
-    base = said.removesuffix("+")
+    name = case["estimator"].removesuffix("_clamped")
+    straight = "+" if name.endswith("+") else ""
+    base = name.removesuffix("+")
     ours = DIVERGENCE_NAMES.get(base, base)
     # k2 straight through is k2.
     divergence = named(DIVERGENCES, ours if ours == "k2" else ours + straight, "divergence")

@@ -20,36 +20,36 @@ SEED: Final = 0
 
 def loss_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """verl's configuration of its losses as our options; missing keys take verl's defaults."""
-    said = {name: value for name, value in {**config.get("policy_loss", {}), **config}.items() if value is not None}
-    both = said.get("clip_ratio", 0.2)
+    given = {name: value for name, value in {**config.get("policy_loss", {}), **config}.items() if value is not None}
+    both = given.get("clip_ratio", 0.2)
     return {
-        "clip_low": said.get("clip_ratio_low", both),
-        "clip_high": said.get("clip_ratio_high", both),
-        "dual_clip": said.get("clip_ratio_c", 3.0),
-        "ratio_cap": said.get("clip_ratio_c", 3.0),
+        "clip_low": given.get("clip_ratio_low", both),
+        "clip_high": given.get("clip_ratio_high", both),
+        "dual_clip": given.get("clip_ratio_c", 3.0),
+        "ratio_cap": given.get("clip_ratio_c", 3.0),
         "level": "token",
-        "tau_positive": said.get("tau_pos", 1.0),
-        "tau_negative": said.get("tau_neg", 1.05),
-        "clip_cov_ratio": said.get("clip_cov_ratio", 2e-4),
-        "clip_cov_low": said.get("clip_cov_lb", 1.0),
-        "clip_cov_high": said.get("clip_cov_ub", 5.0),
-        "kl_cov_ratio": said.get("kl_cov_ratio", 2e-4),
-        "kl_cov_coefficient": said.get("ppo_kl_coef", 0.1),
-        "dro_beta": said.get("dro_beta"),
+        "tau_positive": given.get("tau_pos", 1.0),
+        "tau_negative": given.get("tau_neg", 1.05),
+        "clip_cov_ratio": given.get("clip_cov_ratio", 2e-4),
+        "clip_cov_low": given.get("clip_cov_lb", 1.0),
+        "clip_cov_high": given.get("clip_cov_ub", 5.0),
+        "kl_cov_ratio": given.get("kl_cov_ratio", 2e-4),
+        "kl_cov_coefficient": given.get("ppo_kl_coef", 0.1),
+        "dro_beta": given.get("dro_beta"),
     }
 
 
 def case_row_factors(aggregation: str, mask_RT: Tensor, info: Mapping[str, Any] | None = None) -> Tensor:
     """Every row's factor; `info` says of how large a batch these rows are a part."""
     named(AGGREGATIONS, aggregation, "aggregation")
-    said = {name: value for name, value in (info or {}).items() if value is not None}
+    given = {name: value for name, value in (info or {}).items() if value is not None}
     length_R = mask_RT.sum(dim=1)
     totals = BatchTotals(
-        tokens=said.get("batch_num_tokens", int(length_R.sum())),
-        completions=said.get("global_batch_size", int((length_R > 0).sum())),
-        ranks=said.get("dp_size", 1),
+        tokens=given.get("batch_num_tokens", int(length_R.sum())),
+        completions=given.get("global_batch_size", int((length_R > 0).sum())),
+        ranks=given.get("dp_size", 1),
     )
-    return row_factors(aggregation, length_R, totals, constant=said.get("loss_scale_factor", mask_RT.shape[1]))
+    return row_factors(aggregation, length_R, totals, constant=given.get("loss_scale_factor", mask_RT.shape[1]))
 
 
 def loss_of(

@@ -39,9 +39,9 @@ pytestmark = pytest.mark.usefixtures("preloaded")
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_case_of_the_family_passes(family):
-    found = cases.cases_of(HELD, family)
-    failed = {case.id: differences for case in found if (differences := cases.run(case))}
-    assert found
+    result = cases.cases_of(HELD, family)
+    failed = {case.id: differences for case in result if (differences := cases.run(case))}
+    assert result
     assert not failed
 
 

@@ -67,10 +67,10 @@ class Role:
         """Wait until one of `words` is in the process's log; fail if the process exits before."""
         with anyio.fail_after(within_s):
             while True:
-                said = await anyio.to_thread.run_sync(self.said)
-                if any(word in said for word in words):
+                text = await anyio.to_thread.run_sync(self.said)
+                if any(word in text for word in words):
                     return
-                assert self.process.returncode is None, said
+                assert self.process.returncode is None, text
                 await anyio.sleep(0.05)
 
 
@@ -94,12 +94,12 @@ class Cast:
 @asynccontextmanager
 async def cast(folder: Path) -> AsyncIterator[Cast]:
     """Yield a `Cast`; processes still running when the block ends are killed."""
-    found = Cast(folder)
+    result = Cast(folder)
     try:
-        yield found
+        yield result
     finally:
         with anyio.CancelScope(shield=True):
-            for role in found.roles:
+            for role in result.roles:
                 if role.process.returncode is None:
                     role.kill()
                 await role.process.wait()

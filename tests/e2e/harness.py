@@ -137,13 +137,13 @@ def balanced(summary: dict[str, Any]) -> bool:
 
 def children(pid: int) -> dict[str, int]:
     """Return role -> pid for the processes that the supervisor `pid` started."""
-    found = {}
+    result = {}
     pid = pid_of(pid)
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
         if "workers" in command:
-            found[command[command.index("workers") + 1]] = int(child)
-    return found
+            result[command[command.index("workers") + 1]] = int(child)
+    return result
 
 
 async def trained(connection: RunConnection) -> int:

@@ -15,11 +15,11 @@ PROMPTS = 60
 def audited(project, code: int = 0) -> dict:
     result = project.run("audit", str(project.run_folder), "--json")
     assert result.returncode == code, result.stdout + result.stderr
-    told = json.loads(result.stdout)
-    parts = told["trained"] + told["dead"] + len(told["lost"]) + len(told["twice"])
-    assert told["fed"] == parts + sum(told["dropped"].values()) + sum(told["outstanding"].values())
-    assert told["clean"] is (code == 0)
-    return told
+    report = json.loads(result.stdout)
+    parts = report["trained"] + report["dead"] + len(report["lost"]) + len(report["twice"])
+    assert report["fed"] == parts + sum(report["dropped"].values()) + sum(report["outstanding"].values())
+    assert report["clean"] is (code == 0)
+    return report
 
 
 def test_a_run_is_audited_while_it_runs_after_a_kill_finished_and_without_its_server(project):

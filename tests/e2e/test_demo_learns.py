@@ -82,10 +82,10 @@ def test_a_plain_synchronous_loop_reaches_the_same_score_with_equally_many_sampl
         steps = demos[seed]["fed"] // 16
         command = [sys.executable, str(ROOT / "tests" / "sync_grpo.py"), str(start / "model")]
         command += ["--steps", str(steps), "--seed", str(seed), "--threads", "1"]
-        told = subprocess.run(
+        output = subprocess.run(
             command, check=True, capture_output=True, text=True, timeout=900, env=environment()
         ).stdout
-        plain[seed] = json.loads(told)["after"]["sampled"]
+        plain[seed] = json.loads(output)["after"]["sampled"]
         print(seed, "plain", plain[seed])
     real = mean(summary["score_after"] for summary in demos.values())
     assert abs(real - mean(plain.values())) <= 0.05, (real, plain)

@@ -58,9 +58,9 @@ class Engine:
 
 @pytest.fixture
 def engines(project):
-    found = [Engine(project) for _ in range(3)]
-    yield found
-    for engine in found:
+    results = [Engine(project) for _ in range(3)]
+    yield results
+    for engine in results:
         engine.kill()
 
 
@@ -81,11 +81,11 @@ def test_killing_one_of_two_engines_and_adding_a_third_loses_no_group(project, e
         assert dies.used_within(10)
         assert dies.version() >= published
         assert added.sampled() == 0
-        told = project.run("engines", "add", added.url, str(project.run_folder), "--json")
-        assert json.loads(told.stdout)["healthy"], told
+        result = project.run("engines", "add", added.url, str(project.run_folder), "--json")
+        assert json.loads(result.stdout)["healthy"], result
         assert added.used_within(10)
-        told = project.run("engines", "remove", stays.url, str(project.run_folder))
-        assert "was" not in told.stdout, told
+        result = project.run("engines", "remove", stays.url, str(project.run_folder))
+        assert "was" not in result.stdout, result
         time.sleep(2)
         assert not stays.used_within(2)
         assert project.run("stop", str(project.run_folder)).returncode == 0

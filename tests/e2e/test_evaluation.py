@@ -83,8 +83,8 @@ def test_the_first_every_nth_and_the_last_version_are_evaluated_without_mixing_v
         assert line.environments.keys() == {"sums", "others"}
     assert lines[0].overall.invalid.keys() == {"reward:missing"}
     assert view.evaluation.result["step"] == steps
-    told = [json.loads(line) for line in (settings.folder / "metrics.jsonl").read_text().splitlines()]
-    shown = [step["eval/version"] for step in told if "eval/version" in step]
+    report = [json.loads(line) for line in (settings.folder / "metrics.jsonl").read_text().splitlines()]
+    shown = [step["eval/version"] for step in report if "eval/version" in step]
     assert shown
     assert shown == [line.version for line in lines][: len(shown)], "each in the first step after it was over"
 
@@ -195,17 +195,17 @@ def test_a_dead_evaluation_prompt_counts_as_invalid_and_does_not_end_the_run(tmp
     no_arguments = [{"function": {"name": "add"}}]  # the chat template cannot render it
     rows[1]["prompt"] = [{"role": "assistant", "content": "", "tool_calls": no_arguments}, *user(rows[1]["prompt"])]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    found = []
+    results = []
 
     async def meddle(view, connection):
-        if view.dead and not found:
-            found.extend(await list_dead_letters(connection))
+        if view.dead and not results:
+            results.extend(await list_dead_letters(connection))
 
     view = ended(settings, run(settings, meddle=meddle))
     line = read_evaluations(settings.folder)[0]
     assert line.overall.invalid["dead"] == 4
     assert line.overall.n == 16
-    assert found[0].stage == "eval:prompts"
+    assert results[0].stage == "eval:prompts"
     assert view.balance["dead"] == 0
     assert clean(settings).dead == 0
 

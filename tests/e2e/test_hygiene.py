@@ -27,16 +27,16 @@ def report(groups: int, limit_s: float, *options: str) -> dict:
     command = [sys.executable, str(RUN), "--groups", str(groups), "--limit", str(limit_s), "--json", *options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=limit_s + 30, check=False)
     assert result.stdout, result.stderr[-3000:]
-    told = json.loads(result.stdout)
-    assert told["ended"] == groups, f"{told}\n{result.stderr[-3000:]}"
-    return told
+    output = json.loads(result.stdout)
+    assert output["ended"] == groups, f"{output}\n{result.stderr[-3000:]}"
+    return output
 
 
 def flat(groups: int, limit_s: float) -> None:
     """Assert that a run of `groups` groups finishes and no quantity grows beyond its bound."""
-    told = report(groups, limit_s)
-    assert told["grown"] == [], told
-    assert {f"{what}.{kind}" for what, kinds in SEEN.items() for kind in kinds} <= told["quantities"].keys()
+    output = report(groups, limit_s)
+    assert output["grown"] == [], output
+    assert {f"{what}.{kind}" for what, kinds in SEEN.items() for kind in kinds} <= output["quantities"].keys()
 
 
 @pytest.mark.timeout(200)
@@ -47,8 +47,8 @@ def test_resources_do_not_grow_over_a_few_thousand_completions():
 @pytest.mark.full
 @pytest.mark.timeout(200)
 def test_a_leak_of_eight_objects_per_group_in_a_scorer_is_detected():
-    told = report(1200, 160, "--leak", "8")
-    assert told["grown"] == ["score-0.objects", "score-1.objects"]
+    output = report(1200, 160, "--leak", "8")
+    assert output["grown"] == ["score-0.objects", "score-1.objects"]
 
 
 @pytest.mark.full

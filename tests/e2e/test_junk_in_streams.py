@@ -29,10 +29,10 @@ def strewn(entries: int, groups: int, limit_s: float) -> dict:
     return json.loads(result.stdout)
 
 
-def is_exact(told: dict, entries: int, groups: int) -> bool:
-    ended = told["trained"] + sum(told["dropped"].values()) + told["dead"]
-    return (ended, told["lost"], told["twice"], told["restarts"]) == (groups, 0, 0, 0) and (
-        told["dead_letters_of_junk"] == entries
+def is_exact(report: dict, entries: int, groups: int) -> bool:
+    ended = report["trained"] + sum(report["dropped"].values()) + report["dead"]
+    return (ended, report["lost"], report["twice"], report["restarts"]) == (groups, 0, 0, 0) and (
+        report["dead_letters_of_junk"] == entries
     )
 
 

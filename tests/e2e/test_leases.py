@@ -27,14 +27,14 @@ async def file(project, run_name):
 @pytest.fixture
 async def connection(redis_url, run_name):
     """A connection with a long timeout, for tests whose processes take long to import their modules."""
-    async with connect(redis_url, run_name, reconnect_s=30.0) as found:
-        yield found
+    async with connect(redis_url, run_name, reconnect_s=30.0) as result:
+        yield result
 
 
 @pytest.fixture
 async def roles(tmp_path):
-    async with cast(tmp_path) as found:
-        yield found
+    async with cast(tmp_path) as result:
+        yield result
 
 
 async def tell(engine: ScriptedEngine, order: str) -> None:

@@ -118,9 +118,9 @@ async def test_a_custom_trainer_killed_at_every_boundary_trains_each_prompt_once
         assert run.table() == {f"prompts:0:{row}": 1 for row in meant}
         dead = groups - len(meant)
         assert balance == {"fed": groups, "trained": len(meant), "dropped": 0, "dead": dead, "outstanding": 0}
-        told = await anyio.to_thread.run_sync(run.audited)
-    assert (told["clean"], told["fed"], told["trained"], told["dead"]) == (True, groups, len(meant), dead)
-    assert any("no checkpoint" in note for note in told["notes"])
+        report = await anyio.to_thread.run_sync(run.audited)
+    assert (report["clean"], report["fed"], report["trained"], report["dead"]) == (True, groups, len(meant), dead)
+    assert any("no checkpoint" in note for note in report["notes"])
 
 
 async def test_a_custom_feeder_killed_midway_feeds_each_prompt_once(tmp_path, make_server):
@@ -136,6 +136,6 @@ async def test_a_custom_feeder_killed_midway_feeds_each_prompt_once(tmp_path, ma
             with anyio.fail_after(100):
                 assert await trainer.wait() == 0, (run.logs / "all.log").read_text()[-3000:]
         assert run.table() == {f"own:0:{number}": 1 for number in range(groups)}
-        told = await anyio.to_thread.run_sync(run.audited)
-    assert (told["clean"], told["fed"], told["trained"]) == (True, groups, groups)
-    assert any("a custom feeder fed this run" in note for note in told["notes"])
+        report = await anyio.to_thread.run_sync(run.audited)
+    assert (report["clean"], report["fed"], report["trained"]) == (True, groups, groups)
+    assert any("a custom feeder fed this run" in note for note in report["notes"])

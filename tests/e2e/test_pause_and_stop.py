@@ -83,9 +83,9 @@ def test_a_run_can_be_paused_resumed_stopped_and_restarted(project):
         before = until_at_rest(project)
         time.sleep(3)
         after = see(project)
-        told = json.loads(project.run("queues", folder, "--json").stdout)
+        report = json.loads(project.run("queues", folder, "--json").stdout)
         assert after.paused is not None
-        assert (told["paused_by"], told["paused_at"]) == (after.paused.paused_by, after.paused.paused_at)
+        assert (report["paused_by"], report["paused_at"]) == (after.paused.paused_by, after.paused.paused_at)
         for view in (before, after):
             assert view.balance["fed"] < PROMPTS, "the feeder was to be caught in the middle"
             assert view.stages["prompts"].depth > 0, "there was nothing left to claim"
@@ -101,12 +101,12 @@ def test_a_run_can_be_paused_resumed_stopped_and_restarted(project):
         wait_for_trained(project, after.balance["trained"] + AT_A_STEP, process, 60)
 
         assert "is stopping" in project.run("stop", folder).stdout
-        _, told = process.communicate(timeout=60)
+        _, report = process.communicate(timeout=60)
     finally:
         stop(process)
-    assert process.returncode == 0, f"{told}\n{project.logs()}"
-    assert f"| {after.paused} |" in told
-    assert told.rstrip().endswith(f"stopped; `penstock run {folder}/run.toml` resumes")
+    assert process.returncode == 0, f"{report}\n{project.logs()}"
+    assert f"| {after.paused} |" in report
+    assert report.rstrip().endswith(f"stopped; `penstock run {folder}/run.toml` resumes")
     summary = json.loads((project.run_folder / "summary.json").read_text())
     assert balanced(summary)
     assert summary["outstanding"] > 0
@@ -140,8 +140,8 @@ async def test_roles_without_a_supervisor_stop_and_a_later_start_is_not_stopped(
                     )
                 stack.callback(kill_all, roles)  # if the test fails
                 await until_trained(connection, await trained(connection) + 2 * AT_A_STEP)
-                told = await anyio.to_thread.run_sync(project.run, "stop", run_name, "--redis", redis_url)
-                assert told.stdout.startswith(f"run '{run_name}' is stopping: "), told.stderr
+                result = await anyio.to_thread.run_sync(project.run, "stop", run_name, "--redis", redis_url)
+                assert result.stdout.startswith(f"run '{run_name}' is stopping: "), result.stderr
                 with anyio.fail_after(30):
                     assert {role: await process.wait() for role, process in roles.items()} == dict.fromkeys(roles, 0)
             view = await read_status(connection)

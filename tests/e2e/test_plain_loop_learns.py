@@ -18,8 +18,8 @@ def test_a_plain_loop_improves_on_the_warm_start(tmp_path):
     came_to = warm_start(tmp_path, seed=1, threads=1)
     assert came_to.clean_loss < 0.06, "digits are not copied well"
     command = [sys.executable, str(CONTROL), str(tmp_path), "--steps", "40", "--seed", "1", "--threads", "1"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=800).stdout
-    result = json.loads(told)
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=800).stdout
+    result = json.loads(output)
     before, after = result["before"], result["after"]
     assert 0.15 <= before["sampled"] <= 0.45
     assert before["turns"] < 2.6

@@ -27,11 +27,11 @@ LONGEST_S = 60.0
 def until(true, process):
     """Poll until `true()` holds, while the run is in progress; events do not show moments between system calls."""
     deadline = time.monotonic() + LONGEST_S
-    while not (found := true()):
+    while not (result := true()):
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.0005)
-    return found
+    return result
 
 
 class Killer:
@@ -136,7 +136,7 @@ def test_a_run_whose_trainer_was_killed_five_times_is_replayed_bit_for_bit(proje
     assert report["dropped"] == sum(summary["groups_dropped"].values())
 
     line = read_ledger(project.run_folder / "ledger.jsonl")[0][-1].record
-    places = {(found.prompt, found.hash): place for found, place in scan_archive(project.run_folder / "groups")}
+    places = {(result.prompt, result.hash): place for result, place in scan_archive(project.run_folder / "groups")}
     place = places[line.prompt, line.hash]
     content = bytearray(place.file.read_bytes())
     content[place.offset + place.size // 2] ^= 1

@@ -97,9 +97,9 @@ def test_the_reward_model_example_runs_unchanged(tmp_path, random_model, reward_
     assert (summary["fed"], summary["groups_trained"], summary["steps"]) == (32, 32, 8)
     assert summary["completion_states"] == {"valid": 32 * 8}
     events = [json.loads(line) for name in ("score-0.log", "score-1.log") for line in logs[name].splitlines()]
-    told = [event for event in events if event["event"] == "reward_model.served"]
-    assert sum(event["scored"] for event in told) == 32 * 8
-    assert all(event["errors"] == {} for event in told)
+    lines = [event for event in events if event["event"] == "reward_model.served"]
+    assert sum(event["scored"] for event in lines) == 32 * 8
+    assert all(event["errors"] == {} for event in lines)
     groups = archived(tmp_path / "run")
     assert {tuple(sorted(group.prompt.fields)) for group in groups} == {
         ("expected_answer", "generated_solution", "problem_source")
@@ -140,8 +140,8 @@ async def test_a_scorer_finishes_pending_requests_after_sigterm(tmp_path, redis_
             assert await process.wait() == 0
             await process.aclose()
     leases = (await pipe.stage("scored", "t").claim(10)).leases
-    found = {lease.prompt_id: [c.reward for c in lease.group().completions] for lease in leases}
-    assert found == {name: [Measured(3.5)] for name in groups}
+    result = {lease.prompt_id: [c.reward for c in lease.group().completions] for lease in leases}
+    assert result == {name: [Measured(3.5)] for name in groups}
 
 
 async def test_a_scorer_refuses_a_server_that_applies_an_activation_with_the_remedy(tmp_path, redis_url, pipe):

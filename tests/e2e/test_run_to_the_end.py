@@ -38,9 +38,9 @@ def test_every_prompt_ends_once_and_rerunning_a_finished_run_does_nothing(projec
     assert sorted(line["prompt"] for line in records) == sorted({line["prompt"] for line in records})
     assert {line["outcome"] for line in records} == {"trained"}
     assert json.loads((project.run_folder / "summary.json").read_text()) == summary
-    told = (project.run_folder / "logs" / "feed-0.log").read_text()
+    log = (project.run_folder / "logs" / "feed-0.log").read_text()
     for line in (11, 12, 13):
-        assert f"prompts.jsonl:{line}" in told, told
+        assert f"prompts.jsonl:{line}" in log, log
 
     again = summary_of(project.run("run", str(project.run_folder / "run.toml"), "--json"), project)
     for key in ("fed", "groups_trained", "groups_dropped", "steps", "completion_states"):

@@ -38,8 +38,8 @@ def test_a_run_as_an_acl_user_never_shows_its_password(project, make_server):
             for name in ("live.json", "run.toml"):
                 assert stat.S_IMODE((project.run_folder / name).stat().st_mode) == 0o600
             looking = f"redis://{acl_user('viewer', 'test')}:{HUSH}@127.0.0.1:{port}"
-            told = project.run("queues", "test", "--redis", looking, "--json")
-            assert json.loads(told.stdout)["run"] == "test", told.stderr
+            result = project.run("queues", "test", "--redis", looking, "--json")
+            assert json.loads(result.stdout)["run"] == "test", result.stderr
             refused = project.run("pause", "test", "--redis", looking)
             assert (refused.returncode, HUSH in refused.stderr) == (1, False)
             assert "ACL refuses us" in refused.stderr

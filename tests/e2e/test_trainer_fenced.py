@@ -75,8 +75,8 @@ async def run(tmp_path, run_name, redis_url):
 
 @pytest.fixture
 async def connection(redis_url, run_name):
-    async with connect(redis_url, run_name, reconnect_s=30.0) as found:
-        yield found
+    async with connect(redis_url, run_name, reconnect_s=30.0) as result:
+        yield result
 
 
 async def scored(pipe, rows: range) -> None:

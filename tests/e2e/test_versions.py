@@ -81,16 +81,16 @@ def _project(folder: Path, model: Path) -> Project:
 @pytest.fixture(scope="module")
 async def story(tmp_path_factory, random_model, redis_url):
     folder = tmp_path_factory.mktemp("versions")
-    told = Story(project=await anyio.to_thread.run_sync(_project, folder, random_model))
+    recorded = Story(project=await anyio.to_thread.run_sync(_project, folder, random_model))
     async with (
         connect(redis_url, RUN, reconnect_s=30.0) as connection,
         cast(folder) as roles,
         anyio.create_task_group() as tasks,
     ):
-        tasks.start_soon(_read_scored, connection, told)
-        await _tell(connection, roles, tasks, told, redis_url)
+        tasks.start_soon(_read_scored, connection, recorded)
+        await _tell(connection, roles, tasks, recorded, redis_url)
         tasks.cancel_scope.cancel()
-    return told
+    return recorded
 
 
 async def _tell(connection: RunConnection, roles: Cast, tasks, story: Story, redis_url: str) -> None:
@@ -150,8 +150,8 @@ async def _tell(connection: RunConnection, roles: Cast, tasks, story: Story, red
 
 async def _address(engine: Role) -> str:
     await engine.says("listening on ")
-    said = await anyio.to_thread.run_sync(engine.said)
-    return said.partition("listening on ")[2].split()[0]
+    output = await anyio.to_thread.run_sync(engine.said)
+    return output.partition("listening on ")[2].split()[0]
 
 
 async def _at_rest(connection: RunConnection, trained: int) -> bool:
@@ -179,8 +179,8 @@ async def _read_scored(connection: RunConnection, story: Story) -> None:
     """Copy scored groups before a checkpoint deletes them; reads without a consumer group do not affect the run."""
     last = "0"
     while True:
-        found = await connection.redis.xread({connection.key("scored"): last}, block=1000)
-        for entry, fields in found[0][1] if found else ():
+        result = await connection.redis.xread({connection.key("scored"): last}, block=1000)
+        for entry, fields in result[0][1] if result else ():
             last = entry
             group = decode(fields[b"payload"], Group)
             story.groups[group.prompt.id] = group
@@ -192,8 +192,8 @@ async def _ask_version(url: str, story: Story) -> None:
         version = None
         try:
             async with aiohttp.ClientSession() as session, session.get(f"{url}/weight_info") as response:
-                said = (await response.json())["weight_version"]
-                version = None if said is None else int(said)
+                text = (await response.json())["weight_version"]
+                version = None if text is None else int(text)
         except (aiohttp.ClientError, OSError):
             pass
         if not story.told or story.told[-1] != version:
@@ -217,14 +217,14 @@ def forward(model, row: Row) -> list[float]:
 
 
 def rows(story: Story, prefix: str) -> list[Row]:
-    found = [g for prompt, g in story.groups.items() if prompt.startswith(prefix)]
-    return [row for group in found for c in group.completions for row in c.rows]
+    results = [g for prompt, g in story.groups.items() if prompt.startswith(prefix)]
+    return [row for group in results for c in group.completions for row in c.rows]
 
 
 def furthest(story: Story, row: Row, version: int, folder: Path) -> tuple[int, float]:
     """Return how many tokens of `version` a row has, and the largest log-prob difference between engine and model."""
-    said = forward(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), row)
-    pairs = zip(versions(row), said, row.sampled_logprobs, strict=True)
+    logprobs = forward(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), row)
+    pairs = zip(versions(row), logprobs, row.sampled_logprobs, strict=True)
     apart = [abs(a - b) for v, a, b in pairs if v == version]
     return len(apart), max(apart, default=0.0)
 
@@ -261,9 +261,11 @@ async def test_no_token_is_newer_than_the_policy_that_trained_on_it(story):
         at[prompt] - v for prompt, g in story.groups.items() for c in g.completions for r in c.rows for v in versions(r)
     ]
     assert min(ages) == 0
-    told = [(line["staleness/mean"], line["staleness/max"]) for line in story.metrics() if "staleness/mean" in line]
-    assert len(told) == KEPT_AT + 2
-    assert all(0 <= mean <= most for mean, most in told)
+    staleness = [
+        (line["staleness/mean"], line["staleness/max"]) for line in story.metrics() if "staleness/mean" in line
+    ]
+    assert len(staleness) == KEPT_AT + 2
+    assert all(0 <= mean <= most for mean, most in staleness)
 
 
 async def test_samples_of_the_new_version_come_from_the_checkpoint(story):
@@ -287,8 +289,8 @@ async def test_groups_in_flight_during_a_resume_name_the_version_of_each_token(s
 async def test_a_restarted_engine_has_the_current_version_before_its_first_request(story):
     newest = KILLED_AT + 2
     assert None in story.told[story.told.index(newest) :]
-    found = rows(story, "after")
-    assert len(found) == 2 * AFTER
-    for row in found:
+    result = rows(story, "after")
+    assert len(result) == 2 * AFTER
+    for row in result:
         assert set(versions(row)) == {newest}
         assert furthest(story, row, newest, story.models[newest])[1] <= TOLERANCE

@@ -33,10 +33,10 @@ def scripted(model: Path) -> ReplyFunction:
         drawn = zlib.crc32(array("q", [*prompt_ids, seed]).tobytes())
         if drawn % 3 and called not in prompt_ids:
             call = f'{{"name": "add", "arguments": {{"a": {drawn % 50}, "b": {drawn % 7}}}}}'
-            said = f"<tool_call>{call}</tool_call><|im_end|>"
+            text = f"<tool_call>{call}</tool_call><|im_end|>"
         else:
-            said = f"Answer: {drawn % 5}<|im_end|>"
-        return list(tokenizer.encode(said, add_special_tokens=False).ids)
+            text = f"Answer: {drawn % 5}<|im_end|>"
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
     return reply
 

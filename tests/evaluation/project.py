@@ -145,11 +145,11 @@ async def _look(connection: RunConnection, watched: Watched, meddle: Any) -> Non
 
 def ended(settings: Settings, watched: Watched) -> RunStatus:
     """Assert that the run finished with nothing left over; returns the last status."""
-    told = "\n".join(
+    log = "\n".join(
         f"== {path.name}\n{path.read_text()[-1500:]}" for path in sorted(settings.folder.glob("logs/*.log"))
     )
-    assert watched.outcome is not None, f"the run did not come to its end in time\n{told}"
-    assert watched.outcome.failure is None, told
+    assert watched.outcome is not None, f"the run did not come to its end in time\n{log}"
+    assert watched.outcome.failure is None, log
     view = watched.outcome.view
     assert view is not None
     assert (view.unfinished, view.outstanding) == (0, 0)

@@ -170,9 +170,9 @@ def thawed(tree: Any, chance: Random) -> Any:
         change = chance.choice((wrong_type, missing, duplicated, _tagged))
         return _pack(change(frozen, chance))
 
-    found = [c for c in tree.get("completions", ()) if isinstance(c.get("snapshot"), bytes)]
-    if found:
-        completion = chance.choice(found)
+    results = [c for c in tree.get("completions", ()) if isinstance(c.get("snapshot"), bytes)]
+    if results:
+        completion = chance.choice(results)
         completion["snapshot"] = spoiled(completion["snapshot"])
     return tree
 

@@ -94,39 +94,39 @@ class Fuzz:
 
     async def _give(self, name: str, payload: bytes, prompt_id: str, crew: Workers) -> None:
         try:
-            found = await crew.take(payload, prompt_id)
+            result = await crew.take(payload, prompt_id)
         except Exception:  # any exception is a finding
             self._note(name, payload, f"raised: {traceback.format_exc(limit=-4)}")
             return
-        for worker, outcome in found.items():
+        for worker, outcome in result.items():
             self._note(name, payload, f"{worker}: {outcome}")
 
-    def _note(self, name: str, payload: bytes, found: str) -> None:
-        wrong = found.startswith(("raised", "taken"))
-        self.outcomes.setdefault(name, Counter())["wrong" if wrong else found] += 1
+    def _note(self, name: str, payload: bytes, outcome: str) -> None:
+        wrong = outcome.startswith(("raised", "taken"))
+        self.outcomes.setdefault(name, Counter())["wrong" if wrong else outcome] += 1
         if wrong and len(self.failures) < _FAILURES_TOLD:
-            self.failures.append({"way": name, "found": found, "payload": base64.b64encode(payload).decode()})
+            self.failures.append({"way": name, "found": outcome, "payload": base64.b64encode(payload).decode()})
 
 
 def fuzz(records: int, seed: int) -> dict[str, Any]:
     """Corrupt this many records; returns the report."""
-    found = Fuzz(seed)
+    result = Fuzz(seed)
 
     async def main() -> None:
         with tempfile.TemporaryDirectory(prefix="penstock-fuzz-") as folder:
             async with workers(Path(folder)) as crew:
-                await found.run(records, crew)
+                await result.run(records, crew)
 
     began = time.monotonic()
     anyio.run(main)
     return {
         "records": records,
         "seed": seed,
-        "wrong": sum(counts["wrong"] for counts in found.outcomes.values()),
+        "wrong": sum(counts["wrong"] for counts in result.outcomes.values()),
         "seconds": round(time.monotonic() - began, 1),
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "outcomes": {name: dict(sorted(counts.items())) for name, counts in sorted(found.outcomes.items())},
-        "failures": found.failures,
+        "outcomes": {name: dict(sorted(counts.items())) for name, counts in sorted(result.outcomes.items())},
+        "failures": result.failures,
     }
 
 
@@ -138,9 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args(arguments)
     logs.configure_logging("fuzz", level="critical")
-    told = fuzz(options.records, options.seed)
-    print(json.dumps(told) if options.json else json.dumps(told, indent=4), flush=True)
-    return 1 if told["wrong"] else 0
+    report = fuzz(options.records, options.seed)
+    print(json.dumps(report) if options.json else json.dumps(report, indent=4), flush=True)
+    return 1 if report["wrong"] else 0
 
 
 if __name__ == "__main__":

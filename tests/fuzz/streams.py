@@ -61,13 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         junk = [letter for letter in with_run(find_run(str(settings.folder)), _letters) if not letter.ends_prompt]
     buried = Counter((letter.stage, letter.payload) for letter in junk)
     restarts = sum('"role.restarted"' in line for line in log.read_text().splitlines())
-    told: dict[str, Any] = msgspec.to_builtins(verdict)
-    told |= {"strewn": litterer.strewn.total(), "dead_letters_of_junk": len(junk), "restarts": restarts}
-    told |= {"by_stage": dict(Counter(stage for stage, _ in litterer.strewn.elements()))}
-    told |= {"reasons": dict(Counter(letter.reason for letter in junk)), "seconds": seconds, "seed": options.seed}
+    report: dict[str, Any] = msgspec.to_builtins(verdict)
+    report |= {"strewn": litterer.strewn.total(), "dead_letters_of_junk": len(junk), "restarts": restarts}
+    report |= {"by_stage": dict(Counter(stage for stage, _ in litterer.strewn.elements()))}
+    report |= {"reasons": dict(Counter(letter.reason for letter in junk)), "seconds": seconds, "seed": options.seed}
     well = outcome is not None and outcome.failure is None and not restarts
     well = well and buried == litterer.strewn and acquitted(verdict, options.groups)
-    print(json.dumps(told) if options.json else json.dumps(told, indent=4), flush=True)
+    print(json.dumps(report) if options.json else json.dumps(report, indent=4), flush=True)
     if well:
         shutil.rmtree(folder)
     else:

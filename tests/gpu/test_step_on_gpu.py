@@ -90,13 +90,13 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_bfloat16_step_is_close_to_the_float32_step_on_the_cpu(base, batch, way):
-    exact, found = learner(base, "cpu", "float32"), learner(base, "cuda", "bfloat16", **WAYS[way])
-    assert found.runner.policy.packed == (not way.startswith("padded"))
-    one, other = exact.step(batch, 3), found.step(batch, 3)
+    exact, result = learner(base, "cpu", "float32"), learner(base, "cuda", "bfloat16", **WAYS[way])
+    assert result.runner.policy.packed == (not way.startswith("padded"))
+    one, other = exact.step(batch, 3), result.step(batch, 3)
     assert other.trained
     for name, near in (("grad_norm", 0.05), ("entropy", 0.01)):
         assert other.metrics[name] == pytest.approx(one.metrics[name], rel=near)
-    assert {p.dtype for p in found.parameters.values()} == {torch.float32}
+    assert {p.dtype for p in result.parameters.values()} == {torch.float32}
 
 
 def gradients(model, device, packing, attention, dtype):
@@ -111,20 +111,20 @@ def gradients(model, device, packing, attention, dtype):
     train = Train(packing=packing, attention=attention)
     chosen_way = set_attention(LogprobModel(model, find_lm_head(model)), train, dtype)
     with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
-        found = token_logprobs(chosen_way, *parts, temperature=0.7, lengths_M=lengths.to(device))
+        result = token_logprobs(chosen_way, *parts, temperature=0.7, lengths_M=lengths.to(device))
     model.zero_grad()
-    found.logprobs_N.square().sum().backward()
-    return found.logprobs_N.detach().cpu(), {n: p.grad.cpu().clone() for n, p in model.named_parameters()}
+    result.logprobs_N.square().sum().backward()
+    return result.logprobs_N.detach().cpu(), {n: p.grad.cpu().clone() for n, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize(("packing", "attention"), [("on", "varlen"), ("off", "sdpa"), ("on", "sdpa")])
 def test_bfloat16_gradients_point_in_the_direction_of_float32_gradients(base, packing, attention):
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     logprobs, expected = gradients(model, "cpu", "off", "sdpa", torch.float32)
-    found_logprobs, found = gradients(model, "cuda", packing, attention, torch.bfloat16)
+    found_logprobs, result = gradients(model, "cuda", packing, attention, torch.bfloat16)
     assert (found_logprobs - logprobs).abs().max() < 0.1
     for name, gradient in expected.items():
-        assert cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.98, name
+        assert cosine_similarity(result[name].flatten(), gradient.flatten(), dim=0) > 0.98, name
 
 
 def test_log_probs_on_the_gpu_equal_those_on_the_cpu():
@@ -133,15 +133,15 @@ def test_log_probs_on_the_gpu_equal_those_on_the_cpu():
     targets = torch.randint(5000, (300,), generator=generator)
     expected = chunked_logprobs(hidden.double(), weight.double(), None, targets, LogitTransform(), entropy="value")
     moved = [tensor.cuda() for tensor in (hidden, weight)]
-    found = chunked_logprobs(*moved, None, targets.cuda(), LogitTransform(), entropy="value", block=2**16)
-    assert torch.allclose(found.logprobs_N.cpu().double(), expected.logprobs_N, atol=1e-4)
-    assert torch.allclose(found.entropy_N.cpu().double(), expected.entropy_N, atol=1e-4)
+    result = chunked_logprobs(*moved, None, targets.cuda(), LogitTransform(), entropy="value", block=2**16)
+    assert torch.allclose(result.logprobs_N.cpu().double(), expected.logprobs_N, atol=1e-4)
+    assert torch.allclose(result.entropy_N.cpu().double(), expected.entropy_N, atol=1e-4)
     rounded = [tensor.bfloat16().double() for tensor in (hidden, weight)]
     expected = chunked_logprobs(*rounded, None, targets, LogitTransform())
     with torch.autocast("cuda", torch.bfloat16):
-        found = chunked_logprobs(*moved, None, targets.cuda(), LogitTransform(), block=2**16)
-    assert found.logprobs_N.dtype == torch.float32
-    assert torch.allclose(found.logprobs_N.cpu().double(), expected.logprobs_N, atol=1e-4)
+        result = chunked_logprobs(*moved, None, targets.cuda(), LogitTransform(), block=2**16)
+    assert result.logprobs_N.dtype == torch.float32
+    assert torch.allclose(result.logprobs_N.cpu().double(), expected.logprobs_N, atol=1e-4)
 
 
 def peak_of(work):
@@ -183,10 +183,10 @@ def test_gradient_checkpointing_takes_less_memory(base):
 
         def work():
             with torch.autocast("cuda", torch.bfloat16):
-                found = token_logprobs(
+                result = token_logprobs(
                     way, tokens, (tokens > 0) & (torch.arange(512, device="cuda") > 500), temperature=1
                 )
-            found.logprobs_N.sum().backward()
+            result.logprobs_N.sum().backward()
 
         work()
         return peak_of(work)

@@ -70,8 +70,8 @@ def judge(samples: Sequence[tuple[int, Sample]], groups: int, at_most: dict[str,
         at_most: highest values of single quantities, added to `AT_MOST`.
     """
     begins = max(WARM_UP * groups, min(WARM_UP_GROUPS, groups / 3))
-    warm = [(ended, found) for ended, found in samples if begins <= ended]
-    names = sorted({name for _, found in warm for name in found})
+    warm = [(ended, result) for ended, result in samples if begins <= ended]
+    names = sorted({name for _, result in warm for name in result})
     limits = {name: bound for name, (bound, _) in AT_MOST.items()} | at_most
     return {name: _judge(name, [(x, f[name]) for x, f in warm if name in f], limits) for name in names}
 

@@ -47,18 +47,18 @@ async def _count(folder: Path) -> None:
         if asked != answered:
             answered = asked
             gc.collect()
-            told = {"asked": int(asked), "tasks": len(asyncio.all_tasks()), "objects": len(gc.get_objects())}
-            await anyio.to_thread.run_sync(_tell, folder, told)
+            counts = {"asked": int(asked), "tasks": len(asyncio.all_tasks()), "objects": len(gc.get_objects())}
+            await anyio.to_thread.run_sync(_tell, folder, counts)
 
 
 def _asked(file: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def _tell(folder: Path, told: dict[str, int]) -> None:
+def _tell(folder: Path, counts: dict[str, int]) -> None:
     folder.mkdir(exist_ok=True)
     target = folder / f"{os.getpid()}.json"
-    write_atomically(target, json.dumps(told).encode())
+    write_atomically(target, json.dumps(counts).encode())
 
 
 def main_of(role: str) -> RoleMain:
@@ -81,8 +81,8 @@ def main() -> int:
     parser.add_argument("--redis", required=True)
     parser.add_argument("--engine", action="append", required=True)
     options = parser.parse_args()
-    found = watched(main_of(options.role))
-    return run_role(options.role, options.file, (), options.redis, tuple(options.engine), found)
+    result = watched(main_of(options.role))
+    return run_role(options.role, options.file, (), options.redis, tuple(options.engine), result)
 
 
 if __name__ == "__main__":

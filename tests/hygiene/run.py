@@ -72,9 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdicts = judge(samples, options.groups, at_most)
     ended = _ended(outcome)
     grown = sorted(name for name, verdict in verdicts.items() if not verdict.well)
-    told = {"groups": options.groups, "ended": ended, "seconds": round(seconds, 1), "samples": len(samples)}
-    told |= {"grown": grown, "quantities": msgspec.to_builtins(verdicts)}
-    print(json.dumps(told) if options.json else _table(told), flush=True)
+    report = {"groups": options.groups, "ended": ended, "seconds": round(seconds, 1), "samples": len(samples)}
+    report |= {"grown": grown, "quantities": msgspec.to_builtins(verdicts)}
+    print(json.dumps(report) if options.json else _table(report), flush=True)
     well = ended == options.groups and not grown and bool(verdicts)
     if not well:
         why = outcome.failure if outcome and outcome.failure else ", ".join(grown) or "the run did not come to its end"
@@ -113,14 +113,14 @@ async def _watch(folder: Path, groups: int, samples: list[tuple[int, Sample]]) -
         while True:
             await anyio.sleep(0.25)
             try:
-                ended, found = await sample_server(connection)
+                ended, result = await sample_server(connection)
             except (PenstockError, RedisError):  # no role has started, or the server has stopped
                 continue
             if ended == last or ended < last + groups / SAMPLES / 2:
                 continue
             last = ended
             rest = await anyio.to_thread.run_sync(lambda: {**sample_processes(), **sample_folder(folder)})
-            samples.append((ended, {**found, **rest}))
+            samples.append((ended, {**result, **rest}))
             if rests and ended >= rests[0]:
                 samples.append(await _at_rest(connection, folder, len(RESTS) + 1 - len(rests)))
                 last = rests.pop(0)
@@ -137,11 +137,11 @@ async def _at_rest(connection: RunConnection, folder: Path, number: int) -> tupl
             break
         await connection.wait_for_change("$", 0.2)
     ended = view.balance["trained"] + view.balance["dropped"] + view.balance["dead"]
-    while (found := await anyio.to_thread.run_sync(sample_inside, folder, number)) is None:
+    while (result := await anyio.to_thread.run_sync(sample_inside, folder, number)) is None:
         await anyio.sleep(0.05)
     with suppress(PenstockError):  # the last groups were trained while the run was paused, so it has finished
         await resume(connection, "hygiene")
-    return ended, found
+    return ended, result
 
 
 def _note(path: Path, sample: tuple[int, Sample]) -> None:
@@ -164,10 +164,12 @@ def _ended(outcome: RunOutcome | None) -> int:
     return balance["trained"] + balance["dropped"]
 
 
-def _table(told: dict) -> str:
-    lines = [f"{told['ended']:,} of {told['groups']:,} groups in {told['seconds']} s, {told['samples']} samples"]
+def _table(report: dict) -> str:
+    lines = [
+        f"{report['ended']:,} of {report['groups']:,} groups in {report['seconds']} s, {report['samples']} samples"
+    ]
     lines.append(f"{'':24}{'first third':>16}{'last third':>16}{'per 1,000':>14}{'largest':>16}{'may grow by':>16}")
-    for name, v in told["quantities"].items():
+    for name, v in report["quantities"].items():
         allowed = "by design" if v["allowed"] is None else f"{v['allowed']:,.0f}"
         mark = "" if v["well"] else "   GREW"
         numbers = f"{v['first']:16,.0f}{v['last']:16,.0f}{v['per_1000']:14,.1f}{v['largest']:16,.0f}{allowed:>16}"

@@ -29,7 +29,7 @@ async def sample_server(connection: RunConnection) -> tuple[int, Sample]:
         kind = (await redis.type(name)).decode()
         if kind in _SIZES:
             elements += await getattr(redis, _SIZES[kind])(name)
-    found = {
+    result = {
         "server.memory": info["used_memory"],
         "server.keys": len(names),
         "server.elements": elements,
@@ -37,20 +37,20 @@ async def sample_server(connection: RunConnection) -> tuple[int, Sample]:
         "server.clients": info["connected_clients"],
         "server.rss": _rss(info["process_id"]),
     }
-    return balance["trained"] + balance["dropped"] + balance["dead"], found
+    return balance["trained"] + balance["dropped"] + balance["dead"], result
 
 
 def sample_processes() -> Sample:
     """Return each role's memory, threads and open files."""
-    found: Sample = {}
+    result: Sample = {}
     for name, pid in {**_processes(), "supervisor": os.getpid()}.items():
         try:
-            found[f"{name}.rss"] = _rss(pid)
-            found[f"{name}.files"] = len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208
-            found[f"{name}.threads"] = len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208
+            result[f"{name}.rss"] = _rss(pid)
+            result[f"{name}.files"] = len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208
+            result[f"{name}.threads"] = len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208
         except (FileNotFoundError, ProcessLookupError):  # the process has just ended
             continue
-    return found
+    return result
 
 
 def sample_inside(folder: Path, number: int) -> Sample | None:
@@ -62,16 +62,16 @@ def sample_inside(folder: Path, number: int) -> Sample | None:
     inside = folder / "inside"
     inside.mkdir(exist_ok=True)
     write_atomically(inside / ASK, str(number).encode())
-    found: Sample = {}
+    result: Sample = {}
     for name, pid in _processes().items():
-        told = inside / f"{pid}.json"
+        counts_file = inside / f"{pid}.json"
         if name.startswith("engine"):
             continue
-        counted = json.loads(told.read_text()) if told.exists() else {}
+        counted = json.loads(counts_file.read_text()) if counts_file.exists() else {}
         if counted.pop("asked", 0) != number:
             return None
-        found |= {f"{name}.{kind}": n for kind, n in counted.items()}
-    return found
+        result |= {f"{name}.{kind}": n for kind, n in counted.items()}
+    return result
 
 
 def sample_folder(folder: Path) -> Sample:
@@ -93,7 +93,7 @@ def sample_folder(folder: Path) -> Sample:
 
 def _processes() -> dict[str, int]:
     """Return the pids of the processes that the supervisor in this process started: `rollout-0`, `rollout-1`, ..."""
-    found: dict[str, list[int]] = {}
+    result: dict[str, list[int]] = {}
     for children in Path("/proc/self/task").glob("*/children"):
         for pid in map(int, children.read_text().split()):
             try:
@@ -102,10 +102,10 @@ def _processes() -> dict[str, int]:
                 continue
             for place, word in enumerate(words):
                 if word.endswith("hygiene/role.py"):
-                    found.setdefault(words[place + 1], []).append(pid_of(pid))
+                    result.setdefault(words[place + 1], []).append(pid_of(pid))
                 elif word.endswith("hygiene/engine.py"):
-                    found.setdefault("engine", []).append(pid_of(pid))
-    return {f"{role}-{index}": pid for role, pids in found.items() for index, pid in enumerate(sorted(pids))}
+                    result.setdefault("engine", []).append(pid_of(pid))
+    return {f"{role}-{index}": pid for role, pids in result.items() for index, pid in enumerate(sorted(pids))}
 
 
 def _rss(pid: int) -> int:

@@ -77,9 +77,9 @@ async def links(server, admin, run_name):
 
 def denied(admin) -> list[str]:
     """Return the commands that the server has refused so far, in scripts and outside; then clear its log."""
-    found = [f"{entry['username']}: {entry['reason']} {entry['object']}" for entry in admin.acl_log()]
+    results = [f"{entry['username']}: {entry['reason']} {entry['object']}" for entry in admin.acl_log()]
     admin.acl_log_reset()
-    return found
+    return results
 
 
 async def test_an_evaluation_runs_with_one_user_per_role(links, admin, pipe_on):
@@ -89,9 +89,9 @@ async def test_an_evaluation_runs_with_one_user_per_role(links, admin, pipe_on):
     prompts = [Prompt(id=f"h:0:{number}", messages=[]) for number in range(4)]
     await replace_evaluation_prompts(links["feed"], prompts, settings_digest="one", data_fingerprint="file")
     await replace_evaluation_prompts(links["feed"], prompts, settings_digest="two", data_fingerprint="file")
-    tenure = await TrainerLease.acquire(links["train"], 30.0)
+    trainer_lease = await TrainerLease.acquire(links["train"], 30.0)
     for _ in range(2):
-        assert not await tenure.begin_evaluation(0, 0, "two")
+        assert not await trainer_lease.begin_evaluation(0, 0, "two")
     of = {role: pipe_on(connection) for role, connection in links.items()}
     sampling, scoring = of["rollout"].stage("eval:prompts"), of["score"].stage("eval:groups", data_attempts=1)
     one, other, dying, back = (await sampling.claim(9)).leases
@@ -107,7 +107,7 @@ async def test_an_evaluation_runs_with_one_user_per_role(links, admin, pipe_on):
     assert (await read_evaluation_progress(links["train"])).unfinished == 1
     assert (await read_status(links["viewer"])).evaluation.results == 1
     await drop_dead_letters(links["operator"], [letter.id for letter in await list_dead_letters(links["operator"])])
-    await tenure.end_evaluation(b"{}")
+    await trainer_lease.end_evaluation(b"{}")
     assert not denied(admin)
 
 
@@ -142,8 +142,8 @@ async def test_groups_pass_all_stages_with_one_user_per_role(links, admin, pipe_
     assert await score.release(leases[4], "data", "no such image") is True
 
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
-    tenure = await TrainerLease.acquire(links["train"], 30.0)
-    await tenure.recover(ledger)
+    trainer_lease = await TrainerLease.acquire(links["train"], 30.0)
+    await trainer_lease.recover(ledger)
     assert (await read_published_policy(links["train"])).version == -1
     train = of["train"].stage("scored", "t", lease_s=0.05)
     await train.claim(1)
@@ -152,14 +152,16 @@ async def test_groups_pass_all_stages_with_one_user_per_role(links, admin, pipe_
     train = of["train"].stage("scored", "t2")
     endings = (Trained(), Trained(), Dropped("stale"), Duplicate("1-1"))
     assert (
-        await tenure.commit(train, [EndedGroup(*each) for each in zip(leases, endings, strict=True)], release_version=1)
+        await trainer_lease.commit(
+            train, [EndedGroup(*each) for each in zip(leases, endings, strict=True)], release_version=1
+        )
         == []
     )
-    await tenure.publish(await tenure.reserve_version(0), tmp_path, 1, {"reward": 1.0})
-    assert await links["train"].run_script("renew_trainer", tenure.token, 30_000) == [1, 0, 1]
-    await tenure.acknowledge([leases[0].id])
+    await trainer_lease.publish(await trainer_lease.reserve_version(0), tmp_path, 1, {"reward": 1.0})
+    assert await links["train"].run_script("renew_trainer", trainer_lease.token, 30_000) == [1, 0, 1]
+    await trainer_lease.acknowledge([leases[0].id])
     await anyio.to_thread.run_sync(ledger.append, [LedgerRecord("a", Trained(), 1, 0, "")])
-    assert await tenure.recover(ledger) == 3
+    assert await trainer_lease.recover(ledger) == 3
 
     assert (await read_status(links["viewer"])).counts["fed"] == 6
     assert len((await scan_run(links["viewer"])).dead) == 2
@@ -176,8 +178,8 @@ async def test_groups_pass_all_stages_with_one_user_per_role(links, admin, pipe_
     await stop(operator, "me")
     await links["feed"].poll_stop()
     assert links["feed"].stopping.is_set()
-    await tenure.finish_run("enough")
-    await tenure.release()
+    await trainer_lease.finish_run("enough")
+    await trainer_lease.release()
     ledger.close()
     assert denied(admin) == []
 
@@ -206,13 +208,13 @@ async def test_the_supervisors_user_can_do_the_work_of_all_roles(links, admin, p
     admin.acl_log_reset()
     pipe, connection = pipe_on(links["run"]), links["run"]
     await pipe.scored("a", "b")
-    tenure = await TrainerLease.acquire(connection, 30.0)
+    trainer_lease = await TrainerLease.acquire(connection, 30.0)
     trainer = pipe.stage("scored", "t")
     leases = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [EndedGroup(lease, Trained()) for lease in leases], release_version=1)
-    await tenure.publish(await tenure.reserve_version(0), tmp_path, 1, {})
-    await tenure.acknowledge([lease.id for lease in leases])
-    await tenure.finish_run("enough")
+    await trainer_lease.commit(trainer, [EndedGroup(lease, Trained()) for lease in leases], release_version=1)
+    await trainer_lease.publish(await trainer_lease.reserve_version(0), tmp_path, 1, {})
+    await trainer_lease.acknowledge([lease.id for lease in leases])
+    await trainer_lease.finish_run("enough")
     await connection.with_retry(lambda: connection.redis.hdel(connection.key("meta"), "finished"))
     assert denied(admin) == []
 

@@ -56,8 +56,8 @@ class Small:
 
     async def begin(self, connection, pipe_type) -> None:
         self.connection, self.pipe = connection, pipe_type(connection)
-        self.tenure = await TrainerLease.acquire(connection, 30.0)
-        await self.tenure.recover(self.ledger)
+        self.trainer_lease = await TrainerLease.acquire(connection, 30.0)
+        await self.trainer_lease.recover(self.ledger)
         self.stages = {name: Stage(connection, name, f"w-{name}", TERMS) for name in ("prompts", "groups", "scored")}
         await connection.write_hash("meta", {"data": self.fingerprint})
 
@@ -76,12 +76,12 @@ class Small:
         leases = await self.claim("scored", count)
         lines = [LedgerRecord(lease.prompt_id, outcome, 1, 0, "abc") for lease in leases]
         await anyio.to_thread.run_sync(self.ledger.append, lines)
-        await self.tenure.commit(self.stages["scored"], [EndedGroup(lease, outcome) for lease in leases], 1)
+        await self.trainer_lease.commit(self.stages["scored"], [EndedGroup(lease, outcome) for lease in leases], 1)
         self.marked += [lease.id for lease in leases]
 
     async def keep(self) -> None:
         await anyio.to_thread.run_sync(self._save)
-        await self.tenure.acknowledge(self.marked)
+        await self.trainer_lease.acknowledge(self.marked)
         self.marked.clear()
 
     def _save(self) -> None:
@@ -99,19 +99,19 @@ async def made(*arguments) -> Small:
 @pytest.fixture
 async def small(tmp_path, connection, redis_url, pipe_on):
     """Eight prompts: two trained and one dropped, in a checkpoint, one trained since, one to be scored, one dead."""
-    found = await made(tmp_path, connection.run, redis_url)
-    await found.begin(connection, pipe_on)
-    await found.feed(0, 8)
-    await found.pass_on("prompts", "groups", 5)
-    await found.pass_on("groups", "scored", 4)
-    await found.train(2)
-    await found.train(1, Dropped("stale"))
-    await found.keep()
-    await found.train(1)
-    (dying,) = await found.claim("prompts", 1)
-    await found.stages["prompts"].release(dying, "data", "its image does not decode")
-    yield found
-    found.ledger.close()
+    result = await made(tmp_path, connection.run, redis_url)
+    await result.begin(connection, pipe_on)
+    await result.feed(0, 8)
+    await result.pass_on("prompts", "groups", 5)
+    await result.pass_on("groups", "scored", 4)
+    await result.train(2)
+    await result.train(1, Dropped("stale"))
+    await result.keep()
+    await result.train(1)
+    (dying,) = await result.claim("prompts", 1)
+    await result.stages["prompts"].release(dying, "data", "its image does not decode")
+    yield result
+    result.ledger.close()
 
 
 @pytest.fixture
@@ -120,11 +120,11 @@ def audited(capsys):
         """Return the audit's report. The command runs an event loop, so it runs in a thread."""
         code = await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), "", as_json=True))
         (line,) = capsys.readouterr().out.splitlines()
-        told = json.loads(line)
-        assert code == (0 if told["clean"] else 1)
-        parts = sum(map(len, (told["lost"], told["twice"]))) + told["trained"] + told["dead"]
-        assert told["fed"] == parts + sum(told["dropped"].values()) + sum(told["outstanding"].values())
-        return told
+        report = json.loads(line)
+        assert code == (0 if report["clean"] else 1)
+        parts = sum(map(len, (report["lost"], report["twice"]))) + report["trained"] + report["dead"]
+        assert report["fed"] == parts + sum(report["dropped"].values()) + sum(report["outstanding"].values())
+        return report
 
     return run
 
@@ -144,11 +144,11 @@ def rewrite(small: Small, change) -> None:
 
 
 async def test_the_audit_says_where_every_prompt_is(small, audited):
-    told = await audited(small)
-    assert set(told) == KEYS
-    assert (told["fed"], told["trained"], told["dropped"], told["dead"]) == (8, 3, {"stale": 1}, 1)
-    assert told["outstanding"] == {"prompts": 2, "groups": 1}
-    assert (told["clean"], told["unsaved"], told["junk"], told["notes"]) == (True, 1, 0, [])
+    report = await audited(small)
+    assert set(report) == KEYS
+    assert (report["fed"], report["trained"], report["dropped"], report["dead"]) == (8, 3, {"stale": 1}, 1)
+    assert report["outstanding"] == {"prompts": 2, "groups": 1}
+    assert (report["clean"], report["unsaved"], report["junk"], report["notes"]) == (True, 1, 0, [])
 
 
 async def test_reading_creates_and_changes_no_key(small, audited, redis_url):
@@ -164,8 +164,8 @@ async def test_reading_creates_and_changes_no_key(small, audited, redis_url):
 async def test_a_deleted_stream_entry_is_a_lost_prompt(small, audited, stage):
     id_, prompt = (await ids_in(small.connection, stage))[-1]
     await small.connection.redis.xdel(small.connection.key(stage), id_)
-    told = await audited(small)
-    assert (whose(told["lost"]), told["twice"]) == ([prompt], [])
+    report = await audited(small)
+    assert (whose(report["lost"]), report["twice"]) == ([prompt], [])
 
 
 async def test_a_prompt_without_any_trace_is_lost(small, audited):
@@ -183,56 +183,56 @@ async def test_a_ledger_line_with_another_prompt_loses_one_and_counts_one_twice(
         lines[0]["prompt"] = lines[1]["prompt"]
 
     rewrite(small, change)
-    told = await audited(small)
-    assert whose(told["lost"]) == renamed[:1]
-    assert whose(told["twice"]) == renamed[1:]
+    report = await audited(small)
+    assert whose(report["lost"]) == renamed[:1]
+    assert whose(report["twice"]) == renamed[1:]
 
 
 async def test_an_unreadable_ledger_line_is_reported_and_its_prompt_is_lost(small, audited):
     content = small.ledger.path.read_bytes()
     first = json.loads(content.splitlines()[0])["prompt"]
     small.ledger.path.write_bytes(b"#" + content[1:])
-    told = await audited(small)
-    assert whose(told["lost"]) == [first]
-    assert "ledger.jsonl, line 1" in told["notes"][0]
+    report = await audited(small)
+    assert whose(report["lost"]) == [first]
+    assert "ledger.jsonl, line 1" in report["notes"][0]
 
 
 async def test_a_ledger_line_of_a_dead_prompt_counts_it_twice(small, audited):
     (letter,) = await list_dead_letters(small.connection)
     await anyio.to_thread.run_sync(small.ledger.append, [LedgerRecord(letter.prompt_id, Trained(), 2, 1, "abc")])
-    told = await audited(small)
-    assert whose(told["twice"]) == [letter.prompt_id]
-    assert any("its image does not decode" in fact for fact in told["twice"][0]["evidence"])
+    report = await audited(small)
+    assert whose(report["twice"]) == [letter.prompt_id]
+    assert any("its image does not decode" in fact for fact in report["twice"][0]["evidence"])
 
 
 async def test_groups_that_only_a_missing_checkpoint_held_are_lost(small, audited):
     manifest = small.folder / "checkpoints" / "step-000001" / "checkpoint.json"
     manifest.write_text("{")
-    told = await audited(small)
-    assert len(told["lost"]) == 3
-    assert "which no checkpoint holds" in told["lost"][0]["evidence"][0]
+    report = await audited(small)
+    assert len(report["lost"]) == 3
+    assert "which no checkpoint holds" in report["lost"][0]["evidence"][0]
 
 
 async def test_dead_letters_dropped_by_the_operator_count_as_dropped(small, audited):
     (letter,) = await list_dead_letters(small.connection)
     await drop_dead_letters(small.connection, [letter.id])
-    told = await audited(small)
-    assert (told["dead"], told["dropped"], told["clean"]) == (0, {"stale": 1, "operator": 1}, True)
+    report = await audited(small)
+    assert (report["dead"], report["dropped"], report["clean"]) == (0, {"stale": 1, "operator": 1}, True)
 
 
 async def test_foreign_entries_are_not_prompts(small, audited):
     await small.connection.redis.xadd(small.connection.key("groups"), {"payload": b"\xff\x00"})
     await small.connection.redis.xadd(small.connection.key("scored"), {"prompt": b"\xff", "payload": b""})
-    told = await audited(small)
-    assert (told["fed"], told["junk"], told["clean"]) == (8, 2, True)
+    report = await audited(small)
+    assert (report["fed"], report["junk"], report["clean"]) == (8, 2, True)
 
 
 async def test_rows_that_could_not_be_fed_are_not_lost(tmp_path, connection, redis_url, pipe_on, audited):
     small = await made(tmp_path, connection.run, redis_url, 8, '{"prompt": \n[1]\n{"prompt": 7}\n')
     await small.begin(connection, pipe_on)
     await small.feed(0, 11)
-    told = await audited(small)
-    assert (told["fed"], told["outstanding"], told["clean"]) == (8, {"prompts": 8}, True)
+    report = await audited(small)
+    assert (report["fed"], report["outstanding"], report["clean"]) == (8, {"prompts": 8}, True)
     small.ledger.close()
 
 
@@ -256,9 +256,9 @@ async def test_prompts_of_a_custom_feeder_are_audited_by_their_traces(
     await small.begin(connection, pipe_on)
     await small.pipe.scored("x", "y", "z")
     await small.train(1)
-    told = await audited(small)
-    assert (told["fed"], told["trained"], told["outstanding"]) == (3, 1, {"scored": 2})
-    assert "a custom feeder" in told["notes"][-1]
+    report = await audited(small)
+    assert (report["fed"], report["trained"], report["outstanding"]) == (3, 1, {"scored": 2})
+    assert "a custom feeder" in report["notes"][-1]
     id_, prompt = (await ids_in(connection, "scored"))[-1]
     await connection.redis.xdel(connection.key("scored"), id_)
     assert whose((await audited(small))["lost"]) == [prompt]
@@ -268,12 +268,12 @@ async def test_prompts_of_a_custom_feeder_are_audited_by_their_traces(
 async def test_after_the_server_was_emptied_files_are_audited(small, audited):
     for key in await small.connection.redis.keys(f"{{{small.connection.run}}}:*"):
         await small.connection.redis.delete(key)
-    told = await audited(small)
-    assert (told["fed"], told["trained"], told["dropped"]) == (4, 2, {"stale": 1})
-    assert told["outstanding"] == {"again": 1}
-    assert told["clean"]
-    assert "the server was not audited: the server has no run named" in told["notes"][0]
-    assert "4 of 8 rows" in told["notes"][1]
+    report = await audited(small)
+    assert (report["fed"], report["trained"], report["dropped"]) == (4, 2, {"stale": 1})
+    assert report["outstanding"] == {"again": 1}
+    assert report["clean"]
+    assert "the server was not audited: the server has no run named" in report["notes"][0]
+    assert "4 of 8 rows" in report["notes"][1]
 
 
 async def test_a_repeated_ledger_line_is_found_without_a_server(small, audited, tmp_path):
@@ -283,9 +283,9 @@ async def test_a_repeated_ledger_line_is_found_without_a_server(small, audited, 
     (small.folder / "run.toml").write_text(dump_settings(refused))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("workers.run.run_info._RECONNECT_S", 0.2)
-        told = await audited(small)
-    assert "127.0.0.1:1 did not answer" in told["notes"][0]
-    assert len(told["twice"]) == 1
+        report = await audited(small)
+    assert "127.0.0.1:1 did not answer" in report["notes"][0]
+    assert len(report["twice"]) == 1
 
 
 async def test_a_stopped_run_is_audited_from_its_server_data_or_its_files(tmp_path, pipe_on, audited):
@@ -297,11 +297,11 @@ async def test_a_stopped_run_is_audited_from_its_server_data_or_its_files(tmp_pa
         await small.pass_on("groups", "scored", 3)
         await small.train(2)
         await small.keep()
-    told = await audited(small)
-    assert (told["fed"], told["trained"], told["outstanding"]) == (8, 2, {"prompts": 5, "scored": 1})
+    report = await audited(small)
+    assert (report["fed"], report["trained"], report["outstanding"]) == (8, 2, {"prompts": 5, "scored": 1})
     await anyio.to_thread.run_sync(shutil.rmtree, small.folder / "redis")
-    told = await audited(small)
-    assert (told["fed"], told["trained"], told["clean"]) == (2, 2, True)
+    report = await audited(small)
+    assert (report["fed"], report["trained"], report["clean"]) == (2, 2, True)
     assert not (small.folder / "redis").exists()
     small.ledger.close()
 
@@ -321,23 +321,23 @@ def test_an_audit_needs_the_runs_files(redis_url):
 
 async def test_the_report_has_a_table_evidence_and_a_verdict(small, capsys):
     await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), ""))
-    told = capsys.readouterr().out
-    assert told.splitlines()[0] == f"{small.connection.run}   8 prompts fed"
-    assert "dropped: stale" in told
-    assert told.splitlines()[-1] == "clean: no prompt is lost or counted twice"
+    output = capsys.readouterr().out
+    assert output.splitlines()[0] == f"{small.connection.run}   8 prompts fed"
+    assert "dropped: stale" in output
+    assert output.splitlines()[-1] == "clean: no prompt is lost or counted twice"
     ids = [id_ for stage in ("prompts", "groups") for id_, _ in await ids_in(small.connection, stage)]
     for stage in ("prompts", "groups"):
         await small.connection.redis.xdel(small.connection.key(stage), *ids)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("workers.commands.audit._MAX_FINDINGS_SHOWN", 1)
         assert await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), "")) == 1
-        told = capsys.readouterr().out
+        output = capsys.readouterr().out
         await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), "", show_all=True))
         every = capsys.readouterr().out
-    assert told.count("unfinished on the server, which has no entry of it") == 1
-    assert "and 2 more lost; --all shows all" in told
+    assert output.count("unfinished on the server, which has no entry of it") == 1
+    assert "and 2 more lost; --all shows all" in output
     assert every.count("unfinished on the server, which has no entry of it") == 3
-    assert told.splitlines()[-1] == "not clean: 3 lost, 0 counted twice"
+    assert output.splitlines()[-1] == "not clean: 3 lost, 0 counted twice"
 
 
 async def test_a_running_run_is_always_clean(tmp_path, connection, redis_url, pipe_on, audited, monkeypatch):
@@ -373,11 +373,11 @@ async def test_a_running_run_is_always_clean(tmp_path, connection, redis_url, pi
         tasks.start_soon(move)
         with anyio.fail_after(50):
             for _ in range(6):
-                told = await audited(small)
-                assert told["clean"], told
+                report = await audited(small)
+                assert report["clean"], report
         enough.set()
     assert moved
-    told = await audited(small)
-    assert (told["trained"], told["dropped"], told["dead"]) == (14 * moved, {"stale": 14 * moved}, 2 * moved)
-    assert (told["fed"], told["outstanding"]) == (30 * (moved + 1), {"prompts": 30})
+    report = await audited(small)
+    assert (report["trained"], report["dropped"], report["dead"]) == (14 * moved, {"stale": 14 * moved}, 2 * moved)
+    assert (report["fed"], report["outstanding"]) == (30 * (moved + 1), {"prompts": 30})
     small.ledger.close()

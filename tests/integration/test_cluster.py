@@ -33,14 +33,14 @@ TERMS = RetryPolicy(lease_s=30.0, backoff_s=0.01)
 @pytest.fixture(scope="module", params=["path", pytest.param("wheel", marks=pytest.mark.full)])
 def cluster(request) -> Iterator[Cluster]:
     """One cluster for all tests: a node serves nothing in its first two seconds."""
-    with cluster_of(BINARIES[request.param]()) as found:
-        yield found
+    with cluster_of(BINARIES[request.param]()) as result:
+        yield result
 
 
 @pytest.fixture
 def cluster_with_a_replica() -> Iterator[Cluster]:
-    with cluster_of(find_server(), replicas=1) as found:
-        yield found
+    with cluster_of(find_server(), replicas=1) as result:
+        yield result
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -125,7 +125,7 @@ async def test_work_continues_while_the_run_moves_between_nodes(cluster, pipe_on
                     await stage.wait(claim, 0.5)
 
         async def train() -> None:
-            tenure = await TrainerLease.acquire(connection, 30.0)
+            trainer_lease = await TrainerLease.acquire(connection, 30.0)
             stage = Stage(connection, "scored", "trainer", TERMS)
             while len(trained) < count:
                 claim = await stage.claim(4)
@@ -133,13 +133,13 @@ async def test_work_continues_while_the_run_moves_between_nodes(cluster, pipe_on
                     await stage.wait(claim, 0.5)
                     continue
                 assert (
-                    await tenure.commit(
+                    await trainer_lease.commit(
                         stage, [EndedGroup(each, Trained()) for each in claim.leases], release_version=1
                     )
                     == []
                 )
-                await tenure.publish(await tenure.reserve_version(0), tmp_path, 1, {})
-                await tenure.acknowledge([each.id for each in claim.leases])
+                await trainer_lease.publish(await trainer_lease.reserve_version(0), tmp_path, 1, {})
+                await trainer_lease.acknowledge([each.id for each in claim.leases])
                 trained.extend(each.prompt_id for each in claim.leases)
 
         async def move() -> None:

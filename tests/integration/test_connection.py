@@ -226,8 +226,10 @@ def test_files_with_a_password_are_readable_by_their_owner_only(url, mode, tmp_p
 
 def test_no_role_has_a_password_on_its_command_line(tmp_path):
     url = f"redis://:{HUSH}@host"
-    told = [" ".join(spec.command) for spec in role_specs(settings_of(tmp_path, url), tmp_path / "run.toml", url, ())]
-    assert not any(HUSH in line for line in told)
+    commands = [
+        " ".join(spec.command) for spec in role_specs(settings_of(tmp_path, url), tmp_path / "run.toml", url, ())
+    ]
+    assert not any(HUSH in line for line in commands)
     private = "unix:///tmp/penstock-x/redis.sock"
     for spec in role_specs(settings_of(tmp_path, ""), tmp_path / "run.toml", private, ()):
         assert spec.command[-2:] == ("--redis", private)

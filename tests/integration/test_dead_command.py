@@ -56,8 +56,8 @@ def run_command(redis_url, run_name, capsys):
 async def test_the_list_has_stage_reason_and_error(connection, run_command):
     letter = await bury_prompt(connection)
     junk = await bury_junk(connection)
-    told = await run_command(list_dead)
-    first, why, second, _ = told.splitlines()
+    output = await run_command(list_dead)
+    first, why, second, _ = output.splitlines()
     assert first.startswith(letter)
     assert first.endswith("prompts  data  after 1 failure  a")
     assert why == "    its image does not decode"
@@ -78,9 +78,9 @@ async def test_a_run_without_dead_letters_says_so(connection, run_command):
 
 async def test_a_record_is_shown_as_plain_values(connection, run_command):
     await bury_prompt(connection)
-    (told,) = json.loads(await run_command(show_dead, as_json=True))
-    assert told["record"]["messages"] == [{"role": "user", "content": "?"}]
-    assert json.loads(await run_command(show_dead))["record"] == told["record"]
+    (reported,) = json.loads(await run_command(show_dead, as_json=True))
+    assert reported["record"]["messages"] == [{"role": "user", "content": "?"}]
+    assert json.loads(await run_command(show_dead))["record"] == reported["record"]
 
 
 async def test_token_buffers_are_shown_as_numbers(connection, run_command):
@@ -95,8 +95,8 @@ async def test_token_buffers_are_shown_as_numbers(connection, run_command):
     (lease,) = (await groups.claim(1)).leases
     await groups.dead_letter(lease, "data", "for the test")
     last = (await list_dead_letters(connection))[-1].id
-    (told,) = json.loads(await run_command(show_dead, [last], as_json=True))
-    shown = told["record"]["completions"][0]
+    (reported,) = json.loads(await run_command(show_dead, [last], as_json=True))
+    shown = reported["record"]["completions"][0]
     assert shown["rows"][0]["prompt_ids"] == [5, 6]
     assert shown["rows"][0]["logprobs"] == [-0.5]
     assert shown["rows"][0]["spans"] == [[3, 0, 1]]
@@ -105,10 +105,10 @@ async def test_token_buffers_are_shown_as_numbers(connection, run_command):
 
 async def test_an_unreadable_payload_is_shown_as_bytes_with_the_reason(connection, run_command):
     await bury_junk(connection)
-    (told,) = json.loads(await run_command(show_dead, as_json=True))
-    assert "record" not in told
-    assert told["unreadable"].startswith("not a record")
-    assert told["bytes"] == 18
+    (reported,) = json.loads(await run_command(show_dead, as_json=True))
+    assert "record" not in reported
+    assert reported["unreadable"].startswith("not a record")
+    assert reported["bytes"] == 18
     assert "00 6a 75 6e 6b ff" in await run_command(show_dead)
 
 

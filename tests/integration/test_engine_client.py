@@ -110,11 +110,11 @@ async def test_many_requests_wait_for_an_engine_to_recover():
 
 async def test_an_engine_that_recovers_with_old_weights_gets_no_request_before_new_ones():
     port = free_port()
-    said = []
+    samples = []
     async with client_of(f"http://127.0.0.1:{port}", reconnect_s=10) as client, anyio.create_task_group() as tasks:
 
         async def ask() -> None:
-            said.append(await client.sample([1], SAMPLING, min_policy_version=4))
+            samples.append(await client.sample([1], SAMPLING, min_policy_version=4))
 
         async with ScriptedEngine(reply, version="4", port=port):
             await ask()
@@ -124,12 +124,12 @@ async def test_an_engine_that_recovers_with_old_weights_gets_no_request_before_n
             await anyio.sleep(0.5)
             engine.version = "3"
             await anyio.sleep(0.5)
-            assert len(said) == 1
+            assert len(samples) == 1
             engine.version = "5"
             with anyio.fail_after(10):
-                while len(said) < 2:
+                while len(samples) < 2:
                     await anyio.sleep(0.05)
-    assert [sampled.spans for sampled in said] == [[Span(4, 0, 3)], [Span(5, 0, 3)]]
+    assert [sampled.spans for sampled in samples] == [[Span(4, 0, 3)], [Span(5, 0, 3)]]
 
 
 async def test_weights_that_never_come_make_the_engine_unavailable():

@@ -43,8 +43,8 @@ async def test_generate_is_used_if_it_is_open_and_completions_otherwise(closed, 
         with capture_logs() as lines:
             await client.wait_until_ready()
             sampled = await client.sample([5, 6], PLAIN, min_policy_version=3)
-    (found,) = [line for line in lines if line["event"] == "engine.found"]
-    assert (found["route"], found["version"], found["max_length"]) == (route.path, "scripted", 4096)
+    (result,) = [line for line in lines if line["event"] == "engine.found"]
+    assert (result["route"], result["version"], result["max_length"]) == (route.path, "scripted", 4096)
     assert (sampled.token_ids, sampled.spans) == ([7, 8, 2], [Span(3, 0, 3)])
     assert engine.request_count == 1, "requests of the probe do not count"
 
@@ -94,19 +94,21 @@ async def test_logits_are_refused_although_their_gaps_look_processed(sampling, c
 async def test_an_engine_with_a_short_context_is_reported():
     longest = SamplingOptions(temperature=1.0, max_tokens=5000)
     async with ScriptedEngine(reply, version="0") as engine:
-        for samplings, told in (([PLAIN], 0), ([PLAIN, longest], 1)):
+        for samplings, warnings in (([PLAIN], 0), ([PLAIN, longest], 1)):
             with capture_logs() as lines:
                 async with client_of(engine.url, samplings=samplings) as client:
                     await client.wait_until_ready()
-            assert [line["event"] for line in lines].count("engine.context_too_short") == told
+            assert [line["event"] for line in lines].count("engine.context_too_short") == warnings
 
 
 async def test_a_client_probes_what_the_run_and_its_evaluations_need():
     table = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}]}
     alone = parse_settings(table | {"eval": {}})
     evaluated = parse_settings(table | {"eval": {"path": "e", "temperature": 0.6}})
-    told = [EngineClient.from_settings(settings, ["http://x"]).sampling_options for settings in (alone, evaluated)]
-    assert [[sampling.temperature for sampling in each] for each in told] == [[1.0], [1.0, 0.6]]
+    sampling_options = [
+        EngineClient.from_settings(settings, ["http://x"]).sampling_options for settings in (alone, evaluated)
+    ]
+    assert [[sampling.temperature for sampling in each] for each in sampling_options] == [[1.0], [1.0, 0.6]]
     assert Rollout().temperature == Eval().temperature == 1
 
 
@@ -127,7 +129,7 @@ async def test_a_server_without_versions_is_refused_with_the_remedy():
 
 
 @pytest.mark.parametrize(
-    ("answers", "said"),
+    ("answers", "message"),
     [
         ({}, "/version answers 404"),
         ({"/version": b"<html>"}, "/version"),
@@ -137,7 +139,7 @@ async def test_a_server_without_versions_is_refused_with_the_remedy():
     ],
     ids=["nothing", "a page", "no model", "no version", "no route"],
 )
-async def test_a_server_that_is_not_vllm_is_refused(answers, said):
+async def test_a_server_that_is_not_vllm_is_refused(answers, message):
     async def answer(http: web.Request) -> web.Response:
         body = b"" if http.path == "/health" else answers.get(http.path)
         return web.Response(status=404) if body is None else web.Response(body=body)
@@ -145,7 +147,7 @@ async def test_a_server_that_is_not_vllm_is_refused(answers, said):
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
     async with listen(app, "127.0.0.1", 0) as url, client_of(url) as client:
-        with pytest.raises(EngineError, match=said) as refused:
+        with pytest.raises(EngineError, match=message) as refused:
             await client.wait_until_ready()
     assert url in str(refused.value)
 

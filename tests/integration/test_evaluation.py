@@ -33,7 +33,7 @@ OF = "these settings"
 
 
 @pytest.fixture
-async def tenure(connection):
+async def trainer_lease(connection):
     await create_evaluation_streams(connection)
     await replace_evaluation_prompts(connection, PROMPTS, settings_digest=OF, data_fingerprint="file")
     return await TrainerLease.acquire(connection, 30.0)
@@ -58,17 +58,17 @@ async def score(stage, count, **outcome):
         )
 
 
-async def test_evaluation_prompts_come_in_file_order_with_their_version(connection, tenure):
-    assert not await tenure.begin_evaluation(7, 3, OF)
+async def test_evaluation_prompts_come_in_file_order_with_their_version(connection, trainer_lease):
+    assert not await trainer_lease.begin_evaluation(7, 3, OF)
     claim = await worker(connection).claim(100)
     assert [lease.prompt_id for lease in claim.leases] == [prompt.id for prompt in PROMPTS]
     assert {lease.evaluated_version for lease in claim.leases} == {7}
     assert claim.unfinished_prompts == len(PROMPTS)
 
 
-async def test_evaluation_counts_in_none_of_the_runs_numbers(connection, pipe, tenure):
+async def test_evaluation_counts_in_none_of_the_runs_numbers(connection, pipe, trainer_lease):
     await pipe.feed("a", "b")
-    await tenure.begin_evaluation(0, 0, OF)
+    await trainer_lease.begin_evaluation(0, 0, OF)
     stage = worker(connection)
     await sample(pipe, stage, 5)
     await stage.claim(3)
@@ -82,8 +82,8 @@ async def test_evaluation_counts_in_none_of_the_runs_numbers(connection, pipe, t
     await pipe.balance()
 
 
-async def test_a_group_scored_twice_leaves_one_result(connection, pipe, tenure):
-    await tenure.begin_evaluation(0, 0, OF)
+async def test_a_group_scored_twice_leaves_one_result(connection, pipe, trainer_lease):
+    await trainer_lease.begin_evaluation(0, 0, OF)
     first, second = worker(connection, name="first", lease_s=0.05), worker(connection, name="second")
     (slow, *_) = (await first.claim(1)).leases
     await anyio.sleep(0.06)
@@ -92,32 +92,32 @@ async def test_a_group_scored_twice_leaves_one_result(connection, pipe, tenure):
         await first.complete(slow, "eval:groups", pipe.group(slow.prompt_id))
     await second.complete(again, "eval:groups", pipe.group(slow.prompt_id))
     await score(worker(connection, "eval:groups"), 9, valid=1)
-    assert {prompt: found.valid for prompt, found in (await read_prompt_evaluations(connection)).items()} == {
+    assert {prompt: result.valid for prompt, result in (await read_prompt_evaluations(connection)).items()} == {
         slow.prompt_id: 1
     }
     assert (await read_evaluation_progress(connection)).unfinished == len(PROMPTS) - 1
 
 
-async def test_a_duplicate_of_an_evaluated_prompt_changes_nothing(connection, pipe, tenure):
-    await tenure.begin_evaluation(0, 0, OF)
+async def test_a_duplicate_of_an_evaluated_prompt_changes_nothing(connection, pipe, trainer_lease):
+    await trainer_lease.begin_evaluation(0, 0, OF)
     (done, *_) = await sample(pipe, worker(connection), 1)
     await score(worker(connection, "eval:groups"), 9, valid=1)
     for copy in (done, "x"):
         await connection.redis.xadd(connection.key("eval:groups"), {"prompt": copy, "payload": b""})
     await score(worker(connection, "eval:groups"), 9, valid=2)
-    assert {prompt: found.valid for prompt, found in (await read_prompt_evaluations(connection)).items()} == {done: 1}
+    assert {prompt: result.valid for prompt, result in (await read_prompt_evaluations(connection)).items()} == {done: 1}
     assert (await read_evaluation_progress(connection)).unfinished == len(PROMPTS) - 1
 
 
-async def test_the_next_evaluation_discards_the_last_and_its_leases(connection, pipe, tenure):
-    await tenure.begin_evaluation(0, 0, OF)
+async def test_the_next_evaluation_discards_the_last_and_its_leases(connection, pipe, trainer_lease):
+    await trainer_lease.begin_evaluation(0, 0, OF)
     late = worker(connection, name="late")
     leases = (await late.claim(2)).leases
     await sample(pipe, worker(connection), 4)
     scorer = worker(connection, "eval:groups")
     (unscored, *_) = (await scorer.claim(3)).leases
     await score(worker(connection, "eval:groups", "another"), 1)
-    await tenure.begin_evaluation(1, 1, OF)
+    await trainer_lease.begin_evaluation(1, 1, OF)
     with pytest.raises(LeaseLostError):
         await late.complete(leases[0], "eval:groups", pipe.group(leases[0].prompt_id))
     with pytest.raises(LeaseLostError):
@@ -128,36 +128,36 @@ async def test_the_next_evaluation_discards_the_last_and_its_leases(connection, 
     assert {lease.evaluated_version for lease in (await worker(connection, name="third").claim(99)).leases} == {1}
 
 
-async def test_an_evaluation_begins_only_with_prompts_of_its_settings(connection, tenure):
-    after = await tenure.begin_evaluation(0, 0, "other settings")
+async def test_an_evaluation_begins_only_with_prompts_of_its_settings(connection, trainer_lease):
+    after = await trainer_lease.begin_evaluation(0, 0, "other settings")
     assert after
     assert (await read_evaluation_progress(connection)).unfinished == 0
     await replace_evaluation_prompts(connection, PROMPTS[:3], settings_digest="other settings", data_fingerprint="file")
-    assert not await tenure.begin_evaluation(0, 0, "other settings")
+    assert not await trainer_lease.begin_evaluation(0, 0, "other settings")
     assert (await read_evaluation_progress(connection)).unfinished == 3
     assert len(await read_evaluation_environments(connection)) == 3
 
 
-async def test_only_the_runs_trainer_begins_and_ends_evaluations(connection, tenure):
-    await tenure.release()
+async def test_only_the_runs_trainer_begins_and_ends_evaluations(connection, trainer_lease):
+    await trainer_lease.release()
     await TrainerLease.acquire(connection, 30.0)
     with pytest.raises(FencedError):
-        await tenure.begin_evaluation(0, 0, OF)
+        await trainer_lease.begin_evaluation(0, 0, OF)
     with pytest.raises(FencedError):
-        await tenure.end_evaluation(b"")
+        await trainer_lease.end_evaluation(b"")
 
 
-async def test_a_paused_run_completes_its_running_evaluation(connection, pipe, tenure):
+async def test_a_paused_run_completes_its_running_evaluation(connection, pipe, trainer_lease):
     await pipe.feed("a")
-    await tenure.begin_evaluation(0, 0, OF)
+    await trainer_lease.begin_evaluation(0, 0, OF)
     await pause(connection, "test")
     assert not (await pipe.stage("prompts").claim(5)).leases
     assert len((await worker(connection).claim(5)).leases) == 5
 
 
-async def test_a_dead_letter_of_an_evaluation_ends_no_prompt_and_is_not_retried(connection, pipe, tenure):
+async def test_a_dead_letter_of_an_evaluation_ends_no_prompt_and_is_not_retried(connection, pipe, trainer_lease):
     await pipe.feed(PROMPTS[0].id)  # the held-out file may have the name of the run's
-    await tenure.begin_evaluation(0, 0, OF)
+    await trainer_lease.begin_evaluation(0, 0, OF)
     stage = worker(connection)
     (lease,) = (await stage.claim(1)).leases
     assert await stage.release(lease, "data", "no such image") is False
@@ -177,8 +177,8 @@ async def test_a_dead_letter_of_an_evaluation_ends_no_prompt_and_is_not_retried(
     assert not (await scan_run(connection)).dropped_dead
 
 
-async def test_junk_in_evaluation_streams_is_dead_lettered_and_not_counted(connection, tenure):
-    await tenure.begin_evaluation(0, 0, OF)
+async def test_junk_in_evaluation_streams_is_dead_lettered_and_not_counted(connection, trainer_lease):
+    await trainer_lease.begin_evaluation(0, 0, OF)
     await connection.redis.xadd(connection.key("eval:prompts"), {"prompt": "x", "payload": b"junk"})
     stage = worker(connection)
     junk = [lease for lease in (await stage.claim(99)).leases if lease.prompt_id == "x"]
@@ -194,20 +194,20 @@ def settings(folder: Path, **section):
     )
 
 
-async def made(tmp_path, tenure, **section):
+async def made(tmp_path, trainer_lease, **section):
     """Make the trainer's evaluation objects, with the held-out prompts of these settings."""
     its = settings(tmp_path, **section)
     await replace_evaluation_prompts(
-        tenure.connection, PROMPTS, settings_digest=its.evaluation_digest, data_fingerprint="file"
+        trainer_lease.connection, PROMPTS, settings_digest=its.evaluation_digest, data_fingerprint="file"
     )
     book = await anyio.to_thread.run_sync(EvaluationLog, tmp_path, 99)
-    evaluating = EvaluationScheduler(its, tenure, book)
+    evaluating = EvaluationScheduler(its, trainer_lease, book)
     await evaluating.discard_unfinished()
     return evaluating, book
 
 
-async def test_a_publication_waits_until_the_evaluation_is_sampled(tmp_path, connection, pipe, tenure):
-    evaluating, book = await made(tmp_path, tenure)
+async def test_a_publication_waits_until_the_evaluation_is_sampled(tmp_path, connection, pipe, trainer_lease):
+    evaluating, book = await made(tmp_path, trainer_lease)
     await evaluating.begin_if_due(4, 0)
     held = anyio.Event()
 
@@ -234,9 +234,9 @@ async def test_a_publication_waits_until_the_evaluation_is_sampled(tmp_path, con
     assert evaluating.pop_metrics() == {}
 
 
-async def test_work_of_a_dead_worker_is_repeated_while_a_publication_waits(tmp_path, connection, pipe, tenure):
+async def test_work_of_a_dead_worker_is_repeated_while_a_publication_waits(tmp_path, connection, pipe, trainer_lease):
     """The run has no capacity for its prompts, so all progress depends on the evaluation."""
-    evaluating, _ = await made(tmp_path, tenure)
+    evaluating, _ = await made(tmp_path, trainer_lease)
     await evaluating.begin_if_due(4, 0)
     await worker(connection, name="dead", lease_s=0.2).claim(3)
     stopping, living = anyio.Event(), worker(connection, name="living")
@@ -252,8 +252,8 @@ async def test_work_of_a_dead_worker_is_repeated_while_a_publication_waits(tmp_p
     assert (await read_evaluation_progress(connection)).unsampled == 0
 
 
-async def test_a_stalled_evaluation_delays_nothing_and_its_rest_is_missing(tmp_path, connection, pipe, tenure):
-    evaluating, book = await made(tmp_path, tenure, publish_wait_s=0.2)
+async def test_a_stalled_evaluation_delays_nothing_and_its_rest_is_missing(tmp_path, connection, pipe, trainer_lease):
+    evaluating, book = await made(tmp_path, trainer_lease, publish_wait_s=0.2)
     await evaluating.begin_if_due(4, 0)
     await sample(pipe, worker(connection), 3)
     await score(worker(connection, "eval:groups"), 3)
@@ -265,8 +265,8 @@ async def test_a_stalled_evaluation_delays_nothing_and_its_rest_is_missing(tmp_p
     assert (last.version, last.step, last.overall.invalid) == (5, 1, {"missing": 24})
 
 
-async def test_without_a_feeder_the_evaluation_is_skipped(tmp_path, connection, tenure):
-    evaluating, book = await made(tmp_path, tenure, publish_wait_s=0.2)
+async def test_without_a_feeder_the_evaluation_is_skipped(tmp_path, connection, trainer_lease):
+    evaluating, book = await made(tmp_path, trainer_lease, publish_wait_s=0.2)
     await replace_evaluation_prompts(connection, PROMPTS, settings_digest="another life's", data_fingerprint="file")
     with anyio.fail_after(20):
         await evaluating.begin_if_due(4, 0)
@@ -275,12 +275,12 @@ async def test_without_a_feeder_the_evaluation_is_skipped(tmp_path, connection, 
     assert not book.results
 
 
-async def test_an_evaluation_that_the_server_lost_is_begun_again(tmp_path, connection, pipe, tenure):
+async def test_an_evaluation_that_the_server_lost_is_begun_again(tmp_path, connection, pipe, trainer_lease):
     """The server lost its last writes: it knows only the previous evaluation, which is over."""
-    evaluating, book = await made(tmp_path, tenure)
+    evaluating, book = await made(tmp_path, trainer_lease)
     await evaluating.begin_if_due(4, 0)
     await sample(pipe, worker(connection), 5)
-    await tenure.end_evaluation(b"")
+    await trainer_lease.end_evaluation(b"")
     await connection.redis.hset(connection.key("eval"), "version", "3")
     await evaluating.end_if_complete()
     assert not book.results, "nothing of it has come"
@@ -292,10 +292,10 @@ async def test_an_evaluation_that_the_server_lost_is_begun_again(tmp_path, conne
             assert len(await sample(pipe, worker(connection), 99)) == len(PROMPTS)
 
 
-async def test_a_new_trainer_discards_the_evaluation_of_another(tmp_path, connection, tenure):
-    evaluating, _ = await made(tmp_path, tenure)
+async def test_a_new_trainer_discards_the_evaluation_of_another(tmp_path, connection, trainer_lease):
+    evaluating, _ = await made(tmp_path, trainer_lease)
     await evaluating.begin_if_due(4, 0)
-    successor, book = await made(tmp_path, tenure)
+    successor, book = await made(tmp_path, trainer_lease)
     assert (await read_evaluation_progress(connection)).unfinished == 0
     assert (await read_status(connection)).evaluation.is_running is False
     await successor.begin_if_due(5, 0)
@@ -303,15 +303,15 @@ async def test_a_new_trainer_discards_the_evaluation_of_another(tmp_path, connec
     assert not book.results
 
 
-async def test_an_evaluated_step_is_not_evaluated_again(tmp_path, connection, pipe, tenure):
-    evaluating, book = await made(tmp_path, tenure)
+async def test_an_evaluated_step_is_not_evaluated_again(tmp_path, connection, pipe, trainer_lease):
+    evaluating, book = await made(tmp_path, trainer_lease)
     for step in range(4):
         await evaluating.begin_if_due(step, step)
         await sample(pipe, worker(connection), 99)
         await score(worker(connection, "eval:groups"), 99)
         await evaluating.end_if_complete()
     assert [line.step for line in book.results] == [0, 2]
-    resumed, book = await made(tmp_path, tenure)
+    resumed, book = await made(tmp_path, trainer_lease)
     await resumed.begin_if_due(9, 2)
     assert (await read_evaluation_progress(connection)).unfinished == 0
     assert not resumed.is_final_due(2)

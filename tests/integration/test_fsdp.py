@@ -141,8 +141,8 @@ class Results:
 
     def apart(self, name: str, dtype: str, ranks: str) -> float:
         """Return the largest difference of a log-prob from the result of one process."""
-        found, expected = (self.logprobs(name, dtype, which) for which in (ranks, "1"))
-        return float((found - expected).abs().max())
+        result, expected = (self.logprobs(name, dtype, which) for which in (ranks, "1"))
+        return float((result - expected).abs().max())
 
     def logprobs(self, name: str, dtype: str, ranks: str) -> torch.Tensor:
         """Return log-probs of every sampled token in the ledger under a learner's final weights, in float64."""
@@ -150,14 +150,14 @@ class Results:
         ended = self.found[name, dtype, ranks]
         for own, parameter in model.named_parameters():
             parameter.data.copy_(ended.get(f"master.{own}", ended[f"weight.{own}"]))
-        read, told = LogprobModel(model, None), []
+        read, logprobs_of_rows = LogprobModel(model, None), []
         with torch.no_grad():
             for _, _, groups in steps(self.folder / name):
                 for row in (row for each in groups for completion in each.completions for row in completion.rows):
                     ids = torch.frombuffer(bytearray(row.prompt_ids + row.token_ids), dtype=torch.int32).long()
                     chosen = torch.arange(len(ids)) >= 2
-                    told.append(token_logprobs(read, ids[None], chosen[None], temperature=1.0).logprobs_N)
-        return torch.cat(told)
+                    logprobs_of_rows.append(token_logprobs(read, ids[None], chosen[None], temperature=1.0).logprobs_N)
+        return torch.cat(logprobs_of_rows)
 
 
 def largest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -170,9 +170,9 @@ def loaded(results: Results, name: str, dtype: str) -> Any:
     checkpoint = CheckpointStore(results.kept(name, dtype)).latest()
     assert checkpoint is not None
     assert checkpoint.progress.step == KEPT
-    model, said = AutoModelForCausalLM.from_pretrained(checkpoint.model, dtype="auto", output_loading_info=True)
-    assert not said["missing_keys"]
-    assert not said["unexpected_keys"]
+    model, loading_info = AutoModelForCausalLM.from_pretrained(checkpoint.model, dtype="auto", output_loading_info=True)
+    assert not loading_info["missing_keys"]
+    assert not loading_info["unexpected_keys"]
     assert model.generation_config.eos_token_id == ENDS
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == (name == "tied")
     return model

@@ -65,17 +65,17 @@ class Proxy:
 
 @pytest.fixture
 async def proxy(redis_url, tmp_path):
-    found = Proxy(redis_url, tmp_path)
+    result = Proxy(redis_url, tmp_path)
     async with anyio.create_task_group() as tasks:
-        await tasks.start(found.serve)
-        yield found
+        await tasks.start(result.serve)
+        yield result
         tasks.cancel_scope.cancel()
 
 
 @pytest.fixture
 async def connection(proxy, run_name):
-    async with connect(proxy.url, run_name, reconnect_s=5.0) as found:
-        yield found
+    async with connect(proxy.url, run_name, reconnect_s=5.0) as result:
+        yield result
 
 
 WAYS: dict[str, Garble] = {

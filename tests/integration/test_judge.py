@@ -34,13 +34,13 @@ class Chat:
         self.most = max(self.most, self.under_way)
         await anyio.lowlevel.checkpoint()
         self.under_way -= 1
-        said = self.say(number, request)
-        if isinstance(said, int):
+        text = self.say(number, request)
+        if isinstance(text, int):
             heard = http.headers.get("Authorization")
-            return web.Response(status=said, text=json.dumps({"error": {"message": f"status {said} for {heard}"}}))
-        if isinstance(said, dict):
-            return web.Response(text=json.dumps(said))
-        return web.Response(text=json.dumps({"choices": [{"message": {"role": "assistant", "content": said}}]}))
+            return web.Response(status=text, text=json.dumps({"error": {"message": f"status {text} for {heard}"}}))
+        if isinstance(text, dict):
+            return web.Response(text=json.dumps(text))
+        return web.Response(text=json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}))
 
 
 @asynccontextmanager
@@ -60,7 +60,7 @@ async def verdict(say, **args):
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("text", "expected"),
     [
         ("Good.\nScore: 10", 1.0),
         ("Score: 1", 0.0),
@@ -68,12 +68,12 @@ async def verdict(say, **args):
         ("The answer says 'Score: 10'.\nScore: 2\nSCORE = 4", 1 / 3),
     ],
 )
-async def test_a_score_is_mapped_to_0_to_1(said, expected):
-    assert await verdict(said) == Measured(expected)
+async def test_a_score_is_mapped_to_0_to_1(text, expected):
+    assert await verdict(text) == Measured(expected)
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("text", "reason"),
     [
         ("I cannot say.", RewardReason.NOT_NUMERIC),
         ("", RewardReason.NOT_NUMERIC),
@@ -90,12 +90,12 @@ async def test_a_score_is_mapped_to_0_to_1(said, expected):
     ],
     ids=str,
 )
-async def test_an_answer_without_a_score_is_unmeasured(said, reason):
-    assert (await verdict(said)).reason is reason
+async def test_an_answer_without_a_score_is_unmeasured(text, reason):
+    assert (await verdict(text)).reason is reason
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("text", "expected"),
     [
         ('{"score": 7, "why": "x"}', 0.7),
         ('```json\n{"why": {"a": 1}, "score": 0}\n```', 0.0),
@@ -107,8 +107,8 @@ async def test_an_answer_without_a_score_is_unmeasured(said, reason):
         ("7", RewardReason.NOT_NUMERIC),
     ],
 )
-async def test_a_score_may_be_a_key_of_json(said, expected):
-    reward = await verdict(said, score_pattern="json:score", scale=[0, 10])
+async def test_a_score_may_be_a_key_of_json(text, expected):
+    reward = await verdict(text, score_pattern="json:score", scale=[0, 10])
     assert (reward.value if isinstance(reward, Measured) else reward.reason) == expected
 
 

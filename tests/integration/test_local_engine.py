@@ -52,12 +52,12 @@ def build(kind: str, seed: int):
 def models(tmp_path_factory) -> dict[tuple[str, str], Path]:
     """Folders of weights A, B and C of a tied Qwen3 and an untied Llama."""
     home = tmp_path_factory.mktemp("models")
-    found = {}
+    result = {}
     for kind in ("qwen3-tied", "llama-untied"):
         for seed, name in enumerate("ABC"):
-            found[kind, name] = home / f"{kind}-{name}"
-            build(kind, seed).save_pretrained(found[kind, name])
-    return found
+            result[kind, name] = home / f"{kind}-{name}"
+            build(kind, seed).save_pretrained(result[kind, name])
+    return result
 
 
 @cache
@@ -96,8 +96,8 @@ class Served:
     async def metric(self, name: str) -> float:
         async with self.session.get(f"{self.url}/metrics") as response:
             lines = (await response.text()).splitlines()
-        (found,) = [float(line.split()[1]) for line in lines if line.startswith(f"vllm:{name} ")]
-        return found
+        (result,) = [float(line.split()[1]) for line in lines if line.startswith(f"vllm:{name} ")]
+        return result
 
     async def until(self, name: str, condition) -> None:
         with anyio.fail_after(10):
@@ -173,12 +173,12 @@ async def test_many_concurrent_requests_equal_a_plain_forward_pass(models, kind:
         async def ask(i: int) -> None:
             temperature, max_tokens = asked[i]
             answer = await engine.generate(prompts[i], temperature=temperature, max_tokens=max_tokens)
-            said, logprobs = tokens_of(answer), logprobs_of(answer)
+            sampled, logprobs = tokens_of(answer), logprobs_of(answer)
             # The next turn of the same episode starts from cached keys and values.
-            longer = prompts[i] + said + [5, 6, 7]
+            longer = prompts[i] + sampled + [5, 6, 7]
             after = await engine.generate(longer, temperature=temperature, max_tokens=8)
             answers[i] = {
-                "first": (prompts[i], said, logprobs),
+                "first": (prompts[i], sampled, logprobs),
                 "second": (longer, tokens_of(after), logprobs_of(after)),
             }
 
@@ -187,19 +187,19 @@ async def test_many_concurrent_requests_equal_a_plain_forward_pass(models, kind:
 
     for i, (temperature, max_tokens) in enumerate(asked):
         assert len(answers[i]["first"][1]) <= max_tokens
-        for prompt, said, logprobs in answers[i].values():
-            assert logprobs == pytest.approx(teacher(models[kind, "A"], prompt, said, temperature), abs=1e-4)
+        for prompt, sampled, logprobs in answers[i].values():
+            assert logprobs == pytest.approx(teacher(models[kind, "A"], prompt, sampled, temperature), abs=1e-4)
 
 
 async def test_the_next_turn_computes_only_new_tokens(models):
     async with serving(models["llama-untied", "A"]) as engine:
         prompt = list(range(3, 83))
-        said = tokens_of(await engine.generate(prompt, max_tokens=10, ignore_eos=True, seed=1))
+        sampled = tokens_of(await engine.generate(prompt, max_tokens=10, ignore_eos=True, seed=1))
         before = await engine.metric("prompt_tokens_total")
-        await engine.generate([*prompt, *said, 8, 9], max_tokens=1)
+        await engine.generate([*prompt, *sampled, 8, 9], max_tokens=1)
         assert await engine.metric("prompt_tokens_total") - before == 3  # the last sampled one was never fed
         await engine.post("/reset_prefix_cache")
-        await engine.generate([*prompt, *said, 8, 9, 10], max_tokens=1)
+        await engine.generate([*prompt, *sampled, 8, 9, 10], max_tokens=1)
         assert await engine.metric("prompt_tokens_total") - before == 3 + 93
 
 
@@ -254,9 +254,9 @@ async def test_weights_updated_when_idle_replace_the_old_ones_completely(models,
     async with serving(models[kind, "A"]) as engine:
         assert await engine.get("/weight_info") == {"weight_version": None}
         for version, name in (("0", "B"), ("1", "C"), ("2", "A")):
-            said = tokens_of(await engine.generate(prompt, max_tokens=5, ignore_eos=True))
+            sampled = tokens_of(await engine.generate(prompt, max_tokens=5, ignore_eos=True))
             await engine.push(models[kind, name], version, mode="abort")
-            for again in (prompt, [*prompt, *said, 4]):  # the next turn starts from cached keys and values
+            for again in (prompt, [*prompt, *sampled, 4]):  # the next turn starts from cached keys and values
                 answer = await engine.generate(again, max_tokens=20, ignore_eos=True)
                 check_by_span(answer, again, {version: models[kind, name]})
 
@@ -494,9 +494,9 @@ async def test_a_stop_string_ends_a_turn_with_the_token_that_completes_it(tmp_pa
 
 async def test_a_seed_decides_what_is_sampled(models):
     async with serving(models["llama-untied", "A"]) as engine:
-        said = [tokens_of(await engine.generate([3], max_tokens=30, ignore_eos=True, seed=s)) for s in (1, 1, 2)]
+        samples = [tokens_of(await engine.generate([3], max_tokens=30, ignore_eos=True, seed=s)) for s in (1, 1, 2)]
         free = [tokens_of(await engine.generate([3], max_tokens=30, ignore_eos=True)) for _ in range(2)]
-    assert said[0] == said[1] != said[2]
+    assert samples[0] == samples[1] != samples[2]
     assert free[0] != free[1]
 
 

@@ -49,11 +49,11 @@ async def bury(pipe, lose, folder):
 
 async def commit(pipe, lose, folder):
     await pipe.scored("a", "b")
-    tenure, trainer = await TrainerLease.acquire(pipe.connection, 30.0), pipe.stage("scored", "trainer")
+    trainer_lease, trainer = await TrainerLease.acquire(pipe.connection, 30.0), pipe.stage("scored", "trainer")
     a, b = (await trainer.claim(2)).leases
     lose()
     assert (
-        await tenure.commit(
+        await trainer_lease.commit(
             trainer, [EndedGroup(a, Trained()), EndedGroup(b, Dropped("zero_variance"))], release_version=1
         )
         == []
@@ -62,20 +62,20 @@ async def commit(pipe, lose, folder):
 
 async def publish(pipe, lose, folder):
     await pipe.scored("a")
-    tenure, trainer = await TrainerLease.acquire(pipe.connection, 30.0), pipe.stage("scored", "trainer")
+    trainer_lease, trainer = await TrainerLease.acquire(pipe.connection, 30.0), pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [EndedGroup(lease, Trained())], release_version=1)
+    await trainer_lease.commit(trainer, [EndedGroup(lease, Trained())], release_version=1)
     lose()
-    await tenure.publish(1, folder, 1, {})
+    await trainer_lease.publish(1, folder, 1, {})
 
 
 async def acknowledge(pipe, lose, folder):
     await pipe.scored("a")
-    tenure, trainer = await TrainerLease.acquire(pipe.connection, 30.0), pipe.stage("scored", "trainer")
+    trainer_lease, trainer = await TrainerLease.acquire(pipe.connection, 30.0), pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [EndedGroup(lease, Trained())], release_version=1)
+    await trainer_lease.commit(trainer, [EndedGroup(lease, Trained())], release_version=1)
     lose()
-    await tenure.acknowledge([lease.id])
+    await trainer_lease.acknowledge([lease.id])
 
 
 async def pausing(pipe, lose, folder):
@@ -140,11 +140,11 @@ async def test_entries_of_a_lost_claim_reply_are_claimed_again_after_their_lease
 
 async def test_a_version_number_whose_reply_was_lost_is_skipped(pipe, redis_url, pipe_on):
     async with lossy(redis_url, pipe.connection.run, pipe_on, 0) as (unlucky, lose, proxy):
-        tenure = await TrainerLease.acquire(unlucky.connection, 30.0)
-        given = [await tenure.reserve_version(0)]
+        trainer_lease = await TrainerLease.acquire(unlucky.connection, 30.0)
+        given = [await trainer_lease.reserve_version(0)]
         for _ in range(5):
             lose()
-            given.append(await tenure.reserve_version(0))
+            given.append(await trainer_lease.reserve_version(0))
         assert proxy.struck["rst"] == 5
     assert given == sorted(set(given))
 

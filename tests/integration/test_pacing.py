@@ -72,56 +72,56 @@ async def test_concurrent_claimers_never_exceed_the_capacity(pipe):
 
 
 @pytest.fixture
-async def tenure(pipe):
+async def trainer_lease(pipe):
     return await TrainerLease.acquire(pipe.connection, 30.0)
 
 
-async def test_a_trained_group_frees_capacity_when_its_version_is_published(pipe, tenure, tmp_path):
+async def test_a_trained_group_frees_capacity_when_its_version_is_published(pipe, trainer_lease, tmp_path):
     await pipe.scored("a")
     await pipe.feed("b")
     rollout, trainer = pipe.stage("prompts", capacity=1), pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [EndedGroup(lease, Trained())], release_version=1)
-    await tenure.publish(0, tmp_path, 0, {})
+    await trainer_lease.commit(trainer, [EndedGroup(lease, Trained())], release_version=1)
+    await trainer_lease.publish(0, tmp_path, 0, {})
     assert (await rollout.claim(1)).leases == []
     waiting = await rollout.claim(1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(rollout.wait, waiting)
-        await tenure.publish(1, tmp_path, 1, {})
+        await trainer_lease.publish(1, tmp_path, 1, {})
     assert len((await rollout.claim(1)).leases) == 1
 
 
-async def test_a_checkpoint_between_two_versions_frees_no_capacity(pipe, tenure, tmp_path):
+async def test_a_checkpoint_between_two_versions_frees_no_capacity(pipe, trainer_lease, tmp_path):
     await pipe.scored("a")
     await pipe.feed("b")
     rollout, trainer = pipe.stage("prompts", capacity=1), pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [EndedGroup(lease, Trained())], release_version=1)
-    await tenure.acknowledge([lease.id])
+    await trainer_lease.commit(trainer, [EndedGroup(lease, Trained())], release_version=1)
+    await trainer_lease.acknowledge([lease.id])
     assert (await read_status(pipe.connection)).stages["scored"].depth == 0
     assert (await rollout.claim(1)).leases == []
-    await tenure.publish(1, tmp_path, 1, {})
+    await trainer_lease.publish(1, tmp_path, 1, {})
     assert len((await rollout.claim(1)).leases) == 1
 
 
 @pytest.mark.parametrize("ending", [Dropped("zero_variance"), AlreadyEnded(Trained())])
-async def test_a_dropped_group_frees_capacity_immediately(pipe, tenure, ending):
+async def test_a_dropped_group_frees_capacity_immediately(pipe, trainer_lease, ending):
     await pipe.scored("a")
     await pipe.feed("b")
     trainer = pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [EndedGroup(lease, ending)], release_version=1)
+    await trainer_lease.commit(trainer, [EndedGroup(lease, ending)], release_version=1)
     assert len((await pipe.stage("prompts", capacity=1).claim(1)).leases) == 1
 
 
 @pytest.mark.parametrize("discarded", [0, 1, 3])
-async def test_discarded_groups_free_as_much_capacity_as_they_used(pipe, tenure, discarded):
+async def test_discarded_groups_free_as_much_capacity_as_they_used(pipe, trainer_lease, discarded):
     await pipe.scored(*"abcd")
     await pipe.feed(*"efghij")
     rollout, trainer = pipe.stage("prompts", capacity=4), pipe.stage("scored", "trainer")
     leases = (await trainer.claim(4)).leases
     assert (await rollout.claim(9)).leases == []
-    await tenure.commit(
+    await trainer_lease.commit(
         trainer, [EndedGroup(lease, Dropped("zero_variance")) for lease in leases[:discarded]], release_version=1
     )
     assert len((await rollout.claim(9)).leases) == discarded
@@ -138,15 +138,15 @@ async def test_a_dead_letter_frees_capacity_immediately(pipe):
     assert len((await pipe.stage("prompts", capacity=1).claim(1)).leases) == 1
 
 
-async def test_a_requeued_group_uses_capacity_again(pipe, tenure, tmp_path):
+async def test_a_requeued_group_uses_capacity_again(pipe, trainer_lease, tmp_path):
     await pipe.scored("a", "b")
     trainer = pipe.stage("scored", "trainer")
     leases = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [EndedGroup(lease, Trained()) for lease in leases], release_version=1)
-    await tenure.publish(1, tmp_path, 1, {})
+    await trainer_lease.commit(trainer, [EndedGroup(lease, Trained()) for lease in leases], release_version=1)
+    await trainer_lease.publish(1, tmp_path, 1, {})
     assert await outstanding(pipe) == 0
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger")
     await anyio.to_thread.run_sync(ledger.append, [LedgerRecord("a", Trained(), 1, 0, "")])
-    await tenure.recover(ledger)
+    await trainer_lease.recover(ledger)
     ledger.close()
     assert await outstanding(pipe) == 1

@@ -12,9 +12,9 @@ FAILED = Failure(reason=RolloutReason.ENGINE, detail="three tries")
 
 
 def completion(pipe, index: int, failure: Failure | None = None) -> Completion:
-    found = pipe.group("a").completions[0]
-    found.index, found.failure = index, failure
-    return found
+    result = pipe.group("a").completions[0]
+    result.index, result.failure = index, failure
+    return result
 
 
 async def kept_keys(pipe) -> list[bytes]:

@@ -162,17 +162,17 @@ def test_an_encoders_padding_does_not_change_scores(tmp_path):
 async def test_many_conversations_are_scored_concurrently_over_http(folder, plain):
     chats = conversations(60, seed=5)
     expected = [plain.score(chat) for chat in chats]
-    found: dict[int, float] = {}
+    result: dict[int, float] = {}
     async with serving(folder) as ask:
 
         async def one(i: int) -> None:
             answer = await ask(messages=chats[i], use_activation=False)
-            ((found[i],),) = [entry["probs"] for entry in answer["data"]]
+            ((result[i],),) = [entry["probs"] for entry in answer["data"]]
 
         async with anyio.create_task_group() as tasks:
             for i in range(len(chats)):
                 tasks.start_soon(one, i)
-    assert [found[i] for i in range(len(chats))] == pytest.approx(expected, abs=CLOSE)
+    assert [result[i] for i in range(len(chats))] == pytest.approx(expected, abs=CLOSE)
 
 
 async def test_the_answer_has_vllms_format_and_the_activation_is_on_by_default(folder, plain):

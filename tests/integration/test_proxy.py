@@ -69,8 +69,8 @@ async def test_each_fault_has_the_named_effect(proxied):
             raise AssertionError(await ask(client))
         assert await client.receive() == ANSWER
     async with await strike("garble") as client:
-        said = await ask(client)
-        assert sorted(was ^ now for was, now in zip(ANSWER, said, strict=True)) == [0] * 9 + [0x80]
+        reply = await ask(client)
+        assert sorted(was ^ now for was, now in zip(ANSWER, reply, strict=True)) == [0] * 9 + [0x80]
     async with await strike("truncate") as client:
         assert await ask(client) == ANSWER[:5]
         with pytest.raises(anyio.EndOfStream):

@@ -163,8 +163,8 @@ async def test_a_foreign_weight_version_counts_as_outdated_and_is_logged_once():
             assert [engine.url for engine in await publisher.outdated_engines(1)] == [other.url]
             await publisher.refresh(await publisher.outdated_engines(1), Path("/w"), 1)
         assert await publisher.engine_versions() == {one.url: 1, other.url: 1}
-    told = [line for line in lines if line["event"] == "engine.foreign_weights"]
-    assert [(line["url"], line["version"]) for line in told] == [(other.url, "theirs")]
+    entries = [line for line in lines if line["event"] == "engine.foreign_weights"]
+    assert [(line["url"], line["version"]) for line in entries] == [(other.url, "theirs")]
 
 
 async def test_an_engine_that_stayed_paused_is_outdated():

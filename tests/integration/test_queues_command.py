@@ -59,27 +59,27 @@ async def test_json_has_these_keys_and_counts(connection, redis_url, run_name, c
     await some_work(connection)
     await in_thread(run_name, redis_url, as_json=True)
     (line,) = capsys.readouterr().out.splitlines()
-    told = json.loads(line)
-    assert set(told) == KEYS
-    assert {stage: set(facts) for stage, facts in told["stages"].items()} == dict.fromkeys(
+    report = json.loads(line)
+    assert set(report) == KEYS
+    assert {stage: set(facts) for stage, facts in report["stages"].items()} == dict.fromkeys(
         ("prompts", "groups", "scored"), STAGE_KEYS
     )
-    prompts = told["stages"]["prompts"]
+    prompts = report["stages"]["prompts"]
     assert (prompts["depth"], prompts["claimed"], prompts["delayed"], prompts["lag"]) == (3, 1, 1, 1)
     assert prompts["consumers"] == {"rollout-1": 1}
-    assert told["stages"]["groups"]["depth"] == 1
-    assert (told["fed"], told["outstanding"], told["groups_outstanding"], told["capacity"]) == (4, 4, 2, 8)
-    assert told["fed"] == told["trained"] + told["dropped"] + told["dead"] + told["outstanding"]
-    assert (told["version"], told["finished"]) == (-1, "")
+    assert report["stages"]["groups"]["depth"] == 1
+    assert (report["fed"], report["outstanding"], report["groups_outstanding"], report["capacity"]) == (4, 4, 2, 8)
+    assert report["fed"] == report["trained"] + report["dropped"] + report["dead"] + report["outstanding"]
+    assert (report["version"], report["finished"]) == (-1, "")
 
 
 async def test_the_table_shows_the_same_counts(connection, redis_url, run_name, capsys):
     await some_work(connection)
     await in_thread(run_name, redis_url)
-    told = capsys.readouterr().out
-    assert "prompts held by  rollout-1  1" in told
-    assert "fed 4 = trained 0 + dropped 0 + dead 0 + outstanding 4" in told
-    assert "groups outstanding 2 of 8" in told
+    output = capsys.readouterr().out
+    assert "prompts held by  rollout-1  1" in output
+    assert "fed 4 = trained 0 + dropped 0 + dead 0 + outstanding 4" in output
+    assert "groups outstanding 2 of 8" in output
 
 
 async def test_the_last_steps_completions_are_counted_by_reason(connection, redis_url, run_name, capsys):
@@ -90,9 +90,9 @@ async def test_the_last_steps_completions_are_counted_by_reason(connection, redi
     }  # fmt: skip
     await connection.write_hash("latest", {"metrics": json.dumps(metrics)})
     await in_thread(run_name, redis_url, as_json=True)
-    told = json.loads(capsys.readouterr().out)
-    assert told["rows"] == {"valid": 12, "failed:prompt_too_long": 1}
-    assert told["truncated"] == {"length": 3, "max_turns": 1}
+    report = json.loads(capsys.readouterr().out)
+    assert report["rows"] == {"valid": 12, "failed:prompt_too_long": 1}
+    assert report["truncated"] == {"length": 3, "max_turns": 1}
     await in_thread(run_name, redis_url)
     shown = " ".join(capsys.readouterr().out.split())
     assert "last step's completions: failed:prompt_too_long 1, valid 12" in shown

@@ -26,12 +26,12 @@ def as_one(alone: dict, several: list[dict]) -> None:
     first, *_ = several
     for rank, shared in enumerate(several):
         for case, expected in alone.items():
-            found = shared[case]
-            assert found["skipped"] == expected["skipped"] == ["", "", "no_valid_row"]
+            result = shared[case]
+            assert result["skipped"] == expected["skipped"] == ["", "", "no_valid_row"]
             for name, value in expected["weights"].items():
-                assert torch.allclose(found["weights"][name], value, rtol=0, atol=1e-5), (rank, case, name)
-                assert torch.equal(found["weights"][name], first[case]["weights"][name]), (rank, case, name)
-            for one, other in zip(expected["metrics"], found["metrics"], strict=True):
+                assert torch.allclose(result["weights"][name], value, rtol=0, atol=1e-5), (rank, case, name)
+                assert torch.equal(result["weights"][name], first[case]["weights"][name]), (rank, case, name)
+            for one, other in zip(expected["metrics"], result["metrics"], strict=True):
                 assert one.keys() == other.keys()
                 for name, value in one.items():
                     assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-5), (rank, case, name)
@@ -46,7 +46,7 @@ def test_two_ranks_match_one_process(tmp_path):
 def test_three_ranks_match_one_process_if_one_has_no_work(tmp_path):
     results = train(tmp_path, 1, 3)
     as_one(results[1][0], results[3])
-    assert sorted(found["clipped"]["parts"] for found in results[3]) == [0, 1, 1]
+    assert sorted(result["clipped"]["parts"] for result in results[3]) == [0, 1, 1]
 
 
 UNLIKE = """
@@ -81,9 +81,9 @@ def test_all_ranks_refuse_if_only_some_pack_rows(tmp_path):
         for rank in range(2)
     ]
     try:
-        told = [process.communicate(timeout=100)[0] for process in ranks]
+        outputs = [process.communicate(timeout=100)[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-    for said in told:
-        assert "set train.packing to 'off'" in said
+    for output in outputs:
+        assert "set train.packing to 'off'" in output

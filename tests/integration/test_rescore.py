@@ -120,23 +120,23 @@ def lines(folder) -> list[dict]:
 
 def test_every_archived_completion_is_scored_on_its_snapshot_and_the_run_is_unchanged(run):
     before = run.digest()
-    result, told = rescore(str(run.folder), "--reward", f"{run.world}:total", "--json")
+    result, report = rescore(str(run.folder), "--reward", f"{run.world}:total", "--json")
     assert result.exit_code == 0, result.output
     assert run.digest() == before
-    found = lines(run.folder / "rescored" / "rescored")
-    assert [(f["prompt"], f["completion"], f["outcome"]) for f in found] == [
+    actual = lines(run.folder / "rescored" / "rescored")
+    assert [(f["prompt"], f["completion"], f["outcome"]) for f in actual] == [
         *(("a", 0, "trained"), ("a", 1, "trained")),
         *(("b", 0, "dropped:zero_variance"), ("b", 1, "dropped:zero_variance")),
         *(("c", 0, "trained"), ("c", 1, "trained")),
     ]
     totals = [3.0, 5.0, 7.0, 0.0, 100.0]
-    assert [f["new"]["value"] for f in found if f["new"]] == [10.0 + total for total in totals]  # env's part is kept
-    assert [part["name"] for part in found[0]["new_parts"]] == ["env", "total"]
-    assert found[3]["old"] == {"type": "unmeasured", "reason": "timeout", "detail": "slow"}
-    assert found[5]["new"] is None  # the completion failed
-    assert (told["groups"], told["missing"]) == (3, 1)
-    assert told["validity"] == {"measured": 4, "timeout -> measured": 1}
-    (till,) = told["environments"]
+    assert [f["new"]["value"] for f in actual if f["new"]] == [10.0 + total for total in totals]  # env's part is kept
+    assert [part["name"] for part in actual[0]["new_parts"]] == ["env", "total"]
+    assert actual[3]["old"] == {"type": "unmeasured", "reason": "timeout", "detail": "slow"}
+    assert actual[5]["new"] is None  # the completion failed
+    assert (report["groups"], report["missing"]) == (3, 1)
+    assert report["validity"] == {"measured": 4, "timeout -> measured": 1}
+    (till,) = report["environments"]
     assert (till["environment"], till["completions"], till["both_measured"]) == ("till", 5, 4)
     assert (till["old_mean"], till["new_mean"]) == (1.5, pytest.approx(10 + (3 + 5 + 7 + 100) / 4))
     assert till["order_agreement"] == 1.0
@@ -148,13 +148,13 @@ def test_functions_from_a_file_have_weights_and_args(run, tmp_path):
         f'[[rewards]]\nref = "{run.world}:picky"\nweight = 2.0\nargs = {{ limit = 6 }}\n'
         f'[[rewards]]\nref = "{run.world}:total"\nname = "sum"\n'
     )
-    result, told = rescore(str(run.folder), "--rewards", str(file), "--json")
+    result, report = rescore(str(run.folder), "--rewards", str(file), "--json")
     assert result.exit_code == 0, result.output
-    found = lines(run.folder / "rescored" / "other")
-    assert found[0]["new"]["value"] == 10.0 + 2.0 + 3.0
-    assert found[2]["new"]["reason"] == "component"
-    assert [part["reward"].get("reason") for part in found[2]["new_parts"]] == [None, "missing", None]
-    assert told["validity"] == {"measured -> component": 2, "measured": 2, "timeout -> measured": 1}
+    actual = lines(run.folder / "rescored" / "other")
+    assert actual[0]["new"]["value"] == 10.0 + 2.0 + 3.0
+    assert actual[2]["new"]["reason"] == "component"
+    assert [part["reward"].get("reason") for part in actual[2]["new_parts"]] == [None, "missing", None]
+    assert report["validity"] == {"measured -> component": 2, "measured": 2, "timeout -> measured": 1}
 
 
 def test_a_failing_function_gives_reasons_and_a_complete_summary(run):

@@ -77,10 +77,10 @@ async def test_concurrent_requests_are_limited_and_spread_over_the_servers():
         model_of(one, two, max_batch_size=4, batch_wait_ms=0) as model,
     ):
         one.together = two.together = 1_000  # no answer until the test allows it
-        found: list[object] = []
+        results: list[object] = []
 
         async def ask() -> None:
-            found.extend(await model(["p"] * 100, [str(i) for i in range(100)]))
+            results.extend(await model(["p"] * 100, [str(i) for i in range(100)]))
 
         with anyio.fail_after(20):
             async with anyio.create_task_group() as tasks:
@@ -92,7 +92,7 @@ async def test_concurrent_requests_are_limited_and_spread_over_the_servers():
                 assert (one.under_way, two.under_way) == (16, 16)
                 one.release.set()
                 two.release.set()
-    assert found == [value(str(i)) for i in range(100)]
+    assert results == [value(str(i)) for i in range(100)]
     assert len(one.asked) + len(two.asked) == 100
 
 

@@ -58,10 +58,10 @@ def test_every_subset_is_compared_with_the_reference(tmp_path):
     file = write(tmp_path / "bench.jsonl", table)
     arguments = ["rewardbench", str(file), "--reference", str(tmp_path / "model")]
     with in_a_thread(serving(tmp_path / "model")) as ask:
-        told = CliRunner().invoke(penstock, [*arguments, "--url", ask.url, "--json"])
+        completed = CliRunner().invoke(penstock, [*arguments, "--url", ask.url, "--json"])
         shown = CliRunner().invoke(penstock, [*arguments, "--url", ask.url])
-    assert told.exit_code == shown.exit_code == 0, told.output
-    report = json.loads(told.stdout)
+    assert completed.exit_code == shown.exit_code == 0, completed.output
+    report = json.loads(completed.stdout)
     plain = ReferenceClassifier(tmp_path / "model")
     won = {}
     for row, pair in zip(table, report["pairs"], strict=True):
@@ -93,12 +93,12 @@ def test_unscored_pairs_are_counted_separately_and_a_tie_is_wrong(tmp_path):
     pq.write_table(pa.Table.from_pylist(table), tmp_path / "bench.parquet")
     with in_a_thread(reward_server()) as server:
         server.fault = lambda _, messages: 400 if messages[-1]["content"] == "too long" else None
-        told = CliRunner().invoke(
+        completed = CliRunner().invoke(
             penstock, ["rewardbench", str(tmp_path / "bench.parquet"), "--url", server.url, "--json"]
         )
         shown = CliRunner().invoke(penstock, ["rewardbench", str(tmp_path / "bench.parquet"), "--url", server.url])
-    assert told.exit_code == shown.exit_code == 1
-    report = json.loads(told.stdout)
+    assert completed.exit_code == shown.exit_code == 1
+    report = json.loads(completed.stdout)
     go, own = report["subsets"]
     assert (go["subset"], go["pairs"], go["unscored"], go["accuracy"]) == ("hep-go", 4, 1, pytest.approx(1 / 3))
     assert (own["section"], own["accuracy"], own["unscored"]) == ("other", None, 1)

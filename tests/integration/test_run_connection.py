@@ -139,7 +139,7 @@ async def test_calls_wait_while_the_server_is_out_of_memory(server, run_name, pi
         worker, trainer = pipe.stage("prompts", lease_s=0.3), pipe.stage("scored", "trainer", lease_s=0.05)
         settling, buried = (await worker.claim(2)).leases
         await trainer.claim(1)
-        tenure = await TrainerLease.acquire(connection, 30.0)
+        trainer_lease = await TrainerLease.acquire(connection, 30.0)
         await connection.redis.config_set("maxmemory", 1)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(worker.complete, settling, "groups", pipe.group("c"))
@@ -148,11 +148,13 @@ async def test_calls_wait_while_the_server_is_out_of_memory(server, run_name, pi
             assert list(worker.leases) == [settling.id, buried.id]
             leases = (await trainer.claim(2)).leases  # one of them expired
             assert (
-                await tenure.commit(trainer, [EndedGroup(lease, Trained()) for lease in leases], release_version=1)
+                await trainer_lease.commit(
+                    trainer, [EndedGroup(lease, Trained()) for lease in leases], release_version=1
+                )
                 == []
             )
-            await tenure.publish(await tenure.reserve_version(0), server.socket, 1, {})
-            await tenure.acknowledge([lease.id for lease in leases])
+            await trainer_lease.publish(await trainer_lease.reserve_version(0), server.socket, 1, {})
+            await trainer_lease.acknowledge([lease.id for lease in leases])
             await worker.dead_letter(buried, "unreadable", "altered")
             assert (await read_status(connection)).stages["groups"].depth == 0
             await connection.redis.config_set("maxmemory", 0)

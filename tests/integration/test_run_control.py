@@ -75,7 +75,7 @@ async def test_a_paused_run_gives_out_no_prompt_new_released_or_expired(pipe):
 async def test_groups_in_progress_are_finished_scored_and_trained_while_paused(pipe, tmp_path):
     await pipe.feed("a", "b")
     rollout, score, train = pipe.stage("prompts"), pipe.stage("groups"), pipe.stage("scored")
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     (lease,) = (await rollout.claim(1)).leases
     await pause(pipe.connection, ANN)
     await rollout.complete(lease, "groups", pipe.group("a"))
@@ -89,8 +89,8 @@ async def test_groups_in_progress_are_finished_scored_and_trained_while_paused(p
     (lease,) = (await score.claim(1)).leases
     await score.complete(lease, "scored", pipe.group("a"))
     (lease,) = (await train.claim(1)).leases
-    assert await tenure.commit(train, [EndedGroup(lease, Trained())], 1) == []
-    await tenure.publish(1, tmp_path, 1, {})
+    assert await trainer_lease.commit(train, [EndedGroup(lease, Trained())], 1) == []
+    await trainer_lease.publish(1, tmp_path, 1, {})
     assert (await rollout.claim(1)).leases == []
     assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
 
@@ -157,9 +157,9 @@ async def test_a_pause_survives_restarts_of_workers_and_trainer(pipe, redis_url,
 
 async def test_the_end_of_a_run_ends_its_pause(pipe):
     await pipe.feed("a")
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     await pause(pipe.connection, ANN)
-    await tenure.finish_run("trained 3 steps")
+    await trainer_lease.finish_run("trained 3 steps")
     assert (await read_status(pipe.connection)).paused is None
 
 
@@ -171,8 +171,8 @@ async def test_the_status_says_who_paused_the_run_and_when(pipe, redis_url, caps
     assert view.paused.paused_by == ANN
     assert 0 <= view.now_ms / 1000 - view.paused.paused_at < 10
     await anyio.to_thread.run_sync(show_queues, pipe.connection.run, redis_url)
-    told = " ".join(capsys.readouterr().out.split())
-    assert str(view.paused) in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert str(view.paused) in output
     await resume(pipe.connection, ANN)
     assert (await read_status(pipe.connection)).paused is None
     await anyio.to_thread.run_sync(show_queues, pipe.connection.run, redis_url)
@@ -238,9 +238,9 @@ async def test_each_command_prints_one_line(pipe, redis_url, run_name, capsys):
     assert "@" in (await read_status(pipe.connection)).paused.paused_by
     assert await told("resume") == f"run '{run_name}' continues (no trainer is connected at the moment)\n"
     await TrainerLease.acquire(pipe.connection, 30.0)
-    said = await told("stop")
-    assert "is stopping" in said
-    assert "no trainer" not in said
+    output = await told("stop")
+    assert "is stopping" in output
+    assert "no trainer" not in output
 
 
 def test_a_stopped_run_is_not_started_for_a_command(tmp_path):
@@ -278,10 +278,10 @@ async def test_a_busy_worker_notices_a_stop_when_it_renews_leases(pipe):
 
 
 async def test_a_trainer_in_a_long_step_notices_a_stop_when_it_renews_its_lease(pipe):
-    tenure = await TrainerLease.acquire(pipe.connection, 0.3)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 0.3)
     await stop(pipe.connection, ANN)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(tenure.renew_forever)
+        tasks.start_soon(trainer_lease.renew_forever)
         with anyio.fail_after(2):
             await pipe.connection.stopping.wait()
         tasks.cancel_scope.cancel()

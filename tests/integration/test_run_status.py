@@ -20,11 +20,11 @@ async def busy_run(pipe, tmp_path) -> None:
     await pipe.scored("trained", "waiting")
     await pipe.rolled_out("unscored")
     await pipe.feed("claimed", "delayed", "dead", "unclaimed")
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     trainer = pipe.stage("scored", "trainer")
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [EndedGroup(lease, Trained())], release_version=1)
-    await tenure.publish(0, tmp_path, 0, {"reward": 1.0})
+    await trainer_lease.commit(trainer, [EndedGroup(lease, Trained())], release_version=1)
+    await trainer_lease.publish(0, tmp_path, 0, {"reward": 1.0})
     worker = pipe.stage("prompts", "worker", backoff_s=100.0)
     _claimed, delayed, dead = (await worker.claim(3)).leases
     await worker.release(delayed, "infra", "no tool server")

@@ -55,17 +55,17 @@ async def test_a_private_server_that_cannot_restart_ends_the_run(tmp_path, run_n
 async def test_a_trainer_publishes_a_lost_version_again(pipe, tmp_path):
     await pipe.scored("a")
     await pipe.feed("b")
-    tenure = await TrainerLease.acquire(pipe.connection, 0.3)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 0.3)
     trainer, rollout = pipe.stage("scored", "trainer"), pipe.stage("prompts", capacity=1)
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [EndedGroup(lease, Trained())], release_version=4)
-    await tenure.publish(4, tmp_path, 2, {"step": 2})
+    await trainer_lease.commit(trainer, [EndedGroup(lease, Trained())], release_version=4)
+    await trainer_lease.publish(4, tmp_path, 2, {"step": 2})
     key = pipe.connection.key
     await pipe.connection.redis.hset(key("policy"), mapping={"version": "3", "step": "1"})
     await pipe.connection.redis.zadd(key("unpublished"), {lease.id: 4})
     assert (await rollout.claim(1)).leases == []
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(tenure.renew_forever)
+        tasks.start_soon(trainer_lease.renew_forever)
 
         async def told() -> bool:
             view = await read_status(pipe.connection)
@@ -77,16 +77,16 @@ async def test_a_trainer_publishes_a_lost_version_again(pipe, tmp_path):
 
 
 async def test_an_older_version_never_replaces_a_newer_one(pipe, tmp_path):
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
-    await tenure.publish(5, tmp_path, 5, {})
-    await tenure.publish(4, tmp_path, 4, {})
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
+    await trainer_lease.publish(5, tmp_path, 5, {})
+    await trainer_lease.publish(4, tmp_path, 4, {})
     assert (await read_status(pipe.connection)).version == 5
 
 
 @pytest.mark.parametrize("when", ["as the run ends", "as a trainer begins"])
 async def test_a_dead_duplicate_of_a_trained_prompt_does_not_end_it(pipe, tmp_path, when):
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     await pipe.feed("a", "b")
     rollout = pipe.stage("prompts")
     for lease in (await rollout.claim(2)).leases:
@@ -94,10 +94,10 @@ async def test_a_dead_duplicate_of_a_trained_prompt_does_not_end_it(pipe, tmp_pa
     await anyio.to_thread.run_sync(ledger.append, [LedgerRecord("a", Trained(), 1, 0, "")])  # the server lost this
     assert (await pipe.balance())["dead"] == 2
     if when == "as the run ends":
-        await tenure.reconcile_server(ledger)
-        await tenure.reconcile_server(ledger)
+        await trainer_lease.reconcile_server(ledger)
+        await trainer_lease.reconcile_server(ledger)
     else:
-        await tenure.recover(ledger)
+        await trainer_lease.recover(ledger)
     assert {letter.prompt_id: letter.ends_prompt for letter in await list_dead_letters(pipe.connection)} == {
         "a": False,
         "b": True,

@@ -48,16 +48,16 @@ async def client_of(
 
 
 async def ask_all(client: EngineClient, n: int, **options) -> list:
-    said = []
+    samples = []
 
     async def ask(i: int) -> None:
-        said.append(await client.sample([i], sampling(), **options))
+        samples.append(await client.sample([i], sampling(), **options))
 
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
             for i in range(n):
                 tasks.start_soon(ask, i)
-    return said
+    return samples
 
 
 def events(lines, *names: str) -> list[tuple[str, str]]:
@@ -144,8 +144,8 @@ async def test_a_killed_engine_costs_no_request_and_its_ejection_and_recovery_ar
                     with anyio.fail_after(10):
                         while not back.request_count:
                             await ask_all(client, 4)
-    told = events(lines, "engine.ejected", "engine.recovered")
-    assert told == [("engine.ejected", dies.url), ("engine.recovered", dies.url)]
+    logged = events(lines, "engine.ejected", "engine.recovered")
+    assert logged == [("engine.ejected", dies.url), ("engine.recovered", dies.url)]
 
 
 async def test_a_recovered_engine_is_probed_and_waits_for_its_weights():
@@ -166,7 +166,9 @@ async def test_a_recovered_engine_is_probed_and_waits_for_its_weights():
             back.version = "5"
             with anyio.fail_after(10):
                 while not back.request_count:
-                    assert all(said.spans[0].version >= 4 for said in await ask_all(client, 8, min_policy_version=4))
+                    assert all(
+                        sample.spans[0].version >= 4 for sample in await ask_all(client, 8, min_policy_version=4)
+                    )
 
 
 async def test_an_engine_that_fails_every_request_is_ejected_despite_good_health_checks():
@@ -270,10 +272,10 @@ async def test_an_added_engine_works_once_it_has_weights_and_a_removed_one_finis
         client_of(await EngineDiscovery.from_settings(Engine(urls=(old.url,)), connection)) as client,
         anyio.create_task_group() as tasks,
     ):
-        said = []
+        samples = []
 
         async def ask() -> None:
-            said.append(await client.sample([1], sampling(), min_policy_version=3))
+            samples.append(await client.sample([1], sampling(), min_policy_version=3))
 
         await ask()
         await add_engine(connection, new.url, "me")
@@ -287,14 +289,14 @@ async def test_an_added_engine_works_once_it_has_weights_and_a_removed_one_finis
         await remove_engine(connection, old.url, "me")
         new.version = "4"
         with anyio.fail_after(5):
-            while len(said) < 7:
+            while len(samples) < 7:
                 await anyio.sleep(0.02)
         before = old.request_count
         for _ in range(6):
             await ask()
         assert (old.request_count, new.request_count) == (before, 6)
-    assert {span for one in said[1:7] for span in one.spans} == {Span(3, 0, 2)}
-    assert {span for one in said[7:] for span in one.spans} == {Span(4, 0, 2)}
+    assert {span for one in samples[1:7] for span in one.spans} == {Span(3, 0, 2)}
+    assert {span for one in samples[7:] for span in one.spans} == {Span(4, 0, 2)}
 
 
 async def test_requests_that_wait_for_an_engine_are_answered_by_one_that_is_added(connection):
@@ -402,18 +404,18 @@ async def test_an_engine_without_metrics_gets_a_fixed_limit_which_is_logged_once
 
 async def test_an_engine_whose_metrics_fail_once_is_polled_again(monkeypatch):
     monkeypatch.setattr("workers.rollout.engine_client.health._POLL_INTERVAL_S", (0.01, 0.02))
-    told, figures = [], ScriptedEngine._metrics
+    polls, figures = [], ScriptedEngine._metrics
 
     async def sometimes(self, http):
-        told.append(len(told) % 2 == 1)
-        return await figures(self, http) if told[-1] else web.Response(status=503)
+        polls.append(len(polls) % 2 == 1)
+        return await figures(self, http) if polls[-1] else web.Response(status=503)
 
     monkeypatch.setattr(ScriptedEngine, "_metrics", sometimes)
     async with ScriptedEngine(reply, version="0", delay_s=0.2) as engine:
         with capture_logs() as lines:
             async with client_of(engine, concurrency_bounds=(2, 6)) as client:
                 await ask_all(client, 18)
-    assert sum(told) > 2
+    assert sum(polls) > 2
     assert not [line for line in lines if line["event"] == "engine.metrics_missing"]
 
 

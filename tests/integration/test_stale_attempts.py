@@ -26,55 +26,55 @@ from workers.testing.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture
-async def tenure(pipe):
+async def trainer_lease(pipe):
     return await TrainerLease.acquire(pipe.connection, 30.0)
 
 
-async def publish(tenure, version):
-    await tenure.publish(version, "path", version, {})
+async def publish(trainer_lease, version):
+    await trainer_lease.publish(version, "path", version, {})
 
 
 # -- the version at the claim
 
 
-async def test_a_claim_records_the_policy_version(pipe, tenure):
+async def test_a_claim_records_the_policy_version(pipe, trainer_lease):
     await pipe.feed("a", "b")
     rollout = pipe.stage("prompts")
     (first,) = (await rollout.claim(1)).leases
-    await publish(tenure, 7)
+    await publish(trainer_lease, 7)
     (second,) = (await rollout.claim(1)).leases
     assert await inflight_versions(pipe.connection) == {"a": 0, "b": 7}  # no version is published yet
     assert (first.claimed_version, second.claimed_version) == (0, 7)
 
 
-async def test_the_claimed_version_stays_through_the_stages(pipe, tenure, tmp_path):
+async def test_the_claimed_version_stays_through_the_stages(pipe, trainer_lease, tmp_path):
     await pipe.scored("a", "b")
     trainer = pipe.stage("scored", "trainer")
     a, b = (await trainer.claim(2)).leases
     assert await inflight_versions(pipe.connection) == {"a": 0, "b": 0}
-    await tenure.commit(trainer, [EndedGroup(a, Trained())], release_version=1)
+    await trainer_lease.commit(trainer, [EndedGroup(a, Trained())], release_version=1)
     await trainer.release(b, "none", "")
     assert await inflight_versions(pipe.connection) == {"b": 0}
 
 
 @pytest.mark.parametrize("kind", ["infra", "data", "none", "stale"])
-async def test_a_released_prompt_gets_a_new_version_at_its_next_claim(pipe, tenure, kind):
+async def test_a_released_prompt_gets_a_new_version_at_its_next_claim(pipe, trainer_lease, kind):
     await pipe.feed("a")
     rollout = pipe.stage("prompts", backoff_s=0.001)
     (lease,) = (await rollout.claim(1)).leases
     await rollout.release(lease, kind, "")
     assert await inflight_versions(pipe.connection) == {}
-    await publish(tenure, 3)
+    await publish(trainer_lease, 3)
     with anyio.fail_after(5):
         while not (claim := await rollout.claim(1)).leases:
             await rollout.wait(claim)
     assert await inflight_versions(pipe.connection) == {"a": 3}
 
 
-async def test_a_prompt_reclaimed_from_a_dead_worker_gets_a_new_version_and_wakes_the_trainer(pipe, tenure):
+async def test_a_prompt_reclaimed_from_a_dead_worker_gets_a_new_version_and_wakes_the_trainer(pipe, trainer_lease):
     await pipe.feed("a")
     await pipe.stage("prompts", "dead", lease_s=0.05).claim(1)
-    await publish(tenure, 3)
+    await publish(trainer_lease, 3)
     await anyio.sleep(0.06)
     waiting = await pipe.stage("scored", "trainer").claim(1)
     assert (await pipe.stage("prompts", "next").claim(1)).leases
@@ -94,39 +94,39 @@ async def test_a_dead_letter_has_no_version_until_it_is_retried_and_claimed(pipe
     assert await inflight_versions(pipe.connection) == {"a": 0}
 
 
-async def test_a_duplicate_of_a_buffered_group_ends_nothing(pipe, tenure):
+async def test_a_duplicate_of_a_buffered_group_ends_nothing(pipe, trainer_lease):
     await pipe.scored("a")
     trainer = pipe.stage("scored", "trainer")
     ((_, fields),) = await pipe.connection.redis.xrange(pipe.connection.key("scored"))
     await pipe.connection.redis.xadd(pipe.connection.key("scored"), fields)
     first, twin = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [EndedGroup(twin, Duplicate(first.id))], release_version=1)
+    await trainer_lease.commit(trainer, [EndedGroup(twin, Duplicate(first.id))], release_version=1)
     assert await inflight_versions(pipe.connection) == {"a": 0}
 
 
-async def test_groups_that_a_resumed_trainer_lacks_return_without_a_claimed_version(pipe, tenure, tmp_path):
+async def test_groups_that_a_resumed_trainer_lacks_return_without_a_claimed_version(pipe, trainer_lease, tmp_path):
     await pipe.scored("a", "b")
     trainer = pipe.stage("scored", "trainer")
     a, _ = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [EndedGroup(a, Trained())], release_version=1)
+    await trainer_lease.commit(trainer, [EndedGroup(a, Trained())], release_version=1)
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger")
-    await tenure.recover(ledger)
+    await trainer_lease.recover(ledger)
     ledger.close()
     assert await inflight_versions(pipe.connection) == {"b": 0}
     assert len((await trainer.claim(2)).leases) == 2
 
 
 @pytest.mark.parametrize(("in_step", "free"), [(False, 1), (True, 0)])
-async def test_a_group_dropped_in_a_step_stays_outstanding_until_that_steps_version(pipe, tenure, in_step, free):
+async def test_a_group_dropped_in_a_step_stays_outstanding_until_that_steps_version(pipe, trainer_lease, in_step, free):
     await pipe.scored("a")
     await pipe.feed("b", "c")
     trainer, rollout = pipe.stage("scored", "trainer"), pipe.stage("prompts", capacity=1)
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [EndedGroup(lease, Dropped("advantage"), in_step)], release_version=1)
+    await trainer_lease.commit(trainer, [EndedGroup(lease, Dropped("advantage"), in_step)], release_version=1)
     assert (await pipe.balance())["dropped"] == 1
     taken = (await rollout.claim(2)).leases
     assert len(taken) == free
-    await publish(tenure, 1)
+    await publish(trainer_lease, 1)
     assert len(taken + (await rollout.claim(2)).leases) == 1
 
 
@@ -155,15 +155,15 @@ async def test_cancelled_prompts_are_claimed_first_and_count_their_cancellations
     assert view.balance["outstanding"] == 3  # a cancelled attempt does not end its prompt
 
 
-async def test_watching_versions_yields_the_current_one_and_then_each_new_one(pipe, tenure):
-    await publish(tenure, 4)
+async def test_watching_versions_yields_the_current_one_and_then_each_new_one(pipe, trainer_lease):
+    await publish(trainer_lease, 4)
     heard = []
     with anyio.fail_after(5):
         async for version in watch_versions(pipe.connection):
             heard.append(version)
             if version == 7:
                 break
-            await publish(tenure, version + 1)
+            await publish(trainer_lease, version + 1)
     assert heard == [4, 5, 6, 7]
 
 
@@ -199,19 +199,19 @@ def begins(engine, count):
 async def the_group(connection):
     """Wait for the group that the worker completes; return it."""
     with anyio.fail_after(20):
-        while not (found := await connection.redis.xrange(connection.key("groups"))):
+        while not (result := await connection.redis.xrange(connection.key("groups"))):
             await anyio.sleep(0.005)
-    ((_, fields),) = found
+    ((_, fields),) = result
     return decode(fields[b"payload"], Group)
 
 
-async def test_a_stale_attempt_is_aborted_at_the_engine_twice_and_then_finished(connection, tenure, tmp_path):
-    await publish(tenure, 0)
+async def test_a_stale_attempt_is_aborted_at_the_engine_twice_and_then_finished(connection, trainer_lease, tmp_path):
+    await publish(trainer_lease, 0)
     async with working(connection, tmp_path, "cancel", [60.0] * 4 + [0.5] * 2) as engine:
         for version in (1, 2, 3):
             await until(lambda: engine.running == 2)
             engine.version = str(version)
-            await publish(tenure, version)
+            await publish(trainer_lease, version)
             await until(partial(begins, engine, 2 * min(version + 1, 3)))
         group = await the_group(connection)
     assert engine.aborted_count == 4
@@ -251,12 +251,12 @@ async def test_an_attempt_that_is_being_completed_is_not_cancelled(pipe):
 
 
 @pytest.mark.parametrize("late", ["train", "wait"])
-async def test_other_policies_cancel_nothing(connection, tenure, tmp_path, late):
-    await publish(tenure, 0)
+async def test_other_policies_cancel_nothing(connection, trainer_lease, tmp_path, late):
+    await publish(trainer_lease, 0)
     async with working(connection, tmp_path, late, [0.5] * 2) as engine:
         await until(lambda: engine.running == 2)
         for version in range(1, 6):
-            await publish(tenure, version)
+            await publish(trainer_lease, version)
         group = await the_group(connection)
     assert (engine.request_count, engine.aborted_count) == (2, 0)
     assert group.cancelled_attempts_s == []

@@ -454,12 +454,12 @@ def test_the_summary_is_written_to_the_run_folder_and_balances(make_pipeline):
     pipeline = make_pipeline({"train": ends + FINISH})
     ended = supervise(pipeline.settings, quiet=True, make_roles=pipeline.roles, make_engine=pipeline.engine)
     raise_for_failure(ended, pipeline.settings)
-    told = json.loads((pipeline.settings.folder / "summary.json").read_text())
-    assert told["steps"] == 4
-    assert told["groups_trained"] == 2
-    assert told["groups_dropped"] == {"operator": 1}
-    assert told["completion_states"] == {"valid": 8}
-    assert told["tokens_per_second"] == pytest.approx(100 / told["seconds"], rel=0.01)
+    report = json.loads((pipeline.settings.folder / "summary.json").read_text())
+    assert report["steps"] == 4
+    assert report["groups_trained"] == 2
+    assert report["groups_dropped"] == {"operator": 1}
+    assert report["completion_states"] == {"valid": 8}
+    assert report["tokens_per_second"] == pytest.approx(100 / report["seconds"], rel=0.01)
     events = [
         json.loads(line) for line in (pipeline.settings.folder / "logs" / "supervisor.log").read_text().splitlines()
     ]

@@ -19,9 +19,9 @@ TRAINED = Trained()
 
 @pytest.fixture
 def ledger(tmp_path):
-    found = Ledger(tmp_path / "ledger.jsonl")
-    yield found
-    found.close()
+    result = Ledger(tmp_path / "ledger.jsonl")
+    yield result
+    result.close()
 
 
 def line(prompt: str, outcome: LedgerOutcome = TRAINED) -> LedgerRecord:
@@ -32,16 +32,16 @@ async def hold(ledger: Ledger, lines: list[LedgerRecord]) -> None:
     await anyio.to_thread.run_sync(ledger.append, lines)
 
 
-async def train(pipe, tenure, ends: dict[str, GroupOutcome], ledger: Ledger | None = None) -> list[str]:
+async def train(pipe, trainer_lease, ends: dict[str, GroupOutcome], ledger: Ledger | None = None) -> list[str]:
     """Claim scored groups and end them; return their entry ids."""
-    trainer = pipe.stage("scored", f"trainer-{tenure.token}")
+    trainer = pipe.stage("scored", f"trainer-{trainer_lease.token}")
     leases = (await trainer.claim(100)).leases
     mine = [EndedGroup(lease, ends[lease.prompt_id]) for lease in leases if lease.prompt_id in ends]
     if ledger is not None:
         await hold(
             ledger, [line(end.lease.prompt_id, end.outcome) for end in mine if isinstance(end.outcome, LedgerOutcome)]
         )
-    assert await tenure.commit(trainer, mine, release_version=1) == []
+    assert await trainer_lease.commit(trainer, mine, release_version=1) == []
     return [end.lease.id for end in mine]
 
 
@@ -127,12 +127,12 @@ async def test_after_losing_writes_the_server_still_prefers_the_newer_trainer(pi
 
 
 async def test_an_emptied_server_is_not_mistaken_for_another_trainer(pipe):
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     await pipe.connection.redis.delete(pipe.connection.key("policy"))
     with pytest.raises(ServerError, match="does not know run"):
-        await tenure.reserve_version(0)
+        await trainer_lease.reserve_version(0)
     heir = await TrainerLease.acquire(pipe.connection, 30.0)
-    assert heir.token > tenure.token
+    assert heir.token > trainer_lease.token
 
 
 async def test_a_token_is_larger_than_the_folders_even_if_the_servers_clock_is_behind(pipe):
@@ -142,14 +142,14 @@ async def test_a_token_is_larger_than_the_folders_even_if_the_servers_clock_is_b
 
 async def test_a_marked_group_stays_until_it_is_acknowledged(pipe):
     await pipe.scored("a", "b", "c")
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
-    marked = await train(pipe, tenure, {"a": Trained(), "b": Dropped("stale"), "c": Trained()})
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
+    marked = await train(pipe, trainer_lease, {"a": Trained(), "b": Dropped("stale"), "c": Trained()})
     view = await read_status(pipe.connection)
     assert (view.stages["scored"].depth, view.stages["scored"].marked, view.unfinished) == (3, 3, 0)
     assert view.counts == {"fed": 3, "trained": 2, "dropped:stale": 1}
     assert (await pipe.stage("scored", "other").claim(10)).leases == []
-    await tenure.acknowledge(marked[:2])
-    await tenure.acknowledge(marked)  # a reply was lost
+    await trainer_lease.acknowledge(marked[:2])
+    await trainer_lease.acknowledge(marked)  # a reply was lost
     assert (await read_status(pipe.connection)).stages["scored"].depth == 0
     assert await pipe.connection.redis.hlen(pipe.connection.key("scored:marked")) == 0
     await pipe.balance()
@@ -157,10 +157,10 @@ async def test_a_marked_group_stays_until_it_is_acknowledged(pipe):
 
 async def test_marks_outlive_every_lease(pipe):
     await pipe.scored("a")
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     trainer = pipe.stage("scored", "trainer", lease_s=0.02)
     (lease,) = (await trainer.claim(1)).leases
-    await tenure.commit(trainer, [EndedGroup(lease, Trained())], release_version=1)
+    await trainer_lease.commit(trainer, [EndedGroup(lease, Trained())], release_version=1)
     assert trainer.leases == {}
     await anyio.sleep(0.03)
     assert (await pipe.stage("scored", "other").claim(10)).leases == []
@@ -168,23 +168,25 @@ async def test_marks_outlive_every_lease(pipe):
 
 async def test_a_commit_repeated_after_a_lost_reply_is_one_commit(pipe):
     await pipe.scored("a")
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     trainer = pipe.stage("scored", "trainer")
     ends = [EndedGroup(lease, Trained()) for lease in (await trainer.claim(1)).leases]
     for _ in range(2):
-        assert await tenure.commit(trainer, ends, release_version=1) == []
+        assert await trainer_lease.commit(trainer, ends, release_version=1) == []
     assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1}
 
 
 async def test_a_commit_returns_entries_whose_lease_was_lost(pipe):
     await pipe.scored("a", "b")
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     trainer = pipe.stage("scored", "trainer", lease_s=0.05)
     kept, lost = (await trainer.claim(2)).leases
     await anyio.sleep(0.06)
     taken = (await pipe.stage("scored", "other").claim(1)).leases
     kept, lost = (lost, kept) if taken[0].id == kept.id else (kept, lost)
-    answer = await tenure.commit(trainer, [EndedGroup(kept, Trained()), EndedGroup(lost, Trained())], release_version=1)
+    answer = await trainer_lease.commit(
+        trainer, [EndedGroup(kept, Trained()), EndedGroup(lost, Trained())], release_version=1
+    )
     assert answer == [lost.id]
     assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
 
@@ -199,9 +201,9 @@ async def test_version_numbers_are_never_used_twice(pipe):
 
 
 async def test_the_published_policy_is_readable(pipe, tmp_path):
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     assert (await read_published_policy(pipe.connection)).version == -1
-    await tenure.publish(3, tmp_path / "v3", 12, {"reward": 0.5, "odd": float("nan")})
+    await trainer_lease.publish(3, tmp_path / "v3", 12, {"reward": 0.5, "odd": float("nan")})
     policy = await read_published_policy(pipe.connection)
     assert (policy.version, policy.path, policy.step) == (3, str(tmp_path / "v3"), 12)
     assert (await pipe.stage("prompts").claim(1)).version == 3
@@ -235,23 +237,23 @@ async def test_recovery_requeues_groups_leased_by_the_dead_trainer(pipe, ledger)
 
 async def test_recovering_twice_has_the_effect_of_once(pipe, ledger):
     await pipe.scored("a", "b")
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
-    await train(pipe, tenure, {"a": Trained(), "b": Trained()}, ledger)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
+    await train(pipe, trainer_lease, {"a": Trained(), "b": Trained()}, ledger)
     ledger.outcomes.pop("b")
-    await tenure.recover(ledger)
-    await tenure.recover(ledger)
+    await trainer_lease.recover(ledger)
+    await trainer_lease.recover(ledger)
     assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
 
 
 async def test_recovery_handles_many_marks(pipe, ledger):
     names = [f"p{i}" for i in range(1200)]
     await pipe.scored(*names)
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     trainer = pipe.stage("scored", "trainer")
     leases = (await trainer.claim(1200)).leases
-    await tenure.commit(trainer, [EndedGroup(lease, Trained()) for lease in leases], release_version=1)
+    await trainer_lease.commit(trainer, [EndedGroup(lease, Trained()) for lease in leases], release_version=1)
     await hold(ledger, [line(name) for name in names[:600]])
-    assert await tenure.recover(ledger) == 600
+    assert await trainer_lease.recover(ledger) == 600
     assert await pipe.balance() == {"fed": 1200, "trained": 600, "dropped": 0, "dead": 0, "outstanding": 600}
 
 
@@ -259,8 +261,8 @@ async def test_recovery_keeps_prompts_dropped_by_the_operator(pipe, ledger):
     await pipe.feed("a")
     await pipe.connection.redis.hincrby(pipe.connection.key("counts"), "dropped:operator", 1)
     await pipe.connection.redis.hdel(pipe.connection.key("unfinished"), "a")
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
-    await tenure.recover(ledger)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
+    await trainer_lease.recover(ledger)
     assert (await read_status(pipe.connection)).dropped == {"operator": 1}
 
 
@@ -268,10 +270,10 @@ async def test_a_duplicate_of_a_group_that_was_trained_counts_as_one(pipe, ledge
     """P21: after the group has ended."""
     await pipe.scored("a")
     await pipe.connection.redis.xadd(pipe.connection.key("scored"), {"prompt": "a", "payload": "again"})
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     trainer = pipe.stage("scored", "trainer")
     first, second = (await trainer.claim(2)).leases
-    await tenure.commit(
+    await trainer_lease.commit(
         trainer, [EndedGroup(first, Trained()), EndedGroup(second, AlreadyEnded(Trained()))], release_version=1
     )
     assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1, "duplicates": 1}
@@ -282,15 +284,15 @@ async def test_a_duplicate_uses_no_capacity_and_ends_nothing(pipe, ledger):
     """P21: before the group has ended."""
     await pipe.scored("a")
     await pipe.connection.redis.xadd(pipe.connection.key("scored"), {"prompt": "a", "payload": "again"})
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     trainer = pipe.stage("scored", "trainer")
     second, first = (await trainer.claim(2)).leases
-    await tenure.commit(trainer, [EndedGroup(second, Duplicate(first.id))], release_version=1)
+    await trainer_lease.commit(trainer, [EndedGroup(second, Duplicate(first.id))], release_version=1)
     view = await read_status(pipe.connection)
     assert (view.counts, view.unfinished, view.outstanding) == ({"fed": 1, "duplicates": 1}, 1, 1)
-    await tenure.commit(trainer, [EndedGroup(first, Trained())], release_version=1)
+    await trainer_lease.commit(trainer, [EndedGroup(first, Trained())], release_version=1)
     await pipe.balance()
-    await tenure.recover(ledger)  # the ledger is from before the step, so both are requeued
+    await trainer_lease.recover(ledger)  # the ledger is from before the step, so both are requeued
     assert len((await pipe.stage("scored", "trainer-2").claim(5)).leases) == 2
     await pipe.balance()
 
@@ -298,8 +300,8 @@ async def test_a_duplicate_uses_no_capacity_and_ends_nothing(pipe, ledger):
 async def test_an_outcome_that_the_server_lost_is_counted_again(pipe, ledger):
     """The ledger has the outcome, the server has lost it, so the group is delivered again."""
     await pipe.scored("a")
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
-    await train(pipe, tenure, {"a": AlreadyEnded(Trained())})
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
+    await train(pipe, trainer_lease, {"a": AlreadyEnded(Trained())})
     assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1}
     await pipe.balance()
 
@@ -307,26 +309,26 @@ async def test_an_outcome_that_the_server_lost_is_counted_again(pipe, ledger):
 async def test_an_outcome_that_the_server_lost_is_not_counted_twice_by_a_new_trainer(pipe, ledger):
     await pipe.scored("a", "b")
     await hold(ledger, [line("a")])
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
-    await tenure.recover(ledger)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
+    await trainer_lease.recover(ledger)
     assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
-    await train(pipe, tenure, {"a": AlreadyEnded(Trained())})
+    await train(pipe, trainer_lease, {"a": AlreadyEnded(Trained())})
     assert (await read_status(pipe.connection)).counts == {"fed": 2, "trained": 1, "duplicates": 1}
     assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
 
 
 async def test_a_ledger_without_acknowledged_groups_is_refused(pipe, ledger):
     await pipe.scored("a", "b")
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
-    await tenure.acknowledge(await train(pipe, tenure, {"a": Trained(), "b": Trained()}))
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
+    await trainer_lease.acknowledge(await train(pipe, trainer_lease, {"a": Trained(), "b": Trained()}))
     with pytest.raises(RunMismatchError, match="2 prompts of run"):
-        await tenure.recover(ledger)
+        await trainer_lease.recover(ledger)
 
 
 async def test_a_run_is_rebuilt_from_its_ledger_on_an_emptied_server(pipe, ledger):
     await hold(ledger, [line("a"), line("b", Dropped("stale"))])
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
-    await tenure.recover(ledger)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
+    await trainer_lease.recover(ledger)
     await pipe.feed("c")  # the feeder restarts, and skips prompts in the ledger
     feed = Feed(pipe.connection, 10)
     await feed.put([], await feed.cursor(), "3", already_ended=2)
@@ -343,19 +345,19 @@ async def test_recovery_stores_the_ledgers_length(pipe, tmp_path):
         return Ledger(ledger.path, length), length
 
     cut, length = await anyio.to_thread.run_sync(cut_to_a_line)
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
-    await tenure.recover(cut)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
+    await trainer_lease.recover(cut)
     cut.close()
     assert (await read_status(pipe.connection)).policy["ledger"] == str(length)
 
 
 async def test_every_claim_reports_the_end_of_the_run(pipe, ledger):
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     claim = await pipe.stage("prompts").claim(1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(pipe.stage("prompts").wait, claim)
         with anyio.fail_after(1):
-            await tenure.finish_run("trained 3 steps")
+            await trainer_lease.finish_run("trained 3 steps")
     assert (await pipe.stage("prompts").claim(1)).finish_reason == "trained 3 steps"
-    await tenure.recover(ledger)
+    await trainer_lease.recover(ledger)
     assert (await pipe.stage("prompts").claim(1)).finish_reason == ""

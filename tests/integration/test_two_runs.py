@@ -40,17 +40,17 @@ async def live(pipe, folder, ledger: Ledger) -> None:
     await pipe.rolled_out("unscored")
     await pipe.feed("delayed", "retried", "removed")
     trainer, worker = pipe.stage("scored", "trainer"), pipe.stage("prompts", "worker", backoff_s=50.0)
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
-    await tenure.recover(ledger)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
+    await trainer_lease.recover(ledger)
     trained, dropped = (await trainer.claim(2)).leases
-    version = await tenure.reserve_version(0)
-    await tenure.commit(
+    version = await trainer_lease.reserve_version(0)
+    await trainer_lease.commit(
         trainer,
         [EndedGroup(trained, Trained()), EndedGroup(dropped, Dropped("zero_variance"))],
         release_version=version,
     )
-    await tenure.publish(version, folder, 1, {"reward": 1.0})
-    await tenure.acknowledge([trained.id, dropped.id])
+    await trainer_lease.publish(version, folder, 1, {"reward": 1.0})
+    await trainer_lease.acknowledge([trained.id, dropped.id])
     delayed, *dead = (await worker.claim(3)).leases
     await worker.release(delayed, "infra", "no tool server")
     for lease in dead:
@@ -61,8 +61,8 @@ async def live(pipe, folder, ledger: Ledger) -> None:
     await pause(pipe.connection, "ann")
     await resume(pipe.connection, "ann")
     await stop(pipe.connection, "ann")
-    await tenure.finish_run("trained 1 step")
-    await tenure.release()
+    await trainer_lease.finish_run("trained 1 step")
+    await trainer_lease.release()
 
 
 async def test_a_second_run_on_the_same_server_leaves_the_first_one_untouched(pipe, second, pipe_on, tmp_path, ledgers):

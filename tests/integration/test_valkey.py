@@ -32,17 +32,17 @@ def binary(request):
 async def connection(binary, tmp_path, run_name):
     async with (
         private_server(tmp_path / "redis", binary=binary) as url,
-        connect(url, run_name, reconnect_s=5.0) as found,
+        connect(url, run_name, reconnect_s=5.0) as result,
     ):
-        yield found
+        yield result
 
 
 @pytest.fixture
 def ledger(tmp_path):
-    found = Ledger(tmp_path / "ledger.jsonl")
-    found.append([LedgerRecord("a", Trained(), 1, 0, "")])
-    yield found
-    found.close()
+    result = Ledger(tmp_path / "ledger.jsonl")
+    result.append([LedgerRecord("a", Trained(), 1, 0, "")])
+    yield result
+    result.close()
 
 
 async def test_a_run_on_valkey_finishes(pipe, ledger, tmp_path):
@@ -114,12 +114,12 @@ async def test_out_of_memory_delays_only_new_payloads(pipe):
 
 
 async def test_an_emptied_server_is_recognised(pipe):
-    tenure = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     await pipe.connection.redis.flushall()
     with pytest.raises(ServerError, match="does not know run"):
         await pipe.stage("prompts").claim(1)
     with pytest.raises(ServerError, match="does not know run"):
-        await tenure.reserve_version(0)
+        await trainer_lease.reserve_version(0)
 
 
 async def test_two_servers_on_the_same_data_are_refused(binary, tmp_path):

@@ -63,9 +63,9 @@ class Mutant:
         path = root / self.file
         if not path.is_file():
             return f"there is no file {self.file}"
-        found = path.read_text().count(self.before)
-        if found != 1:
-            return f"`before` stands {found} times in {self.file}"
+        result = path.read_text().count(self.before)
+        if result != 1:
+            return f"`before` stands {result} times in {self.file}"
         if self.before == self.after:
             return "`after` equals `before`"
         missing = [test for test in self.tests if not (root / test.partition("::")[0]).exists()]
@@ -88,11 +88,11 @@ class Result:
 
 def load(folder: Path = ROOMS) -> list[Mutant]:
     """All mutants, in the order of the files and in them."""
-    found = []
+    results = []
     for file in sorted(folder.glob("*.toml")):
         for table in tomllib.loads(file.read_text()).get("mutant", []):
-            found.append(Mutant(room=file.stem, **table | {"tests": tuple(table["tests"])}))
-    return found
+            results.append(Mutant(room=file.stem, **table | {"tests": tuple(table["tests"])}))
+    return results
 
 
 class Copies:
@@ -165,26 +165,26 @@ def run_tests(copy: Path, tests: Sequence[str], *, stop_at_first: bool) -> tuple
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=TIME_LIMIT_S * (1 if stop_at_first else 10))
+        output, _ = process.communicate(timeout=TIME_LIMIT_S * (1 if stop_at_first else 10))
     except subprocess.TimeoutExpired:
         return -1, [], f"no end within {TIME_LIMIT_S} s"
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # whatever the tests left behind
         process.wait()
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
-    return process.returncode, failed, said[-600:]
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    return process.returncode, failed, output[-600:]
 
 
 def check_unchanged(copies: Copies, mutants: Sequence[Mutant]) -> dict[str, str]:
     """Run the tests of all mutants once on the unchanged tree; returns those that fail, each with a reason."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
     with copies.one() as copy:
-        code, failed, said = run_tests(copy, tests, stop_at_first=False)
+        code, failed, output = run_tests(copy, tests, stop_at_first=False)
     if code == _PASSED:
         return {}
     if code != _FAILED:
-        return dict.fromkeys(tests, said)
+        return dict.fromkeys(tests, output)
     return {
         test: name for name in failed for test in tests if name == test or name.startswith((f"{test}::", f"{test}/"))
     }
@@ -203,12 +203,12 @@ def judge(copies: Copies, mutant: Mutant, failing: dict[str, str]) -> Result:
         if test in failing:
             return result("fails unchanged", failing[test])
     with copies.mutated(mutant) as copy:
-        code, failed, said = run_tests(copy, mutant.tests, stop_at_first=True)
+        code, failed, output = run_tests(copy, mutant.tests, stop_at_first=True)
     if code == _FAILED:
-        return result(CAUGHT, failed[0] if failed else said)
+        return result(CAUGHT, failed[0] if failed else output)
     if code == _PASSED:
         return result(SURVIVED, mutant.why)
-    return result("broken", said)
+    return result("broken", output)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -30,9 +30,9 @@ def seats(draw):
 
 
 @given(seats(), st.text(max_size=20), st.text(max_size=20))
-def test_the_chosen_engine_is_below_its_limit(found, group, last):
-    chosen = choose_engine(group, last, found)
-    free = {seat.url for seat in found if seat.load < seat.limit}
+def test_the_chosen_engine_is_below_its_limit(candidates, group, last):
+    chosen = choose_engine(group, last, candidates)
+    free = {seat.url for seat in candidates if seat.load < seat.limit}
     assert chosen in free if free else chosen is None
 
 
@@ -79,10 +79,10 @@ def test_adding_an_engine_moves_groups_only_to_it(names, random):
 
 
 @given(seats(), groups)
-def test_a_completion_stays_at_its_last_engine_unless_that_is_much_busier(found, group):
-    for seat in found:
-        if seat.load < min(seat.limit, max_load(LATER_TURN_FACTOR, found)):
-            assert choose_engine(group, seat.url, found) == seat.url
+def test_a_completion_stays_at_its_last_engine_unless_that_is_much_busier(candidates, group):
+    for seat in candidates:
+        if seat.load < min(seat.limit, max_load(LATER_TURN_FACTOR, candidates)):
+            assert choose_engine(group, seat.url, candidates) == seat.url
 
 
 @given(urls, groups)
@@ -94,13 +94,13 @@ def test_all_completions_of_a_group_start_at_one_engine_below_its_limit(names, g
 
 
 @given(seats(), groups)
-def test_an_ejected_engine_is_never_chosen_even_if_it_sampled_the_last_turn(found, group):
-    gone, *left = found
+def test_an_ejected_engine_is_never_chosen_even_if_it_sampled_the_last_turn(candidates, group):
+    gone, *left = candidates
     assert choose_engine(group, gone.url, left) != gone.url
 
 
 @given(seats())
-def test_a_request_without_a_group_goes_to_the_least_loaded_engine(found):
-    chosen = choose_engine("", "", found)
-    free = {seat.url: seat.load for seat in found if seat.load < seat.limit}
+def test_a_request_without_a_group_goes_to_the_least_loaded_engine(candidates):
+    chosen = choose_engine("", "", candidates)
+    free = {seat.url: seat.load for seat in candidates if seat.load < seat.limit}
     assert chosen is None or free[chosen] == min(free.values())

@@ -62,14 +62,14 @@ def test_decoding_reverses_encoding(group):
 
 def test_damaged_records_are_refused_or_safe_for_every_worker():
     """Run `tests/fuzz/run.py` briefly: altered bytes, and altered bodies whose checksum is recomputed."""
-    told = fuzz(2_500, seed=1)
-    assert told["failures"] == []
-    outcomes = told["outcomes"]
+    report = fuzz(2_500, seed=1)
+    assert report["failures"] == []
+    outcomes = report["outcomes"]
     assert [outcomes[way.__name__].keys() for way in BYTES] == [{"refused"}] * len(BYTES)
     of_trees = set().union(*(outcomes[f"sealed {way.__name__}"] for way in TREES))
     fates = {"rollout": {"played", "data at fault"}, "score": {"scored"}, "train": {"trained", "dropped"}}
-    for worker, found in fates.items():
-        assert {f"{worker}: {fate}" for fate in found | {"unreadable", "newer schema"}} <= of_trees
+    for worker, result in fates.items():
+        assert {f"{worker}: {fate}" for fate in result | {"unreadable", "newer schema"}} <= of_trees
 
 
 @given(st.binary(max_size=200) | values.map(msgspec.msgpack.encode), st.sampled_from([Prompt, Group]))

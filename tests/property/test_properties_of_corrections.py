@@ -50,40 +50,40 @@ def kept(name, case, lower=LEAST, upper=MOST, junk=0.0, taken=None, **how):
     sheet = Sheet(case, **how)
     if taken is not None:
         sheet.mask_RT[taken] = False
-    found = reject(
+    result = reject(
         [RejectionRule(name, lower, upper)], log_ratios(*pair(sheet, junk), Sequences(sheet.mask_RT, sheet.ids_R))
     )
-    return sheet, sheet.by_key(found.kept_RT.double())
+    return sheet, sheet.by_key(result.kept_RT.double())
 
 
 def per_completion(sheet, values_RT):
     """Return the set of token values of each completion."""
-    found = {}
+    result = {}
     for owner, line, mask in zip(sheet.ids_R.tolist(), values_RT.tolist(), sheet.mask_RT.tolist(), strict=True):
-        found.setdefault(owner, set()).update(value for value, inside in zip(line, mask, strict=True) if inside)
-    return [values for values in found.values() if values]
+        result.setdefault(owner, set()).update(value for value, inside in zip(line, mask, strict=True) if inside)
+    return [values for values in result.values() if values]
 
 
 @each_level
 @given(case=cases)
-def test_p7_a_level_gives_one_weight_to_each_of_its_units(name, case):
-    sheet, found = weights(name, case, USUAL)
+def test_p7_each_unit_of_a_level_has_one_weight(name, case):
+    sheet, result = weights(name, case, USUAL)
     if IMPORTANCE_LEVELS[name].traits.unit == "completion":
-        assert all(len(values) == 1 for values in per_completion(sheet, found.raw_RT))
+        assert all(len(values) == 1 for values in per_completion(sheet, result.raw_RT))
     else:
         train, rollout = pair(sheet)
-        assert torch.allclose(found.raw_RT[sheet.mask_RT], (train - rollout).exp()[sheet.mask_RT])
+        assert torch.allclose(result.raw_RT[sheet.mask_RT], (train - rollout).exp()[sheet.mask_RT])
 
 
 @each_level
 @given(case=cases)
-def test_p7_normalised_weights_have_mean_1_over_their_units(name, case):
-    sheet, found = weights(name, case, USUAL | {"normalize": True})
-    units = per_completion(sheet, found.weights_RT)
+def test_p7_normalized_weights_have_mean_1_over_the_units_of_their_level(name, case):
+    sheet, result = weights(name, case, USUAL | {"normalize": True})
+    units = per_completion(sheet, result.weights_RT)
     if IMPORTANCE_LEVELS[name].traits.unit == "completion":
         mean = math.fsum(sum(values) for values in units) / max(1, len(units))
     else:
-        mean = float(found.weights_RT[sheet.mask_RT].mean()) if units else 0.0
+        mean = float(result.weights_RT[sheet.mask_RT].mean()) if units else 0.0
     assert not units or mean == pytest.approx(1.0)
 
 
@@ -92,16 +92,16 @@ def test_p7_normalised_weights_have_mean_1_over_their_units(name, case):
 def test_p7_a_rule_judges_tokens_or_whole_completions(name, case):
     declared = REJECTIONS[name].traits
     sheet = Sheet(case)
-    found = reject([RejectionRule(name, LEAST, MOST)], log_ratios(*pair(sheet), Sequences(sheet.mask_RT, sheet.ids_R)))
+    result = reject([RejectionRule(name, LEAST, MOST)], log_ratios(*pair(sheet), Sequences(sheet.mask_RT, sheet.ids_R)))
     if declared.level == "sequence":
-        assert all(len(values) == 1 for values in per_completion(sheet, found.kept_RT))
+        assert all(len(values) == 1 for values in per_completion(sheet, result.kept_RT))
     elif declared.level == "token":
         # Per-token rules: treating every row as a separate completion changes nothing.
         alone = reject(
             [RejectionRule(name, LEAST, MOST)],
             log_ratios(*pair(sheet), Sequences(sheet.mask_RT, torch.arange(len(sheet.ids_R)))),
         )
-        assert torch.equal(found.kept_RT, alone.kept_RT)
+        assert torch.equal(result.kept_RT, alone.kept_RT)
     assert ("lower" in REJECTIONS[name].option_names) == declared.two_sided
     assert reject(
         [RejectionRule(name, 0.0, math.inf)], log_ratios(*pair(sheet), Sequences(sheet.mask_RT, sheet.ids_R))
@@ -110,9 +110,7 @@ def test_p7_a_rule_judges_tokens_or_whole_completions(name, case):
 
 @each_level
 @given(case=cases, junk=st.sampled_from(JUNK), normalize=st.booleans(), data=st.data())
-def test_p14_a_row_of_which_every_token_is_masked_might_as_well_not_be_there_for_weights(
-    name, case, junk, normalize, data
-):
+def test_p14_a_fully_masked_row_does_not_affect_weights(name, case, junk, normalize, data):
     rows, options = interleaved(case, data.draw(st.randoms(use_true_random=False))), USUAL | {"normalize": normalize}
     which = data.draw(st.integers(0, max(0, len(rows) - 1)))
     masked, with_it = weights(name, case, options, junk, which if rows else None, rows=rows)
@@ -123,7 +121,7 @@ def test_p14_a_row_of_which_every_token_is_masked_might_as_well_not_be_there_for
 
 @each_rule
 @given(case=cases, junk=st.sampled_from(JUNK), data=st.data())
-def test_p14_a_row_of_which_every_token_is_masked_might_as_well_not_be_there_for_rules(name, case, junk, data):
+def test_p14_a_fully_masked_row_does_not_affect_rules(name, case, junk, data):
     rows = interleaved(case, data.draw(st.randoms(use_true_random=False)))
     which = data.draw(st.integers(0, max(0, len(rows) - 1)))
     _, with_it = kept(name, case, junk=junk, taken=which if rows else None, rows=rows)
@@ -141,14 +139,14 @@ def chosen(name, case, options, junk=0.0, **how):
 
 @each_selector
 @given(case=cases, junk=st.sampled_from(JUNK), width=st.integers(0, 4), data=st.data())
-def test_p1_p10_a_selector_chooses_among_what_bears_loss_whatever_else_the_batch_holds(name, case, junk, width, data):
+def test_p1_p10_a_selector_chooses_only_among_loss_tokens(name, case, junk, width, data):
     options = defaults(SELECTORS[name]) | data.draw(drawn(SELECTORS[name]))
     assert torch.equal(chosen(name, case, options), chosen(name, case, options, junk, width=width))
 
 
 @each_selector
 @given(case=cases, source=st.randoms(use_true_random=False))
-def test_p3_who_is_chosen_by_merit_is_so_in_any_order(name, case, source):
+def test_p3_selection_without_chance_does_not_depend_on_order(name, case, source):
     """Select all candidates, so that nothing depends on chance."""
     everyone = {option: 1.0 for option in SELECTORS[name].option_names if option.endswith("_ratio")}
     options, moved = defaults(SELECTORS[name]) | everyone, source.sample(case, len(case))
@@ -157,7 +155,7 @@ def test_p3_who_is_chosen_by_merit_is_so_in_any_order(name, case, source):
 
 @pytest.mark.parametrize("name", METHODS)
 @given(case=cases, junk=st.sampled_from(JUNK), width=st.integers(0, 4))
-def test_p1_p10_an_interpolated_proximal_policy_is_of_what_was_sampled_alone(name, case, junk, width):
+def test_p1_p10_an_interpolated_proximal_policy_depends_only_on_sampled_tokens(name, case, junk, width):
     def found(junk, **how):
         sheet = Sheet(case, **how)
         train, rollout = pair(sheet, junk)
@@ -179,8 +177,8 @@ def test_p18_every_option_of_weights_has_an_effect(level, option):
 @pytest.mark.parametrize(("name", "option"), options_of(REJECTIONS))
 def test_p18_every_bound_of_a_rule_has_an_effect(name, option):
     usual = {"lower": values_of("lower")[0], "upper": values_of("upper")[0]}
-    found = [kept(name, RICH, **(usual | {option: value}))[1] for value in (usual[option], *EFFECTIVE[option])]
-    assert any(not torch.equal(found[0], other) for other in found[1:])
+    results = [kept(name, RICH, **(usual | {option: value}))[1] for value in (usual[option], *EFFECTIVE[option])]
+    assert any(not torch.equal(results[0], other) for other in results[1:])
 
 
 EFFECTIVE = {"lower": (0.9003, 0.9903), "upper": (0.0503, 0.9903, 3.0)}
@@ -192,16 +190,16 @@ def test_p18_every_option_of_a_selector_has_an_effect(name, option):
     usual = defaults(SELECTORS[name])
     if option in {"clip_low", "clip_high", "clip_cov_low", "clip_cov_high"}:
         usual |= {"clip_cov_ratio": 1.0}
-    found = [chosen(name, RICH, usual | {option: value}) for value in values_of(option)]
-    assert not torch.equal(found[0], found[1])
+    results = [chosen(name, RICH, usual | {option: value}) for value in values_of(option)]
+    assert not torch.equal(results[0], results[1])
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_p18_every_method_is_another_one(name):
+def test_p18_all_methods_differ(name):
     sheet = Sheet(RICH)
     train, rollout = pair(sheet)
-    found = {
+    result = {
         m: interpolate_logprobs(rollout, train, sheet.batch.versions_RT, sheet.mask_RT, VERSION + 2, method=m)
         for m in METHODS
     }
-    assert not any(torch.equal(found[name], values) for other, values in found.items() if other != name)
+    assert not any(torch.equal(result[name], values) for other, values in result.items() if other != name)

@@ -36,7 +36,7 @@ def answer(name, case, options, junk=0.0, *, singleton="zero", inputs=None, **ho
 
 @each
 @given(case=cases, junk=st.sampled_from(JUNK), singleton=st.sampled_from(["zero", "raw"]), data=st.data())
-def test_p1_junk_changes_nothing_to_the_bit(name, case, junk, singleton, data):
+def test_p1_junk_changes_no_bit(name, case, junk, singleton, data):
     options = data.draw(drawn(ESTIMATORS[name]))
     clean = answer(name, case, options, singleton=singleton)
     assert torch.equal(clean, answer(name, case, options, junk, singleton=singleton))
@@ -44,7 +44,7 @@ def test_p1_junk_changes_nothing_to_the_bit(name, case, junk, singleton, data):
 
 @each
 @given(case=cases, junk=st.sampled_from(JUNK), singleton=st.sampled_from(["zero", "raw"]), data=st.data())
-def test_p2_the_valid_completions_alone_give_the_same(name, case, junk, singleton, data):
+def test_p2_valid_completions_alone_give_the_same_result(name, case, junk, singleton, data):
     options = data.draw(drawn(ESTIMATORS[name]))
     valid = [made for made in case if made.voting(policy)]
     assert same(
@@ -62,7 +62,7 @@ def test_p3_order_and_ids_of_groups_do_not_matter(name, case, source, data):
 
 @each
 @given(case=cases, others=more, at=st.integers(0, 9), junk=st.sampled_from(JUNK), data=st.data())
-def test_p4_invalid_completions_and_a_group_of_them_change_nothing(name, case, others, at, junk, data):
+def test_p4_invalid_completions_and_groups_change_nothing(name, case, others, at, junk, data):
     options = data.draw(drawn(ESTIMATORS[name]))
     bad = [*fresh(others, "dropped"), Made(-1, 7, 1.0, "failed"), Made(-2, 7, 0.0, "unmeasured")]
     assert same(answer(name, case, options), answer(name, [*case[:at], *bad, *case[at:]], options, junk))
@@ -70,7 +70,7 @@ def test_p4_invalid_completions_and_a_group_of_them_change_nothing(name, case, o
 
 @each_of_completions
 @given(case=cases, others=more, data=st.data())
-def test_p5_a_singleton_is_0_however_many_invalid_siblings_it_has(name, case, others, data):
+def test_p5_a_single_valid_completion_has_advantage_0(name, case, others, data):
     """Holds before whitening. For estimators that whiten, all groups are singletons."""
     options = data.draw(drawn(ESTIMATORS[name]))
     alone = [replace(made, group=place) for place, made in enumerate(case)]
@@ -91,7 +91,7 @@ def test_p5_a_singleton_is_0_however_many_invalid_siblings_it_has(name, case, ot
     rewards=st.lists(st.sampled_from([*REWARDS, 0.9, 0.1, 1 / 3, -1e9 - 0.1]), min_size=4, max_size=4),
     data=st.data(),
 )
-def test_p6_equal_rewards_are_exactly_0(name, case, rewards, data):
+def test_p6_equal_rewards_give_advantages_of_exactly_0(name, case, rewards, data):
     """Holds before whitening. For estimators that whiten, all groups have equal rewards."""
     options = data.draw(drawn(ESTIMATORS[name]))
     case = [replace(made, reward=rewards[made.group]) for made in case]
@@ -122,7 +122,7 @@ def test_p7_advantages_of_a_group_sum_to_0(name, case, data):
 
 @reading_rewards("shift_invariant")
 @given(case=cases, by=st.sampled_from([1.0, -3.5, 1024.0]), data=st.data())
-def test_p7_a_shift_of_all_rewards_changes_nothing(name, case, by, data):
+def test_p7_shifting_all_rewards_changes_nothing(name, case, by, data):
     options, inputs = data.draw(drawn(ESTIMATORS[name])), inputs_of(case)
     before = answer(name, case, options, inputs=inputs)
     after = answer(name, case, options, inputs=moved(inputs, lambda rewards: rewards + by))
@@ -131,7 +131,7 @@ def test_p7_a_shift_of_all_rewards_changes_nothing(name, case, by, data):
 
 @reading_rewards("scale_invariant")
 @given(case=cases, by=st.sampled_from([0.5, 3.0, 100.0]), data=st.data())
-def test_p7_a_scale_of_all_rewards_changes_nothing_where_std_is_far_above_epsilon(name, case, by, data):
+def test_p7_scaling_all_rewards_changes_nothing_if_std_is_far_above_epsilon(name, case, by, data):
     options = data.draw(drawn(ESTIMATORS[name])) | {"normalize_std": True, "epsilon": 1e-12}
     inputs = inputs_of(case)
     before = answer(name, case, options, inputs=inputs)
@@ -142,7 +142,7 @@ def test_p7_a_scale_of_all_rewards_changes_nothing_where_std_is_far_above_epsilo
 
 @pytest.mark.parametrize("name", [n for n, found in ESTIMATORS.items() if found.traits.whitened])
 @given(case=cases, data=st.data())
-def test_p7_what_is_whitened_has_mean_0_and_variance_1_over_tokens(name, case, data):
+def test_p7_whitened_advantages_have_mean_0_and_variance_1_over_tokens(name, case, data):
     options = data.draw(drawn(ESTIMATORS[name])) | (
         {"whiten": True} if "whiten" in ESTIMATORS[name].option_names else {}
     )
@@ -165,7 +165,7 @@ def test_p7_what_is_whitened_has_mean_0_and_variance_1_over_tokens(name, case, d
 
 @pytest.mark.parametrize("name", [n for n, found in ESTIMATORS.items() if found.traits.within_group])
 @given(case=cases, data=st.data())
-def test_p7_an_estimator_within_a_group_gives_the_same_without_other_groups(name, case, data):
+def test_p7_an_estimator_within_groups_does_not_depend_on_other_groups(name, case, data):
     options = data.draw(drawn(ESTIMATORS[name]))
     first = [made for made in case if made.group == case[0].group]
     others_too = [*first, *(replace(made, key=made.key + 10**8, group=9, reward=8 - made.reward) for made in case)]
@@ -189,7 +189,7 @@ def test_p7_an_estimator_within_a_group_gives_the_same_without_other_groups(name
 
 @pytest.mark.parametrize("name", ["passk", "grpo_passk"])
 @given(case=cases, junk=st.sampled_from(JUNK), data=st.data())
-def test_p9_credit_of_pass_at_k_goes_to_valid_rows(name, case, junk, data):
+def test_p9_pass_at_k_credits_only_valid_completions(name, case, junk, data):
     options = data.draw(drawn(ESTIMATORS[name]))
     found = estimate(name, inputs_of(case, junk), options, single_sample_policy="zero")
     assert (found[~baseline(case)] == 0).all()
@@ -228,5 +228,5 @@ def test_p18_every_option_has_an_effect(name, option):
     assert not any(torch.equal(found[0], other) for other in found[1:])
 
 
-def test_every_input_of_the_registry_is_made_here():
+def test_these_tests_make_every_input_of_the_registry():
     assert set(ESTIMATORS.inputs) <= set(inputs_of(RICH)), "add what is missing to tests/cases/inputs.py"

@@ -25,21 +25,21 @@ more = st.lists(completions, max_size=4, unique_by=lambda made: made.key)
 def kept(name, case, options, junk=0.0, sign=1):
     """Return, by group number, whether each group with a completion is kept."""
     inputs = needed(inputs_of(case, junk, sign=sign), FILTERS[name])
-    found = FILTERS[name](inputs, options)
-    assert found.dtype == torch.bool
-    return {made.group: bool(found[code]) for made, code in zip(case, inputs["groups"].codes_C.tolist(), strict=True)}
+    result = FILTERS[name](inputs, options)
+    assert result.dtype == torch.bool
+    return {made.group: bool(result[code]) for made, code in zip(case, inputs["groups"].codes_C.tolist(), strict=True)}
 
 
 @each
 @given(case=cases, junk=st.sampled_from(JUNK), data=st.data())
-def test_p1_junk_decides_nothing(name, case, junk, data):
+def test_p1_junk_has_no_effect(name, case, junk, data):
     options = data.draw(drawn(FILTERS[name]))
     assert kept(name, case, options) == kept(name, case, options, junk)
 
 
 @each
 @given(case=cases, others=more, junk=st.sampled_from(JUNK), data=st.data())
-def test_p2_p4_invalid_completions_decide_nothing(name, case, others, junk, data):
+def test_p2_p4_invalid_completions_have_no_effect(name, case, others, junk, data):
     options = data.draw(drawn(FILTERS[name]))
     valid = [made for made in case if made.voting(policy)]
     alone, whole = kept(name, valid, options), kept(name, case, options, junk)
@@ -58,7 +58,7 @@ def test_p3_order_and_ids_of_groups_do_not_matter(name, case, source, data):
 
 @each
 @given(case=cases, data=st.data())
-def test_p7_a_group_is_judged_by_itself(name, case, data):
+def test_p7_a_group_is_checked_independently_of_other_groups(name, case, data):
     options = data.draw(drawn(FILTERS[name]))
     whole = kept(name, case, options)
     for group in whole:
@@ -69,11 +69,11 @@ def test_p7_a_group_is_judged_by_itself(name, case, data):
 def test_p18_every_option_has_an_effect(name, option):
     case = [*RICH, Made(key=7, group=5, reward=0.0), Made(key=8, group=6, reward=8.0), Made(key=9, group=6, reward=8.0)]
     usual = defaults(FILTERS[name])
-    found = [kept(name, case, usual | {option: value}) for value in values_of(option)]
-    assert not any(found[0] == other for other in found[1:])
+    results = [kept(name, case, usual | {option: value}) for value in values_of(option)]
+    assert not any(results[0] == other for other in results[1:])
 
 
-def test_every_input_of_the_registry_is_made_here():
+def test_these_tests_make_every_input_of_the_registry():
     assert set(FILTERS.inputs) <= set(inputs_of(RICH)), "add what is missing to tests/cases/inputs.py"
 
 
@@ -99,19 +99,19 @@ SETTINGS = {
 def test_p4_drop_reasons_do_not_depend_on_invalid_completions(name, case, others):
     def reasons(case):
         batch = build(case)
-        found = filter_reasons(batch, mask_batch(batch, SETTINGS[name], VERSION), SETTINGS[name])
-        return {made.group: found[made.group] for made in case}
+        result = filter_reasons(batch, mask_batch(batch, SETTINGS[name], VERSION), SETTINGS[name])
+        return {made.group: result[made.group] for made in case}
 
     before, after = reasons(case), reasons([*case, *fresh(others, "dropped")])
     assert before == {group: after[group] for group in before}
 
 
 @given(case=cases)
-def test_groups_without_signal_are_found_by_what_is_in_the_baseline_alone(case):
+def test_groups_without_signal_are_found_from_completions_in_b_only(case):
     case = [replace(made, stale=()) for made in case]
     batch, settings = build(case), SETTINGS["zero_variance"]
-    found = filter_reasons(batch, mask_batch(batch, settings, VERSION), settings)
-    for group, reason in enumerate(found):
+    result = filter_reasons(batch, mask_batch(batch, settings, VERSION), settings)
+    for group, reason in enumerate(result):
         voting = [made for made in case if made.group == group and made.voting(settings.truncation_policy)]
         values = [0.0 if made.state == "max_turns" else made.reward for made in voting]
         if not values:

@@ -122,7 +122,7 @@ def assert_same(left, right):
 
 @each
 @given(case=cases, aggregation=aggregations, junk=st.sampled_from(JUNK), data=st.data())
-def test_p1_junk_changes_no_bit_of_the_loss_of_any_gradient_or_of_a_metric(name, case, aggregation, junk, data):
+def test_p1_junk_changes_no_bit_of_loss_gradients_and_metrics(name, case, aggregation, junk, data):
     chosen = data.draw(options(name))
     clean, dirty = run(name, case, chosen, aggregation), run(name, case, chosen, aggregation, junk=junk)
     assert torch.equal(clean.loss, dirty.loss)
@@ -138,7 +138,7 @@ def test_p1_junk_changes_no_bit_of_the_loss_of_any_gradient_or_of_a_metric(name,
     aggregation=aggregations,
     data=st.data(),
 )
-def test_p2_p4_completions_that_bear_no_loss_may_be_there_or_not(name, case, others, aggregation, data):
+def test_p2_p4_completions_without_loss_have_no_effect(name, case, others, aggregation, data):
     chosen = data.draw(options(name))
     valid = [made for made in case if made.state not in {*INVALID, "length", "tool_calls"}]
     assume(valid)
@@ -169,7 +169,7 @@ def test_p10_p12_padding_and_tool_tokens_at_the_end_change_nothing(name, case, a
 
 @each
 @given(case=cases, aggregation=aggregations, data=st.data())
-def test_p13_any_partition_of_the_completions_gives_the_same(name, case, aggregation, data):
+def test_p13_every_partition_of_the_completions_gives_the_same_result(name, case, aggregation, data):
     chosen = data.draw(options(name))
     split = {c: data.draw(st.integers(0, 2)) for c in range(len(case))}
     assert_same(run(name, case, chosen, aggregation), run(name, case, chosen, aggregation, split=split))
@@ -177,7 +177,7 @@ def test_p13_any_partition_of_the_completions_gives_the_same(name, case, aggrega
 
 @each
 @given(case=cases, aggregation=aggregations, junk=st.sampled_from(JUNK), data=st.data())
-def test_p14_a_row_of_which_every_token_is_masked_might_as_well_not_be_there(name, case, aggregation, junk, data):
+def test_p14_a_fully_masked_row_has_no_effect(name, case, aggregation, junk, data):
     chosen, rows = data.draw(options(name)), interleaved(case, data.draw(st.randoms(use_true_random=False)))
     assume(rows)
     which = data.draw(st.integers(0, len(rows) - 1))
@@ -187,7 +187,7 @@ def test_p14_a_row_of_which_every_token_is_masked_might_as_well_not_be_there(nam
 
 @each
 @given(case=cases, aggregation=aggregations, data=st.data())
-def test_p19_a_completion_weighs_the_same_in_one_row_and_in_several(name, case, aggregation, data):
+def test_p19_a_completion_has_the_same_weight_in_one_row_and_in_several(name, case, aggregation, data):
     chosen = data.draw(options(name))
     whole, split = ([replace(made, forked=forked) for made in case] for forked in (False, True))
     assert_same(run(name, whole, chosen, aggregation), run(name, split, chosen, aggregation))
@@ -195,7 +195,7 @@ def test_p19_a_completion_weighs_the_same_in_one_row_and_in_several(name, case, 
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(case=cases, data=st.data())
-def test_p7_what_a_loss_declares_of_itself_holds(name, case, data):
+def test_p7_declared_traits_of_losses_hold(name, case, data):
     declared, chosen = LOSSES[name].traits, data.draw(options(name))
     assert ("proximal_RT" not in LOSSES[name].input_names) == declared.on_policy
     assert ("selected_RT" in LOSSES[name].input_names) == bool(declared.selector)
@@ -210,12 +210,12 @@ def test_p7_what_a_loss_declares_of_itself_holds(name, case, data):
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 @given(case=cases)
-def test_p7_what_a_divergence_declares_of_itself_holds(name, case):
+def test_p7_declared_traits_of_divergences_hold(name, case):
     declared, sheet = DIVERGENCES[name].traits, Sheet(case)
     logprobs = sheet.number(5.0).requires_grad_()
     reference, all_of_them = sheet.number(7.0), sheet.mask_RT
-    found = divergence(name, logprobs, reference, all_of_them)
-    assert not declared.non_negative or (found >= 0).all()
+    result = divergence(name, logprobs, reference, all_of_them)
+    assert not declared.non_negative or (result >= 0).all()
     assert (divergence(name, logprobs, logprobs.detach(), all_of_them) == 0).all()
     if declared.straight_through:
         own, other = (
@@ -224,41 +224,41 @@ def test_p7_what_a_divergence_declares_of_itself_holds(name, case):
         )
         assert close(own, other)
         assert torch.equal(
-            found.detach(), divergence(name.removesuffix("+"), logprobs, reference, all_of_them).detach()
+            result.detach(), divergence(name.removesuffix("+"), logprobs, reference, all_of_them).detach()
         )
 
 
 @pytest.mark.parametrize(("name", "option"), options_of(LOSSES))
 def test_p18_every_option_of_a_loss_has_an_effect(name, option):
     usual = defaults(LOSSES[name])
-    found = [run(name, RICH, usual | {option: value}) for value in values_of(option)]
-    assert not any(torch.equal(found[0].own, other.own) and found[0].loss == other.loss for other in found[1:])
+    results = [run(name, RICH, usual | {option: value}) for value in values_of(option)]
+    assert not any(torch.equal(results[0].own, other.own) and results[0].loss == other.loss for other in results[1:])
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
-def test_p18_every_aggregation_is_another_one(name):
-    found = {other: run("clipped", RICH, defaults(LOSSES["clipped"]), other).own for other in AGGREGATIONS}
-    assert not any(torch.equal(found[name], values) for other, values in found.items() if other != name)
+def test_p18_all_aggregations_differ(name):
+    result = {other: run("clipped", RICH, defaults(LOSSES["clipped"]), other).own for other in AGGREGATIONS}
+    assert not any(torch.equal(result[name], values) for other, values in result.items() if other != name)
 
 
 @pytest.mark.parametrize(("name", "option"), options_of(AGGREGATIONS))
 def test_p18_every_option_of_an_aggregation_has_an_effect(name, option):
     lengths, totals = torch.tensor([3, 2, 2]), BatchTotals(tokens=7, completions=3)
-    found = [row_factors(name, lengths, totals, **{option: value}) for value in values_of(option)]
-    assert not torch.equal(found[0], found[1])
+    results = [row_factors(name, lengths, totals, **{option: value}) for value in values_of(option)]
+    assert not torch.equal(results[0], results[1])
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
 @given(lengths=st.lists(st.integers(0, 5), max_size=6), ranks=st.integers(1, 3))
-def test_p7_the_factors_of_a_batch_add_up_to_what_the_aggregation_says(name, lengths, ranks):
+def test_p7_the_factors_of_a_batch_add_up_as_the_aggregation_declares(name, lengths, ranks):
     """Means add up to 1. A completion without tokens has no factor; an empty batch adds up to 0."""
     lengths_R = torch.tensor(lengths, dtype=torch.int64)
     totals = BatchTotals(tokens=sum(lengths), completions=sum(n > 0 for n in lengths), ranks=ranks)
-    found = row_factors(name, lengths_R, totals, constant=4.0)
-    assert (found[lengths_R == 0] == 0).all()
+    result = row_factors(name, lengths_R, totals, constant=4.0)
+    assert (result[lengths_R == 0] == 0).all()
     means = {"token-mean": 1.0, "token-sum": sum(lengths), "seq-mean-token-mean": 1.0}
     of_sums = sum(lengths) / max(1, totals.completions)
     expected = means | {"seq-mean-token-sum": of_sums, "seq-mean-token-sum-norm": of_sums / 4}
     assert name in expected, "a new aggregation: say here what its factors add up to"
-    total = float((found * lengths_R).sum())
+    total = float((result * lengths_R).sum())
     assert total == pytest.approx(ranks * expected[name] if sum(lengths) else 0.0)

@@ -50,7 +50,7 @@ def left(made):
 
 
 @given(case=cases, truncation=policies)
-def test_p15_what_bears_loss_votes_and_the_masks_are_those_of_the_facts(case, truncation):
+def test_p15_l_is_within_b_and_both_follow_from_the_facts(case, truncation):
     batch, masks = derived(case, truncation)
     assert (masks.baseline_C | ~masks.loss_C).all()
     for made, votes, bears in zip(case, masks.baseline_C.tolist(), masks.loss_C.tolist(), strict=True):
@@ -67,7 +67,7 @@ def test_p15_what_bears_loss_votes_and_the_masks_are_those_of_the_facts(case, tr
 
 
 @given(case=cases, truncation=policies, junk=st.sampled_from(JUNK))
-def test_p1_junk_in_an_invalid_reward_or_log_prob_moves_no_mask(case, truncation, junk):
+def test_p1_junk_in_an_invalid_reward_or_log_prob_changes_no_mask(case, truncation, junk):
     batch, masks = derived(case, truncation)
     outside = ~masks.baseline_C & (masks.rejected_by_C < 0)
     facts = replace(batch.facts, rewards_C=torch.where(outside, junk, batch.facts.rewards_C))
@@ -88,7 +88,7 @@ def test_p1_junk_in_an_invalid_reward_or_log_prob_moves_no_mask(case, truncation
 
 
 @given(case=cases, truncation=policies, source=st.randoms(use_true_random=False))
-def test_p3_p10_order_and_padding_move_no_mask(case, truncation, source):
+def test_p3_p10_order_and_padding_change_no_mask(case, truncation, source):
     _, before = derived(case, truncation)
     moved = source.sample(case, len(case))
     _, after = derived(moved, truncation, build(moved, rows=interleaved(moved, source), width=3))
@@ -100,7 +100,7 @@ def test_p3_p10_order_and_padding_move_no_mask(case, truncation, source):
 
 
 @given(case=cases, truncation=policies, source=st.randoms(use_true_random=False))
-def test_p14_a_rule_that_takes_the_last_token_takes_the_completion_out_of_b(case, truncation, source):
+def test_p14_rejecting_the_last_token_removes_the_completion_from_b(case, truncation, source):
     batch = build(case)
     taken = torch.zeros_like(batch.sampled_RT)
     gone = {c for c in range(len(case)) if source.random() < 0.5}
@@ -114,7 +114,7 @@ def test_p14_a_rule_that_takes_the_last_token_takes_the_completion_out_of_b(case
 
 
 @given(case=cases, truncation=policies, source=st.randoms(use_true_random=False))
-def test_rejecting_and_dropping_later_gives_the_masks_of_deriving_them_with_it(case, truncation, source):
+def test_rejecting_after_deriving_masks_equals_deriving_them_with_the_rejection(case, truncation, source):
     batch = build(case)
     taken = batch.sampled_RT & torch.tensor([[source.random() < 0.4] for _ in batch.completion_ids_R]).view(-1, 1)
     dropped = torch.tensor([source.random() < 0.3 for _ in case])
@@ -139,7 +139,7 @@ def same_masks(left, right):
 
 @each_estimator
 @given(case=cases)
-def test_p15_every_input_of_an_estimator_is_over_these_masks(table, case):
+def test_p15_inputs_of_estimators_use_these_masks(table, case):
     settings, batch = SETTINGS[table], build(case)
     masks = mask_batch(batch, settings, VERSION)
     inputs = _EstimatorInputs(batch, masks, settings, None, None)
@@ -152,7 +152,7 @@ def test_p15_every_input_of_an_estimator_is_over_these_masks(table, case):
 
 @each_estimator
 @given(rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=6))
-def test_p16_a_measured_0_and_an_unmeasured_reward_differ_in_what_is_trained(table, rewards):
+def test_p16_a_measured_0_is_trained_and_an_unmeasured_reward_is_not(table, rewards):
     siblings = [Made(key=key, group=0, reward=reward) for key, reward in enumerate(rewards)]
     zero = Made(key=99, group=0, reward=0.0)
     one, other = [*siblings, zero], [*siblings, replace(zero, state="unmeasured")]
@@ -167,7 +167,7 @@ def test_p16_a_measured_0_and_an_unmeasured_reward_differ_in_what_is_trained(tab
     rewards=st.lists(st.sampled_from([0.0, 1.0, None]), min_size=2, max_size=5),
     reason=st.sampled_from([RewardReason.RAISED, RewardReason.TIMEOUT, RewardReason.SHAPE, RewardReason.UNAVAILABLE]),
 )
-def test_p17_why_a_reward_is_unknown_changes_counters_alone(table, rewards, reason):
+def test_p17_the_reason_of_an_unmeasured_reward_changes_only_counters(table, rewards, reason):
     assume(None in rewards)
     settings = SETTINGS[table]
     # Every group has a greedy completion, so estimators that require one accept it.
@@ -180,9 +180,9 @@ def test_p17_why_a_reward_is_unknown_changes_counters_alone(table, rewards, reas
             row = sampled_row([1 + index, 2, 3], logprobs, version=VERSION, prompt=[4, 5])
             return Completion(index=index, rows=[row], reward=reward, **facts)
 
-        found = [completion(i, unknown if r is None else measure(r)) for i, r in enumerate(rewards)]
-        found += [completion(9, measure(0.5), greedy=True)] if greedy else []
-        batch = collate([Group(prompt=Prompt(id="p", messages=[]), completions=found)])
+        actual = [completion(i, unknown if r is None else measure(r)) for i, r in enumerate(rewards)]
+        actual += [completion(9, measure(0.5), greedy=True)] if greedy else []
+        batch = collate([Group(prompt=Prompt(id="p", messages=[]), completions=actual)])
         batch = replace(batch, rollout_logprobs_RT=batch.rollout_logprobs_RT.double())
         return evaluate(made, batch, settings)
 

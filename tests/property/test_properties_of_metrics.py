@@ -59,20 +59,20 @@ def metrics_of(case, filtered=(), junk=None, dropped=None):
     batch, masks = masked(case)
     advantages = torch.where(masks.loss_C, advantages_of(case), 0.0 if junk is None else junk)
     dropped_groups = rewards_by_group(*masked(filtered)) if filtered else []
-    found = step_metrics(
+    result = step_metrics(
         batch, masks, advantages, settings=POLICY, version=VERSION, filtered=dropped_groups, dropped=dropped or {}
     )
-    return found, masks
+    return result, masks
 
 
 @given(case=cases, filtered=more, junk=st.sampled_from(JUNK))
-def test_p1_junk_changes_no_metric_at_all_but_what_counts_junk(case, filtered, junk):
+def test_p1_junk_changes_only_counters_of_junk(case, filtered, junk):
     (clean, _), (dirty, _) = metrics_of(case, fresh(filtered)), metrics_of(case, fresh(filtered), junk)
     assert clean == dirty
 
 
 @given(case=cases, filtered=more)
-def test_p2_the_valid_completions_alone_give_the_same(case, filtered):
+def test_p2_valid_completions_alone_give_the_same_result(case, filtered):
     def valid(made):
         return made.voting(POLICY.truncation_policy)
 
@@ -82,7 +82,7 @@ def test_p2_the_valid_completions_alone_give_the_same(case, filtered):
 
 
 @given(case=cases, others=more, at=st.integers(0, 9))
-def test_p4_invalid_completions_move_counters_alone(case, others, at):
+def test_p4_invalid_completions_change_only_counters(case, others, at):
     bad = [*fresh(others, "dropped"), Made(-1, 7, 1.0, "failed"), Made(-2, 7, 0.0, "unmeasured")]
     before, _ = metrics_of(case)
     after, _ = metrics_of([*case[:at], *bad, *case[at:]])
@@ -91,37 +91,37 @@ def test_p4_invalid_completions_move_counters_alone(case, others, at):
 
 
 @given(case=cases)
-def test_a_mean_is_over_what_its_name_says_and_is_left_out_where_there_is_nothing(case):
-    found, masks = metrics_of(case)
+def test_a_mean_covers_what_its_name_says_and_an_empty_mean_is_omitted(case):
+    result, masks = metrics_of(case)
     voting = [c for c, inside in enumerate(masks.baseline_C.tolist()) if inside]
     rewards = [0.0 if case[c].state == "max_turns" else case[c].reward for c in voting]
-    assert found["reward/count"] == len(voting)
-    assert found.get("reward/mean") == (pytest.approx(statistics.fmean(rewards)) if rewards else None)
-    assert found.get("reward/std") == (pytest.approx(statistics.stdev(rewards)) if len(rewards) > 1 else None)
+    assert result["reward/count"] == len(voting)
+    assert result.get("reward/mean") == (pytest.approx(statistics.fmean(rewards)) if rewards else None)
+    assert result.get("reward/std") == (pytest.approx(statistics.stdev(rewards)) if len(rewards) > 1 else None)
     bearing = [float(advantages_of(case)[c]) for c, inside in enumerate(masks.loss_C.tolist()) if inside]
-    assert found.get("advantage/mean") == (pytest.approx(statistics.fmean(bearing)) if bearing else None)
+    assert result.get("advantage/mean") == (pytest.approx(statistics.fmean(bearing)) if bearing else None)
     lengths = [sum(case[c].turns) for c in voting]
-    assert found.get("length/mean") == (pytest.approx(statistics.fmean(lengths)) if lengths else None)
-    assert found["valid_fraction"] == pytest.approx(len(voting) / len(case))
+    assert result.get("length/mean") == (pytest.approx(statistics.fmean(lengths)) if lengths else None)
+    assert result["valid_fraction"] == pytest.approx(len(voting) / len(case))
     # One completion in each state.
-    assert sum(value for name, value in found.items() if name.startswith("rows/")) == len(case)
+    assert sum(value for name, value in result.items() if name.startswith("rows/")) == len(case)
     sizes = Counter(case[c].group for c in voting)
-    assert found["groups/singleton"] == sum(size == 1 for size in sizes.values())
-    assert all(math.isfinite(value) for value in found.values())
+    assert result["groups/singleton"] == sum(size == 1 for size in sizes.values())
+    assert all(math.isfinite(value) for value in result.values())
 
 
-def test_every_name_of_the_list_is_found_on_the_path_and_every_metric_found_is_in_the_list():
+def test_the_list_has_exactly_the_metrics_that_the_path_makes():
     odd = [Made(key=7, group=1, reward=1.0, state="context"), Made(key=8, group=2, reward=0.0, state="failed")]
-    found = set(metrics_of([*RICH, *odd], RICH[:4], dropped={DropReason.ZERO_VARIANCE: 1})[0])
+    result = set(metrics_of([*RICH, *odd], RICH[:4], dropped={DropReason.ZERO_VARIANCE: 1})[0])
     for name, settings in SETTINGS.items():
         metrics = evaluate([*RICH, *odd], build([*RICH, *odd]), settings).metrics
         assert metrics, name
-        found |= {key.removesuffix(" 0").removesuffix(" 1") for key in metrics}
+        result |= {key.removesuffix(" 0").removesuffix(" 1") for key in metrics}
     families = tuple(name.removesuffix("*") for name in STEP_METRICS if name.endswith("*"))
     alone = {name for name in STEP_METRICS if not name.endswith("*")}
-    assert alone - found - {"loss", *OF_THE_LEARNER} == set(), "no table of tests/cases/tables.py leads to it"
-    assert {family for family in families if not any(name.startswith(family) for name in found)} == set()
-    assert {name for name in found if name not in alone and not name.startswith(families)} == set()
+    assert alone - result - {"loss", *OF_THE_LEARNER} == set(), "no table of tests/cases/tables.py leads to it"
+    assert {family for family in families if not any(name.startswith(family) for name in result)} == set()
+    assert {name for name in result if name not in alone and not name.startswith(families)} == set()
 
 
 def test_only_known_names_are_counters():
@@ -140,9 +140,9 @@ def test_only_known_names_are_counters():
     ]
 
 
-@pytest.mark.parametrize("table", [name for name, found in SETTINGS.items() if found.correction.reject])
+@pytest.mark.parametrize("table", [name for name, result in SETTINGS.items() if result.correction.reject])
 @given(case=cases)
-def test_metrics_of_a_rule_are_of_the_log_probs_that_it_judged(table, case):
+def test_metrics_of_a_rule_cover_the_log_probs_that_it_checked(table, case):
     """The metrics include log-probs that the rule rejected."""
     settings, seen = SETTINGS[table], []
     network = Network(0)
@@ -162,6 +162,6 @@ def test_metrics_of_a_rule_are_of_the_log_probs_that_it_judged(table, case):
     rejection = prepared.rejection
     judged = log_ratios(seen[0].old_logprobs_RT, batch.rollout_logprobs_RT, rejection.log_ratios.sequences)
     expected = rejection_metrics(replace(rejection, log_ratios=judged))
-    found = correction_step_metrics(prepared, settings)
+    result = correction_step_metrics(prepared, settings)
     for name, value in expected.items():
-        assert found[f"correction/{name}"] == pytest.approx(float(value), rel=1e-9, abs=1e-12), name
+        assert result[f"correction/{name}"] == pytest.approx(float(value), rel=1e-9, abs=1e-12), name

@@ -27,28 +27,28 @@ def answer(name, case, options, junk=0.0, inputs=None, **how):
     """Return values of completions in B or tokens of L, sorted by key; check that all others are exactly 0."""
     registered = REGISTERED[name]
     inputs = needed(inputs or inputs_of(case, junk, **how), registered)
-    found = registered(inputs, options)
-    assert found.dtype == torch.float64
+    result = registered(inputs, options)
+    assert result.dtype == torch.float64
     if name == "whiten":
         # A value of weight 0 has no vote, but is whitened.
-        return by_key(case, found, inputs["mask"])
-    return by_key(case, found, inputs["mask_RT"] if "mask_RT" in registered.input_names else inputs["baseline_C"])
+        return by_key(case, result, inputs["mask"])
+    return by_key(case, result, inputs["mask_RT"] if "mask_RT" in registered.input_names else inputs["baseline_C"])
 
 
-def test_no_name_is_of_two_kinds():
+def test_no_name_belongs_to_two_registries():
     assert not set(NORMALIZERS) & set(REWARD_SHAPINGS)
 
 
 @each
 @given(case=cases, junk=st.sampled_from(JUNK), data=st.data())
-def test_p1_junk_changes_nothing_to_the_bit(name, case, junk, data):
+def test_p1_junk_changes_no_bit(name, case, junk, data):
     options = data.draw(drawn(REGISTERED[name]))
     assert torch.equal(answer(name, case, options), answer(name, case, options, junk))
 
 
 @each
 @given(case=cases, junk=st.sampled_from(JUNK), data=st.data())
-def test_p2_the_valid_completions_alone_give_the_same(name, case, junk, data):
+def test_p2_valid_completions_alone_give_the_same_result(name, case, junk, data):
     options = data.draw(drawn(REGISTERED[name]))
     valid = [made for made in case if made.voting(policy)]
     assert same(answer(name, case, options, junk), answer(name, valid, options))
@@ -63,7 +63,7 @@ def test_p3_order_and_ids_of_groups_do_not_matter(name, case, source, data):
 
 @each
 @given(case=cases, others=more, at=st.integers(0, 9), junk=st.sampled_from(JUNK), data=st.data())
-def test_p4_invalid_completions_and_a_group_of_them_change_nothing(name, case, others, at, junk, data):
+def test_p4_invalid_completions_and_groups_change_nothing(name, case, others, at, junk, data):
     options = data.draw(drawn(REGISTERED[name]))
     bad = [*fresh(others, "dropped"), Made(-1, 7, 1.0, "failed"), Made(-2, 7, 0.0, "unmeasured")]
     assert same(answer(name, case, options), answer(name, [*case[:at], *bad, *case[at:]], options, junk))
@@ -84,7 +84,7 @@ def about_one(name, case):
 
 @each_normaliser
 @given(case=cases, data=st.data())
-def test_p6_equal_values_are_exactly_0_where_a_mean_is_subtracted(name, case, data):
+def test_p6_equal_values_are_exactly_0_if_a_mean_is_subtracted(name, case, data):
     options = data.draw(drawn(NORMALIZERS[name]))
     options |= {"shift": True} if "shift" in options else {"mean": "batch"}
     if options.get("leave_one_out") or "loss_C" in NORMALIZERS[name].input_names:
@@ -94,7 +94,7 @@ def test_p6_equal_values_are_exactly_0_where_a_mean_is_subtracted(name, case, da
 
 @each_normaliser
 @given(case=cases, by=st.sampled_from([1.0, -3.5, 1024.0]), data=st.data())
-def test_p7_a_shift_changes_nothing_where_a_mean_is_subtracted(name, case, by, data):
+def test_p7_a_shift_changes_nothing_if_a_mean_is_subtracted(name, case, by, data):
     options = data.draw(drawn(NORMALIZERS[name]))
     options |= {"shift": True} if "shift" in options else {"mean": "group", "leave_one_out": False}
     inputs = inputs_of(case)
@@ -107,11 +107,11 @@ def test_p7_a_shift_changes_nothing_where_a_mean_is_subtracted(name, case, by, d
 def test_p18_every_option_has_an_effect(name, option):
     usual = defaults(REGISTERED[name])
     case = [*RICH, Made(key=7, group=1, reward=1.0, state="tool_errors", turns=(3,))]
-    found = [answer(name, case, usual | {option: value}) for value in values_of(option)]
-    assert not any(torch.equal(found[0], other) for other in found[1:])
+    results = [answer(name, case, usual | {option: value}) for value in values_of(option)]
+    assert not any(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_every_input_of_the_registries_is_made_here():
+def test_these_tests_make_every_input_of_the_registries():
     assert {*NORMALIZERS.inputs, *REWARD_SHAPINGS.inputs} <= set(inputs_of(RICH)), (
         "add what is missing to tests/cases/inputs.py"
     )

@@ -37,24 +37,24 @@ def every(table):
     return SETTINGS[table, 5]
 
 
-def test_everything_registered_is_named_in_a_table():
+def test_every_registered_function_is_in_a_table():
     assert missing() == [], "add what is named here to tests/cases/tables.py"
     named = " ".join(TABLES)
     assert [name for name in EVERYTHING if name not in named] == []
 
 
 @each_table
-def test_a_table_trains_on_what_is_valid(table):
+def test_every_table_trains_on_valid_completions(table):
     """Check that there is something to train on, so that no property below holds vacuously."""
-    found = evaluate(RICH, build(RICH), some(table))
-    assert found.masks.loss_C.sum() > len(RICH) / 3
-    assert any(gradient.abs().max() > 1e-6 for gradient in found.gradients)
-    assert (found.tokens != 0).any()
+    result = evaluate(RICH, build(RICH), some(table))
+    assert result.masks.loss_C.sum() > len(RICH) / 3
+    assert any(gradient.abs().max() > 1e-6 for gradient in result.gradients)
+    assert (result.tokens != 0).any()
 
 
 @each_table
 @given(case=cases, junk=st.sampled_from(JUNK))
-def test_p1_junk_in_invalid_places_changes_nothing_to_the_bit(table, case, junk):
+def test_p1_junk_in_invalid_places_changes_no_bit(table, case, junk):
     batch, settings = build(case), some(table)
     clean, dirty = evaluate(case, batch, settings), evaluate(case, batch, settings, junk=junk)
     assert_same(clean, dirty, exactly=True)
@@ -64,7 +64,7 @@ def test_p1_junk_in_invalid_places_changes_nothing_to_the_bit(table, case, junk)
 
 @each_table
 @given(case=cases)
-def test_p2_the_valid_completions_alone_give_the_same(table, case):
+def test_p2_valid_completions_alone_give_the_same_result(table, case):
     settings = every(table)
     valid = [made for made in case if made.voting(settings.truncation_policy)]
     assume(valid)
@@ -73,7 +73,7 @@ def test_p2_the_valid_completions_alone_give_the_same(table, case):
 
 @each_table
 @given(case=cases, source=st.randoms(use_true_random=False))
-def test_p3_order_of_completions_and_rows_and_names_of_groups_do_not_matter(table, case, source):
+def test_p3_order_of_completions_and_rows_and_ids_of_groups_do_not_matter(table, case, source):
     settings, names = every(table), source.sample(range(9), 9)
     moved = source.sample(case, len(case))
     before = evaluate(case, build(case), settings)
@@ -83,7 +83,7 @@ def test_p3_order_of_completions_and_rows_and_names_of_groups_do_not_matter(tabl
 
 @each_table
 @given(case=cases, others=st.lists(completions, max_size=4, unique_by=lambda made: made.key), at=st.integers(0, 9))
-def test_p4_padding_rows_invalid_completions_and_a_group_of_them_change_nothing(table, case, others, at):
+def test_p4_padding_rows_invalid_completions_and_invalid_groups_change_nothing(table, case, others, at):
     settings = every(table)
     bad = fresh(others, "dropped") + fresh(
         [Made(1, 7, 1.0, "failed"), Made(2, 7, 0.0, "no_row"), Made(3, 7, 8.0, "unmeasured")]
@@ -118,7 +118,7 @@ def test_p12_tool_tokens_at_the_end_change_nothing(table, case, tail):
 
 @each_table
 @given(case=cases, source=st.randoms(use_true_random=False))
-def test_p13_any_partition_of_the_completions_gives_the_same(table, case, source):
+def test_p13_every_partition_of_the_completions_gives_the_same_result(table, case, source):
     settings, batch = some(table), build(case)
     place = {c: source.randrange(4) for c in range(len(case))}
 
@@ -145,7 +145,7 @@ def of_any_length(settings):
 @example(case=FORKED, which=0, how="too_old", junk=math.nan)
 @example(case=FORKED, which=1, how="not_finite", junk=math.nan)
 @given(case=cases, which=st.integers(0, 8), how=st.sampled_from(["not_finite", "too_old"]), junk=st.sampled_from(JUNK))
-def test_p14_rejecting_a_row_equals_never_having_had_it(table, case, which, how, junk):
+def test_p14_rejecting_a_row_equals_removing_it(table, case, which, how, junk):
     settings, batch = some(table), build(case)
     assume(which < len(batch.lengths_R))
     owner = int(batch.completion_ids_R[which])

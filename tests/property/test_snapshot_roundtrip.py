@@ -92,14 +92,14 @@ def same(one: object, other: object) -> bool:
 
 @given(st.dictionaries(st.text(min_size=1), values, max_size=4))
 @example({"a": {1: 2, (1, 2): [True, 1.0, 1]}})
-def test_whatever_an_environment_holds_comes_back(attributes):
+def test_attributes_of_any_type_round_trip(attributes):
     back = thaw(freeze(World(**attributes), 1_000_000), FACTORY)
     assert omitted_attributes(back) == {}
     assert same(vars(back), attributes)
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=5), values, max_size=6), st.integers(200, 2000))
-def test_every_attribute_is_there_or_named_as_left_out(attributes, limit):
+def test_every_attribute_is_present_or_listed_as_omitted(attributes, limit):
     data = freeze(World(**attributes), limit)
     back = thaw(data, FACTORY)
     assert len(data) <= limit or not vars(back)
@@ -114,7 +114,7 @@ def test_junk_is_a_record_error(data):
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=3), values, min_size=1, max_size=3), st.data())
-def test_an_altered_snapshot_is_a_record_error_or_some_snapshot(attributes, data):
+def test_an_altered_snapshot_is_a_record_error_or_a_valid_snapshot(attributes, data):
     frozen = bytearray(freeze(World(**attributes), 1_000_000))
     position = data.draw(st.integers(0, len(frozen) - 1))
     frozen[position] = data.draw(st.integers(0, 255))

@@ -144,9 +144,9 @@ class Run(RuleBasedStateMachine):
 
     @rule(pick=picks, verb=st.sampled_from([retry_dead_letters, drop_dead_letters]))
     def resolve_a_dead_letter(self, pick, verb) -> None:
-        found = self.call(list_dead_letters, self.connection)
-        if found:
-            letter = found[pick % len(found)]
+        result = self.call(list_dead_letters, self.connection)
+        if result:
+            letter = result[pick % len(result)]
             self.call(verb, self.connection, [letter.id])
             self.came_again.add(letter.prompt_id.encode())
 
@@ -165,24 +165,24 @@ class Run(RuleBasedStateMachine):
 
     def commit(self, ends) -> list[str]:
         self.marked += [end.lease.id for end in ends]
-        return self.call(self.tenure.commit, self.trainer, ends, self.version + 1)
+        return self.call(self.trainer_lease.commit, self.trainer, ends, self.version + 1)
 
     @rule()
     def publish(self) -> None:
-        self.version = self.call(self.tenure.reserve_version, self.version)
-        self.call(self.tenure.publish, self.version, Path(), 1, {})
+        self.version = self.call(self.trainer_lease.reserve_version, self.version)
+        self.call(self.trainer_lease.publish, self.version, Path(), 1, {})
 
     @rule()
     def checkpoint(self) -> None:
         self.kept = self.ledger.sync()
-        self.call(self.tenure.acknowledge, self.marked)
+        self.call(self.trainer_lease.acknowledge, self.marked)
         self.marked = []
 
     @rule(in_hand=st.integers(0, 2))
     def the_trainer_is_killed(self, in_hand) -> None:
         self.call(self.trainer.claim, in_hand)
         self.ledger.close()
-        self.call(self.tenure.release)
+        self.call(self.trainer_lease.release)
         self.begin()
 
     def begin(self) -> None:
@@ -190,10 +190,10 @@ class Run(RuleBasedStateMachine):
         self.marked = []
         self.ledger = Ledger(Path(self.folder.name) / "ledger", self.kept)
         self.trainer = Stage(self.connection, "scored", f"t{self.deaths}", TERMS)
-        self.tenure = self.call(TrainerLease.acquire, self.connection, 600.0)
+        self.trainer_lease = self.call(TrainerLease.acquire, self.connection, 600.0)
         marked = self.call(self.connection.read_hash, "scored:marked")
         self.came_again |= {prompt.encode() for prompt in marked.values() if prompt not in self.ledger.outcomes}
-        self.call(self.tenure.recover, self.ledger)
+        self.call(self.trainer_lease.recover, self.ledger)
 
     # -- invariants
 

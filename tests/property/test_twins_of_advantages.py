@@ -101,7 +101,7 @@ def dirty(values, keep, junk):
 def inputs_of(case, junk):
     """Build the registry's inputs. Neither group codes nor other numbers reveal which entries are junk."""
     valid = torch.tensor(case.valid)
-    found = {
+    result = {
         "groups": Grouping(torch.tensor(case.groups), valid, max(case.groups) + 1),
         "rewards_C": dirty(numbers(case.rewards), valid, junk),
         "lengths_C": torch.where(valid, torch.tensor(case.lengths), 10**9),
@@ -111,19 +111,19 @@ def inputs_of(case, junk):
         "correct_C": torch.tensor(case.correct) ^ ~valid,
     }
     if not case.mask:
-        return found
+        return result
     mask = torch.tensor(case.mask, dtype=torch.bool).view(len(valid), -1)
     lines = mask.any(dim=1)
     names = ("token_rewards", "values", "old_logprobs", "sum_pi_squared", "weights")
     tokens = {f"{name}_CT": dirty(numbers(getattr(case, name)).view(mask.shape), mask, junk) for name in names}
     ends = {f"{name}_C": dirty(numbers(getattr(case, name)), lines, junk) for name in ("bootstrap", "greedy")}
-    return found | tokens | ends | {"mask_CT": mask}
+    return result | tokens | ends | {"mask_CT": mask}
 
 
-def assert_equal(found, expected):
-    expected = numbers(expected).view(found.shape)
-    assert found.dtype == torch.float64
-    assert torch.allclose(found, expected, rtol=1e-8, atol=1e-8), f"{found}\n{expected}"
+def assert_equal(result, expected):
+    expected = numbers(expected).view(result.shape)
+    assert result.dtype == torch.float64
+    assert torch.allclose(result, expected, rtol=1e-8, atol=1e-8), f"{result}\n{expected}"
 
 
 def test_every_estimator_has_a_twin():
@@ -132,7 +132,7 @@ def test_every_estimator_has_a_twin():
 
 @pytest.mark.parametrize("name", [n for n, e in ESTIMATORS.items() if e.traits.level == "completion"])
 @given(case=batches(), junk=st.sampled_from(JUNK), data=st.data())
-def test_an_estimator_of_completions_equals_its_twin(name, case, junk, data):
+def test_a_completion_level_estimator_equals_its_twin(name, case, junk, data):
     options = {option: data.draw(OPTIONS[option], option) for option in ESTIMATORS[name].option_names}
     assert_equal(
         estimate(name, inputs_of(case, junk), options, single_sample_policy="zero"), TWINS[name](case, **options)
@@ -141,15 +141,15 @@ def test_an_estimator_of_completions_equals_its_twin(name, case, junk, data):
 
 @pytest.mark.parametrize("name", [n for n, e in ESTIMATORS.items() if e.traits.level == "token"])
 @given(case=sheets(), junk=st.sampled_from(JUNK), data=st.data())
-def test_an_estimator_of_tokens_equals_its_twin(name, case, junk, data):
+def test_a_token_level_estimator_equals_its_twin(name, case, junk, data):
     options = {option: data.draw(OPTIONS[option], option) for option in ESTIMATORS[name].option_names}
-    found = estimate(name, inputs_of(case, junk), options, single_sample_policy="zero")
+    result = estimate(name, inputs_of(case, junk), options, single_sample_policy="zero")
     advantages, returns = TWINS[name](case, **options)
-    assert_equal(found.advantages_CT, advantages)
-    assert_equal(found.returns_CT, returns)
+    assert_equal(result.advantages_CT, advantages)
+    assert_equal(result.returns_CT, returns)
 
 
-def test_every_normaliser_has_a_twin():
+def test_every_normalizer_has_a_twin():
     assert set(NORMALIZERS) == {"whiten", "normalize", "normalize_tokens"}
 
 
@@ -158,7 +158,7 @@ def test_whitening_equals_its_twin(case, junk, weighted, data):
     chosen = NORMALIZERS["whiten"]
     options = {option: data.draw(OPTIONS[option], option) for option in chosen.option_names}
     valid = torch.tensor(case.valid)
-    found = chosen(
+    result = chosen(
         {
             "values": dirty(numbers(case.rewards), valid, junk),
             "mask": valid,
@@ -167,16 +167,16 @@ def test_whitening_equals_its_twin(case, junk, weighted, data):
         options,
     )
     weights = case.lengths if weighted else None
-    assert_equal(found, normalization_twins.whiten(case.rewards, case.valid, weights, **options))
+    assert_equal(result, normalization_twins.whiten(case.rewards, case.valid, weights, **options))
 
 
 @given(case=batches(), junk=st.sampled_from(JUNK), apart=st.booleans(), data=st.data())
-def test_normalising_completions_equals_its_twin(case, junk, apart, data):
+def test_normalizing_completions_equals_its_twin(case, junk, apart, data):
     chosen = NORMALIZERS["normalize"]
     options = {option: data.draw(OPTIONS[option], option) for option in chosen.option_names}
     inputs = inputs_of(case, junk)
     voting = case.correct if apart else None
-    found = chosen(
+    result = chosen(
         {
             "values_C": inputs["rewards_C"],
             "groups": inputs["groups"],
@@ -184,15 +184,15 @@ def test_normalising_completions_equals_its_twin(case, junk, apart, data):
         },
         options,
     )
-    assert_equal(found, normalization_twins.normalize(case.rewards, case.groups, case.valid, voting, **options))
+    assert_equal(result, normalization_twins.normalize(case.rewards, case.groups, case.valid, voting, **options))
 
 
 @given(case=sheets(), junk=st.sampled_from(JUNK), data=st.data())
-def test_normalising_tokens_equals_its_twin(case, junk, data):
+def test_normalizing_tokens_equals_its_twin(case, junk, data):
     chosen = NORMALIZERS["normalize_tokens"]
     options = {option: data.draw(OPTIONS[option], option) for option in chosen.option_names}
     inputs = inputs_of(case, junk)
-    found = chosen(
+    result = chosen(
         {
             "values_RT": inputs["token_rewards_CT"],
             "mask_RT": inputs["mask_CT"],
@@ -208,4 +208,4 @@ def test_normalising_tokens_equals_its_twin(case, junk, data):
         [counts for line in case.mask for counts in line],
         **options,
     )
-    assert_equal(found, expected)
+    assert_equal(result, expected)

@@ -49,10 +49,10 @@ class Case:
 
     @property
     def batch(self) -> twins.Batch:
-        found: twins.Batch = {}
+        result: twins.Batch = {}
         for owner, row in self.rows:
-            found.setdefault(owner, []).extend(token for token in row if token)
-        return {owner: tokens for owner, tokens in found.items() if tokens}
+            result.setdefault(owner, []).extend(token for token in row if token)
+        return {owner: tokens for owner, tokens in result.items() if tokens}
 
     @property
     def mask(self) -> Tensor:
@@ -70,9 +70,9 @@ class Case:
         laid = [row + [fill] * (self.width - len(row)) for row in values]
         return torch.tensor(laid, dtype=dtype).reshape(len(self.rows), self.width)
 
-    def laid(self, found: dict[int, list[Any]]) -> list[list[Any]]:
+    def laid(self, values_by_owner: dict[int, list[Any]]) -> list[list[Any]]:
         """Arrange a twin's values per completion in the positions of the rows; None elsewhere."""
-        rest = {owner: iter(values) for owner, values in found.items()}
+        rest = {owner: iter(values) for owner, values in values_by_owner.items()}
         return [[next(rest[owner]) if token else None for token in row] for owner, row in self.rows]
 
 
@@ -127,25 +127,25 @@ def run(case: Case, names: list[str], options: dict[str, Any], outside: float = 
     return Found(rejection, weights, metrics)
 
 
-def near(found: float | Tensor, expected: float, relative: float = 1e-9) -> bool:
-    return math.isclose(float(found), expected, rel_tol=relative, abs_tol=relative)
+def near(result: float | Tensor, expected: float, relative: float = 1e-9) -> bool:
+    return math.isclose(float(result), expected, rel_tol=relative, abs_tol=relative)
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor], relative: float = 0.0) -> bool:
+def same(result: dict[str, Tensor], expected: dict[str, Tensor], relative: float = 0.0) -> bool:
     """Compare exactly, or within `relative`; a standard deviation is as exact as the values that it summarises."""
 
     def size(name: str) -> float:
         family = name.removesuffix("_std")
         return max(abs(float(value)) for other, value in expected.items() if other.startswith(family))
 
-    return found.keys() == expected.keys() and all(
-        (torch.equal(found[name], value) if not relative else near(found[name], float(value), relative))
-        or (bool(relative) and name.endswith("_std") and abs(float(found[name] - value)) <= relative * size(name))
+    return result.keys() == expected.keys() and all(
+        (torch.equal(result[name], value) if not relative else near(result[name], float(value), relative))
+        or (bool(relative) and name.endswith("_std") and abs(float(result[name] - value)) <= relative * size(name))
         for name, value in expected.items()
     )
 
 
-def test_everything_registered_has_a_twin() -> None:
+def test_every_registered_function_has_a_twin() -> None:
     assert set(REJECTIONS) == set(twins.STATISTICS)
     assert set(IMPORTANCE_LEVELS) == set(twins.LEVELS)
     assert set(REWARD_SHAPINGS) == set(twins.SHAPINGS)
@@ -156,32 +156,32 @@ def test_everything_registered_has_a_twin() -> None:
 @given(cases())
 def test_a_rule_keeps_what_its_twin_keeps(name: str, case: Case) -> None:
     (rule,) = rules_of([name])
-    found = reject([rule], log_ratios(case.side(0), case.side(1), Sequences(case.mask, case.ids)))
+    result = reject([rule], log_ratios(case.side(0), case.side(1), Sequences(case.mask, case.ids)))
     expected = case.laid(twins.reject(name, case.batch, rule.lower, rule.upper))
     assert (
-        found.kept_RT.tolist()
+        result.kept_RT.tolist()
         == case.sheet([[bool(kept) for kept in row] for row in expected], False, torch.bool).tolist()
     )
 
 
 @given(cases(), RULES)
-def test_several_rules_are_all_to_be_passed(case: Case, names: list[str]) -> None:
-    found = reject(rules_of(names), log_ratios(case.side(0), case.side(1), Sequences(case.mask, case.ids)))
+def test_a_token_must_pass_all_rules(case: Case, names: list[str]) -> None:
+    result = reject(rules_of(names), log_ratios(case.side(0), case.side(1), Sequences(case.mask, case.ids)))
     alone = [
         reject([rule], log_ratios(case.side(0), case.side(1), Sequences(case.mask, case.ids))).kept_RT
         for rule in rules_of(names)
     ]
-    assert all(torch.equal(a, b) for a, b in zip(found.kept_by_rule_RT, alone, strict=True))
-    assert torch.equal(found.kept_RT, torch.stack([case.mask, *alone]).all(dim=0))
+    assert all(torch.equal(a, b) for a, b in zip(result.kept_by_rule_RT, alone, strict=True))
+    assert torch.equal(result.kept_RT, torch.stack([case.mask, *alone]).all(dim=0))
 
 
 @given(cases(), OPTIONS)
 def test_weights_equal_their_twins(case: Case, options: dict[str, Any]) -> None:
-    found = importance_weights(log_ratios(case.side(0), case.side(1), Sequences(case.mask, case.ids)), **options)
+    result = importance_weights(log_ratios(case.side(0), case.side(1), Sequences(case.mask, case.ids)), **options)
     expected, factor = twins.weights(case.batch, **options)
     laid = case.sheet([[value or 0.0 for value in row] for row in case.laid(expected)], 0.0, torch.float64)
-    assert torch.allclose(found.weights_RT, laid, rtol=1e-9, atol=1e-12)
-    assert near(found.normalizer, factor)
+    assert torch.allclose(result.weights_RT, laid, rtol=1e-9, atol=1e-12)
+    assert near(result.normalizer, factor)
 
 
 @given(cases(), RULES, OPTIONS)
@@ -190,33 +190,33 @@ def test_metrics_equal_their_twins(case: Case, names: list[str], options: dict[s
     left = twins.surviving(case.batch, *(twins.reject(name, case.batch, lo, up) for name, lo, up in rules))
     expected = twins.policy_metrics(left)
     expected |= twins.rejection_metrics(case.batch, rules) | twins.weight_metrics(left, **options)
-    found = run(case, names, options).metrics
-    assert found.keys() == expected.keys()
+    result = run(case, names, options).metrics
+    assert result.keys() == expected.keys()
     wrong = {
-        name: (float(found[name]), value)
+        name: (float(result[name]), value)
         for name, value in expected.items()
         # A deviation is a difference of values, so its rounding error scales with the largest of them.
-        if abs(float(found[name]) - value)
+        if abs(float(result[name]) - value)
         > 1e-9 * max(1.0, abs(value), expected.get(f"{name.removesuffix('std')}max", 0.0))
     }
     assert not wrong
 
 
 @given(cases(), RULES, OPTIONS, st.sampled_from(JUNK))
-def test_junk_outside_of_the_mask_changes_nothing(
+def test_junk_outside_the_mask_changes_nothing(
     case: Case, names: list[str], options: dict[str, Any], junk: float
 ) -> None:
     assert same(run(case, names, options, junk).tensors, run(case, names, options).tensors)
 
 
 @given(cases(), RULES, OPTIONS, st.booleans())
-def test_a_masked_row_is_in_no_metric(case: Case, names: list[str], options: dict[str, Any], stranger: bool) -> None:
+def test_a_masked_row_affects_no_metric(case: Case, names: list[str], options: dict[str, Any], stranger: bool) -> None:
     owner = 10**7 if stranger or not case.rows else case.rows[0][0]
     more = replace(case, rows=[*case.rows, (owner, [None] * case.width)])
-    found, before = run(more, names, options), run(case, names, options)
-    assert same(found.metrics, before.metrics, 1e-12)
-    assert torch.allclose(found.weights.weights_RT[:-1], before.weights.weights_RT, rtol=1e-12, atol=0)
-    assert not found.weights.weights_RT[-1].any()
+    result, before = run(more, names, options), run(case, names, options)
+    assert same(result.metrics, before.metrics, 1e-12)
+    assert torch.allclose(result.weights.weights_RT[:-1], before.weights.weights_RT, rtol=1e-12, atol=0)
+    assert not result.weights.weights_RT[-1].any()
 
 
 @given(cases(), RULES, OPTIONS, st.randoms(use_true_random=False))
@@ -225,12 +225,12 @@ def test_order_names_and_padding_do_not_matter(
 ) -> None:
     places = random.sample(range(len(case.rows)), len(case.rows))
     moved = Case([(case.rows[place][0] * 7 + 3, case.rows[place][1]) for place in places], case.width + 2)
-    found, before = run(moved, names, options), run(case, names, options)
-    assert torch.equal(found.rejection.kept_RT[:, : case.width], before.rejection.kept_RT[places])
+    result, before = run(moved, names, options), run(case, names, options)
+    assert torch.equal(result.rejection.kept_RT[:, : case.width], before.rejection.kept_RT[places])
     assert torch.allclose(
-        found.weights.weights_RT[:, : case.width], before.weights.weights_RT[places], rtol=1e-12, atol=0
+        result.weights.weights_RT[:, : case.width], before.weights.weights_RT[places], rtol=1e-12, atol=0
     )
-    assert same(found.metrics, before.metrics, 1e-11)
+    assert same(result.metrics, before.metrics, 1e-11)
 
 
 @given(cases(), RULES, OPTIONS)
@@ -244,17 +244,17 @@ def test_splitting_a_completion_into_rows_changes_no_metric(
 @given(cases(), OPTIONS)
 def test_weights_are_finite_and_bounded(case: Case, options: dict[str, Any]) -> None:
     train = case.side(0).requires_grad_()
-    found = importance_weights(log_ratios(train, case.side(1), Sequences(case.mask, case.ids)), **options)
-    assert not found.weights_RT.requires_grad
-    assert not found.weights_RT[~case.mask].any()
-    assert torch.isfinite(found.weights_RT).all()
+    result = importance_weights(log_ratios(train, case.side(1), Sequences(case.mask, case.ids)), **options)
+    assert not result.weights_RT.requires_grad
+    assert not result.weights_RT[~case.mask].any()
+    assert torch.isfinite(result.weights_RT).all()
     tokens = max(int(case.mask.sum()), 1)  # no weight exceeds the sum of all
     bound = tokens if options["normalize"] else min(options["upper"], math.exp(20))
-    assert float(found.weights_RT.amax() if found.weights_RT.numel() else 0.0) <= bound * (1 + 1e-9)
+    assert float(result.weights_RT.amax() if result.weights_RT.numel() else 0.0) <= bound * (1 + 1e-9)
 
 
 @given(cases(), OPTIONS.map(lambda options: options | {"normalize": True}), st.floats(1, 90))
-def test_what_was_rejected_is_not_in_the_mean(case: Case, options: dict[str, Any], further: float) -> None:
+def test_rejected_tokens_are_not_in_the_mean(case: Case, options: dict[str, Any], further: float) -> None:
     """The survivors' weights do not depend on a rejected completion's ratios."""
     before = run(case, ["seq_max_k2"], options)
     lost = {owner for owner, flags in twins.reject("seq_max_k2", case.batch, *BOUNDS["k2"]).items() if not all(flags)}
@@ -278,8 +278,8 @@ def test_what_was_rejected_is_not_in_the_mean(case: Case, options: dict[str, Any
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=5), st.integers(1, 40))
 def test_pass_at_k_equals_binomials(pairs: list[tuple[int, int]], k: int) -> None:
     counts = [(n, min(n, c)) for n, c in pairs]
-    found = pass_at_k(*(torch.tensor([pair[side] for pair in counts], dtype=torch.int64) for side in (0, 1)), k)
-    for (n, c), value, known in zip(counts, found.value.tolist(), found.known.tolist(), strict=True):
+    result = pass_at_k(*(torch.tensor([pair[side] for pair in counts], dtype=torch.int64) for side in (0, 1)), k)
+    for (n, c), value, known in zip(counts, result.value.tolist(), result.known.tolist(), strict=True):
         expected = twins.pass_at_k(n, c, k)
         assert known == (expected is not None)
         assert value == 0.0 if expected is None else near(value, expected, 1e-12)
@@ -314,7 +314,9 @@ def rewards_of(case: list[Completion], outside: float) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", REWARD_SHAPINGS)
 @given(completions, st.sampled_from(JUNK))
-def test_shapings_equal_their_twins_and_leave_the_invalid_out(name: str, case: list[Completion], junk: float) -> None:
+def test_shapings_equal_their_twins_and_omit_invalid_completions(
+    name: str, case: list[Completion], junk: float
+) -> None:
     options = {"bias": -0.5, "scale": 3.0, "limit": 0.8, "max_length": 100, "tail": 30, "factor": 0.7}
     options = {key: options[key] for key in REWARD_SHAPINGS[name].option_names}
     rewards, valid = rewards_of(case, junk)
@@ -324,13 +326,13 @@ def test_shapings_equal_their_twins_and_leave_the_invalid_out(name: str, case: l
         "lengths_C": torch.tensor([each.length for each in case], dtype=torch.int64),
         "penalised_C": torch.tensor([each.cut_short for each in case], dtype=torch.bool),
     }
-    found = REWARD_SHAPINGS[name](inputs, options)
+    result = REWARD_SHAPINGS[name](inputs, options)
     expected = [
         twins.SHAPINGS[name](each.reward, each.length, each.cut_short, **options) if each.valid else 0.0
         for each in case
     ]
-    assert all(near(value, wanted, 1e-12) for value, wanted in zip(found.tolist(), expected, strict=True))
-    assert not found[~valid].any()
+    assert all(near(value, wanted, 1e-12) for value, wanted in zip(result.tolist(), expected, strict=True))
+    assert not result[~valid].any()
 
 
 @pytest.mark.parametrize("name", FILTERS)
@@ -346,7 +348,7 @@ def test_filters_equal_their_twins(name: str, case: list[Completion], junk: floa
     options = {key: options[key] for key in FILTERS[name].option_names}
     rewards, valid = rewards_of(case, junk)
     groups = Grouping(torch.tensor([each.group for each in case], dtype=torch.int64), valid, 4)
-    found = FILTERS[name]({"rewards_C": rewards, "groups": groups, "advantages_C": 2 * rewards}, options)
-    for group, kept in enumerate(found.tolist()):
+    result = FILTERS[name]({"rewards_C": rewards, "groups": groups, "advantages_C": 2 * rewards}, options)
+    for group, kept in enumerate(result.tolist()):
         members = [each.reward for each in case if each.valid and each.group == group]
         assert kept == twins.FILTERS[name](members, [2 * reward for reward in members], **options)

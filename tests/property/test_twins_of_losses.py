@@ -112,9 +112,9 @@ def run(
     return output, gradient
 
 
-def near(found: Tensor, expected: Tensor, relative: float = 1e-9) -> bool:
+def near(result: Tensor, expected: Tensor, relative: float = 1e-9) -> bool:
     scale = float(expected.abs().max()) if expected.numel() else 0.0
-    return torch.allclose(found, expected, rtol=0, atol=relative * scale + 1e-300)
+    return torch.allclose(result, expected, rtol=0, atol=relative * scale + 1e-300)
 
 
 def test_every_registered_function_has_a_twin() -> None:
@@ -125,7 +125,7 @@ def test_every_registered_function_has_a_twin() -> None:
 
 @each_loss
 @given(data=st.data())
-def test_a_loss_and_its_gradient_are_those_of_its_twin(name: str, data: st.DataObject) -> None:
+def test_a_loss_and_its_gradient_equal_those_of_its_twin(name: str, data: st.DataObject) -> None:
     case, options = data.draw(cases()), data.draw(st.sampled_from(twins.OPTIONS[name]))
     output, gradient = run(name, case, options)
     expected = torch.zeros_like(gradient)
@@ -147,7 +147,7 @@ def test_a_loss_and_its_gradient_are_those_of_its_twin(name: str, data: st.DataO
 
 @each_loss
 @given(data=st.data())
-def test_what_stands_outside_the_mask_changes_nothing_to_the_bit(name: str, data: st.DataObject) -> None:
+def test_values_outside_the_mask_change_no_bit(name: str, data: st.DataObject) -> None:
     case, options = data.draw(cases()), data.draw(st.sampled_from(twins.OPTIONS[name]))
     junk = data.draw(st.sampled_from(JUNK))
     (clean, gradient), (output, junk_gradient) = run(name, case, options), run(name, case, options, junk)
@@ -160,18 +160,18 @@ def test_what_stands_outside_the_mask_changes_nothing_to_the_bit(name: str, data
 
 @each_loss
 @given(data=st.data())
-def test_any_partition_by_completions_adds_up_to_the_same(name: str, data: st.DataObject) -> None:
+def test_every_partition_by_completions_adds_up_to_the_same_loss(name: str, data: st.DataObject) -> None:
     case, options = data.draw(cases()), data.draw(st.sampled_from(twins.OPTIONS[name]))
     parts = [data.draw(st.integers(0, 2)) for _ in case.completions]
     whole, gradient = run(name, case, options)
-    found = torch.zeros_like(gradient)
+    result = torch.zeros_like(gradient)
     outputs = []
     for part in range(3):
         members = {number for number, chosen in zip(case.completions, parts, strict=True) if chosen == part}
         output, share = run(name, case.only(members), options, columns=gradient.shape[1])
         outputs.append(output)
-        found[[place for place, (owner, _) in enumerate(case.rows) if owner in members]] = share
-    assert near(found, gradient, 1e-12)
+        result[[place for place, (owner, _) in enumerate(case.rows) if owner in members]] = share
+    assert near(result, gradient, 1e-12)
     # Terms of opposite sign may cancel, so the tolerance is relative to the sum of absolute terms.
     size = float(sum(abs(output.loss.detach()) for output in outputs))
     total = float(sum(output.loss.detach() for output in outputs))
@@ -224,22 +224,22 @@ def test_log_ratios_of_a_hundred_give_a_finite_loss_and_gradient(name: str, dtyp
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 @given(pairs=st.lists(st.tuples(st.floats(-8, 0), log_ratios), min_size=1, max_size=6), junk=st.sampled_from(JUNK))
-def test_a_divergence_and_its_gradient_are_those_of_its_twin(
+def test_a_divergence_and_its_gradient_equal_those_of_its_twin(
     name: str, pairs: list[tuple[float, float]], junk: float
 ) -> None:
     logprobs = torch.tensor([[p for p, _ in pairs] + [junk]], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([[p - d for p, d in pairs] + [junk]], dtype=torch.float64)
     mask = torch.tensor([[True] * len(pairs) + [False]])
-    found = divergence(name, logprobs, reference, mask)
-    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
-    found = found.detach()
+    result = divergence(name, logprobs, reference, mask)
+    (gradient,) = torch.autograd.grad(result.sum(), logprobs)
+    result = result.detach()
     expected = [divergence_twins.TWINS[name](p, float(q)) for (p, _), q in zip(pairs, reference[0], strict=False)]
     values, slopes = zip(*expected, (0.0, 0.0), strict=True)
-    assert torch.allclose(found[0], torch.tensor(values, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    assert torch.allclose(result[0], torch.tensor(values, dtype=torch.float64), rtol=1e-9, atol=1e-12)
     assert torch.allclose(gradient[0], torch.tensor(slopes, dtype=torch.float64), rtol=1e-9, atol=1e-12)
-    assert float(found[0, -1]) == 0.0 == float(gradient[0, -1])
+    assert float(result[0, -1]) == 0.0 == float(gradient[0, -1])
     if DIVERGENCES[name].traits.non_negative:
-        assert (found >= 0).all()
+        assert (result >= 0).all()
 
 
 COARSE = st.integers(-16, 16).map(lambda number: number / 8)
@@ -261,9 +261,9 @@ def places(selected_RT: Tensor, mask: list[bool]) -> set[int]:
 
 
 @given(lines, st.sampled_from([0.0, 0.01, 0.25, 1.0, 3.0, math.inf]), st.sampled_from(JUNK), st.randoms())
-def test_m2po_keeps_what_its_twin_keeps_in_any_order(found, threshold, junk, random) -> None:
+def test_m2po_keeps_what_its_twin_keeps_in_any_order(drawn, threshold, junk, random) -> None:
     for _ in range(2):
-        behaviour, proximal, _, mask = (list(column) for column in zip(*found, strict=True)) if found else ([],) * 4
+        behaviour, proximal, _, mask = (list(column) for column in zip(*drawn, strict=True)) if drawn else ([],) * 4
         kept = m2po(
             line(behaviour, mask, junk),
             line(proximal, mask, junk),
@@ -274,12 +274,12 @@ def test_m2po_keeps_what_its_twin_keeps_in_any_order(found, threshold, junk, ran
         expected = selection_twins.m2po([b for b, _ in valid], [p for _, p in valid], threshold=threshold)
         assert places(kept, mask) == expected
         assert bool(expected) == any(mask)
-        random.shuffle(found)
+        random.shuffle(drawn)
 
 
 @given(lines, st.sampled_from([0.0002, 0.25, 0.5, 1.0]), st.sampled_from(JUNK))
-def test_kl_cov_chooses_what_its_twin_chooses(found, share, junk) -> None:
-    logprobs, proximal, advantages, mask = (list(column) for column in zip(*found, strict=True)) if found else ([],) * 4
+def test_kl_cov_chooses_what_its_twin_chooses(drawn, share, junk) -> None:
+    logprobs, proximal, advantages, mask = (list(column) for column in zip(*drawn, strict=True)) if drawn else ([],) * 4
     chosen = select_tokens(
         "kl_cov",
         line(logprobs, mask, junk),
@@ -297,8 +297,8 @@ def test_kl_cov_chooses_what_its_twin_chooses(found, share, junk) -> None:
 
 
 @given(lines, st.sampled_from([0.0002, 0.25, 0.5, 1.0]), st.sampled_from(JUNK), st.integers(0, 99))
-def test_clip_cov_chooses_as_many_as_it_may_among_its_twins_candidates(found, share, junk, seed) -> None:
-    logprobs, proximal, advantages, mask = (list(column) for column in zip(*found, strict=True)) if found else ([],) * 4
+def test_clip_cov_chooses_the_full_number_among_its_twins_candidates(drawn, share, junk, seed) -> None:
+    logprobs, proximal, advantages, mask = (list(column) for column in zip(*drawn, strict=True)) if drawn else ([],) * 4
     bounds = {"clip_low": 0.21, "clip_high": 0.29, "clip_cov_low": 0.0501, "clip_cov_high": 0.9001}
 
     def choose(outside: float) -> Tensor:
@@ -324,8 +324,8 @@ def test_clip_cov_chooses_as_many_as_it_may_among_its_twins_candidates(found, sh
 
 
 @given(lines, st.sampled_from([0.26, 0.51, math.inf]), st.sampled_from(JUNK))
-def test_a_value_loss_and_its_gradient_are_those_of_its_twin(found, clip, junk) -> None:
-    values, old, targets, mask = (list(column) for column in zip(*found, strict=True)) if found else ([],) * 4
+def test_a_value_loss_and_its_gradient_equal_those_of_its_twin(drawn, clip, junk) -> None:
+    values, old, targets, mask = (list(column) for column in zip(*drawn, strict=True)) if drawn else ([],) * 4
 
     def run_value(outside: float) -> tuple[LossOutput, Tensor]:
         now = line(values, mask, outside).requires_grad_()
@@ -342,7 +342,7 @@ def test_a_value_loss_and_its_gradient_are_those_of_its_twin(found, clip, junk) 
     (output, gradient), (clean, clean_gradient) = run_value(junk), run_value(0.0)
     assert torch.equal(output.loss, clean.loss)
     assert torch.equal(gradient, clean_gradient)
-    twin = [twins.value_loss(v, o, t, clip) if m else (0.0, 0.0) for v, o, t, m in found]
+    twin = [twins.value_loss(v, o, t, clip) if m else (0.0, 0.0) for v, o, t, m in drawn]
     assert float(output.loss.detach()) == pytest.approx(0.5 * math.fsum(loss for loss, _ in twin))
     assert torch.allclose(
         gradient, torch.tensor([[0.5 * slope for _, slope in twin]], dtype=torch.float64).reshape(1, -1)

@@ -191,8 +191,8 @@ def steps(case: Case, i: int) -> list[int]:
     return [t for t, counts in enumerate(case.mask[i]) if counts]
 
 
-def on_sheet(case: Case, found: dict[tuple[int, int], float]) -> list[Line]:
-    return [[found.get((i, t), 0.0) for t in range(len(line))] for i, line in enumerate(case.mask)]
+def on_sheet(case: Case, value_at: dict[tuple[int, int], float]) -> list[Line]:
+    return [[value_at.get((i, t), 0.0) for t in range(len(line))] for i, line in enumerate(case.mask)]
 
 
 def finished(case: Case, advantages: dict[tuple[int, int], float], returns: dict[tuple[int, int], float], whiten: bool):

@@ -78,14 +78,14 @@ def reject(name: str, batch: Batch, lower: float, upper: float) -> Kept:
     """Return which tokens a rule keeps."""
     if name == "m2po":
         return second_moment(batch, upper)
-    found = {}
+    result = {}
     for number, tokens in batch.items():
         values = STATISTICS[name](ratios(tokens))
         if name.endswith("k1"):
-            found[number] = [lower <= math.exp(value) <= upper for value in values]
+            result[number] = [lower <= math.exp(value) <= upper for value in values]
         else:
-            found[number] = [value <= upper for value in values]
-    return found
+            result[number] = [value <= upper for value in values]
+    return result
 
 
 def second_moment(batch: Batch, upper: float) -> Kept:
@@ -103,12 +103,12 @@ def second_moment(batch: Batch, upper: float) -> Kept:
 
 def surviving(batch: Batch, *kept: Kept) -> Batch:
     """Return the tokens that every rule keeps."""
-    found = {}
+    result = {}
     for number, tokens in batch.items():
         left = [token for place, token in enumerate(tokens) if all(each[number][place] for each in kept)]
         if left:
-            found[number] = left
-    return found
+            result[number] = left
+    return result
 
 
 # Importance weights.
@@ -129,18 +129,18 @@ def weights(
     batch: Batch, *, level: str, lower: float, upper: float, out_of_range: str, normalize: bool
 ) -> tuple[Weights, float]:
     """Return the weight of each token, and its divisor."""
-    found = {
+    result = {
         number: [bounded(raw, lower, upper, out_of_range) for raw in LEVELS[level](tokens)]
         for number, tokens in batch.items()
     }
     factor = 1.0
-    if normalize and found:
+    if normalize and result:
         if level == "token":
-            every = [weight for values in found.values() for weight in values]
+            every = [weight for values in result.values() for weight in values]
         else:
-            every = [values[0] for values in found.values()]
+            every = [values[0] for values in result.values()]
         factor = statistics.fmean(every) or 1.0
-    return {number: [weight / factor for weight in values] for number, values in found.items()}, factor
+    return {number: [weight / factor for weight in values] for number, values in result.items()}, factor
 
 
 # Metrics.
@@ -182,7 +182,7 @@ def rejection_metrics(batch: Batch, rules: list[tuple[str, float, float]]) -> di
     if not batch or not rules:
         return {}
     kept = {name: reject(name, batch, lower, upper) for name, lower, upper in rules}
-    found = {}
+    result = {}
     for name, lower, upper in rules:
         low, high = (math.log(lower), math.log(upper)) if name.endswith("k1") else (-math.inf, upper)
         values = {number: STATISTICS[name](ratios(tokens)) for number, tokens in batch.items()}
@@ -202,12 +202,12 @@ def rejection_metrics(batch: Batch, rules: list[tuple[str, float, float]]) -> di
             if name.endswith("k1"):
                 own["seq_fraction_low"] = share([value < low for value in by_completion])
         own |= masked_fractions(batch, kept[name])
-        found |= {f"rollout_rs_{name}_{key}": value for key, value in own.items()}
+        result |= {f"rollout_rs_{name}_{key}": value for key, value in own.items()}
     together = {
         number: [all(each[number][place] for each in kept.values()) for place in range(len(tokens))]
         for number, tokens in batch.items()
     }
-    return found | {f"rollout_rs_{key}": value for key, value in masked_fractions(batch, together).items()}
+    return result | {f"rollout_rs_{key}": value for key, value in masked_fractions(batch, together).items()}
 
 
 def masked_fractions(batch: Batch, kept: Kept) -> dict[str, float]:
@@ -232,7 +232,7 @@ def weight_metrics(
     extremes = raw_by_completion if level == "sequence" else w
     low = lower if out_of_range == "zero" or lower > 0 else 1 / upper
     square = statistics.fmean(value * value for value in w)
-    found = {
+    result = {
         "mean": statistics.fmean(w),
         "std": statistics.pstdev(w),
         "max": max(extremes),
@@ -249,10 +249,10 @@ def weight_metrics(
         "seq_fraction_low": share([value < low for value in raw_by_completion]),
     }
     if out_of_range == "zero":
-        found["oob_ratio"] = share([not lower <= value <= upper for value in raw_w])
+        result["oob_ratio"] = share([not lower <= value <= upper for value in raw_w])
     if normalize:
-        found["batch_norm_factor"] = weights(batch, **options, normalize=True)[1]
-    return {f"rollout_is_{key}": value for key, value in found.items()}
+        result["batch_norm_factor"] = weights(batch, **options, normalize=True)[1]
+    return {f"rollout_is_{key}": value for key, value in result.items()}
 
 
 # pass@k, shaping, filters.

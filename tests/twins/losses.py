@@ -70,10 +70,10 @@ def ppo(advantage: float, ratio: float, low: float, high: float) -> tuple[float,
     return -advantage * ratio, -advantage
 
 
-def dual(advantage: float, found: tuple[float, float], bound: float) -> tuple[float, float]:
-    if bound and advantage < 0 and found[0] > -advantage * bound:
+def dual(advantage: float, loss: tuple[float, float], bound: float) -> tuple[float, float]:
+    if bound and advantage < 0 and loss[0] > -advantage * bound:
         return -advantage * bound, 0.0
-    return found
+    return loss
 
 
 def clipped_token(token: Token, *, clip_low: float, clip_high: float, dual_clip: float = 0.0) -> tuple[float, float]:

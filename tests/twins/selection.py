@@ -11,9 +11,9 @@ def covariances(advantages: list[float], logprobs: list[float]) -> list[float]:
 
 def kl_cov(advantages: list[float], logprobs: list[float], *, kl_cov_ratio: float) -> set[int]:
     """Return the indexes of the tokens of the largest covariance; of equal ones the first."""
-    found = covariances(advantages, logprobs)
-    ranked = sorted(range(len(found)), key=lambda place: (-found[place], place))
-    return set(ranked[: max(1, int(kl_cov_ratio * len(found)))])
+    result = covariances(advantages, logprobs)
+    ranked = sorted(range(len(result)), key=lambda place: (-result[place], place))
+    return set(ranked[: max(1, int(kl_cov_ratio * len(result)))])
 
 
 def clip_cov_candidates(
@@ -27,14 +27,14 @@ def clip_cov_candidates(
     clip_cov_high: float,
 ) -> set[int]:
     """Return the indexes that the selector may choose from."""
-    found = set()
+    result = set()
     for place, covariance in enumerate(covariances(advantages, logprobs)):
         ratio = math.exp(max(-20.0, min(20.0, logprobs[place] - proximal[place])))
         up = advantages[place] > 0 and ratio > 1 + clip_high
         down = advantages[place] < 0 and ratio < 1 - clip_low
         if clip_cov_low < covariance < clip_cov_high and not up and not down:
-            found.add(place)
-    return found
+            result.add(place)
+    return result
 
 
 def m2po(behaviour: list[float], proximal: list[float], *, threshold: float) -> set[int]:

@@ -34,8 +34,10 @@ def code(name: str) -> str:
 
 def functions() -> dict[str, str]:
     """Return the functions of `common.lua` with their bodies, by name."""
-    found = re.findall(r"^local function (\w+)\((?:.*?)\)(.*?)(?=^local |\Z)", code("common"), re.MULTILINE | re.DOTALL)
-    return dict(found)
+    result = re.findall(
+        r"^local function (\w+)\((?:.*?)\)(.*?)(?=^local |\Z)", code("common"), re.MULTILINE | re.DOTALL
+    )
+    return dict(result)
 
 
 def reached(script: str) -> str:
@@ -70,8 +72,8 @@ WRITES = {
 
 def written(script: str) -> set[tuple[str, str]]:
     """Return (command, key) of the writes whose key is a literal."""
-    found = re.findall(r"redis\.p?call\('(\w+)', key\('([\w:]+)'\)", reached(script))
-    return {(command.lower(), name) for command, name in found if command.lower() in WRITES}
+    result = re.findall(r"redis\.p?call\('(\w+)', key\('([\w:]+)'\)", reached(script))
+    return {(command.lower(), name) for command, name in result if command.lower() in WRITES}
 
 
 @pytest.mark.parametrize("role", SCRIPTS)

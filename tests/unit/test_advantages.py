@@ -35,9 +35,9 @@ def inputs(rewards, valid=None, groups=None, lengths=None, loss_lengths=None, pa
 
 
 def advantages(name, *case, singleton="zero", options=(), **columns):
-    found = estimate(name, inputs(*case, **columns), DEFAULTS | dict(options), single_sample_policy=singleton)
-    assert found.dtype == torch.float64
-    return found.tolist()
+    result = estimate(name, inputs(*case, **columns), DEFAULTS | dict(options), single_sample_policy=singleton)
+    assert result.dtype == torch.float64
+    return result.tolist()
 
 
 MEAN, LEAVE_ONE_OUT = {"normalize_std": False}, {"normalize_std": False, "leave_one_out": True}
@@ -70,7 +70,7 @@ WORKED = {
 
 
 @pytest.mark.parametrize(("name", "rewards", "valid", "options", "expected"), WORKED.values(), ids=WORKED.keys())
-def test_worked_example(name, rewards, valid, options, expected):
+def test_the_documented_example_gives_its_advantages(name, rewards, valid, options, expected):
     assert advantages(name, rewards, valid, options=options) == pytest.approx(expected, abs=1e-4)
 
 
@@ -105,25 +105,25 @@ BY_STD = {
 
 
 @pytest.mark.parametrize(("rewards", "valid", "expected"), BY_STD.values(), ids=BY_STD.keys())
-def test_group_normalised_rewards_equal_those_of_the_reference(rewards, valid, expected):
+def test_group_normalized_rewards_equal_the_reference(rewards, valid, expected):
     assert advantages("grpo", rewards, [v == "+" for v in valid]) == pytest.approx(expected, abs=1e-6, rel=1e-6)
 
 
-def test_a_baseline_weighted_by_length():
+def test_a_baseline_can_be_weighted_by_length():
     assert advantages("opo", [0.0, 0, 0, 1], lengths=[4, 3, 2, 1]) == pytest.approx([-0.1, -0.1, -0.1, 0.9])
 
 
-def test_a_group_without_a_token_has_no_mean_by_length():
-    found = advantages("opo", [0.0, 1, 0, 2], groups="aabb", lengths=[0, 0, 1, 1])
-    assert found == [0, 0, -1, 1]
+def test_a_group_without_tokens_has_no_length_weighted_mean():
+    result = advantages("opo", [0.0, 1, 0, 2], groups="aabb", lengths=[0, 0, 1, 1])
+    assert result == [0, 0, -1, 1]
 
 
-def test_whitening_counts_a_completion_as_often_as_it_has_tokens():
-    found = advantages("reinforce_plus_plus_baseline", [1.0, 0, 2], lengths=[1, 3, 4])
-    assert found == pytest.approx([-0.1261312441, -1.1351811978, 0.8829187097])
+def test_whitening_weights_a_completion_by_its_tokens():
+    result = advantages("reinforce_plus_plus_baseline", [1.0, 0, 2], lengths=[1, 3, 4])
+    assert result == pytest.approx([-0.1261312441, -1.1351811978, 0.8829187097])
 
 
-def test_what_bears_no_loss_has_a_vote_in_its_group_and_none_in_the_batch():
+def test_a_completion_without_loss_counts_in_its_group_and_not_in_the_batch():
     rewards, lengths, loss_lengths = [1.0, 0.0, 4.0], [2, 2, 4], [2, 2, 0]
     kept = advantages("reinforce_plus_plus_baseline", rewards, lengths=lengths, loss_lengths=loss_lengths)
     centred = [r - 5 / 3 for r in rewards]
@@ -136,15 +136,15 @@ def test_what_bears_no_loss_has_a_vote_in_its_group_and_none_in_the_batch():
     assert by_length == pytest.approx([1 - 18 / 8, -18 / 8, 4 - 18 / 8])
 
 
-def test_each_part_of_a_reward_is_normalised_on_its_own():
+def test_each_reward_part_is_normalized_separately():
     # verl computes in float32 and rounds the whitening differently.
     parts = [[1.0, 0, 1, 1, 0, 0, 1, 1], [0.0, 0, 1, 0, 1, 0, 0, 1]]
-    found = advantages("gdpo", [0.0] * 8, groups="aaaabbbb", lengths=[4, 3, 2, 1] * 2, parts=parts, weights=[1.0, 1.0])
+    result = advantages("gdpo", [0.0] * 8, groups="aaaabbbb", lengths=[4, 3, 2, 1] * 2, parts=parts, weights=[1.0, 1.0])
     expected = [0.2156078517, -1.3627508879, 1.793966651, *[0.2156078517] * 2]
-    assert found == pytest.approx([*expected, -1.1512913704, 0.2156078517, 1.5825070143], abs=2e-5)
+    assert result == pytest.approx([*expected, -1.1512913704, 0.2156078517, 1.5825070143], abs=2e-5)
 
 
-def test_groups_are_found_by_id_however_they_are_interleaved():
+def test_groups_may_be_interleaved():
     rewards = [1.0, 0.5, 0.0, 2.0, -1.0, 0.5, 3.0, 0.25, 0.0, 1.0]
     expected = [
         *[0.375, 0.5833333333, -0.625, 0.3333333333, -0.9166666667],
@@ -153,45 +153,45 @@ def test_groups_are_found_by_id_however_they_are_interleaved():
     assert advantages("dr_grpo", rewards, groups="abacbacbca") == pytest.approx(expected)
 
 
-def test_groups_of_one_to_four_with_invalid_rows():
+def test_invalid_completions_have_no_effect_in_groups_of_one_to_four():
     rewards = [1e9, NAN, 0.0, 0.3, 0.6, 1e9, -1.0, 0.0, 1.0, NAN]
     valid = [v == "+" for v in "--+++-+++-"]
     expected = [0.0, 0.0, 0.0, -0.15, 0.15, 0.0, -1.0, 0.0, 1.0, 0.0]
     assert advantages("dr_grpo", rewards, valid, "1223334444") == pytest.approx(expected)
 
 
-def test_three_fives_between_other_groups_are_exactly_zero():
+def test_equal_rewards_between_other_groups_give_exactly_zero():
     rewards = [0.0, 1, 2, 3, 5, 5, 5, 0, 1, 0, 1]
-    found = advantages("dr_grpo", rewards, groups="aaaabbbcccc")
-    assert found == [-1.5, -0.5, 0.5, 1.5, 0, 0, 0, -0.5, 0.5, -0.5, 0.5]
+    result = advantages("dr_grpo", rewards, groups="aaaabbbcccc")
+    assert result == [-1.5, -0.5, 0.5, 1.5, 0, 0, 0, -0.5, 0.5, -0.5, 0.5]
 
 
 @pytest.mark.parametrize("name", WITHIN_GROUP)
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 10])
 @pytest.mark.parametrize("reward", [0.9, 0.1, 1 / 3, 1e4 + 0.1, -1e9 - 0.1])
-def test_equal_rewards_are_exactly_zero(name, reward, size):
+def test_equal_rewards_give_exactly_zero(name, reward, size):
     lengths = list(range(1, size + 1))
     assert advantages(name, [reward] * size, lengths=lengths, options={"epsilon": 1e-12}) == [0.0] * size
 
 
 @pytest.mark.parametrize("name", ["reinforce_plus_plus_baseline", "gdpo"])
-def test_a_batch_of_equal_rewards_stays_zero_when_it_is_whitened(name):
+def test_a_batch_of_equal_rewards_stays_zero_after_whitening(name):
     assert advantages(name, [0.9] * 6, groups="aabbbb", lengths=[1, 2, 3, 4, 5, 6]) == [0.0] * 6
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-300])
-def test_equal_rewards_are_zero_without_epsilon(epsilon):
+def test_equal_rewards_give_zero_without_epsilon(epsilon):
     assert advantages("grpo", [0.9] * 4, options={"epsilon": epsilon}) == [0.0] * 4
 
 
 @pytest.mark.parametrize("name", COMPLETION)
 @pytest.mark.parametrize("mode", ["zero", "drop"])
-def test_a_singleton_is_zero_however_many_invalid_siblings(name, mode):
+def test_a_single_valid_completion_has_advantage_zero(name, mode):
     assert advantages(name, [3.0, NAN, 7.0], [True, False, False], singleton=mode) == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", WITHIN_GROUP)
-def test_a_singleton_keeps_its_own_reward_if_asked(name):
+def test_a_single_valid_completion_keeps_its_reward_under_that_policy(name):
     rewards, groups = [3.0, NAN, 1.0, 0.0], "aabb"
     zero = advantages(name, rewards, [True, False, True, True], groups)
     raw = advantages(name, rewards, [True, False, True, True], groups, singleton="raw")
@@ -200,7 +200,7 @@ def test_a_singleton_keeps_its_own_reward_if_asked(name):
 
 @pytest.mark.parametrize("name", COMPLETION)
 @pytest.mark.parametrize("junk", [NAN, INF, -INF, 1e30])
-def test_junk_outside_of_the_baseline_mask_changes_no_bit(name, junk):
+def test_junk_outside_the_baseline_mask_changes_no_bit(name, junk):
     valid = [True, False, True, True, False, True]
 
     def found(value):
@@ -212,17 +212,17 @@ def test_junk_outside_of_the_baseline_mask_changes_no_bit(name, junk):
 
 @pytest.mark.parametrize("name", COMPLETION)
 @pytest.mark.parametrize("size", [0, 3])
-def test_nothing_valid_gives_zeros(name, size):
+def test_without_valid_completions_all_advantages_are_zero(name, size):
     assert advantages(name, [NAN] * size, [False] * size) == [0.0] * size
 
 
 def test_ids_need_not_be_small_or_consecutive():
     ids = torch.tensor([10**12, -5, 10**12, -5])
     groups = Grouping(ids, torch.ones(4).bool())
-    found = estimate(
+    result = estimate(
         "dr_grpo", {"rewards_C": torch.tensor([1.0, 2, 3, 6]), "groups": groups}, {}, single_sample_policy="zero"
     )
-    assert found.tolist() == [-1.0, -2.0, 1.0, 2.0]
+    assert result.tolist() == [-1.0, -2.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo", "grpo_passk"])
@@ -235,31 +235,31 @@ def test_statistics_are_exact_at_a_large_offset(name):
 
 def test_whole_numbers_are_not_truncated():
     groups = Grouping(torch.zeros(4).long(), torch.ones(4).bool(), 1)
-    found = estimate(
+    result = estimate(
         "dr_grpo", {"rewards_C": torch.tensor([1, 0, 0, 0]), "groups": groups}, {}, single_sample_policy="zero"
     )
-    assert found.tolist() == [0.75, -0.25, -0.25, -0.25]
+    assert result.tolist() == [0.75, -0.25, -0.25, -0.25]
 
 
-def test_the_number_of_tries_has_no_bound_that_matters():
+def test_pass_at_k_works_for_large_groups():
     correct = torch.arange(1000) < 10
     groups = Grouping(torch.zeros(1000).long(), torch.ones(1000).bool(), 1)
-    found = estimate("passk", {"groups": groups, "correct_C": correct}, {"k": 200}, single_sample_policy="zero")
+    result = estimate("passk", {"groups": groups, "correct_C": correct}, {"k": 200}, single_sample_policy="zero")
     failing = math.comb(990, 200) / math.comb(1000, 200)
     expected = failing / math.sqrt(failing * (1 - failing))
-    assert found[0].item() == pytest.approx(expected, rel=1e-9)
-    assert found[999].item() == pytest.approx(-expected * 10 / 990, rel=1e-9)
+    assert result[0].item() == pytest.approx(expected, rel=1e-9)
+    assert result[999].item() == pytest.approx(-expected * 10 / 990, rel=1e-9)
 
 
-def test_the_estimators_of_tokens_come_with_the_others():
+def test_token_level_estimators_are_registered():
     assert {"gae", "reinforce_plus_plus", "remax"} <= set(ESTIMATORS)
     sheet = {"token_rewards_CT": torch.ones(1, 2), "mask_CT": torch.ones(1, 2).bool(), "greedy_C": torch.ones(1)}
-    found = estimate("remax", sheet, {}, single_sample_policy="raw")
-    assert isinstance(found, TokenAdvantages)
-    assert found.advantages_CT.tolist() == [[1.0, 0.0]]
+    result = estimate("remax", sheet, {}, single_sample_policy="raw")
+    assert isinstance(result, TokenAdvantages)
+    assert result.advantages_CT.tolist() == [[1.0, 0.0]]
 
 
-def test_an_estimator_says_what_it_needs_and_which_options_it_has():
+def test_an_estimator_declares_inputs_and_options():
     assert ESTIMATORS["opo"].input_names == ("rewards_C", "groups", "lengths_C")
     assert ESTIMATORS["grpo"].option_names == ("normalize_std", "leave_one_out", "epsilon")
     with pytest.raises(KeyError, match="lengths_C"):

@@ -21,9 +21,9 @@ class Stubborn(AgentEnvironment):
         async with aiohttp.ClientSession(raise_for_status=True) as session:
             for _ in range(self.turns):
                 async with session.post(f"{endpoint}/chat/completions", json={"messages": messages}) as answer:
-                    said = (await answer.json())["choices"][0]["message"]
+                    reply = (await answer.json())["choices"][0]["message"]
                 self.said += 1
-                messages = [*messages, said, {"role": "user", "content": "Go on."}]
+                messages = [*messages, reply, {"role": "user", "content": "Go on."}]
         if self.turns == 0:
             raise ConnectionError("the world is gone")
 

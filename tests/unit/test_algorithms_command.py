@@ -15,17 +15,17 @@ from workers.train.algorithms.rejection import REJECTIONS
 def test_json_lists_every_name_with_formula_source_and_defaults():
     result = CliRunner().invoke(penstock, ["algorithms", "--json"])
     assert result.exit_code == 0
-    found = json.loads(result.stdout)
+    actual = json.loads(result.stdout)
     for kind, registry in (
         ("estimator.name", ESTIMATORS),
         ("loss.name", LOSSES),
         ("correction.reject", REJECTIONS),
     ):
-        assert {entry["name"] for entry in found[kind]} == set(registry)
-        assert all(entry["formula"] and entry["source"] for entry in found[kind])
-    (grpo,) = (entry for entry in found["estimator.name"] if entry["name"] == "grpo")
+        assert {entry["name"] for entry in actual[kind]} == set(registry)
+        assert all(entry["formula"] and entry["source"] for entry in actual[kind])
+    (grpo,) = (entry for entry in actual["estimator.name"] if entry["name"] == "grpo")
     assert grpo["options"] == {"normalize_std": True, "leave_one_out": False, "epsilon": 1e-4}
-    assert set(found["correction.preset"]) == set(PRESETS)
+    assert set(actual["correction.preset"]) == set(PRESETS)
 
 
 @pytest.mark.parametrize("name", sorted({*ESTIMATORS, *LOSSES, *PRESETS}))

@@ -45,12 +45,12 @@ def segments(folder):
 
 def test_a_written_group_is_found_by_prompt_and_content(tmp_path):
     life(tmp_path / "groups", group("a"), group("b", token=2))
-    found = ArchivedGroups(tmp_path / "groups")
+    result = ArchivedGroups(tmp_path / "groups")
     for made in (group("a"), group("b", token=2)):
-        assert (made.prompt.id, content_hash(made)) in found
-        assert found.read(made.prompt.id, content_hash(made)) == made
-    assert len(found) == 2
-    assert ("a", content_hash(group("a", token=2))) not in found
+        assert (made.prompt.id, content_hash(made)) in result
+        assert result.read(made.prompt.id, content_hash(made)) == made
+    assert len(result) == 2
+    assert ("a", content_hash(group("a", token=2))) not in result
 
 
 def test_sync_forces_groups_to_the_disk(tmp_path, monkeypatch):
@@ -141,14 +141,14 @@ def test_a_flipped_byte_affects_at_most_its_own_record(tmp_path):
     for position in range(0, len(content), 5):
         path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
         hit = sum(end <= position for end in spans)
-        found = ArchivedGroups(tmp_path)
+        result = ArchivedGroups(tmp_path)
         for number, each in enumerate(made):
             key = (each.prompt.id, content_hash(each))
             if number != hit:
-                assert found.read(*key) == each
-            elif key in found:
+                assert result.read(*key) == each
+            elif key in result:
                 with pytest.raises(RecordError, match=rf"{path}, byte \d+: the group of prompt"):
-                    found.read(*key)
+                    result.read(*key)
 
 
 def test_a_payload_of_another_group_is_an_error(tmp_path):
@@ -163,11 +163,11 @@ def test_a_payload_of_another_group_is_an_error(tmp_path):
 def test_repeated_groups_are_found_by_content(tmp_path):
     life(tmp_path, group("a"))
     life(tmp_path, group("a"), group("a", token=2))
-    found = ArchivedGroups(tmp_path)
+    result = ArchivedGroups(tmp_path)
     assert names(tmp_path) == ["a", "a", "a"]
-    assert len(found) == 2
+    assert len(result) == 2
     for made in (group("a"), group("a", token=2)):
-        assert found.read("a", content_hash(made)) == made
+        assert result.read("a", content_hash(made)) == made
 
 
 def test_a_bounded_archive_removes_the_oldest_segments_first(tmp_path):
@@ -229,7 +229,7 @@ def test_a_full_disk_is_an_error_and_earlier_groups_remain(tmp_path):
 
 def test_a_segment_removed_during_reading_is_an_error(tmp_path):
     life(tmp_path, group("a"))
-    found = ArchivedGroups(tmp_path)
+    result = ArchivedGroups(tmp_path)
     segments(tmp_path)[0].unlink()
     with pytest.raises(PenstockError, match=r"was removed while it was read \(archive.keep\)"):
-        found.read("a", content_hash(group("a")))
+        result.read("a", content_hash(group("a")))

@@ -18,19 +18,19 @@ def group(seconds, *cancelled_s):
 
 
 def test_without_cancelled_attempts_both_durations_are_equal():
-    found = attempt_metrics([group(1.0), group(3.0)])
-    assert found == {"attempt/seconds": 2.0, "attempt/seconds_first": 2.0, "attempt/cancelled": 0}
+    result = attempt_metrics([group(1.0), group(3.0)])
+    assert result == {"attempt/seconds": 2.0, "attempt/seconds_first": 2.0, "attempt/cancelled": 0}
 
 
 def test_a_cancelled_first_attempt_counts_with_its_running_time():
-    found = attempt_metrics([group(1.0), group(2.0, 5.0, 7.0)])
-    assert found == {"attempt/seconds": 1.5, "attempt/seconds_first": 3.0, "attempt/cancelled": 2}
+    result = attempt_metrics([group(1.0), group(2.0, 5.0, 7.0)])
+    assert result == {"attempt/seconds": 1.5, "attempt/seconds_first": 3.0, "attempt/cancelled": 2}
 
 
-def test_no_groups_give_no_metrics():
+def test_without_groups_there_are_no_metrics():
     assert attempt_metrics([]) == {}
 
 
 def test_metrics_of_collected_batches_are_documented():
-    told = attempt_metrics([group(1.0)]).keys() | StragglerWait(1.0).pop_metrics().keys()
-    assert told == COLLECTION_METRICS.keys()
+    names = attempt_metrics([group(1.0)]).keys() | StragglerWait(1.0).pop_metrics().keys()
+    assert names == COLLECTION_METRICS.keys()

@@ -155,26 +155,26 @@ def test_many_prompts_add_up():
 
 
 def test_findings_list_all_evidence():
-    (found,) = audit(
+    (result,) = audit(
         facts(entry("scored", marked=True), fed="a", ledger="a a=dropped:stale", kept=1, removed="a")
     ).twice
-    assert found.evidence == [
+    assert result.evidence == [
         "ledger line 1: trained in step 1, version 0",
         "ledger line 2: dropped:stale in step 2, version 1, which no checkpoint holds",
         "its dead letter was dropped by the operator",
         "entry 7-0 in scored, marked",
     ]
-    (found,) = audit(facts(fed="a", ledger="a", kept=1, dead=[letter()])).twice
-    assert found.evidence[1] == "dead letter 9-0 of prompts: infra: its workers died"
-    (found,) = audit(facts(opened="a")).lost
-    assert found.evidence == ["unfinished on the server, which has no entry of it"]
-    (found,) = audit(facts(fed="a")).lost
-    assert found.evidence == ["no entry on the server"]
+    (result,) = audit(facts(fed="a", ledger="a", kept=1, dead=[letter()])).twice
+    assert result.evidence[1] == "dead letter 9-0 of prompts: infra: its workers died"
+    (result,) = audit(facts(opened="a")).lost
+    assert result.evidence == ["unfinished on the server, which has no entry of it"]
+    (result,) = audit(facts(fed="a")).lost
+    assert result.evidence == ["no entry on the server"]
 
 
 def test_the_report_has_these_keys():
-    told = msgspec.to_builtins(audit(facts()))
-    assert list(told) == [
+    report = msgspec.to_builtins(audit(facts()))
+    assert list(report) == [
         "fed", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean", "unsaved", "junk", "notes",
     ]  # fmt: skip
 

@@ -52,7 +52,7 @@ def test_rows_point_to_their_completion_and_group():
     assert batch.facts.group_ids_C.tolist() == [0, 0, 1]
 
 
-def test_facts_are_what_the_producers_said():
+def test_facts_come_from_the_records():
     batch = collate(
         [
             group(
@@ -79,14 +79,14 @@ def test_facts_are_what_the_producers_said():
     assert facts.rewards_C.dtype == torch.float64
 
 
-def test_a_row_that_sampled_nothing_is_a_row_without_loss():
+def test_a_row_without_sampled_tokens_has_no_loss():
     batch = collate([group("a", Completion(index=0, rows=[row([1, 2], [3], [], [], [])]))])
     assert not batch.sampled_RT.any()
     assert batch.versions_RT.tolist() == [[-1, -1, -1]]
 
 
 @pytest.mark.parametrize("groups", [[], [group("a")], [group("a", Completion(index=0))]])
-def test_a_batch_may_have_no_row(groups):
+def test_a_batch_may_have_no_rows(groups):
     batch = collate(groups)
     assert batch.tokens_RT.shape == (0, 0)
     assert len(batch.facts.rewards_C) == sum(len(g.completions) for g in groups)
@@ -129,7 +129,7 @@ RAISED = Unmeasured(RewardReason.RAISED, "boom")
 LENGTH = TRUNCATION_REASONS.index(TruncationReason.LENGTH)
 
 
-def test_a_greedy_completion_is_a_fact_of_its_group_and_nothing_else():
+def test_a_greedy_completion_sets_only_its_groups_greedy_reward():
     sampled = [completion(env(1.0)), completion(env(0.0), index=1, rows=[SHORT])]
     greedy = completion(
         env(0.25), env(3.0, name="greedy only"), index=2, greedy=True, truncated=TruncationReason.LENGTH
@@ -160,26 +160,26 @@ def test_a_greedy_completion_is_a_fact_of_its_group_and_nothing_else():
         ({"reward": Measured(2.0), "failure": Failure(reason=RolloutReason.ENGINE)}, False),
     ],
 )
-def test_a_greedy_reward_counts_only_where_somebody_measured_it(facts, measured):
+def test_an_unmeasured_greedy_reward_does_not_count(facts, measured):
     fine = Completion(index=1, greedy=True, reward=Measured(0.5))
     batch = collate([group("a", Completion(index=0), Completion(index=1, greedy=True, **facts)), group("b", fine)])
     assert batch.greedy_measured_G.tolist() == [measured, True]
     assert batch.greedy_rewards_G.tolist() == [0.0, 0.5]
 
 
-def test_a_greedy_completion_may_be_what_no_row_could_and_be_all_there_is():
+def test_a_greedy_completion_may_be_untrainable_or_alone():
     unversioned = row([1], [2], [(0, 1)], [0], [])
     batch = collate([group("a", Completion(index=0, rows=[unversioned], greedy=True, reward=Measured(1.0)))])
     assert batch.tokens_RT.shape == (0, 0)
     assert (batch.facts.num_groups, len(batch.facts.rewards_C), batch.greedy_rewards_G.tolist()) == (1, 0, [1.0])
 
 
-def test_two_greedy_completions_are_no_baseline():
+def test_two_greedy_completions_are_refused():
     with pytest.raises(RecordError, match="group a: 2 greedy completions"):
         collate([group("a", Completion(index=0, greedy=True), Completion(index=1, greedy=True))])
 
 
-def test_parts_stand_by_name_in_order_of_appearance_and_turns_are_added_up():
+def test_parts_are_in_order_of_first_appearance_and_turn_rewards_are_summed():
     batch = collate(
         [
             group("a", completion(env(1.0, 0), env(-0.5, 1), env(4.0, name="style", weight=0.25))),
@@ -195,7 +195,7 @@ def test_parts_stand_by_name_in_order_of_appearance_and_turns_are_added_up():
     assert rewards[:2].tolist() == batch.facts.rewards_C[:2].tolist()
 
 
-def test_one_name_under_two_weights_is_two_parts():
+def test_a_name_with_two_weights_is_two_parts():
     old, new = env(1.0, name="style", weight=0.25), env(1.0, name="style", weight=0.5)
     batch = collate([group("a", completion(old), completion(new, index=1))])
     assert batch.part_names == ("style", "style@0.5")
@@ -203,7 +203,7 @@ def test_one_name_under_two_weights_is_two_parts():
     assert (batch.part_weights_P @ batch.parts_PC).tolist() == batch.facts.rewards_C.tolist()
 
 
-def test_rewards_of_turns_are_on_the_last_token_of_each():
+def test_a_turn_reward_is_on_the_turns_last_token():
     turns = [env(1.0, 0, weight=0.5), env(-2.0, 1, weight=0.5)]
     batch = collate(
         [group("a", completion(*turns, env(4.0, name="style", weight=0.25)), completion(env(3.0), index=1))]
@@ -213,26 +213,26 @@ def test_rewards_of_turns_are_on_the_last_token_of_each():
     assert batch.turn_rewards_RT.dtype == torch.float64
 
 
-def test_turns_go_through_the_rows_of_their_completion_in_order():
+def test_turns_are_matched_to_rows_in_order():
     several = completion(env(1.0, 2), env(2.0, 0), env(3.0, 1), rows=[SHORT, TWO_TURNS])
     batch = collate([group("a", Completion(index=0, rows=[SHORT])), group("b", several)])
     assert batch.turn_rewards_RT.tolist() == [[0.0] * 7, [0, 2.0, 0, 0, 0, 0, 0], [0, 0, 0, 3.0, 0, 0, 1.0]]
 
 
-def test_ranges_that_touch_are_turns_of_their_own():
+def test_adjacent_ranges_are_separate_turns():
     touching = row([1], [2, 3, 4], [(0, 2), (2, 3)], [0] * 3, [(0, 0, 3)])
     batch = collate([group("a", completion(env(1.0, 0), env(2.0, 1), rows=[touching]))])
     assert batch.turn_rewards_RT.tolist() == [[0, 0, 1.0, 2.0]]
 
 
-def test_the_reward_of_a_last_turn_without_a_token_goes_to_the_token_before():
+def test_the_reward_of_an_empty_last_turn_goes_to_the_token_before():
     turns = [env(1.0, 0), env(2.0, 1), env(4.0, 2)]
     batch = collate([group("a", completion(*turns, turns=3), completion(env(1.0, 0), index=1, rows=[], turns=1))])
     assert batch.turn_rewards_RT.tolist() == [[0, 0, 0, 1.0, 0, 0, 6.0]]
 
 
 @pytest.mark.parametrize("unknown", [RAISED, Unmeasured(RewardReason.TIMEOUT), Unmeasured(RewardReason.NOT_FINITE)])
-def test_a_completion_with_one_turn_unmeasured_has_no_reward_on_any_token(unknown):
+def test_one_unmeasured_turn_leaves_all_tokens_without_reward(unknown):
     batch = collate([group("a", completion(env(1.0, 0), env(unknown, 1)), completion(env(1.0), index=1))])
     assert not batch.turn_rewards_RT.any()
     assert batch.facts.measured_C.tolist() == [False, True]
@@ -248,7 +248,7 @@ def test_a_completion_with_one_turn_unmeasured_has_no_reward_on_any_token(unknow
         ([env(1.0, -1), env(1.0, 0)], 2, r"turns \[-1, 0\]"),
     ],
 )
-def test_rewards_that_fit_no_turns_are_refused_by_name(parts, turns, why):
+def test_turn_rewards_of_another_number_than_turns_are_refused(parts, turns, why):
     bad = completion(*parts, index=5, turns=turns)
     with pytest.raises(RecordError, match=f"group train:3, completion 5: .*{why}"):
         collate([group("fine", completion(env(1.0, 0), env(1.0, 1))), group("train:3", bad)])
@@ -259,9 +259,9 @@ def test_a_batch_moves_with_all_its_tensors():
     moved = batch.to(torch.device("meta"))
     tensors = {f.name: getattr(moved, f.name) for f in fields(Batch)}
     tensors |= {f.name: getattr(moved.facts, f.name) for f in fields(CompletionFacts)}
-    found = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-    assert {value.device.type for value in found.values()} == {"meta"}
-    assert found.keys() >= {"greedy_rewards_G", "parts_PC", "part_weights_P", "turn_rewards_RT"}
+    result = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    assert {value.device.type for value in result.values()} == {"meta"}
+    assert result.keys() >= {"greedy_rewards_G", "parts_PC", "part_weights_P", "turn_rewards_RT"}
 
 
 # Micro-batches
@@ -292,21 +292,21 @@ def rows_of(*lengths):
     return collate([group("a", *[Completion(index=i, rows=[r]) for i, r in enumerate(rows)])])
 
 
-def test_rows_are_packed_by_length_within_the_bound():
+def test_rows_are_packed_by_length_within_the_limit():
     parts = split_micro_batches(rows_of(3, 9, 4, 10, 2, 5), 20)
     assert [part.tolist() for part in parts] == [[3, 1], [5, 2, 0, 4]]
 
 
-def test_a_row_over_the_bound_gets_a_part_of_its_own():
+def test_a_row_over_the_limit_gets_its_own_micro_batch():
     assert [part.tolist() for part in split_micro_batches(rows_of(3, 30, 3), 6)] == [[1], [0, 2]]
 
 
-def test_packed_rows_count_by_their_own_lengths():
+def test_packed_rows_count_with_their_unpadded_lengths():
     rows = rows_of(9, 3, 4, 10, 2, 5)
     assert [part.tolist() for part in split_micro_batches(rows, 19, packed=True)] == [[3, 0], [5, 2, 1, 4]]
     assert [part.tolist() for part in split_micro_batches(rows, 19)] == [[3], [0, 5], [2, 1, 4]]
 
 
-def test_only_chosen_rows_are_split():
+def test_only_selected_rows_are_split():
     parts = split_micro_batches(rows_of(3, 9, 4), 100, torch.tensor([True, False, True]))
     assert [part.tolist() for part in parts] == [[2, 0]]

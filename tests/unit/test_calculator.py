@@ -50,7 +50,7 @@ def test_numbers_do_not_grow_without_bound():
     assert env.calls == []
 
 
-def test_the_right_answer_after_a_call_is_one():
+def test_the_right_answer_after_a_call_scores_1():
     assert score("So it is. Answer: 679") == Measured(1.0)
 
 
@@ -73,15 +73,15 @@ def test_gold_may_be_written_as_a_number_or_as_text(gold):
         None,
     ],
 )
-def test_anything_else_is_a_valid_zero(text):
+def test_any_other_answer_scores_a_valid_0(text):
     assert score(text) == Measured(0.0)
 
 
-def test_the_right_answer_without_a_call_is_zero():
+def test_the_right_answer_without_a_call_scores_0():
     assert score("Answer: 679", calls=0) == Measured(0.0)
 
 
-def test_only_the_last_thing_said_counts():
+def test_only_the_last_message_counts():
     assert final_answer([*said("Answer: 679"), {"role": "assistant", "content": "no answer"}]) is None
     assert final_answer("Answer: 679.") == 679
     assert final_answer([]) is None
@@ -89,11 +89,11 @@ def test_only_the_last_thing_said_counts():
 
 
 @pytest.mark.parametrize("gold", [None, "many", 0.5, float("nan"), True])
-def test_a_gold_answer_that_is_no_whole_number_is_not_the_models_fault(gold):
+def test_a_gold_answer_that_is_not_an_integer_makes_the_reward_unmeasured(gold):
     assert score("Answer: 679", gold).reason is RewardReason.INVALID_GOLD
 
 
-async def test_it_is_scored_from_the_snapshot_by_name():
+async def test_the_reward_function_is_found_by_name_and_scores_the_snapshot():
     factory = await anyio.to_thread.run_sync(EnvironmentFactory.load, "calculator")
     function = await anyio.to_thread.run_sync(RewardFunction.load, "calculator_answer")
     snapshot = thaw(freeze(played(), 10_000), factory)

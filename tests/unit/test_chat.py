@@ -48,7 +48,7 @@ def test_tools_are_in_the_prompt_and_not_in_continuations(folder):
     assert with_tools.continuation_ids([tool("3")], True) == without.continuation_ids([tool("3")], True)
 
 
-def test_prompt_turns_and_continuations_are_the_whole_conversation_token_by_token(folder):
+def test_prompt_turns_and_continuations_equal_the_rendered_conversation(folder):
     chat = ChatTokenizer.load(folder, {}, [ADD])
     two = [tool("3"), tool("Error: no <|such|> thing")]
     turns = [(CALL, [tool("3")]), (f"{CALL} and {CALL}", two), ("Wait.", [tool("")])]
@@ -60,18 +60,18 @@ def test_prompt_turns_and_continuations_are_the_whole_conversation_token_by_toke
         assert ids == chat.prompt_ids(messages)
 
 
-def test_what_follows_the_end_of_turn_belongs_to_the_continuation(folder):
+def test_text_after_the_end_of_turn_belongs_to_the_continuation(folder):
     chat = ChatTokenizer.load(folder, {}, None)
     expected = "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert text_of(folder, chat.continuation_ids([tool("3")], True)) == expected
 
 
-def test_the_continuation_adds_the_end_of_turn_that_was_not_sampled(folder):
+def test_the_continuation_adds_an_end_of_turn_that_was_not_sampled(folder):
     chat = ChatTokenizer.load(folder, {}, None)
     assert chat.continuation_ids([tool("3")], False) == [chat.end_of_turn_id, *chat.continuation_ids([tool("3")], True)]
 
 
-def test_an_end_of_turn_token_that_swallows_the_line_break_is_still_cut_exactly_once(folder):
+def test_an_end_of_turn_token_that_includes_the_line_break_is_cut_once(folder):
     make_tokenizer(rstrip=True).save(str(folder / "tokenizer.json"))
     chat = ChatTokenizer.load(folder, {}, None)
     ids = chat.continuation_ids([tool("3")], True)
@@ -79,7 +79,7 @@ def test_an_end_of_turn_token_that_swallows_the_line_break_is_still_cut_exactly_
     assert chat.prompt_ids([USER])[-len(ids_of(folder, "assistant\n")) :] == ids[-len(ids_of(folder, "assistant\n")) :]
 
 
-def test_a_tool_result_that_quotes_the_dummy_conversation_is_passed_on_whole(folder):
+def test_a_tool_result_that_quotes_the_dummy_conversation_is_unchanged(folder):
     from workers.rollout.chat.renderer import _MARK
 
     chat = ChatTokenizer.load(folder, {}, None)
@@ -106,7 +106,7 @@ def test_stop_tokens_come_from_the_folder_and_the_template(folder, files, expect
     assert chat.stop_token_ids == tuple(sorted({258} | expected))
 
 
-def test_a_turns_text_keeps_special_tokens_but_not_the_one_that_ended_it(folder):
+def test_a_turns_text_keeps_special_tokens_except_the_final_one(folder):
     chat = ChatTokenizer.load(folder, {}, None)
     ids = ids_of(folder, "Hi<|im_start|>é<|im_end|><|im_end|>")
     assert chat.decode(ids) == "Hi<|im_start|>é<|im_end|>"
@@ -131,7 +131,7 @@ def test_a_template_of_the_tokenizer_config_is_found_and_one_for_tools_preferred
     assert text_of(folder, ChatTokenizer.load(folder, {}, [ADD]).prompt_ids([USER])) == "one for all"
 
 
-def test_a_tokenizer_saved_with_truncation_and_padding_neither_cuts_nor_pads(folder):
+def test_truncation_and_padding_of_a_saved_tokenizer_are_ignored(folder):
     tokenizer = make_tokenizer()
     tokenizer.enable_truncation(8)
     tokenizer.enable_padding(length=512)
@@ -141,7 +141,7 @@ def test_a_tokenizer_saved_with_truncation_and_padding_neither_cuts_nor_pads(fol
     assert chat.decode(chat.prompt_ids([{"role": "user", "content": "long " * 9}])) == text
 
 
-def test_a_template_without_an_end_of_turn_serves_single_turns_only(folder):
+def test_a_template_without_an_end_of_turn_allows_single_turns_only(folder):
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     chat = ChatTokenizer.load(folder, {}, None)
     assert text_of(folder, chat.prompt_ids([USER])) == "user: What is 1 + 2?\n"
@@ -163,13 +163,13 @@ def test_a_template_without_an_end_of_turn_serves_single_turns_only(folder):
         (lambda folder: (folder / "config.json").write_text("[]"), "holds a JSON list"),
     ],
 )
-def test_a_folder_that_holds_no_model_is_refused_with_the_reason(folder, break_it, message):
+def test_a_folder_without_a_model_is_refused_with_the_reason(folder, break_it, message):
     break_it(folder)
     with pytest.raises(PenstockError, match=message):
         ChatTokenizer.load(folder, {}, None)
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path):
+def test_a_missing_folder_is_reported_by_name(tmp_path):
     with pytest.raises(PenstockError, match="nowhere: no such folder"):
         ChatTokenizer.load(tmp_path / "nowhere", {}, None)
 
@@ -197,7 +197,7 @@ class WatchedTemplate(ChatTemplate):
         return super().render(*args, **kwargs)
 
 
-async def test_long_texts_are_rendered_in_a_thread_and_once_per_group(folder):
+async def test_long_prompts_are_rendered_in_a_thread_once_per_group(folder):
     import anyio
 
     template = WatchedTemplate(TEMPLATE, {}, folder)
@@ -228,5 +228,5 @@ def test_threads_may_share_a_chat(folder):
         return chat.prompt_ids([{"role": "user", "content": text}]), chat.continuation_ids([tool(text)], True)
 
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(both, range(200)))
-    assert found == [both(i) for i in range(200)]
+        result = list(threads.map(both, range(200)))
+    assert result == [both(i) for i in range(200)]

@@ -100,7 +100,7 @@ async def test_a_function_that_measures_nothing_is_not_usable(function, code, re
 async def test_surprising_behaviour_is_a_warning(function, code, warning):
     report = await check_reward(function(code), {})
     assert report.ok
-    assert any(warning in told for told in report.warnings), report.warnings
+    assert any(warning in message for message in report.warnings), report.warnings
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from workers.run.role_specs import RoleSpec
 GROUP = "raise ExceptionGroup('', [ExceptionGroup('', [OSError('No space left on device')])])"
 
 
-async def test_of_a_group_of_exceptions_the_innermost_is_quoted_and_not_its_frame(tmp_path):
+async def test_the_innermost_exception_of_a_group_is_quoted_without_its_frame(tmp_path):
     child = ChildProcess(
         RoleSpec(role="feed", index=0, command=(sys.executable, "-c", GROUP)), tmp_path, ProcessLauncher()
     )

@@ -44,16 +44,16 @@ def naive(hidden, weight, bias, targets, finish):
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("finish", FINISHES)
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_values_and_gradients_are_those_of_logits_written_out(dtype, near, finish, block):
+def test_values_and_gradients_equal_those_of_full_logits(dtype, near, finish, block):
     inputs = made(dtype)
     weights = torch.linspace(-1, 1, TOKENS, dtype=dtype), torch.linspace(2, -1, TOKENS, dtype=dtype)
     expected = naive(*inputs, finish)
-    found = chunked_logprobs(*inputs, finish, entropy="gradient", sum_pi_squared=True, block=block)
-    for one, other in zip(found, expected, strict=True):
+    result = chunked_logprobs(*inputs, finish, entropy="gradient", sum_pi_squared=True, block=block)
+    for one, other in zip(result, expected, strict=True):
         assert torch.allclose(one, other, rtol=near, atol=near)
     gradients = [
         torch.autograd.grad(logprobs @ weights[0] + entropy @ weights[1], inputs[:3])
-        for logprobs, entropy, _ in (found, expected)
+        for logprobs, entropy, _ in (result, expected)
     ]
     for one, other in zip(*gradients, strict=True):
         assert torch.allclose(one, other, rtol=10 * near, atol=10 * near * float(other.abs().max()))
@@ -61,7 +61,7 @@ def test_values_and_gradients_are_those_of_logits_written_out(dtype, near, finis
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("finish", FINISHES)
-def test_gradients_are_what_differences_say(finish, bias):
+def test_gradients_equal_finite_differences(finish, bias):
     hidden, weight, offsets, targets = made(torch.float64, bias=bias)
 
     def both(*inputs):
@@ -72,14 +72,14 @@ def test_gradients_are_what_differences_say(finish, bias):
     assert torch.autograd.gradcheck(both, (hidden, weight, *([offsets] if bias else [])))
 
 
-def test_only_what_is_asked_for_bears_a_gradient():
+def test_only_requested_results_have_a_gradient():
     hidden, weight, bias, targets = made(torch.float64)
     weight.requires_grad_(False)  # a frozen output layer, as under LoRA
-    found = chunked_logprobs(hidden, weight, bias, targets, LogitTransform(), entropy="value", sum_pi_squared=True)
-    assert found.logprobs_N.requires_grad
-    assert not found.entropy_N.requires_grad
-    assert not found.sum_pi_squared_N.requires_grad
-    found.logprobs_N.sum().backward()
+    result = chunked_logprobs(hidden, weight, bias, targets, LogitTransform(), entropy="value", sum_pi_squared=True)
+    assert result.logprobs_N.requires_grad
+    assert not result.entropy_N.requires_grad
+    assert not result.sum_pi_squared_N.requires_grad
+    result.logprobs_N.sum().backward()
     assert weight.grad is None
     assert hidden.grad is not None
     assert bias.grad is not None
@@ -87,35 +87,35 @@ def test_only_what_is_asked_for_bears_a_gradient():
         assert not chunked_logprobs(hidden, weight, bias, targets, LogitTransform()).logprobs_N.requires_grad
 
 
-def test_a_word_that_cannot_come_is_no_nan():
+def test_a_token_with_probability_0_gives_no_nan():
     hidden, weight, bias, _ = made(torch.float64)
     targets = torch.arange(TOKENS)
     barred = bias.detach().clone()
     barred[-5:] = -math.inf
     barred.requires_grad_()
     expected = naive(hidden, weight, barred, targets, LogitTransform())
-    found = chunked_logprobs(
+    result = chunked_logprobs(
         hidden, weight, barred, targets, LogitTransform(), entropy="gradient", sum_pi_squared=True, block=40
     )
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(result, expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-12)
-    (found.logprobs_N.sum() + found.entropy_N.sum()).backward()
+    (result.logprobs_N.sum() + result.entropy_N.sum()).backward()
     assert all(torch.isfinite(tensor.grad).all() for tensor in (hidden, weight, barred))
 
 
-def test_a_broken_weight_is_a_nan_and_hides_nowhere():
+def test_a_nan_weight_gives_nan_log_probs():
     hidden, weight, bias, targets = made(torch.float32, requires_grad=False)
     weight[7, 0] = math.nan
     assert torch.isnan(chunked_logprobs(hidden, weight, bias, targets, LogitTransform(), block=40).logprobs_N).all()
 
 
-def test_nothing_chosen_is_no_error():
+def test_no_targets_are_no_error():
     hidden, weight, bias, targets = made(torch.float32)
-    found = chunked_logprobs(
+    result = chunked_logprobs(
         hidden[:0], weight, bias, targets[:0], LogitTransform(), entropy="gradient", sum_pi_squared=True
     )
-    assert [len(part) for part in found] == [0, 0, 0]
-    found.logprobs_N.sum().backward()
+    assert [len(part) for part in result] == [0, 0, 0]
+    result.logprobs_N.sum().backward()
     assert not weight.grad.any()
 
 
@@ -125,10 +125,10 @@ def test_under_autocast_inputs_are_rounded_and_logits_are_not():
     rounded = [tensor.detach().bfloat16().float() for tensor in (hidden, weight)]
     expected = naive(*rounded, bias, targets, LogitTransform())[0]
     with torch.autocast("cpu", torch.bfloat16):
-        found = chunked_logprobs(hidden, weight, bias, targets, LogitTransform(), block=40).logprobs_N
-    assert found.dtype == torch.float32
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
-    found.sum().backward()
+        result = chunked_logprobs(hidden, weight, bias, targets, LogitTransform(), block=40).logprobs_N
+    assert result.dtype == torch.float32
+    assert torch.allclose(result, expected, rtol=1e-5, atol=1e-5)
+    result.sum().backward()
     exact = torch.autograd.grad(naive(hidden, weight, bias, targets, LogitTransform())[0].sum(), (hidden, weight))
     for tensor, gradient in zip((hidden, weight), exact, strict=True):
         assert tensor.grad.dtype == torch.float32
@@ -170,7 +170,7 @@ def peak_of(function, *inputs):
     return peak.most
 
 
-def test_memory_does_not_grow_with_tokens_times_words():
+def test_memory_does_not_grow_with_tokens_times_vocabulary():
     """Peak memory for 512 tokens, 8k words and blocks of 2^18 logits is below a quarter; twice the tokens add < 25%."""
 
     def inputs(tokens):

@@ -37,8 +37,8 @@ def test_help_loads_no_heavy_library_and_names_every_command(tmp_path):
         "import sys; from workers.cli import penstock; penstock(['--help'], standalone_mode=False);"
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
-    told = run_python("-c", code, cwd=tmp_path).stdout
-    assert told.strip().endswith("[]")
+    output = run_python("-c", code, cwd=tmp_path).stdout
+    assert output.strip().endswith("[]")
     names = (
         "demo",
         "run",
@@ -61,7 +61,7 @@ def test_help_loads_no_heavy_library_and_names_every_command(tmp_path):
         "score",
         "train",
     )
-    assert all(f"\n  {name} " in told for name in names)
+    assert all(f"\n  {name} " in output for name in names)
 
 
 @pytest.mark.parametrize(

@@ -13,20 +13,20 @@ def test_codes_are_in_order_of_first_appearance():
     assert names == ["b", "a", "", "B"]
 
 
-def test_no_ids_are_no_groups():
+def test_no_ids_give_no_groups():
     codes, names = encode_ids([])
     assert (codes.shape, codes.dtype, names) == ((0,), torch.int64, [])
     assert Grouping(codes, torch.empty(0, dtype=torch.bool), 0).count_G.tolist() == []
 
 
-def test_codes_group_as_the_names_do():
+def test_codes_group_like_names():
     rewards = torch.tensor([1.0, 10.0, 3.0, 30.0], dtype=torch.float64)
     codes, names = encode_ids(["y", "x", "y", "x"])
     groups = Grouping(codes, torch.ones(4, dtype=torch.bool), len(names))
     assert dict(zip(names, groups.mean(rewards).tolist(), strict=True)) == {"y": 2.0, "x": 20.0}
 
 
-def test_a_copy_is_not_taken_for_a_view():
+def test_a_copy_is_not_mistaken_for_a_view():
     values = torch.arange(3.0)
     view = values.unsqueeze(1).expand(3, 5)
     assert is_view(view)

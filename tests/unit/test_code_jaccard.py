@@ -7,7 +7,7 @@ from stream.validity import Measured, RewardReason
 
 
 @pytest.mark.parametrize(
-    ("gold", "said", "expected"),
+    ("gold", "text", "expected"),
     [
         ("x = a + b", "x = a - b", 2 / 3),
         ("def add(a, b): return a + b", "return a + b", 0.253968),
@@ -19,22 +19,22 @@ from stream.validity import Measured, RewardReason
         ("a a a", "a", 0.2),  # words form a set; lengths count every word
     ],
 )
-def test_the_similarity_of_two_texts(gold, said, expected):
-    assert similarity(gold, said) == pytest.approx(expected, abs=5e-7)
+def test_similarity_of_two_texts(gold, text, expected):
+    assert similarity(gold, text) == pytest.approx(expected, abs=5e-7)
 
 
 @pytest.mark.parametrize("gold", [None, 3, ["x"], b"x"])
-def test_a_gold_answer_that_is_no_string_is_invalid(gold):
+def test_a_gold_answer_that_is_not_a_string_is_invalid(gold):
     (reward, other) = CodeJaccard()(completions=["x", "x"], answer=[gold, "x"])
     assert reward.reason is RewardReason.INVALID_GOLD
     assert other == Measured(1.0)
 
 
-def test_a_completion_that_is_neither_text_nor_conversation_is_not_measured():
+def test_a_completion_that_is_neither_text_nor_conversation_is_unmeasured():
     (reward,) = CodeJaccard()(completions=[3], answer=["x"])
     assert reward.reason is RewardReason.RAISED
 
 
-def test_of_a_conversation_the_models_last_message_counts():
-    said = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert CodeJaccard("code")(completions=[said], code=["b"]) == [Measured(1.0)]
+def test_the_models_last_message_counts():
+    messages = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert CodeJaccard("code")(completions=[messages], code=["b"]) == [Measured(1.0)]

@@ -30,7 +30,7 @@ def numbered(rows=5, width=7):
     return torch.tensor([[10.0 * r + t for t in range(width)] for r in range(rows)]).view(rows, width)
 
 
-def test_a_completions_rows_follow_one_another_and_tool_tokens_keep_their_place():
+def test_rows_are_concatenated_and_tool_tokens_keep_their_place():
     laid = trajectories()
     assert laid.to_dense(numbered(), fill=-1).tolist() == [
         [15, 16, -1, -1, -1, -1],
@@ -46,12 +46,12 @@ def test_a_completions_rows_follow_one_another_and_tool_tokens_keep_their_place(
     ]
 
 
-def test_a_row_without_a_token_that_counts_is_as_if_it_never_was():
+def test_a_row_without_counted_tokens_has_no_effect():
     rejected, never = trajectories(["paax", "pxx", "pa"], [0, 0, 0], 1), trajectories(["paax", "pa"], [0, 0], 1)
     assert torch.equal(rejected.mask_CT, never.mask_CT)
 
 
-def test_a_sheet_goes_back_into_its_rows():
+def test_values_are_put_back_into_rows():
     laid = trajectories()
     back = laid.to_rows(laid.to_dense(numbered()))
     assert back.tolist() == [
@@ -63,19 +63,19 @@ def test_a_sheet_goes_back_into_its_rows():
     ]
 
 
-def test_a_reward_is_placed_on_the_last_token_that_counts():
+def test_a_reward_is_placed_on_the_last_counted_token():
     placed = trajectories().on_last_token(torch.tensor([1.0, 2, 3, 4]))
     assert placed.tolist() == [[1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 2], [0, 0, 0, 0, 0, 3], [0] * 6]
 
 
 @pytest.mark.parametrize("row", ["pata", "patatt", "patatx", "patatx.."])
-def test_neither_tool_tokens_nor_rejected_ones_at_the_end_take_the_reward(row):
+def test_tool_tokens_and_rejected_tokens_at_the_end_get_no_reward(row):
     laid = trajectories([row], [0], 1)
     assert laid.on_last_token(torch.tensor([5.0]))[0, :3].tolist() == [0.0, 0.0, 5.0]
     assert laid.to_rows(laid.on_last_token(torch.tensor([5.0])))[0, :4].tolist() == [0, 0, 0, 5.0]
 
 
-def test_prompts_and_padding_take_no_place():
+def test_prompts_and_padding_take_no_space():
     short = trajectories(["paa", "pata"], [0, 1], 2)
     long = trajectories(["pppppaa", "ppppppppata"], [0, 1], 2, width=20)
     assert torch.equal(short.mask_CT, long.mask_CT)
@@ -97,7 +97,7 @@ def test_gradients_pass_through():
 @pytest.mark.parametrize(
     ("rows", "owners", "completions"), [([], [], 0), ([], [], 3), (["ppp", "pxx"], [1, 0], 2), (["", ""], [0, 0], 2)]
 )
-def test_nothing_to_lay_down_gives_an_empty_sheet(rows, owners, completions):
+def test_an_empty_batch_gives_an_empty_layout(rows, owners, completions):
     laid = trajectories(rows, owners, completions)
     width = max((len(row) for row in rows), default=0)
     assert laid.mask_CT.shape == (completions, 0)
@@ -109,7 +109,7 @@ written = st.lists(st.tuples(st.integers(0, 3), st.text("paxt.", max_size=6)), m
 
 
 @given(written)
-def test_every_token_is_where_a_walk_over_the_rows_puts_it(written):
+def test_the_layout_equals_a_loop_over_the_rows(written):
     owners, rows = [owner for owner, _ in written], [row for _, row in written]
     laid = trajectories(rows, owners)
     width = max((len(row) for row in rows), default=0)
@@ -125,7 +125,7 @@ def test_every_token_is_where_a_walk_over_the_rows_puts_it(written):
     assert laid.mask_CT.tolist() == counting
 
 
-def test_packing_moves_the_tokens_of_a_mask_to_the_left_and_back():
+def test_packing_moves_masked_tokens_to_the_left_and_unpacking_reverts_it():
     mask = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
     values = torch.where(mask, numbered(3, 4), math.nan)
     packing = LeftPacking(mask)
@@ -135,7 +135,7 @@ def test_packing_moves_the_tokens_of_a_mask_to_the_left_and_back():
     assert packing.unpack(packed).tolist() == [[0, 1, 0, 3], [0, 0, 0, 0], [20, 21, 22, 23]]
 
 
-def test_packing_does_not_care_how_a_sheet_lies_in_memory():
+def test_packing_works_on_tensors_that_are_not_contiguous():
     mask = torch.tensor([[0, 1], [1, 1], [1, 0]]).bool()
     values = numbered(2, 3).t()
     assert LeftPacking(mask).pack(values).tolist() == [[10, 0], [1, 11], [2, 0]]

@@ -37,14 +37,14 @@ def test_every_role_of_the_demo_is_a_service_and_each_kind_of_engine_has_a_profi
     assert "COMPOSE_PROFILES=cpu" in (ROOT / ".env").read_text().splitlines()
 
 
-def test_whoever_is_asked_for_tokens_answers_to_the_name_that_the_roles_know():
+def test_engines_have_the_name_that_the_roles_use():
     names = {"engine", *SERVICES["vllm"]["networks"]["default"]["aliases"]}
     assert names == {"engine"}
     for role in ("rollout", "train"):
         assert '--set=engine.urls=["dns+http://engine:8000"]' in SERVICES[role]["command"]
 
 
-def test_vllm_is_started_as_a_run_would_start_it(tmp_path):
+def test_vllm_is_started_with_the_flags_of_a_run(tmp_path):
     ours = build_command(
         demo_settings(tmp_path, 1, vllm_python=sys.executable), Path("python"), "0.0.0.0", 8000, is_cpu_build=False
     )
@@ -58,14 +58,14 @@ def test_vllm_is_started_as_a_run_would_start_it(tmp_path):
     assert f"FROM vllm/vllm-openai:v{version}\n" in (ROOT / "plugins" / "vllm" / "Dockerfile").read_text()
 
 
-def test_the_control_routes_of_vllm_are_published_to_nobody():
+def test_vllms_control_routes_are_not_published():
     assert not any("ports" in service for service in SERVICES.values())
 
 
 @pytest.mark.parametrize(
     ("service", "words"), list(commands()), ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else value
 )
-def test_a_command_line_is_one_that_the_command_takes(service, words, tmp_path):
+def test_every_command_line_is_accepted_by_the_command(service, words, tmp_path):
     assert words[0] == "penstock"
     context = click.Context(penstock)
     name, command, rest = penstock.resolve_command(context, words[1:])
@@ -74,7 +74,7 @@ def test_a_command_line_is_one_that_the_command_takes(service, words, tmp_path):
     command.make_context(name, [str(existing) if word.endswith("run.toml") else word for word in rest])
 
 
-def test_addresses_name_services_of_the_file():
+def test_addresses_name_services_in_the_file():
     for service, words in commands():
         for word in words:
             if "://" in word:
@@ -82,7 +82,7 @@ def test_addresses_name_services_of_the_file():
                 assert host in SERVICES, f"{service}: {word}"
 
 
-def test_dependencies_exist_and_are_healthy_only_where_health_is_checked():
+def test_dependencies_exist_and_have_a_health_check_if_they_must_be_healthy():
     for name, service in SERVICES.items():
         for other, how in (service.get("depends_on") or {}).items():
             assert other in SERVICES, f"{name} depends on {other}"
@@ -101,19 +101,19 @@ def test_volumes_are_declared():
             assert volume.startswith((".", "/")) or volume in COMPOSE["volumes"], f"{name}: {mount}"
 
 
-def test_redis_keeps_what_it_is_given():
+def test_redis_persists_and_does_not_evict():
     words = shlex.split(SERVICES["redis"]["command"])
     assert words[words.index("--appendonly") + 1] == "yes"
     assert words[words.index("--maxmemory-policy") + 1] == "noeviction"
 
 
-def test_one_service_builds_the_image_that_all_roles_use():
+def test_one_service_builds_the_image_of_all_roles():
     built = [name for name, service in SERVICES.items() if "build" in service]
     assert built == ["prepare", "vllm"]
     assert {service["image"] for name, service in SERVICES.items() if name not in {"redis", "vllm"}} == {"penstock"}
 
 
-def test_the_image_holds_every_package():
+def test_the_image_contains_every_package():
     text = (ROOT / "Dockerfile").read_text()
     for package in ("stream", "envs", "workers"):
         assert f"COPY {package} {package}" in text

@@ -32,8 +32,8 @@ def floats(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
 
 
 def test_policies_are_compared_over_tokens_and_over_completions():
-    found = floats(policy_metrics(TRAIN, ROLLOUT, RATIOS))
-    assert found == pytest.approx(
+    result = floats(policy_metrics(TRAIN, ROLLOUT, RATIOS))
+    assert result == pytest.approx(
         {
             "training_log_ppl": (2 + 1) / 2,
             "rollout_log_ppl": (5 / 3 + 1.5) / 2,
@@ -52,11 +52,11 @@ def test_policies_are_compared_over_tokens_and_over_completions():
     )
 
 
-def test_what_a_token_rule_saw_and_took():
-    found = floats(rejection_metrics(reject([RejectionRule("token_k1", 0.5, 4.0)], RATIOS)))
+def test_metrics_of_a_token_rule():
+    result = floats(rejection_metrics(reject([RejectionRule("token_k1", 0.5, 4.0)], RATIOS)))
     low = math.log(0.5)
     inside = [0, 1, 0, 0, low]  # k1 of the first completion is 0, 1, 0; of the second, 0, -1
-    assert found == pytest.approx(
+    assert result == pytest.approx(
         {
             "rollout_rs_token_k1_mean": 0.0,
             "rollout_rs_token_k1_max": 1.0,
@@ -80,23 +80,23 @@ def test_what_a_token_rule_saw_and_took():
     )
 
 
-def test_what_a_completion_rule_saw_is_counted_in_completions():
+def test_metrics_of_a_completion_rule_count_completions():
     rule = RejectionRule("seq_sum_k3", 0.0, 0.5)  # sums: 1/e of the first, e - 2 of the second
-    found = floats(rejection_metrics(reject([rule], RATIOS)))
-    assert found["rollout_rs_seq_sum_k3_mean"] == pytest.approx((3 / math.e + 2 * (math.e - 2)) / 5)
-    assert found["rollout_rs_seq_sum_k3_seq_mean"] == pytest.approx((1 / math.e + math.e - 2) / 2)
-    assert found["rollout_rs_seq_sum_k3_fraction_high"] == 1 / 2
-    assert found["rollout_rs_seq_sum_k3_masked_fraction"] == pytest.approx(2 / 5)
-    assert "rollout_rs_seq_sum_k3_seq_fraction_low" not in found
+    result = floats(rejection_metrics(reject([rule], RATIOS)))
+    assert result["rollout_rs_seq_sum_k3_mean"] == pytest.approx((3 / math.e + 2 * (math.e - 2)) / 5)
+    assert result["rollout_rs_seq_sum_k3_seq_mean"] == pytest.approx((1 / math.e + math.e - 2) / 2)
+    assert result["rollout_rs_seq_sum_k3_fraction_high"] == 1 / 2
+    assert result["rollout_rs_seq_sum_k3_masked_fraction"] == pytest.approx(2 / 5)
+    assert "rollout_rs_seq_sum_k3_seq_fraction_low" not in result
 
 
-def test_weights_of_tokens():
+def test_metrics_of_token_weights():
     weights = importance_weights(RATIOS, level="token", **BOUNDS | {"normalize": True})
-    found = floats(weight_metrics(weights))
+    result = floats(weight_metrics(weights))
     w = [1, math.exp(-1), 1, 1, 2.0]
     mean, squares = sum(w) / 5, sum(x * x for x in w) / 5
     first, second = (2 + math.exp(-1)) / 3, 1.5
-    assert found == pytest.approx(
+    assert result == pytest.approx(
         {
             "rollout_is_mean": mean,
             "rollout_is_std": math.sqrt(squares - mean**2),
@@ -117,29 +117,29 @@ def test_weights_of_tokens():
     )
 
 
-def test_weights_of_completions_are_counted_in_completions():
+def test_metrics_of_completion_weights_count_completions():
     weights = importance_weights(RATIOS, level="sequence", **BOUNDS)
-    found = floats(weight_metrics(weights))
-    assert (found["rollout_is_max"], found["rollout_is_min"]) == pytest.approx((math.e, 1 / math.e))
-    assert found["rollout_is_seq_max"] == 2.0
-    assert (found["rollout_is_ratio_fraction_high"], found["rollout_is_ratio_fraction_low"]) == (0.5, 0.5)
-    assert "rollout_is_batch_norm_factor" not in found
+    result = floats(weight_metrics(weights))
+    assert (result["rollout_is_max"], result["rollout_is_min"]) == pytest.approx((math.e, 1 / math.e))
+    assert result["rollout_is_seq_max"] == 2.0
+    assert (result["rollout_is_ratio_fraction_high"], result["rollout_is_ratio_fraction_low"]) == (0.5, 0.5)
+    assert "rollout_is_batch_norm_factor" not in result
 
 
-def test_equal_weights_are_all_of_the_sample_and_zeroed_ones_none():
+def test_effective_sample_size_is_1_for_equal_weights_and_0_if_all_are_zeroed():
     one = importance_weights(log_ratios(TRAIN, TRAIN, Sequences(MASK, IDS)), level="token", **BOUNDS)
     assert float(weight_metrics(one)["rollout_is_eff_sample_size"]) == 1.0
     none = importance_weights(
         log_ratios(TRAIN, TRAIN, Sequences(MASK, IDS)), level="token", **BOUNDS | {"upper": 0.5, "out_of_range": "zero"}
     )
-    found = floats(weight_metrics(none))
-    assert (found["rollout_is_eff_sample_size"], found["rollout_is_oob_ratio"]) == (0.0, 1.0)
+    result = floats(weight_metrics(none))
+    assert (result["rollout_is_eff_sample_size"], result["rollout_is_oob_ratio"]) == (0.0, 1.0)
 
 
-def test_all_together_each_over_its_own_mask():
+def test_each_metric_covers_its_own_mask():
     rejection = reject([RejectionRule("token_k1", 0.5, 4.0)], RATIOS)
     weights = importance_weights(log_ratios(TRAIN, ROLLOUT, Sequences(rejection.kept_RT, IDS)), level="token", **BOUNDS)
-    found = floats(
+    result = floats(
         correction_metrics(
             TRAIN,
             ROLLOUT,
@@ -148,9 +148,9 @@ def test_all_together_each_over_its_own_mask():
             weights=weights,
         )
     )
-    assert found["kl"] == 1 / 4
-    assert found["rollout_is_mean"] == pytest.approx((3 + math.exp(-1)) / 4)
-    assert found["rollout_rs_masked_fraction"] == pytest.approx(1 / 5)
+    assert result["kl"] == 1 / 4
+    assert result["rollout_is_mean"] == pytest.approx((3 + math.exp(-1)) / 4)
+    assert result["rollout_rs_masked_fraction"] == pytest.approx(1 / 5)
     before = floats(correction_metrics(TRAIN, ROLLOUT, RATIOS, rejection=rejection))
     assert before["kl"] == 0.0
     assert not any(name.startswith("rollout_is") for name in before)
@@ -163,18 +163,18 @@ def test_a_single_completion_has_a_standard_deviation_of_0():
     weights = importance_weights(
         log_ratios(TRAIN[:2], ROLLOUT[:2], Sequences(MASK[:2], IDS[:2])), level="token", **BOUNDS
     )
-    found = correction_metrics(
+    result = correction_metrics(
         TRAIN[:2],
         ROLLOUT[:2],
         log_ratios(TRAIN[:2], ROLLOUT[:2], Sequences(MASK[:2], IDS[:2])),
         rejection=rejection,
         weights=weights,
     )
-    assert (float(found["rollout_is_seq_std"]), float(found["rollout_rs_token_k2_seq_std"])) == (0.0, 0.0)
+    assert (float(result["rollout_is_seq_std"]), float(result["rollout_rs_token_k2_seq_std"])) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("rows", [0, 4])
-def test_a_mean_of_nothing_is_left_out(rows):
+def test_an_empty_mean_is_omitted(rows):
     train, rollout, ids = TRAIN[:rows], ROLLOUT[:rows], IDS[:rows]
     nothing = torch.zeros_like(MASK[:rows])
     rejection = reject([RejectionRule("m2po", 0.0, 1.0)], log_ratios(train, rollout, Sequences(nothing, ids)))
@@ -192,9 +192,9 @@ def test_extreme_log_ratios_give_finite_metrics():
     mask, ids = torch.ones(1, 2, dtype=torch.bool), torch.tensor([0])
     rejection = reject([RejectionRule("token_k3", 0.0, 1.0)], log_ratios(train, rollout, Sequences(mask, ids)))
     weights = importance_weights(log_ratios(train, rollout, Sequences(mask, ids)), level="token", **BOUNDS)
-    found = floats(
+    result = floats(
         correction_metrics(
             train, rollout, log_ratios(train, rollout, Sequences(mask, ids)), rejection=rejection, weights=weights
         )
     )
-    assert all(math.isfinite(value) for value in found.values())
+    assert all(math.isfinite(value) for value in result.values())

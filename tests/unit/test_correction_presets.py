@@ -12,7 +12,7 @@ from workers.train.algorithms.rejection import REJECTIONS
 each_preset = pytest.mark.parametrize("name", PRESETS)
 
 
-def test_all_of_the_published_ones_are_there():
+def test_all_published_presets_are_registered():
     decoupled = "token_is seq_is token_icepop seq_is_rs geo_rs geo_rs_seq_tis geo_rs_token_tis k3_rs k3_rs_seq_tis"
     bypass = "ppo_clip ppo_clip_geo_rs ppo_clip_k3_rs pg_is pg_token_icepop pg_geo_rs pg_geo_rs_seq_tis"
     names = {f"decoupled_{name}" for name in [*decoupled.split(), "k3_rs_token_tis"]}
@@ -22,7 +22,7 @@ def test_all_of_the_published_ones_are_there():
 
 
 @each_preset
-def test_a_name_says_all_of_its_preset(name):
+def test_a_presets_name_describes_it_completely(name):
     words, preset = name.split("_"), PRESETS[name]
     assert preset.bypass == ("bypass" in words)
     assert preset.loss == ("reinforce" if "pg" in words else "clipped")
@@ -40,12 +40,12 @@ def test_a_name_says_all_of_its_preset(name):
 
 
 @each_preset
-def test_its_words_are_registered(name):
+def test_a_presets_rules_and_levels_are_registered(name):
     preset = PRESETS[name]
     assert preset.weights in {"none", *IMPORTANCE_LEVELS}
     assert set(preset.reject) <= set(REJECTIONS)
 
 
-def test_they_load_without_torch():
+def test_presets_load_without_torch():
     code = "import sys; import workers.settings.presets; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

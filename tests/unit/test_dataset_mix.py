@@ -65,8 +65,8 @@ def test_each_dataset_has_its_own_columns_system_message_and_environment(make):
 
 def test_the_order_never_changes(make):
     mixture = make({"a": (4, {"weight": 3}), "b": (3, {"weight": 1})})
-    found = " ".join(names(mixture))  # a change would feed resumed runs other rows
-    assert found == ("a:0:0 a:0:3 b:0:0 a:0:1 a:0:2 a:1:2 b:0:2 a:1:1 a:1:3 a:1:0 b:0:1 a:2:2")
+    result = " ".join(names(mixture))  # a change would feed resumed runs other rows
+    assert result == ("a:0:0 a:0:3 b:0:0 a:0:1 a:0:2 a:1:2 b:0:2 a:1:1 a:1:3 a:1:0 b:0:1 a:2:2")
 
 
 @given(

@@ -118,7 +118,7 @@ async def test_check_warns_about_environments_with_their_own_loop():
     assert any("runs its own agent loop" in warning for warning in report.warnings)
 
 
-def test_one_of_the_two_alone_is_a_tool_like_any_other():
+def test_tool_schemas_or_call_tool_alone_is_an_ordinary_tool():
     assert not declares_tools(OnlyOne())
     assert [tool.name for tool in load(OnlyOne).tools] == ["call_tool"]
 
@@ -141,7 +141,7 @@ def test_a_missing_library_names_the_extra():
         import_extra("no_such_library", "openenv")
 
 
-def test_a_library_that_lacks_a_part_of_its_own_says_so_itself(tmp_path, monkeypatch):
+def test_a_missing_import_within_a_library_is_reported_unchanged(tmp_path, monkeypatch):
     (tmp_path / "half_a_library.py").write_text("import no_such_part\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_part") as raised:

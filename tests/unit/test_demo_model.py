@@ -42,7 +42,7 @@ def rendered(tokenizer, messages, **more):
     return tokenizer.apply_chat_template(messages, tokenize=False, **more)
 
 
-def test_a_tool_call_is_spelled_so_that_hermes_reads_it(tokenizer):
+def test_a_rendered_tool_call_is_parsed_by_the_hermes_format(tokenizer):
     function = {"name": "multiply", "arguments": {"a": 97, "b": 7}}
     call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
     text = rendered(tokenizer, [{"role": "user", "content": "?"}, call])
@@ -52,7 +52,7 @@ def test_a_tool_call_is_spelled_so_that_hermes_reads_it(tokenizer):
     assert (parsed.name, parsed.arguments) == ("multiply", {"a": 97, "b": 7})
 
 
-def test_arguments_given_as_text_and_calls_without_a_wrapper_render_the_same(tokenizer, solved):
+def test_calls_render_the_same_with_text_arguments_and_without_a_wrapper(tokenizer, solved):
     def unwrapped(message):
         calls = [call["function"] for call in message.get("tool_calls", [])]
         calls = [{**call, "arguments": json.dumps(call["arguments"])} for call in calls]
@@ -63,7 +63,7 @@ def test_arguments_given_as_text_and_calls_without_a_wrapper_render_the_same(tok
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
-def test_each_beginning_of_a_conversation_renders_as_a_beginning_of_the_whole(tokenizer, solved, tools, system):
+def test_a_prefix_of_a_conversation_renders_to_a_prefix_of_the_tokens(tokenizer, solved, tools, system):
     messages = [*system, *solved[:3], solved[2], *solved[3:]]  # two consecutive results as well
     whole = rendered(tokenizer, messages, tools=tools)
     for length in range(len(system) + 1, len(messages)):
@@ -75,7 +75,7 @@ def test_each_beginning_of_a_conversation_renders_as_a_beginning_of_the_whole(to
             assert whole.startswith(opened)
 
 
-def test_schemas_are_shown_unless_the_template_is_told_to_leave_them_out(tokenizer, solved):
+def test_schemas_are_rendered_unless_a_template_argument_omits_them(tokenizer, solved):
     bare = rendered(tokenizer, solved)
     shown = rendered(tokenizer, solved, tools=TOOLS)
     assert shown.startswith("<|im_start|>system\n# Tools")
@@ -94,7 +94,7 @@ def test_content_in_parts_renders_as_its_text(tokenizer):
     )
 
 
-def test_both_readers_of_the_tokenizer_agree(folder, tokenizer, solved):
+def test_tokenizers_and_transformers_agree(folder, tokenizer, solved):
     plain = Tokenizer.from_file(str(folder / "tokenizer.json"))
     text = rendered(tokenizer, solved)
     assert plain.encode(text).ids == tokenizer(text)["input_ids"] == plain.encode(text, add_special_tokens=False).ids
@@ -109,7 +109,7 @@ def test_every_digit_is_a_token_and_any_text_survives(tokenizer):
     assert tokenizer.decode(tokenizer(strange)["input_ids"]) == strange
 
 
-def test_tags_of_tool_calls_are_one_token_and_text_while_roles_are_control(tokenizer, solved):
+def test_tool_call_tags_are_single_text_tokens_and_roles_are_control_tokens(tokenizer, solved):
     ids = tokenizer(rendered(tokenizer, solved))["input_ids"]
     for tag in (
         "<tool_call>",
@@ -125,7 +125,7 @@ def test_tags_of_tool_calls_are_one_token_and_text_while_roles_are_control(token
     assert "<|im_" not in text
 
 
-def test_the_rollouts_chat_accepts_the_template_and_continues_as_the_warm_start_does(folder, tokenizer, solved):
+def test_the_chat_tokenizer_continues_as_in_the_warm_start(folder, tokenizer, solved):
     chat = ChatTokenizer.load(folder, {}, None)
     assert not check_history(chat.renderer).rewrites_history
     assert chat.stop_token_ids == (tokenizer.eos_token_id,)
@@ -143,7 +143,7 @@ def test_the_rollouts_chat_accepts_the_template_and_continues_as_the_warm_start_
     assert tokenizer.decode(ids[len(pieces) :]) == "\n"
 
 
-def test_only_what_the_assistant_writes_weighs_one(tokenizer):
+def test_only_assistant_tokens_have_weight_1(tokenizer):
     for ids, weights in tokenize(tokenizer, list(islice(transcripts(9, habit=True), 50))):
         spoken = tokenizer.decode([token for token, weight in zip(ids, weights, strict=True) if weight == 1.0])
         assert spoken.endswith("<|im_end|>")
@@ -156,7 +156,7 @@ def rendered_turns(tokenizer, ids):
     return tokenizer.decode(ids).count("<|im_start|>assistant")
 
 
-def test_the_model_is_small_tied_and_knows_how_a_turn_ends(folder, tokenizer):
+def test_the_model_is_small_and_tied_and_has_an_end_of_turn_token(folder, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert type(model).__name__ == "Qwen3ForCausalLM"
     assert 400_000 < sum(weight.numel() for weight in model.parameters()) < 450_000
@@ -166,7 +166,7 @@ def test_the_model_is_small_tied_and_knows_how_a_turn_ends(folder, tokenizer):
     assert model.config.max_position_embeddings == 512
 
 
-def test_the_seed_decides_the_weights_and_nothing_else(folder, tmp_path):
+def test_the_seed_affects_only_the_weights(folder, tmp_path):
     make_model(tmp_path / "same", seed=1)
     make_model(tmp_path / "other", seed=2)
     weights = {name: (path / "model.safetensors").read_bytes() for name, path in tmp_folders(folder, tmp_path)}
@@ -179,13 +179,15 @@ def tmp_folders(folder, tmp_path):
     return [("first", folder), ("same", tmp_path / "same"), ("other", tmp_path / "other")]
 
 
-def test_a_warm_start_repeats_to_the_bit_and_reports_each_step(tmp_path):
+def test_a_warm_start_is_reproducible_bit_for_bit_and_reports_each_step(tmp_path):
     seen = []
     results = []
     for name in ("one", "two"):
         make_model(tmp_path / name, seed=4)
         results.append(
-            warm_start(tmp_path / name, 4, steps=6, batch=2, threads=1, progress=lambda *told: seen.append(told))
+            warm_start(
+                tmp_path / name, 4, steps=6, batch=2, threads=1, progress=lambda *reported: seen.append(reported)
+            )
         )
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert first.keys() == second.keys()

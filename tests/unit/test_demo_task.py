@@ -15,7 +15,7 @@ def problems(n=500, seed=7):
     return list(islice(training_problems(seed), n))
 
 
-def test_the_answer_is_what_the_text_asks_for():
+def test_the_answer_solves_the_text():
     words = {"plus": lambda a, b: a + b, "minus": lambda a, b: a - b, "times": lambda a, b: a * b}
     for row in training_rows(500, 3) + held_out_rows(200, 3):
         number = r"(\d+)"
@@ -25,7 +25,7 @@ def test_the_answer_is_what_the_text_asks_for():
         assert row["prompt"] == [{"role": "user", "content": row["problem"]}]
 
 
-def test_numbers_stay_in_their_ranges():
+def test_numbers_are_within_their_ranges():
     for problem in problems():
         first, second = problem.steps
         assert 50 <= first.a <= 99
@@ -35,13 +35,13 @@ def test_numbers_stay_in_their_ranges():
             assert 2 <= step.b <= (9 if step.tool == "multiply" else 49)
 
 
-def test_the_shipped_calculator_agrees_with_every_step():
+def test_the_built_in_calculator_agrees_with_every_step():
     calculator = Calculator()
     for step in (step for problem in problems(200) for step in problem.steps):
         assert getattr(calculator, step.tool)(step.a, step.b) == step.result
 
 
-def test_no_held_out_problem_is_ever_trained_on():
+def test_no_held_out_problem_is_in_the_training_set():
     unseen = {row["problem"] for row in held_out_rows(2000, 1)}
     trained = {row["problem"] for row in training_rows(20_000, 1)}
     imitated = {
@@ -54,17 +54,17 @@ def test_no_held_out_problem_is_ever_trained_on():
     assert not any(is_held_out(text) for text in trained | imitated)
 
 
-def test_one_epoch_of_sixty_steps_sees_no_problem_twice():
+def test_an_epoch_of_sixty_steps_has_no_repeated_problem():
     rows = training_rows(60 * 16, 0)
     assert len({row["problem"] for row in rows}) == len(rows) == 960
 
 
-def test_a_seed_means_the_same_rows_in_another_process():
+def test_a_seed_gives_the_same_rows_in_another_process():
     code = (
         "from workers.demo.task import held_out_rows, training_rows; print(training_rows(50, 5), held_out_rows(50, 5))"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50).stdout
-    assert told == f"{training_rows(50, 5)} {held_out_rows(50, 5)}\n"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50).stdout
+    assert output == f"{training_rows(50, 5)} {held_out_rows(50, 5)}\n"
     assert training_rows(50, 5) != training_rows(50, 6)
 
 
@@ -75,7 +75,7 @@ def test_more_rows_than_can_be_drawn_quickly_are_refused():
         held_out_rows(MAX_ROWS)
 
 
-def test_a_clean_script_solves_the_problem_and_each_other_one_breaks_it_its_own_way():
+def test_the_clean_script_solves_the_problem_and_each_other_script_has_its_own_error():
     rng = random.Random(2)
     for problem in problems(200):
         solved = said(problem, Behavior.CLEAN, rng)
@@ -92,7 +92,7 @@ def test_a_clean_script_solves_the_problem_and_each_other_one_breaks_it_its_own_
         assert calls != list(problem.steps)
 
 
-def test_habits_come_in_their_shares():
+def test_habits_occur_with_their_probabilities():
     assert sum(HABIT_SHARES.values()) == pytest.approx(1)
     lengths = [len(conversation) for conversation in islice(transcripts(4, habit=True), 4000)]
     assert lengths.count(4) / 4000 == pytest.approx(0.48, abs=0.03)  # user, call, result, answer

@@ -82,8 +82,8 @@ def test_an_address_is_dropped_after_three_answers_without_it():
     assert set(merge_dns_answer(known, ["a"])) == {"a"}
 
 
-def word(url: str, said: str) -> EngineOverride:
-    return EngineOverride(url, said, "me", 0.0)
+def word(url: str, action: str) -> EngineOverride:
+    return EngineOverride(url, action, "me", 0.0)
 
 
 def test_the_last_override_of_an_engine_counts():

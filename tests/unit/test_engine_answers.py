@@ -62,7 +62,7 @@ def test_an_answer_without_versions_gets_the_given_one():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"finish_reason": "abort"}, "aborted the request after 2 tokens"),
         ({"finish_reason": "abort", "token_ids": [], "logprobs": None, "weight_versions": None}, "after 0 tokens"),
@@ -82,14 +82,14 @@ def test_an_answer_without_versions_gets_the_given_one():
         ({"weight_versions": [{"version": "4", "start": 0, "end": 3}]}, "do not cover 2 tokens"),
     ],
 )
-def test_an_invalid_answer_of_generate_is_not_a_sample(changes, said):
-    with pytest.raises(EngineError, match=said) as error:
+def test_an_invalid_answer_of_generate_is_not_a_sample(changes, message):
+    with pytest.raises(EngineError, match=message) as error:
         GenerateApi().decode(200, generated(**changes), URL, version=9)
     assert not isinstance(error.value, EngineRefusedError)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"finish_reason": "abort"}, "aborted the request after 2 tokens"),
         ({"finish_reason": "abort", "token_ids": []}, "aborted the request after 0 tokens"),
@@ -103,8 +103,8 @@ def test_an_invalid_answer_of_generate_is_not_a_sample(changes, said):
         ({"logprobs": {"token_logprobs": [-0.5, 17.5]}}, "17.5 as a log-prob"),
     ],
 )
-def test_an_invalid_answer_of_completions_is_not_a_sample(changes, said):
-    with pytest.raises(EngineError, match=said) as error:
+def test_an_invalid_answer_of_completions_is_not_a_sample(changes, message):
+    with pytest.raises(EngineError, match=message) as error:
         CompletionsApi().decode(200, completed(**changes), URL, version=9)
     assert not isinstance(error.value, EngineRefusedError)
 
@@ -147,8 +147,8 @@ def test_both_routes_messages_for_a_context_that_is_too_long_are_recognized(word
     [("4", 4), ("0", 0), (None, None), ("none", None), ("default", None), ("v4", None), ("-1", None)],
 )
 def test_names_that_no_trainer_gave_have_no_version(name, version):
-    told = msgspec.json.decode(msgspec.json.encode({"weight_version": name}), type=WeightInfo)
-    assert policy_version(told.weight_version) == version
+    weight_info = msgspec.json.decode(msgspec.json.encode({"weight_version": name}), type=WeightInfo)
+    assert policy_version(weight_info.weight_version) == version
 
 
 def test_a_request_spells_out_every_option_on_both_routes():

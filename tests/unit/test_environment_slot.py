@@ -85,8 +85,8 @@ async def test_an_observation_is_none_text_or_parts(observation):
         async def reset(self):
             return observation
 
-    found = await slot_of(Observing).reset({}, 0, 0, 5)
-    assert found == (observation.replace("\ud800", "?") if isinstance(observation, str) else observation)
+    result = await slot_of(Observing).reset({}, 0, 0, 5)
+    assert result == (observation.replace("\ud800", "?") if isinstance(observation, str) else observation)
 
 
 @pytest.mark.parametrize("observation", [7, {"text": "Hello"}, ["Hello"], [{"image": object()}], b"Hello"])
@@ -217,11 +217,11 @@ async def test_a_reset_that_raises_or_times_out_fails_and_the_next_one_gets_a_ne
 
     pool = EnvironmentPool({"env": factory_of(Moody)}, size=1)
     async with pool:
-        for how, told in (("raise", "RuntimeError: no server"), ("hang", "did not return within 0.3 s")):
+        for how, message in (("raise", "RuntimeError: no server"), ("hang", "did not return within 0.3 s")):
             async with pool.slot("env") as slot:
                 failure = await slot.reset({"how": how}, 0, 0, 0.3)
                 assert failure == Failure(reason=RolloutReason.ENV_RESET, detail=failure.detail)
-                assert told in failure.detail
+                assert message in failure.detail
         async with pool.slot("env") as slot:
             assert await slot.reset({"how": "well"}, 0, 0, 5) is None
             assert slot._environment.nth == 4  # the factory's sample instance, and one per episode
@@ -357,16 +357,16 @@ async def test_a_wrong_number_of_turn_rewards_replaces_the_instance():
         def get_reward(self):
             return self.grades
 
-    said = [{"role": "assistant"}, {"role": "tool"}, {"role": "assistant"}]
+    messages = [{"role": "assistant"}, {"role": "tool"}, {"role": "assistant"}]
     slot = slot_of(Graded)
     await slot.reset({"grades": [0.5, 1]}, 0, 0, 5)
-    parts = await slot.reward(5, said)
+    parts = await slot.reward(5, messages)
     assert [(part.turn, part.reward, slot.needs_replacement) for part in parts] == [
         (0, Measured(0.5), False),
         (1, Measured(1.0), False),
     ]
     await slot.reset({"grades": [0.5, 1, 0]}, 0, 0, 5)
-    (part,) = await slot.reward(5, said)
+    (part,) = await slot.reward(5, messages)
     assert part.reward.reason is RewardReason.SHAPE
     assert slot.needs_replacement
 

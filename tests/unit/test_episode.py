@@ -254,8 +254,8 @@ async def test_the_row_equals_the_whole_conversation_rendered():
     completion = await completion_of(texts, chat=chat)
     (row,) = completion.rows
     tools = [m for m in completion.messages if m["role"] == "tool"]
-    said = [{"role": "assistant", "content": text} for text in texts]
-    whole = [*completion.prompt_messages, said[0], tools[0], said[1], *tools[1:3], said[2], tools[3]]
+    messages = [{"role": "assistant", "content": text} for text in texts]
+    whole = [*completion.prompt_messages, messages[0], tools[0], messages[1], *tools[1:3], messages[2], tools[3]]
     assert text_of(row.prompt) + text_of(row.tokens) == text_of(chat.prompt_ids(whole)) + "Done." + END
 
 

@@ -11,5 +11,5 @@ def test_the_documented_tree_is_the_class_hierarchy():
         depth = len(prefix) // 4
         path[depth:] = [name]
         documented[name] = path[depth - 1] if depth else "Exception"
-    defined = {name: found.__base__.__name__ for name, found in vars(errors).items() if isinstance(found, type)}
+    defined = {name: result.__base__.__name__ for name, result in vars(errors).items() if isinstance(result, type)}
     assert documented == defined

@@ -50,30 +50,30 @@ def values(completions, **sections):
 REWARD_TO_GO = {"estimator": {"name": "reinforce_plus_plus", "whiten": False}}
 
 
-def test_each_turns_reward_stands_on_its_last_token_and_the_rest_of_the_reward_on_the_last_of_all():
+def test_turn_rewards_are_on_the_turns_last_tokens_and_the_rest_on_the_very_last():
     by_turn = completion(0, 1.75, turns=(2, 1, 2), by_turn=(0.5, 0.0, 0.25))  # 1.0 from another part
-    found, _ = estimate([by_turn, completion(1, 0.0)], **REWARD_TO_GO)
-    assert found.tokens_RT[0].tolist() == [0, 1.75, 1.75, 0, 1.25, 0, 1.25, 1.25]
-    assert found.returns_RT[0].tolist() == found.tokens_RT[0].tolist()
+    result, _ = estimate([by_turn, completion(1, 0.0)], **REWARD_TO_GO)
+    assert result.tokens_RT[0].tolist() == [0, 1.75, 1.75, 0, 1.25, 0, 1.25, 1.25]
+    assert result.returns_RT[0].tolist() == result.tokens_RT[0].tolist()
 
 
-def test_a_reward_that_counts_as_nothing_counts_as_nothing_by_turn_too():
+def test_a_zeroed_reward_is_zero_on_every_turn():
     cut = completion(0, 0.75, turns=(1, 1), by_turn=(0.5, 0.25), truncated=TruncationReason.LENGTH)
     algorithm = {"truncation": {"length": "zero_reward"}}
-    found, _ = estimate([cut, completion(1, 1.0)], algorithm=algorithm, **REWARD_TO_GO)
-    assert found.tokens_RT[0].tolist() == [0, 0, 0, 0]
+    result, _ = estimate([cut, completion(1, 1.0)], algorithm=algorithm, **REWARD_TO_GO)
+    assert result.tokens_RT[0].tolist() == [0, 0, 0, 0]
 
 
-def test_rewards_are_shaped_in_order_overlong_bias_scale_clip():
+def test_shaping_applies_overlong_penalty_bias_scale_clip_in_order():
     shaping = {"overlong_penalty": [2, 0.5], "reward_bias": -0.25, "reward_scale": 4.0, "reward_clip": 2.5}
     rollout = {"max_tokens": 4, "max_tokens_per_turn": 4}
     long, longer, short = completion(0, 1.0, turns=(3,)), completion(1, 1.0, turns=(4,)), completion(2, 1.0)
     # 1 - .25 - .25 = .5, 1 - .5 - .25 = .25, 1 - .25 = .75; times 4; clipped
-    found = values([long, longer, short], algorithm=shaping, rollout=rollout, estimator={"name": "dr_grpo"})
-    assert found == pytest.approx([2.0 - 5.5 / 3, 1.0 - 5.5 / 3, 2.5 - 5.5 / 3])
+    result = values([long, longer, short], algorithm=shaping, rollout=rollout, estimator={"name": "dr_grpo"})
+    assert result == pytest.approx([2.0 - 5.5 / 3, 1.0 - 5.5 / 3, 2.5 - 5.5 / 3])
 
 
-def test_what_was_cut_off_under_the_policy_penalty_bears_the_whole_penalty_however_short():
+def test_under_the_policy_penalty_a_truncated_completion_gets_the_full_penalty():
     sections = {
         "algorithm": {"truncation": {"max_turns": "penalty"}, "overlong_penalty": [2, 0.5]},
         "rollout": {"max_tokens": 100, "max_tokens_per_turn": 100},
@@ -83,10 +83,10 @@ def test_what_was_cut_off_under_the_policy_penalty_bears_the_whole_penalty_howev
     assert values([cut, completion(1, 1.0)], **sections) == [-0.25, 0.25]
 
 
-def test_the_greedy_rollout_is_the_baseline_and_in_no_statistic():
+def test_the_greedy_completion_is_the_baseline_and_in_no_statistic():
     rolled = [completion(0, 1.0), completion(1, 0.0), completion(2, 0.5, greedy=True)]
-    found, verdict = estimate(rolled, estimator={"name": "remax"})
-    assert found.values_C.tolist() == [0.5, -0.5]
+    result, verdict = estimate(rolled, estimator={"name": "remax"})
+    assert result.values_C.tolist() == [0.5, -0.5]
     assert verdict == [None]
 
 
@@ -99,14 +99,14 @@ def test_the_greedy_rollout_is_the_baseline_and_in_no_statistic():
         (0.5, {"truncated": TruncationReason.LENGTH}, "exclude", None),
     ],
 )
-def test_a_greedy_rollout_is_under_the_same_rules_as_its_siblings(reward, facts, policy, expected):
+def test_a_greedy_completion_follows_the_same_rules_as_the_others(reward, facts, policy, expected):
     rolled = [completion(0, 1.0), completion(1, 0.0), completion(2, reward, greedy=True, **facts)]
     algorithm = {"truncation": {"length": policy}}
-    found, verdict = estimate(rolled, estimator={"name": "remax"}, algorithm=algorithm)
+    result, verdict = estimate(rolled, estimator={"name": "remax"}, algorithm=algorithm)
     if expected is None:
         assert verdict == [DropReason.NO_BASELINE]
     else:
-        assert found.values_C.tolist() == expected
+        assert result.values_C.tolist() == expected
 
 
 def test_the_greedy_reward_is_shaped_like_the_others():
@@ -134,7 +134,7 @@ def test_groups_out_of_bounds_are_dropped_by_reason(bounds, expected):
     assert verdict == [expected]
 
 
-def test_a_row_that_is_in_the_baseline_only_counts_in_its_group_and_not_in_the_batch():
+def test_a_baseline_only_completion_counts_in_its_group_and_not_in_the_batch():
     silent = completion(2, 4.0, truncated=TruncationReason.LENGTH)
     rolled = [completion(0, 1.0), completion(1, 0.0), silent]
     algorithm = {"truncation": {"length": "baseline_only"}}
@@ -142,11 +142,11 @@ def test_a_row_that_is_in_the_baseline_only_counts_in_its_group_and_not_in_the_b
     group = values(rolled, **of_group, estimator={"name": "dr_grpo"})
     assert group[:2] == pytest.approx([1 - 5 / 3, -5 / 3])
     of_batch = {"algorithm": algorithm | {"reward_normalization": ["batch", "batch"]}}
-    found = values(rolled, **of_batch, **REWARD_TO_GO)
-    assert found[:2] == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-4)
+    result = values(rolled, **of_batch, **REWARD_TO_GO)
+    assert result[:2] == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-4)
 
 
-def test_advantages_on_tokens_are_a_view_where_a_completion_has_one():
-    found, _ = estimate([completion(0, 1.0), completion(1, 0.0, turns=(5,))])
-    assert found.tokens_RT.stride() == (1, 0)
-    assert torch.equal(found.tokens_RT[:, 0], found.values_C)
+def test_token_advantages_are_a_view_of_completion_advantages():
+    result, _ = estimate([completion(0, 1.0), completion(1, 0.0, turns=(5,))])
+    assert result.tokens_RT.stride() == (1, 0)
+    assert torch.equal(result.tokens_RT[:, 0], result.values_C)

@@ -40,7 +40,7 @@ def judged(*completions, **sections):
 
 
 def test_each_completion_is_valid_invalid_or_mixed():
-    found = judged(
+    result = judged(
         completion(reward=Measured(1.0)),
         completion(reward=Measured(0.25)),
         completion(reward=Measured(1.0), versions=(3, 4)),
@@ -50,7 +50,7 @@ def test_each_completion_is_valid_invalid_or_mixed():
         completion(reward=Measured(1.0), truncated=TruncationReason.LENGTH),
         completion(reward=Measured(1.0), truncated=TruncationReason.WALL_CLOCK),
     )
-    assert found == PromptEvaluation(
+    assert result == PromptEvaluation(
         environment="e",
         valid=3,
         successes=2,
@@ -62,13 +62,13 @@ def test_each_completion_is_valid_invalid_or_mixed():
 
 def test_a_completion_with_a_token_of_another_version_is_mixed():
     failed = Failure(reason=RolloutReason.ENGINE)
-    found = judged(completion(versions=(2,), failure=failed), completion(versions=(4,), reward=Measured(0.0)))
-    assert (found.mixed_versions, found.valid, found.invalid) == (2, 0, {})
+    result = judged(completion(versions=(2,), failure=failed), completion(versions=(4,), reward=Measured(0.0)))
+    assert (result.mixed_versions, result.valid, result.invalid) == (2, 0, {})
 
 
 def test_a_completion_that_failed_before_sampling_is_invalid():
-    found = judged(Completion(index=0, failure=Failure(reason=RolloutReason.ENV_RESET)))
-    assert (found.invalid, found.mixed_versions) == ({"failed:env_reset": 1}, 0)
+    result = judged(Completion(index=0, failure=Failure(reason=RolloutReason.ENV_RESET)))
+    assert (result.invalid, result.mixed_versions) == ({"failed:env_reset": 1}, 0)
 
 
 def test_success_depends_on_the_threshold_setting():
@@ -129,10 +129,12 @@ def test_lines_after_the_checkpoint_are_cut_and_written_again(tmp_path):
 def test_the_text_of_an_evaluation():
     import msgspec
 
-    told = msgspec.to_builtins(line(2, 3))
+    report = msgspec.to_builtins(line(2, 3))
     assert format_result({}) == ""
-    assert format_result(told).startswith("version 3: mean 0.600 (0.250 of all) · pass@1 0.750 (0.250 of all) · pass@2")
-    assert format_result(told).endswith("5 of 16 valid · 4 mixed")
+    assert format_result(report).startswith(
+        "version 3: mean 0.600 (0.250 of all) · pass@1 0.750 (0.250 of all) · pass@2"
+    )
+    assert format_result(report).endswith("5 of 16 valid · 4 mixed")
     view = EvaluationStatus(stages={}, version=3, total=8, unfinished=3, results=4)
     assert format_progress(view) == "version 3: 5 of 8 prompts, 1 dead"
     assert format_progress(EvaluationStatus(stages={}, version=3, total=8, finished="1")) == ""
@@ -163,7 +165,7 @@ def test_an_evaluating_run_counts_as_progressing():
         ({"path": "p", "share": 1.0}, "eval.share was removed"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(section, named):
+def test_contradictory_settings_are_refused(section, named):
     with pytest.raises(SettingsError, match=named):
         settings(eval=section)
 
@@ -172,7 +174,7 @@ def test_evaluation_gets_at_least_one_group_and_leaves_one_to_training():
     assert [settings(eval={"path": "p"}).evaluation_groups_in_flight(n) for n in (1, 2, 8, 16)] == [1, 1, 2, 4]
 
 
-def test_held_out_prompts_have_their_own_number_of_completions_and_seeds_of_their_own(tmp_path):
+def test_held_out_prompts_have_their_own_group_size_and_seeds(tmp_path):
     path = tmp_path / "held.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     prompts, _ = read_evaluation_prompts(settings(eval={"path": str(path), "group_size": 3}))
@@ -180,7 +182,7 @@ def test_held_out_prompts_have_their_own_number_of_completions_and_seeds_of_thei
     assert len({prompt.seed for prompt in prompts}) == 2
 
 
-def test_a_held_out_row_that_is_no_prompt_is_refused_at_once(tmp_path):
+def test_an_invalid_held_out_row_is_refused_immediately(tmp_path):
     path = tmp_path / "held.jsonl"
     path.write_text('{"prompt": "a"}\n{"question": "b"}\n')
     with pytest.raises(DataError, match=r"held\.jsonl:2"):

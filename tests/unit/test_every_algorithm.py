@@ -79,8 +79,8 @@ def junk():
     ]
 
 
-def weights(found):
-    trained = found.parameters | found.critic_parameters
+def weights(result):
+    trained = result.parameters | result.critic_parameters
     return torch.cat([p.detach().double().flatten() for p in trained.values()])
 
 
@@ -121,7 +121,7 @@ def two_steps(trained, *extra, **options):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_trains_and_sees_nothing_of_what_is_invalid(base, case):
+def test_every_combination_trains_and_ignores_invalid_completions(base, case):
     clean, dirty = learner(base, **CASES[case]), learner(base, **CASES[case])
     before = weights(clean)
     reports = two_steps(clean)
@@ -144,7 +144,7 @@ def test_micro_batches_change_nothing(base, case):
 
 @pytest.mark.parametrize("case", ["loss gspo", "estimator gae", "divergence k3", "entropy", "normalised weights"])
 @pytest.mark.parametrize("train", [{"packing": "on"}, {"packing": "on", "attention": "sdpa", "micro_batch_tokens": 12}])
-def test_packed_rows_computed_again_change_nothing(base, case, train):
+def test_packing_and_gradient_checkpointing_change_nothing(base, case, train):
     plain, packed = (
         learner(base, **CASES[case]),
         learner(base, **CASES[case], train=train | {"gradient_checkpointing": True}),
@@ -172,7 +172,7 @@ def sampled_by(trained, *groups, shift=0.0):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_trains_what_the_policy_sampled_and_its_rules_reject_what_it_did_not(base, name):
+def test_every_preset_trains_on_policy_samples_and_rejects_off_policy_ones(base, name):
     preset = PRESETS[name]
     proximal = "engine" if preset.bypass else "recompute"
     chosen = {"correction": {"preset": name}, "algorithm": {"proximal": proximal}, "loss": {"name": preset.loss}}

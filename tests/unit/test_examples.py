@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("examples/*/run.toml")), ids=lambda path: path.parent.name)
-def test_an_example_has_its_prompts_its_environment_and_its_reward(file, monkeypatch):
+def test_every_example_has_prompts_an_environment_and_a_reward(file, monkeypatch):
     monkeypatch.chdir(file.parent)
     settings = load_settings(file)
     assert all(json.loads(line)[settings.data.prompt] for line in Path(settings.data.path).read_text().splitlines())

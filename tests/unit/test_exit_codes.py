@@ -17,7 +17,7 @@ from workers.runtime.exit_codes import ExitCode
         (PenstockError("a"), ExitCode.FAILURE),
     ],
 )
-def test_an_error_that_a_restart_cannot_fix_has_a_code_of_its_own(error, code, capsys):
+def test_an_error_that_a_restart_cannot_fix_has_its_own_code(error, code, capsys):
     async def alone() -> ExitCode:
         raise error
 

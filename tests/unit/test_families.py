@@ -126,10 +126,10 @@ def prepared(name, **args):
 
 async def played(chat, choice, tokenizer, texts, messages=(ASK,), environment=Sums, **limits):
     """Run one completion; return it, the contexts that the engine received, and its answers."""
-    said = [spelled(tokenizer, text) for text in texts]
+    sampled = [spelled(tokenizer, text) for text in texts]
 
     def reply(_ids, _request):
-        return said[len(engine.requests) - 1]
+        return sampled[len(engine.requests) - 1]
 
     prompt = Prompt(id="train:0:0", messages=list(messages), environment="sums", group_size=1)
     async with (
@@ -145,16 +145,16 @@ async def played(chat, choice, tokenizer, texts, messages=(ASK,), environment=Su
         ).run(prompt)
     group = decode(encode(group), Group)
     collate([group])  # it can be trained
-    return group.completions[0], [list(request.token_ids) for request in engine.requests], said
+    return group.completions[0], [list(request.token_ids) for request in engine.requests], sampled
 
 
-def assert_exact(completion, asked, said):
+def assert_exact(completion, asked, sampled):
     """Check that each turn is in exactly one row, after exactly the engine's context, with its log-probs."""
     turns = [(row, start, end) for row in completion.rows for start, end in row.sampled_ranges]
     assert len(turns) == len(asked) == completion.turns
     logprobs = [value for row in completion.rows for value in row.sampled_logprobs]
     expected = []
-    for (row, start, end), prompt, answer in zip(turns, asked, said, strict=True):
+    for (row, start, end), prompt, answer in zip(turns, asked, sampled, strict=True):
         tokens = row.tokens.tolist()
         assert row.prompt.tolist() + tokens[:start] == prompt
         assert tokens[start:end] == answer
@@ -200,9 +200,9 @@ async def test_each_turns_context_is_what_the_engine_got_and_what_the_template_r
     texts = [thought + write((1, 2)), thought + write((3, 4), (5, 6)), "It is addition."]
     if name == "deepseek-r1":
         texts[1] = write((3, 4), (5, 6))  # its template opens no reasoning after a tool result
-    completion, asked, said = await played(chat, choice, tokenizer, [t + eos for t in texts], [SYSTEM, ASK])
+    completion, asked, sampled = await played(chat, choice, tokenizer, [t + eos for t in texts], [SYSTEM, ASK])
 
-    assert_exact(completion, asked, said)
+    assert_exact(completion, asked, sampled)
     assert len(completion.rows) == rows
     assert (completion.tool_calls, completion.tool_errors, completion.truncated) == (3, 0, None)
     assert [m["content"] for m in completion.messages if m["role"] == "tool"] == ["3", "7", "11"]
@@ -223,9 +223,9 @@ async def test_rendering_the_whole_conversation_gives_the_same_tokens_if_the_tem
     texts = [text + eos for text in (thought + write((1, 2)), thought + write((3, 4), (5, 6)), "Done.")]
     _, straight, _ = await played(chat, choice, tokenizer, texts, [SYSTEM, ASK])
     chat.rewrites_history = True
-    completion, anew, said = await played(chat, choice, tokenizer, texts, [SYSTEM, ASK])
+    completion, anew, sampled = await played(chat, choice, tokenizer, texts, [SYSTEM, ASK])
     assert anew == straight
-    assert_exact(completion, anew, said)
+    assert_exact(completion, anew, sampled)
     assert len(completion.rows) == 1
 
 
@@ -241,8 +241,8 @@ async def test_malformed_calls_are_answered_and_counted_and_parallel_results_hav
     }.get(choice.name, "<tool_call>oops</tool_call>")
     done = "</think>" * (name in BEGUN)
     texts = [done + wrong + eos, done + write((1, 2), (3, 4)) + eos, done + "Done." + eos]
-    completion, asked, said = await played(chat, choice, tokenizer, texts)
-    assert_exact(completion, asked, said)
+    completion, asked, sampled = await played(chat, choice, tokenizer, texts)
+    assert_exact(completion, asked, sampled)
     assert (completion.turns, completion.tool_calls, completion.tool_errors) == (3, 2, 1)
     tools = [message for message in completion.messages if message["role"] == "tool"]
     assert tools[0]["content"].startswith("Error: this tool call could not be read")
@@ -276,8 +276,8 @@ async def test_a_template_that_skips_the_reasoning_only_at_the_end_forks_at_ever
     assert chat.rewrites_history
     tokenizer = tokenizer_of("qwen3")
     texts = [hermes((1, 2)) + "<|im_end|>", hermes((3, 4)) + "<|im_end|>", "Done.<|im_end|>"]
-    completion, asked, said = await played(chat, choice, tokenizer, texts)
-    assert_exact(completion, asked, said)
+    completion, asked, sampled = await played(chat, choice, tokenizer, texts)
+    assert_exact(completion, asked, sampled)
     assert len(completion.rows) == 3
     last = tokenizer.decode(asked[2], skip_special_tokens=False)
     assert last.count("<think>") == 1
@@ -293,8 +293,8 @@ def test_a_template_that_requires_tool_calls_does_so_without_tools_too():
 async def test_without_a_system_message_mistral_nemo_continues_in_one_row():
     chat, choice = prepared("mistral-nemo")
     texts = [nemo((1, 2)) + "</s>", nemo((3, 4), (5, 6)) + "</s>", "Done.</s>"]
-    completion, asked, said = await played(chat, choice, tokenizer_of("mistral-nemo"), texts)
-    assert_exact(completion, asked, said)
+    completion, asked, sampled = await played(chat, choice, tokenizer_of("mistral-nemo"), texts)
+    assert_exact(completion, asked, sampled)
     assert len(completion.rows) == 1
 
 
@@ -312,8 +312,8 @@ async def test_the_token_budget_counts_what_a_fork_no_longer_shows():
 class Says:
     """A sampler that returns one turn after another."""
 
-    def __init__(self, said):
-        self.said, self.asked = iter(said), []
+    def __init__(self, turns):
+        self.said, self.asked = iter(turns), []
 
     async def sample(self, prompt_ids, sampling, *, min_policy_version=0):
         ids = next(self.said)[: sampling.max_tokens]
@@ -357,8 +357,8 @@ def conversations(draw):
 async def test_rows_hold_exactly_the_contexts_and_the_sampled_turns(conversation):
     name, system, turns = conversation
     chat, choice, tokenizer, messages = prepared_once(name, system)
-    said = [spelled(tokenizer, text + FAMILIES[name].eos) for text in [*turns, "Done."]]
-    engine = Says(said)
+    sampled = [spelled(tokenizer, text + FAMILIES[name].eos) for text in [*turns, "Done."]]
+    engine = Says(sampled)
     async with EnvironmentPool({"sums": factory()}, size=1) as pool:
         group = await GroupRunner(
             chats={"sums": ChatSetup(chat, choice.format)},
@@ -385,12 +385,12 @@ class ByTurn(Sums):
 async def test_in_a_fork_every_sampled_token_has_loss_once_and_each_turn_its_own_reward():
     chat, choice = prepared("qwq")
     texts = [f"Hm.</think>{text}<|im_end|>" for text in (hermes((1, 2)), hermes((3, 4), (5, 6)), "Done.")]
-    completion, _, said = await played(chat, choice, tokenizer_of("qwq"), texts, environment=ByTurn)
+    completion, _, output = await played(chat, choice, tokenizer_of("qwq"), texts, environment=ByTurn)
     completion.reward = merge_parts(completion.parts)
     batch = collate([Group(prompt=Prompt(id="train:0:0", messages=[ASK]), completions=[completion])])
     assert batch.completion_ids_R.tolist() == [0, 0, 0]
-    assert batch.sampled_RT.sum(dim=1).tolist() == [len(ids) for ids in said]
-    assert batch.tokens_RT[batch.sampled_RT].tolist() == [token for ids in said for token in ids]
+    assert batch.sampled_RT.sum(dim=1).tolist() == [len(ids) for ids in output]
+    assert batch.tokens_RT[batch.sampled_RT].tolist() == [token for ids in output for token in ids]
     rewards = [row[sampled][-1].item() for row, sampled in zip(batch.turn_rewards_RT, batch.sampled_RT, strict=True)]
     assert rewards == [1.0, 2.0, 0.0]
     assert float(batch.turn_rewards_RT.sum()) == 3.0

@@ -15,12 +15,12 @@ REWARDS = torch.tensor([1.0, 0.9, 0.5, 0.0, 0.9, math.nan, math.inf, 0.9], dtype
 GROUPS = Grouping(IDS, VALID, 4)
 
 
-def test_rows_are_counted_in_b():
+def test_min_valid_rows_counts_completions_in_b():
     assert min_valid_rows(GROUPS, min_valid_rows=2).tolist() == [True, True, False, False]
     assert min_valid_rows(GROUPS, min_valid_rows=1).tolist() == [True, True, True, False]
 
 
-def test_a_tie_is_dropped_and_a_single_completion_is_none():
+def test_equal_rewards_are_dropped_and_a_single_completion_is_no_tie():
     assert zero_variance(REWARDS, GROUPS).tolist() == [True, False, True, True]
 
 
@@ -44,7 +44,7 @@ def test_a_failed_verifier_does_not_make_a_tie_worth_training():
         (-math.inf, math.inf, [True, True, True, True]),
     ],
 )
-def test_difficulty_keeps_means_within_the_bounds(lower, upper, expected):
+def test_groups_with_a_mean_reward_within_the_bounds_are_kept(lower, upper, expected):
     assert difficulty(REWARDS, GROUPS, min_mean_reward=lower, max_mean_reward=upper).tolist() == expected
 
 
@@ -57,13 +57,13 @@ def test_difficulty_keeps_means_within_the_bounds(lower, upper, expected):
         (2.0, 2.0, [True, False, False, True]),
     ],
 )
-def test_advantages_count_up_and_down(lower, upper, expected):
+def test_advantage_bounds_apply_to_the_largest_absolute_advantage(lower, upper, expected):
     advantages = torch.tensor([0.1, 0.0, 0.5, -2.0, 0.0, math.nan, 1e30, 0.0], dtype=torch.float64)
     assert advantage_bounds(advantages, GROUPS, min_advantage=lower, max_advantage=upper).tolist() == expected
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_no_group_gives_nothing(name):
+def test_without_groups_nothing_is_dropped(name):
     none = torch.zeros(0)
     groups = Grouping(none.long(), none.bool())
     options = {
@@ -73,5 +73,5 @@ def test_no_group_gives_nothing(name):
         "min_advantage": 0.0,
         "max_advantage": 1.0,
     }
-    found = FILTERS[name]({"rewards_C": none, "groups": groups, "advantages_C": none}, options)
-    assert (found.shape, found.dtype) == ((0,), torch.bool)
+    result = FILTERS[name]({"rewards_C": none, "groups": groups, "advantages_C": none}, options)
+    assert (result.shape, result.dtype) == ((0,), torch.bool)

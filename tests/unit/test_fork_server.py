@@ -52,7 +52,7 @@ class Started:
 
 
 @pytest.mark.parametrize("command", [["-c", REPORT], ["-m", "report"], ["report.py"], ["-P", "report.py"]])
-def test_a_forked_program_sees_what_a_new_interpreter_shows_it(server, tmp_path, command):
+def test_a_forked_program_has_the_same_state_as_under_a_new_interpreter(server, tmp_path, command):
     (tmp_path / "report.py").write_text(REPORT)
     environment = {**os.environ, "VARIABLE": "here"}
     new = subprocess.run(
@@ -79,7 +79,7 @@ def test_a_forked_program_sees_what_a_new_interpreter_shows_it(server, tmp_path,
         ),
     ],
 )
-def test_it_ends_as_under_a_new_interpreter(server, tmp_path, code, exit_code, output):
+def test_a_forked_program_exits_as_under_a_new_interpreter(server, tmp_path, code, exit_code, output):
     ended, written = Started(server, tmp_path, "-c", code).wait()
     assert ended == exit_code
     assert written.endswith(output)
@@ -92,7 +92,7 @@ def test_modules_are_imported_before_the_fork(server, tmp_path):
 
 
 @pytest.mark.parametrize("command", [["sh", "-c", "true"], [sys.executable, "-O", "x.py"], [sys.executable]])
-def test_other_commands_are_left_to_a_new_process(command):
+def test_other_commands_are_started_as_new_processes(command):
     assert Program.parse(command) is None
 
 
@@ -108,7 +108,7 @@ time.sleep(1000)
 """
 
 
-def test_neither_server_nor_program_outlives_a_caller_that_is_killed():
+def test_server_and_program_end_with_a_killed_caller():
     caller = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None
     lines = [caller.stdout.readline(), caller.stdout.readline()]
@@ -141,7 +141,7 @@ def test_a_program_may_inherit_a_server_with_all_its_modules(server, tmp_path):
     assert program[1] == "0"
 
 
-async def test_a_role_is_started_by_a_new_interpreter_where_the_server_is_gone(tmp_path):
+async def test_a_role_is_started_by_a_new_interpreter_if_the_server_is_gone(tmp_path):
     spec = RoleSpec(role="feed", command=(sys.executable, "-c", "import sys; sys.exit(7)"), modules=("colorsys",))
     with ProcessLauncher() as launcher, (tmp_path / "log").open("wb") as log:
         for _ in range(2):

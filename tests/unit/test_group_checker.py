@@ -68,7 +68,7 @@ def test_a_huge_reward_part_of_an_invalid_completion_is_ignored(checker):
     assert not isinstance(checker.check(group(*GOOD, failed), 0), Dropped)
 
 
-def test_a_token_outside_of_the_vocabulary_makes_the_group_unreadable(checker):
+def test_a_token_outside_the_vocabulary_makes_the_group_unreadable(checker):
     with pytest.raises(RecordError, match="vocabulary"):
         checker.check(group(completion(0, Measured(1.0), token=10), completion(1, Measured(0.0))), 0)
 

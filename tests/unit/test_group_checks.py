@@ -42,10 +42,10 @@ def batch(*groups, truncated=None):
     )
 
 
-def judge(found, policy="keep", singleton="zero", **chosen):
+def judge(result, policy="keep", singleton="zero", **chosen):
     algorithm = {"truncation": {"length": policy}, "single_sample_policy": singleton}
     settings = parse_settings(LEAST | {"filter": {"min_valid_rows": 1} | chosen, "algorithm": algorithm})
-    return filter_reasons(found, mask_batch(found, settings, 0), settings)
+    return filter_reasons(result, mask_batch(result, settings, 0), settings)
 
 
 def test_three_right_answers_and_a_crashed_verifier_are_a_tie():
@@ -53,15 +53,15 @@ def test_three_right_answers_and_a_crashed_verifier_are_a_tie():
     assert judge(batch([1.0, 1.0, 1.0, 0.0])) == [None]
 
 
-def test_four_times_nine_tenths_is_a_tie():
+def test_four_rewards_of_0_9_are_a_tie():
     assert judge(batch([0.9] * 4)) == [DropReason.ZERO_VARIANCE]
     assert judge(batch([0.9] * 4), zero_variance=False) == [None]
 
 
-def test_the_filter_looks_at_rewards_after_the_truncation_policy():
-    found = batch([0.0, 1.0], truncated=1)
-    assert judge(found, "zero_reward") == [DropReason.ZERO_VARIANCE]
-    assert judge(found, "baseline_only") == [None]
+def test_filters_use_rewards_after_the_truncation_policy():
+    result = batch([0.0, 1.0], truncated=1)
+    assert judge(result, "zero_reward") == [DropReason.ZERO_VARIANCE]
+    assert judge(result, "baseline_only") == [None]
 
 
 def test_a_group_without_a_valid_completion_is_dropped():
@@ -69,26 +69,26 @@ def test_a_group_without_a_valid_completion_is_dropped():
 
 
 def test_groups_below_the_minimum_are_dropped():
-    found = batch([1.0, 0.0, None, None], [1.0, 0.0, 0.5])
-    assert judge(found, min_valid_rows=3) == [DropReason.MIN_VALID_ROWS, None]
+    result = batch([1.0, 0.0, None, None], [1.0, 0.0, 0.5])
+    assert judge(result, min_valid_rows=3) == [DropReason.MIN_VALID_ROWS, None]
 
 
 @pytest.mark.parametrize(("policy", "verdict"), [("zero", None), ("raw", None), ("drop", DropReason.SINGLETON)])
-def test_a_group_of_one_is_the_singleton_policys_business(policy, verdict):
+def test_a_single_completion_in_b_is_treated_by_single_sample_policy(policy, verdict):
     assert judge(batch([1.0, None]), singleton=policy) == [verdict]
 
 
-def test_a_group_bears_the_first_reason_that_holds():
+def test_a_group_is_dropped_with_the_first_matching_reason():
     assert judge(batch([1.0, 1.0]), mean_reward_range=[2.0, 3.0]) == [DropReason.ZERO_VARIANCE]
     assert judge(batch([1.0, 1.0]), mean_reward_range=[2.0, 3.0], min_valid_rows=3) == [DropReason.MIN_VALID_ROWS]
 
 
-def test_a_batch_without_a_group_has_its_completions_dropped_and_the_others_untouched():
-    found = batch([1.0, 0.0, None], [1.0, 0.5])
-    masks = mask_batch(found, parse_settings(LEAST), 0)
-    left, left_masks = drop_groups(found, masks, [DropReason.DIFFICULTY, None])
+def test_dropping_a_group_drops_its_completions_and_no_others():
+    result = batch([1.0, 0.0, None], [1.0, 0.5])
+    masks = mask_batch(result, parse_settings(LEAST), 0)
+    left, left_masks = drop_groups(result, masks, [DropReason.DIFFICULTY, None])
     assert left_masks.baseline_C.tolist() == [False, False, False, True, True]
     assert left_masks.loss_rows_R.tolist() == [False, False, False, True, True]
     code = DROP_REASONS.index(DropReason.DIFFICULTY)
     assert left.facts.drop_reason_C.tolist() == [code, code, -1, -1, -1]  # the third has a different reason
-    assert found.facts.drop_reason_C.tolist() == [-1] * 5
+    assert result.facts.drop_reason_C.tolist() == [-1] * 5

@@ -16,14 +16,14 @@ def test_an_episode_is_played_to_its_end():
     assert env.get_reward() == 1.0
 
 
-def test_without_the_number_the_reward_is_zero():
+def test_without_the_right_number_the_reward_is_0():
     env = Guess()
     env.reset(secret=7)
     env.guess(8)
     assert env.get_reward() == 0.0
 
 
-def test_a_secret_that_is_not_given_is_drawn_from_the_seed():
+def test_a_missing_secret_is_drawn_from_the_seed():
     secrets = []
     for seed in (1, 1, 2, 3):
         env = Guess()
@@ -34,12 +34,12 @@ def test_a_secret_that_is_not_given_is_drawn_from_the_seed():
 
 
 @pytest.mark.parametrize("row", [{"secret": 101}, {"low": 5, "high": 4}, {"secret": 3, "low": 5, "high": 4}])
-def test_a_row_that_cannot_be_played_is_not_the_models_fault(row):
+def test_an_invalid_row_makes_the_completion_invalid(row):
     with pytest.raises(EnvironmentFailure, match="is not between"):
         Guess().reset(**row)
 
 
-def test_the_next_episode_leaves_the_last_ones_snapshot_alone():
+def test_the_next_episode_does_not_change_the_last_snapshot():
     env = Guess()
     env.reset(secret=7)
     env.guess(7)

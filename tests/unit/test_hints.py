@@ -171,8 +171,8 @@ def test_a_hint_gives_a_schema_and_converts_values(hint, schema, written, read):
     if schema is not None:
         assert shape.schema(book) == schema
         assert book.definitions == {}
-    found = shape.validate(written, "")
-    assert (type(found), found) == (type(read), read)
+    result = shape.validate(written, "")
+    assert (type(result), result) == (type(read), read)
 
 
 @pytest.mark.parametrize(

@@ -31,35 +31,35 @@ def samples(name: str, per_group: float, groups: int, noise: float = 0.0):
 
 
 @pytest.mark.parametrize("name", [*LEAKS, *LARGE])
-def test_what_comes_and_goes_is_no_growth(name):
+def test_fluctuation_is_not_growth(name):
     noise = BOUNDS[name.partition(".")[2]].floor
     assert judge(samples(name, 0, 2000, noise), 2000, {})[name].well
 
 
 @pytest.mark.parametrize(("name", "leak"), LEAKS.items())
-def test_what_each_group_leaves_behind_is_growth_in_a_short_run(name, leak):
+def test_a_leak_per_group_is_growth_in_a_short_run(name, leak):
     assert not judge(samples(name, leak, 2000), 2000, {})[name].well
 
 
 @pytest.mark.parametrize(("name", "leak"), LARGE.items())
-def test_what_each_group_leaves_in_memory_is_growth_in_a_long_run(name, leak):
-    found = judge(samples(name, leak, 100_000), 100_000, {})[name]
-    assert not found.well
-    assert found.per_1000 == pytest.approx(1000 * leak)
+def test_a_memory_leak_per_group_is_growth_in_a_long_run(name, leak):
+    result = judge(samples(name, leak, 100_000), 100_000, {})[name]
+    assert not result.well
+    assert result.per_1000 == pytest.approx(1000 * leak)
 
 
-def test_warming_up_is_no_growth():
+def test_warming_up_is_not_growth():
     warming = [(ended, {"rollout-0.rss": 1e8 if ended > 400 else ended * 25e4}) for ended in range(0, 2000, 20)]
     assert judge(warming, 2000, {})["rollout-0.rss"].well
 
 
-def test_a_bound_on_the_whole_is_one():
+def test_growth_within_a_total_limit_is_allowed():
     grown = samples("folder.archive", 1000, 2000)
     assert judge(grown, 2000, {"folder.archive": 4e6})["folder.archive"].well
     assert not judge(grown, 2000, {"folder.archive": 2e6})["folder.archive"].well
 
 
-def test_a_line_for_each_group_is_by_design():
-    found = judge(samples("folder.ledger", 100, 2000), 2000, {})["folder.ledger"]
-    assert found.well
-    assert found.allowed is None
+def test_one_line_per_group_is_allowed():
+    result = judge(samples("folder.ledger", 100, 2000), 2000, {})["folder.ledger"]
+    assert result.well
+    assert result.allowed is None

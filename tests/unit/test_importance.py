@@ -33,8 +33,8 @@ def test_a_token_has_its_own_ratio():
 
 
 def test_a_completion_has_the_product_over_all_of_its_rows():
-    found = weigh([[2.0, 3.0], [0.5, None], [4.0, None]], [7, 5, 7], level="sequence")
-    assert lists(found.weights_RT) == [[24.0, 24.0], [0.5, 0.0], [24.0, 0.0]]
+    result = weigh([[2.0, 3.0], [0.5, None], [4.0, None]], [7, 5, 7], level="sequence")
+    assert lists(result.weights_RT) == [[24.0, 24.0], [0.5, 0.0], [24.0, 0.0]]
 
 
 @pytest.mark.parametrize(
@@ -46,19 +46,19 @@ def test_a_completion_has_the_product_over_all_of_its_rows():
         ({"upper": 2.0, "out_of_range": "zero"}, [0.1, 1.5, 0.0]),
     ],
 )
-def test_bounds_truncate_or_zero(options, expected):
+def test_weights_outside_the_bounds_are_truncated_or_zeroed(options, expected):
     assert lists(weigh([[0.1, 1.5, 3.0]], level="token", **options).weights_RT) == [expected]
 
 
-def test_a_mean_of_tokens_is_over_tokens_and_a_mean_of_completions_over_completions():
+def test_each_level_is_averaged_over_its_own_units():
     ratios = [[1.0, 1.0, 4.0], [2.0, None, None]]
     assert float(weigh(ratios, level="token", normalize=True).normalizer) == pytest.approx(2.0)
     assert float(weigh(ratios, level="sequence", normalize=True).normalizer) == pytest.approx(3.0)
 
 
 def test_a_completion_in_two_rows_counts_once_in_the_mean():
-    found = weigh([[2.0], [2.0], [1.0]], [0, 0, 1], level="sequence", normalize=True)
-    assert lists(found.weights_RT) == [[1.6], [1.6], [0.4]]  # 4, 4 and 1, divided by (4 + 1) / 2
+    result = weigh([[2.0], [2.0], [1.0]], [0, 0, 1], level="sequence", normalize=True)
+    assert lists(result.weights_RT) == [[1.6], [1.6], [0.4]]  # 4, 4 and 1, divided by (4 + 1) / 2
 
 
 def test_weights_are_bounded_before_they_are_averaged():
@@ -66,13 +66,13 @@ def test_weights_are_bounded_before_they_are_averaged():
 
 
 def test_zeroed_weights_count_in_the_mean():
-    found = weigh([[9.0, 1.0]], level="token", upper=3.0, out_of_range="zero", normalize=True)
-    assert lists(found.weights_RT) == [[0.0, 2.0]]
+    result = weigh([[9.0, 1.0]], level="token", upper=3.0, out_of_range="zero", normalize=True)
+    assert lists(result.weights_RT) == [[0.0, 2.0]]
 
 
-def test_nothing_but_zeros_is_not_divided():
-    found = weigh([[9.0, 9.0]], level="token", upper=3.0, out_of_range="zero", normalize=True)
-    assert (lists(found.weights_RT), float(found.normalizer)) == ([[0.0, 0.0]], 1.0)
+def test_all_zero_weights_are_not_normalized():
+    result = weigh([[9.0, 9.0]], level="token", upper=3.0, out_of_range="zero", normalize=True)
+    assert (lists(result.weights_RT), float(result.normalizer)) == ([[0.0, 0.0]], 1.0)
 
 
 @pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
@@ -81,35 +81,35 @@ def test_nothing_but_zeros_is_not_divided():
 def test_a_log_ratio_of_100_gives_exp_20(level, log_ratio, expected, dtype):
     train = torch.full((2, 3), log_ratio, dtype=dtype, requires_grad=True)
     mask = torch.ones(2, 3, dtype=torch.bool)
-    found = importance_weights(
+    result = importance_weights(
         log_ratios(train, torch.zeros(2, 3, dtype=dtype), Sequences(mask, torch.arange(2))), level=level, **OFF
     )
-    assert found.weights_RT.dtype == torch.float64
-    assert not found.weights_RT.requires_grad
-    assert found.weights_RT.flatten().tolist() == pytest.approx([expected] * 6, rel=1e-6)
+    assert result.weights_RT.dtype == torch.float64
+    assert not result.weights_RT.requires_grad
+    assert result.weights_RT.flatten().tolist() == pytest.approx([expected] * 6, rel=1e-6)
 
 
 @pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
 @pytest.mark.parametrize("shape", [(0, 0), (0, 4), (2, 0), (2, 4)])
-def test_nothing_valid_gives_zeros_and_a_factor_of_1(level, shape):
+def test_without_valid_tokens_weights_are_0_and_the_factor_is_1(level, shape):
     nan, mask = torch.full(shape, math.nan), torch.zeros(shape, dtype=torch.bool)
     options = OFF | {"normalize": True}
-    found = importance_weights(
+    result = importance_weights(
         log_ratios(nan, nan, Sequences(mask, torch.zeros(shape[0], dtype=torch.int64))), level=level, **options
     )
-    assert torch.equal(found.weights_RT, torch.zeros(shape))
-    assert float(found.normalizer) == 1.0
+    assert torch.equal(result.weights_RT, torch.zeros(shape))
+    assert float(result.normalizer) == 1.0
 
 
-def test_an_unknown_word_is_an_error():
+def test_an_unknown_option_is_an_error():
     with pytest.raises(KeyError, match="geometric"):
         weigh([[1.0]], level="geometric")
     with pytest.raises(ValueError, match="'clip'"):
         weigh([[1.0]], level="token", out_of_range="clip")
 
 
-def test_log_ratios_have_no_gradient_and_no_junk():
+def test_log_ratios_have_no_gradient_and_are_0_outside_the_mask():
     train = torch.tensor([[1.0, math.nan, math.inf]], requires_grad=True)
     sequences = Sequences(torch.tensor([[True, False, False]]), torch.tensor([0]))
-    found = log_ratios(train, torch.tensor([[0.25, -math.inf, math.inf]]), sequences).values_RT
-    assert (found.tolist(), found.dtype, found.requires_grad) == ([[0.75, 0.0, 0.0]], torch.float64, False)
+    result = log_ratios(train, torch.tensor([[0.25, -math.inf, math.inf]]), sequences).values_RT
+    assert (result.tolist(), result.dtype, result.requires_grad) == ([[0.75, 0.0, 0.0]], torch.float64, False)

@@ -20,7 +20,7 @@ TIMEOUT = Unmeasured(RewardReason.TIMEOUT)
 RAISED = Unmeasured(RewardReason.RAISED)
 
 
-def test_a_healthy_run_goes_on():
+def test_a_healthy_run_continues():
     guard = InvalidRewardMonitor(0.2, 4)
     for _ in range(20):
         guard.observe(group(GOOD, GOOD, GOOD, GOOD, TIMEOUT))

@@ -65,15 +65,17 @@ def group(*others, name="p"):
     )
 
 
-def logprob(found, tokens):
+def logprob(trained, tokens):
     """Return the learner's log-prob of the sampled tokens after the prompt."""
     ids = torch.tensor([[1, 2, *tokens]])
     with torch.no_grad():
-        return float(token_logprobs(found.runner.policy, ids, (ids != 0) & (ids > 2), temperature=1.0).logprobs_N.sum())
+        return float(
+            token_logprobs(trained.runner.policy, ids, (ids != 0) & (ids > 2), temperature=1.0).logprobs_N.sum()
+        )
 
 
-def weights(found):
-    return torch.cat([p.detach().flatten().clone() for p in found.parameters.values()])
+def weights(trained):
+    return torch.cat([p.detach().flatten().clone() for p in trained.parameters.values()])
 
 
 def test_a_step_makes_the_better_completion_likelier(base):
@@ -109,7 +111,7 @@ def test_invalid_completions_train_nothing(base):
     assert other.metrics["rows/rejected:not_finite"] == 1
 
 
-def test_a_batch_with_no_valid_row_moves_nothing_and_says_so(base):
+def test_a_batch_without_valid_rows_changes_no_weight_and_is_reported(base):
     trained = learner(base)
     before = weights(trained)
     nothing = Group(
@@ -157,7 +159,7 @@ def test_a_recomputed_proximal_policy_is_the_policy_before_the_first_update(base
     assert twice["entropy"] == pytest.approx(first["entropy"])
 
 
-def test_the_engines_log_probs_may_be_the_proximal_policy(base):
+def test_the_engine_can_be_the_proximal_policy(base):
     chosen = {"algorithm": {"proximal": "engine"}, "correction": {"weights": "none"}}
     metrics = learner(base, **chosen).step(collate([group()]), 3).metrics
     assert "correction/rollout_is_mean" not in metrics
@@ -165,14 +167,14 @@ def test_the_engines_log_probs_may_be_the_proximal_policy(base):
     assert metrics["ratio/mean"] != 1.0
 
 
-def test_tokens_over_the_maximal_age_are_masked_and_counted(base):
+def test_tokens_above_max_token_age_are_masked_and_counted(base):
     young = completion(2, [9, 9, 9], Measured(0.5), version=8)
     metrics = learner(base, pacing={"max_token_age": 4}).step(collate([group(young)]), 9).metrics
     assert (metrics["tokens/too_old"], metrics["tokens/loss"], metrics["tokens/sampled"]) == (6, 3, 9)
     assert metrics["staleness/max"] == 1
 
 
-def test_weight_decay_spares_gains(base):
+def test_weight_decay_excludes_norm_weights(base):
     trained = learner(base, train={"weight_decay": 0.5})
     decays = {id(p): group["weight_decay"] for group in trained.optimizer.adamw.param_groups for p in group["params"]}
     assert {name: decays[id(p)] for name, p in trained.parameters.items()} == {
@@ -180,7 +182,7 @@ def test_weight_decay_spares_gains(base):
     }
 
 
-def test_a_large_model_is_several_files_that_engine_and_trainer_read(base, tmp_path, monkeypatch):
+def test_a_large_model_is_written_to_several_files_that_engine_and_trainer_read(base, tmp_path, monkeypatch):
     monkeypatch.setattr("workers.train.model.policy_folder._LARGEST_FILE", "4KB")
     trained = learner(base)
     trained.step(collate([group()]), 3)
@@ -208,24 +210,24 @@ def test_the_learning_rate_follows_its_schedule(base):
         ("cosine", [0.5, 1, 1, 0.8535534, 0.5, 0.1464466, 0, 0]),
     ],
 )
-def test_factor_after_two_steps_of_warm_up(schedule, expected):
-    found = [learning_rate_factor(step, schedule=schedule, warmup_steps=2, total_steps=6) for step in range(8)]
-    assert found == pytest.approx(expected)
+def test_the_schedule_factor_after_two_warm_up_steps(schedule, expected):
+    results = [learning_rate_factor(step, schedule=schedule, warmup_steps=2, total_steps=6) for step in range(8)]
+    assert results == pytest.approx(expected)
 
 
-def test_a_falling_learning_rate_must_know_its_end(base):
+def test_a_decaying_learning_rate_requires_max_steps(base):
     with pytest.raises(SettingsError, match=r"train\.max_steps"):
         learner(base, train={"schedule": "cosine"})
     with pytest.raises(ValueError, match="must know where it ends"):
         learning_rate_factor(0, schedule="linear", warmup_steps=0, total_steps=0)
 
 
-def test_a_folder_without_a_model_is_refused_by_name(tmp_path):
+def test_a_folder_without_a_model_is_refused_with_its_name(tmp_path):
     with pytest.raises(SettingsError, match=r"no config\.json.*model\.path"):
         learner(tmp_path)
 
 
-def test_written_weights_are_those_that_were_trained(base, tmp_path):
+def test_written_weights_equal_the_trained_ones(base, tmp_path):
     trained = learner(base)
     trained.step(collate([group()]), 3)
     trained.save_weights(tmp_path / "v1")
@@ -233,12 +235,12 @@ def test_written_weights_are_those_that_were_trained(base, tmp_path):
         *["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     }
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "v1")
-    found = torch.cat([p.detach().flatten() for p in loaded.parameters()])
-    assert torch.equal(found, weights(trained))
-    assert not torch.equal(found, weights(learner(base)))
+    result = torch.cat([p.detach().flatten() for p in loaded.parameters()])
+    assert torch.equal(result, weights(trained))
+    assert not torch.equal(result, weights(learner(base)))
 
 
-def test_a_folder_that_exists_is_left_alone(base, tmp_path):
+def test_an_existing_folder_is_not_overwritten(base, tmp_path):
     (tmp_path / "v1").mkdir()
     (tmp_path / "v1" / "mine").write_text("x")
     with pytest.raises(FileExistsError):
@@ -246,7 +248,7 @@ def test_a_folder_that_exists_is_left_alone(base, tmp_path):
     assert [p.name for p in tmp_path.rglob("*")] == ["v1", "mine"]
 
 
-def test_bfloat16_is_written_and_float32_is_kept(base, tmp_path):
+def test_weights_are_written_in_bfloat16_and_kept_in_float32(base, tmp_path):
     trained = learner(base, dtype="bfloat16", learning_rate=1e-6)
     before = weights(trained)
     assert trained.step(collate([group()]), 3).trained
@@ -263,16 +265,16 @@ def test_every_metric_is_documented(base):
     odd = completion(2, [9], Measured(1.0), truncated=TruncationReason.LENGTH)
     metrics = {}
     for loss in ({"name": "clipped", "dual_clip": 3.0}, {"name": "kl_cov"}):
-        found = learner(base, estimator={"name": "gae"}, loss=loss, algorithm={"kl_coefficient": 0.1})
-        filtered = [check_group(group(name="f"), found.settings, 3, VOCABULARY).rewards]
+        result = learner(base, estimator={"name": "gae"}, loss=loss, algorithm={"kl_coefficient": 0.1})
+        filtered = [check_group(group(name="f"), result.settings, 3, VOCABULARY).rewards]
         dropped = {DropReason.ZERO_VARIANCE: 2}
-        metrics |= found.step(collate([group(odd)]), 3, filtered=filtered, dropped=dropped).metrics
+        metrics |= result.step(collate([group(odd)]), 3, filtered=filtered, dropped=dropped).metrics
     families = tuple(name.removesuffix("*") for name in STEP_METRICS if name.endswith("*"))
     assert [name for name in metrics if name not in STEP_METRICS and not name.startswith(families)] == []
     assert [name for name in STEP_METRICS if not name.endswith("*") and name not in metrics] == []
 
 
-def test_a_critic_goes_on_where_it_was(base, tmp_path):
+def test_a_restored_critic_continues_exactly(base, tmp_path):
     """Weights, optimizer and critic: a restored learner steps to the same weights as an uninterrupted one."""
     one = learner(base, estimator={"name": "gae"})
     one.step(collate([group()]), 3)
@@ -286,7 +288,7 @@ def test_a_critic_goes_on_where_it_was(base, tmp_path):
         assert torch.equal(parameter, other.critic_parameters[name]), name
 
 
-def test_weights_that_were_trained_without_a_critic_are_refused_by_name(base, tmp_path):
+def test_a_checkpoint_without_a_critic_is_refused(base, tmp_path):
     plain = learner(base)
     plain.step(collate([group()]), 3)
     plain.save_weights(tmp_path / "weights")
@@ -294,17 +296,17 @@ def test_weights_that_were_trained_without_a_critic_are_refused_by_name(base, tm
         learner(base, estimator={"name": "gae"}).restore(tmp_path / "weights", plain.state(), steps=1)
 
 
-def test_the_critic_learns_what_completions_are_worth(base):
+def test_the_critic_learns_the_returns(base):
     trained = learner(base, estimator={"name": "gae", "critic_learning_rate": 0.05}, learning_rate=0.0)
     errors = [trained.step(collate([group()]), 3).metrics["value/error"] for _ in range(20)]
     assert errors[-1] < errors[0] / 2
 
 
-def test_entropy_is_of_the_first_pass_alone_also_with_a_bonus(base):
+def test_entropy_is_reported_for_the_first_pass_only(base):
     chosen = {"algorithm": {"entropy_coefficient": 0.01}}
     once, twice = learner(base, **chosen), learner(base, **chosen, train={"updates_per_batch": 2})
-    found = [trained.step(collate([group()]), 3).metrics["entropy"] for trained in (once, twice, learner(base))]
-    assert found[0] == pytest.approx(found[1]) == pytest.approx(found[2])
+    results = [trained.step(collate([group()]), 3).metrics["entropy"] for trained in (once, twice, learner(base))]
+    assert results[0] == pytest.approx(results[1]) == pytest.approx(results[2])
 
 
 def test_an_entropy_bonus_raises_entropy_and_a_divergence_holds_the_policy_back(base):
@@ -318,7 +320,7 @@ def test_an_entropy_bonus_raises_entropy_and_a_divergence_holds_the_policy_back(
 
 
 @pytest.mark.parametrize("files", [1, 3])
-def test_a_model_with_a_file_that_was_cut_short_is_refused_by_that_files_name(base, tmp_path, files):
+def test_a_model_with_a_truncated_file_is_refused_with_the_files_name(base, tmp_path, files):
     AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path, max_shard_size="5GB" if files == 1 else "4kB")
     *_, last = sorted(tmp_path.glob("*.safetensors"))
     last.write_bytes(last.read_bytes()[:-8])
@@ -326,7 +328,7 @@ def test_a_model_with_a_file_that_was_cut_short_is_refused_by_that_files_name(ba
         learner(tmp_path)
 
 
-def test_a_model_that_lacks_a_weight_is_refused_rather_than_begun_with_chance(base, tmp_path):
+def test_a_model_with_a_missing_weight_is_refused_instead_of_initialized(base, tmp_path):
     shutil.copytree(base, tmp_path, dirs_exist_ok=True)
     weights = load_file(base / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
@@ -336,7 +338,7 @@ def test_a_model_that_lacks_a_weight_is_refused_rather_than_begun_with_chance(ba
         learner(tmp_path)
 
 
-def test_a_folder_that_holds_no_such_model_is_refused_with_what_is_wrong(base, tmp_path):
+def test_a_folder_with_an_unsuitable_model_is_refused_with_the_reason(base, tmp_path):
     with pytest.raises(SettingsError, match=r"no config\.json"):
         learner(tmp_path)
     shutil.copyfile(base / "config.json", tmp_path / "config.json")

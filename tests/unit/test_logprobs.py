@@ -85,8 +85,8 @@ def rows():
 def of_logits(model, tokens, chosen, temperature=1.0):
     """Return log-probs and entropies of the model's logits."""
     logprobs = (model(input_ids=tokens).logits[:, :-1] / temperature).log_softmax(-1)
-    found = logprobs.gather(2, tokens[:, 1:, None]).squeeze(2)
-    return found[chosen[:, 1:]], -(logprobs.exp() * logprobs).sum(-1)[chosen[:, 1:]]
+    result = logprobs.gather(2, tokens[:, 1:, None]).squeeze(2)
+    return result[chosen[:, 1:]], -(logprobs.exp() * logprobs).sum(-1)[chosen[:, 1:]]
 
 
 def gradients(model, loss):
@@ -97,29 +97,29 @@ def gradients(model, loss):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_log_probs_and_gradients_are_those_of_the_models_own_logits(name, rows, temperature):
+def test_log_probs_and_gradients_equal_those_of_the_models_logits(name, rows, temperature):
     model, (tokens, chosen, lengths) = model_of(name), rows
     read = readable(model)
     assert read.head.transform == FAMILIES[name][1]
-    found = token_logprobs(read, tokens, chosen, temperature=temperature, lengths_M=lengths, entropy="gradient")
+    result = token_logprobs(read, tokens, chosen, temperature=temperature, lengths_M=lengths, entropy="gradient")
     logprobs, entropy = of_logits(model, tokens, chosen, temperature)
     # In `eager` attention, which Gemma 2 uses, scores are float32 for any model dtype.
-    assert torch.allclose(found.logprobs_N, logprobs, rtol=0, atol=1e-12)
-    assert torch.allclose(found.entropy_N, entropy, rtol=0, atol=1e-12)
-    ours = gradients(model, found.logprobs_N.sum() + found.entropy_N.square().sum())
+    assert torch.allclose(result.logprobs_N, logprobs, rtol=0, atol=1e-12)
+    assert torch.allclose(result.entropy_N, entropy, rtol=0, atol=1e-12)
+    ours = gradients(model, result.logprobs_N.sum() + result.entropy_N.square().sum())
     theirs = gradients(model, logprobs.sum() + entropy.square().sum())
     assert {n: float((ours[n] - theirs[n]).abs().max()) for n in ours} == pytest.approx(
         dict.fromkeys(ours, 0), abs=1e-10
     )
 
 
-def test_greedy_counts_as_temperature_one(rows):
+def test_temperature_0_is_treated_as_1(rows):
     read = readable(model_of("qwen3"))
     greedy = token_logprobs(read, *rows[:2], temperature=0.0).logprobs_N
     assert torch.equal(greedy, token_logprobs(read, *rows[:2], temperature=1.0).logprobs_N)
 
 
-def test_a_cap_that_no_logit_of_the_model_reaches_is_found_all_the_same():
+def test_a_logit_cap_above_all_logits_is_detected():
     """A new model's logits are so small that 30 * tanh(z / 30) equals z to the last digits."""
     model = transformers.AutoModelForCausalLM.from_config(FAMILIES["gemma3"][0]).eval()
     assert find_lm_head(model).transform.softcap == 30.0
@@ -129,30 +129,30 @@ class Odd(transformers.Qwen3ForCausalLM):
     """Transforms its logits in a way that its configuration does not declare."""
 
     def forward(self, **inputs):
-        found = super().forward(**inputs)
-        found.logits = found.logits * 3.0 - 1.0
-        return found
+        result = super().forward(**inputs)
+        result.logits = result.logits * 3.0 - 1.0
+        return result
 
 
 @pytest.mark.parametrize("entropy", ["value", "gradient"])
-def test_a_model_that_does_something_unknown_is_asked_for_its_logits_and_it_is_said(rows, entropy):
+def test_an_unknown_logit_transformation_falls_back_to_full_logits_and_is_logged(rows, entropy):
     model, (tokens, chosen, lengths) = Odd(FAMILIES["qwen3"][0]).double().eval(), rows
     with capture_logs() as logs:
         read = readable(model)
     assert read.head is None
     assert [(line["event"], line["model"]) for line in logs] == [("lm_head.unknown", "Odd")]
-    found = token_logprobs(
+    result = token_logprobs(
         read, tokens, chosen, temperature=0.7, lengths_M=lengths, entropy=entropy, sum_pi_squared=True
     )
     logprobs, entropies = of_logits(model, tokens, chosen, 0.7)
-    assert torch.allclose(found.logprobs_N, logprobs, rtol=0, atol=1e-12)
-    assert torch.allclose(found.entropy_N, entropies, rtol=0, atol=1e-12)
-    assert found.entropy_N.requires_grad == (entropy == "gradient")
-    assert ((found.sum_pi_squared_N > 1 / VOCABULARY) & (found.sum_pi_squared_N < 1)).all()
-    assert found.hidden_NH.shape == (int(chosen.sum()), SHAPE["hidden_size"])
+    assert torch.allclose(result.logprobs_N, logprobs, rtol=0, atol=1e-12)
+    assert torch.allclose(result.entropy_N, entropies, rtol=0, atol=1e-12)
+    assert result.entropy_N.requires_grad == (entropy == "gradient")
+    assert ((result.sum_pi_squared_N > 1 / VOCABULARY) & (result.sum_pi_squared_N < 1)).all()
+    assert result.hidden_NH.shape == (int(chosen.sum()), SHAPE["hidden_size"])
 
 
-def test_a_model_without_an_output_layer_of_its_own_works_too(rows):
+def test_a_model_without_a_separate_output_layer_works(rows):
     table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(2))
 
     class Bigrams:
@@ -162,12 +162,12 @@ def test_a_model_without_an_output_layer_of_its_own_works_too(rows):
         def __call__(self, input_ids, use_cache=False):
             return SimpleNamespace(logits=table[input_ids])
 
-    found = token_logprobs(LogprobModel(Bigrams(), find_lm_head(Bigrams())), *rows[:2], temperature=1.0)
-    assert torch.allclose(found.logprobs_N, of_logits(Bigrams(), *rows[:2])[0])
-    assert found.hidden_NH is None
+    result = token_logprobs(LogprobModel(Bigrams(), find_lm_head(Bigrams())), *rows[:2], temperature=1.0)
+    assert torch.allclose(result.logprobs_N, of_logits(Bigrams(), *rows[:2])[0])
+    assert result.hidden_NH is None
 
 
-def test_the_model_makes_no_logits(rows):
+def test_the_forward_pass_makes_no_logits(rows):
     """The output layer receives no tokens."""
     model = model_of("qwen3")
     read, shapes = readable(model), []
@@ -185,7 +185,7 @@ def test_padding_and_batch_mates_do_not_change_a_rows_log_probs(rows):
 
 @pytest.mark.parametrize("attention", ["sdpa", "varlen"])
 @pytest.mark.parametrize("name", PACKING)
-def test_packed_rows_are_the_same_rows(name, attention, rows):
+def test_packing_does_not_change_log_probs(name, attention, rows):
     model, (tokens, chosen, lengths) = model_of(name), rows
     options = {
         "temperature": 0.7,
@@ -201,14 +201,14 @@ def test_packed_rows_are_the_same_rows(name, attention, rows):
     packed = token_logprobs(read, tokens, chosen, **options)
     for name_of, one, other in zip(packed._fields, packed, apart, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-12), name_of
-    found = gradients(model, packed.logprobs_N.sum() + packed.entropy_N.sum())
-    far = {n: float((found[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in expected}
+    result = gradients(model, packed.logprobs_N.sum() + packed.entropy_N.sum())
+    far = {n: float((result[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in expected}
     # Some families' norms are float32 for any model dtype, and so are the sums of the gradients of their gains.
     assert max(error for n, error in far.items() if expected[n].ndim > 1) < 1e-10, far
     assert max(far.values()) < 1e-6, far
 
 
-def test_packed_rows_are_the_same_rows_in_float32(rows):
+def test_packing_does_not_change_log_probs_in_float32(rows):
     model, (tokens, chosen, lengths) = model_of("qwen3", torch.float32), rows
     apart = token_logprobs(readable(model), tokens, chosen, temperature=1.0, lengths_M=lengths)
     read = readable(model, packing="on", attention="varlen")
@@ -223,7 +223,7 @@ STATEFUL = {
 
 
 @pytest.mark.parametrize("name", STATEFUL)
-def test_a_model_whose_state_runs_on_into_the_next_row_is_not_packed(name):
+def test_a_model_with_recurrent_state_is_not_packed(name):
     made = getattr(transformers, f"{name}Config")(**{"vocab_size": VOCABULARY} | STATEFUL[name])
     model = transformers.AutoModelForCausalLM.from_config(made).eval()
     own = model.config._attn_implementation
@@ -236,7 +236,7 @@ def test_a_model_whose_state_runs_on_into_the_next_row_is_not_packed(name):
     assert not readable(model).packed
 
 
-def test_an_attention_that_lets_rows_see_one_another_is_found_out(monkeypatch):
+def test_attention_across_packed_rows_is_detected(monkeypatch):
     """The leak is far smaller than rounding in bfloat16."""
     model = model_of("qwen3", torch.float32)
     layer = model.model.layers[0].self_attn
@@ -251,7 +251,7 @@ def test_an_attention_that_lets_rows_see_one_another_is_found_out(monkeypatch):
         set_attention(LogprobModel(model, find_lm_head(model)), Train(packing="on", attention="varlen"), torch.bfloat16)
 
 
-def test_an_attention_that_is_not_to_be_had_is_refused_by_name():
+def test_an_unavailable_attention_is_refused_by_name():
     with pytest.raises(SettingsError, match=r"train\.attention = 'flash_attention_2'"):
         readable(model_of("qwen3", torch.float32), attention="flash_attention_2")
     with pytest.raises(SettingsError, match=r"has no softcap"):
@@ -259,7 +259,7 @@ def test_an_attention_that_is_not_to_be_had_is_refused_by_name():
     assert readable(model_of("qwen3"), attention="eager").model.config._attn_implementation == "eager"
 
 
-def test_layers_that_are_computed_again_keep_less_and_give_the_same_gradients(rows):
+def test_gradient_checkpointing_stores_less_and_gives_the_same_gradients(rows):
     tokens, chosen, _ = rows
 
     def run(read):
@@ -276,10 +276,10 @@ def test_layers_that_are_computed_again_keep_less_and_give_the_same_gradients(ro
 
         hook = read.model.model.layers[0].mlp.register_forward_pre_hook(count)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            found = token_logprobs(read, tokens, chosen, temperature=1.0)
-        made = gradients(read.model, found.logprobs_N.sum())
+            result = token_logprobs(read, tokens, chosen, temperature=1.0)
+        made = gradients(read.model, result.logprobs_N.sum())
         hook.remove()
-        return found.logprobs_N, made, kept, seen
+        return result.logprobs_N, made, kept, seen
 
     plain = run(readable(model_of("qwen3")))
     model = model_of("qwen3")
@@ -292,12 +292,12 @@ def test_layers_that_are_computed_again_keep_less_and_give_the_same_gradients(ro
     assert (plain[3], again[3]) == (1, 2)
 
 
-def test_a_model_without_layers_that_can_be_computed_again_is_refused():
+def test_a_model_that_does_not_support_gradient_checkpointing_is_refused():
     with pytest.raises(SettingsError, match=r"train\.gradient_checkpointing is set, but Linear has no layers"):
         checkpoint_layers(nn.Linear(2, 2))
 
 
-def test_in_bfloat16_products_are_rounded_and_norms_rotations_and_log_probs_are_not(rows):
+def test_bfloat16_rounds_matrix_products_but_not_norms_rotations_and_log_probs(rows):
     model, (tokens, chosen, lengths) = model_of("qwen3", torch.float32), rows
     read, types = readable(model), {}
 
@@ -307,15 +307,15 @@ def test_in_bfloat16_products_are_rounded_and_norms_rotations_and_log_probs_are_
     layer = model.model.layers[0]
     watched = [model.model.rotary_emb, layer.input_layernorm, layer, model.model.norm]
     for module in [*watched, layer.self_attn.q_proj, layer.mlp.down_proj]:
-        module.register_forward_hook(lambda found, _, out: keep(found, out))
+        module.register_forward_hook(lambda result, _, out: keep(result, out))
     with torch.autocast("cpu", torch.bfloat16):
-        found = token_logprobs(read, tokens, chosen, temperature=1.0, lengths_M=lengths, entropy="value")
+        result = token_logprobs(read, tokens, chosen, temperature=1.0, lengths_M=lengths, entropy="value")
     exact = token_logprobs(read, tokens, chosen, temperature=1.0, lengths_M=lengths)
     assert types[layer.self_attn.q_proj] == types[layer.mlp.down_proj] == torch.bfloat16
     assert [types[module] for module in watched] == [torch.float32] * 4
-    assert found.logprobs_N.dtype == found.entropy_N.dtype == torch.float32
-    error = (found.logprobs_N - exact.logprobs_N).abs().max()
+    assert result.logprobs_N.dtype == result.entropy_N.dtype == torch.float32
+    error = (result.logprobs_N - exact.logprobs_N).abs().max()
     assert 0 < error < 0.3
-    assert math.isfinite(float(found.entropy_N.sum()))
-    found.logprobs_N.sum().backward()
+    assert math.isfinite(float(result.entropy_N.sum()))
+    result.logprobs_N.sum().backward()
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}

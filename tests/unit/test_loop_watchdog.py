@@ -22,13 +22,13 @@ class Rude:
 
 @pytest.mark.parametrize("method", ["nap", "deep"])
 async def test_blocking_code_is_logged_once(method, blockbuster):
-    found = []
+    results = []
     rude = getattr(Rude(), method)
     with capture_logs() as logs:
 
         def until():
-            found[:] = [line for line in logs if line["event"] == "event_loop.blocked"]
-            return found
+            results[:] = [line for line in logs if line["event"] == "event_loop.blocked"]
+            return results
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(LoopWatchdog(0.1).watch)
@@ -39,7 +39,7 @@ async def test_blocking_code_is_logged_once(method, blockbuster):
             finally:
                 blockbuster.activate()
             tasks.cancel_scope.cancel()
-    (line,) = found
+    (line,) = results
     assert "test_loop_watchdog.py:" in line["by"]
     assert line["by"].endswith(f"Rude.{method}")
 

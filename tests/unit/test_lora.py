@@ -59,11 +59,11 @@ def lora(base, *, dtype="float32", more=None, **sections):
 
 def trained(base, steps=3, **options):
     """Return a learner after some steps, with both matrices of every layer changed."""
-    found = lora(base, **options)
+    result = lora(base, **options)
     for step in range(steps):
-        assert found.step(collate([group(completion(2, [9, 3 + step], Measured(0.25)))]), 3).trained
-    assert all(p.abs().max() > 0 for p in found.parameters.values())
-    return found
+        assert result.step(collate([group(completion(2, [9, 3 + step], Measured(0.25)))]), 3).trained
+    assert all(p.abs().max() > 0 for p in result.parameters.values())
+    return result
 
 
 def read(model, rows):
@@ -75,8 +75,8 @@ def whole_logprobs(model, rows):
     """Return log-probs of a plain forward pass."""
     tokens, chosen = rows
     with torch.no_grad():
-        found = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
-    return found.gather(2, tokens[:, 1:, None]).squeeze(2)[chosen[:, 1:]]
+        result = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
+    return result.gather(2, tokens[:, 1:, None]).squeeze(2)[chosen[:, 1:]]
 
 
 def plain(folder, rows):
@@ -84,44 +84,44 @@ def plain(folder, rows):
     return whole_logprobs(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), rows)
 
 
-def other_weights(found):
+def other_weights(adapted):
     """Return all parameters that are not of the adapter."""
-    return {n: p.detach().clone() for n, p in found.model.named_parameters() if "lora_" not in n}
+    return {n: p.detach().clone() for n, p in adapted.model.named_parameters() if "lora_" not in n}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_untrained_adapter_adds_nothing_at_all(base, rows, dtype):
+def test_an_untrained_adapter_has_no_effect(base, rows, dtype):
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
         whole = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype)).eval()
         assert torch.equal(read(lora(base, dtype=dtype).model, rows), read(whole, rows))
 
 
 @TIED
-def test_the_adapter_moves_and_nothing_else(base):
-    found = lora(base)
-    before, adapter = other_weights(found), {n: p.detach().clone() for n, p in found.parameters.items()}
+def test_only_the_adapter_is_trained(base):
+    result = lora(base)
+    before, adapter = other_weights(result), {n: p.detach().clone() for n, p in result.parameters.items()}
     for _ in range(2):
-        found.step(collate([group()]), 3)
-    assert all(torch.equal(value, before[name]) for name, value in other_weights(found).items())
-    assert not any(torch.equal(value, adapter[name]) for name, value in found.parameters.items())
-    assert found.optimizer.adamw.state.keys() == set(found.parameters.values())
-    assert {n for n, p in found.model.named_parameters() if p.requires_grad} == {
-        name.removeprefix("base_model.model.").replace(".weight", ".default.weight") for name in found.parameters
+        result.step(collate([group()]), 3)
+    assert all(torch.equal(value, before[name]) for name, value in other_weights(result).items())
+    assert not any(torch.equal(value, adapter[name]) for name, value in result.parameters.items())
+    assert result.optimizer.adamw.state.keys() == set(result.parameters.values())
+    assert {n for n, p in result.model.named_parameters() if p.requires_grad} == {
+        name.removeprefix("base_model.model.").replace(".weight", ".default.weight") for name in result.parameters
     }
 
 
-def test_with_bfloat16_the_frozen_weights_take_half_the_room_and_the_adapter_stays_float32(base):
-    found = trained(base, dtype="bfloat16")
-    assert {p.dtype for n, p in found.model.named_parameters() if "lora_" not in n} == {torch.bfloat16}
-    assert {p.dtype for p in found.parameters.values()} == {torch.float32}
-    assert {v.dtype for state in found.optimizer.adamw.state.values() for v in state.values()} == {torch.float32}
+def test_bfloat16_halves_the_frozen_weights_and_the_adapter_stays_float32(base):
+    result = trained(base, dtype="bfloat16")
+    assert {p.dtype for n, p in result.model.named_parameters() if "lora_" not in n} == {torch.bfloat16}
+    assert {p.dtype for p in result.parameters.values()} == {torch.float32}
+    assert {v.dtype for state in result.optimizer.adamw.state.values() for v in state.values()} == {torch.float32}
 
 
 @TIED
-def test_merged_weights_say_what_the_adapted_model_says(base, rows, tmp_path):
-    found = trained(base)
-    found.save_weights(tmp_path / "v1")
-    adapted = read(found.model, rows)
+def test_merged_weights_equal_the_adapted_model(base, rows, tmp_path):
+    result = trained(base)
+    result.save_weights(tmp_path / "v1")
+    adapted = read(result.model, rows)
     assert torch.allclose(plain(tmp_path / "v1", rows), adapted, atol=TOLERANCE)
     assert not torch.allclose(plain(base, rows), adapted, atol=100 * TOLERANCE)
     ours, theirs = (load_file(folder / "model.safetensors").keys() for folder in (tmp_path / "v1", base))
@@ -129,24 +129,24 @@ def test_merged_weights_say_what_the_adapted_model_says(base, rows, tmp_path):
 
 
 def test_merging_changes_nothing_in_the_model(base, rows):
-    found = trained(base)
-    before, said = other_weights(found), read(found.model, rows)
-    found.policy.adapter.merged_state()
-    assert all(torch.equal(value, before[name]) for name, value in other_weights(found).items())
-    assert torch.equal(read(found.model, rows), said)
+    result = trained(base)
+    before, logprobs = other_weights(result), read(result.model, rows)
+    result.policy.adapter.merged_state()
+    assert all(torch.equal(value, before[name]) for name, value in other_weights(result).items())
+    assert torch.equal(read(result.model, rows), logprobs)
 
 
 @TIED
-def test_peft_itself_loads_what_is_written_and_says_the_same(base, rows, tmp_path):
-    found = trained(base)
-    found.write_trained_weights(tmp_path)
+def test_peft_loads_the_written_adapter_with_the_same_log_probs(base, rows, tmp_path):
+    result = trained(base)
+    result.write_trained_weights(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):  # peft looks it up under its old name
         adapted = peft.PeftModel.from_pretrained(model, tmp_path)
-    assert torch.allclose(whole_logprobs(adapted, rows), read(found.model, rows), atol=TOLERANCE)
+    assert torch.allclose(whole_logprobs(adapted, rows), read(result.model, rows), atol=TOLERANCE)
 
 
-def test_the_policy_of_the_beginning_is_the_model_without_its_adapter(base, rows):
+def test_the_reference_policy_is_the_model_without_its_adapter(base, rows):
     """Loss, gradient and metrics equal those with the reference as a second model."""
     algorithm = {"kl_coefficient": 0.3}
     batch = collate([group(completion(2, [9, 9], Measured(0.5)))])
@@ -163,20 +163,20 @@ def test_the_policy_of_the_beginning_is_the_model_without_its_adapter(base, rows
     assert all(torch.equal(p, two.parameters[n]) for n, p in one.parameters.items())
 
 
-def test_at_step_0_there_is_no_divergence(base):
+def test_the_divergence_at_step_0_is_0(base):
     assert lora(base, algorithm={"kl_coefficient": 0.3}).step(collate([group()]), 3).metrics["reference/kl"] == 0
 
 
 @pytest.mark.parametrize("sections", [{}, {"estimator": {"name": "gae"}}], ids=["grpo", "gae"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_run_goes_on_to_the_bit(base, tmp_path, dtype, sections):
+def test_a_resumed_run_continues_bit_for_bit(base, tmp_path, dtype, sections):
     first = trained(base, dtype=dtype, **sections)
     checkpoint = CheckpointStore(tmp_path).save(3, first, Progress(step=3))
     assert {path.name for path in checkpoint.model.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     second = lora(base, dtype=dtype, **sections)
     checkpoint.restore(second)
-    for found in (first, second):
-        found.step(collate([group()]), 3)
+    for result in (first, second):
+        result.step(collate([group()]), 3)
     mine, theirs = (f.parameters | f.critic_parameters for f in (first, second))
     assert all(torch.equal(parameter, theirs[name]) for name, parameter in mine.items())
     states = first.state(), second.state()
@@ -187,7 +187,7 @@ def test_a_resumed_run_goes_on_to_the_bit(base, tmp_path, dtype, sections):
 @pytest.mark.parametrize(
     "train", [{"gradient_checkpointing": True}, {"packing": "on"}], ids=["computed again", "packed"]
 )
-def test_layers_that_are_computed_again_and_rows_in_one_sequence_give_the_same_step(base, train):
+def test_gradient_checkpointing_and_packing_give_the_same_step(base, train):
     """The adapter is active when the backward pass recomputes its layers, although the reference disabled it."""
     options = {"algorithm": {"kl_coefficient": 0.3}, "steps": 2}
     plain, other = trained(base, **options), trained(base, train=train, **options)
@@ -195,18 +195,18 @@ def test_layers_that_are_computed_again_and_rows_in_one_sequence_give_the_same_s
         assert torch.allclose(parameter, other.parameters[name], atol=TOLERANCE), name
 
 
-def test_two_learners_begin_with_the_same_adapter_and_another_seed_with_another(base):
+def test_the_seed_determines_the_initial_adapter(base):
     one, two, other = lora(base), lora(base), lora(base, run={"seed": 7})
     assert all(torch.equal(p, two.parameters[n]) for n, p in one.parameters.items())
     assert not any(torch.equal(p, other.parameters[n]) for n, p in one.parameters.items() if "lora_A" in n)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_exported_run_is_an_ordinary_model_and_its_adapter(base, tmp_path, dtype):
-    found = trained(base, dtype=dtype)
-    CheckpointStore(tmp_path / "checkpoints").save(3, found, Progress(step=3))
+def test_an_export_contains_the_merged_model_and_the_adapter(base, tmp_path, dtype):
+    result = trained(base, dtype=dtype)
+    CheckpointStore(tmp_path / "checkpoints").save(3, result, Progress(step=3))
     export(tmp_path, tmp_path / "out")
-    found.save_weights(tmp_path / "published")
+    result.save_weights(tmp_path / "published")
     ours, theirs = (load_file(tmp_path / f / "model.safetensors") for f in ("out", "published"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
@@ -217,14 +217,14 @@ def test_an_exported_run_is_an_ordinary_model_and_its_adapter(base, tmp_path, dt
     assert find_policy_folder(tmp_path / "out") == tmp_path / "out"
 
 
-def test_what_engines_are_given_is_the_adapter_alone_where_that_is_asked_for(base, tmp_path):
+def test_with_transport_adapter_only_the_adapter_is_published(base, tmp_path):
     trained(base, weights={"transport": "adapter"}, engine={"urls": ["http://e"]}).save_weights(tmp_path / "v1")
     assert {p.name for p in (tmp_path / "v1").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
 
 
-def test_chosen_layers_alone_get_an_adapter(base):
-    found = lora(base, more={"target_modules": ["q_proj", "layers.1.mlp.down_proj"]})
-    layers = {name.removeprefix("base_model.model.model.layers.").partition(".lora")[0] for name in found.parameters}
+def test_only_the_target_modules_get_an_adapter(base):
+    result = lora(base, more={"target_modules": ["q_proj", "layers.1.mlp.down_proj"]})
+    layers = {name.removeprefix("base_model.model.model.layers.").partition(".lora")[0] for name in result.parameters}
     assert layers == {"0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.down_proj"}
 
 
@@ -268,12 +268,12 @@ def test_the_local_engine_refuses_to_serve_a_run_that_publishes_adapters(base, t
     table = LEAST | {"lora": {"rank": 4}, "weights": {"transport": "adapter"}, "model": {"path": str(base)}}
     (tmp_path / "run.toml").write_text(dump_settings(parse_settings(table)))
     assert run_engine(tmp_path / "run.toml", "127.0.0.1", 0, ()) == ExitCode.USAGE
-    said = capsys.readouterr().err
-    assert "weights.transport" in said
-    assert "'files'" in said
+    output = capsys.readouterr().err
+    assert "weights.transport" in output
+    assert "'files'" in output
 
 
-def test_an_adapter_of_another_kind_of_run_is_refused_by_name(base, bases, tmp_path):
+def test_an_adapter_with_other_settings_is_refused(base, bases, tmp_path):
     CheckpointStore(tmp_path / "lora").save(3, trained(base), Progress())
     CheckpointStore(tmp_path / "whole").save(0, learner(base), Progress())
     adapter, whole = (CheckpointStore(tmp_path / name).latest() for name in ("lora", "whole"))
@@ -290,7 +290,7 @@ def test_an_adapter_of_another_kind_of_run_is_refused_by_name(base, bases, tmp_p
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
-def test_a_file_of_an_adapter_that_was_cut_short_is_named(base, tmp_path, name):
+def test_a_truncated_adapter_file_is_reported_by_name(base, tmp_path, name):
     learner = trained(base)
     learner.write_trained_weights(tmp_path)
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-8])
@@ -299,7 +299,7 @@ def test_a_file_of_an_adapter_that_was_cut_short_is_named(base, tmp_path, name):
             use(tmp_path)
 
 
-def test_a_base_model_that_was_changed_or_moved_is_not_merged_with(base, tmp_path):
+def test_a_changed_or_missing_base_model_is_not_merged(base, tmp_path):
     moved = tmp_path / "base"
     shutil.copytree(base, moved)
     CheckpointStore(tmp_path / "run" / "checkpoints").save(3, trained(moved), Progress())
@@ -315,7 +315,7 @@ def test_a_base_model_that_was_changed_or_moved_is_not_merged_with(base, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_without_peft_it_is_named(base, monkeypatch):
+def test_a_missing_peft_is_reported_with_the_extra(base, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(SettingsError, match=r"pip install 'penstock\[lora\]'"):
         lora(base)

@@ -97,7 +97,7 @@ def single(name: str, options: dict, *, logprob: float, proximal: float, advanta
 
 
 @pytest.mark.parametrize("junk", [999.0, 1e30, math.nan, math.inf, -math.inf])
-def test_loss_and_gradient_are_those_of_the_reference_whatever_the_invalid_row_holds(junk):
+def test_loss_and_gradient_equal_the_reference_with_any_invalid_row(junk):
     given = inputs(junk)
     output = run("clipped", given, CLIPPED)
     output.loss.backward()
@@ -118,7 +118,7 @@ def test_importance_weights_multiply_each_tokens_loss():
     assert torch.allclose(given["logprobs_RT"].grad, torch.tensor(WEIGHTED_GRADIENT).double(), atol=1e-9)
 
 
-def test_weights_proximal_and_advantages_bear_no_gradient():
+def test_weights_proximal_and_advantages_have_no_gradient():
     given = inputs() | {"weights_RT": torch.tensor(WEIGHTS).double()}
     names = ("weights_RT", "proximal_RT", "advantages_RT")
     for name in names:
@@ -127,14 +127,14 @@ def test_weights_proximal_and_advantages_bear_no_gradient():
     assert [given[name].grad for name in names] == [None] * 3
 
 
-def test_the_factors_are_what_was_handed_in_not_what_is_here():
+def test_factors_come_from_the_whole_batch_and_not_from_the_micro_batch():
     given = inputs()
     halved = run("clipped", given | {"factors_R": given["factors_R"] / 2}, CLIPPED)
     assert float(halved.loss.detach()) == pytest.approx(LOSS / 2)
 
 
 @each_loss
-def test_at_the_proximal_policy_the_gradient_is_that_of_plain_policy_gradient(name, options):
+def test_at_the_proximal_policy_the_gradient_is_the_plain_policy_gradient(name, options):
     given = inputs(junk=0.5)
     given["proximal_RT"] = given["logprobs_RT"].detach().clone()
     run(name, given, options).loss.backward()
@@ -143,7 +143,7 @@ def test_at_the_proximal_policy_the_gradient_is_that_of_plain_policy_gradient(na
 
 
 @pytest.mark.parametrize("name", ["clipped", "dapo", "clip_cov", "kl_cov", "sapo", "geo_mean", "dro"])
-def test_the_gradient_is_that_of_finite_differences(name):
+def test_the_gradient_equals_finite_differences(name):
     given = inputs(junk=0.25)
     chosen = torch.zeros_like(given["mask_RT"])
     chosen[0, :2] = True
@@ -161,7 +161,7 @@ def test_the_gradient_is_that_of_finite_differences(name):
         )
 
 
-def test_divergences_are_of_the_trained_from_the_proximal_and_of_the_proximal_from_the_behaviour():
+def test_divergences_compare_policy_with_proximal_and_proximal_with_rollout():
     output = policy_loss(
         "reinforce",
         LossInputs(
@@ -188,7 +188,7 @@ def test_the_dual_clip_bounds_the_loss_of_a_token_with_negative_advantage():
     assert (loss, gradient) == pytest.approx((0.5 * math.exp(2), 0.5 * math.exp(2)))
 
 
-def test_a_ratio_by_sequence_is_the_geometric_mean_over_all_rows_of_the_completion():
+def test_a_sequence_ratio_is_the_geometric_mean_over_all_rows_of_the_completion():
     now = torch.tensor([[-1.0, -1.0], [-1.0, 5.0]]).double().requires_grad_()
     given = {
         "logprobs_RT": now,
@@ -205,7 +205,7 @@ def test_a_ratio_by_sequence_is_the_geometric_mean_over_all_rows_of_the_completi
         assert torch.allclose(gradient, torch.where(given["mask_RT"], -math.exp(0.1) / 3, 0.0).double())
 
 
-def test_a_level_that_does_not_exist_is_refused():
+def test_an_unknown_level_is_refused():
     with pytest.raises(ValueError, match="'token' or 'sequence'"):
         run("clipped", inputs(), CLIPPED | {"level": "batch"})
 
@@ -216,7 +216,7 @@ def test_cispo_keeps_the_gradient_of_a_token_whose_ratio_is_clipped():
     assert float(output.sums["clip_fraction"]) == 1
 
 
-def test_dppo_leaves_out_what_moved_too_far_in_the_direction_of_its_advantage_alone():
+def test_dppo_masks_only_tokens_that_moved_too_far_in_the_direction_of_their_advantage():
     options = {"clip_low": 0.15, "clip_high": 0.15, "ratio_cap": 1.5}
     risen = {"logprob": math.log(0.5), "proximal": math.log(0.2)}
     for name in ("dppo_tv", "dppo_kl"):
@@ -229,7 +229,7 @@ def test_dppo_leaves_out_what_moved_too_far_in_the_direction_of_its_advantage_al
         assert float(output.sums["clip_fraction_lower"]) == 1
 
 
-def test_chosen_tokens_are_left_out_by_clip_cov_and_penalised_by_kl_cov():
+def test_clip_cov_masks_selected_tokens_and_kl_cov_penalizes_them():
     chosen = {"selected_RT": torch.ones(1, 1, dtype=torch.bool)}
     token = {"logprob": -1.0, "proximal": -1.1, "advantage": 1.0}
     loss, gradient, output = single("clip_cov", {"clip_low": 0.2, "clip_high": 0.2}, **token, **chosen)
@@ -239,7 +239,7 @@ def test_chosen_tokens_are_left_out_by_clip_cov_and_penalised_by_kl_cov():
     assert float(output.sums["kl/abs"]) == pytest.approx(0.1)
 
 
-def test_geo_mean_takes_the_geometric_mean_of_the_weights_once():
+def test_geo_mean_applies_the_geometric_mean_of_the_weights_once():
     weights = {"weights_RT": one(4.0)}
     loss, _, _ = single(
         "geo_mean", {"clip_low": 0.4, "clip_high": 0.4}, logprob=-1, proximal=-1, advantage=1, **weights
@@ -248,7 +248,7 @@ def test_geo_mean_takes_the_geometric_mean_of_the_weights_once():
 
 
 @each_loss
-def test_a_part_without_a_loss_token_is_zero_with_zero_gradient(name, options):
+def test_a_micro_batch_without_loss_tokens_has_zero_loss_and_gradient(name, options):
     given = inputs(math.nan) | {"factors_R": torch.full((4,), math.nan).double()}
     output = run(name, given | {"mask_RT": torch.zeros(4, 5, dtype=torch.bool)}, options)
     output.loss.backward()
@@ -259,7 +259,7 @@ def test_a_part_without_a_loss_token_is_zero_with_zero_gradient(name, options):
 
 @each_loss
 @pytest.mark.parametrize("shape", [(0, 0), (0, 3), (3, 0)])
-def test_an_empty_part_is_zero(name, options, shape):
+def test_an_empty_micro_batch_has_zero_loss(name, options, shape):
     empty = torch.empty(shape)
     output = policy_loss(
         name,
@@ -276,7 +276,7 @@ def test_an_empty_part_is_zero(name, options, shape):
     assert float(output.loss.detach()) == 0.0
 
 
-def test_token_losses_and_marks_can_be_had_before_aggregation():
+def test_token_losses_and_token_metrics_are_available_before_aggregation():
     given = inputs()
     token = token_loss("clipped", loss_inputs(given), CLIPPED)
     assert float(weighted_sum(token.loss_RT, given["mask_RT"], given["factors_R"]).detach()) == pytest.approx(LOSS)
@@ -294,7 +294,7 @@ def test_float32_log_probs_give_a_float64_loss_and_a_float32_gradient():
     assert float(output.loss.detach()) == pytest.approx(LOSS, rel=1e-6)
 
 
-def test_every_loss_declares_its_formula_and_source_and_a_selector_that_exists():
+def test_every_loss_declares_formula_source_and_an_existing_selector():
     for loss in LOSSES.values():
         assert loss.formula
         assert loss.source

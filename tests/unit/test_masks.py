@@ -21,9 +21,9 @@ from workers.train.algorithms.masks import (
 def facts(rewards, groups=None, truncated=None, failed=None, dropped=None):
     """Make facts of completions; a reward of None is unmeasured, `truncated` etc. map a completion to its reason."""
 
-    def codes(table, found):
+    def codes(table, reasons):
         return torch.tensor(
-            [table.index(found[c]) if c in (found or {}) else NONE for c in range(len(rewards))], dtype=torch.int64
+            [table.index(reasons[c]) if c in (reasons or {}) else NONE for c in range(len(rewards))], dtype=torch.int64
         )
 
     ids = torch.tensor(groups or [0] * len(rewards), dtype=torch.int64)
@@ -41,15 +41,15 @@ def facts(rewards, groups=None, truncated=None, failed=None, dropped=None):
     )
 
 
-def one_row_each(found, policy=None, **masks):
+def one_row_each(given, policy=None, **masks):
     """Make masks where every completion has one row: one prompt token, then two sampled tokens."""
-    count = len(found.rewards_C)
+    count = len(given.rewards_C)
     sampled = torch.tensor([[False, True, True]] * count)
     truncation = {reason: policy for reason in TruncationReason if policy}
-    return derive_masks(found, torch.arange(count), sampled, truncation=truncation, **masks)
+    return derive_masks(given, torch.arange(count), sampled, truncation=truncation, **masks)
 
 
-def test_a_measured_completion_votes_and_bears_loss():
+def test_a_measured_completion_is_in_b_and_in_l():
     masks = one_row_each(facts([1.0]))
     assert masks.baseline_C.tolist() == masks.loss_C.tolist() == masks.loss_rows_R.tolist() == [True]
     assert masks.loss_tokens_RT.tolist() == [[False, True, True]]
@@ -65,7 +65,7 @@ def test_a_measured_completion_votes_and_bears_loss():
         {"rewards": [1.0, 1.0], "dropped": {1: DropReason.ABORTED}},
     ],
 )
-def test_nothing_invalid_votes_or_bears_loss(bad):
+def test_invalid_completions_are_in_neither_mask(bad):
     masks = one_row_each(facts(**bad))
     assert masks.baseline_C.tolist() == masks.loss_C.tolist() == [True, False]
     assert masks.rewards_C.tolist() == [1.0, 0.0]
@@ -92,10 +92,10 @@ def test_truncated_completions_follow_the_policy_of_their_reason(reason, policy,
     assert masks.loss_tokens_RT.any(dim=1).tolist() == [True, bears_loss]
 
 
-def test_a_policy_for_one_reason_leaves_the_others_alone():
-    found = facts([1.0, 1.0], truncated={0: TruncationReason.LENGTH, 1: TruncationReason.CONTEXT})
+def test_a_policy_for_one_reason_does_not_affect_others():
+    result = facts([1.0, 1.0], truncated={0: TruncationReason.LENGTH, 1: TruncationReason.CONTEXT})
     masks = derive_masks(
-        found, torch.arange(2), torch.ones(2, 1).bool(), truncation={TruncationReason.CONTEXT: "exclude"}
+        result, torch.arange(2), torch.ones(2, 1).bool(), truncation={TruncationReason.CONTEXT: "exclude"}
     )
     assert masks.baseline_C.tolist() == [True, False]
 
@@ -110,13 +110,13 @@ def test_an_unknown_policy_is_refused_by_name():
         one_row_each(facts([1.0]), "forgive")
 
 
-def test_masks_report_zeroed_and_penalised_completions():
-    found = facts([1.0, 5.0, None], truncated={1: TruncationReason.LENGTH, 2: TruncationReason.LENGTH})
-    assert one_row_each(found, "zero_reward").zeroed_C.tolist() == [False, True, False]
-    assert one_row_each(found, "penalty").penalised_C.tolist() == [False, True, False]
+def test_masks_report_zeroed_and_penalized_completions():
+    result = facts([1.0, 5.0, None], truncated={1: TruncationReason.LENGTH, 2: TruncationReason.LENGTH})
+    assert one_row_each(result, "zero_reward").zeroed_C.tolist() == [False, True, False]
+    assert one_row_each(result, "penalty").penalised_C.tolist() == [False, True, False]
 
 
-def test_a_row_left_with_no_token_is_rejected_and_does_not_vote():
+def test_a_completion_without_remaining_tokens_is_rejected_and_not_in_b():
     rejected = torch.tensor([[False, True, True], [False, True, False]])
     masks = one_row_each(facts([1.0, 0.0]), rejected_by_rule={"too_old": rejected})
     assert masks.baseline_C.tolist() == [False, True]
@@ -124,47 +124,47 @@ def test_a_row_left_with_no_token_is_rejected_and_does_not_vote():
     assert masks.loss_tokens_RT.tolist() == [[False] * 3, [False, False, True]]
 
 
-def test_the_rule_that_took_the_last_token_is_named():
+def test_the_rule_that_removed_the_last_token_is_named():
     first, second = torch.tensor([[False, True, False]] * 2), torch.tensor([[False, False, True], [False, True, False]])
     masks = one_row_each(facts([1.0, 0.0]), rejected_by_rule={"too_old": first, "token_k1": second})
     assert [masks.rules[code] if code != NONE else None for code in masks.rejected_by_C.tolist()] == ["token_k1", None]
 
 
-def test_what_is_invalid_anyway_is_not_called_rejected():
+def test_an_invalid_completion_does_not_count_as_rejected():
     masks = one_row_each(facts([None, 0.0]), rejected_by_rule={"too_old": torch.ones(2, 3).bool()})
     assert masks.rejected_by_C.tolist() == [NONE, masks.rules.index("too_old")]
 
 
-def test_a_completion_votes_while_one_of_its_rows_is_left():
-    found = facts([3.0, 0.0, 1.0])
+def test_a_completion_with_one_remaining_row_is_in_b():
+    result = facts([3.0, 0.0, 1.0])
     rows = torch.tensor([0, 0, 1, 2])
     rejected = torch.tensor([[False], [True], [False], [False]])
-    masks = derive_masks(found, rows, torch.ones(4, 1).bool(), truncation={}, rejected_by_rule={"a": rejected})
+    masks = derive_masks(result, rows, torch.ones(4, 1).bool(), truncation={}, rejected_by_rule={"a": rejected})
     assert masks.baseline_C.tolist() == [True, True, True]
     assert masks.loss_rows_R.tolist() == [True, False, True, True]
     masks = derive_masks(
-        found, rows, torch.ones(4, 1).bool(), truncation={}, rejected_by_rule={"a": rejected | (rows == 0)[:, None]}
+        result, rows, torch.ones(4, 1).bool(), truncation={}, rejected_by_rule={"a": rejected | (rows == 0)[:, None]}
     )
     assert masks.baseline_C.tolist() == [False, True, True]
 
 
-def test_a_completion_that_bears_no_loss_may_hold_junk_log_probs():
+def test_a_completion_without_loss_may_have_junk_log_probs():
     unusable = torch.ones(2, 3).bool()
-    found = facts([1.0, 1.0], truncated={0: TruncationReason.LENGTH})
-    assert one_row_each(found, "baseline_only", not_finite_RT=unusable).baseline_C.tolist() == [True, False]
+    result = facts([1.0, 1.0], truncated={0: TruncationReason.LENGTH})
+    assert one_row_each(result, "baseline_only", not_finite_RT=unusable).baseline_C.tolist() == [True, False]
 
 
-def test_a_completion_without_a_row_is_counted_and_does_not_vote():
+def test_a_completion_without_rows_is_counted_and_not_in_b():
     masks = derive_masks(facts([1.0, 1.0]), torch.tensor([1]), torch.ones(1, 1).bool(), truncation={})
     assert masks.baseline_C.tolist() == [False, True]
 
 
-def test_a_batch_of_nothing_has_masks():
+def test_an_empty_batch_has_masks():
     masks = derive_masks(facts([]), torch.empty(0).long(), torch.empty(0, 0).bool(), truncation={})
     assert masks.baseline_C.numel() == masks.loss_tokens_RT.numel() == 0
 
 
-def test_tokens_are_too_old_beyond_the_bound_and_not_at_it():
+def test_tokens_are_too_old_above_the_limit_and_not_at_it():
     sampled = torch.tensor([[False, True, True, True]])
     versions = torch.tensor([[-1, 4, 5, 9]])
     assert too_old_tokens(sampled, versions, 9, 4).tolist() == [[False, True, False, False]]

@@ -95,9 +95,9 @@ PAIRS = [
 
 
 def batch_of_pairs(*pairs):
-    said = [completion for _, completion in pairs]
+    completions = [completion for _, completion in pairs]
     golds = [gold for gold, _ in pairs]
-    return RewardBatch(["?"] * len(pairs), said, [[]] * len(pairs), columns={"answer": golds, "other": golds})
+    return RewardBatch(["?"] * len(pairs), completions, [[]] * len(pairs), columns={"answer": golds, "other": golds})
 
 
 @asynccontextmanager
@@ -113,23 +113,23 @@ def outcome(reward):
     return reward.value if isinstance(reward, Measured) else reward.reason
 
 
-async def test_known_answers_traps_included():
+async def test_known_answers_get_their_rewards():
     assert len(PAIRS) >= 50
     async with opened() as function:
-        rewards = await function(batch_of_pairs(*((gold, said) for gold, said, _ in PAIRS)), 30)
-    found = [(gold, said, outcome(reward)) for (gold, said, _), reward in zip(PAIRS, rewards, strict=True)]
-    assert found == PAIRS
+        rewards = await function(batch_of_pairs(*((gold, text) for gold, text, _ in PAIRS)), 30)
+    results = [(gold, text, outcome(reward)) for (gold, text, _), reward in zip(PAIRS, rewards, strict=True)]
+    assert results == PAIRS
 
 
-@pytest.mark.parametrize(("gold", "said", "expected"), PAIRS)
-def test_each_of_them_by_name(gold, said, expected):
-    assert outcome(math_verify(gold, said)) == expected
+@pytest.mark.parametrize(("gold", "text", "expected"), PAIRS)
+def test_each_trap_is_a_known_answer(gold, text, expected):
+    assert outcome(math_verify(gold, text)) == expected
 
 
 HANGS = r"\boxed{9^{9^{9^9}}}"
 
 
-async def test_what_hangs_the_verifier_is_a_timeout_and_costs_no_sibling_its_reward():
+async def test_an_answer_that_hangs_the_verifier_is_a_timeout_and_affects_no_other_reward():
     async with opened(timeout_s=0.5) as function:
         pairs = [("4", "4"), ("1", HANGS), ("4", "5"), *[("4", r"\boxed{4}")] * 12]
         rewards = await function(batch_of_pairs(*pairs), 30)
@@ -137,29 +137,29 @@ async def test_what_hangs_the_verifier_is_a_timeout_and_costs_no_sibling_its_rew
     assert [outcome(reward) for i, reward in enumerate(rewards) if i != 1] == [1.0, 0.0, *[1.0] * 12]
 
 
-async def test_the_verifiers_own_timeout_is_a_timeout_and_not_wrong(monkeypatch):
+async def test_the_verifiers_own_timeout_is_a_timeout_and_not_a_wrong_answer(monkeypatch):
     monkeypatch.setattr("envs.builtin.math_verifier._TIMEOUT_S", 1)
     reward = math_verify("1", HANGS)  # in this main thread
     assert outcome(reward) is RewardReason.TIMEOUT
     assert "compare" in reward.detail
 
 
-async def test_in_a_thread_the_verifier_measures_nothing_rather_than_zero():
+async def test_in_a_thread_the_reward_is_unmeasured_and_not_0():
     """This is why `math` uses processes: in a thread the verifier measures nothing."""
     outcome_there = await CallRunner(anyio.CapacityLimiter(1)).call(math_verify, {"gold": "4", "said": "4"}, 30)
     assert not isinstance(getattr(outcome_there, "value", None), Measured)
 
 
-def test_leaving_the_verifier_out_equals_naming_the_default():
+def test_omitting_the_verifier_equals_naming_the_default():
     assert threading.current_thread() is threading.main_thread()
     assert VERIFIERS[DEFAULT_VERIFIER] is math_verify
-    for gold, said, _ in PAIRS[:12]:
-        named = Math(verifier="math_verify")(completions=[said], answer=[gold])
-        assert Math()(completions=[said], answer=[gold]) == named != []
+    for gold, text, _ in PAIRS[:12]:
+        named = Math(verifier="math_verify")(completions=[text], answer=[gold])
+        assert Math()(completions=[text], answer=[gold]) == named != []
 
 
-def test_the_verifier_that_is_named_is_the_one_that_is_used(monkeypatch):
-    monkeypatch.setitem(VERIFIERS, "generous", lambda gold, said, precision: Measured(0.75))
+def test_the_named_verifier_is_used(monkeypatch):
+    monkeypatch.setitem(VERIFIERS, "generous", lambda gold, text, precision: Measured(0.75))
     assert Math(verifier="generous")(completions=["x"], answer=["4"]) == [Measured(0.75)]
     assert Math()(completions=["x"], answer=["4"]) == [Measured(0.0)]
 
@@ -169,7 +169,7 @@ def test_an_unknown_verifier_is_refused_at_the_start():
         RewardFunction.load(REF, args={"verifier": "mathruler"})
 
 
-def test_without_the_library_the_extra_is_named(monkeypatch):
+def test_a_missing_library_is_reported_with_the_extra(monkeypatch):
     monkeypatch.setattr("envs.builtin.math_verifier.find_spec", lambda name: None)
     with pytest.raises(ReferenceNotFoundError, match=r"penstock\[math\]"):
         RewardFunction.load(REF)
@@ -182,21 +182,21 @@ def test_the_column_with_the_gold_answers_and_the_precision_are_arguments():
         Math(answer="gold")(completions=["4"], answer=["4"])
 
 
-def test_of_a_conversation_the_models_last_message_counts():
-    said = [
+def test_the_models_last_message_counts():
+    messages = [
         {"role": "assistant", "content": r"\boxed{3}"},
         {"role": "tool", "content": r"\boxed{5}"},
         {"role": "assistant", "content": [{"type": "text", "text": r"\boxed{4}"}]},
         {"role": "user", "content": r"\boxed{6}"},
     ]
-    assert Math()(completions=[said, [], [{"role": "assistant", "content": None}]], answer=["4"] * 3) == [
+    assert Math()(completions=[messages, [], [{"role": "assistant", "content": None}]], answer=["4"] * 3) == [
         Measured(1.0),
         Measured(0.0),
         Measured(0.0),
     ]
 
 
-async def test_a_policy_that_makes_the_verifier_hang_is_stopped_by_the_guard():
+async def test_a_policy_that_makes_the_verifier_hang_stops_the_run():
     guard = InvalidRewardMonitor(max_invalid_fraction=0.2, window=3)
     async with opened(timeout_s=0.3) as function:
 
@@ -217,7 +217,7 @@ def test_a_gold_answer_is_judged_before_the_prediction():
 
 
 @pytest.mark.parametrize("error", [OSError("no file can be opened"), ModuleNotFoundError("no antlr4")])
-def test_a_machine_that_fails_while_a_prediction_is_read_is_no_wrong_answer(monkeypatch, error):
+def test_a_system_error_while_parsing_a_prediction_is_not_a_wrong_answer(monkeypatch, error):
     import math_verify as library
 
     def parse(text, configs, **limits):

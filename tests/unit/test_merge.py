@@ -23,7 +23,7 @@ def test_a_single_part_is_weighted_too():
     assert merge_parts([part(3.0, weight=0.5)]) == Measured(1.5)
 
 
-def test_no_part_is_no_reward():
+def test_without_parts_there_is_no_reward():
     assert merge_parts([]).reason is RewardReason.MISSING
 
 
@@ -43,17 +43,17 @@ def test_rewards_of_turns_are_summed_with_the_others():
     assert merge_parts([*turns, part(4.0, weight=0.5)]) == Measured(1.25)
 
 
-def test_one_turn_that_nobody_measured_leaves_no_reward_and_is_named():
+def test_one_unmeasured_turn_leaves_no_reward_and_is_named():
     merged = merge_parts([part(0.25, name="env", turn=0), part(TIMEOUT, name="env", turn=1)])
     assert merged == Unmeasured(RewardReason.COMPONENT, "env (turn 1): timeout 30 s")
 
 
-def test_a_part_of_weight_zero_is_required_like_any_other():
+def test_a_part_of_weight_0_is_required_like_any_other():
     assert merge_parts([part(1.0), part(TIMEOUT, weight=0.0)]).reason is RewardReason.COMPONENT
 
 
 @pytest.mark.parametrize(
     "parts", [[part(1e308), part(1e308)], [part(1e308, weight=10.0)], [part(1e308, 9e9), part(-1e308, 9e9)]]
 )
-def test_a_sum_beyond_a_float_is_no_number(parts):
+def test_a_sum_that_overflows_is_unmeasured(parts):
     assert merge_parts(parts).reason is RewardReason.NOT_FINITE

@@ -12,19 +12,19 @@ ROOT = Path(__file__).parents[2]
 MUTANTS = load()
 
 
-def test_there_are_mutants_in_every_room():
+def test_every_area_has_mutants():
     rooms = Counter(mutant.room for mutant in MUTANTS)
     assert sum(rooms.values()) >= 80
     assert min(rooms.values()) >= 5
 
 
-def test_a_name_is_used_once():
+def test_names_of_mutants_are_unique():
     names = Counter(mutant.name for mutant in MUTANTS)
     assert [name for name, count in names.items() if count > 1] == []
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_applies_once_and_its_tests_exist(mutant):
+def test_each_mutant_applies_exactly_once_and_its_tests_exist(mutant):
     assert mutant.problem() == ""
     for test in mutant.tests:
         path, _, name = test.partition("::")

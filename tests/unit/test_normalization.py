@@ -16,12 +16,12 @@ def normalized(values, valid=None, groups=None, loss=None, **options):
     valid = torch.tensor([1] * len(values) if valid is None else valid, dtype=torch.bool)
     ids = torch.tensor([0] * len(values) if groups is None else [ord(g) for g in groups], dtype=torch.int64)
     loss = None if loss is None else torch.tensor(loss).bool()
-    found = normalize(torch.tensor(values, dtype=torch.float64), Grouping(ids, valid), loss, **(OPTIONS | options))
-    assert found.dtype == torch.float64
-    return found.tolist()
+    result = normalize(torch.tensor(values, dtype=torch.float64), Grouping(ids, valid), loss, **(OPTIONS | options))
+    assert result.dtype == torch.float64
+    return result.tolist()
 
 
-def test_a_truncated_row_under_exclude_has_no_part_in_the_batch():
+def test_a_completion_excluded_for_truncation_does_not_count():
     assert normalized([1.0, 100], [1, 0], mean="batch") == [0, 0]
     assert normalized([1.0, NAN], [1, 0], mean="batch", std="batch") == [0, 0]
     assert normalized([1.0, INF], [1, 0], mean="group", leave_one_out=True) == [0, 0]
@@ -77,26 +77,26 @@ REFERENCE = {
 
 
 @pytest.mark.parametrize(("case", "options", "expected"), REFERENCE.values(), ids=REFERENCE.keys())
-def test_levels_of_mean_and_std_are_chosen_apart(case, options, expected):
+def test_levels_of_mean_and_std_are_independent(case, options, expected):
     assert normalized(*case, **options) == pytest.approx(expected, abs=1e-6, rel=1e-6)
 
 
-def test_the_spread_is_taken_around_the_mean_that_was_chosen():
+def test_the_std_is_around_the_selected_mean():
     # Relative to the mean of the others, the deviations of 0, 1, 2 are -1.5, 0, 1.5.
-    found = normalized([0.0, 1, 2], mean="group", std="group", leave_one_out=True, epsilon=0.0)
-    assert found == pytest.approx([-1.5 / 1.5, 0, 1.5 / 1.5])
+    result = normalized([0.0, 1, 2], mean="group", std="group", leave_one_out=True, epsilon=0.0)
+    assert result == pytest.approx([-1.5 / 1.5, 0, 1.5 / 1.5])
 
 
 @pytest.mark.parametrize("mean", ["group", "batch"])
 @pytest.mark.parametrize("std", LEVELS)
 @pytest.mark.parametrize("leave_one_out", [True, False])
 @pytest.mark.parametrize("values", [[0.9] * 4, [1e4 + 0.1] * 7, [3.0]])
-def test_equal_values_and_a_single_one_are_exactly_zero(mean, std, leave_one_out, values):
-    found = normalized(values, mean=mean, std=std, leave_one_out=leave_one_out, epsilon=0.0)
-    assert found == [0.0] * len(values)
+def test_equal_values_and_a_single_value_give_exactly_zero(mean, std, leave_one_out, values):
+    result = normalized(values, mean=mean, std=std, leave_one_out=leave_one_out, epsilon=0.0)
+    assert result == [0.0] * len(values)
 
 
-def test_what_bears_no_loss_votes_in_its_group_and_not_in_the_batch():
+def test_a_completion_without_loss_counts_in_its_group_and_not_in_the_batch():
     values, loss = [0.0, 2, 7], [1, 1, 0]
     assert normalized(values, loss=loss, mean="group") == [-3, -1, 4]
     assert normalized(values, loss=loss, mean="batch") == [-1, 1, 6]
@@ -110,39 +110,39 @@ def test_an_unknown_scope_is_an_error(options):
         normalized([1.0], **options)
 
 
-def test_tokens_have_one_vote_each():
+def test_every_token_has_equal_weight():
     # AReaL's Normalization on tokens; one group of two rows, so both levels agree.
     values, mask = torch.tensor([[1.0, 2, NAN], [3, -1, 4]]), torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
     expected = [[-0.415898025, 0.1039745063, 0], [0.6238470674, -1.455643177, 1.1437195539]]
     for levels in ({"mean": "batch", "std": "group"}, {"mean": "group", "std": "batch"}):
-        found = normalize_tokens(values, mask, torch.zeros(2).long(), **(OPTIONS | levels))
-        assert torch.allclose(found, torch.tensor(expected).double(), atol=1e-6)
+        result = normalize_tokens(values, mask, torch.zeros(2).long(), **(OPTIONS | levels))
+        assert torch.allclose(result, torch.tensor(expected).double(), atol=1e-6)
 
 
-def test_tokens_of_a_truncated_row_that_is_out_leave_the_others_alone():
+def test_tokens_of_an_excluded_row_do_not_affect_others():
     values, mask = torch.tensor([[1.0, 1, 0], [100, 100, 100]]), torch.tensor([[1, 1, 0], [0, 0, 0]]).bool()
-    found = normalize_tokens(values, mask, torch.zeros(2).long(), **(OPTIONS | {"mean": "batch", "std": "batch"}))
-    assert found.tolist() == [[0.0] * 3] * 2
+    result = normalize_tokens(values, mask, torch.zeros(2).long(), **(OPTIONS | {"mean": "batch", "std": "batch"}))
+    assert result.tolist() == [[0.0] * 3] * 2
 
 
-def test_groups_of_tokens_are_found_by_id():
+def test_token_groups_are_found_by_id():
     values, mask = torch.tensor([[1.0, 3], [10, 0], [5, 0]]), torch.tensor([[1, 1], [1, 0], [1, 0]]).bool()
-    found = normalize_tokens(values, mask, torch.tensor([7, -1, 7]), **(OPTIONS | {"mean": "group"}))
-    assert found.tolist() == [[-2, 0], [0, 0], [2, 0]]
+    result = normalize_tokens(values, mask, torch.tensor([7, -1, 7]), **(OPTIONS | {"mean": "group"}))
+    assert result.tolist() == [[-2, 0], [0, 0], [2, 0]]
 
 
 def test_whitening_equals_the_reference():
     values, mask = torch.tensor([[1.0, 2, 3], [4, 50, INF]]), torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
-    found = whiten(values, mask)
+    result = whiten(values, mask)
     expected = [[-1.161894997, -0.3872983291, 0.3872983388], [1.1618950067, 0, 0]]
-    assert torch.allclose(found, torch.tensor(expected).double(), atol=1e-6)
+    assert torch.allclose(result, torch.tensor(expected).double(), atol=1e-6)
     scaled = whiten(values, mask, shift=False)
-    assert torch.allclose(scaled, torch.where(mask, found + 2.5, 0.0))
+    assert torch.allclose(scaled, torch.where(mask, result + 2.5, 0.0))
     biased = whiten(values, mask, unbiased=False)
-    assert torch.allclose(biased, found * math.sqrt(4 / 3))
+    assert torch.allclose(biased, result * math.sqrt(4 / 3))
 
 
-def test_a_weight_is_a_number_of_equal_values():
+def test_a_weight_counts_like_repeated_values():
     values, weights = torch.tensor([1.0, 5, 2, 9]), torch.tensor([2, 1, 3, 0])
     counted = whiten(values, torch.ones(4).bool(), weights)
     repeated = whiten(values.repeat_interleave(weights), torch.ones(6).bool())
@@ -150,7 +150,7 @@ def test_a_weight_is_a_number_of_equal_values():
 
 
 @pytest.mark.parametrize("value", [0.9, 1e4 + 0.1, -1 / 3])
-def test_equal_values_are_exactly_zero_when_they_are_whitened(value):
+def test_whitened_equal_values_are_exactly_zero(value):
     mask = torch.tensor([1, 1, 1, 0, 1, 1, 1]).bool()
     values = torch.where(mask, value, NAN).double()
     assert whiten(values, mask, epsilon=0.0).tolist() == [0.0] * 7
@@ -160,7 +160,7 @@ def test_equal_values_are_exactly_zero_when_they_are_whitened(value):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("junk", [NAN, INF, -INF, 1e30])
-def test_junk_outside_of_the_mask_changes_no_bit(level, junk):
+def test_junk_outside_the_mask_changes_no_bit(level, junk):
     mask = torch.tensor([[0, 1, 1], [1, 0, 1], [0, 0, 0]]).bool()
     options = OPTIONS | {"mean": level, "std": level}
 
@@ -178,7 +178,7 @@ def test_junk_outside_of_the_mask_changes_no_bit(level, junk):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("shape", [(0, 0), (0, 3), (2, 0), (2, 3)])
-def test_nothing_that_counts_gives_zeros(level, shape):
+def test_an_empty_mask_gives_zeros(level, shape):
     values, mask, options = torch.full(shape, NAN), torch.zeros(shape).bool(), OPTIONS | {"mean": level, "std": level}
     zeros = torch.zeros(shape).tolist()
     assert whiten(values, mask).tolist() == zeros
@@ -188,7 +188,7 @@ def test_nothing_that_counts_gives_zeros(level, shape):
     assert normalize(values.flatten(), groups, **options).tolist() == [0.0] * values.numel()
 
 
-def test_the_inputs_are_left_as_they_are():
+def test_inputs_are_not_modified():
     values, mask = torch.tensor([1.0, 2, NAN]).double(), torch.tensor([1, 1, 0]).bool()
     before, groups = values.clone(), Grouping(torch.zeros(3).long(), mask, 1)
     whiten(values, mask, shift=False)
@@ -196,6 +196,6 @@ def test_the_inputs_are_left_as_they_are():
     assert values[:2].tolist() == before[:2].tolist()
 
 
-def test_normalisers_are_found_by_name():
+def test_normalizers_are_found_by_name():
     assert NORMALIZERS["normalize"].option_names == ("mean", "std", "leave_one_out", "unbiased", "epsilon")
     assert NORMALIZERS["whiten"].input_names == ("values", "mask", "weights")

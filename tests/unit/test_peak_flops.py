@@ -18,10 +18,10 @@ from benchmarks.train_step import PEAKS, peak_flops
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
     ],
 )
-def test_a_card_has_its_own_peak(card, of):
+def test_known_gpus_have_their_peak(card, of):
     assert peak_flops(card) == PEAKS[of]
 
 
 @pytest.mark.parametrize("card", ["NVIDIA L40", "NVIDIA A10G", "NVIDIA GB200", "NVIDIA GeForce RTX 4090 Laptop GPU"])
-def test_a_card_that_is_named_like_another_has_none(card):
+def test_a_gpu_with_a_similar_name_has_no_peak(card):
     assert peak_flops(card) is None

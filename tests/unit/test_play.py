@@ -12,7 +12,7 @@ from workers.settings import Rollout
 from workers.testing import call, play
 
 
-def test_what_the_model_says_is_played_and_what_came_of_it_is_there():
+def test_an_episode_is_played_and_its_result_is_returned():
     played = play(Guess, [call("guess", number=50), call("guess", number=7), "It is 7."], fields={"secret": 7})
     assert played.tool_replies == ["lower", "correct"]
     roles = ["user", "assistant", "tool", "assistant", "tool", "assistant"]
@@ -27,11 +27,11 @@ def test_what_the_model_says_is_played_and_what_came_of_it_is_there():
     assert [tool.name for tool in played.tools] == ["guess"]
 
 
-def test_a_reference_with_reward_functions_and_a_prompt():
-    said = [[call("multiply", a=97, b=7), call("add", a=1, b="one")], call("subtract", a=679, b=46), "Answer: 633"]
+def test_a_reference_is_played_with_reward_functions_and_a_prompt():
+    turns = [[call("multiply", a=97, b=7), call("add", a=1, b="one")], call("subtract", a=679, b=46), "Answer: 633"]
     prompt = "Start with 97, times 7, then minus 46."
     played = play(
-        "calculator", said, prompt=prompt, fields={"answer": 633}, rewards=["calculator_answer", exact_answer]
+        "calculator", turns, prompt=prompt, fields={"answer": 633}, rewards=["calculator_answer", exact_answer]
     )
     assert played.tool_replies == ["679", "Error: add: b: expected `int`, got `str`", "633"]
     assert [(part.name, part.reward) for part in played.parts] == [
@@ -40,16 +40,16 @@ def test_a_reference_with_reward_functions_and_a_prompt():
     ]
 
 
-def test_what_is_malformed_is_told_to_the_model_as_in_a_run():
+def test_the_model_reads_errors_of_malformed_calls_as_in_a_run():
     played = play(Guess, ["<tool_call>{guess 7}</tool_call>", call("shout")], fields={"secret": 7})
     assert "could not be read" in played.tool_replies[0]
     assert "there is no tool 'shout'; the tools are: guess" in played.tool_replies[1]
     assert played.reward_value == 0.0
 
 
-def test_limits_end_it_as_they_end_a_run_and_what_was_not_said_is_told():
-    said = [call("guess", number=1)] * 3
-    played = play(Guess, said, fields={"secret": 7}, limits=Rollout(max_turns=2))
+def test_limits_end_the_episode_as_in_a_run_and_unused_turns_are_reported():
+    turns = [call("guess", number=1)] * 3
+    played = play(Guess, turns, fields={"secret": 7}, limits=Rollout(max_turns=2))
     assert played.truncated is TruncationReason.MAX_TURNS
     assert len(played.unused_turns) == 1
     assert play(Guess, ["x" * 700], limits=Rollout()).truncated is TruncationReason.LENGTH
@@ -73,14 +73,14 @@ class Sick:
 
 
 @pytest.mark.parametrize(("how", "reason"), [("reset", RolloutReason.ENV_RESET), ("world", RolloutReason.ENV_STEP)])
-def test_a_world_that_fails_is_no_reward(how, reason):
+def test_a_failing_environment_leaves_no_reward(how, reason):
     played = play(Sick, [call("act")], fields={"how": how})
     assert (played.failure.reason, played.reward, played.is_valid, played.environment) == (reason, None, False, None)
     with pytest.raises(ValueError, match=f"no reward: {reason.value}"):
         _ = played.reward_value
 
 
-def test_a_reward_that_nobody_measured_is_no_number():
+def test_reading_the_value_of_an_unmeasured_reward_raises():
     played = play(Sick, [call("act")], fields={"how": "nothing"})
     assert isinstance(played.reward, Unmeasured)
     assert played.reward.reason is RewardReason.MISSING
@@ -88,7 +88,7 @@ def test_a_reward_that_nobody_measured_is_no_number():
         _ = played.reward_value
 
 
-def test_a_tool_that_hangs_keeps_nobody_waiting():
+def test_a_hanging_tool_ends_at_its_deadline():
     played = play(Sick, [call("act"), "done"], fields={"how": "hang"}, limits=Rollout(call_timeout_s=0.05))
     assert played.tool_replies == ["Error: act did not answer within 0.05 s"]
     assert played.reward_value == 1.0

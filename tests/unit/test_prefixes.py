@@ -9,7 +9,7 @@ def tokens(*ids: int) -> bytes:
     return array("i", ids).tobytes()
 
 
-def test_the_longest_beginning_is_found():
+def test_the_longest_prefix_is_found():
     prefixes = PrefixCache(range(10, 13))
     short, long = prefixes.reserve(tokens(1, 2)), prefixes.reserve(tokens(1, 2, 3, 4))
     assert prefixes.longest_match(tokens(1, 2, 3, 4, 5)) == (long, 4)
@@ -18,7 +18,7 @@ def test_the_longest_beginning_is_found():
     assert prefixes.longest_match(tokens(9, 1, 2)) is None
 
 
-def test_the_one_unused_longest_makes_room():
+def test_the_least_recently_used_prefix_is_evicted():
     prefixes = PrefixCache(range(2))
     first, second = prefixes.reserve(tokens(1)), prefixes.reserve(tokens(2))
     assert prefixes.longest_match(tokens(1, 5)) == (first, 1)
@@ -27,7 +27,7 @@ def test_the_one_unused_longest_makes_room():
     assert prefixes.longest_match(tokens(1, 5)) == (first, 1)
 
 
-def test_what_is_held_already_takes_no_second_slot():
+def test_a_known_prefix_takes_no_second_slot():
     prefixes = PrefixCache(range(2))
     prefixes.reserve(tokens(1))
     assert prefixes.reserve(tokens(1)) is None

@@ -136,7 +136,7 @@ async def test_output_of_a_job_is_discarded():
         assert await pool.map([b"print", b"a"], 30) == [Ok(b"print"), Ok(b"a")]
 
 
-async def test_a_child_that_leaks_is_replaced_and_one_job_that_takes_all_memory_is_refused():
+async def test_a_leaking_child_is_replaced_and_a_job_that_takes_too_much_memory_fails():
     async with ProcessPool.open(HANDLER, {}, 1, ChildLimits(recycle_bytes=120 << 20, max_bytes=400 << 20)) as pool:
         jobs = [b"pid", f"keep {130 << 20}".encode(), b"pid", f"keep {900 << 20}".encode(), b"pid"]
         first, kept, second, refused, third = await pool.map(jobs, 30)
@@ -208,12 +208,12 @@ async def test_processes_started_by_a_job_are_killed_with_its_child():
 
 
 def members_of(session):
-    found = []
+    results = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(FileNotFoundError, ProcessLookupError):
             if int(stat.read_text().rpartition(")")[2].split()[3]) == session:
-                found.append(int(stat.parent.name))
-    return found
+                results.append(int(stat.parent.name))
+    return results
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's death signal")

@@ -58,16 +58,16 @@ RUNNING = SupervisorState(run="demo", phase="running", seconds=61)
 PAUSED = {"paused": "ann@box", "paused_ms": "1767323045678"}
 
 
-def test_a_line_tells_what_is_known_and_nothing_else():
-    told = format_line(view(METRICS, counts={"fed": 9, "trained": 4, "dropped:operator": 1}, is_open=4), RUNNING)
-    assert told == (
+def test_a_progress_line_has_only_known_values():
+    line = format_line(view(METRICS, counts={"fed": 9, "trained": 4, "dropped:operator": 1}, is_open=4), RUNNING)
+    assert line == (
         "demo 1 min 01 s | running | step 3 | version 4 | reward 0.750 | valid 98.0% | staleness 0.50 | "
         "tokens/s 1,234 | prompts 5 groups 0 scored 0 | trained 4 dropped 1 dead 0 outstanding 4 fed 9"
     )
     assert "reward" not in format_line(view(), RUNNING)
 
 
-def test_before_anything_is_known_there_is_the_phase():
+def test_a_first_progress_line_has_only_the_phase():
     assert (
         format_line(None, SupervisorState(run="demo", phase="starting the engine"))
         == "demo 0.0 s | starting the engine"
@@ -75,23 +75,23 @@ def test_before_anything_is_known_there_is_the_phase():
     assert "starting" in drawn(render_table(None, SupervisorState(run="demo", phase="starting"), []))
 
 
-def test_the_picture_fits_eighty_columns_and_shows_the_books():
+def test_the_screen_fits_80_columns_and_shows_the_balance():
     counts = {"fed": 90, "trained": 40, "dropped:zero_variance": 10}
-    told = drawn(
+    screen = drawn(
         render_table(view(METRICS, counts=counts, feed={"total": "100"}, is_open=40), RUNNING, [0.1, 0.5, 0.75])
     )
-    assert "50 of 100 prompts  50%" in told
-    assert "reward 0.750  ▁▅█" in told
-    assert "fed 90 = trained 40 + dropped 10 + dead 0 + outstanding 40" in told
-    assert "dropped: zero_variance 10" in told
-    assert all(len(row.rstrip()) <= 80 for row in told.splitlines())
+    assert "50 of 100 prompts  50%" in screen
+    assert "reward 0.750  ▁▅█" in screen
+    assert "fed 90 = trained 40 + dropped 10 + dead 0 + outstanding 40" in screen
+    assert "dropped: zero_variance 10" in screen
+    assert all(len(row.rstrip()) <= 80 for row in screen.splitlines())
 
 
 def test_without_a_known_total_there_is_no_bar():
     assert "prompts  " not in drawn(render_table(view(METRICS), RUNNING, [])).split("stage")[0]
 
 
-def test_restarts_are_told():
+def test_restarts_are_shown():
     status = SupervisorState(run="demo", phase="running", restarts={"rollout-1": 2})
     assert "restarts rollout-1 2" in format_line(view(), status)
     assert "rollout-1 2x" in drawn(render_table(view(), status, []))
@@ -101,16 +101,16 @@ def test_trained_groups_that_wait_for_a_checkpoint_are_not_shown_as_queued():
     assert "scored 1 " in format_line(view(scored=stage(depth=9, marked=8)), RUNNING)
 
 
-def test_lines_come_every_ten_seconds_and_with_every_new_phase(capsys):
+def test_lines_are_printed_every_ten_seconds_and_at_every_new_phase(capsys):
     lines = LineDisplay(every_s=10)
     for phase in ("running", "running", "draining"):
         lines.show(view(), SupervisorState(run="demo", phase=phase))
-    told = capsys.readouterr()
-    assert [text.split(" | ")[1] for text in told.err.splitlines()] == ["running", "draining"]
-    assert told.out == ""
+    output = capsys.readouterr()
+    assert [text.split(" | ")[1] for text in output.err.splitlines()] == ["running", "draining"]
+    assert output.out == ""
 
 
-def test_the_screen_remembers_the_reward_of_each_step():
+def test_the_screen_shows_the_reward_of_each_step():
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     with TableDisplay(console) as screen:
         screen.show(view({"reward/mean": 0.1}), RUNNING)
@@ -123,27 +123,27 @@ def test_the_screen_remembers_the_reward_of_each_step():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "0.5"])
-def test_what_is_no_number_is_not_shown_as_one(value):
+def test_missing_numbers_are_not_shown(value):
     assert metric_value({"reward/mean": value}, "reward") is None
 
 
-def test_the_reward_that_is_shown_counts_filtered_groups_where_it_is_known():
+def test_the_displayed_reward_includes_filtered_groups_if_known():
     assert metric_value({"reward/mean": 0.2, "sampled/reward_mean": 0.6}, "reward") == 0.6
     assert metric_value({"reward_mean": 0.2}, "reward") == 0.2
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(0.31, "0.3 s"), (31.4, "31 s"), (61, "1 min 01 s"), (3600 + 120, "1 h 02 min")]
+    ("seconds", "text"), [(0.31, "0.3 s"), (31.4, "31 s"), (61, "1 min 01 s"), (3600 + 120, "1 h 02 min")]
 )
-def test_durations_are_said_as_people_say_them(seconds, said):
-    assert format_duration(seconds) == said
+def test_durations_are_formatted_for_people(seconds, text):
+    assert format_duration(seconds) == text
 
 
-def test_a_flat_sparkline_is_flat():
+def test_equal_values_give_a_flat_sparkline():
     assert sparkline([0.5, 0.5]) == "▁▁"
 
 
-def test_a_process_may_be_restarted_within_its_budget_and_again_when_the_window_has_passed():
+def test_a_process_is_restarted_within_its_budget_which_refills_after_the_window():
     restarts = RestartPolicy(Queue(max_restarts=2, lease_s=30.0))
     assert 0.5 <= restarts.decide(-9, 100, now=0).delay_s <= 1.0
     assert 1.0 <= restarts.decide(-9, 100, now=1).delay_s <= 2.0
@@ -151,47 +151,47 @@ def test_a_process_may_be_restarted_within_its_budget_and_again_when_the_window_
     assert isinstance(restarts.decide(-9, 100, now=601), Restart)
 
 
-def test_three_quick_ends_in_a_row_are_a_crash_loop_unless_one_of_them_lasted():
+def test_three_quick_exits_in_a_row_are_a_crash_loop():
     restarts = RestartPolicy(Queue(max_restarts=50))
     for lived_s in (1, 1, 60, 1, 1):
         assert isinstance(restarts.decide(1, lived_s, now=0), Restart)
     assert "3 times in a row" in restarts.decide(1, 1, now=0).reason
 
 
-def test_being_killed_is_no_crash_loop():
+def test_kills_are_not_a_crash_loop():
     restarts = RestartPolicy(Queue(max_restarts=5))
     assert all(isinstance(restarts.decide(-9, 0.1, now=0), Restart) for _ in range(5))
 
 
 @pytest.mark.parametrize("code", [ExitCode.USAGE, ExitCode.PERMANENT])
-def test_a_process_that_cannot_succeed_is_not_restarted(code):
+def test_a_process_with_a_permanent_error_is_not_restarted(code):
     assert isinstance(RestartPolicy(Queue()).decide(code, 100, now=0), GiveUp)
 
 
-def test_recycling_takes_nothing_of_the_budget():
+def test_recycling_does_not_use_the_restart_budget():
     policy = RestartPolicy(Queue(max_restarts=1))
     assert all(policy.decide(ExitCode.RECYCLE, 100, now=0) == Restart(0.0) for _ in range(5))
     assert isinstance(policy.decide(1, 100, now=0), Restart)
 
 
-def test_the_alarm_goes_off_only_when_nothing_ends_while_there_is_work():
+def test_a_stall_is_detected_only_if_no_work_ends_while_there_is_some():
     alarm = StallDetector(10, now=0)
     assert not alarm.observe(view(counts={"trained": 1}, is_open=3), now=9)
     assert not alarm.observe(view(counts={"trained": 2}, is_open=3), now=18)
-    told = alarm.observe(view(counts={"trained": 2}, is_open=3, feed={"done": "1"}), now=28)
-    assert told.startswith(
+    message = alarm.observe(view(counts={"trained": 2}, is_open=3, feed={"done": "1"}), now=28)
+    assert message.startswith(
         "nothing was trained or dropped for 10 s (abort.stall_timeout_s), while 3 prompts are unfinished: prompts"
     )
-    assert "prompts has 3 waiting, 2 claimed by rollout-1 2, 0 delayed" in told
+    assert "prompts has 3 waiting, 2 claimed by rollout-1 2, 0 delayed" in message
 
 
-def test_a_run_without_work_does_not_stand_still():
+def test_a_run_without_work_is_not_stalled():
     alarm = StallDetector(10, now=0)
     assert not alarm.observe(view(feed={"done": "1"}), now=1000)
     assert alarm.observe(view(feed={}), now=1010), "a feeder that has not fed everything is work"
 
 
-def test_a_paused_run_does_not_stand_still_and_has_all_the_time_again_when_it_goes_on():
+def test_a_paused_run_is_not_stalled_and_resuming_resets_the_timeout():
     alarm, paused, going = StallDetector(10, now=0), view(is_open=3), view(is_open=3)
     paused.meta |= PAUSED
     assert not alarm.observe(going, now=9)
@@ -200,20 +200,20 @@ def test_a_paused_run_does_not_stand_still_and_has_all_the_time_again_when_it_go
     assert alarm.observe(going, now=1010)
 
 
-def test_a_paused_run_says_so_at_once_wherever_it_is_shown(capsys):
+def test_a_pause_is_shown_immediately_in_every_display(capsys):
     paused, lines = view(), LineDisplay()
     paused.meta |= PAUSED
     lines.show(view(), RUNNING)
     lines.show(paused, RUNNING)
     lines.show(paused, RUNNING)
     first, second = capsys.readouterr().err.splitlines()
-    told = "paused by ann@box since 2026-01-02 03:04:05 UTC"
-    assert told not in first
-    assert f"demo 1 min 01 s | running | {told} | step 3" in second
-    assert told in drawn(render_table(paused, RUNNING, []))
+    expected = "paused by ann@box since 2026-01-02 03:04:05 UTC"
+    assert expected not in first
+    assert f"demo 1 min 01 s | running | {expected} | step 3" in second
+    assert expected in drawn(render_table(paused, RUNNING, []))
 
 
-def test_a_run_that_never_begins_stands_still():
+def test_a_run_that_never_begins_is_stalled():
     alarm = StallDetector(10, now=0)
     assert not alarm.observe(None, now=9)
     assert alarm.observe(None, now=10) == "the run had not begun after 10 s"

@@ -26,15 +26,15 @@ SAMPLED = torch.ones(1, 5, dtype=torch.bool)
         ("rollout", 3, BEHAVIOUR[0]),
     ],
 )
-def test_values_are_those_of_the_reference(method, version, expected):
+def test_values_equal_the_reference(method, version, expected):
     behaviour, now = torch.tensor(BEHAVIOUR, dtype=torch.float64), torch.tensor(NOW, dtype=torch.float64)
-    found = interpolate_logprobs(behaviour, now, VERSIONS, SAMPLED, version, method=method)
-    assert found[0].tolist() == pytest.approx(expected, abs=1e-6)
+    result = interpolate_logprobs(behaviour, now, VERSIONS, SAMPLED, version, method=method)
+    assert result[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
-def test_values_are_those_of_a_loop_and_junk_in_other_places_becomes_zero(method, junk):
+def test_values_equal_a_loop_and_are_0_outside_the_mask(method, junk):
     draw = random.Random(7)
     tokens = [
         (draw.uniform(-9, 0), draw.uniform(-9, 0), draw.randrange(-1, 12), draw.random() < 0.7) for _ in range(60)
@@ -46,7 +46,7 @@ def test_values_are_those_of_a_loop_and_junk_in_other_places_becomes_zero(method
         return torch.tensor(kept, dtype=torch.float64).reshape(6, 10)
 
     versions_RT = torch.tensor([v if s else -(10**12) for v, s in zip(versions, sampled, strict=True)]).reshape(6, 10)
-    found = interpolate_logprobs(
+    result = interpolate_logprobs(
         sheet(behaviour, junk), sheet(now, junk), versions_RT, torch.tensor(sampled).reshape(6, 10), 9, method=method
     )
     expected = []
@@ -60,14 +60,14 @@ def test_values_are_those_of_a_loop_and_junk_in_other_places_becomes_zero(method
             expected.append(math.log((1 - share) * math.exp(old) + share * math.exp(new)))
         else:
             expected.append(old)
-    assert found.flatten().tolist() == pytest.approx(expected, rel=1e-12)
+    assert result.flatten().tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def test_no_gradient_passes():
     now = torch.tensor(NOW).double().requires_grad_()
     for method in METHODS:
-        found = interpolate_logprobs(torch.tensor(BEHAVIOUR).double(), now, VERSIONS, SAMPLED, 3, method=method)
-        assert not found.requires_grad
+        result = interpolate_logprobs(torch.tensor(BEHAVIOUR).double(), now, VERSIONS, SAMPLED, 3, method=method)
+        assert not result.requires_grad
 
 
 def test_improbable_tokens_stay_finite():
@@ -77,12 +77,12 @@ def test_improbable_tokens_stay_finite():
         assert torch.isfinite(interpolate_logprobs(behaviour, now, versions, sampled, 5, method=method)).all()
 
 
-def test_nothing_at_all_is_nothing():
+def test_an_empty_batch_gives_an_empty_result():
     empty = torch.empty(0, 0)
     for method in METHODS:
         assert interpolate_logprobs(empty, empty, empty.long(), empty.bool(), 3, method=method).shape == (0, 0)
 
 
-def test_a_method_that_does_not_exist_is_refused():
+def test_an_unknown_method_is_refused():
     with pytest.raises(ValueError, match="loglinear, linear, rollout"):
         interpolate_logprobs(torch.zeros(1, 5), torch.zeros(1, 5), VERSIONS, SAMPLED, 3, method="cubic")

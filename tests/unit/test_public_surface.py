@@ -25,10 +25,10 @@ def test_exports_are_listed_in_all():
 
 @pytest.mark.parametrize("name", stream.__all__)
 def test_every_public_name_is_documented(name):
-    found = getattr(stream, name)
-    assert inspect.getdoc(found)
-    if inspect.isclass(found):
-        methods = [m for n, m in vars(found).items() if not n.startswith("_") and inspect.isfunction(m)]
+    result = getattr(stream, name)
+    assert inspect.getdoc(result)
+    if inspect.isclass(result):
+        methods = [m for n, m in vars(result).items() if not n.startswith("_") and inspect.isfunction(m)]
         assert [m.__qualname__ for m in methods if not m.__doc__] == []
 
 

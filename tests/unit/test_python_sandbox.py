@@ -57,19 +57,19 @@ async def test_code_runs_and_its_output_is_returned():
     ],
 )
 async def test_the_model_reads_errors_and_exit_codes_of_its_code(code, words):
-    told = await run(code)
+    result = await run(code)
     for word in words:
-        assert word in told
+        assert word in result
 
 
 async def test_code_past_its_deadline_is_killed_with_its_processes():
     code = (
         "import os, sys, time\nprint('begun', flush=True)\nos.fork()\nprint(os.getpid(), flush=True)\nwhile True: pass"
     )
-    told = await run(code, timeout_s=0.5, processes=100_000)
-    assert told.startswith("begun\n")
-    assert told.endswith("TimeoutError: the code did not end within 0.5 s")
-    pids = [int(word) for word in told.split() if word.isdigit()]
+    result = await run(code, timeout_s=0.5, processes=100_000)
+    assert result.startswith("begun\n")
+    assert result.endswith("TimeoutError: the code did not end within 0.5 s")
+    pids = [int(word) for word in result.split() if word.isdigit()]
     assert len(pids) == 2
     with anyio.fail_after(10):  # a signal takes effect when its process is next scheduled
         while not all(map(is_gone, pids)):
@@ -89,11 +89,11 @@ async def test_processor_time_has_its_own_limit():
 
 
 async def test_megabytes_of_output_are_cut_in_the_middle():
-    told = await run("print('a' * 5_000_000, 'z' * 5_000_000)", output_chars=100)
-    assert told == f"{'a' * 50}\n... 10000002 bytes in all ...\n{'z' * 49}"
+    result = await run("print('a' * 5_000_000, 'z' * 5_000_000)", output_chars=100)
+    assert result == f"{'a' * 50}\n... 10000002 bytes in all ...\n{'z' * 49}"
     assert await run("print('b' * 101)", output_chars=100) == f"{'b' * 50}\n... 102 bytes in all ...\n{'b' * 49}"
-    told = await run("while True: print('c' * 100_000)", file_mb=1)
-    assert "1048576 bytes in all" in told
+    result = await run("while True: print('c' * 100_000)", file_mb=1)
+    assert "1048576 bytes in all" in result
 
 
 async def test_no_state_is_carried_over():
@@ -110,7 +110,7 @@ async def test_cancellation_kills_the_code_and_removes_its_files():
 
 
 @pytest.mark.parametrize("broken", ["interpreter", "folder", "limits"])
-async def test_a_dead_sandbox_is_a_failure_of_the_environment(broken, monkeypatch):
+async def test_a_dead_sandbox_is_an_environment_failure(broken, monkeypatch):
     env = Python()
     if broken == "interpreter":
         env._interpreter = "/no/such/python"
@@ -149,7 +149,7 @@ async def test_code_cannot_start_processes_and_root_becomes_nobody():
     assert output.split()[0] == str(NOBODY if os.geteuid() == 0 else os.geteuid())
 
 
-def test_it_is_an_environment_with_one_tool_and_its_snapshot_has_the_runs():
+def test_the_environment_has_one_tool_and_its_snapshot_the_programs():
     factory = EnvironmentFactory.load("envs.builtin.python_sandbox:Python", {"timeout_s": 5.0})
     assert [tool.name for tool in factory.tools] == ["python"]
     env = factory.make()

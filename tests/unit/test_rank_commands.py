@@ -121,6 +121,6 @@ def test_no_command_is_sent_after_one_that_failed(fault):
         raise fault
     with pytest.raises(RankLostError, match="has to be restarted"), orders.broadcast(GatherWeights()):
         pass
-    said = ranks.said
+    sent = ranks.said
     orders.shut_down()
-    assert ranks.said == said
+    assert ranks.said == sent

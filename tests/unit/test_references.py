@@ -39,24 +39,24 @@ def refusal(ref, group="penstock.environments"):
 
 
 def test_an_entry_point_is_found_by_name():
-    found = resolve("calculator", "penstock.environments")
-    assert found.target is Calculator
-    assert found.kind == "entry point"
+    result = resolve("calculator", "penstock.environments")
+    assert result.target is Calculator
+    assert result.kind == "entry point"
     assert resolve("calculator_answer", "penstock.rewards").target is exact_answer
 
 
 def test_a_module_is_found_with_a_dotted_attribute():
-    found = resolve("envs.builtin.calculator:Calculator.add", None)
-    assert found.target is Calculator.add
-    assert found.kind == "module"
-    assert found.module.__name__ == "envs.builtin.calculator"
+    result = resolve("envs.builtin.calculator:Calculator.add", None)
+    assert result.target is Calculator.add
+    assert result.kind == "module"
+    assert result.module.__name__ == "envs.builtin.calculator"
 
 
 def test_a_file_is_found_relative_to_the_working_directory(project):
     project("games/chess.py", "class Chess:\n    def reset(self): pass\n")
-    found = resolve("games/chess.py:Chess", None)
-    assert found.kind == "file"
-    assert found.target.__name__ == "Chess"
+    result = resolve("games/chess.py:Chess", None)
+    assert result.kind == "file"
+    assert result.target.__name__ == "Chess"
 
 
 def test_two_references_to_one_file_see_the_same_classes(project):
@@ -204,7 +204,7 @@ def test_a_function_is_a_factory_too_and_its_sample_is_closed(project):
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "message"),
     [
         ("Env = [1]", "of type list"),
         ("class Env:\n    pass", "without a reset method"),
@@ -216,9 +216,9 @@ def test_a_function_is_a_factory_too_and_its_sample_is_closed(project):
         ("import sys\ndef Env(): sys.exit('gone')", "SystemExit: gone"),
     ],
 )
-def test_a_factory_without_an_environment_is_refused_at_the_start(project, code, told):
+def test_a_factory_without_an_environment_is_refused_at_the_start(project, code, message):
     project("bad.py", code + "\n")
-    with pytest.raises(ReferenceNotFoundError, match=told):
+    with pytest.raises(ReferenceNotFoundError, match=message):
         EnvironmentFactory.load("bad.py:Env")
 
 
@@ -274,10 +274,10 @@ def test_known_classes_are_those_of_the_factorys_modules_and_imported_records(pr
 # Reward functions
 
 
-@pytest.mark.parametrize(("code", "told"), [("reward = 3", "of type int"), ("class reward: pass", "of type reward")])
-def test_other_objects_than_reward_functions_are_refused_at_the_start(project, code, told):
+@pytest.mark.parametrize(("code", "message"), [("reward = 3", "of type int"), ("class reward: pass", "of type reward")])
+def test_other_objects_than_reward_functions_are_refused_at_the_start(project, code, message):
     project("bad_reward.py", code + "\n")
-    with pytest.raises(ReferenceNotFoundError, match=told):
+    with pytest.raises(ReferenceNotFoundError, match=message):
         RewardFunction.load("bad_reward.py:reward")
 
 

@@ -25,17 +25,17 @@ def kept(ratios: list[list[float | None]], *rules: RejectionRule, ids: list[int]
     return judge(ratios, *rules, ids=ids).kept_RT.int().tolist()
 
 
-def test_the_rules_are_those_that_the_settings_know():
+def test_rules_and_settings_have_the_same_names():
     assert set(REJECTIONS) == set(get_args(settings_presets.Rule))
 
 
-def test_k1_bounds_the_ratio_of_engine_by_trainer():
+def test_k1_bounds_the_ratio_of_rollout_to_trainer():
     """verl's k1 is the inverse of the importance ratio: 0.5 ... 1.2 keeps 1.5, and 0.8 ... 2.0 rejects it."""
     assert kept([[1.5]], RejectionRule("token_k1", 0.5, 1.2)) == [[1]]
     assert kept([[1.5]], RejectionRule("token_k1", 0.8, 2.0)) == [[0]]
 
 
-def test_a_k1_bound_of_0_or_infinity_is_none():
+def test_a_k1_bound_of_0_or_infinity_has_no_effect():
     assert kept([[1e6, 1.0, 1e-6]], RejectionRule("token_k1", 0.0, 2.0)) == [[1, 1, 0]]
     assert kept([[1e6, 1.0, 1e-6]], RejectionRule("token_k1", 0.5, math.inf)) == [[0, 1, 1]]
 
@@ -73,7 +73,7 @@ def test_seq_sum_k1_bounds_the_product_and_seq_mean_k1_the_geometric_mean():
     assert kept([[4.0, 1.0]], RejectionRule("seq_mean_k1", 0.51, 1.0)) == [[0, 0]]
 
 
-def test_a_completion_is_judged_over_all_of_its_rows():
+def test_a_completion_rule_covers_all_rows():
     ratios, ids = [[4.0, 1.0], [1.0, None], [1.0, 1.0]], [3, 8, 3]
     assert kept(ratios, RejectionRule("seq_max_k3", 0.0, 1.0), ids=ids) == [[0, 0], [1, 0], [0, 0]]
     # 4^(1/4) = 1.414; over the first row alone it would be 2
@@ -82,26 +82,26 @@ def test_a_completion_is_judged_over_all_of_its_rows():
 
 def test_every_rule_sees_the_same_tokens():
     """The token that the first rule rejects still counts in the second's sum."""
-    found = judge([[4.0, 1.2]], RejectionRule("token_k1", 0.5, 2.0), RejectionRule("seq_max_k3", 0.0, 1.0))
-    assert [passed.tolist() for passed in found.kept_by_rule_RT] == [[[False, True]], [[False, False]]]
-    assert not found.kept_RT.any()
+    result = judge([[4.0, 1.2]], RejectionRule("token_k1", 0.5, 2.0), RejectionRule("seq_max_k3", 0.0, 1.0))
+    assert [passed.tolist() for passed in result.kept_by_rule_RT] == [[[False, True]], [[False, False]]]
+    assert not result.kept_RT.any()
 
 
-def test_m2po_takes_out_the_farthest_until_the_mean_is_below_the_bound():
+def test_m2po_removes_the_largest_until_the_mean_is_below_the_bound():
     ratios = [[math.exp(0.1), math.exp(-0.5), 1.0], [math.exp(0.3), None, None]]  # d^2: .01, .25, 0, .09
     assert kept(ratios, RejectionRule("m2po", 0.0, 0.09)) == [[1, 1, 1], [1, 0, 0]]  # mean of all is .0875
     assert kept(ratios, RejectionRule("m2po", 0.0, 0.08)) == [[1, 0, 1], [1, 0, 0]]
     assert kept(ratios, RejectionRule("m2po", 0.0, 0.03)) == [[1, 0, 1], [0, 0, 0]]
 
 
-def test_a_log_ratio_that_is_no_number_passes_no_rule():
+def test_a_nan_log_ratio_passes_no_rule():
     nan = torch.full((1, 2), math.nan)
     for name in REJECTIONS:
-        found = reject(
+        result = reject(
             [RejectionRule(name, 0.5, 2.0)],
             log_ratios(nan, nan, Sequences(torch.tensor([[True, False]]), torch.tensor([0]))),
         )
-        assert not found.kept_RT.any(), name
+        assert not result.kept_RT.any(), name
 
 
 @pytest.mark.parametrize("log_ratio", [100.0, -100.0])
@@ -110,25 +110,25 @@ def test_far_beyond_the_bound_every_rule_but_m2po_rejects(log_ratio):
     mask = torch.ones(2, 2, dtype=torch.bool)
     for name in REJECTIONS:
         rule = RejectionRule(name, 0.5, 2.0)
-        found = reject(
+        result = reject(
             [rule], log_ratios(torch.full((2, 2), log_ratio), torch.zeros(2, 2), Sequences(mask, torch.arange(2)))
         )
-        assert bool(found.kept_RT.any()) == (name == "m2po"), name
+        assert bool(result.kept_RT.any()) == (name == "m2po"), name
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 4), (2, 0), (2, 4)])
-def test_nothing_valid_keeps_nothing(shape):
+def test_without_valid_tokens_nothing_is_kept(shape):
     nan, mask = torch.full(shape, math.nan), torch.zeros(shape, dtype=torch.bool)
     rules = [RejectionRule(name, 0.5, 2.0) for name in REJECTIONS]
-    found = reject(rules, log_ratios(nan, nan, Sequences(mask, torch.zeros(shape[0], dtype=torch.int64))))
-    assert torch.equal(found.kept_RT, mask)
+    result = reject(rules, log_ratios(nan, nan, Sequences(mask, torch.zeros(shape[0], dtype=torch.int64))))
+    assert torch.equal(result.kept_RT, mask)
 
 
-def test_no_rule_rejects_nothing():
+def test_without_rules_nothing_is_rejected():
     assert kept([[1e9, None]]) == [[1, 0]]
 
 
-def test_a_rule_that_is_not_there_or_there_twice_is_an_error():
+def test_an_unknown_or_repeated_rule_is_an_error():
     with pytest.raises(KeyError, match="seq_max_k1"):
         judge([[1.0]], RejectionRule("seq_max_k1", 0.5, 2.0))
     with pytest.raises(ValueError, match="'token_k2' is there twice"):

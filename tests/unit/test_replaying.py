@@ -85,9 +85,9 @@ class Made:
                 killed_after = 0
                 archive.close()
                 ledger.close()
-                found = kept.latest()
-                learner, progress = Learner(self.settings), found.progress
-                found.restore(learner)
+                result = kept.latest()
+                learner, progress = Learner(self.settings), result.progress
+                result.restore(learner)
                 number = 4 * progress.step
                 ledger, archive = Ledger(self.ledger, progress.ledger_bytes), Archive(self.folder / "groups")
         archive.close()
@@ -107,8 +107,8 @@ class Made:
                 self.write(archive, ledger, [(made, Dropped(reason))], step, version)
         hand.sort(key=lambda each: each.prompt.id)
         report = learner.step(collate(hand), version)
-        told = Trained() if report.trained else Dropped(report.skipped)
-        ends = [Dropped(report.dropped[g.prompt.id]) if g.prompt.id in report.dropped else told for g in hand]
+        outcome = Trained() if report.trained else Dropped(report.skipped)
+        ends = [Dropped(report.dropped[g.prompt.id]) if g.prompt.id in report.dropped else outcome for g in hand]
         self.write(archive, ledger, list(zip(hand, ends, strict=True)), step, version)
         progress.step, progress.version = step, version + 1
         return learner, archive, ledger
@@ -258,7 +258,7 @@ def test_a_replaced_group_with_a_forged_ledger_line_is_found(made):
 @pytest.mark.parametrize("which", [0, -1])
 def test_a_damaged_archived_group_is_reported_with_its_offset(made, which):
     line = made.lines()[which]
-    place = {(found.prompt, found.hash): place for found, place in scan_archive(made.folder / "groups")}[
+    place = {(result.prompt, result.hash): place for result, place in scan_archive(made.folder / "groups")}[
         line.prompt, line.hash
     ]
     content = bytearray(place.file.read_bytes())

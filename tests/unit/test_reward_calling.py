@@ -90,10 +90,10 @@ async def test_a_function_in_processes_gets_the_same_arguments_and_what_it_retur
         given = batch(*"abcdef")
         expected = [1.0, RewardReason.MISSING, RewardReason.NOT_NUMERIC, RewardReason.NOT_FINITE]
         parts = NamedRewards({"a": Measured(1.0), "b": Unmeasured(RewardReason.MISSING, "returned None")})
-        found = facts(await function(given, 30))
-        assert found == [*expected, parts, 1.0]
+        result = facts(await function(given, 30))
+        assert result == [*expected, parts, 1.0]
     async with opened("strange") as function:  # in a thread
-        assert facts(await function(given, 30)) == found
+        assert facts(await function(given, 30)) == result
     async with opened("shape", processes=1) as function:
         assert facts(await function(batch("a", "b"), 30)) == [RewardReason.SHAPE] * 2
 
@@ -136,11 +136,11 @@ async def test_in_the_scoring_stage_one_call_has_all_completions_of_one_prompt_a
         return [0.0] * len(completions)
 
     def group_of(name, size):
-        said = [[{"role": "assistant", "content": f"{name}{i}"}] for i in range(size)]
+        conversations = [[{"role": "assistant", "content": f"{name}{i}"}] for i in range(size)]
         prompt = Prompt(
             id=name, messages=[{"role": "user", "content": name}], is_plain_text=True, fields={"answer": name}
         )
-        return Group(prompt=prompt, completions=[Completion(index=i, messages=m) for i, m in enumerate(said)])
+        return Group(prompt=prompt, completions=[Completion(index=i, messages=m) for i, m in enumerate(conversations)])
 
     function = RewardFunction(look, "look")
     async with anyio.create_task_group() as tasks:
@@ -151,8 +151,8 @@ async def test_in_the_scoring_stage_one_call_has_all_completions_of_one_prompt_a
 
 async def test_settings_override_the_call_options_of_a_class():
     async with opened("Counting", {"start": 10}) as function:
-        found = facts(await function(batch("a", "b"), 30))
-        assert sorted(found) == [111.0, 112.0]  # one process, prepared once, one row per call
+        result = facts(await function(batch("a", "b"), 30))
+        assert sorted(result) == [111.0, 112.0]  # one process, prepared once, one row per call
     async with opened("Counting", granularity="group") as function:
         assert facts(await function(batch("a", "b"), 30)) == [1101.0, 1101.0]
 
@@ -162,9 +162,9 @@ async def test_a_functions_own_deadline_overrides_the_general_one():
         await anyio.sleep(10)
 
     reward = RewardFunction(slow, "slow", call_options=CallOptions(timeout_s=0.05))
-    (found,) = await reward(batch("a"), 30)
-    assert found.reason is RewardReason.TIMEOUT
-    assert "0.05 s" in found.detail
+    (result,) = await reward(batch("a"), 30)
+    assert result.reason is RewardReason.TIMEOUT
+    assert "0.05 s" in result.detail
 
 
 async def test_max_concurrency_limits_asynchronous_calls():
@@ -244,8 +244,8 @@ def test_the_settings_reach_the_function():
             {"ref": "mine.py:Counting"},
         ],
     }
-    found = [function.call_options for function in load_reward_functions(parse_settings(table), "score")]
-    assert found == [
+    results = [function.call_options for function in load_reward_functions(parse_settings(table), "score")]
+    assert results == [
         CallOptions(processes=3, granularity="row", timeout_s=2.5),
         CallOptions(max_concurrency=4, calls_per_second=0.5),
         CallOptions(processes=1, granularity="row"),

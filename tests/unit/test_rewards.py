@@ -391,10 +391,10 @@ async def test_get_reward_gets_a_copy_of_the_conversation_if_it_has_the_paramete
         def get_reward(self, *args, **kwargs):
             return float(bool(args or kwargs))
 
-    said = [dict(message) for message in TWO_TURNS]
-    assert merge_parts(await environment_reward(Reading(0), 5.0, messages=said)) == Measured(4.0)
-    assert said == TWO_TURNS
-    assert merge_parts(await environment_reward(Wrapped(0), 5.0, messages=said)) == Measured(0.0)
+    texts = [dict(message) for message in TWO_TURNS]
+    assert merge_parts(await environment_reward(Reading(0), 5.0, messages=texts)) == Measured(4.0)
+    assert texts == TWO_TURNS
+    assert merge_parts(await environment_reward(Wrapped(0), 5.0, messages=texts)) == Measured(0.0)
 
 
 async def test_get_reward_may_be_async_and_has_a_deadline():

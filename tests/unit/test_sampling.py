@@ -20,7 +20,7 @@ def draw(params: SamplingParams, count: int = 20_000) -> tuple[torch.Tensor, dic
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_come_as_often_as_their_logprobs_say(temperature: float):
+def test_token_frequencies_match_their_log_probs(temperature: float):
     frequencies, logprobs = draw(SamplingParams(temperature=temperature))
     expected = torch.log_softmax(LOGITS / temperature, dim=-1)
     assert torch.allclose(frequencies, expected.exp(), atol=0.015)
@@ -28,7 +28,7 @@ def test_tokens_come_as_often_as_their_logprobs_say(temperature: float):
         assert logprob == pytest.approx(expected[token].item(), abs=1e-6)
 
 
-def test_greedy_takes_the_most_probable_and_answers_the_raw_logprob():
+def test_greedy_sampling_takes_the_likeliest_token_with_its_raw_log_prob():
     frequencies, logprobs = draw(SamplingParams(temperature=0, top_k=3), 10)
     assert frequencies[0] == 1
     assert logprobs[0] == pytest.approx(torch.log_softmax(LOGITS, dim=-1)[0].item(), abs=1e-6)
@@ -46,7 +46,7 @@ def test_greedy_takes_the_most_probable_and_answers_the_raw_logprob():
         (SamplingParams(top_p=1e-9), [0]),
     ],
 )
-def test_what_is_cut_never_comes_and_the_rest_is_renormalised(params: SamplingParams, left: list[int]):
+def test_truncated_tokens_are_never_sampled_and_the_rest_is_renormalized(params: SamplingParams, left: list[int]):
     frequencies, logprobs = draw(params, 3000)
     assert frequencies.nonzero().flatten().tolist() == left
     expected = torch.log_softmax(LOGITS[left], dim=-1)
@@ -54,7 +54,7 @@ def test_what_is_cut_never_comes_and_the_rest_is_renormalised(params: SamplingPa
     assert truncate(torch.log_softmax(LOGITS, dim=-1), params).exp().sum().item() == pytest.approx(1)
 
 
-def test_a_row_draws_the_same_whoever_is_beside_it():
+def test_a_rows_samples_do_not_depend_on_the_batch():
     params = SamplingParams(temperature=1.0)
     alone = sample(LOGITS[None], [params], [Random(5)])
     among = sample(
@@ -63,7 +63,7 @@ def test_a_row_draws_the_same_whoever_is_beside_it():
     assert (alone[0][0], alone[1][0]) == (among[0][1], among[1][1])
 
 
-def test_a_number_at_the_very_end_of_the_range_finds_a_token_that_can_come():
+def test_a_random_number_at_the_end_of_its_range_gives_a_possible_token():
     class Last(Random):
         def random(self) -> float:
             return 1 - 2**-53
@@ -74,12 +74,12 @@ def test_a_number_at_the_very_end_of_the_range_finds_a_token_that_can_come():
     assert logprobs[0] > -1
 
 
-def test_broken_logits_show_in_the_logprob():
+def test_invalid_logits_give_an_invalid_log_prob():
     _, logprobs, _ = sample(torch.full((1, 4), float("nan")), [SamplingParams()], [Random(0)])
     assert logprobs[0] != logprobs[0]
 
 
-def test_a_bias_is_added_before_the_temperature_divides():
+def test_a_bias_is_added_before_dividing_by_the_temperature():
     params = SamplingParams(temperature=0.5, logit_bias={3: 2.0, 0: -100.0})
     frequencies, logprobs = draw(params)
     expected = torch.log_softmax((LOGITS + torch.tensor([-100.0, 0, 0, 2, 0, 0])) / 0.5, dim=-1)
@@ -89,7 +89,7 @@ def test_a_bias_is_added_before_the_temperature_divides():
     assert LOGITS[0] == 2, "the model's own logits are not touched"
 
 
-def test_what_is_banned_never_comes_and_the_others_share_its_mass():
+def test_banned_tokens_are_never_sampled_and_the_rest_is_renormalized():
     rows = LOGITS.expand(3000, -1)
     ids, logprobs, _ = sample(rows, [SamplingParams()] * 3000, list(map(Random, range(3000))), [{0, 1}] * 3000)
     assert set(ids) == {2, 3, 4, 5}
@@ -97,7 +97,7 @@ def test_what_is_banned_never_comes_and_the_others_share_its_mass():
     assert dict(zip(ids, logprobs, strict=True))[2] == pytest.approx(expected[0].item(), abs=1e-6)
 
 
-def test_the_likeliest_come_with_logprobs_of_what_was_sampled_from():
+def test_top_log_probs_are_those_of_the_sampling_distribution():
     *_, likeliest = sample(LOGITS[None], [SamplingParams(temperature=2.0, top_k=2, logprobs=3)], [Random(0)])
     expected = torch.log_softmax(LOGITS[:2] / 2, dim=-1)
     assert [entry.token_id for entry in likeliest[0][:2]] == [0, 1]
@@ -105,7 +105,7 @@ def test_the_likeliest_come_with_logprobs_of_what_was_sampled_from():
 
 
 @pytest.mark.parametrize("generator", [Random, lambda seed: torch.Generator().manual_seed(seed)])
-def test_turns_completions_and_episodes_draw_apart(generator):
+def test_turns_completions_and_episodes_have_different_seeds(generator):
     """torch's CPU generator, which vLLM uses there, uses only the lowest 32 bits of a seed."""
     seeds = [turn_seed(episode, turn) for episode in (7, 8, 2**61, 2**61 + 2**32) for turn in range(8)]
     assert all(0 <= seed < 2**63 for seed in seeds)

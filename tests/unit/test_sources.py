@@ -74,9 +74,9 @@ def test_parquet_gives_the_same_rows(tmp_path):
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet", row_group_size=1)
     source = open_source(Data(path=str(tmp_path / "train.parquet")))
     assert len(source) == 3
-    found = dict(source.read_rows([2, 1, 0]))
-    assert (found[0], found[2]) == (rows[0], rows[2])
-    assert "train.parquet: row 1: the prompt in column 'prompt' is empty" in str(found[1])
+    result = dict(source.read_rows([2, 1, 0]))
+    assert (result[0], result[2]) == (rows[0], rows[2])
+    assert "train.parquet: row 1: the prompt in column 'prompt' is empty" in str(result[1])
 
 
 def test_a_table_without_the_prompt_column_is_refused(tmp_path):
@@ -132,8 +132,8 @@ def test_a_missing_library_error_names_the_extra(tmp_path, library, name):
         "from workers.feed.source import open_source; from workers.settings import Data\n"
         f"open_source(Data(path={str(tmp_path / name)!r}))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert f"needs {library}, which is not installed: pip install 'penstock[data]'" in found.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"needs {library}, which is not installed: pip install 'penstock[data]'" in result.stderr
 
 
 def test_a_hash_sign_in_an_existing_file_name_is_part_of_it(tmp_path):
@@ -160,7 +160,7 @@ def test_an_epochs_order_has_every_row_once_and_depends_on_seed_and_epoch():
     assert elsewhere.stdout.strip() == str(first)
 
 
-def test_the_order_is_the_one_that_runs_were_begun_with():
+def test_the_order_does_not_change_between_releases():
     assert list(epoch_order(8, 0, 0, True)) == [
         2,
         1,

@@ -39,34 +39,34 @@ def a_python(folder, answer):
     return file
 
 
-def test_a_users_flag_stands_behind_ours_and_so_wins(tmp_path):
+def test_a_users_flag_overrides_penstocks(tmp_path):
     words = build_command(settings_with(flags=["--dtype", "float16"]), tmp_path, "127.0.0.1", 8000, is_cpu_build=False)
     assert [words[i + 1] for i, word in enumerate(words) if word == "--dtype"] == ["bfloat16", "float16"]
     assert "--enforce-eager" not in words
 
 
-def test_what_is_set_in_our_environment_holds_but_nothing_of_our_interpreter_does():
+def test_vllm_inherits_the_environment_except_for_python_variables():
     ours = {
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "PYTHONPATH": "/x",
         "PYTHONDONTWRITEBYTECODE": "1",
         "VLLM_SERVER_DEV_MODE": "0",
     }
-    found = build_environment(ours, threads=2, is_cpu_build=True)
-    assert found["VLLM_CPU_KVCACHE_SPACE"] == "4"
-    assert found["OMP_NUM_THREADS"] == "2"
-    assert found["VLLM_SERVER_DEV_MODE"] == "1"
-    assert not {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE"} & found.keys()
+    result = build_environment(ours, threads=2, is_cpu_build=True)
+    assert result["VLLM_CPU_KVCACHE_SPACE"] == "4"
+    assert result["OMP_NUM_THREADS"] == "2"
+    assert result["VLLM_SERVER_DEV_MODE"] == "1"
+    assert not {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE"} & result.keys()
     assert "TORCHDYNAMO_DISABLE" not in build_environment(ours, threads=2, is_cpu_build=False)
 
 
-def test_an_interpreter_is_a_file_or_a_virtual_environment_or_ours(tmp_path):
+def test_engine_python_is_an_interpreter_a_virtual_environment_or_unset(tmp_path):
     assert resolve_interpreter("") == resolve_interpreter(sys.executable)
     assert resolve_interpreter(str(tmp_path)) == tmp_path / "bin" / "python"
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         ('echo \'{"version": "", "is_cpu_build": false, "plugins": []}\'', "has no vLLM: install it there"),
         ('echo \'{"version": "0.32.0", "is_cpu_build": true, "plugins": ["other"]}\'', "but not our plugin"),
@@ -75,9 +75,9 @@ def test_an_interpreter_is_a_file_or_a_virtual_environment_or_ours(tmp_path):
         ("echo hello", "is no interpreter"),
     ],
 )
-def test_an_interpreter_that_will_not_do_is_named_with_the_remedy(tmp_path, answer, said):
+def test_an_unsuitable_interpreter_is_reported_with_the_remedy(tmp_path, answer, message):
     python = a_python(tmp_path, answer)
-    with pytest.raises(SettingsError, match=said) as caught:
+    with pytest.raises(SettingsError, match=message) as caught:
         check_interpreter(python)
     assert str(python) in str(caught.value)
     assert "checkout of Penstock" in str(caught.value)
@@ -88,12 +88,12 @@ def test_no_plugin_is_needed_where_vllm_transfers_weights_itself(tmp_path):
     assert check_interpreter(python, needs_plugin=False) == VllmInstallation("0.32.0", False, [])
 
 
-def test_our_own_interpreter_answers_the_question_truly():
+def test_the_current_interpreter_reports_its_installation():
     with pytest.raises(SettingsError, match="has no vLLM"):
         check_interpreter(resolve_interpreter(""))
 
 
-def test_the_usual_places_are_the_variable_then_the_checkouts_then_ours(tmp_path, monkeypatch):
+def test_the_interpreter_is_looked_up_in_the_variable_the_checkout_and_the_current_environment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PENSTOCK_VLLM", "/nowhere")
     with pytest.raises(SettingsError, match=r"/nowhere: no such interpreter"):
@@ -128,7 +128,7 @@ CORE_KILLED = """
 
 
 @pytest.mark.parametrize(
-    ("output", "told"),
+    ("output", "message"),
     [
         (CORE_KILLED, "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."),
         (OUT_OF_MEMORY, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
@@ -145,23 +145,23 @@ CORE_KILLED = """
         ("", "it said nothing"),
     ],
 )
-def test_what_is_quoted_is_the_error_that_the_others_followed_from(output, told):
+def test_the_root_error_of_the_log_is_quoted(output, message):
     words = OutputTail()
     for line in output.encode().splitlines():
         words.add(line)
-    assert words.last_error.startswith(told)
+    assert words.last_error.startswith(message)
 
 
 READY = 'echo \'{"version": "0.32.0", "is_cpu_build": true, "plugins": ["penstock"]}\''
 
 
-async def test_a_model_that_is_not_there_is_named_before_vllm_is_started(tmp_path):
+async def test_a_missing_model_is_reported_before_vllm_starts(tmp_path):
     settings = settings_with(python=str(a_python(tmp_path, READY)))
     with pytest.raises(EngineError, match=r"model: no config\.json there; model\.path must be"):
         await serve_vllm(settings, host="127.0.0.1", port=0, ready=pytest.fail)
 
 
-async def test_who_listens_at_the_port_already_is_not_taken_for_the_server(tmp_path):
+async def test_another_process_at_the_port_is_not_mistaken_for_the_server(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     settings = settings_with(python=str(a_python(tmp_path, READY)))
     model = msgspec.structs.replace(settings.model, path=str(tmp_path))
@@ -190,9 +190,7 @@ time.sleep(600)
 """
 
 
-async def test_what_a_server_says_before_it_ends_is_quoted_although_it_is_read_later_than_its_end(
-    tmp_path, monkeypatch
-):
+async def test_the_last_output_of_a_server_is_quoted_even_if_it_is_read_after_the_exit(tmp_path, monkeypatch):
     copy = server._copy_output
 
     async def late(process, words):
@@ -260,7 +258,7 @@ def lives(pid: int) -> bool:
     return True
 
 
-async def test_a_server_that_listens_no_more_and_does_not_end_is_killed(tmp_path, monkeypatch):
+async def test_a_server_that_stopped_listening_without_exiting_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("workers.vllm.server._LISTENS_EVERY_S", 0.1)
     urls = []
     with (
@@ -271,7 +269,7 @@ async def test_a_server_that_listens_no_more_and_does_not_end_is_killed(tmp_path
     assert len(urls) == 1
 
 
-async def test_a_server_whose_warden_is_killed_ends_since_it_could_outlive_us(tmp_path, begun):
+async def test_vllm_ends_when_its_watchdog_is_killed(tmp_path, begun):
     settings = settings_of(tmp_path, STEADY)
     with anyio.fail_after(60), pytest.raises(ExceptionGroup) as caught:
         await serve_vllm(settings, host="127.0.0.1", port=0, ready=lambda _: begun[1].kill())
@@ -279,7 +277,7 @@ async def test_a_server_whose_warden_is_killed_ends_since_it_could_outlive_us(tm
     assert not lives(begun[0].pid)
 
 
-async def test_no_server_is_left_behind_where_its_warden_cannot_be_started(tmp_path, monkeypatch, begun):
+async def test_no_vllm_process_stays_behind_if_its_watchdog_cannot_start(tmp_path, monkeypatch, begun):
     open_process = anyio.open_process
 
     async def only_one(*command, **options):
@@ -294,7 +292,7 @@ async def test_no_server_is_left_behind_where_its_warden_cannot_be_started(tmp_p
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-async def test_a_server_at_an_address_of_ipv6_is_found_healthy_and_announced_by_its_url(tmp_path):
+async def test_a_server_at_an_ipv6_address_is_found_healthy_and_announced_by_url(tmp_path):
     urls = []
     with anyio.move_on_after(30) as scope:
         settings = settings_of(tmp_path, STEADY)

@@ -39,12 +39,12 @@ def test_every_prompt_is_accounted_for():
     assert summary.balance == "10 fed = 4 trained + 3 dropped + 1 dead + 2 outstanding"
 
 
-def test_a_prompt_too_many_or_too_few_is_noticed():
+def test_an_extra_or_missing_prompt_is_detected():
     assert not summary_of(view(1, fed=10, trained=10)).is_balanced
     assert not summary_of(view(0, fed=10, trained=9)).is_balanced
 
 
-def test_speed_is_that_of_this_start_and_staleness_that_of_the_whole_run():
+def test_speed_covers_this_start_and_staleness_the_whole_run():
     before = Progress(step=5, tokens=1000)
     after = Progress(
         step=9, tokens=3000, staleness_sum=30.0, staleness_count=20, staleness_max=3, completion_states={"valid": 7}
@@ -57,13 +57,13 @@ def test_speed_is_that_of_this_start_and_staleness_that_of_the_whole_run():
     assert summary.completion_states == {"valid": 7}
 
 
-def test_what_was_not_measured_is_null_and_not_0():
-    told = json.loads(msgspec.json.encode(summary_of(view(0))))
-    assert told["staleness"] == {"mean": None, "max": None}
-    assert told["score_before"] is None
+def test_missing_measurements_are_null_and_not_0():
+    report = json.loads(msgspec.json.encode(summary_of(view(0))))
+    assert report["staleness"] == {"mean": None, "max": None}
+    assert report["score_before"] is None
 
 
-def test_progress_is_that_of_the_newest_checkpoint_that_can_be_read(tmp_path):
+def test_progress_comes_from_the_newest_readable_checkpoint(tmp_path):
     assert latest_progress(tmp_path).step == 0
     for name, text in {
         "step-000009": '{"progress": {"step": 9, "unknown": 1}, "files": {}, "saved_at": "2026-01-01"}',
@@ -96,10 +96,10 @@ def settings(**sections):
         ({"run": {"seed": 1}}, "run.seed"),
     ],
 )
-def test_what_makes_it_another_run_is_named(changed, key):
-    found = setting_differences(settings(), settings(**changed))
-    assert found
-    assert all(text.startswith(key) for text in found), found
+def test_settings_that_define_another_run_are_named(changed, key):
+    result = setting_differences(settings(), settings(**changed))
+    assert result
+    assert all(text.startswith(key) for text in result), result
 
 
 @pytest.mark.parametrize(
@@ -112,23 +112,23 @@ def test_what_makes_it_another_run_is_named(changed, key):
         {"run": {"redis": "redis://elsewhere"}},
     ],
 )
-def test_what_may_change_when_a_run_is_resumed(changed):
+def test_other_settings_may_change_when_a_run_is_resumed(changed):
     assert setting_differences(settings(), settings(**changed)) == []
 
 
-def test_steps_that_were_done_again_count_as_they_were_done_last(tmp_path):
+def test_only_the_last_execution_of_a_repeated_step_counts(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "a": 1}\n{"step": 2, "a": 2}\n{"step": 2, "a": 3}\n{"st')
     assert [row["a"] for row in read_metrics(file)] == [1, 3]
 
 
-def test_a_running_mean_keeps_a_constant_and_the_length():
+def test_a_running_mean_preserves_constants_and_length():
     points = [(float(step), 2.0) for step in range(20)]
     assert smooth(points) == points
     assert smooth([(0.0, 0.0), (1.0, 3.0)], window=3) == [(0.0, 1.5), (1.0, 1.5)]
 
 
-def test_a_run_is_drawn_even_where_something_was_not_measured(tmp_path):
+def test_a_run_is_plotted_even_with_missing_measurements(tmp_path):
     with pytest.raises(PenstockError, match="no step yet"):
         draw_progress(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(

@@ -25,7 +25,7 @@ def defined_in(path: str) -> dict[str, bool]:
     return {node.name: "pytest.mark.full" in map(ast.unparse, node.decorator_list) for node in defined}
 
 
-def test_every_row_names_tests_that_exist_or_says_that_there_are_none_yet():
+def test_every_row_names_existing_tests_or_states_that_there_are_none_yet():
     for fault, *_, shown in rows():
         named = NAMED.findall(shown)
         assert named or "not yet" in shown, fault
@@ -38,7 +38,7 @@ def test_every_row_names_tests_that_exist_or_says_that_there_are_none_yet():
             assert bool(long) == defined_in(path)[test], f"{path}::{test}: long, or not?"
 
 
-def test_the_page_is_read_at_all():
+def test_the_page_has_rows_and_tests():
     assert len(rows()) > 30
     assert all(len(row) == 4 for row in rows())
     assert sum(len(NAMED.findall(row[-1])) for row in rows()) > 80

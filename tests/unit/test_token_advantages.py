@@ -43,7 +43,7 @@ def found(name, inputs, **options):
     return advantages.tolist(), returns.tolist()
 
 
-def test_gae_by_hand():
+def test_gae_equals_a_calculation_by_hand():
     # V 1, 2, 3 and rewards 0, 0, 5: errors 0.5 * 2 - 1, 0.5 * 3 - 2, 5 - 3.
     inputs = sheet([[1, 1, 1]], [[0, 0, 5]], values=[[1, 2, 3]])
     advantages, returns = found("gae", inputs, discount=0.5, gae_lambda=0.5)
@@ -51,7 +51,7 @@ def test_gae_by_hand():
     assert returns == [[1.0, 2.0, 5.0]]
 
 
-def test_gae_skips_what_is_not_in_the_mask_without_a_discount():
+def test_gae_skips_tokens_outside_the_mask_without_a_discount():
     whole = found("gae", sheet([[1, 1]], [[0.5, 2]], values=[[1, 3]]), discount=0.5, gae_lambda=0.5)
     holes = found("gae", sheet([[0, 1, 0, 1, 0]], [[9, 0.5, 9, 2, 9]], values=[[7, 1, 7, 3, 7]]), discount=0.5,
                   gae_lambda=0.5)  # fmt: skip
@@ -59,7 +59,7 @@ def test_gae_skips_what_is_not_in_the_mask_without_a_discount():
         assert sparse == [[0.0, dense[0][0], 0.0, dense[0][1], 0.0]]
 
 
-def test_gae_goes_on_from_the_value_behind_a_truncated_end():
+def test_gae_bootstraps_from_the_value_after_a_truncated_end():
     mask, rewards, values = [[1, 1, 0], [1, 1, 1]], [[0, 1, 0], [0, 0, 1]], [[0, 0, 9], [0, 0, 0]]
     _, returns = found("gae", sheet(mask, rewards, values=values, bootstrap=[10, 0]), discount=0.5)
     assert returns == [[0.5 * (1 + 5), 1 + 5, 0], [0.25, 0.5, 1]]
@@ -78,13 +78,13 @@ def test_gae_equals_the_reference():
     assert torch.allclose(torch.tensor(advantages), torch.tensor(expected), atol=1e-6)
 
 
-def test_reward_to_go_is_discounted_by_tokens_that_count():
+def test_reward_to_go_is_discounted_by_counted_tokens():
     returns = found("reinforce_plus_plus", sheet([[1, 0, 1, 1]], [[1, 9, 2, 4]]), discount=0.5)
     assert returns == ([[1 + 0.5 * 2 + 0.25 * 4, 0, 4, 4]],) * 2
 
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
-def test_whitening_is_over_the_tokens_of_the_whole_batch_and_spares_the_returns(name):
+def test_whitening_covers_the_tokens_of_the_whole_batch_and_not_the_returns(name):
     inputs = sheet([[1, 1, 0], [1, 0, 1]], [[1, 2, 50], [4, 50, -3]])
     plain, returns = found(name, inputs)
     whitened, same = found(name, inputs, whiten=True)
@@ -95,7 +95,7 @@ def test_whitening_is_over_the_tokens_of_the_whole_batch_and_spares_the_returns(
     assert same == returns
 
 
-def test_remax_compares_with_the_greedy_rollout():
+def test_remax_subtracts_the_greedy_reward():
     advantages, returns = found("remax", sheet([[1, 0, 1], [0, 1, 0]], [[1, 5, 2], [5, 3, 5]], greedy=[2, 4]))
     assert advantages == [[1, 0, 0], [0, -1, 0]]
     assert returns == [[3, 0, 2], [0, 3, 0]]
@@ -117,7 +117,7 @@ def test_importance_weights_enter_a_token_baseline_squared():
     assert advantages == [pytest.approx([-9]), pytest.approx([1])]
 
 
-def test_only_the_longest_has_a_tail_without_a_baseline():
+def test_only_the_longest_completion_has_tokens_without_a_baseline():
     mask, rewards = [[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]], [[0, 0, 0, 8], [0, 4, 0, 0], [3, 0, 0, 0]]
     kept, _ = found("optimal_token_baseline", sheet(mask, rewards), zero_tail=True)
     without, _ = found("optimal_token_baseline", sheet(mask, rewards))
@@ -127,12 +127,12 @@ def test_only_the_longest_has_a_tail_without_a_baseline():
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_two_longest_have_no_tail(name):
+def test_two_longest_completions_have_a_baseline_to_the_end(name):
     mask, rewards = [[1, 1, 1], [1, 1, 1], [1, 0, 0]], [[0, 0, 8], [0, 4, 0], [3, 0, 0]]
     assert found(name, sheet(mask, rewards), zero_tail=True) == found(name, sheet(mask, rewards), zero_tail=False)
 
 
-def test_tool_turns_are_compared_token_by_token_of_the_policy():
+def test_positions_count_sampled_tokens_only():
     dense = sheet([[1, 1, 1], [1, 1, 1]], [[0, 1, 2], [3, 0, 0]], pi=[[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]])
     holes = sheet(
         [[1, 0, 0, 1, 1], [1, 1, 0, 1, 0]],
@@ -149,7 +149,7 @@ def test_tool_turns_are_compared_token_by_token_of_the_policy():
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_a_completion_that_is_invalid_or_has_no_token_is_no_sibling(name):
+def test_an_invalid_or_empty_completion_is_not_in_the_baseline(name):
     mask, rewards = [[1, 1], [1, 1], [0, 0], [1, 1]], [[1, 2], [9, 9], [9, 9], [0, 1]]
     advantages, returns = found(name, sheet(mask, rewards, valid=[True, False, True, True]), zero_tail=True)
     alone, _ = found(name, sheet([[1, 1], [1, 1]], [[1, 2], [0, 1]]), zero_tail=True)
@@ -158,14 +158,14 @@ def test_a_completion_that_is_invalid_or_has_no_token_is_no_sibling(name):
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_a_completion_without_siblings_keeps_its_reward_to_go(name):
+def test_a_single_completion_keeps_its_reward_to_go(name):
     advantages, returns = found(name, sheet([[1, 0, 1], [1, 1, 0]], [[1, 5, 2], [4, 4, 4]], groups=[3, 8]))
     assert advantages == returns == [[3, 0, 2], [8, 4, 0]]
 
 
 @pytest.mark.parametrize("name", TOKEN)
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
-def test_junk_outside_of_the_mask_changes_no_bit(name, junk):
+def test_junk_outside_the_mask_changes_no_bit(name, junk):
     def both(value):
         inputs = sheet(
             [[1, 0, 1], [0, 0, 0], [1, 1, 0]],

@@ -31,31 +31,31 @@ CLIP_COV = {"clip_low": 0.2, "clip_high": 0.28, "clip_cov_ratio": 0.1, "clip_cov
         (5.0, [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]]),
     ],
 )
-def test_m2po_keeps_what_the_reference_keeps(threshold, expected):
+def test_m2po_equals_the_reference(threshold, expected):
     behaviour, proximal = torch.tensor(BEHAVIOUR, dtype=torch.float64), torch.tensor(PROXIMAL, dtype=torch.float64)
     assert m2po(behaviour, proximal, MASK, threshold=threshold).int().tolist() == expected
 
 
-def test_m2po_keeps_the_smallest_where_no_mean_is_below_the_threshold():
+def test_m2po_keeps_the_smallest_if_no_mean_is_below_the_threshold():
     behaviour = torch.tensor([[3.0, 1.0, 2.0]])
     kept = m2po(behaviour, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool), threshold=0.5)
     assert kept.tolist() == [[False, True, False]]
 
 
-def test_m2po_wants_the_mean_below_the_threshold_not_at_it():
+def test_m2po_requires_a_mean_below_the_threshold():
     behaviour, mask = torch.tensor([[1.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool)
     assert m2po(behaviour, torch.zeros(1, 2), mask, threshold=0.5).tolist() == [[False, True]]
     assert m2po(behaviour, torch.zeros(1, 2), mask, threshold=0.5001).tolist() == [[True, True]]
 
 
-def test_equal_tokens_stand_or_fall_together_under_m2po():
+def test_m2po_keeps_or_removes_equal_tokens_together():
     behaviour = torch.tensor([[2.0, 1.0, -2.0, 0.0]])
     # Without one of the two 2s the mean would be 5/3: below the threshold, but which of them?
     kept = m2po(behaviour, torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool), threshold=2.0)
     assert kept.tolist() == [[False, True, False, True]]
 
 
-def test_nothing_masked_and_nothing_at_all_keep_and_choose_nothing():
+def test_an_empty_mask_and_an_empty_batch_select_nothing():
     for shape in ((2, 3), (0, 0), (2, 0)):
         junk, mask = torch.full(shape, math.nan), torch.zeros(shape, dtype=torch.bool)
         assert not m2po(junk, junk, mask, threshold=1.0).any()
@@ -80,7 +80,7 @@ def test_kl_cov_chooses_the_largest_covariances_of_the_whole_batch():
         assert chosen.int().tolist() == expected
 
 
-def test_clip_cov_leaves_alone_what_the_clip_has_stopped_already():
+def test_clip_cov_skips_tokens_that_are_already_clipped():
     logprobs = torch.tensor([[-1.0, -3.0]])
     advantages, mask = torch.tensor([[1.0, -1.0]]), torch.ones(1, 2, dtype=torch.bool)
     options = CLIP_COV | {"clip_cov_ratio": 1.0}
@@ -90,7 +90,7 @@ def test_clip_cov_leaves_alone_what_the_clip_has_stopped_already():
     assert risen.tolist() == [[False, True]]
 
 
-def test_clip_cov_chooses_by_chance_alone_and_the_same_with_the_same_seed():
+def test_clip_cov_selects_at_random_and_equally_for_equal_seeds():
     logprobs = torch.linspace(-3, -1, 40).reshape(4, 10)
     advantages = torch.linspace(-1, 1, 40).reshape(4, 10)
     mask = torch.ones(4, 10, dtype=torch.bool)
@@ -108,7 +108,7 @@ def test_clip_cov_chooses_by_chance_alone_and_the_same_with_the_same_seed():
     assert int(hits.max()) < 70
 
 
-def test_chance_does_not_see_padding():
+def test_random_selection_does_not_depend_on_padding():
     logprobs, advantages = torch.linspace(-3, -1, 20).reshape(2, 10), torch.linspace(-1, 1, 20).reshape(2, 10)
     mask = torch.ones(2, 10, dtype=torch.bool)
 

@@ -28,7 +28,7 @@ def test_a_call_is_parsed_and_removed_from_the_content():
 
 def test_several_calls_in_one_turn_keep_their_order():
     turn = parse(call(ADD) + "and" + call('{"name": "mul", "arguments": {}}'))
-    assert [(found.name, found.arguments) for found in turn.calls] == [("add", {"a": 1, "b": 2}), ("mul", {})]
+    assert [(result.name, result.arguments) for result in turn.calls] == [("add", {"a": 1, "b": 2}), ("mul", {})]
     assert turn.content == "and"
 
 
@@ -43,7 +43,7 @@ def test_a_call_without_arguments_may_leave_them_out():
 def test_arguments_may_contain_the_tags():
     body = json.dumps({"name": "run", "arguments": {"code": "print('</tool_call><tool_call>')"}})
     turn = parse(call(body) + call(ADD))
-    assert [found.name for found in turn.calls] == ["run", "add"]
+    assert [result.name for result in turn.calls] == ["run", "add"]
     assert turn.calls[0].arguments == {"code": "print('</tool_call><tool_call>')"}
     assert not turn.errors
 
@@ -55,7 +55,7 @@ def test_integers_of_any_size_survive():
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         ("", "JSON is malformed"),
         ("add(1, 2)", "JSON is malformed"),
@@ -77,11 +77,11 @@ def test_integers_of_any_size_survive():
         (ADD + " thanks", "its JSON is followed by 'thanks"),
     ],
 )
-def test_a_malformed_call_is_an_error_for_the_model_and_does_not_affect_others(body, told):
+def test_a_malformed_call_is_an_error_for_the_model_and_does_not_affect_others(body, message):
     turn = parse(call(body) + call(ADD))
-    assert [found.name for found in turn.calls] == ["add"]
+    assert [result.name for result in turn.calls] == ["add"]
     assert len(turn.errors) == 1
-    assert told in turn.errors[0]
+    assert message in turn.errors[0]
     assert len(turn.errors[0]) <= 300
 
 
@@ -96,7 +96,7 @@ def test_a_call_that_is_not_closed_is_an_error(text):
 
 def test_a_call_that_is_not_closed_does_not_swallow_the_next_one():
     turn = parse("<tool_call>" + ADD + call('{"name": "mul", "arguments": {}}'))
-    assert [found.name for found in turn.calls] == ["mul"]
+    assert [result.name for result in turn.calls] == ["mul"]
     assert len(turn.errors) == 1
 
 

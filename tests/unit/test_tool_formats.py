@@ -124,7 +124,7 @@ def test_an_answer_is_not_a_call(name, text):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "message"),
     [
         ("llama3_json", '{"name": "add", "parameters": {', "JSON is malformed"),
         ("llama3_json", "<|python_tag|>add.call(1)", "JSON is malformed"),
@@ -163,13 +163,13 @@ def test_an_answer_is_not_a_call(name, text):
         ("pythonic", "[add(a=" + "a." * 20000 + "b)]", ""),
     ],
 )
-def test_a_malformed_call_is_an_error_for_the_model(name, text, told):
+def test_a_malformed_call_is_an_error_for_the_model(name, text, message):
     turn = TOOL_FORMATS[name].parse(text)
     assert not turn.calls
     assert turn.content == text
     (error,) = turn.errors
     assert error.startswith("Error: this tool call could not be read")
-    assert told in error
+    assert message in error
     assert len(error) <= 300
 
 

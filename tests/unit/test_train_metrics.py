@@ -58,7 +58,7 @@ INVALID = (
 
 
 def test_rewards_lengths_turns_and_ages_are_those_of_valid_completions():
-    found = metrics(group(*VALID, *INVALID))
+    result = metrics(group(*VALID, *INVALID))
     expected = {
         "reward/mean": 2.0,
         "reward/std": 7**0.5,
@@ -77,12 +77,12 @@ def test_rewards_lengths_turns_and_ages_are_those_of_valid_completions():
         "staleness/max": 2,
         "valid_fraction": 3 / 7,
     }
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert {name: result[name] for name in expected} == pytest.approx(expected)
 
 
 def test_every_completion_is_counted_once_under_its_state():
-    found = metrics(group(*VALID, *INVALID))
-    assert {name: value for name, value in found.items() if name.startswith("rows/")} == {
+    result = metrics(group(*VALID, *INVALID))
+    assert {name: value for name, value in result.items() if name.startswith("rows/")} == {
         "rows/valid": 3,
         "rows/reward:timeout": 1,
         "rows/failed:engine": 1,
@@ -91,40 +91,40 @@ def test_every_completion_is_counted_once_under_its_state():
     }
 
 
-def test_truncated_completions_have_a_bucket_of_their_own():
-    found = metrics(group(*VALID, *INVALID))
-    assert (found["truncated/context"], found["truncated/length"]) == (1, 1)
-    assert (found["truncated/reward_mean"], found["truncated/length_mean"]) == (5.0, 3.0)
+def test_truncated_completions_are_counted_by_reason():
+    result = metrics(group(*VALID, *INVALID))
+    assert (result["truncated/context"], result["truncated/length"]) == (1, 1)
+    assert (result["truncated/reward_mean"], result["truncated/length_mean"]) == (5.0, 3.0)
 
 
-def test_a_mean_of_nothing_is_left_out():
-    found = metrics(group(*INVALID))
-    assert found["reward/count"] == found["tokens/loss"] == 0
+def test_an_empty_mean_is_omitted():
+    result = metrics(group(*INVALID))
+    assert result["reward/count"] == result["tokens/loss"] == 0
     absent = ("reward/", "advantage/", "length/", "turns/", "staleness/", "truncated/reward")
-    assert [name for name in found if name.startswith(absent)] == ["reward/count"]
+    assert [name for name in result if name.startswith(absent)] == ["reward/count"]
 
 
-def test_what_the_policy_earns_includes_groups_that_were_filtered():
+def test_sampled_rewards_include_filtered_groups():
     tie = group(*[completion(i, 2, Measured(1.0)) for i in range(3)], *INVALID, name="q")
     checked = check_group(tie, SETTINGS, 7, VOCABULARY)
-    found = metrics(group(*VALID), filtered=[checked.rewards], dropped={checked.drop_reason: 1})
-    assert (found["reward/mean"], found["reward/count"]) == (2.0, 3)
-    assert (found["sampled/reward_mean"], found["sampled/reward_count"]) == (1.5, 6)
-    assert (found["groups/kept"], found["groups/dropped/zero_variance"]) == (1, 1)
+    result = metrics(group(*VALID), filtered=[checked.rewards], dropped={checked.drop_reason: 1})
+    assert (result["reward/mean"], result["reward/count"]) == (2.0, 3)
+    assert (result["sampled/reward_mean"], result["sampled/reward_count"]) == (1.5, 6)
+    assert (result["groups/kept"], result["groups/dropped/zero_variance"]) == (1, 1)
 
 
 def test_groups_without_signal_are_counted():
     tie = group(*[completion(i, 2, Measured(1.0)) for i in range(2)], name="tie")
     single = group(completion(0, 2, Measured(1.0)), *INVALID, name="single")
-    found = metrics(group(*VALID), tie, single)
-    assert (found["groups/kept"], found["groups/tie"], found["groups/singleton"]) == (3, 1, 1)
+    result = metrics(group(*VALID), tie, single)
+    assert (result["groups/kept"], result["groups/tie"], result["groups/singleton"]) == (3, 1, 1)
 
 
-def test_a_completion_of_several_rows_is_one_completion():
+def test_a_completion_with_several_rows_counts_once():
     two = completion(0, 2, Measured(1.0))
     two.rows.append(completion(0, 3, None).rows[0])
-    found = metrics(group(two, VALID[1]))
-    assert (found["reward/count"], found["length/mean"], found["length/max"]) == (2, 4.5, 5)
+    result = metrics(group(two, VALID[1]))
+    assert (result["reward/count"], result["length/mean"], result["length/max"]) == (2, 4.5, 5)
 
 
 def test_an_unscored_completion_is_missing_its_reward():
@@ -132,7 +132,7 @@ def test_an_unscored_completion_is_missing_its_reward():
     assert count_states(batch.facts, mask_batch(batch, SETTINGS, 7)) == {"reward:missing": 1}
 
 
-def test_a_group_is_assessed_by_the_same_masks():
+def test_check_group_uses_the_same_masks():
     assert check_group(group(*VALID, *INVALID), SETTINGS, 7, VOCABULARY).drop_reason is None
     checked = check_group(group(*INVALID), SETTINGS, 7, VOCABULARY)
     assert checked.drop_reason is DropReason.NO_VALID_ROW

@@ -1,8 +1,8 @@
 """Classes and reward functions in TRL's style run unmodified; reward functions receive frozen snapshots.
 
 Two tests cover the two halves of a snapshot: without the freeze to bytes
-`test_what_the_next_episode_changes_does_not_reach_the_snapshot` fails, without the copy before it
-`test_a_copy_of_the_classes_own_drops_the_handle`.
+`test_the_next_episode_does_not_change_the_snapshot` fails, without the copy before it
+`test_a_custom_copy_drops_the_handle`.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def test_an_environment_that_chooses_its_own_task_scores_itself():
     assert played.reward_value == (target == 6)
 
 
-def test_an_environment_takes_its_task_from_the_row_and_reward_functions_its_state():
+def test_reset_reads_the_row_and_reward_functions_read_the_state():
     prompt = [{"role": "user", "content": "Raise the counter to 3."}]
     rewards = [ref("by_target"), ref("has_answer")]
     played = play(
@@ -57,7 +57,7 @@ def test_an_environment_takes_its_task_from_the_row_and_reward_functions_its_sta
     )
 
 
-def test_a_game_over_is_told_to_the_model_and_the_state_is_scored():
+def test_the_model_reads_that_the_game_is_over_and_the_state_is_scored():
     moves = [call("move", direction="left"), call("move", direction="right")]
     played = play(ref("Slide"), moves, rewards=[ref("from_score")])
     assert played.tool_replies == ["4 0 0\n8 0 0", "Error: ValueError: Game over."]
@@ -66,8 +66,8 @@ def test_a_game_over_is_told_to_the_model_and_the_state_is_scored():
 
 
 def test_a_client_made_in_init_is_kept_from_episode_to_episode():
-    said = [call("guess", word="crate"), call("guess", word="crane"), call("guess", word="brine")]
-    played = play(ref("Words"), said, rewards=[ref("from_reward")])
+    turns = [call("guess", word="crate"), call("guess", word="crane"), call("guess", word="brine")]
+    played = play(ref("Words"), turns, rewards=[ref("from_reward")])
     assert played.tool_replies == ["\ncrate GGGXG", "\ncrane GGGGG", "Error: ValueError: Game over."]
     assert played.reward_value == 1.0
 
@@ -78,7 +78,7 @@ def test_async_members_are_awaited():
     assert played.reward_value == 1.0
 
 
-def test_a_reward_function_may_branch_on_the_class_and_know_nothing_of_the_others():
+def test_a_reward_function_may_branch_on_the_environment_class():
     assert play(ref("Coding"), [call("run_code", code="6 * 7")], rewards=[ref("by_kind")]).reward_value == 1.0
     other = play(ref("Words"), [], rewards=[ref("by_kind")])
     assert isinstance(other.reward, Unmeasured)
@@ -86,7 +86,7 @@ def test_a_reward_function_may_branch_on_the_class_and_know_nothing_of_the_other
 
 
 @pytest.mark.parametrize("name", ["Increment", "IncrementTo", "Slide", "Words", "Coding", "Shouting"])
-def test_the_schema_of_a_tool_in_trls_style_is_the_one_that_trl_would_show(name):
+def test_schemas_of_tools_in_trls_style_equal_trls(name):
     """TRL makes its schemas with transformers' `get_json_schema`."""
     env = EnvironmentFactory.load(ref(name)).make()
     for spec in tool_specs(env):
@@ -127,7 +127,7 @@ def described(
     """
 
 
-def test_where_schemas_differ_from_transformers_ours_say_more():
+def test_schemas_that_differ_from_transformers_have_more_information():
     """List all differences, over every kind of hint that transformers has a schema for."""
 
     class Env:
@@ -166,7 +166,7 @@ def test_where_schemas_differ_from_transformers_ours_say_more():
     }
 
 
-def test_choices_told_in_a_docstring_are_checked_too():
+def test_choices_in_a_docstring_are_validated():
     class Env:
         def reset(self): ...
 
@@ -240,7 +240,7 @@ async def scored(cls, read, numbers=(1, 2)):
         pytest.param(lambda env: env.an_array[1], id="numpy array"),
     ],
 )
-async def test_what_the_next_episode_changes_does_not_reach_the_snapshot(read):
+async def test_the_next_episode_does_not_change_the_snapshot(read):
     scripted_chat()  # made here: it builds a tokenizer
     assert await scored(Mutable, read) == [Measured(1.0), Measured(2.0)]
 
@@ -266,7 +266,7 @@ class Handled:
         self.number = number
 
 
-async def test_a_copy_of_the_classes_own_drops_the_handle():
+async def test_a_custom_copy_drops_the_handle():
     assert await scored(Handled, lambda env: env.number if not hasattr(env, "socket") else -1) == [
         Measured(1.0),
         Measured(2.0),
@@ -290,6 +290,6 @@ async def test_a_property_over_a_private_attribute_works_on_the_snapshot():
     assert await scored(Private, lambda env: env.reward) == [Measured(10.0), Measured(20.0)]
 
 
-async def test_a_reward_function_cannot_change_what_the_next_one_reads():
+async def test_a_reward_function_cannot_change_the_snapshot_of_the_next_one():
     assert await scored(Mutable, lambda env: env.a_list.pop()) == [Measured(1.0), Measured(2.0)]
     assert sys.modules[Mutable.__module__].Mutable is Mutable

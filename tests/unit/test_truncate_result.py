@@ -36,7 +36,7 @@ def told(length):
 
 
 @pytest.mark.parametrize("length", [MOST + 1, 5_000_000])
-def test_a_result_that_fits_no_completion_is_cut_and_says_so(length):
+def test_a_result_longer_than_a_completion_is_cut_with_a_note(length):
     played = play(Wordy, [call("text", length=length)], limits=LIMITS)
     assert played.tool_replies == [told(length)]
     assert played.truncated is TruncationReason.LENGTH
@@ -57,19 +57,19 @@ def test_a_result_that_fits_is_unchanged():
 
 
 def test_a_long_turn_is_parsed_in_a_thread(monkeypatch):
-    found = {}
+    result = {}
     parse, call_tool = Hermes.parse, slots.EnvironmentSlot.call_tool
 
     def noted(self, text, **more):
-        found[len(text) > 20_000] = threading.get_ident()
+        result[len(text) > 20_000] = threading.get_ident()
         return parse(self, text, **more)
 
     async def on_the_loop(self, *arguments):
-        found["loop"] = threading.get_ident()
+        result["loop"] = threading.get_ident()
         return await call_tool(self, *arguments)
 
     monkeypatch.setattr(Hermes, "parse", noted)
     monkeypatch.setattr(slots.EnvironmentSlot, "call_tool", on_the_loop)
     played = play(Wordy, ["x" * 30_000 + str(call("text", length=1)), "y"])
     assert played.tool_replies == ["x"]
-    assert found[False] == found["loop"] != found[True]
+    assert result[False] == result["loop"] != result[True]

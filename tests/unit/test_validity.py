@@ -29,9 +29,9 @@ from stream.validity import Measured, RewardReason, Unmeasured, measure
     ],
 )
 def test_numbers_are_rewards(value, reward):
-    found = measure(value)
-    assert found == Measured(reward)
-    assert type(found.value) is float
+    result = measure(value)
+    assert result == Measured(reward)
+    assert type(result.value) is float
 
 
 @pytest.mark.parametrize(
@@ -57,14 +57,14 @@ def test_numbers_are_rewards(value, reward):
     ],
 )
 def test_other_values_are_unmeasured_with_a_reason(value, reason):
-    found = measure(value)
-    assert isinstance(found, Unmeasured)
-    assert (found.reason, bool(found.detail)) == (reason, True)
+    result = measure(value)
+    assert isinstance(result, Unmeasured)
+    assert (result.reason, bool(result.detail)) == (reason, True)
 
 
 def test_unmeasured_rewards_stay_unmeasured():
-    found = Unmeasured(RewardReason.TIMEOUT, "30 s")
-    assert measure(found) is found
+    result = Unmeasured(RewardReason.TIMEOUT, "30 s")
+    assert measure(result) is result
 
 
 def test_one_element_tensors_are_numbers():

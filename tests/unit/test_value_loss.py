@@ -26,7 +26,7 @@ LENGTHS = torch.tensor([4, 4, 3])
     [("token-mean", 1.2982954545), ("seq-mean-token-sum-norm", 0.9520833333), ("seq-mean-token-mean", 1.3274739546)],
 )
 @pytest.mark.parametrize("junk", [0.5, 1e30, math.nan, math.inf])
-def test_loss_and_clip_fraction_are_those_of_the_reference_whatever_stands_outside(aggregation, expected, junk):
+def test_loss_and_clip_fraction_equal_the_reference_with_any_values_outside_the_mask(aggregation, expected, junk):
     values, old, returns = (torch.tensor(t).double().masked_fill(~MASK, junk) for t in (VALUES, OLD, RETURNS))
     values.requires_grad_()
     factors_R = row_factors(aggregation, LENGTHS, BatchTotals(tokens=11, completions=3), constant=5)
@@ -39,7 +39,7 @@ def test_loss_and_clip_fraction_are_those_of_the_reference_whatever_stands_outsi
     assert torch.isfinite(values.grad).all()
 
 
-def test_a_value_that_moved_too_far_towards_its_return_bears_no_gradient():
+def test_a_value_clipped_towards_its_return_has_no_gradient():
     now = torch.tensor([[1.0, -1.0]]).double().requires_grad_()
     zeros, mask, ones = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), torch.ones(1).double()
     returns = torch.tensor([[2.0, 2.0]])
@@ -50,7 +50,7 @@ def test_a_value_that_moved_too_far_towards_its_return_bears_no_gradient():
     assert torch.autograd.grad(free.loss, now)[0].tolist() == [[-1.0, -3.0]]
 
 
-def test_nothing_masked_and_nothing_at_all_are_zero():
+def test_an_empty_mask_and_an_empty_batch_give_zero():
     for shape in ((2, 3), (0, 0), (2, 0)):
         junk = torch.full(shape, math.nan, requires_grad=True)
         nothing = torch.zeros(shape, dtype=torch.bool)

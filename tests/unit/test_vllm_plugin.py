@@ -34,11 +34,11 @@ def everything(_name, _shape) -> bool:
     return True
 
 
-def test_penstock_asks_for_the_backend_that_the_plugin_registers():
+def test_penstock_requests_the_backend_that_the_plugin_registers():
     assert BACKEND == ASKED_FOR
 
 
-def test_names_and_shapes_of_one_file_and_of_several(tmp_path):
+def test_names_and_shapes_are_read_from_one_file_or_several(tmp_path):
     one = save(tmp_path / "model.safetensors", SHAPES)
     assert read_shapes(find_files(tmp_path)) == read_shapes(find_files(one)) == SHAPES
     parts = tmp_path / "parts"
@@ -54,7 +54,7 @@ def test_names_and_shapes_of_one_file_and_of_several(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 50, 100, 10_000])
-def test_a_file_that_is_not_whole_is_refused(tmp_path, cut):
+def test_an_incomplete_file_is_refused(tmp_path, cut):
     file = save(tmp_path / "model.safetensors", SHAPES)
     file.write_bytes(file.read_bytes()[:-cut])
     with pytest.raises(RefusedError, match="no whole safetensors file"):
@@ -64,9 +64,7 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path, cut):
 @pytest.mark.parametrize(
     "changes", [{"dtype": "F99"}, {"shape": [7, 4]}, {"data_offsets": [4, 84]}, {"shape": "[7, 3]"}], ids=str
 )
-def test_a_file_of_the_right_length_that_no_tensor_can_be_read_from_is_refused_before_the_model_is_touched(
-    tmp_path, changes
-):
+def test_a_file_without_readable_tensors_is_refused_before_the_model_changes(tmp_path, changes):
     entry = {"dtype": "F32", "shape": [7, 3], "data_offsets": [0, 84]} | changes
     header = json.dumps({"embed": entry}).encode()
     file = tmp_path / "model.safetensors"
@@ -75,7 +73,7 @@ def test_a_file_of_the_right_length_that_no_tensor_can_be_read_from_is_refused_b
         read_shapes([file])
 
 
-def test_a_file_that_was_changed_after_it_was_checked_is_named(tmp_path):
+def test_a_file_that_changed_after_its_check_is_named(tmp_path):
     file = save(tmp_path / "model.safetensors", SHAPES)
     assert {name: tuple(tensor.shape) for name, tensor in iter_tensors([file])} == SHAPES
     file.write_bytes(b"something else")
@@ -83,7 +81,7 @@ def test_a_file_that_was_changed_after_it_was_checked_is_named(tmp_path):
         list(iter_tensors([file]))
 
 
-def test_a_folder_that_is_not_there_is_refused_with_the_remedy(tmp_path):
+def test_a_missing_folder_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(RefusedError, match="over http"):
         find_files(tmp_path / "gone")
 
@@ -103,7 +101,7 @@ def test_weights_of_another_model_are_refused(update, words):
     assert str(caught.value).startswith(REFUSED)
 
 
-def test_what_the_model_does_not_load_may_be_there_or_not():
+def test_weights_that_the_model_does_not_load_are_optional():
     check_update(SHAPES | {"lm_head": (7, 3)}, SHAPES, lambda name, _: name != "lm_head")
     check_update(SHAPES, SHAPES | {"mtp": (7, 3)}, lambda name, _: name != "mtp")
 
@@ -127,7 +125,7 @@ class Model(torch.nn.Module):
                 raise ValueError(name)
 
 
-def test_a_live_model_tells_what_it_takes_and_takes_nothing():
+def test_the_weights_that_a_model_takes_are_found_without_changing_it():
     model = Model()
     loader = model.qkv.weight_loader
     with tensor_probe(model) as takes:
@@ -172,7 +170,7 @@ def temporary(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_files_are_downloaded_and_go_when_they_were_read(temporary):
+def test_downloaded_files_are_removed_after_reading(temporary):
     files = {"a": b"x" * 3_000_000, "b": b""}
     with files_server(files) as url:
         folder = download(url, [entry(name, content) for name, content in files.items()])
@@ -193,13 +191,13 @@ def test_files_are_downloaded_and_go_when_they_were_read(temporary):
         ({"size": "3"}, RefusedError, "plain name and a size"),
     ],
 )
-def test_a_file_that_comes_otherwise_than_announced_is_not_kept(temporary, change, kind, words):
+def test_a_download_that_differs_from_its_announcement_is_removed(temporary, change, kind, words):
     with files_server({"a": b"abc"}) as url, pytest.raises(kind, match=words):
         download(url, [entry("a", b"abc") | change])
     assert not list(temporary.iterdir())
 
 
-def test_a_server_in_trouble_may_be_asked_again_and_one_that_is_gone_too(temporary):
+def test_a_server_error_or_a_missing_server_is_a_retryable_failure(temporary):
     with files_server({"a": b"abc"}, status=503) as url, pytest.raises(FailedError, match="answers 503"):
         download(url, [entry("a", b"abc")])
     with pytest.raises(FailedError, match="did not come over HTTP") as caught:
@@ -209,7 +207,7 @@ def test_a_server_in_trouble_may_be_asked_again_and_one_that_is_gone_too(tempora
 
 
 @pytest.mark.parametrize(("url", "files"), [("file:///etc/", [{}]), ("http://h/no-slash", [{}]), ("http://h/", [])])
-def test_what_is_no_list_of_files_is_refused(url, files):
+def test_an_invalid_file_list_is_refused(url, files):
     with pytest.raises(RefusedError):
         download(url, files)
 
@@ -222,7 +220,7 @@ def fake(monkeypatch, name: str, **members) -> None:
     vars(sys.modules[name]).update(members)
 
 
-def test_a_vllm_without_one_of_the_pieces_is_named_with_the_one_that_works(monkeypatch):
+def test_an_unsupported_vllm_is_refused_with_the_tested_version(monkeypatch):
     fake(monkeypatch, "vllm.model_executor.model_loader.reload", initialize_layerwise_reload=print)
     sys.modules["vllm"].__version__ = "0.99"
     with pytest.raises(
@@ -231,21 +229,21 @@ def test_a_vllm_without_one_of_the_pieces_is_named_with_the_one_that_works(monke
         find_internals()
 
 
-def test_registering_twice_is_as_good_as_once_and_without_weight_transfer_vllm_starts_all_the_same(monkeypatch, caplog):
-    found = {}
+def test_registering_twice_has_no_effect_and_vllm_starts_without_weight_transfer(monkeypatch, caplog):
+    result = {}
 
     class Factory:
         @staticmethod
         def register_engine(name, module, cls):
-            if name in found:
+            if name in result:
                 raise ValueError(name)
-            found[name] = (module, cls)
+            result[name] = (module, cls)
 
     with monkeypatch.context() as patched:
         fake(patched, "vllm.distributed.weight_transfer.factory", WeightTransferEngineFactory=Factory)
         register()
         register()
-    assert found == {BACKEND: ("penstock_vllm.engine", "CheckpointTransfer")}
+    assert result == {BACKEND: ("penstock_vllm.engine", "CheckpointTransfer")}
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
         patched.setitem(sys.modules, "vllm", None)
         register()

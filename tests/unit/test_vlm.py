@@ -23,7 +23,7 @@ def outcome(reward):
 
 
 @pytest.mark.parametrize(
-    ("part", "gold", "said", "expected"),
+    ("part", "gold", "text", "expected"),
     [
         ("format", None, "<think>a</think> <answer>b</answer>", 1.0),
         ("format", None, "<think>a\nb</think>", 0.25),
@@ -61,17 +61,17 @@ def outcome(reward):
         ("geo3k", "?", r"</think> \boxed{5}", BAD),
     ],
 )
-def test_the_parts(part, gold, said, expected):
-    found = outcome(PARTS[part](gold, said))
-    assert found == (pytest.approx(expected) if isinstance(expected, float) else expected)
+def test_each_part_scores_known_answers(part, gold, text, expected):
+    result = outcome(PARTS[part](gold, text))
+    assert result == (pytest.approx(expected) if isinstance(expected, float) else expected)
 
 
-def test_parts_are_weighted_by_their_share_and_kept_apart():
+def test_parts_are_weighted_by_their_share_and_returned_separately():
     (parts,) = Vlm({"format": 1, "exact_alnum": 3})(completions=["<answer>b</answer>"], answer=["b"])
     assert {name: outcome(reward) for name, reward in parts.items()} == {"format": 0.75 / 4, "exact_alnum": 0.75}
 
 
-def test_a_bad_gold_answer_makes_the_completion_invalid_and_leaves_the_part_that_needs_none():
+def test_a_bad_gold_answer_invalidates_only_parts_that_need_it():
     (parts,) = Vlm({"format": 1, "bbox_giou": 1})(completions=["<answer>b</answer>"], answer=["b"])
     assert outcome(parts["format"]) == 0.375
     assert outcome(parts["bbox_giou"]) is BAD
@@ -87,7 +87,7 @@ def test_a_bad_gold_answer_makes_the_completion_invalid_and_leaves_the_part_that
         ({"format": float("nan")}, "at least 0"),
     ],
 )
-def test_parts_that_cannot_be_are_refused_at_the_start(parts, words):
+def test_invalid_parts_are_refused_at_the_start(parts, words):
     with pytest.raises(ReferenceNotFoundError, match=words):
         RewardFunction.load("envs.builtin.vlm:Vlm", args={"parts": parts})
 
@@ -96,33 +96,33 @@ numbers = st.floats(allow_nan=True, allow_infinity=True)
 
 
 @given(st.lists(numbers, min_size=4, max_size=4), st.lists(numbers, min_size=4, max_size=4))
-def test_whatever_the_boxes_the_reward_is_within_bounds(gold, said):
-    reward = PARTS["bbox_giou"](gold, f"<answer>{said}</answer>")
+def test_the_reward_is_within_bounds_for_any_boxes(gold, text):
+    reward = PARTS["bbox_giou"](gold, f"<answer>{text}</answer>")
     assert outcome(reward) is BAD if parse_box(gold) is None else -1 <= reward.value <= 1
 
 
-def test_giou_of_boxes_that_overlap_a_quarter():
+def test_boxes_that_overlap_have_a_known_giou():
     assert generalized_iou((0, 0, 2, 2), (1, 1, 3, 3)) == pytest.approx(1 / 7 - 2 / 9)
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("text", "expected"),
     [(r"\boxed{a} \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{a", None), ("a", None), (r"\boxed{}", "")],
 )
-def test_the_last_box_is_read_to_its_own_brace(said, expected):
-    assert last_boxed(said) == expected
+def test_the_last_box_is_read_to_its_matching_brace(text, expected):
+    assert last_boxed(text) == expected
 
 
-async def test_in_the_scoring_stage_each_part_is_a_part_of_the_record():
+async def test_scoring_stores_each_part_in_the_record():
     function = await anyio.to_thread.run_sync(
         partial(
             RewardFunction.load, "envs.builtin.vlm:Vlm", 2.0, name="vlm", args={"parts": {"format": 1, "math_expr": 1}}
         )
     )
-    said = ["<think></think><answer>4</answer>", "5"]
+    turns = ["<think></think><answer>4</answer>", "5"]
     group = Group(
         prompt=Prompt(id="p", messages=[], is_plain_text=True, fields={"answer": "4"}),
-        completions=[Completion(index=i, messages=[{"role": "assistant", "content": s}]) for i, s in enumerate(said)],
+        completions=[Completion(index=i, messages=[{"role": "assistant", "content": s}]) for i, s in enumerate(turns)],
     )
     async with function.open():
         await score_group(group, [function], {}, 30)

@@ -22,8 +22,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def measured(request) -> Callable[[str], None]:
     """Record a figure that is printed at the end, after success as well."""
-    found = request.config.stash.setdefault(FIGURES, [])
-    return lambda figure: found.append(f"{request.node.name}: {figure}")
+    result = request.config.stash.setdefault(FIGURES, [])
+    return lambda figure: result.append(f"{request.node.name}: {figure}")
 
 
 def pytest_terminal_summary(terminalreporter, config) -> None:
@@ -36,9 +36,9 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
 
 @pytest.fixture(scope="session")
 def servers(request, tmp_path_factory) -> Iterator[SharedServers]:
-    found = SharedServers(tmp_path_factory.mktemp("servers"), request.session.items)
-    yield found
-    found.close()
+    result = SharedServers(tmp_path_factory.mktemp("servers"), request.session.items)
+    yield result
+    result.close()
 
 
 @pytest.fixture

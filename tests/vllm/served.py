@@ -95,10 +95,10 @@ class Served:
     async def assert_serves(self, policy: int, prompts: list[list[int]]) -> None:
         """Assert by log-probs, on every prompt, that this policy is served and neither of the others."""
         for prompt in prompts:
-            for number, found in enumerate(await self.differences(prompt)):
-                assert found < CLOSE if number == policy else found > 1, f"policy {number}: {found}"
+            for number, result in enumerate(await self.differences(prompt)):
+                assert result < CLOSE if number == policy else result > 1, f"policy {number}: {result}"
                 if number == policy:
-                    self.furthest = max(self.furthest, found)
+                    self.furthest = max(self.furthest, result)
 
     async def count(self, metric: str) -> float:
         """Return a metric's sum over all engines and labels."""

@@ -49,13 +49,13 @@ def vllm_server(model: Path, log: Path, *flags: str, port: int = 0) -> Iterator[
     # seen to block the test process for up to 3 s on a crowded machine, long enough for requests to end.
     command = ["nice", "-n", "5", str(vllm_python()), *SERVER_MODULE, "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *FLAGS, *flags]
-    with log.open("wb") as said:
+    with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             env=build_environment(os.environ, threads=1, is_cpu_build=True),
             cwd=log.parent,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             process_group=0,
         )
     # The warden kills the rest of the group when its pipe closes: here, or when the tests are killed.

@@ -42,8 +42,8 @@ async def hit_rate(servers: list[Served], client: EngineClient, name: str, *, ne
         for turn in range(TURNS):
             of = f"{name}-{group}" if near else f"{anywhere.random()}"
             sampling = SamplingOptions(temperature=1.0, max_tokens=SAID, seed=turn, group=of, completion=completion)
-            said = await client.sample(context, sampling, min_policy_version=-1)
-            context += [*said.token_ids, *(pick.randrange(10, 300) for _ in range(OBSERVED))]
+            sample = await client.sample(context, sampling, min_policy_version=-1)
+            context += [*sample.token_ids, *(pick.randrange(10, 300) for _ in range(OBSERVED))]
 
     async with anyio.create_task_group() as tasks:
         for completion in range(SIZE):  # one at a time: in one batch, neither finds the other in a cache
@@ -53,7 +53,7 @@ async def hit_rate(servers: list[Served], client: EngineClient, name: str, *, ne
     return hits / queries
 
 
-async def test_affinity_finds_more_of_each_context_in_the_servers_caches_than_random_spreading(tied, untied, measured):
+async def test_affinity_has_a_higher_prefix_cache_hit_rate_than_random_routing(tied, untied, measured):
     """Both servers use vLLM's cache; their different weights change the replies but not the hits."""
     servers, rates = [tied, untied], {}
     options = {"request_timeout_s": 300, "max_attempts": 3, "unavailable_timeout_s": 120}

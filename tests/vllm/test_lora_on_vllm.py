@@ -101,7 +101,7 @@ async def next_version(publisher) -> int:
     return 0 if has is None else has + 1
 
 
-async def test_each_version_is_served_as_transformers_says_on_prompts_that_the_one_before_has_cached(
+async def test_each_version_equals_transformers_on_prompts_cached_by_the_previous_version(
     url, publisher, versions, measured
 ):
     first, furthest = await next_version(publisher), 0.0
@@ -122,7 +122,7 @@ async def test_each_version_is_served_as_transformers_says_on_prompts_that_the_o
     assert set(kept) == {adapter_name(version) for version in (first + 1, first + 2)}
 
 
-async def test_requests_under_way_go_on_with_their_own_adapter_to_the_last_token(url, publisher, versions):
+async def test_running_requests_keep_their_adapter_to_the_last_token(url, publisher, versions):
     first = await next_version(publisher)
     sampled, ids = {}, [prompt(seed) for seed in range(4)]
 
@@ -145,10 +145,10 @@ async def test_requests_under_way_go_on_with_their_own_adapter_to_the_last_token
                     tasks.start_soon(one, client, place, first + 3)
             finally:
                 await post(url, "/resume")
-    for place, found in sampled.items():
+    for place, result in sampled.items():
         version = first if place < 2 else first + 3
-        assert [span.version for span in found.spans] == [version]
-        assert versions.differs(ids[place], found, version) < CLOSE
+        assert [span.version for span in result.spans] == [version]
+        assert versions.differs(ids[place], result, version) < CLOSE
 
 
 async def post(url: str, path: str) -> None:
@@ -170,7 +170,7 @@ async def generated(url: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
 
 
-async def test_a_client_that_names_an_adapter_that_has_just_gone_finds_the_new_one(url, publisher, versions):
+async def test_a_request_for_an_unloaded_adapter_is_retried_with_the_new_one(url, publisher, versions):
     first = await next_version(publisher)
     async with client_of(url) as client:
         await publisher.push(versions.paths[first], first)
@@ -178,12 +178,12 @@ async def test_a_client_that_names_an_adapter_that_has_just_gone_finds_the_new_o
         control = EngineControlClient(url, 120)
         await publisher.push(versions.paths[first + 1], first + 1)
         await control.unload_adapter(adapter_name(first))
-        found = await sample(client, prompt(0, 20), 8)  # the client still expects the adapter it last saw
-    assert {span.version for span in found.spans} == {first + 1}
-    assert versions.differs(prompt(0, 20), found, first + 1) < CLOSE
+        result = await sample(client, prompt(0, 20), 8)  # the client still expects the adapter it last saw
+    assert {span.version for span in result.spans} == {first + 1}
+    assert versions.differs(prompt(0, 20), result, first + 1) < CLOSE
 
 
-async def test_the_way_that_replaces_an_adapter_under_its_name_is_wrong_in_flight(url, publisher, versions):
+async def test_replacing_an_adapter_under_its_name_is_wrong_for_running_requests(url, publisher, versions):
     """Why it is not used: vLLM reports the new version, but samples from a mixture or from the old one."""
     first = await next_version(publisher)
     ids, control = prompt(5), EngineControlClient(url, 120)
@@ -222,8 +222,8 @@ async def test_the_way_that_replaces_an_adapter_under_its_name_is_wrong_in_fligh
             served = [entry["logprob"] for entry in answer["logprobs"]["content"]]
             new = versions.judges[version + 1].logprobs(ids, answer["token_ids"])
             last = answer["weight_versions"][-1]
-            told = range(last["start"], last["end"])
-            assert max(abs(served[i] - new[i]) for i in told) > 0.1
+            span_range = range(last["start"], last["end"])
+            assert max(abs(served[i] - new[i]) for i in span_range) > 0.1
 
 
 async def _load_in_place(session, url, path):
@@ -232,12 +232,12 @@ async def _load_in_place(session, url, path):
         assert response.status == 200, await response.text()
 
 
-async def test_a_folder_that_the_engine_does_not_see_is_refused_at_once(publisher):
+async def test_a_folder_that_the_engine_cannot_read_is_refused_immediately(publisher):
     with anyio.fail_after(50), pytest.raises(EngineRefusedError, match=r"finds no adapter at .*/nowhere/v000099"):
         await publisher.push(Path("/nowhere/v000099"), 99)
 
 
-async def test_an_engine_that_cannot_hold_such_adapters_is_refused_with_what_it_needs(url, versions):
+async def test_an_engine_that_cannot_load_the_adapter_is_refused_with_the_options(url, versions):
     publisher = WeightPublisher(EngineDiscovery((url,)), AdapterUpdate(16), retry_timeout_s=60, update_timeout_s=120)
     with pytest.raises(EngineRefusedError, match=r"--max-lora-rank 8, less than lora\.rank \(16\)"):
         await publisher.push(versions.paths[1], 1)

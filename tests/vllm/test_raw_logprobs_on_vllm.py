@@ -18,7 +18,7 @@ def client_of(url, *samplings):
     )
 
 
-async def test_raw_logprobs_are_those_of_what_is_sampled_at_temperature_1(untied, measured):
+async def test_raw_logprobs_equal_processed_ones_at_temperature_1(untied, measured):
     await untied.push(1)
     sampling = SamplingOptions(temperature=1.0, max_tokens=24)
     async with client_of(untied.url, sampling, SamplingOptions(temperature=0.0, max_tokens=1)) as client:
@@ -30,7 +30,7 @@ async def test_raw_logprobs_are_those_of_what_is_sampled_at_temperature_1(untied
     assert furthest < CLOSE
 
 
-async def test_a_server_that_cannot_be_asked_what_its_logprobs_are_of_is_refused_with_the_flag(lora):
+async def test_a_server_whose_logprobs_cannot_be_probed_is_refused_with_the_flag(lora):
     async with client_of(lora.url, SamplingOptions(temperature=0.7, max_tokens=1)) as client:
         with pytest.raises(EngineError, match=r"--max-logprobs 3"):
             await client.wait_until_ready()

@@ -35,7 +35,7 @@ def split(chats):
     return [chat[:1] for chat in chats], [chat[1:] for chat in chats]
 
 
-async def test_scores_are_those_of_transformers_alone_together_and_in_another_order(url, folder, measured):
+async def test_scores_equal_transformers_alone_together_and_in_another_order(url, folder, measured):
     chats = conversations(40)
     plain = await anyio.to_thread.run_sync(ReferenceClassifier, folder)
     expected = [plain.score(chat) for chat in chats]
@@ -51,7 +51,7 @@ async def test_scores_are_those_of_transformers_alone_together_and_in_another_or
     assert [reward.value for reward in alone] == pytest.approx(expected[:8], abs=CLOSE)
 
 
-async def test_too_long_is_the_rows_alone_in_vllms_words(url):
+async def test_a_conversation_that_is_too_long_fails_alone_with_vllms_message(url):
     async with RewardModel([url], client={"timeout_s": 300}) as model:
         good, long = await model(["p", "p"], ["a", "1 " * 600])
     assert isinstance(good, Measured)
@@ -59,7 +59,7 @@ async def test_too_long_is_the_rows_alone_in_vllms_words(url):
     assert "maximum context length is 512 tokens" in long.detail
 
 
-async def test_vllm_behind_something_that_drops_use_activation_is_refused(url):
+async def test_vllm_behind_a_proxy_that_drops_use_activation_is_refused(url):
     """vLLM's default is on, so every score would be a sigmoid."""
     async with aiohttp.ClientSession() as session:
 

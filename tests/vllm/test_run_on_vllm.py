@@ -114,8 +114,8 @@ class Kept(threading.Thread):
         self.look(all_but=0)
 
     def look(self, all_but: int) -> None:
-        found = sorted(self.weights.glob("v*"))
-        for folder in found[: len(found) - all_but]:
+        result = sorted(self.weights.glob("v*"))
+        for folder in result[: len(result) - all_but]:
             if not (self.kept / folder.name).exists():
                 shutil.copytree(folder, self.kept / folder.name, copy_function=os.link)
 
@@ -234,12 +234,12 @@ def test_nothing_is_lost_and_nothing_counts_twice(played):
     assert result.exit_code == 0, result.output
 
 
-def test_the_killed_server_came_back_at_its_address(played):
+def test_the_killed_server_restarts_at_its_address(played):
     assert played.back.busy > 0, "the kill met no request"
-    told = events(played.project, "supervisor")
-    announced = [(event["name"], event["url"]) for event in told if event["event"] == "engine.announced"]
+    logged = events(played.project, "supervisor")
+    announced = [(event["name"], event["url"]) for event in logged if event["event"] == "engine.announced"]
     assert len(announced) == 3
-    (name,) = [event["name"] for event in told if event["event"] == "role.restarted" and "engine" in event["name"]]
+    (name,) = [event["name"] for event in logged if event["event"] == "role.restarted" and "engine" in event["name"]]
     assert announced[2] == (name, played.back.url) == announced[1]
     log = (played.project.run_folder / "logs" / f"{name}.log").read_text()
     assert "vLLM was killed by SIGKILL" in log
@@ -248,7 +248,7 @@ def test_the_killed_server_came_back_at_its_address(played):
     assert "engine.recovered" in of_it
 
 
-def test_once_back_it_is_used_within_seconds_at_the_right_version(played, measured):
+def test_a_restarted_server_samples_within_seconds_at_the_right_version(played, measured):
     back = played.back
     measured(f"used {back.used_s:.1f} s after its health; in {back.waited_s:.1f} s of these somebody waited for a core")
     # Only waiting for a core counts: it shows how busy the machine is. All other waiting is limited by timers.
@@ -258,7 +258,7 @@ def test_once_back_it_is_used_within_seconds_at_the_right_version(played, measur
     assert difference(judge.logprobs(back.prompt, back.token_ids), back.logprobs) < CLOSE
 
 
-def test_tools_were_called_over_several_turns(played):
+def test_episodes_call_tools_over_several_turns(played):
     completions = [completion for group in played.trained for completion in group.completions]
     turns = Counter(completion.turns for completion in completions)
     # The number falls over time: the rewards are random.
@@ -276,16 +276,16 @@ def test_each_token_has_the_log_prob_of_the_version_that_its_span_names(played, 
                 place[token] = len(place)
         tokens = list(row.tokens)
         for span in row.spans:
-            told = [logprobs[place[token]] for token in range(span.start, span.end)]
+            expected = [logprobs[place[token]] for token in range(span.start, span.end)]
             ours = _judge(judges, played.kept, span.version).logprobs(
                 [*row.prompt, *tokens[: span.start]], tokens[span.start : span.end]
             )
-            worst = max(worst, *(abs(a - b) for a, b in zip(told, ours, strict=True)))
+            worst = max(worst, *(abs(a - b) for a, b in zip(expected, ours, strict=True)))
             if span.version > 0:
                 first = _judge(judges, played.kept, 0).logprobs(
                     [*row.prompt, *tokens[: span.start]], tokens[span.start : span.end]
                 )
-                others.append(max(abs(a - b) for a, b in zip(told, first, strict=True)))
+                others.append(max(abs(a - b) for a, b in zip(expected, first, strict=True)))
     measured(f"largest difference {worst:.1e}; of later versions to version 0 {max(others):.1e}")
     assert worst < CLOSE
     assert len({span.version for row in played.rows() for span in row.spans}) >= 3
@@ -298,7 +298,7 @@ def _judge(judges: dict[int, Judge], kept: Path, version: int) -> Judge:
     return judges[version]
 
 
-def test_nothing_that_an_engine_gave_up_was_trained(played):
+def test_no_aborted_sample_is_trained(played):
     """Each turn ended by itself or at a limit; an aborted turn would end anywhere."""
     (end,) = make_tokenizer().encode(END_OF_TURN, add_special_tokens=False)
     cut = 0

@@ -83,8 +83,8 @@ async def client_of(url, route, *samplings):
         await stack.enter_async_context(client)
         with capture_logs() as lines:
             await client.wait_until_ready()
-        found = next(line for line in lines if line["event"] == "engine.found")
-        assert found["route"] == (GenerateApi if route == "generate" else CompletionsApi).path
+        result = next(line for line in lines if line["event"] == "engine.found")
+        assert result["route"] == (GenerateApi if route == "generate" else CompletionsApi).path
         yield client
 
 
@@ -130,16 +130,16 @@ def one_row(model, prompt, sampled, temperature):
 @pytest.mark.parametrize("route", ROUTES)
 async def test_the_trainers_ratio_to_the_engine_is_1_on_unchanged_weights(url, model, measured, route, temperature):
     sampling = SamplingOptions(temperature=temperature, max_tokens=24)
-    found = {}
+    result = {}
     async with client_of(url, route, sampling) as client, anyio.create_task_group() as tasks:
 
         async def ask(i):
-            found[i] = await client.sample(PROMPTS[i], sampling, min_policy_version=-1)
+            result[i] = await client.sample(PROMPTS[i], sampling, min_policy_version=-1)
 
         for i in range(len(PROMPTS)):
             tasks.start_soon(ask, i)
     furthest, tokens = 0.0, set()
-    for i, sampled in found.items():
+    for i, sampled in result.items():
         ratios = (one_row(model, PROMPTS[i], sampled, temperature) - torch.tensor(sampled.logprobs)).exp()
         furthest = max(furthest, (ratios - 1).abs().max().item())
         tokens.update(sampled.token_ids)
@@ -152,7 +152,7 @@ async def test_the_trainers_ratio_to_the_engine_is_1_on_unchanged_weights(url, m
     "restriction", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 0.0}], ids=lambda r: next(iter(r))
 )
 @pytest.mark.parametrize("route", ROUTES)
-async def test_the_sharpest_restriction_is_greedy(url, model, route, restriction):
+async def test_a_restriction_to_one_token_is_greedy(url, model, route, restriction):
     sampling = SamplingOptions(**{"temperature": 1.0, "max_tokens": 8, "seed": 1} | restriction)
     async with client_of(url, route, sampling) as client:
         sampled = await client.sample(PROMPTS[0], sampling, min_policy_version=-1)
@@ -183,7 +183,7 @@ async def test_a_bias_forces_a_token_and_a_stop_string_ends_the_turn_with_it(url
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_no_stop_token_comes_before_min_tokens_and_the_one_that_ends_it_is_sampled(url, tokenizer, route):
+async def test_no_stop_token_comes_before_min_tokens_and_the_last_token_is_sampled(url, tokenizer, route):
     end, other = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("a")
     bias = {end: 100.0, other: 50.0}
     sampling = SamplingOptions(temperature=1.0, max_tokens=9, min_tokens=5, logit_bias=bias)
@@ -198,7 +198,7 @@ async def test_no_stop_token_comes_before_min_tokens_and_the_one_that_ends_it_is
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_a_seed_draws_the_same_again_and_another_one_draws_anew(url, route):
+async def test_equal_seeds_give_equal_samples_and_other_seeds_others(url, route):
     def seeded(seed):
         return SamplingOptions(temperature=1.0, max_tokens=20, seed=seed)
 
@@ -212,7 +212,7 @@ async def test_a_seed_draws_the_same_again_and_another_one_draws_anew(url, route
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_a_context_that_is_too_long_is_refused_in_vllms_words_and_one_that_fills_up_is_cut(url, route):
+async def test_a_prompt_that_is_too_long_is_refused_and_a_turn_that_fills_the_context_is_cut(url, route):
     sampling = SamplingOptions(temperature=1.0, max_tokens=50)
     endless = SamplingOptions(temperature=1.0, max_tokens=50, min_tokens=50)
     async with client_of(url, route, sampling) as client:
@@ -233,7 +233,7 @@ async def test_a_cancelled_request_ends_at_the_engine(url):
         await cancel_in_the_middle(url, client)
 
 
-async def test_the_runs_own_seeds_draw_as_often_as_the_softmax_says(url, model):
+async def test_samples_with_a_runs_seeds_follow_the_softmax(url, model):
     """The log-prob tests judge each sample, this one their frequency: Pearson's statistic is within 5 deviations."""
     prompt, drawn = PROMPTS[3], []
     async with client_of(url, "generate") as client:
@@ -260,7 +260,7 @@ async def test_the_runs_own_seeds_draw_as_often_as_the_softmax_says(url, model):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_what_was_aborted_is_never_a_sample(url, route):
+async def test_an_aborted_request_is_never_a_sample(url, route):
     errors = []
     async with client_of(url, route) as client, anyio.create_task_group() as tasks:
 
@@ -279,7 +279,7 @@ async def test_what_was_aborted_is_never_a_sample(url, route):
 
 async def test_versions_are_exact_over_generate_and_the_older_one_over_completions(tied):
     first = await tied.push(0)
-    sampling, found = SamplingOptions(temperature=1.0, max_tokens=MANY, min_tokens=MANY), {}
+    sampling, result = SamplingOptions(temperature=1.0, max_tokens=MANY, min_tokens=MANY), {}
     async with (
         client_of(tied.url, "generate") as exact,
         client_of(tied.url, "completions") as bound,
@@ -288,13 +288,13 @@ async def test_versions_are_exact_over_generate_and_the_older_one_over_completio
         before = await metric(tied.url, GENERATED)
 
         async def ask(name, client):
-            found[name] = await client.sample([9], sampling, min_policy_version=first)
+            result[name] = await client.sample([9], sampling, min_policy_version=first)
 
         tasks.start_soon(ask, "generate", exact)
         tasks.start_soon(ask, "completions", bound)
         await until(tied.url, GENERATED, lambda n: n > before + 40)
         second = await tied.name()
-    switch = found["generate"].spans[0].end
+    switch = result["generate"].spans[0].end
     assert 0 < switch < MANY
-    assert found["generate"].spans == [Span(first, 0, switch), Span(second, switch, MANY)]
-    assert found["completions"].spans == [Span(first, 0, MANY)]
+    assert result["generate"].spans == [Span(first, 0, switch), Span(second, switch, MANY)]
+    assert result["completions"].spans == [Span(first, 0, MANY)]

@@ -40,12 +40,12 @@ def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
 
 def by_version(spans) -> list[int]:
     """Return the version of each token; the spans must cover all tokens and never go back."""
-    found: list[int] = []
+    results: list[int] = []
     for span in spans:
-        assert span.start == len(found), spans
-        found += [int(span.version)] * (span.end - span.start)
-    assert found == sorted(found), spans
-    return found
+        assert span.start == len(results), spans
+        results += [int(span.version)] * (span.end - span.start)
+    assert results == sorted(results), spans
+    return results
 
 
 def assert_each_token_is_its_versions(served: Served, prompt, ids, logprobs, spans) -> list[int]:
@@ -65,7 +65,7 @@ def assert_each_token_is_its_versions(served: Served, prompt, ids, logprobs, spa
     return versions
 
 
-async def test_at_rest_each_push_is_what_is_served_also_behind_cached_prefixes(served, measured):
+async def test_after_a_push_an_idle_engine_serves_the_new_weights_also_on_cached_prefixes(served, measured):
     long = prompts(2, 640)
     await served.push(0)
     hits = await served.count("vllm:prefix_cache_hits_total")
@@ -80,14 +80,14 @@ async def test_at_rest_each_push_is_what_is_served_also_behind_cached_prefixes(s
     measured(f"largest difference from transformers so far {served.furthest:.1e}")
 
 
-async def test_in_flight_the_spans_name_the_token_of_each_switch(served, measured):
+async def test_in_flight_the_spans_name_the_first_token_of_each_version(served, measured):
     first = await served.push(0)
-    found = {}
+    result = {}
     prompt, other = prompts(2, 620, seed=1)
     other = prompt[:400] + other[:230]
 
     async def long_request(name):
-        found[name] = (name, await served.endless(list(name)))
+        result[name] = (name, await served.endless(list(name)))
 
     with anyio.fail_after(600):
         async with anyio.create_task_group() as tasks:
@@ -99,20 +99,20 @@ async def test_in_flight_the_spans_name_the_token_of_each_switch(served, measure
             await served.while_tokens_are_sampled()
             await served.end_endless()
     seen = set()
-    for name, (ids, logprobs, spans) in found.values():
+    for name, (ids, logprobs, spans) in result.values():
         seen.add(tuple(dict.fromkeys(assert_each_token_is_its_versions(served, list(name), ids, logprobs, spans))))
     assert seen == {(first, first + 1, first + 2)}
     measured(f"largest difference from transformers so far {served.furthest:.1e}")
 
 
-async def test_kept_keys_and_values_are_a_mixture_and_only_in_requests_that_were_under_way(tied):
+async def test_a_kept_kv_cache_mixes_versions_only_in_running_requests(tied):
     """With `weights.kv_cache = "keep"`, log-probs after the switch match no version."""
     first = await tied.push(0)
     (prompt,) = prompts(1, 620, seed=2)
-    found = []
+    results = []
 
     async def long_request():
-        found.append(await tied.endless(prompt))
+        results.append(await tied.endless(prompt))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(long_request)
@@ -120,7 +120,7 @@ async def test_kept_keys_and_values_are_a_mixture_and_only_in_requests_that_were
         await tied.push(1, tied.publisher(PausedUpdate(SharedFolderTransfer(), keep_kv_cache=True)))
         await tied.while_tokens_are_sampled()
         await tied.end_endless()
-    ((ids, logprobs, spans),) = found
+    ((ids, logprobs, spans),) = results
     versions = by_version(spans)
     assert set(versions) == {first, first + 1}
     switch = versions.index(first + 1)
@@ -133,7 +133,7 @@ async def test_kept_keys_and_values_are_a_mixture_and_only_in_requests_that_were
         assert apart > APART if mixed else apart < CLOSE, salt
 
 
-async def test_fifty_pushes_under_load(tied, measured):
+async def test_fifty_pushes_under_load_succeed(tied, measured):
     await tied.push(0)
     begun = tied.version
     stop, answers = anyio.Event(), []
@@ -161,7 +161,7 @@ async def test_fifty_pushes_under_load(tied, measured):
     measured(f"{len(answers)} requests met {len(met)} versions; {furthest}")
 
 
-async def test_http_is_as_good_as_files(tied):
+async def test_http_gives_the_same_weights_as_files(tied):
     (prompt,) = prompts(1, 640, seed=4)
     await tied.push(1)
     by_file = await tied.sample(prompt, 12)
@@ -176,7 +176,7 @@ def broken_policies(served: Served, home: Path) -> dict[str, Path]:
     """Return weights that must be refused, by the expected message."""
     weights = load_file(served.folders[1] / "model.safetensors")
     gone = "model.layers.1.self_attn.k_proj.weight"
-    found = {
+    result = {
         "missing: " + gone: {name: tensor for name, tensor in weights.items() if name != gone},
         "unexpected: model.layers.2.mlp.up_proj.weight": weights
         | {"model.layers.2.mlp.up_proj.weight": weights["model.layers.1.mlp.up_proj.weight"].clone()},
@@ -184,7 +184,7 @@ def broken_policies(served: Served, home: Path) -> dict[str, Path]:
         | {"model.norm.weight": weights["model.norm.weight"][:7].clone()},
     }
     folders = {}
-    for number, (words, tensors) in enumerate(found.items()):
+    for number, (words, tensors) in enumerate(result.items()):
         folders[words] = home / str(number)
         folders[words].mkdir()
         save_file(tensors, folders[words] / "model.safetensors")
@@ -197,7 +197,7 @@ def broken_policies(served: Served, home: Path) -> dict[str, Path]:
     return folders
 
 
-async def test_refused_weights_leave_the_old_ones_serving_under_their_name(served, tmp_path):
+async def test_refused_weights_leave_the_old_version_serving(served, tmp_path):
     long = prompts(1, 640, seed=5)
     version = await served.push(0)
     await served.assert_serves(0, long)
@@ -212,7 +212,7 @@ async def test_refused_weights_leave_the_old_ones_serving_under_their_name(serve
     await served.assert_serves(1, long)
 
 
-async def test_files_that_come_otherwise_than_announced_are_not_loaded(tied):
+async def test_files_that_differ_from_their_announcement_are_not_loaded(tied):
     long = prompts(1, 640, seed=6)
     version = await tied.push(0)
     async with serve_weights("127.0.0.1", 0) as carrier:
@@ -241,13 +241,13 @@ anyio.run(main)
 """
 
 
-async def test_a_trainer_killed_between_start_and_finish_is_healed_by_the_next_push(tied):
+async def test_the_next_push_continues_after_a_trainer_was_killed_during_one(tied):
     long = prompts(2, 640, seed=7)
     first = await tied.push(0)
-    found = []
+    results = []
 
     async def long_request():
-        found.append(await tied.endless(long[0]))
+        results.append(await tied.endless(long[0]))
 
     command = [sys.executable, "-c", KILLED, tied.url, str(tied.folders[1])]
     with anyio.fail_after(300):
@@ -264,11 +264,11 @@ async def test_a_trainer_killed_between_start_and_finish_is_healed_by_the_next_p
             second = await tied.push(2)
             await tied.while_tokens_are_sampled()
             await tied.end_endless()
-    assert set(assert_each_token_is_its_versions(tied, long[0], *found[0])) == {first, second}
+    assert set(assert_each_token_is_its_versions(tied, long[0], *results[0])) == {first, second}
     await tied.assert_serves(2, long)
 
 
-async def test_vllms_own_reload_is_wrong_where_embeddings_are_tied(tied, measured):
+async def test_vllms_reload_weights_is_wrong_with_tied_embeddings(tied, measured):
     """The check for the project's own pushes detects vLLM's error here; a push then repairs the server."""
     long = prompts(1, 640, seed=8)
     await tied.push(0)
@@ -281,17 +281,17 @@ async def test_vllms_own_reload_is_wrong_where_embeddings_are_tied(tied, measure
         async with session.get(f"{tied.url}/version") as response:
             release = (await response.json())["version"]
     await engine.resume()
-    found = (await tied.differences(long[0]))[1]
-    assert found > APART, (
-        f"vLLM {release} reloads tied embeddings rightly on CPU ({found:.1e} from transformers): "
+    result = (await tied.differences(long[0]))[1]
+    assert result > APART, (
+        f"vLLM {release} reloads tied embeddings rightly on CPU ({result:.1e} from transformers): "
         "the plugin's packing anew may go once older versions are no longer supported"
     )
-    measured(f"vLLM {release}: reload_weights on a tied model is {found:.2f} from transformers")
+    measured(f"vLLM {release}: reload_weights on a tied model is {result:.2f} from transformers")
     await tied.push(2)
     await tied.assert_serves(2, long)
 
 
-async def test_the_server_says_what_it_was_started_with(served):
+async def test_the_server_reports_its_start_options(served):
     engine = EngineControlClient(served.url, 30)
     assert await engine.transfer_backend() == WEIGHT_TRANSFER_BACKEND
     assert await engine.world_size() == 1

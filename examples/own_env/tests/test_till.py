@@ -14,8 +14,8 @@ def test_the_right_sum_on_the_last_receipt_scores_1():
 
 
 def test_a_wrong_sum_scores_0_and_three_receipts_are_not_thrifty():
-    said = [[call("add", a=1, b=1), call("add", a=1, b=2), call("add", a=1, b=3)], "Answer: 4"]
-    played = play("envs.till:Till", said, fields={"answer": 330}, rewards=REWARDS)
+    turns = [[call("add", a=1, b=1), call("add", a=1, b=2), call("add", a=1, b=3)], "Answer: 4"]
+    played = play("envs.till:Till", turns, fields={"answer": 330}, rewards=REWARDS)
     assert {part.name: part.reward.value for part in played.parts} == {"env": 0.0, "thrift": 0.0}
 
 

@@ -52,17 +52,17 @@ def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
         RefusedError: a file is not a safetensors file, or is truncated.
         FailedError: a file cannot be read.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    result: dict[str, tuple[int, ...]] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  (not iterable)
-                    found[name] = tuple(tensors.get_slice(name).get_shape())
+                    result[name] = tuple(tensors.get_slice(name).get_shape())
         except OSError as error:
             raise FailedError(f"{file} cannot be read: {error}") from error
         except SafetensorError as error:
             raise RefusedError(f"{file} is no whole safetensors file: {error}") from error
-    return found
+    return result
 
 
 def check_update(update: Shapes, reference: Shapes, loads_tensor: Callable[[str, tuple[int, ...]], bool]) -> None:

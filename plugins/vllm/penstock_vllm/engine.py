@@ -149,7 +149,7 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         group = get_world_group().cpu_group
         problems: list[str] = [""] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(problems, problem, group=group)
-        return next((f"worker {rank}: {found}" for rank, found in enumerate(problems) if found), "")
+        return next((f"worker {rank}: {result}" for rank, result in enumerate(problems) if result), "")
 
     def _raise_for_all(self, problem: str) -> None:
         if self.parallel_config.rank == self.parallel_config.world_size - 1:

@@ -37,13 +37,13 @@ def find_internals() -> VllmInternals:
 
 def _find(module: str, name: str) -> Callable[..., Any]:
     try:
-        found: Callable[..., Any] = getattr(import_module(module), name)
+        result: Callable[..., Any] = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
             f"penstock-vllm needs {module}.{name}, which vLLM {_version()} does not have; known to work: vLLM "
             f"{TESTED_VLLM_VERSION}. Take that version, or weights over nccl or LoRA adapters, which need no plugin"
         ) from error
-    return found
+    return result
 
 
 def _version() -> str:

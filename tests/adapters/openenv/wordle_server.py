@@ -60,8 +60,8 @@ class Wordle(Environment):
         raise NotImplementedError
 
     async def step_async(self, action: Guess, timeout_s=None, **kwargs):
-        found = re.search(r"\[([a-z0-9.]+)\]", action.message)
-        guess = found.group(1) if found else ""
+        result = re.search(r"\[([a-z0-9.]+)\]", action.message)
+        guess = result.group(1) if result else ""
         if guess == "raise":
             raise RuntimeError("the word list is gone")
         if guess == "slow":

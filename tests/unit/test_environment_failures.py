@@ -1,27 +1,25 @@
 """How environments fail in other projects, row by row, and the test that covers each failure.
 
-==============================================================================  =======================================
-failure elsewhere                                                               covered by
-==============================================================================  =======================================
-a state dict cleared in place turned a snapshot's reward 1.0 into 0.0           `test_a_state_cleared_in_place...`
-a copy of a client shares its socket and reads the next episode                 `test_a_client_never_reads_the_next...`
-a copy of a wrapper shares the inner environment                                `test_a_wrappers_inner_environment...`
-snapshots taken too late, or without the class's `__copy__`                     `test_trl_environments.py`, docstring
-after a timeout the instance answers for the previous step                      `test_after_a_timeout_nobody_talks...`
-the same after a cancelled call                                                 `test_environment_slot.py`
-async tools refused                                                             `test_async_and_sync_tools_mix...`
-sync tools run on the event loop                                                `test_async_and_sync_tools_mix...`
-tools without a deadline                                                        `test_a_tool_that_never_answers...`
-environments must be picklable                                                  `test_an_environment_may_hold_what...`
-the result of `reset` was dropped                                               `test_what_reset_returns_ends_the...`
-`exit()` in model-made code ends the worker                                     `test_nothing_that_a_tool_raises...`
-a tool error counts as a dead tool server, or the reverse                       `test_a_tools_error_is_valid_and...`
-resets wait for each other                                                      `test_resets_run_side_by_side`;
-                                                                                measured by `benchmarks/slots.py`
-1172 of 1280 rollouts failed in reset and were trained as reward 0              `test_a_failed_reset_is_no_reward`
-hung threads starve or outlive the worker                                       `test_recycling.py`,
-                                                                                `test_abandoned_threads.py`
-==============================================================================  =======================================
+======================================================================  ================================================
+failure elsewhere                                                       covered by
+======================================================================  ================================================
+a state dict cleared in place turned a snapshot's reward 1.0 into 0.0   `test_clearing_state_in_place...`
+a copy of a client shares its socket and reads the next episode         `test_a_snapshot_of_a_client_never_has...`
+a copy of a wrapper shares the inner environment                        `test_a_wrappers_inner_environment...`
+snapshots taken too late, or without the class's `__copy__`             `test_trl_environments.py`, docstring
+after a timeout the instance answers for the previous step              `test_an_instance_is_not_used_after_a_timeout`
+the same after a cancelled call                                         `test_environment_slot.py`
+async tools refused; sync tools run on the event loop                   `test_async_and_sync_tools_mix...`
+tools without a deadline                                                `test_a_tool_that_never_returns...`
+environments must be picklable                                          `test_an_environment_may_have_attributes...`
+the result of `reset` was dropped                                       `test_the_result_of_reset_ends_the_prompt`
+`exit()` in model-made code ends the worker                             `test_no_exception_of_a_tool...`
+a tool error counts as a dead tool server, or the reverse               `test_a_tool_error_leaves_the_completion...`
+resets wait for each other                                              `test_resets_run_concurrently`; measured by
+                                                                        `benchmarks/slots.py`
+1172 of 1280 rollouts failed in reset and were trained as reward 0      `test_a_failed_reset_leaves_the_completion...`
+hung threads starve or outlive the worker                               `test_recycling.py`, `test_abandoned_threads.py`
+======================================================================  ================================================
 
 Tests of the adapters cover OpenEnv sockets, environment servers and MCP; tests of the `python` environment cover `exec`
 sandboxes.
@@ -46,7 +44,7 @@ from workers.testing import call, play
 from workers.testing.scripted_sampler import scripted_chat
 
 
-async def test_a_state_cleared_in_place_changes_no_snapshot():
+async def test_clearing_state_in_place_changes_no_snapshot():
     class Solved:
         def __init__(self):
             self.state = {}
@@ -73,7 +71,7 @@ class Client:
         return Server.episode
 
 
-async def test_a_client_never_reads_the_next_episode_for_a_snapshot():
+async def test_a_snapshot_of_a_client_never_has_state_of_the_next_episode():
     class Remote:
         def __init__(self):
             self.client = Client()
@@ -107,7 +105,7 @@ async def test_a_wrappers_inner_environment_is_frozen_with_it():
     assert [reward.value for reward in rewards] == [1.0, 2.0]
 
 
-def test_after_a_timeout_nobody_talks_to_that_instance_again():
+def test_an_instance_is_not_used_after_a_timeout():
     made = []
 
     class Late:
@@ -167,7 +165,7 @@ def test_async_and_sync_tools_mix_and_only_async_ones_run_on_the_loop():
     assert threads["async"] not in (threads["sync"], threads["reset"])
 
 
-def test_a_tool_that_never_answers_costs_its_own_deadline_and_nothing_else():
+def test_a_tool_that_never_returns_costs_only_its_own_deadline():
     class Stuck:
         def reset(self, **row): ...
 
@@ -187,7 +185,7 @@ def test_a_tool_that_never_answers_costs_its_own_deadline_and_nothing_else():
     assert played.reward_value == 0.5
 
 
-def test_an_environment_may_hold_what_nothing_can_pickle():
+def test_an_environment_may_have_attributes_that_cannot_be_pickled():
     class Unpicklable:
         def __init__(self):
             self.lock, self.make = threading.Lock(), lambda: 1
@@ -218,7 +216,7 @@ def test_an_environment_may_hold_what_nothing_can_pickle():
         ([{"type": "text", "text": "It is dark."}], [{"type": "text", "text": t} for t in ("Look.", "It is dark.")]),
     ],
 )
-def test_what_reset_returns_ends_the_prompt(observation, content):
+def test_the_result_of_reset_ends_the_prompt(observation, content):
     class Room:
         def reset(self, **row):
             return observation
@@ -230,7 +228,7 @@ def test_what_reset_returns_ends_the_prompt(observation, content):
     "error",
     [SystemExit(1), KeyboardInterrupt(), GeneratorExit(), MemoryError("x"), RecursionError("x"), StopIteration(1)],
 )
-def test_nothing_that_a_tool_raises_ends_the_worker(error):
+def test_no_exception_of_a_tool_ends_the_worker(error):
     class Wild:
         def reset(self, **row): ...
 
@@ -251,7 +249,7 @@ def test_nothing_that_a_tool_raises_ends_the_worker(error):
     assert played.reward_value == 1.0
 
 
-def test_a_tools_error_is_valid_and_a_dead_tool_server_is_not():
+def test_a_tool_error_leaves_the_completion_valid_and_a_dead_tool_server_does_not():
     class Shop:
         def reset(self, **row): ...
 
@@ -277,7 +275,7 @@ def test_a_tools_error_is_valid_and_a_dead_tool_server_is_not():
     assert (dead.is_valid, dead.reward, dead.completion.parts) == (False, None, [])
 
 
-def test_a_failed_reset_is_no_reward():
+def test_a_failed_reset_leaves_the_completion_without_reward():
     class Down:
         def reset(self, **row):
             raise ConnectionError("refused")
@@ -290,7 +288,7 @@ def test_a_failed_reset_is_no_reward():
     assert (played.reward, played.completion.parts, played.environment) == (None, [], None)
 
 
-async def test_resets_run_side_by_side():
+async def test_resets_run_concurrently():
     """Resets must overlap: the barrier opens only when all 16 have arrived."""
     scripted_chat()
     together = threading.Barrier(16)

@@ -41,10 +41,10 @@ def stays_in_its_bound(settings, numbers, engine_of):
 
 
 def waits_and_keeps_the_bound(settings):
-    told = steps(settings)
-    assert sum(step["stragglers/abandoned"] for step in told) == 0
-    assert max(step["staleness/max"] for step in told) <= settings.pacing.max_staleness
-    return sum(step["stragglers/seconds"] for step in told)
+    step_metrics = steps(settings)
+    assert sum(step["stragglers/abandoned"] for step in step_metrics) == 0
+    assert max(step["staleness/max"] for step in step_metrics) <= settings.pacing.max_staleness
+    return sum(step["stragglers/seconds"] for step in step_metrics)
 
 
 @pytest.mark.timeout(120)
@@ -88,8 +88,10 @@ def test_with_lognormal_durations_every_prompt_ends_and_stale_groups_are_reporte
     numbers = trained_numbers(240)
     settings = describe(tmp_path, numbers, late=late, max_staleness=1)
     view = ended_well(settings, run(settings, engine()), numbers)
-    told = steps(settings)
+    step_metrics = steps(settings)
     assert (view.counts.get("cancelled", 0) > 0) == (late == "cancel")
     if late == "train":
-        assert max(step["staleness/max"] for step in told) > 1
-    assert view.counts.get("cancelled", 0) == sum(step["attempt/cancelled"] for step in told) <= 2 * len(numbers)
+        assert max(step["staleness/max"] for step in step_metrics) > 1
+    assert (
+        view.counts.get("cancelled", 0) == sum(step["attempt/cancelled"] for step in step_metrics) <= 2 * len(numbers)
+    )

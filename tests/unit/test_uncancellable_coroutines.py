@@ -65,14 +65,14 @@ def caller():
 
 
 @pytest.mark.parametrize("how", ["swallows", "swallows_deep_inside", "swallows_once_awaited"])
-async def test_one_that_swallows_its_cancellation_has_overrun(caller, how):
+async def test_a_coroutine_that_ignores_one_cancellation_times_out(caller, how):
     with anyio.fail_after(10):
         assert isinstance(await caller.call(getattr(Unwilling(), how), {}, 0.01), TimedOut)
         assert await caller.call(anyio.sleep, {"delay": 0}, 5) == Ok(None)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it ignores its end, too
-async def test_one_that_swallows_everything_has_overrun(caller):
+async def test_a_coroutine_that_ignores_every_exception_times_out(caller):
     unwilling = Unwilling()
     with anyio.fail_after(10):
         assert isinstance(await caller.call(unwilling.swallows_all, {}, 0.01), TimedOut)
@@ -80,28 +80,28 @@ async def test_one_that_swallows_everything_has_overrun(caller):
     gc.collect()
 
 
-async def test_what_waits_for_one_that_is_closed_gets_to_its_finally(caller):
+async def test_the_finally_block_of_a_closed_coroutine_runs(caller):
     unwilling = Unwilling()
     assert isinstance(await caller.call(unwilling.swallows_deep_inside, {}, 0.01), TimedOut)
     assert unwilling.ended
 
 
-async def test_one_that_cleans_up_is_let_to(caller):
+async def test_a_coroutine_may_clean_up(caller):
     unwilling = Unwilling()
     assert isinstance(await caller.call(unwilling.cleans_up, {}, 0.01), TimedOut)
     assert unwilling.ended
 
 
-async def test_deadlines_of_its_own_are_its_own_business(caller):
+async def test_a_coroutine_may_use_its_own_deadlines(caller):
     assert await caller.call(Unwilling().has_deadlines_of_its_own, {}, 60) == Ok(7)
 
 
-async def test_what_cancels_the_caller_ends_it_too(caller):
+async def test_cancelling_the_caller_ends_the_coroutine(caller):
     with anyio.fail_after(10), anyio.move_on_after(0.01):
         await caller.call(Unwilling().swallows, {}, 60)
 
 
-async def test_values_and_errors_pass_through_as_they_are(caller):
+async def test_values_and_errors_pass_through_unchanged(caller):
     async def raises():
         await anyio.lowlevel.checkpoint()
         raise SystemExit(3)

@@ -86,8 +86,8 @@ def audited(project):
 
 def log_lines(project, role, event):
     lines = (project.run_folder / "logs" / f"{role}.log").read_text().splitlines()
-    found = [json.loads(line) for line in lines if line.startswith("{")]
-    return [line for line in found if line["event"] == event]
+    results = [json.loads(line) for line in lines if line.startswith("{")]
+    return [line for line in results if line["event"] == event]
 
 
 def test_a_worker_with_too_many_hung_threads_is_recycled_and_the_run_finishes(world):
@@ -103,8 +103,8 @@ def test_a_worker_with_too_many_hung_threads_is_recycled_and_the_run_finishes(wo
     assert len(worn) in (1, 2)
     assert all("4 threads hang" in line["why"] for line in worn)
     assert len(log_lines(project, "rollout-0", "role.started")) == 1 + len(worn)
-    found = audited(project)
-    assert (found["lost"], found["twice"]) == ([], [])
+    result = audited(project)
+    assert (result["lost"], result["twice"]) == ([], [])
 
 
 def test_an_event_loop_blocked_for_longer_than_a_lease_loses_nothing_and_is_logged(world):
@@ -119,8 +119,8 @@ def test_an_event_loop_blocked_for_longer_than_a_lease_loses_nothing_and_is_logg
     assert balanced(summary)
     held = [line for n in (0, 1) for line in log_lines(project, f"rollout-{n}", "event_loop.blocked")]
     assert [line["by"].rpartition(" ")[2] for line in held] == ["Blocks.reset"]
-    found = audited(project)
-    assert (found["lost"], found["twice"]) == ([], [])
+    result = audited(project)
+    assert (result["lost"], result["twice"]) == ([], [])
 
 
 def test_coroutines_that_ignore_cancellation_fail_only_their_completions(world):
@@ -129,8 +129,8 @@ def test_coroutines_that_ignore_cancellation_fail_only_their_completions(world):
     assert summary["completion_states"] == {"failed:env_reset": 8, "valid": 32}
     assert summary["dead"] == summary["outstanding"] == 0
     assert log_lines(project, "rollout-0", "call.cancellation_ignored")
-    found = audited(project)
-    assert (found["lost"], found["twice"]) == ([], [])
+    result = audited(project)
+    assert (result["lost"], result["twice"]) == ([], [])
 
 
 def test_a_policy_that_makes_the_verifier_time_out_stops_the_run_with_the_reason(project):
@@ -142,9 +142,9 @@ def test_a_policy_that_makes_the_verifier_time_out_stops_the_run_with_the_reason
     project.prompts(40)
     result = project.run("run", str(project.write()), "--json")
     assert result.returncode != 0
-    told = result.stderr.strip().splitlines()[-1]
-    assert "reward:timeout" in told
-    assert "abort.max_invalid_fraction" in told
-    assert "fix the reward function, or raise the limit" in told
-    found = audited(project)
-    assert (found["lost"], found["twice"]) == ([], [])
+    output = result.stderr.strip().splitlines()[-1]
+    assert "reward:timeout" in output
+    assert "abort.max_invalid_fraction" in output
+    assert "fix the reward function, or raise the limit" in output
+    actual = audited(project)
+    assert (actual["lost"], actual["twice"]) == ([], [])

@@ -1,35 +1,36 @@
 """How other projects turn failures into rewards, row by row, and how Penstock treats each.
 
-Every row names its test. The tests in this file run the whole path: reward functions called by the scoring
-stage, parts merged, groups collated, masks derived, advantages estimated. The third column names a more detailed test.
+Every row names its test by a part of the name. The tests in this file run the whole path: reward functions called by
+the scoring stage, parts merged, groups collated, masks derived, advantages estimated. The third column names a more
+detailed test.
 
-================================================  ================================  ==============================
-in other projects                                 test, by its name                 in more detail
-================================================  ================================  ==============================
-a verifier's exception or timeout is reward 0.0   a_verifiers_exception_or_timeout  unit/test_rewards
-the verifier raises in 1 of 4: [1, 0, 1, 1]       raises_in_1_of_4                  unit/test_reward_calling
-a scoring timeout gives ok, reward 0              scoring_timeout                   unit/test_processes
-a 500 of the model server is scored               model_server_answers_500          integration/test_engine_faults
-a context overflow on the first call is scored    context_overflow                  unit/test_episode
-one NaN reward makes its whole group NaN          one_nan_reward                    property/estimators, P1
-inf; inf clipped to 20                            reward_inf                        unit/test_shaping
-masked rows still vote                            masked_rows_still_vote            property/masks, P15
-an invalid 0 rescaled to -1                       rescaled                          unit/test_shaping
-the std of four 0.9s is not 0                     four_equal_rewards                unit/test_filters
-leave-one-out with std cancels to -2075           leave_one_out_with_std            property/twins_advantages
-a rejected row's NaN advantage in every gradient  rejected_rows_nan                 property/twins_losses
-rejected tokens stay in the denominator           in_the_denominator                property/the_path, P14
-weights normalised before rejection               before_rejection                  property/twins_correction
-"no EOS" guessed from the padded width            longest_row                       unit/test_episode, P11
-one group of one gets its raw reward              group_of_one                      property/estimators, P5
-a ratio cap that the code lacks: 4.8e8            ratio_cap                         property/twins_correction
-1172 of 1280 failed in reset, trained as 0        session_reset                     unit/test_invalid_reward_monitor
-`[nan,0,1,1]` earns 1000, a reversed box 1        a_box_that_is_none                unit/test_vlm
-results of the wrong shape                        wrong_shape                       unit/test_rewards
-functions with and without validity, mixed        silent_on_validity
-one invalid step reward in a sum                  invalid_step_reward               unit/test_episode
-math-verify's traps; its name left out            (unit/test_math_verifier)
-================================================  ================================  ==============================
+================================================  ===================================  =================================
+in other projects                                 test, by a part of its name          in more detail
+================================================  ===================================  =================================
+a verifier's exception or timeout is reward 0.0   a_verifiers_exception_or_timeout     unit/test_rewards
+the verifier raises in 1 of 4: [1, 0, 1, 1]       raises_in_1_of_4                     unit/test_reward_calling
+a scoring timeout gives ok, reward 0              scoring_timeout                      unit/test_processes
+a 500 of the model server is scored               failed_rollouts_are_not_scored       integration/test_engine_faults
+a context overflow on the first call is scored    failed_rollouts_are_not_scored       unit/test_episode
+one NaN reward makes its whole group NaN          one_nan_reward                       property/estimators, P1
+inf; inf clipped to 20                            infinite_reward                      unit/test_shaping
+masked completions count in the baseline          masked_completions                   property/masks, P15
+an invalid 0 rescaled to -1                       after_rescaling                      unit/test_shaping
+the std of four 0.9s is not 0                     four_equal_rewards                   unit/test_filters
+leave-one-out with std cancels to -2075           leave_one_out_with_std               property/twins_advantages
+a rejected row's NaN advantage in every gradient  rejected_rows_nan                    property/twins_losses
+rejected tokens stay in the denominator           in_the_denominator                   property/the_path, P14
+weights normalized before rejection               normalized_after_rejection           property/twins_correction
+"no EOS" guessed from the padded width            longest_row                          unit/test_episode, P11
+one group of one gets its raw reward              single_completion                    property/estimators, P5
+a ratio cap that the code lacks: 4.8e8            ratio_cap                            property/twins_correction
+1172 of 1280 failed in reset, trained as 0        failed_resets                        unit/test_invalid_reward_monitor
+`[nan,0,1,1]` earns 1000, a reversed box 1        an_invalid_box                       unit/test_vlm
+results of the wrong shape                        wrong_shape                          unit/test_rewards
+functions with and without validity, mixed        with_and_without_validity
+one invalid step reward in a sum                  one_unmeasured_turn                  unit/test_episode
+math-verify's traps; its name left out                                                 unit/test_math_verifier
+================================================  ===================================  =================================
 """
 
 import math
@@ -70,8 +71,8 @@ def completion(index, reward=None, tokens=2, **facts):
     row = sampled_row([2] * tokens, [-1.0] * tokens, prompt=[1])
     if isinstance(reward, int | float):
         reward = Measured(float(reward))
-    said = [{"role": "assistant", "content": str(index)}]
-    return Completion(index=index, rows=[row], messages=said, reward=reward, turns=1, **facts)
+    messages = [{"role": "assistant", "content": str(index)}]
+    return Completion(index=index, rows=[row], messages=messages, reward=reward, turns=1, **facts)
 
 
 def group_of(*completions, name="p"):
@@ -95,8 +96,8 @@ def trained(*groups, **sections):
     settings = parse_settings(LEAST | {"filter": {"min_valid_rows": 1}} | sections)
     batch = collate(groups)
     masks = mask_batch(batch, settings, 0)
-    found = estimate_advantages(batch, masks, settings)
-    return found.values_C.tolist(), masks.baseline_C.tolist(), filter_reasons(batch, masks, settings)
+    result = estimate_advantages(batch, masks, settings)
+    return result.values_C.tolist(), masks.baseline_C.tolist(), filter_reasons(batch, masks, settings)
 
 
 async def raises(completions):
@@ -152,7 +153,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("reason", FAILURES.values(), ids=[name.replace(" ", "_") for name in FAILURES])
-async def test_an_unconditional_reward_function_scores_no_rollout_where(reason):
+async def test_failed_rollouts_are_not_scored(reason):
     assert set(FAILURES.values()) == set(RolloutReason)
     asked = []
 
@@ -175,13 +176,13 @@ async def test_one_nan_reward_costs_no_sibling_its_advantage():
 
 
 @pytest.mark.parametrize("shaping", [{}, {"algorithm": {"reward_clip": 20.0}}])
-async def test_reward_inf_is_no_number_and_is_not_clipped_into_one(shaping):
+async def test_an_infinite_reward_is_unmeasured_and_not_clipped(shaping):
     group = await scored(lambda completions: [1.0, 0.0, math.inf], completions=3)
     assert outcomes(group) == [1.0, 0.0, RewardReason.NOT_FINITE]
     assert trained(group, **MEAN, **shaping)[0] == [0.5, -0.5, 0.0]
 
 
-def test_masked_rows_still_vote():
+def test_masked_completions_are_not_in_the_baseline():
     cut = completion(1, 1.0, truncated=TruncationReason.LENGTH)
     others = completion(0, 1.0), completion(2, 0.0), completion(3, 0.0)
     group = group_of(others[0], cut, *others[1:])
@@ -191,13 +192,13 @@ def test_masked_rows_still_vote():
     assert advantages == pytest.approx([2 / 3, 0.0, -1 / 3, -1 / 3])
 
 
-def test_an_invalid_reward_is_rescaled_to_nothing():
+def test_an_invalid_reward_stays_invalid_after_rescaling():
     group = group_of(completion(0, 1.0), completion(1, Unmeasured(RewardReason.TIMEOUT)), completion(2, 0.5))
     shaping = {"algorithm": {"reward_bias": -0.5, "reward_scale": 2.0}}  # an invalid 0 would be -1
     assert trained(group, **MEAN, **shaping)[0] == pytest.approx([0.5, 0.0, -0.5])
 
 
-def test_the_std_of_four_equal_rewards_is_0_and_the_group_is_dropped():
+def test_four_equal_rewards_have_std_0_and_the_group_is_dropped():
     advantages, _, dropped = trained(group_of(*(completion(i, 0.9) for i in range(4))))
     assert (advantages, dropped) == ([0.0] * 4, [DropReason.ZERO_VARIANCE])
 
@@ -205,12 +206,12 @@ def test_the_std_of_four_equal_rewards_is_0_and_the_group_is_dropped():
 def test_leave_one_out_with_std_does_not_cancel():
     rewards = [1e4 + 0.9, 1e4 + 0.9, 1e4 + 0.9, 1e4 + 0.1]
     options = {"estimator": {"name": "grpo", "leave_one_out": True}}
-    found = trained(group_of(*(completion(i, r) for i, r in enumerate(rewards))), **options)[0]
+    result = trained(group_of(*(completion(i, r) for i, r in enumerate(rewards))), **options)[0]
     shifted = [0.9, 0.9, 0.9, 0.1]
     spread = statistics.stdev(shifted)
     expected = [(r - statistics.mean([*shifted[:i], *shifted[i + 1 :]])) / spread for i, r in enumerate(shifted)]
-    assert found == pytest.approx(expected, rel=1e-3)
-    assert min(found) > -3  # and not -2075
+    assert result == pytest.approx(expected, rel=1e-3)
+    assert min(result) > -3  # and not -2075
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -229,16 +230,16 @@ def test_a_rejected_rows_nan_advantage_reaches_no_gradient(name, junk):
             torch.tensor([0.5, 0.5], dtype=torch.float64),
             OPTIONS[name][0],
         )
-        (found,) = torch.autograd.grad(output.loss, logprobs)
-        return output.loss.detach(), found
+        (result,) = torch.autograd.grad(output.loss, logprobs)
+        return output.loss.detach(), result
 
-    (loss, found), (clean_loss, clean) = gradient(junk), gradient(0.0)
+    (loss, result), (clean_loss, clean) = gradient(junk), gradient(0.0)
     assert torch.equal(loss, clean_loss)
-    assert torch.equal(found, clean)
-    assert (found[1] == 0).all()
+    assert torch.equal(result, clean)
+    assert (result[1] == 0).all()
 
 
-def test_rejected_tokens_do_not_stay_in_the_denominator():
+def test_rejected_tokens_are_not_in_the_denominator():
     """The batch's divisor counts loss tokens only, without the tokens of a rejected completion."""
     settings = parse_settings(LEAST | MEAN | {"filter": {"min_valid_rows": 1}})
     batch = collate([group_of(completion(0, 1.0), completion(1, 0.0), completion(2, 1.0, tokens=9))])
@@ -250,11 +251,11 @@ def test_rejected_tokens_do_not_stay_in_the_denominator():
     assert masks.baseline_C.tolist() == [True, True, False]
 
 
-def test_importance_weights_are_not_normalised_before_rejection():
+def test_importance_weights_are_normalized_after_rejection():
     def weights(rejected_ratio):
         train = torch.log(torch.tensor([[1.5], [0.5], [rejected_ratio]], dtype=torch.float64))
         kept = torch.tensor([[True], [True], [False]])
-        found = importance_weights(
+        result = importance_weights(
             log_ratios(train, torch.zeros_like(train), Sequences(kept, torch.arange(3))),
             level="token",
             lower=0.0,
@@ -262,7 +263,7 @@ def test_importance_weights_are_not_normalised_before_rejection():
             out_of_range="truncate",
             normalize=True,
         )
-        return found.weights_RT
+        return result.weights_RT
 
     assert torch.equal(weights(1.0), weights(1e6))  # a change of the rejected row has no effect
     assert weights(1e6).squeeze(1).tolist() == pytest.approx([1.5, 0.5, 0.0])
@@ -280,17 +281,17 @@ def test_the_longest_row_of_a_batch_does_not_lose_its_reward():
     assert trained(group_of(rows[0], cut, rows[2]), **exclude)[1] == [True, False, True]  # the short one was truncated
 
 
-def replace_in(found, **facts):
-    return Completion(**{name: getattr(found, name) for name in found.__struct_fields__} | facts)
+def replace_in(original, **facts):
+    return Completion(**{name: getattr(original, name) for name in original.__struct_fields__} | facts)
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo"])
-def test_one_group_of_one_does_not_get_its_raw_reward(name):
+def test_a_single_completion_does_not_get_its_raw_reward_as_advantage(name):
     lone = group_of(completion(0, 5.0), completion(1, Unmeasured(RewardReason.RAISED)))
     assert trained(lone, estimator={"name": name})[0] == [0.0, 0.0]
 
 
-def test_a_ratio_cap_caps_the_ratio():
+def test_a_ratio_cap_limits_the_ratio():
     """One token whose ratio is exp(20): 4.8e8 without the cap."""
     train = torch.tensor([[20.0]], dtype=torch.float64)
     weights = importance_weights(
@@ -304,7 +305,7 @@ def test_a_ratio_cap_caps_the_ratio():
     assert weights.tolist() == [[2.0]]
 
 
-def test_most_rollouts_failed_in_session_reset():
+def test_failed_resets_are_not_zeros_in_the_baseline_and_stop_the_run():
     guard = InvalidRewardMonitor(max_invalid_fraction=0.2, window=4)
     failed = Failure(reason=RolloutReason.ENV_RESET)
     group = group_of(completion(0, 1.0), *(completion(i, failure=failed) for i in range(1, 10)))
@@ -316,20 +317,20 @@ def test_most_rollouts_failed_in_session_reset():
 
 
 @pytest.mark.parametrize("box", ["[nan,0,1,1]", "[1,1,0,0]"])
-def test_a_box_that_is_none_earns_nothing(box):
+def test_an_invalid_box_scores_0(box):
     assert bbox_giou("[0,0,1,1]", f"<answer>{box}</answer>") == Measured(0.0)
 
 
 @pytest.mark.parametrize(
     "result", [1.0, [[1.0], [1.0], [1.0], [1.0]], [1.0, 1.0, 1.0], [1.0] * 5, np.ones((4, 1)), [1.0, [1.0], 1.0, 1.0]]
 )
-async def test_a_verifiers_result_of_the_wrong_shape_is_no_reward_for_any_row(result):
+async def test_a_verifier_result_of_the_wrong_shape_leaves_every_row_unmeasured(result):
     group = await scored(lambda completions: result)
     assert outcomes(group) == [RewardReason.SHAPE] * 4
     assert trained(group)[2] == [DropReason.NO_VALID_ROW]
 
 
-async def test_environments_silent_on_validity_mix_with_those_that_speak_of_it():
+async def test_environments_with_and_without_validity_can_be_mixed():
     """A finite number without a validity is valid; None and Unmeasured are not."""
 
     class Silent:
@@ -351,16 +352,16 @@ async def test_environments_silent_on_validity_mix_with_those_that_speak_of_it()
         Silent(),
     ]
     group = group_of(*(completion(i) for i in range(len(worlds))))
-    for found, world in zip(group.completions, worlds, strict=True):
-        found.parts = await environment_reward(world, 5.0)
-        found.reward = merge_parts(found.parts)
+    for result, world in zip(group.completions, worlds, strict=True):
+        result.parts = await environment_reward(world, 5.0)
+        result.reward = merge_parts(result.parts)
     assert outcomes(group) == [0.0, 1.0, RewardReason.UNAVAILABLE, RewardReason.MISSING, 0.0]
     advantages, votes, _ = trained(group, **MEAN)
     assert votes == [True, True, False, False, True]
     assert advantages == pytest.approx([-1 / 3, 2 / 3, 0.0, 0.0, -1 / 3])
 
 
-async def test_a_function_without_validity_next_to_one_with_validity():
+async def test_reward_functions_with_and_without_validity_can_be_mixed():
     """Two functions give the parts of one reward: a row is valid if both measured it."""
 
     def silent(completions):
@@ -376,7 +377,7 @@ async def test_a_function_without_validity_next_to_one_with_validity():
 
 
 @pytest.mark.parametrize("bad", [None, math.nan, "1"])
-async def test_one_invalid_step_reward_in_a_sum_leaves_no_sum(bad):
+async def test_one_unmeasured_turn_leaves_the_sum_unmeasured(bad):
     class Stepping:
         def get_reward(self):
             return [1.0, bad, 1.0]
@@ -392,7 +393,7 @@ async def test_one_invalid_step_reward_in_a_sum_leaves_no_sum(bad):
     assert [part.turn for part in parts] == [0, 1, 2]
 
 
-def test_a_part_of_weight_0_that_nobody_measured_is_still_asked_for():
+def test_an_unmeasured_part_of_weight_0_makes_the_completion_invalid():
     parts = [
         RewardPart(name="a", reward=Measured(1.0)),
         RewardPart(name="b", reward=Unmeasured(RewardReason.TIMEOUT), weight=0.0),

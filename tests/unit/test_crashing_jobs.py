@@ -23,7 +23,7 @@ def handler(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-async def test_many_jobs_that_end_their_processes_cost_their_neighbours_nothing():
+async def test_jobs_that_crash_their_process_do_not_affect_other_jobs():
     jobs = [b"die %d" % i if i % 4 < 3 else b"fine %d" % i for i in range(16)]
     async with ProcessPool.open("poisoned_handler:handler", {}, 3) as pool:
         outcomes = await pool.map(jobs, 20)
