@@ -69,7 +69,7 @@ def is_content_parts(value: object) -> bool:
 
 
 def declares_tools(env: object) -> bool:
-    """Return whether an environment lists its own tools, as a client of a tool server does; its methods are no tools.
+    """Return whether an environment lists its own tools, as a client of a tool server does; its methods are not tools.
 
     Such a class has two methods, sync or async: `tool_schemas()`, called once at start-up, returns tools in OpenAI's
     form; `call_tool(name, arguments)` returns a result or raises, as a tool does. A class with only one of them has

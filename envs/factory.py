@@ -164,7 +164,7 @@ def _check_environment(ref: str, call: Callable[..., object], sample: object) ->
     if not callable(getattr(sample, "reset", None)):
         raise ReferenceNotFoundError(
             f"{ref!r} was found, but {_callable_name(call)}() makes an object of type {type(sample).__name__} without "
-            "a reset method, which is no environment"
+            "a reset method, which is not an environment"
         )
 
 

@@ -45,7 +45,7 @@ def decode(payload: bytes, kind: type[T]) -> T:
 
     Raises:
         NewerSchemaError: a newer major version wrote it.
-        RecordError: the bytes are not such a record for any other reason.
+        RecordError: the bytes are invalid for any other reason.
     """
     if len(payload) < _HEADER.size or len(payload) > MAX_RECORD_BYTES + _HEADER.size:
         raise RecordError(f"{len(payload)} bytes cannot be a record")

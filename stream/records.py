@@ -75,7 +75,7 @@ class Row(Struct, kw_only=True):
         prompt_ids  [p p p p]
         token_ids   [a a a t t a a]
         sampled     [(0, 3), (5, 7)]
-        logprobs    [. . .     . .]      five numbers, for sampled tokens alone
+        logprobs    [. . .     . .]      five numbers, for sampled tokens only
         spans       [Span(7, 0, 3), Span(8, 5, 7)]
     """
 

@@ -27,7 +27,7 @@ class RewardServer:
     def __init__(self, score: Callable[[list[dict[str, Any]]], float] = by_length) -> None:
         self.score = score
         self.fault: Callable[[int, list[dict[str, Any]]], Any] = lambda *_: None
-        self.squashes = False
+        self.applies_activation = False
         self.asked: list[dict[str, Any]] = []
         """Bodies of the requests, without the probe's."""
         self.probed = 0
@@ -69,7 +69,7 @@ class RewardServer:
 
     def _answer(self, request: dict[str, Any]) -> web.Response:
         score = self.score(request["messages"])
-        if self.squashes or request.get("use_activation") is not False:
+        if self.applies_activation or request.get("use_activation") is not False:
             score = 1 / (1 + math.exp(-score))
         return web.Response(text=answer([score]))
 

@@ -79,7 +79,7 @@ class McpTools:
         return copied
 
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """List the server's tools, in a session of its own.
+        """List the server's tools, in a separate session.
 
         Raises:
             ReferenceNotFoundError: the server does not answer.

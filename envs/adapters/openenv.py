@@ -64,7 +64,7 @@ class OpenEnv:
         return copied
 
     async def tool_schemas(self) -> list[dict[str, Any]]:
-        """List the server's tools, on a connection of its own.
+        """List the server's tools, on a separate connection.
 
         Raises:
             ReferenceNotFoundError: the server does not answer; the message says how to start one.

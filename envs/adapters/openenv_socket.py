@@ -65,7 +65,7 @@ class EnvironmentSocket:
         """Send a message and return the `data` of its response; any failure or cancellation aborts the socket.
 
         Raises:
-            EnvironmentFailure: the connection failed, or the server reported an error of its own.
+            EnvironmentFailure: the connection failed, or the server reported an error.
         """
         async with self._lock:
             if self.is_closed:

@@ -9,7 +9,7 @@ r"""The reward `math`: mathematical equality with the gold answer, by math-verif
     gold 1         "\boxed{9^{9^{9^9}}}"          invalid, timeout
 
 math-verify uses an alarm signal, which works only in a main thread: in a thread pool a right answer looks wrong. Its
-timeout exception is no `Exception`, and without `raise_on_error` a timeout silently means "wrong". So it runs in the
+timeout exception is not an `Exception`, and without `raise_on_error` a timeout silently means "wrong". So it runs in
 main threads of killable child processes (`CallOptions`), and each step distinguishes errors in the data, in the model's
 answer and in the verifier. A model can provoke timeouts; `[abort]` stops a run in which too many completions are
 invalid.
@@ -101,7 +101,7 @@ def math_verify(gold: Any, text: str, precision: int = 6) -> Reward:
     try:
         expected = parse(f"\\boxed{{{gold}}}", (from_latex,), **limits)
         if all(isinstance(expression, str) for expression in expected):  # nothing parsed, or only text
-            return invalid_gold(gold, "is no expression")
+            return invalid_gold(gold, "is not an expression")
         step = "parse the prediction"
         found = parse(text, (from_text, from_latex), **limits)
         step = "compare the two"
@@ -114,7 +114,7 @@ def math_verify(gold: Any, text: str, precision: int = 6) -> Reward:
         raise
     except Exception:  # the library raises many types for unreadable input
         if step == "parse the gold answer":
-            return invalid_gold(gold, "is no expression")
+            return invalid_gold(gold, "is not an expression")
         if step == "parse the prediction":
             return Measured(0.0)
         raise

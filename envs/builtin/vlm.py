@@ -107,7 +107,7 @@ def bbox_giou(gold: Any, text: str) -> Reward:
     """Return the generalized intersection over union of the answer's box and the gold's."""
     expected = parse_box(gold)
     if expected is None:
-        return invalid_gold(gold, "is no box")
+        return invalid_gold(gold, "is not a box")
     found = parse_box(_answer(text))
     value = 0.0 if found is None else generalized_iou(expected, found)
     return Measured(min(1.0, max(-1.0, value)) if math.isfinite(value) else 0.0)

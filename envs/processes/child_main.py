@@ -1,6 +1,6 @@
 """The child's side of a `ProcessPool`: runs one job after another in the main thread.
 
-A request is one frame with a list of jobs. Each result is a frame of its own, written as soon as the job ends, so the
+A request is one frame with a list of jobs. Each result is a separate frame, written as soon as the job ends, so the
 parent knows which job is running. A frame is a length (4 bytes, little-endian) and msgpack. Jobs print to /dev/null:
 the pipes to the parent are not their standard streams.
 """

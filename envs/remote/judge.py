@@ -187,7 +187,7 @@ def _make_parser(pattern: str) -> Any:
     """Return a function from the judge's answer to a score of any JSON type; None if there is none.
 
     Raises:
-        SettingsError: the pattern is no regular expression with a group.
+        SettingsError: the pattern is not a regular expression with a group.
     """
     if pattern.startswith("json:"):
         key = pattern.removeprefix("json:")
@@ -195,7 +195,7 @@ def _make_parser(pattern: str) -> Any:
     try:
         expression = re.compile(pattern)
     except re.error as error:
-        raise SettingsError(f"judge: args.score_pattern is no regular expression: {error}") from error
+        raise SettingsError(f"judge: args.score_pattern is not a regular expression: {error}") from error
     if not expression.groups:
         raise SettingsError(f"judge: args.score_pattern, {pattern!r}, has no group for the score")
 

@@ -35,13 +35,13 @@ async def probe_server(
         scores_in_unit_interval: the model's raw scores lie between 0 and 1; skips the check.
 
     Raises:
-        RunFailedError: the server is no reward model, or its scores went through an activation.
+        RunFailedError: the server is not a reward model, or its scores went through an activation.
         ServiceUnavailableError: the server does not respond.
     """
     raw = [await _score(post, url, messages, chat_template_kwargs) for messages in PROBE_CONVERSATIONS]
     if scores_in_unit_interval or not all(0 <= score <= 1 for score in raw):
         return raw
-    # Raw scores may lie in [0, 1] by chance. If they do, requesting the activation changes them; squashed ones stay.
+    # Raw scores may lie in [0, 1] by chance. Requesting the activation changes raw scores, but not activated ones.
     try:
         activated = [
             await _score(post, url, messages, chat_template_kwargs, use_activation=True)
@@ -53,10 +53,11 @@ async def probe_server(
     as_sigmoid = sum(abs(now - 1 / (1 + math.exp(-before))) for now, before in zip(activated, raw, strict=True))
     if as_raw <= as_sigmoid:
         raise RunFailedError(
-            f"{url}: the scores look squashed: {raw[0]:.4g} and {raw[1]:.4g} for two very different conversations, "
-            "whether `use_activation` is false or true. Serve raw logits (a vLLM that supports `use_activation`, and "
-            "no "
-            "proxy that drops it), or set args.scores_in_unit_interval = true if the model's raw scores are like that"
+            f"{url}: the scores seem to have passed an activation: {raw[0]:.4g} and {raw[1]:.4g} for two very "
+            "different conversations, "
+            "whether `use_activation` is false or true. Serve raw logits (with a vLLM that supports "
+            "`use_activation`, and without a proxy that drops it), or set args.scores_in_unit_interval = true if the "
+            "model's raw scores lie between 0 and 1"
         )
     return raw
 

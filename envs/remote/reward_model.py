@@ -66,7 +66,7 @@ class RewardModel:
         max_batch_size: conversations sent together, at most.
         batch_wait_ms: how long the first conversation of a batch waits for others.
         chat_template_kwargs: extra arguments of the server's chat template.
-        scores_in_unit_interval: the model's raw scores lie between 0 and 1; do not refuse them as squashed.
+        scores_in_unit_interval: the model's raw scores lie between 0 and 1; do not refuse the server for them.
         startup_timeout_s: how long to wait for the servers when entering.
         log_interval_s: seconds between two log events `reward_model.served`.
         client: deadline and attempts of a request, see `ClientOptions`.
@@ -193,7 +193,8 @@ class RewardModel:
         """Wait for all servers and check that they serve the same reward model.
 
         Raises:
-            RunFailedError: a server is no reward model, squashes its scores, or serves another model than the others.
+            RunFailedError: a server is not a reward model, applies an activation, or serves another model than the
+                others.
             ServiceUnavailableError: a server did not respond within `startup_timeout_s`.
         """
         scores: dict[str, list[float]] = {}

@@ -101,7 +101,7 @@ def read_values(result: Any, count: int, per: str) -> tuple[list[Any], str]:
 
 
 def to_reward(value: Any) -> Reward:
-    """Convert any returned value to a reward; what is no finite number is `Unmeasured`."""
+    """Convert any returned value to a reward; anything but a finite number is `Unmeasured`."""
     if isinstance(value, Measured):
         value = value.value  # user code may have put anything into it
     try:

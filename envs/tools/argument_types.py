@@ -1,7 +1,7 @@
 """Argument types: a JSON schema for the model, and validation of what the model wrote.
 
-Validation is strict: the string "3" is no integer, an unknown field is an error. Error messages are read by the model
-and say where in the argument the error is, e.g. `expected `int`, got `str` - at `$.items[0].price``.
+Validation is strict: the string "3" is not an integer, an unknown field is an error. The model reads error messages;
+they say where in the argument the error is, e.g. `expected `int`, got `str` - at `$.items[0].price``.
 """
 
 import dataclasses

@@ -133,7 +133,7 @@ class RecordType(ArgumentType):
         known = {field.name: field for field in self.fields}
         for name in given:
             if name not in known:
-                raise ArgumentValidationError(f"{name!r} is no field (there are: {', '.join(known)})", path)
+                raise ArgumentValidationError(f"{name!r} is not a field (there are: {', '.join(known)})", path)
         for field in self.fields:
             if field.required and field.name not in given:
                 raise ArgumentValidationError(f"the field {field.name!r} is missing", path)

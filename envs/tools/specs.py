@@ -98,7 +98,7 @@ def bind_arguments(method: Callable[..., Any], arguments: dict[str, Any]) -> dic
     """Validate a model's arguments against a tool's type hints, and convert them.
 
     JSON values become the hinted types (dataclasses, enums, sets, dates, ...) at any depth. Validation is strict: the
-    string "3" is no integer. Omitted parameters keep their defaults.
+    string "3" is not an integer. Omitted parameters keep their defaults.
 
     Args:
         method: the environment's bound method.

@@ -2,7 +2,7 @@
 
 All keys of a run are in one slot, so one node has the whole run at any time, and one plain client talks to it. A
 client that knows all slots would do harm: while a slot is being moved it follows ASK to a node with only some of the
-run's keys, where a script would find streams missing and create them anew. This client waits for the end of the move
+run's keys, where a script would find no streams and create them again. This client waits for the end of the move
 instead.
 """
 

@@ -53,11 +53,11 @@ class RunConnection:
         self.stopping = anyio.Event()
         """Set when this process must give up its work: after `penstock stop`, or by the owner of the process."""
         self.ignored_stop = 0
-        """Number of the last stop request made before this process connected; it is not meant for us."""
+        """Number of the last stop request made before this process connected; it does not apply to this process."""
         self._address = address
         self._cluster = ClusterRouter(address)
         self._waiting = False
-        """The server is down, and the log says so."""
+        """Whether an outage of the server was logged that has not ended."""
         self._reached = False
         """The server has answered at least once."""
         self._scripts: dict[str, AsyncScript] = {}

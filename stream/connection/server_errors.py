@@ -1,4 +1,4 @@
-"""Errors of Redis servers: which calls are worth repeating, and what to tell people about the others."""
+"""Errors of Redis servers: which calls to repeat, and which messages the other errors get."""
 
 import ssl
 from collections.abc import Iterator

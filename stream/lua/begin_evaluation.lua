@@ -3,7 +3,7 @@
 -- ARGV: fencing token, policy version, step, digest of the settings that must have made the prompts
 -- Returns {1, prompts} · {0, last id of wake} if the feeder has not uploaded those prompts yet · {-1} if another trainer has
 --         taken over.
--- Repeated, it begins anew.
+-- A repeated call begins the evaluation again.
 if not is_trainer(ARGV[1]) then return {-1} end
 if redis.call('HGET', key('eval'), 'settings') ~= ARGV[4] then return {0, wake_id()} end
 delete_evaluation()

@@ -1,4 +1,4 @@
-"""Evaluation: held-out prompts, sampled and scored by the run's own workers in streams of their own.
+"""Evaluation: held-out prompts, sampled and scored by the run's workers in separate streams.
 
 ::
 

@@ -72,7 +72,8 @@ async def open_consumer(
 ) -> AsyncIterator[Consumer[Checked]]:
     """Open the ledger at a checkpoint's resume point and lease scored groups for as long as the context is open.
 
-    Groups that the ledger holds are acknowledged, all others come again, whatever an earlier trainer had leased.
+    Groups that the ledger holds are acknowledged, all others are delivered again, including those that
+    an earlier trainer had leased.
 
     Args:
         trainer_lease: from `open_trainer_lease`.

@@ -48,7 +48,7 @@ class LeasedGroup(Struct, Generic[Checked], frozen=True, eq=False):
     lease: Lease
     group: Group
     checked: Checked
-    """What the consumer's `check` returned; the group itself where there is none."""
+    """What the consumer's `check` returned; the group itself without `check`."""
 
 
 class Consumer(Generic[Checked]):
@@ -256,7 +256,7 @@ class Consumer(Generic[Checked]):
                 return [EndedGroup(lease, AlreadyEnded(self.ledger.outcomes[prompt_id]))]
             known = self.buffer.get(prompt_id)
             if known is not None and known.lease.id == lease.id:
-                # The lease had run out while this process was suspended or offline; now it is ours again.
+                # The lease had run out while this process was suspended or offline; this process has claimed it again.
                 self.buffer[prompt_id] = replace(known, lease=lease, group=group)
                 return []
             checked = await anyio.to_thread.run_sync(self._check, group, self.version)

@@ -76,7 +76,7 @@ def read_ledger(path: Path) -> tuple[list[LedgerLine], list[str]]:
     """Read all complete lines without changing the file.
 
     Returns:
-        The records, and a message for each line that is none.
+        The records, and a message for each invalid line.
     """
     lines: list[LedgerLine] = []
     invalid: list[str] = []

@@ -64,4 +64,4 @@ def decode_outcome(text: str) -> LedgerOutcome:
         return Trained()
     if text.startswith(_DROPPED):
         return Dropped(text.removeprefix(_DROPPED))
-    raise ValueError(f"{text!r} is no outcome of a prompt")
+    raise ValueError(f"{text!r} is not an outcome of a prompt")

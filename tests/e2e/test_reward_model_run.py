@@ -146,7 +146,7 @@ async def test_a_scorer_finishes_pending_requests_after_sigterm(tmp_path, redis_
 
 async def test_a_scorer_refuses_a_server_that_applies_an_activation_with_the_remedy(tmp_path, redis_url, pipe):
     async with reward_server() as server:
-        server.squashes = True
+        server.applies_activation = True
         table = {
             "run": {"name": pipe.connection.run, "folder": str(tmp_path)},
             "model": {"path": "none"},
@@ -158,4 +158,4 @@ async def test_a_scorer_refuses_a_server_that_applies_an_activation_with_the_rem
         with anyio.fail_after(60):
             result = await anyio.run_process(command, cwd=tmp_path, env=environment(), check=False)
     assert result.returncode == ExitCode.PERMANENT
-    assert "squashed" in result.stderr.decode().splitlines()[-1]
+    assert "passed an activation" in result.stderr.decode().splitlines()[-1]

@@ -200,7 +200,7 @@ async def test_a_removed_engine_of_the_settings_is_listed_as_removed(connection,
 def test_a_malformed_url_is_refused_before_any_request():
     result = CliRunner().invoke(penstock, ["engines", "add", "engine-3"])
     assert result.exit_code == 2
-    assert "'engine-3' is no URL of an engine; write it as http://HOST:PORT" in result.output
+    assert "'engine-3' is not the URL of an engine; write it as http://HOST:PORT" in result.output
 
 
 async def test_discovery_without_engines_explains_why(connection):

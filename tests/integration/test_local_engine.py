@@ -337,7 +337,7 @@ def test_an_incomplete_tokenizer_is_reported_and_a_missing_one_is_allowed(tmp_pa
     assert load_tokenizer(tmp_path) is None
     file = tmp_path / "tokenizer.json"
     file.write_text('{"version": ')
-    with pytest.raises(EngineError, match=f"{file} is no readable tokenizer"):
+    with pytest.raises(EngineError, match=f"{file} is not a readable tokenizer"):
         load_tokenizer(tmp_path)
 
 

@@ -151,9 +151,9 @@ def test_the_server_may_be_named_in_the_settings(tmp_path, redis_url):
 
 def test_an_unknown_run_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PenstockError, match="no run goes on"):
+    with pytest.raises(PenstockError, match="no run is active"):
         find_run(None)
-    with pytest.raises(PenstockError, match="mine is no run's folder"):
+    with pytest.raises(PenstockError, match="mine is neither a run's folder"):
         find_run("mine")
     folder = make_folder(Path("runs/mine"), "mine")
     with pytest.raises(PenstockError, match="has not begun"):

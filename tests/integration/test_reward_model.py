@@ -183,29 +183,29 @@ async def test_a_cancelled_caller_leaves_no_pending_request():
 @pytest.mark.parametrize("score", [by_length, lambda _: 3.0, lambda _: 0.0], ids=["unlike", "alike", "zero"])
 async def test_a_server_whose_activation_is_on_is_refused(score):
     async with reward_server(score) as server:
-        server.squashes = True
-        with pytest.raises(RunFailedError, match=r"squashed.*use_activation.*Serve raw logits"):
+        server.applies_activation = True
+        with pytest.raises(RunFailedError, match=r"passed an activation.*use_activation.*Serve raw logits"):
             async with model_of(server):
                 raise AssertionError
     assert server.asked == []
 
 
-async def test_raw_scores_that_happen_to_lie_between_0_and_1_are_not_taken_for_squashed():
+async def test_raw_scores_that_happen_to_lie_between_0_and_1_are_accepted():
     async with reward_server(lambda messages: len(messages[-1]["content"]) / 100) as server, model_of(server) as model:
         assert await model(["p"], ["abc"]) == [Measured(0.03)]
 
 
 async def test_scores_in_unit_interval_allows_such_a_model():
     async with reward_server() as server:
-        server.squashes = True
+        server.applies_activation = True
         async with model_of(server, scores_in_unit_interval=True) as model:
             (reward,) = await model(["p"], ["abc"])
     assert 0 < reward.value < 0.01
 
 
-async def test_one_of_several_servers_that_squashes_is_enough_to_refuse():
+async def test_one_of_several_servers_that_applies_an_activation_is_enough_to_refuse():
     async with reward_server() as good, reward_server() as bad:
-        bad.squashes = True
+        bad.applies_activation = True
         with pytest.raises(RunFailedError, match=bad.url):
             async with model_of(good, bad):
                 raise AssertionError
@@ -258,11 +258,11 @@ async def test_a_server_is_checked_again_after_an_outage(free_tcp_port):
         (away,) = await model(["p"], ["abc"])
         assert away.reason is RewardReason.UNAVAILABLE
         async with reward_server(port=free_tcp_port) as after:
-            after.squashes = True
-            (squashed,) = await model(["p"], ["abc"])
-            assert squashed.reason is RewardReason.UNAVAILABLE
-            assert "squashed" in squashed.detail
-            after.squashes = False
+            after.applies_activation = True
+            (refused,) = await model(["p"], ["abc"])
+            assert refused.reason is RewardReason.UNAVAILABLE
+            assert "passed an activation" in refused.detail
+            after.applies_activation = False
             assert await model(["p"], ["abc"]) == [value("abc")]
     finally:
         await model.__aexit__(None, None, None)

@@ -100,7 +100,7 @@ def test_a_setting_on_the_command_line_is_checked_too(tmp_path):
 def test_other_expected_errors_are_one_clear_line_and_exit_code_1(tmp_path):
     result = run_python("-m", "workers", "queues", cwd=tmp_path)
     assert result.returncode == 1
-    assert result.stderr == "error: no run goes on under runs/; name a run's folder, or its settings file\n"
+    assert result.stderr == "error: no run is active under runs/; name a run's folder, or its settings file\n"
 
 
 def test_a_missing_file_is_a_usage_error(tmp_path):

@@ -180,10 +180,10 @@ def test_a_hint_gives_a_schema_and_converts_values(hint, schema, written, read):
     [
         (Order, {"items": [{"name": "n", "price": "x"}]}, "expected `int`, got `str` - at `$.items[0].price`"),
         (Order, {"items": [{"name": "n"}]}, "the field 'price' is missing - at `$.items[0]`"),
-        (Order, {"items": [], "extra": 1}, "'extra' is no field (there are: items, note)"),
+        (Order, {"items": [], "extra": 1}, "'extra' is not a field (there are: items, note)"),
         (Order, [], "expected `object`, got `array`"),
         (Item, {"name": "n", "price": -1}, "ValueError: a price below 0"),
-        (Item, {"name": "n", "price": 1, "made": 1}, "'made' is no field"),
+        (Item, {"name": "n", "price": 1, "made": 1}, "'made' is not a field"),
         (Literal[1, 2], True, "expected one of 1, 2, got true"),
         (Colour, "RED", 'expected one of 1, "blue", got "RED"'),
         (int | None, "1", "expected `int`, got `str`"),

@@ -196,7 +196,7 @@ def test_a_line_with_an_unknown_outcome_is_junk(path):
     ledger.append([line("a")])
     ledger.close()
     path.write_bytes(path.read_bytes().replace(b"trained", b"tr@ined"))
-    assert read_ledger(path) == ([], [f"{path}, line 1: 'tr@ined' is no outcome of a prompt"])
+    assert read_ledger(path) == ([], [f"{path}, line 1: 'tr@ined' is not an outcome of a prompt"])
 
 
 def test_a_missing_ledger_has_no_lines(path):

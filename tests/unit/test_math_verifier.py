@@ -213,7 +213,7 @@ async def test_a_policy_that_makes_the_verifier_hang_stops_the_run():
 
 
 def test_a_gold_answer_is_judged_before_the_prediction():
-    assert math_verify("?", "no idea") == Unmeasured(BAD, "the gold answer '?' is no expression")
+    assert math_verify("?", "no idea") == Unmeasured(BAD, "the gold answer '?' is not an expression")
 
 
 @pytest.mark.parametrize("error", [OSError("no file can be opened"), ModuleNotFoundError("no antlr4")])

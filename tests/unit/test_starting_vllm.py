@@ -69,10 +69,10 @@ def test_engine_python_is_an_interpreter_a_virtual_environment_or_unset(tmp_path
     ("answer", "message"),
     [
         ('echo \'{"version": "", "is_cpu_build": false, "plugins": []}\'', "has no vLLM: install it there"),
-        ('echo \'{"version": "0.32.0", "is_cpu_build": true, "plugins": ["other"]}\'', "but not our plugin"),
+        ('echo \'{"version": "0.32.0", "is_cpu_build": true, "plugins": ["other"]}\'', "but not Penstock's plugin"),
         ("echo broken >&2; exit 3", "does not run as an interpreter: broken; install it there"),
         ("printf %999s x >&2; exit 3", r"does not run as an interpreter:[ ]+x?; install it there"),
-        ("echo hello", "is no interpreter"),
+        ("echo hello", "cannot run vLLM"),
     ],
 )
 def test_an_unsuitable_interpreter_is_reported_with_the_remedy(tmp_path, answer, message):
@@ -96,7 +96,7 @@ def test_the_current_interpreter_reports_its_installation():
 def test_the_interpreter_is_looked_up_in_the_variable_the_checkout_and_the_current_environment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PENSTOCK_VLLM", "/nowhere")
-    with pytest.raises(SettingsError, match=r"/nowhere: no such interpreter"):
+    with pytest.raises(SettingsError, match=r"/nowhere: there is no interpreter"):
         find_interpreter()
     monkeypatch.delenv("PENSTOCK_VLLM")
     (tmp_path / ".cache" / "vllm" / "bin").mkdir(parents=True)
@@ -229,7 +229,7 @@ def settings_of(folder, script):
 
 @pytest.fixture
 def begun(monkeypatch):
-    """Record every process that is started: vLLM, then its warden."""
+    """Record every process that is started: vLLM, then its watchdog."""
     processes = []
     open_process = anyio.open_process
 
@@ -259,11 +259,11 @@ def lives(pid: int) -> bool:
 
 
 async def test_a_server_that_stopped_listening_without_exiting_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("workers.vllm.server._LISTENS_EVERY_S", 0.1)
+    monkeypatch.setattr("workers.vllm.server._CHECK_EVERY_S", 0.1)
     urls = []
     with (
         anyio.fail_after(60),
-        pytest.raises(EngineError, match=r"did not listen any more, nor end.*RuntimeError: the core is dead"),
+        pytest.raises(EngineError, match=r"stopped listening without exiting.*RuntimeError: the core is dead"),
     ):
         await serve_vllm(settings_of(tmp_path, DEAF), host="127.0.0.1", port=0, ready=urls.append)
     assert len(urls) == 1
@@ -273,7 +273,7 @@ async def test_vllm_ends_when_its_watchdog_is_killed(tmp_path, begun):
     settings = settings_of(tmp_path, STEADY)
     with anyio.fail_after(60), pytest.raises(ExceptionGroup) as caught:
         await serve_vllm(settings, host="127.0.0.1", port=0, ready=lambda _: begun[1].kill())
-    assert caught.group_contains(EngineError, match=r"warden of vLLM was killed by SIGKILL.*start it again")
+    assert caught.group_contains(EngineError, match=r"watchdog of vLLM was killed by SIGKILL.*start it again")
     assert not lives(begun[0].pid)
 
 

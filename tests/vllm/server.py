@@ -58,8 +58,8 @@ def vllm_server(model: Path, log: Path, *flags: str, port: int = 0) -> Iterator[
             stderr=output,
             process_group=0,
         )
-    # The warden kills the rest of the group when its pipe closes: here, or when the tests are killed.
-    warden = subprocess.Popen(
+    # The watchdog kills the rest of the group when its pipe closes: here, or when the tests are killed.
+    watchdog = subprocess.Popen(
         ["sh", "-c", 'read -r _; kill -s KILL -- "-$0" 2>/dev/null', str(process.pid)],
         stdin=subprocess.PIPE,
         start_new_session=True,
@@ -72,9 +72,9 @@ def vllm_server(model: Path, log: Path, *flags: str, port: int = 0) -> Iterator[
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(60)
-        assert warden.stdin is not None
-        warden.stdin.close()
-        warden.wait()
+        assert watchdog.stdin is not None
+        watchdog.stdin.close()
+        watchdog.wait()
         process.wait()
 
 

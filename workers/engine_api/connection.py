@@ -1,4 +1,4 @@
-"""HTTP requests to engines, with errors that tell apart unreachable engines, timeouts, refusals and invalid answers."""
+"""HTTP requests to engines, with distinct errors for unreachable engines, timeouts, refusals and invalid answers."""
 
 from types import TracebackType
 from typing import Final, Self, TypeVar

@@ -87,7 +87,7 @@ async def _feed_all(context: WorkerContext, dataset_mix: DatasetMix, total: int)
 
 
 async def _ended_prompts(context: WorkerContext, cursor: str) -> Collection[str]:
-    """Return the ids of prompts not to feed again, if the server was emptied and feeding begins anew.
+    """Return the ids of prompts not to feed again, if the server was emptied and feeding restarts.
 
     Only the part of the ledger that the trainer's checkpoint contains counts, so this waits for the trainer to start.
     """

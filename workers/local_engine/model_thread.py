@@ -49,7 +49,7 @@ class ModelThread(ABC, Generic[Message]):
 
     Args:
         deliver: passes a batch of finished messages to the event loop, which calls `wake` on each.
-        on_failure: called once, when the work has failed for good.
+        on_failure: called once, when the work has failed permanently.
     """
 
     activity: ClassVar[str]

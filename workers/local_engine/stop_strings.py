@@ -45,7 +45,7 @@ def load_tokenizer(model: Path) -> Tokenizer | None:
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain `Exception`
-        raise EngineError(f"{file} is no readable tokenizer: {error}; download it again") from error
+        raise EngineError(f"{file} is not a readable tokenizer: {error}; download it again") from error
 
 
 def make_matcher(tokenizer: Any, prompt: Sequence[int], stops: Sequence[str]) -> StopStringMatcher | None:

@@ -39,7 +39,7 @@ async def download_weights(url: str, files: Sequence[WeightFile]) -> AsyncIterat
         async with aiohttp.ClientSession(timeout=timeout) as session:
             for file in files:
                 if file.name in {"", ".", ".."} or Path(file.name).name != file.name:
-                    raise EngineRefusedError(f"{file.name!r} is no plain file name; the old weights stay")
+                    raise EngineRefusedError(f"{file.name!r} is not a plain file name; the old weights stay")
                 await _download(session, url + file.name, Path(folder.name) / file.name, file)
         yield Path(folder.name)
     finally:

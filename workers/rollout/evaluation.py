@@ -44,8 +44,8 @@ async def open_evaluation(
 ) -> AsyncIterator[EvaluationRollout | None]:
     """Open what evaluations need; None if the settings have no `[eval]` prompts.
 
-    Evaluations use environment instances of their own, so none of their episodes affects one that is trained. They
-    never take the last place of the worker's limit, so training goes on.
+    Evaluations use separate environment instances, so none of their episodes affects one that is trained. They
+    never take the last place of the worker's limit, so training continues.
 
     Args:
         context: of the worker.

@@ -49,7 +49,7 @@ class GroupRunner:
         partials: Sequence[Completion] = (),
         save_partial: Callable[[Completion], Awaitable[None]] | None = None,
     ) -> Group:
-        """Roll out one prompt; each completion has an environment of its own.
+        """Roll out one prompt; each completion has its own environment.
 
         A completion that fails is recorded as failed in the group; the others go on.
 
@@ -104,7 +104,7 @@ class GroupRunner:
         if prompt.environment not in self.chats:
             raise DataError(f"prompt {prompt.id}: environment {prompt.environment!r} is unknown")
         if not prompt.messages or not all(_is_valid(message) for message in prompt.messages):
-            raise DataError(f"prompt {prompt.id}: its messages are no conversation with text or parts for content")
+            raise DataError(f"prompt {prompt.id}: its messages are not a conversation whose contents are text or parts")
 
     async def _run_episode(self, prompt: Prompt, index: int, min_policy_version: int) -> Completion:
         is_greedy = index == prompt.group_size

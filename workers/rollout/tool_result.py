@@ -76,7 +76,7 @@ def returning_tool_result(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def truncate_result(content: str | list[dict[str, Any]], max_tokens: int) -> str | list[dict[str, Any]]:
-    """Cut each text of a tool's result that could not fit into `max_tokens` tokens, and say so in the text.
+    """Cut each text of a tool's result that could not fit into `max_tokens` tokens, and add a note to the text.
 
     Without this, the tokenizer would spend minutes and gigabytes on a result of 50 MB, only to find it too long.
 

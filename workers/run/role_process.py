@@ -151,4 +151,4 @@ def _role_main(role: str) -> RoleMain:
 
             return train
         case _:
-            raise SettingsError(f"{role!r} is no role; the roles are feed, rollout, score and train")
+            raise SettingsError(f"{role!r} is not a role; the roles are feed, rollout, score and train")

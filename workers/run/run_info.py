@@ -98,8 +98,8 @@ def find_run(target: str | None, redis: str = "", *, must_have_begun: bool = Tru
         if redis:
             return RunLocation(run=str(target), url=redis)
         raise PenstockError(
-            f"{target} is no run's folder, no settings file, and no run under {_RUNS}/; with --redis URL it may be the "
-            "name of a run there"
+            f"{target} is neither a run's folder, nor a settings file, nor a run under {_RUNS}/; with --redis URL it "
+            "may be the name of a run there"
         )
     settings = load_settings(file)
     folder = settings.folder if target and Path(target).is_file() else file.parent
@@ -138,7 +138,7 @@ def _only_running() -> Path:
         return live[0]
     if live:
         raise PenstockError(f"{len(live)} runs go on: {', '.join(map(str, live))}; say which one")
-    raise PenstockError(f"no run goes on under {_RUNS}/; name a run's folder, or its settings file")
+    raise PenstockError(f"no run is active under {_RUNS}/; name a run's folder, or its settings file")
 
 
 def find_settings_file(target: str) -> Path | None:

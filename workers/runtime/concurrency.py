@@ -8,7 +8,7 @@ class ConcurrencyLimit:
 
     Args:
         limit: the number of slots.
-        parent: a second limit, of which each slot of this one acquires a slot too. Acquiring never waits for the
+        parent: a second limit; each slot of this limit also takes a slot of the parent. Acquiring never waits for the
             parent: work that waits for the parent itself starts later instead.
     """
 

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def run_in_daemon_thread(main: Callable[[], Awaitable[T]]) -> T:
-    """Run `main` on an event loop of its own, and return its result or raise its exception.
+    """Run `main` on a separate event loop, and return its result or raise its exception.
 
     Threads inherit whether they are daemons. Threads that hang in user code are children of this one, so they do not
     keep the process from exiting; with `anyio.from_thread.start_blocking_portal` they would.

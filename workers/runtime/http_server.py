@@ -1,4 +1,4 @@
-"""What servers of the engine's protocol share: they listen while a context is open, and answer errors alike."""
+"""HTTP servers of the engine protocol: they listen while a context is open and answer all errors in one format."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -11,7 +11,7 @@ from workers.engine_api.wire import error_body
 
 _BACKLOG = 1024
 _SHUTDOWN_TIMEOUT_S = 2.0
-"""For answers under way when it closes."""
+"""Seconds for requests in flight when the server closes."""
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -1,8 +1,8 @@
 """Logs which code blocks the event loop.
 
 An `async def` that blocks (`time.sleep`, `requests.get`, a long computation) cannot be interrupted, and no lease is
-renewed meanwhile. Leases expire and their entries go to other workers, so nothing is lost, but the author must learn
-about it.
+renewed meanwhile. Leases expire and their entries go to other workers: nothing is lost, but the work is done twice. The
+log names the code to fix.
 """
 
 import sys
@@ -23,7 +23,7 @@ class LoopWatchdog:
     """Watches one event loop from a separate thread.
 
     Args:
-        after_s: log when the loop has been blocked for this long, at the latest after twice as long; once per block.
+        after_s: shortest block in seconds that is logged. It is logged once, at the latest after twice this time.
     """
 
     def __init__(self, after_s: float) -> None:

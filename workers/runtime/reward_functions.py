@@ -63,7 +63,7 @@ async def add_reward_parts(
 ) -> None:
     """Call every function on all completions that did not fail, and append the results to their reward parts.
 
-    Each function gets environments restored for it alone, so that no function changes what another one reads. A
+    Each function gets its own restored environments, so that no function changes what another one reads. A
     completion whose snapshot cannot be read is unmeasured; the other completions are measured without it.
 
     Args:

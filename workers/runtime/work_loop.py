@@ -39,7 +39,7 @@ async def work_loop(stage: Stage, work: Work, *, concurrency: int | ConcurrencyL
 
     Args:
         stage: where to claim.
-        work: called in a task of its own for each lease.
+        work: called in a separate task for each lease.
         concurrency: how many entries at the same time.
         stopping: ends claiming; what is held may still be finished.
     """

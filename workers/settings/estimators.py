@@ -102,7 +102,7 @@ class Passk(EstimatorChoice, frozen=True, tag="passk"):
     reads: ClassVar[str] = "correct"
 
     k: PositiveInt = 4
-    """Attempts of which one must be correct; at most `rollout.group_size`."""
+    """Number k of attempts; one of them must be correct. At most `rollout.group_size`."""
 
 
 class Gdpo(EstimatorChoice, frozen=True, tag="gdpo"):

@@ -54,7 +54,7 @@ class Rollout(Section, frozen=True):
     """Deadline of one episode, resets and tools included."""
     call_timeout_s: Seconds = 30.0
     """Deadline of one call of user code: `reset`, a tool, `get_reward`, a reward function without a `timeout_s`. Past
-    it the completion is invalid; after a tool call the model reads that the tool timed out, and goes on."""
+    it the completion is invalid; after a tool's timeout the model reads it, and the episode continues."""
     save_partial_groups: bool = False
     """Store finished completions of an unfinished group in Redis. If the worker dies, the next one plays only the
     missing completions. For long episodes; costs server memory."""
@@ -83,7 +83,7 @@ class Pacing(Section, frozen=True):
     """At most (max_staleness + 1) x (groups per policy version) groups are outstanding."""
     stale_policy: Literal["train", "wait", "cancel"] = "train"
     """Treatment of groups older than `max_staleness` versions. `train`: train them at any age; `wait`: the trainer
-    waits for them before they become older; `cancel`: abort them at the engine and start anew, at most twice."""
+    waits for them before they become older; `cancel`: abort them at the engine and start again, at most twice."""
     straggler_timeout_s: Seconds = 60.0
     """With `stale_policy = "wait"`: continue without stragglers when none has arrived for this long."""
     max_token_age: NonNegativeInt = 0

@@ -70,8 +70,8 @@ def find_interpreter(named: str = "") -> Path:
     Raises:
         SettingsError: the interpreter does not run, or lacks vLLM or the plugin.
     """
-    told = named or os.environ.get("PENSTOCK_VLLM", "")
-    python = resolve_interpreter(told or (str(_CACHED) if _CACHED.is_dir() else ""))
+    chosen = named or os.environ.get("PENSTOCK_VLLM", "")
+    python = resolve_interpreter(chosen or (str(_CACHED) if _CACHED.is_dir() else ""))
     check_interpreter(python)
     return python
 
@@ -87,8 +87,8 @@ def check_interpreter(python: Path, needs_plugin: bool = True) -> VllmInstallati
         raise SettingsError(f"{python} has no vLLM: {_REMEDY}")
     if needs_plugin and PLUGIN_NAME not in installed.plugins:
         raise SettingsError(
-            f"{python} has vLLM {installed.version}, but not our plugin, by which a running server takes new weights: "
-            f"`{python} -m pip install plugins/vllm` in a checkout of Penstock"
+            f"{python} has vLLM {installed.version}, but not Penstock's plugin, which loads new weights into a running "
+            f"server: `{python} -m pip install plugins/vllm` in a checkout of Penstock"
         )
     return installed
 
@@ -106,10 +106,10 @@ def inspect_interpreter(python: Path) -> VllmInstallation:
         )
         return msgspec.json.decode(answer.stdout, type=VllmInstallation)
     except FileNotFoundError as error:
-        raise SettingsError(f"{python}: no such interpreter, to run vLLM with: {_REMEDY}") from error
+        raise SettingsError(f"{python}: there is no interpreter to run vLLM with: {_REMEDY}") from error
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines()
         what = (said or ["it said nothing"])[-1][:_QUOTED]
         raise SettingsError(f"{python} does not run as an interpreter: {what}; {_REMEDY}") from error
     except (OSError, subprocess.TimeoutExpired, msgspec.DecodeError) as error:
-        raise SettingsError(f"{python} is no interpreter to run vLLM with: {error}; {_REMEDY}") from error
+        raise SettingsError(f"{python} cannot run vLLM: {error}; {_REMEDY}") from error

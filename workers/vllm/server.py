@@ -3,7 +3,7 @@
 ::
 
     penstock run ── penstock serve ─┬─ vLLM's server ── engine core, workers      one process group
-                    (this process)  └─ warden: kills that group when this process exits, even after SIGKILL
+                    (this process)  └─ watchdog: kills that group when this process exits, even after SIGKILL
 
 vLLM's output is copied to this process's stderr.
 """
@@ -33,12 +33,12 @@ log = structlog.get_logger()
 
 _STOP_TIMEOUT_S = 8.0
 """Seconds for vLLM to exit after SIGTERM, in which it frees memory that its processes share."""
-_ON_THE_WAY_S = 0.2
+_LATE_OUTPUT_S = 0.2
 """Seconds to read output that vLLM wrote before it exited."""
 _HEALTH_EVERY_S = 0.25
 _HEALTH_S = 5.0
-_TELL_EVERY_S = 15.0
-_LISTENS_EVERY_S = 2.0
+_LOG_EVERY_S = 15.0
+_CHECK_EVERY_S = 2.0
 _REFUSALS = 5
 """Consecutive refused connections after which a server that was healthy counts as hung and is killed."""
 _LONGEST_LINE = 64 * 1024
@@ -76,7 +76,7 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
     if not _is_loopback(host):
         log.warning("engine.exposed", host=host, why="everyone who can reach it can change its weights")
     env = build_environment(os.environ, threads=settings.run.threads, is_cpu_build=installed.is_cpu_build)
-    async with _start_process(started, env, tail) as (process, warden), anyio.create_task_group() as tasks:
+    async with _start_process(started, env, tail) as (process, watchdog), anyio.create_task_group() as tasks:
         url, gone, silent = server_url(host, port), anyio.Event(), anyio.Event()
 
         async def listen() -> None:
@@ -93,20 +93,20 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
 
         tasks.start_soon(listen)
         tasks.start_soon(announce)
-        tasks.start_soon(_watch_warden, warden)
+        tasks.start_soon(_watch_watchdog, watchdog)
         code = await process.wait()
-        with anyio.move_on_after(_ON_THE_WAY_S):
+        with anyio.move_on_after(_LATE_OUTPUT_S):
             await silent.wait()
         said = tail.last_error  # errors of its other processes after this are consequences
         tasks.cancel_scope.cancel()
     if gone.is_set():
-        raise EngineError(f"vLLM did not listen any more, nor end; it was killed: {said}")
+        raise EngineError(f"vLLM stopped listening without exiting and was killed: {said}")
     raise _exit_error(code, said)
 
 
 def _exit_error(code: int, last_error: str) -> EngineError | SettingsError:
     if code == _BAD_USAGE:
-        return SettingsError(f"vLLM does not understand how it was started: {last_error}; see engine.flags")
+        return SettingsError(f"vLLM does not accept its command line: {last_error}; see engine.flags")
     if code < 0:
         name = signal.Signals(-code).name
         return EngineError(f"vLLM was killed by {name}: by another process, or because memory ran out")
@@ -117,19 +117,19 @@ def _exit_error(code: int, last_error: str) -> EngineError | SettingsError:
 async def _start_process(
     command: list[str], env: dict[str, str], tail: OutputTail
 ) -> AsyncIterator[tuple[Process, Process]]:
-    """Start vLLM in its own process group, and its warden; the group dies with the context and with this process."""
+    """Start vLLM in its own process group, and its watchdog; the group dies with the context and with this process."""
     process = await anyio.open_process(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env,
         start_new_session=True,
     )  # fmt: skip
-    warden: Process | None = None
+    watchdog: Process | None = None
     try:
         # Its stdin closes when this process exits, even after SIGKILL; then it kills vLLM's process group.
-        warden = await anyio.open_process(
+        watchdog = await anyio.open_process(
             ("sh", "-c", 'read -r _; kill -s KILL -- "-$0" 2>/dev/null', str(process.pid)),
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
-        yield process, warden
+        yield process, watchdog
     finally:
         with anyio.CancelScope(shield=True):
             _signal_group(process, signal.SIGTERM)
@@ -137,19 +137,19 @@ async def _start_process(
                 await _copy_output(process, tail)
             _signal_group(process, signal.SIGKILL)
             await process.aclose()
-            if warden is not None:
-                await warden.aclose()
+            if watchdog is not None:
+                await watchdog.aclose()
 
 
-async def _watch_warden(warden: Process) -> None:
-    """Wait until the warden exits, which it should not do while vLLM runs.
+async def _watch_watchdog(watchdog: Process) -> None:
+    """Wait until the watchdog exits, which it should not do while vLLM runs.
 
     Raises:
-        EngineError: the warden exited; vLLM could outlive this process.
+        EngineError: the watchdog exited; vLLM could outlive this process.
     """
-    code = await warden.wait()
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"over with code {code}"
-    raise EngineError(f"the warden of vLLM was {how}, without which vLLM could outlive this process; start it again")
+    code = await watchdog.wait()
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    raise EngineError(f"the watchdog of vLLM {how}; without it, vLLM could outlive this process: start it again")
 
 
 def _signal_group(process: Process, number: signal.Signals) -> None:
@@ -177,7 +177,7 @@ async def _wait_healthy(url: str, timeout_s: float, tail: OutputTail) -> None:
     Raises:
         EngineError: it did not within `timeout_s`; quotes vLLM's last error.
     """
-    began, told = anyio.current_time(), 0.0
+    began, logged_at = anyio.current_time(), 0.0
     timeout = aiohttp.ClientTimeout(total=_HEALTH_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         while True:
@@ -190,11 +190,11 @@ async def _wait_healthy(url: str, timeout_s: float, tail: OutputTail) -> None:
                 pass  # the model is loading
             if seconds > timeout_s:
                 raise EngineError(
-                    f"vLLM was not healthy within {timeout_s:g} s (engine.start_timeout_s); it said last: "
+                    f"vLLM was not healthy within {timeout_s:g} s (engine.start_timeout_s); its last error: "
                     f"{tail.last_error}"
                 )
-            if seconds - told > _TELL_EVERY_S:
-                told = seconds
+            if seconds - logged_at > _LOG_EVERY_S:
+                logged_at = seconds
                 log.info("engine.loading", seconds=round(seconds), said=tail.last_line)
             await anyio.sleep(_HEALTH_EVERY_S)
 
@@ -208,7 +208,7 @@ async def _wait_unreachable(url: str) -> None:
     refused = 0
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_HEALTH_S)) as session:
         while refused < _REFUSALS:
-            await anyio.sleep(_LISTENS_EVERY_S)
+            await anyio.sleep(_CHECK_EVERY_S)
             try:
                 async with session.get(f"{url}/health", headers={"Connection": "close"}):
                     refused = 0

@@ -105,7 +105,7 @@ class CheckpointTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             problem = ""
         except Exception as error:  # a model's loader may raise anything
             logger.exception("new weights failed half-way")
-            problem = f"{BROKEN}: {error!r} while the new weights were loaded; send whole ones before it goes on"
+            problem = f"{BROKEN}: {error!r} while the new weights were loaded; send complete weights before resuming"
         self._reset("nothing was sent")
         if problem := self._first_problem(problem):
             self._raise_for_all(problem)

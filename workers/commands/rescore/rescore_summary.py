@@ -97,7 +97,7 @@ def order_agreement(triples: Sequence[tuple[str, float, float]]) -> float | None
         triples: (prompt, old reward, new reward).
 
     Returns:
-        Fraction of the pairs of one prompt with different old rewards; a new tie counts half. None without such a pair.
+        Fraction of the pairs of one prompt with different old rewards; a new tie counts half; None without pairs.
     """
     groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for prompt, old, new in triples:

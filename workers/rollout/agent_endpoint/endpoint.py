@@ -1,6 +1,6 @@
 """An OpenAI-compatible endpoint inside a rollout worker, for environments that run their own loop.
 
-Each episode has a URL of its own with a secret, valid until the episode ends::
+Each episode has its own URL with a secret, valid until the episode ends::
 
     POST http://host:port/SECRET/v1/chat/completions      {"messages": [...], "tools": [...], "stream": true}
 
@@ -30,7 +30,7 @@ MODEL_NAME = "policy"
 
 
 class AgentEndpoint:
-    """Gives each running episode a URL of its own. Made by `serve_endpoint`.
+    """Gives each running episode its own URL. Made by `serve_endpoint`.
 
     Args:
         url: where the routes are served.

@@ -48,7 +48,7 @@ class EngineClient:
         max_attempts: attempts at one request while some engine answers.
         unavailable_timeout_s: how long to wait for an engine to answer, or for it to get its weights.
         sampling_options: every way in which the run samples, for the probe.
-        uses_adapters: each policy version is an adapter of its own, requested by name.
+        uses_adapters: each policy version is a separate adapter, requested by name.
         concurrency_bounds: lowest and highest limit of requests in flight at one engine; its load decides between them.
         salts_prefix_cache: engines keep KV blocks that older weights computed; a salt per version keeps them apart.
     """

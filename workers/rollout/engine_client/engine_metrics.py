@@ -13,18 +13,18 @@ _NAMES: Final = (_WAITING, _RUNNING, _KV_CACHE_USAGE, _PREEMPTIONS, *_TOKENS)
 
 
 class EngineMetrics(NamedTuple):
-    """One poll of an engine. A server with several engine processes reports each; these are their sums."""
+    """One poll of an engine. If a server reports several engine processes, these are the sums over them."""
 
     waiting: float
     """Requests of all clients that the engine has not started."""
     running: float
-    """Requests of all clients that it works on."""
+    """Requests of all clients that the engine is processing."""
     kv_cache_usage: float
-    """Fraction of its KV cache in use, 0 to 1, of the fullest engine process; 0 if it does not report any."""
+    """Fraction of the KV cache in use, 0 to 1, in the fullest engine process; 0 if the engine does not report it."""
     preemptions: float
     """Requests preempted for lack of KV cache, since the engine started."""
     tokens: float | None
-    """Tokens read and sampled since the engine started; None if it does not report them."""
+    """Tokens read and sampled since the engine started; None if the engine does not report them."""
 
 
 def parse_metrics(text: str) -> EngineMetrics | None:
@@ -47,8 +47,7 @@ def parse_metrics(text: str) -> EngineMetrics | None:
 def _samples(text: str) -> Iterator[tuple[str, float]]:
     """Yield name and value of each finite sample under one of the names above.
 
-    Only lines that start with such a name are parsed: of some 450 lines that vLLM reports, that takes 0.3 ms instead of
-    16 ms on the event loop.
+    Other lines are skipped first: parsing all of vLLM's 450 lines would take 16 ms on the event loop instead of 0.3 ms.
     """
     from prometheus_client.parser import text_string_to_metric_families
 

@@ -27,7 +27,7 @@ class EngineSampler:
         connections: HTTP connections.
         monitor: asks engines for their version.
         timeout_s: for one answer.
-        uses_adapters: each policy version is an adapter of its own, requested by name.
+        uses_adapters: each policy version is a separate adapter, requested by name.
         salts_prefix_cache: engines keep KV blocks that older weights computed; a salt per version keeps them apart.
     """
 
@@ -98,7 +98,7 @@ class EngineSampler:
         # A request for an adapter may end after a newer adapter was loaded; its version is then not the engine's.
         if capabilities.reports_spans and not (adapter and last < engine.version):
             engine.record_version(last)
-        if adapter:  # the named adapter sampled all of it, whatever was loaded meanwhile
+        if adapter:  # the named adapter sampled the whole turn, even if another one was loaded meanwhile
             sampled = replace(sampled, spans=[Span(version, 0, len(sampled.token_ids))])
         return sampled
 

@@ -1,4 +1,4 @@
-"""One engine as this client knows it: health, load, policy version, and the requests in flight."""
+"""What this client knows about one engine: health, load, policy version, and the requests in flight."""
 
 import math
 from collections.abc import Iterator
@@ -28,17 +28,17 @@ class EngineState:
         max_requests: upper bound of the adaptive limit, and its first value.
 
     Attributes:
-        load: requests of this client that the engine works on.
+        load: requests of this client that are in flight at the engine.
         capabilities: what the last probe found; None while the engine is not healthy: not probed yet, ejected, or
             removed.
-        availability: whether it answers, and why not.
+        availability: whether the engine answers, and why it does not; logs both changes once.
         failures: consecutive failed requests.
         ejections: consecutive ejections without a successful request between them.
-        version: policy version that it last reported.
-        waits_for_weights: a request needed a newer version than the engine has; it gets no such request until that
-            changes.
+        version: policy version that the engine last reported.
+        waits_for_weights: a request needed a newer version than the engine has. Until it has newer weights, the
+            engine gets only requests that its version can serve.
         first_probe_done: set after the first probe, whatever it found.
-        busy: set while the engine works on a request of this client.
+        busy: set while `load` is above 0.
     """
 
     def __init__(self, url: str, min_requests: int, max_requests: int) -> None:
@@ -69,7 +69,7 @@ class EngineState:
 
     @property
     def is_full(self) -> bool:
-        """It has as many requests of this client as its limit allows."""
+        """Whether this client may send the engine no further request now."""
         return self.load >= self._limit.limit
 
     @property
@@ -93,7 +93,7 @@ class EngineState:
 
         Args:
             metrics: what the engine reports.
-            has_waiting: a request of this client waits that this engine could serve.
+            has_waiting: whether a request that this engine could serve waits in this client.
         """
         self._limit = self._limit.updated(
             metrics,
@@ -122,7 +122,7 @@ class EngineState:
 
     @property
     def is_healthy(self) -> bool:
-        """The last probe succeeded, and nothing has contradicted it since."""
+        """Whether the last probe succeeded and the engine was not ejected or removed since."""
         return self.capabilities is not None
 
     @contextmanager
@@ -159,7 +159,7 @@ class EngineState:
         self.failures += 1
 
     def succeeded_since(self, time: float) -> bool:
-        """Whether it gave a sample after this moment, in `anyio.current_time()` seconds."""
+        """Whether the engine gave a valid sample after this moment, in `anyio.current_time()` seconds."""
         return self._succeeded_at > time
 
     def start_check(self) -> bool:
@@ -172,7 +172,7 @@ class EngineState:
         self._check_in_progress = False
 
     def eject(self, error: EngineError) -> None:
-        """Stop sending it requests until a new probe succeeds: another server may answer there next."""
+        """Send the engine no requests until a new probe succeeds, since another server may run there by then."""
         if self.capabilities is None:
             return
         self.capabilities = None
@@ -181,7 +181,7 @@ class EngineState:
         self._polling_scope.cancel()
 
     def remove(self) -> None:
-        """Stop using and monitoring it. Requests in flight may finish."""
+        """Stop using and monitoring the engine. Requests in flight may finish."""
         self.capabilities = None
         self._monitor_scope.cancel()
 
@@ -195,7 +195,7 @@ class EngineState:
             self.eject(EngineError(f"{self.url} has no policy version after {before}, so it has restarted"))
 
     def forget_version(self) -> None:
-        """Record that the last reported version is no longer there, without a restart."""
+        """Record that the engine unloaded the version that it last reported, without a restart."""
         self.version, self._version_seen_at = UNVERSIONED, anyio.current_time()
 
     def start_waiting_for_weights(self, error: EngineError) -> bool:
@@ -209,15 +209,15 @@ class EngineState:
         self.waits_for_weights = False
 
     def has_version(self, version: int) -> bool:
-        """Whether it recently reported this version or a newer one."""
+        """Whether the engine recently reported this version or a newer one."""
         is_fresh = anyio.current_time() - self._version_seen_at < _VERSION_FRESH_S
         return (self.version if is_fresh else UNVERSIONED) >= version
 
     def can_serve(self, min_policy_version: int) -> bool:
-        """Whether it may get a request for this version or a newer one, as far as known."""
+        """Whether the engine may get a request that needs this version or a newer one."""
         return self.is_healthy and (not self.waits_for_weights or self.version >= min_policy_version)
 
     def outdated_error(self, min_policy_version: int) -> EngineError:
-        """Make the error that says its weights are too old."""
+        """Return the error for an engine whose weights are older than this version."""
         has = "no policy version yet" if self.version == UNVERSIONED else f"policy version {self.version}"
         return EngineError(f"{self.url} has {has}, older than {min_policy_version}")

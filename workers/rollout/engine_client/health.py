@@ -53,7 +53,7 @@ class HealthMonitor:
 
     Args:
         discovery: the engines of the run.
-        router: gets each engine, and hears when one becomes usable.
+        router: gets each engine, and is notified when one becomes usable.
         connections: HTTP connections.
         probe: inspects engines.
         tasks: runs the monitoring tasks.

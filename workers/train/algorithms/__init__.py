@@ -11,8 +11,8 @@ Completions and groups are found by id, never by position: groups may be interle
 rows may have any length. Values outside a mask are replaced before any arithmetic, so they may be anything.
 
 Each kind of function has a `registry.Registry`. A function declares its formula, its source and its properties, which
-the property tests check; its positional parameters name its inputs, its keyword-only parameters its options. A new one
-is one function with one decorator, and its options in `workers.settings`.
+the property tests check; its positional parameters name its inputs, its keyword-only parameters its options. To
+add one, write a function with the registry's decorator, and put its options into `workers.settings`.
 
 Axes in names: C completions, R rows, T tokens of a row or completion, G groups, P parts of a reward, S completions with
 a row, N selected tokens.

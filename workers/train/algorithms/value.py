@@ -20,12 +20,12 @@ def value_loss(
     Source: Schulman et al. 2017 as in OpenAI baselines (ppo2); verl core_algos.compute_value_loss.
 
     Args:
-        values_RT: V, of the critic in training, with gradient; its dtype is used for all arithmetic per token.
-        old_values_RT: V_old, of the critic when the batch was prepared.
+        values_RT: V, from the critic in training, with gradient; its dtype is used for all arithmetic per token.
+        old_values_RT: V_old, from the critic when the batch was prepared.
         returns_RT: G, the targets.
-        mask_RT: bool, tokens that bear loss; elsewhere the three may hold anything.
-        factors_R: float64, from `aggregation.row_factors`; a row without a loss token may hold anything.
-        clip: largest useful move of a value from its old one; infinity for no clipping.
+        mask_RT: bool, tokens that bear loss; values of other tokens are ignored.
+        factors_R: float64, from `aggregation.row_factors`; factors of rows without a loss token are ignored.
+        clip: a value gains nothing by moving further than this from its old value; infinity: no clipping.
 
     Returns:
         The loss, float64. Sums over loss tokens: `value/mean`, `value/error` (squared error before clipping),

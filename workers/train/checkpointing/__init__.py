@@ -1,4 +1,4 @@
-"""Checkpoints, and what can be made of them later.
+"""Saves checkpoints, exports models from them, and replays runs.
 
 =======================  ==================================================================
 `checkpoint.py`          weights and optimizer state, written atomically and verified

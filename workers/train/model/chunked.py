@@ -15,7 +15,7 @@ from torch import Tensor
 from workers.train.model.logit_blocks import BLOCK, LogitBlock, LogitConfig, LogitInputs, LogitTransform, matmul_float32
 
 MIN_LOGPROB: Final = -1e4
-"""Stands for the log-prob minus infinity where it is multiplied by its probability, 0, which would give NaN."""
+"""Replaces a log-prob of minus infinity before the product with its probability 0, which would be NaN."""
 
 EntropyMode = Literal["", "value", "gradient"]
 """No entropies, entropies without gradient, or entropies with gradient."""
@@ -49,13 +49,13 @@ def chunked_logprobs(
 
     Args:
         hidden_NH: last hidden states.
-        weight_VH: of the output layer.
-        bias_V: of the output layer, or None.
+        weight_VH: weight of the output layer.
+        bias_V: bias of the output layer, or None.
         targets_N: int64, target token ids.
-        transform: from products to logits.
+        transform: turns products of hidden states and weight into logits.
         entropy: whether to compute entropies, without or with gradient.
         sum_pi_squared: whether to compute sums of squared probabilities.
-        block: number of logits that exist at a time.
+        block: largest number of logits in memory at a time.
     """
     device = hidden_NH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype

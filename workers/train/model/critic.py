@@ -40,9 +40,9 @@ def hidden_size(model: Any) -> int:
     """Return the size of the last hidden states of a Hugging Face model.
 
     Raises:
-        ValueError: the output layer is no separate module, so hidden states cannot be captured.
+        ValueError: the output layer is not a separate module, so hidden states cannot be captured.
     """
     head = model.get_output_embeddings()
     if head is None:
-        raise ValueError("the model's output layer is no module of its own, so a value head has nothing to stand on")
+        raise ValueError("the model's output layer is not a separate module, so a value head cannot replace it")
     return int(head.weight.shape[1])

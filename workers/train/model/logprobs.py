@@ -45,7 +45,7 @@ class TokenLogprobs(NamedTuple):
     sum_pi_squared_N: Tensor | None = None
     """Sum of squared probabilities of that distribution, without gradient; None unless requested."""
     hidden_NH: Tensor | None = None
-    """Last hidden state before each token, without gradient; None if the output layer is no separate module."""
+    """Last hidden state before each token, without gradient; None if the output layer is not a separate module."""
     end_hidden_MH: Tensor | None = None
     """Last hidden state after the last token of each row; None unless requested."""
 

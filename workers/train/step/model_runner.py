@@ -160,5 +160,5 @@ def _required(tensor: Tensor | None) -> Tensor:
         ValueError: the model cannot provide hidden states.
     """
     if tensor is None:
-        raise ValueError("the model's output layer is no module of its own, so its hidden states cannot be had")
+        raise ValueError("the model's output layer is not a separate module, so its hidden states cannot be captured")
     return tensor
