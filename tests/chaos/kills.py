@@ -35,7 +35,7 @@ _AHEAD = 0.02
 
 
 @dataclass(kw_only=True)
-class Executioner:
+class RoleKiller:
     """Carries out the schedule."""
 
     folder: Path

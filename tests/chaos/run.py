@@ -28,7 +28,7 @@ if __name__ == "__main__":
 
 from tests.chaos import project
 from tests.chaos.audit import acquitted, audit
-from tests.chaos.kills import Executioner
+from tests.chaos.kills import RoleKiller
 from tests.chaos.schedule import schedule
 from workers.run.progress_display import choose_display
 from workers.run.run_folder import lock_folder, write_settings
@@ -55,18 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
     settings = project.write_project(folder.resolve(), options.groups, options.seed, options.fsync)
     blows = schedule(options.kills, options.seed, options.server_kills)
-    executioner = Executioner(folder=settings.folder, groups=options.groups, fsync=options.fsync, blows=blows)
+    role_killer = RoleKiller(folder=settings.folder, groups=options.groups, fsync=options.fsync, blows=blows)
     (settings.folder / "logs").mkdir(parents=True)
     began = time.monotonic()
     with logs.log_to_file("chaos", settings.folder / "logs" / "supervisor.log"):
-        outcome = _run(settings, executioner, options.limit, quiet=options.json)
+        outcome = _run(settings, role_killer, options.limit, quiet=options.json)
         seconds = round(time.monotonic() - began, 1)
         verdict = audit(settings.folder, options.groups)
     report: dict[str, Any] = msgspec.to_builtins(verdict)
-    report |= {"kills": dict(sorted(executioner.killed.items())), "between": executioner.between}
-    report |= {"fsync": options.fsync, "caught": dict(executioner.caught), "again": _again(settings.folder)}
+    report |= {"kills": dict(sorted(role_killer.killed.items())), "between": role_killer.between}
+    report |= {"fsync": options.fsync, "caught": dict(role_killer.caught), "again": _again(settings.folder)}
     report |= {"seconds": seconds, "seed": options.seed}
-    well = _complain(outcome, executioner) and acquitted(verdict, options.groups)
+    well = _complain(outcome, role_killer) and acquitted(verdict, options.groups)
     print(json.dumps(report) if options.json else json.dumps(report, indent=4), flush=True)
     if not well:
         print(f"error: the run's folder is {folder}", file=sys.stderr)
@@ -75,14 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if well else 1
 
 
-def _run(settings: Settings, executioner: Executioner, limit_s: float, *, quiet: bool) -> RunOutcome | None:
+def _run(settings: Settings, role_killer: RoleKiller, limit_s: float, *, quiet: bool) -> RunOutcome | None:
     """Supervise the run, with kills; returns None if it did not finish in time."""
     outcomes: list[RunOutcome] = []
 
     async def main() -> None:
         with anyio.move_on_after(limit_s):
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(executioner.run)
+                tasks.start_soon(role_killer.run)
                 with choose_display(quiet) as display:
                     supervisor = Supervisor(settings, file, display, project.roles, project.engine)
                     outcomes.append(await supervisor.run())
@@ -104,7 +104,7 @@ def _again(folder: Path) -> dict[str, int]:
     }
 
 
-def _complain(outcome: RunOutcome | None, executioner: Executioner) -> bool:
+def _complain(outcome: RunOutcome | None, role_killer: RoleKiller) -> bool:
     """Print the failures of the run; returns True if there are none."""
     why = ""
     if outcome is None:
@@ -113,7 +113,7 @@ def _complain(outcome: RunOutcome | None, executioner: Executioner) -> bool:
         why = str(outcome.failure)
     elif outcome.interrupted:
         why = "somebody stopped the run"
-    elif not executioner.kept:
+    elif not role_killer.kept:
         why = "the run came to its end before everybody was killed who was to be; feed more with --groups"
     if why:
         print(f"error: {why}", file=sys.stderr, flush=True)

@@ -26,18 +26,18 @@ if __name__ == "__main__":
     calls = iter(range(1, int(sys.argv[2])))
     real = getattr(owners[name], name)
 
-    def die_if_it_is_time(at):
+    def crash_if_due(at):
         if when == at and next(calls, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def called(*arguments):
-        die_if_it_is_time("before")
+        crash_if_due("before")
         real(*arguments)
-        die_if_it_is_time("after")
+        crash_if_due("after")
 
     async def awaited(*arguments):
         await real(*arguments)
-        die_if_it_is_time("after")
+        crash_if_due("after")
 
     setattr(owners[name], name, called if owners[name] is trainer else awaited)
     anyio.run(trainer.main, Path(sys.argv[3]), *sys.argv[4:])

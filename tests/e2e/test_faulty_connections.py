@@ -33,7 +33,7 @@ def redis_fails(seed: int):
     return at_random(seed, [LATE, FIN, RST, HALF], every=40)
 
 
-def went_well(journey: Journey, groups: int) -> bool:
+def succeeded(journey: Journey, groups: int) -> bool:
     assert journey.outcome.failure is None, journey.logs
     verdict = journey.verdict
     assert acquitted(verdict, groups), f"{verdict}\n{journey.logs}"
@@ -43,7 +43,7 @@ def went_well(journey: Journey, groups: int) -> bool:
 @pytest.mark.timeout(120)
 def test_connections_that_delay_stall_break_and_truncate_lose_nothing(tmp_path):
     journey = travel(begin(tmp_path, 100), on_engine=engine_fails(1), on_redis=redis_fails(1), limit_s=100)
-    assert went_well(journey, 100)
+    assert succeeded(journey, 100)
     assert journey.engine.struck.keys() == {"delay", "stall", "fin", "rst", "truncate", "garble"}
     assert journey.redis.struck.keys() == {"delay", "fin", "rst", "truncate"}
 
@@ -54,7 +54,7 @@ def test_connections_that_delay_stall_break_and_truncate_lose_nothing(tmp_path):
 def test_a_longer_run_over_worse_connections_loses_nothing(tmp_path, seed):
     plan = first_of(at_random(seed, [STALL], every=300), redis_fails(seed))
     journey = travel(begin(tmp_path, 400), on_engine=engine_fails(seed), on_redis=plan, limit_s=300)
-    assert went_well(journey, 400)
+    assert succeeded(journey, 400)
     assert journey.redis.struck["stall"]
 
 
@@ -63,7 +63,7 @@ def test_a_longer_run_over_worse_connections_loses_nothing(tmp_path, seed):
 def test_a_stalled_weight_push_completes_later(tmp_path):
     """Two answers of control routes never arrive: the trainer retries, or a restarted trainer does."""
     journey = travel(begin(tmp_path, 60), on_engine=at_random(1, [STALL], every=3, most=2, of=DONE), limit_s=400)
-    assert went_well(journey, 60)
+    assert succeeded(journey, 60)
     assert journey.engine.struck == {"stall": 2}
 
 

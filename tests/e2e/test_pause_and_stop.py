@@ -52,7 +52,7 @@ def in_hand(view: RunStatus) -> int:
     return prompts.claimed + groups.depth + scored.depth - scored.marked
 
 
-def until_at_rest(project) -> RunStatus:
+def until_idle(project) -> RunStatus:
     """Wait until all groups in progress are finished, except for a step that is not full; returns the status."""
     deadline = time.monotonic() + 60
     while True:
@@ -80,7 +80,7 @@ def test_a_run_can_be_paused_resumed_stopped_and_restarted(project):
         paused = project.run("pause", folder)
         assert paused.returncode == 0, paused.stderr
         assert paused.stdout.startswith("run 'test' is paused: ")
-        before = until_at_rest(project)
+        before = until_idle(project)
         time.sleep(3)
         after = see(project)
         report = json.loads(project.run("queues", folder, "--json").stdout)

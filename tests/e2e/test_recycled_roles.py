@@ -39,7 +39,7 @@ class Blocks:
         return 1.0
 
 
-class Unwilling:
+class Uncancellable:
     """Never hears that it is cancelled."""
 
     async def reset(self, number, **row):
@@ -124,7 +124,7 @@ def test_an_event_loop_blocked_for_longer_than_a_lease_loses_nothing_and_is_logg
 
 
 def test_coroutines_that_ignore_cancellation_fail_only_their_completions(world):
-    project = world("Unwilling", call_timeout_s=0.5)
+    project = world("Uncancellable", call_timeout_s=0.5)
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert summary["completion_states"] == {"failed:env_reset": 8, "valid": 32}
     assert summary["dead"] == summary["outstanding"] == 0

@@ -20,7 +20,7 @@ ROLES = ("rollout", "score", "train")
 
 @pytest.mark.timeout(150)
 def test_a_role_exits_with_0_after_sigterm_and_the_run_continues(tmp_path):
-    async def send_away(journey: Journey) -> None:
+    async def terminate(journey: Journey) -> None:
         for turn, role in enumerate(ROLES):
             await journey.ended(GROUPS * (turn + 1) // 6)
             while not (pids := processes().get(role)):
@@ -29,7 +29,7 @@ def test_a_role_exits_with_0_after_sigterm_and_the_run_continues(tmp_path):
             sent.append(role)
 
     sent: list[str] = []
-    journey = travel(begin(tmp_path, GROUPS), during=send_away, limit_s=120)
+    journey = travel(begin(tmp_path, GROUPS), during=terminate, limit_s=120)
     assert sent == list(ROLES)
     assert journey.outcome.failure is None, journey.logs
     verdict = journey.verdict

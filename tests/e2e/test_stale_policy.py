@@ -32,7 +32,7 @@ def numbers_with(dropped, trained):
     return sorted(of[NO_SIGNAL][:dropped] + of[TRAINED][:trained])
 
 
-def stays_in_its_bound(settings, numbers, engine_of):
+def run_within_capacity(settings, numbers, engine_of):
     """Assert that the run finishes, and that the outstanding groups reach the bound but never exceed it."""
     watched = run(settings, engine_of)
     ended_well(settings, watched, numbers)
@@ -40,7 +40,7 @@ def stays_in_its_bound(settings, numbers, engine_of):
     return watched
 
 
-def waits_and_keeps_the_bound(settings):
+def straggler_seconds_without_staleness(settings):
     step_metrics = steps(settings)
     assert sum(step["stragglers/abandoned"] for step in step_metrics) == 0
     assert max(step["staleness/max"] for step in step_metrics) <= settings.pacing.max_staleness
@@ -51,8 +51,8 @@ def waits_and_keeps_the_bound(settings):
 def test_wait_trains_nothing_too_old_discards_nothing_and_respects_the_capacity(tmp_path):
     numbers = numbers_with(dropped=10, trained=60)
     settings = describe(tmp_path, numbers, late="wait", max_staleness=1, batch_size=4)
-    watched = stays_in_its_bound(settings, numbers, engine("--median", "16"))
-    assert waits_and_keeps_the_bound(settings) > 0
+    watched = run_within_capacity(settings, numbers, engine("--median", "16"))
+    assert straggler_seconds_without_staleness(settings) > 0
     assert watched.outcome.view.counts.get("cancelled", 0) == 0
 
 
@@ -63,9 +63,9 @@ def test_wait_trains_nothing_too_old_discards_nothing_and_respects_the_capacity(
 def test_a_thousand_dropped_groups_do_not_change_the_capacity(tmp_path, max_staleness, late):
     numbers = numbers_with(dropped=1200, trained=800)
     settings = describe(tmp_path, numbers, late=late, max_staleness=max_staleness, batch_size=4, save_every=50)
-    watched = stays_in_its_bound(settings, numbers, project.engine)
+    watched = run_within_capacity(settings, numbers, project.engine)
     if late == "wait":
-        waits_and_keeps_the_bound(settings)
+        straggler_seconds_without_staleness(settings)
     # The end of the run has too few prompts left to fill the bound.
     after = [outstanding for dropped, outstanding in watched.looks if 1000 <= dropped < 1150]
     assert max(after) == settings.capacity
@@ -77,7 +77,7 @@ def test_a_thousand_dropped_groups_do_not_change_the_capacity(tmp_path, max_stal
 def test_max_staleness_0_with_a_checkpoint_every_ten_steps_does_not_stall(tmp_path, late):
     numbers = trained_numbers(240)
     settings = describe(tmp_path, numbers, late=late, max_staleness=0, batch_size=4, save_every=10)
-    stays_in_its_bound(settings, numbers, project.engine)
+    run_within_capacity(settings, numbers, project.engine)
     assert len(steps(settings)) == 60
 
 

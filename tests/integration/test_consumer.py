@@ -31,7 +31,7 @@ async def finish_feeding(pipe) -> None:
     await pipe.connection.write_hash("feed", {"done": "1"})
 
 
-async def wake_again_and_again(pipe) -> None:
+async def wake_repeatedly(pipe) -> None:
     while True:
         await anyio.sleep(0.02)
         await pipe.connection.write_hash("meta", {"x": "y"})
@@ -161,16 +161,16 @@ async def test_a_fenced_consumer_cannot_end_groups(pipe, ledger):
 async def test_a_stalled_pipeline_is_an_error(pipe, ledger):
     await pipe.feed("a")
 
-    async def wait_in_vain() -> None:
+    async def wait_without_result() -> None:
         async with (
             consume(pipe.connection, ledger, stall_timeout_s=0.01) as consumer,
             anyio.create_task_group() as tasks,
         ):
-            tasks.start_soon(wake_again_and_again, pipe)
+            tasks.start_soon(wake_repeatedly, pipe)
             await consumer.claim(1)
 
     with pytest.raises(ExceptionGroup) as caught:
-        await wait_in_vain()
+        await wait_without_result()
     assert caught.group_contains(RunFailedError, match="1 prompts are unfinished")
 
 

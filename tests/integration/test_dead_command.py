@@ -25,7 +25,7 @@ def quiet() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-async def bury_prompt(connection, name: str = "a", error: str = "its image does not decode") -> str:
+async def dead_letter_prompt(connection, name: str = "a", error: str = "its image does not decode") -> str:
     feed = Feed(connection, 10)
     cursor = await feed.cursor()
     await feed.put([Prompt(id=name, messages=[{"role": "user", "content": "?"}])], cursor, f"after {name}")
@@ -35,7 +35,7 @@ async def bury_prompt(connection, name: str = "a", error: str = "its image does 
     return (await list_dead_letters(connection))[-1].id
 
 
-async def bury_junk(connection) -> str:
+async def dead_letter_junk(connection) -> str:
     await connection.redis.xadd(connection.key("groups"), {"payload": b"\x00junk\xff" * 3})
     stage = Stage(connection, "groups", "score-1", TERMS)
     (lease,) = (await stage.claim(1)).leases
@@ -54,8 +54,8 @@ def run_command(redis_url, run_name, capsys):
 
 
 async def test_the_list_has_stage_reason_and_error(connection, run_command):
-    letter = await bury_prompt(connection)
-    junk = await bury_junk(connection)
+    letter = await dead_letter_prompt(connection)
+    junk = await dead_letter_junk(connection)
     output = await run_command(list_dead)
     first, why, second, _ = output.splitlines()
     assert first.startswith(letter)
@@ -77,14 +77,14 @@ async def test_a_run_without_dead_letters_says_so(connection, run_command):
 
 
 async def test_a_record_is_shown_as_plain_values(connection, run_command):
-    await bury_prompt(connection)
+    await dead_letter_prompt(connection)
     (reported,) = json.loads(await run_command(show_dead, as_json=True))
     assert reported["record"]["messages"] == [{"role": "user", "content": "?"}]
     assert json.loads(await run_command(show_dead))["record"] == reported["record"]
 
 
 async def test_token_buffers_are_shown_as_numbers(connection, run_command):
-    await bury_prompt(connection)
+    await dead_letter_prompt(connection)
     row = sampled_row([7], [-0.5], version=3, prompt=[5, 6])
     completion = Completion(index=0, rows=[row], reward=Measured(value=1.0), snapshot=b"\x00\x01")
     prompts = Stage(connection, "prompts", "rollout-1", TERMS)
@@ -104,7 +104,7 @@ async def test_token_buffers_are_shown_as_numbers(connection, run_command):
 
 
 async def test_an_unreadable_payload_is_shown_as_bytes_with_the_reason(connection, run_command):
-    await bury_junk(connection)
+    await dead_letter_junk(connection)
     (reported,) = json.loads(await run_command(show_dead, as_json=True))
     assert "record" not in reported
     assert reported["unreadable"].startswith("not a record")
@@ -113,22 +113,22 @@ async def test_an_unreadable_payload_is_shown_as_bytes_with_the_reason(connectio
 
 
 async def test_a_retried_letter_is_back_in_its_stage(connection, run_command):
-    letter = await bury_prompt(connection)
+    letter = await dead_letter_prompt(connection)
     assert json.loads(await run_command(retry_dead, [letter], as_json=True)) == {"retried": [letter]}
     view = await read_status(connection)
     assert (view.dead, view.balance["dead"], view.balance["outstanding"], view.stages["prompts"].lag) == (0, 0, 1, 1)
 
 
 async def test_a_dropped_letter_counts_as_dropped(connection, run_command):
-    await bury_prompt(connection)
-    await bury_junk(connection)
+    await dead_letter_prompt(connection)
+    await dead_letter_junk(connection)
     assert await run_command(drop_dead, []) == "dropped 2 dead letters\n"
     view = await read_status(connection)
     assert (view.dead, view.dropped) == (0, {"operator": 1})
 
 
 async def test_an_unknown_id_changes_nothing(connection, run_command):
-    letter = await bury_prompt(connection)
+    letter = await dead_letter_prompt(connection)
     with pytest.raises(PenstockError, match="has no dead letter 1-1"):
         await run_command(drop_dead, [letter, "1-1"])
     assert (await read_status(connection)).dead == 1

@@ -188,7 +188,7 @@ def moved(results: Results, name: str, dtype: str) -> float:
     return min(ways.values())
 
 
-def in_float64_all_is_equal(results: Results, name: str) -> None:
+def all_equal_in_float64(results: Results, name: str) -> None:
     assert moved(results, name, "float64") > 1e-3  # ten steps change all weights
     expected = results.found[name, "float64", "1"]
     apart = {ranks: largest(expected, results.found[name, "float64", ranks]) for ranks in OTHERS}
@@ -197,8 +197,8 @@ def in_float64_all_is_equal(results: Results, name: str) -> None:
 
 def test_ranks_match_one_process_and_any_number_resumes(tmp_path):
     results = Results(tmp_path, SHORT)
-    in_float64_all_is_equal(results, "tied")
-    in_float64_all_is_equal(results, "adapter")
+    all_equal_in_float64(results, "tied")
+    all_equal_in_float64(results, "adapter")
     apart = {ranks: results.apart("tied", "float32", ranks) for ranks in OTHERS}
     assert max(apart.values()) < 1e-4, apart
     assert loaded(results, "tied", "float64").dtype == torch.float32
@@ -211,7 +211,7 @@ def more_results(tmp_path_factory):
 
 @pytest.mark.full
 def test_ranks_with_critic_reference_and_packing_match_one_process(more_results):
-    in_float64_all_is_equal(more_results, "untied")
+    all_equal_in_float64(more_results, "untied")
     assert loaded(more_results, "untied", "float64").dtype == torch.float32
 
 

@@ -91,7 +91,7 @@ class Pipeline:
         return [line.split()[1:] for line in lines if line.split()[0] == role]
 
     @property
-    def order_of_leaving(self) -> list[str]:
+    def stop_order(self) -> list[str]:
         return (self.home / "left").read_text().split()
 
     async def until_started(self, role: str, lives: int = 1) -> None:
@@ -99,7 +99,7 @@ class Pipeline:
             while not (self.home / "lives").exists() or len(self.lives(role)) < lives:
                 await anyio.sleep(0.02)
 
-    async def assert_nobody_is_left(self) -> None:
+    async def assert_no_process_is_left(self) -> None:
         """Wait for killed processes to disappear: the kernel ends them asynchronously."""
         for line in (self.home / "lives").read_text().splitlines():
             with anyio.move_on_after(5):
@@ -151,8 +151,8 @@ async def test_the_run_ends_when_the_trainer_finishes_and_the_other_roles_are_st
     assert outcome.failure is None
     assert not outcome.interrupted
     assert outcome.killed == []
-    assert pipeline.order_of_leaving == ["rollout"]  # the others exited by themselves
-    await pipeline.assert_nobody_is_left()
+    assert pipeline.stop_order == ["rollout"]  # the others exited by themselves
+    await pipeline.assert_no_process_is_left()
 
 
 async def test_live_json_exists_only_during_the_run(make_pipeline, redis_url):
@@ -179,19 +179,19 @@ async def test_a_killed_role_is_restarted(make_pipeline):
     outcome = await pipeline.run()
     assert outcome.failure is None
     assert pipeline.statuses[-1].restarts == {"rollout-0": 1}
-    await pipeline.assert_nobody_is_left()
+    await pipeline.assert_no_process_is_left()
 
 
 async def test_a_role_stopped_from_outside_is_restarted(make_pipeline):
     pipeline = make_pipeline({"train": "until(lambda: len(lives('score')) == 2);" + FINISH, "score": STAY})
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_send_away, pipeline, "score")
+        tasks.start_soon(_terminate, pipeline, "score")
         outcome = await pipeline.run()
     assert outcome.failure is None
     assert len(pipeline.lives("score")) == 2
 
 
-async def _send_away(pipeline: Pipeline, role: str) -> None:
+async def _terminate(pipeline: Pipeline, role: str) -> None:
     await pipeline.until_started(role)
     os.kill(int(pipeline.lives(role)[0][0]), signal.SIGTERM)
 
@@ -204,7 +204,7 @@ async def test_a_crash_loop_fails_the_run_with_the_roles_last_error(make_pipelin
     assert "the disk is full" in message
     assert str(pipeline.settings.folder / "logs" / "score-0.log") in message
     assert len(pipeline.lives("score")) == 3
-    await pipeline.assert_nobody_is_left()
+    await pipeline.assert_no_process_is_left()
 
 
 async def test_a_role_that_is_killed_too_often_fails_the_run(make_pipeline):
@@ -219,7 +219,7 @@ async def test_a_permanent_error_fails_the_run_immediately(make_pipeline):
     outcome = await pipeline.run()
     assert "train-0 exited with code 2, and a restart would not help: model: no such folder" in str(outcome.failure)
     assert len(pipeline.lives("train")) == 1
-    await pipeline.assert_nobody_is_left()
+    await pipeline.assert_no_process_is_left()
 
 
 async def test_ctrl_c_stops_roles_in_pipeline_order(make_pipeline):
@@ -234,8 +234,8 @@ async def test_ctrl_c_stops_roles_in_pipeline_order(make_pipeline):
     assert outcome.interrupted
     assert outcome.failure is None
     assert outcome.killed == []
-    assert pipeline.order_of_leaving == ["rollout", "feed", "score", "train", "engine"]
-    await pipeline.assert_nobody_is_left()
+    assert pipeline.stop_order == ["rollout", "feed", "score", "train", "engine"]
+    await pipeline.assert_no_process_is_left()
 
 
 async def _interrupt(pipeline: Pipeline, times: int = 1) -> None:
@@ -255,7 +255,7 @@ async def test_a_role_that_exceeds_the_shutdown_timeout_is_killed(make_pipeline)
         tasks.start_soon(_interrupt, pipeline)
         outcome = await pipeline.run()
     assert outcome.killed == ["rollout-0"]
-    await pipeline.assert_nobody_is_left()
+    await pipeline.assert_no_process_is_left()
 
 
 async def test_a_second_ctrl_c_kills_all_roles(make_pipeline):
@@ -267,7 +267,7 @@ async def test_a_second_ctrl_c_kills_all_roles(make_pipeline):
         outcome = await pipeline.run()
     assert time.monotonic() - began < 20
     assert sorted(outcome.killed) == ["feed-0", "rollout-0", "score-0", "train-0"]
-    await pipeline.assert_nobody_is_left()
+    await pipeline.assert_no_process_is_left()
 
 
 async def test_child_processes_of_a_role_end_with_it(make_pipeline):
@@ -275,7 +275,7 @@ async def test_child_processes_of_a_role_end_with_it(make_pipeline):
     pipeline = make_pipeline({"train": child + FINISH})
     await pipeline.run()
     assert pipeline.lives("grandchild")
-    await pipeline.assert_nobody_is_left()
+    await pipeline.assert_no_process_is_left()
 
 
 ENGINE = "port = int(sys.argv[5]) or 4321; print(f'listening on http://127.0.0.1:{port}', flush=True);"
@@ -296,7 +296,7 @@ async def test_roles_start_when_the_engine_is_ready_and_a_restarted_engine_keeps
     assert [rest for _, *rest in pipeline.lives("rollout")] == [["http://127.0.0.1:4321"]]
     log = (pipeline.settings.folder / "logs" / "engine-0.log").read_text()
     assert log.splitlines() == ["loading", "listening on http://127.0.0.1:4321"] * 2
-    await pipeline.assert_nobody_is_left()
+    await pipeline.assert_no_process_is_left()
 
 
 async def test_roles_start_when_all_engines_are_ready_and_each_engine_keeps_its_port(make_pipeline):
@@ -325,7 +325,7 @@ async def test_roles_start_when_all_engines_are_ready_and_each_engine_keeps_its_
         "engine-1.log",
         "engine-2.log",
     }
-    await pipeline.assert_nobody_is_left()
+    await pipeline.assert_no_process_is_left()
 
 
 async def test_an_engine_may_take_longer_to_start_than_the_stall_timeout(make_pipeline):
@@ -357,7 +357,7 @@ async def test_a_stalled_run_fails_and_reports_where_the_work_is(make_pipeline, 
     outcome = await pipeline.run()
     assert "nothing was trained or dropped for 1.5 s" in str(outcome.failure)
     assert "1 prompts are unfinished: prompts has 1 waiting, 0 claimed" in str(outcome.failure)
-    await pipeline.assert_nobody_is_left()
+    await pipeline.assert_no_process_is_left()
 
 
 async def test_a_paused_run_is_not_stalled(make_pipeline, connection):
@@ -378,10 +378,10 @@ async def test_penstock_stop_drains_like_ctrl_c(make_pipeline, connection):
     assert outcome.interrupted
     assert outcome.failure is None
     assert outcome.killed == []
-    assert sorted(pipeline.order_of_leaving[:2]) == ["feed", "rollout"]
-    assert pipeline.order_of_leaving[2:] == ["score", "train"]
+    assert sorted(pipeline.stop_order[:2]) == ["feed", "rollout"]
+    assert pipeline.stop_order[2:] == ["score", "train"]
     assert "draining, as `penstock stop` asked" in {status.phase for status in pipeline.statuses}
-    await pipeline.assert_nobody_is_left()
+    await pipeline.assert_no_process_is_left()
 
 
 async def _ask_to_stop(pipeline: Pipeline, connection: RunConnection) -> None:

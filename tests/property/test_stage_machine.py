@@ -62,7 +62,7 @@ class Run(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            self.finish_the_run()
+            self.finish_run()
         finally:
             self.ledger.close()
             self.call(self._connection.__aexit__, None, None, None)
@@ -203,7 +203,7 @@ class Run(RuleBasedStateMachine):
         assert balance.pop("fed") == self.fed == sum(balance.values())
 
     @invariant()
-    def what_is_kept_goes_with_its_entry(self) -> None:
+    def partials_are_deleted_with_their_entry(self) -> None:
         for stage in NEXT:
             there = {entry for entry, _ in self.call(self.connection.redis.xrange, self.connection.key(stage))}
             names = self.call(self.connection.redis.keys, self.connection.key(f"{stage}:partials:*"))
@@ -243,7 +243,7 @@ class Run(RuleBasedStateMachine):
                 all_at_once.zrange(key(f"{stage}:leases"), 0, -1).zrange(key(f"{stage}:retries"), 0, -1)
             return await all_at_once.execute()
 
-    def finish_the_run(self) -> None:
+    def finish_run(self) -> None:
         for _ in range(50):
             self.time_passes("leases")
             self.time_passes("retries")

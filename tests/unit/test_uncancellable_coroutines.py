@@ -15,30 +15,30 @@ from envs.call import CallRunner, Failed, Ok, TimedOut
 FOR_EVER = 3600
 
 
-class Unwilling:
+class Uncancellable:
     """Each way of ignoring a cancellation."""
 
     def __init__(self) -> None:
         self.ended = False
 
-    async def swallows(self):
+    async def ignores_cancellation(self):
         while True:
             with suppress(asyncio.CancelledError):
                 await anyio.sleep(FOR_EVER)
 
-    async def swallows_all(self):
+    async def ignores_every_exception(self):
         while not self.ended:  # else it would run forever during garbage collection
             with suppress(BaseException):
                 await asyncio.sleep(FOR_EVER)
 
-    async def swallows_deep_inside(self):
+    async def ignores_cancellation_deep_inside(self):
         try:
-            await self.swallows()
+            await self.ignores_cancellation()
         finally:
             self.ended = True
 
-    def swallows_once_awaited(self):
-        return self.swallows()
+    def ignores_cancellation_once_awaited(self):
+        return self.ignores_cancellation()
 
     async def cleans_up(self):
         try:
@@ -51,7 +51,7 @@ class Unwilling:
                     continue
             self.ended = True
 
-    async def has_deadlines_of_its_own(self):
+    async def uses_its_own_deadlines(self):
         for _ in range(1500):
             with anyio.move_on_after(0):
                 await anyio.sleep(FOR_EVER)
@@ -64,41 +64,43 @@ def caller():
     return CallRunner(CapacityLimiter(math.inf))
 
 
-@pytest.mark.parametrize("how", ["swallows", "swallows_deep_inside", "swallows_once_awaited"])
+@pytest.mark.parametrize(
+    "how", ["ignores_cancellation", "ignores_cancellation_deep_inside", "ignores_cancellation_once_awaited"]
+)
 async def test_a_coroutine_that_ignores_one_cancellation_times_out(caller, how):
     with anyio.fail_after(10):
-        assert isinstance(await caller.call(getattr(Unwilling(), how), {}, 0.01), TimedOut)
+        assert isinstance(await caller.call(getattr(Uncancellable(), how), {}, 0.01), TimedOut)
         assert await caller.call(anyio.sleep, {"delay": 0}, 5) == Ok(None)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it ignores its end, too
 async def test_a_coroutine_that_ignores_every_exception_times_out(caller):
-    unwilling = Unwilling()
+    uncancellable = Uncancellable()
     with anyio.fail_after(10):
-        assert isinstance(await caller.call(unwilling.swallows_all, {}, 0.01), TimedOut)
-    unwilling.ended = True
+        assert isinstance(await caller.call(uncancellable.ignores_every_exception, {}, 0.01), TimedOut)
+    uncancellable.ended = True
     gc.collect()
 
 
 async def test_the_finally_block_of_a_closed_coroutine_runs(caller):
-    unwilling = Unwilling()
-    assert isinstance(await caller.call(unwilling.swallows_deep_inside, {}, 0.01), TimedOut)
-    assert unwilling.ended
+    uncancellable = Uncancellable()
+    assert isinstance(await caller.call(uncancellable.ignores_cancellation_deep_inside, {}, 0.01), TimedOut)
+    assert uncancellable.ended
 
 
 async def test_a_coroutine_may_clean_up(caller):
-    unwilling = Unwilling()
-    assert isinstance(await caller.call(unwilling.cleans_up, {}, 0.01), TimedOut)
-    assert unwilling.ended
+    uncancellable = Uncancellable()
+    assert isinstance(await caller.call(uncancellable.cleans_up, {}, 0.01), TimedOut)
+    assert uncancellable.ended
 
 
 async def test_a_coroutine_may_use_its_own_deadlines(caller):
-    assert await caller.call(Unwilling().has_deadlines_of_its_own, {}, 60) == Ok(7)
+    assert await caller.call(Uncancellable().uses_its_own_deadlines, {}, 60) == Ok(7)
 
 
 async def test_cancelling_the_caller_ends_the_coroutine(caller):
     with anyio.fail_after(10), anyio.move_on_after(0.01):
-        await caller.call(Unwilling().swallows, {}, 60)
+        await caller.call(Uncancellable().ignores_cancellation, {}, 60)
 
 
 async def test_values_and_errors_pass_through_unchanged(caller):

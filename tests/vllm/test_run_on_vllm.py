@@ -163,7 +163,7 @@ def waiting_for_cores() -> float:
         return 0.0
 
 
-def kill_one_and_see_it_back(project: Project, process) -> Back:
+def kill_one_and_wait_for_its_restart(project: Project, process) -> Back:
     wait_for_trained(project, KILLED_AFTER, process, 600)
     urls = [event["url"] for event in events(project, "supervisor") if event["event"] == "engine.announced"]
     server = Server(urls[1])
@@ -214,7 +214,7 @@ def played(tmp_path_factory) -> Played:
     keeping.start()
     process = project.start("run", str(project.write()), "--json")
     try:
-        back = kill_one_and_see_it_back(project, process)
+        back = kill_one_and_wait_for_its_restart(project, process)
         out, err = process.communicate(timeout=600)
         assert process.returncode == 0, f"{err[-2000:]}\n{project.logs()}"
     finally:

@@ -48,7 +48,7 @@ def by_version(spans) -> list[int]:
     return results
 
 
-def assert_each_token_is_its_versions(served: Served, prompt, ids, logprobs, spans) -> list[int]:
+def assert_tokens_match_their_versions(served: Served, prompt, ids, logprobs, spans) -> list[int]:
     """Assert that every log-prob equals a forward pass of its span's version; returns the versions."""
     versions = by_version(spans)
     assert len(versions) == len(ids)
@@ -100,7 +100,7 @@ async def test_in_flight_the_spans_name_the_first_token_of_each_version(served, 
             await served.end_endless()
     seen = set()
     for name, (ids, logprobs, spans) in result.values():
-        seen.add(tuple(dict.fromkeys(assert_each_token_is_its_versions(served, list(name), ids, logprobs, spans))))
+        seen.add(tuple(dict.fromkeys(assert_tokens_match_their_versions(served, list(name), ids, logprobs, spans))))
     assert seen == {(first, first + 1, first + 2)}
     measured(f"largest difference from transformers so far {served.furthest:.1e}")
 
@@ -156,7 +156,7 @@ async def test_fifty_pushes_under_load_succeed(tied, measured):
     met = {version for _, (_, _, spans) in answers for version in by_version(spans)}
     assert len(met) > 20, f"{len(answers)} requests met {len(met)} versions"
     for prompt, (ids, logprobs, spans) in answers[:: max(1, len(answers) // 40)]:
-        assert_each_token_is_its_versions(tied, prompt, ids, logprobs, spans)
+        assert_tokens_match_their_versions(tied, prompt, ids, logprobs, spans)
     furthest = f"largest difference from transformers so far {tied.furthest:.1e}"
     measured(f"{len(answers)} requests met {len(met)} versions; {furthest}")
 
@@ -264,7 +264,7 @@ async def test_the_next_push_continues_after_a_trainer_was_killed_during_one(tie
             second = await tied.push(2)
             await tied.while_tokens_are_sampled()
             await tied.end_endless()
-    assert set(assert_each_token_is_its_versions(tied, long[0], *results[0])) == {first, second}
+    assert set(assert_tokens_match_their_versions(tied, long[0], *results[0])) == {first, second}
     await tied.assert_serves(2, long)
 
 

@@ -48,8 +48,8 @@ class EngineProcesses:
         if count > 1:
             return f"starting {count} engines: {len(self._urls)} listen"
         # vLLM may take minutes to start, so the display names its log.
-        told = f" ({self.processes[0].log_file} tells how far it is)" if self._settings.engine.server == "vllm" else ""
-        return f"starting the engine{told}"
+        hint = f" ({self.processes[0].log_file} tells how far it is)" if self._settings.engine.server == "vllm" else ""
+        return f"starting the engine{hint}"
 
     @property
     def all_listen(self) -> bool:

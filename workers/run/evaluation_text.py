@@ -22,12 +22,12 @@ def format_result(line: Mapping[str, Any]) -> str:
     if not line:
         return ""
     score = line["overall"]
-    told = [f"mean {_both(score['mean_valid'], score['mean_all'])}"]
-    told += [f"pass@{k} {_both(both.get('valid'), both.get('all'))}" for k, both in score["pass_at"].items()]
+    parts = [f"mean {_both(score['mean_valid'], score['mean_all'])}"]
+    parts += [f"pass@{k} {_both(both.get('valid'), both.get('all'))}" for k, both in score["pass_at"].items()]
     invalid = sum(score["invalid"].values())
-    told += [f"{score['valid']} of {score['n']} valid"] if invalid else []
-    told += [f"{score['mixed']} mixed"] if score["mixed"] else []
-    return f"version {line['version']}: {' · '.join(told)}"
+    parts += [f"{score['valid']} of {score['n']} valid"] if invalid else []
+    parts += [f"{score['mixed']} mixed"] if score["mixed"] else []
+    return f"version {line['version']}: {' · '.join(parts)}"
 
 
 def _both(valid: float | None, every: float | None) -> str:

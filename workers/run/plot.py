@@ -80,13 +80,13 @@ def _series(rows: list[dict[str, Any]], what: DisplayMetric) -> Points:
 def _title(folder: Path, rows: list[dict[str, Any]]) -> str:
     name = folder.resolve().name
     last = rows[-1]
-    told = [f"{last['step']} steps"]
+    parts = [f"{last['step']} steps"]
     if "version" in last:
-        told.append(f"policy version {last['version']:g}")
+        parts.append(f"policy version {last['version']:g}")
     if (seconds := last.get("time", 0) - rows[0].get("time", 0)) > 0:
-        told.append(f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s")
+        parts.append(f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s")
     bold = name.replace("_", r"\_").replace("-", "{-}")  # in mathtext a bare hyphen is a minus
-    return rf"$\bf{{{bold}}}$   {', '.join(told)}"
+    return rf"$\bf{{{bold}}}$   {', '.join(parts)}"
 
 
 def _reward(axes: "Axes", points: Points) -> None:

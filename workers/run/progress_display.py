@@ -105,11 +105,11 @@ class TableDisplay:
 
 def format_line(view: RunStatus | None, state: SupervisorState) -> str:
     """Format the run's status as one line."""
-    told = [f"{state.run} {format_duration(state.seconds)}", state.phase]
+    parts = [f"{state.run} {format_duration(state.seconds)}", state.phase]
     if view is not None:
         balance = view.balance
         depths = " ".join(f"{name} {stage.depth - stage.marked}" for name, stage in view.stages.items())
-        told += [
+        parts += [
             *([str(view.paused)] if view.paused else []),
             f"step {view.policy.get('step', 0)}",
             f"version {max(view.version, 0)}",
@@ -119,8 +119,8 @@ def format_line(view: RunStatus | None, state: SupervisorState) -> str:
             " ".join(f"{name} {balance[name]}" for name in ("trained", "dropped", "dead", "outstanding", "fed")),
         ]
     if state.restarts:
-        told.append("restarts " + " ".join(f"{name} {count}" for name, count in sorted(state.restarts.items())))
-    return " | ".join(told)
+        parts.append("restarts " + " ".join(f"{name} {count}" for name, count in sorted(state.restarts.items())))
+    return " | ".join(parts)
 
 
 def render_table(view: RunStatus | None, state: SupervisorState, rewards: list[float]) -> RenderableType:
@@ -149,8 +149,8 @@ def render_table(view: RunStatus | None, state: SupervisorState, rewards: list[f
         balance_text(view),
     ]
     if state.restarts:
-        told = ", ".join(f"{name} {count}x" for name, count in sorted(state.restarts.items()))
-        parts.append(Text.assemble(("restarted  ", _QUIET), (told, _ALARM)))
+        restarts = ", ".join(f"{name} {count}x" for name, count in sorted(state.restarts.items()))
+        parts.append(Text.assemble(("restarted  ", _QUIET), (restarts, _ALARM)))
     return Padding(Group(*parts), (1, 2))
 
 
@@ -179,8 +179,8 @@ def evaluation_lines(view: RunStatus) -> list[RenderableType]:
     """Return one line for the running evaluation and one for the last result, where they exist."""
     if view.evaluation is None:
         return []
-    told = {"evaluating": format_progress(view.evaluation), "evaluation": format_result(view.evaluation.result)}
-    return [Text.assemble((f"{name} ", _QUIET), what) for name, what in told.items() if what]
+    texts = {"evaluating": format_progress(view.evaluation), "evaluation": format_result(view.evaluation.result)}
+    return [Text.assemble((f"{name} ", _QUIET), what) for name, what in texts.items() if what]
 
 
 def balance_text(view: RunStatus) -> Text:
@@ -241,17 +241,17 @@ def sparkline(values: list[float]) -> str:
 
 def _metric_values(view: RunStatus) -> list[tuple[str, str]]:
     """Return names and formatted values of the available metrics."""
-    metrics, told = view.metrics, []
+    metrics, items = view.metrics, []
     if (reward := metric_value(metrics, "reward")) is not None:
-        told.append(("reward", f"{reward:.3f}"))
+        items.append(("reward", f"{reward:.3f}"))
     if (valid := metric_value(metrics, "valid")) is not None:
-        told.append(("valid", f"{valid:.1%}"))
+        items.append(("valid", f"{valid:.1%}"))
     if (mean := metric_value(metrics, "staleness")) is not None:
         most = metric_value(metrics, "staleness_max")
-        told.append(("staleness", f"{mean:.2f}" + ("" if most is None else f" (max {most:g})")))
+        items.append(("staleness", f"{mean:.2f}" + ("" if most is None else f" (max {most:g})")))
     if (speed := metric_value(metrics, "tokens_per_second")) is not None:
-        told.append(("tokens/s", f"{speed:,.0f}"))
-    return told
+        items.append(("tokens/s", f"{speed:,.0f}"))
+    return items
 
 
 def _evaluation_parts(view: RunStatus) -> list[str]:

@@ -48,8 +48,8 @@ class RunLocation(Struct, frozen=True, kw_only=True):
 
 def write_run_info(folder: Path, info: RunInfo) -> None:
     """Write `live.json`; only its owner can read it if the server's URL contains a password."""
-    told = msgspec.json.format(msgspec.json.encode(info)) + b"\n"
-    write_atomically(folder / "live.json", told, private=has_secret(info.redis))
+    payload = msgspec.json.format(msgspec.json.encode(info)) + b"\n"
+    write_atomically(folder / "live.json", payload, private=has_secret(info.redis))
 
 
 def remove_run_info(folder: Path) -> None:

@@ -45,8 +45,8 @@ class Call:
     arguments: dict[str, Any]
 
     def __str__(self) -> str:
-        said = json.dumps({"name": self.name, "arguments": self.arguments}, ensure_ascii=False)
-        return f"<tool_call>\n{said}\n</tool_call>"
+        rendered = json.dumps({"name": self.name, "arguments": self.arguments}, ensure_ascii=False)
+        return f"<tool_call>\n{rendered}\n</tool_call>"
 
 
 def call(name: str, /, **arguments: Any) -> Call:

@@ -237,10 +237,10 @@ class ScriptedEngine:
     def _encode_answer(self, request: GenerateRequest, fault: Fault | None, began: float) -> bytes:
         """Return the encoded answer of `/inference/v1/generate`, with its fault."""
         limit = min(request.sampling_params.max_tokens, self._max_length - len(request.token_ids))
-        said = self._tokens(request)
-        tokens = [] if fault == "empty" else said[:limit]
+        sampled = self._tokens(request)
+        tokens = [] if fault == "empty" else sampled[:limit]
         logprobs = [scripted_logprob(len(request.token_ids) + i, token) for i, token in enumerate(tokens)]
-        reason: Literal["stop", "length", "abort"] = "length" if len(said) > limit else "stop"
+        reason: Literal["stop", "length", "abort"] = "length" if len(sampled) > limit else "stop"
         end = len(tokens) - (fault == "spans")
         spans = self._spans(end, began)
         top_logprobs = [self._top_logprobs(request.sampling_params)] * len(tokens)
@@ -263,8 +263,8 @@ class ScriptedEngine:
         return payload
 
     def _encode_completion(self, request: GenerateRequest, fault: Fault | None, began: float) -> bytes:
-        said = self._encode_answer(request, None if fault in {"garbage", "nan_logprob"} else fault, began)
-        choice = msgspec.json.decode(said, type=GenerateResponse).choices[0]
+        generated = self._encode_answer(request, None if fault in {"garbage", "nan_logprob"} else fault, began)
+        choice = msgspec.json.decode(generated, type=GenerateResponse).choices[0]
         content = choice.logprobs.content if choice.logprobs else []
         logprobs = {
             "token_logprobs": [entry.logprob for entry in content],

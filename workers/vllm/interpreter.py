@@ -108,8 +108,8 @@ def inspect_interpreter(python: Path) -> VllmInstallation:
     except FileNotFoundError as error:
         raise SettingsError(f"{python}: there is no interpreter to run vLLM with: {_REMEDY}") from error
     except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").strip().splitlines()
-        what = (said or ["it said nothing"])[-1][:_QUOTED]
+        error_lines = error.stderr.decode(errors="replace").strip().splitlines()
+        what = (error_lines or ["it said nothing"])[-1][:_QUOTED]
         raise SettingsError(f"{python} does not run as an interpreter: {what}; {_REMEDY}") from error
     except (OSError, subprocess.TimeoutExpired, msgspec.DecodeError) as error:
         raise SettingsError(f"{python} cannot run vLLM: {error}; {_REMEDY}") from error

@@ -97,11 +97,11 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
         code = await process.wait()
         with anyio.move_on_after(_LATE_OUTPUT_S):
             await silent.wait()
-        said = tail.last_error  # errors of its other processes after this are consequences
+        last_error = tail.last_error  # errors of its other processes after this are consequences
         tasks.cancel_scope.cancel()
     if gone.is_set():
-        raise EngineError(f"vLLM stopped listening without exiting and was killed: {said}")
-    raise _exit_error(code, said)
+        raise EngineError(f"vLLM stopped listening without exiting and was killed: {last_error}")
+    raise _exit_error(code, last_error)
 
 
 def _exit_error(code: int, last_error: str) -> EngineError | SettingsError:
