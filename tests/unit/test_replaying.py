@@ -307,7 +307,7 @@ def test_a_ledger_line_without_a_group_is_reported(made, change, words):
 def test_an_invalid_ledger_line_or_length_is_refused(made):
     whole = made.ledger.read_bytes()
     made.ledger.write_bytes(whole.replace(b'"trained"', b'"trainee"', 1))
-    with pytest.raises(RunMismatchError, match="'trainee' is no outcome"):
+    with pytest.raises(RunMismatchError, match="'trainee' is not an outcome"):
         made.replay()
     made.ledger.write_bytes(b"".join(whole.splitlines(keepends=True)[1:]))
     with pytest.raises(RunMismatchError, match=r"no line ends at byte \d+"):
