@@ -104,7 +104,7 @@ def test_the_interpreter_is_looked_up_in_the_variable_the_checkout_and_the_curre
         tmp_path / ".cache/vllm/bin", 'echo \'{"version": "1", "is_cpu_build": true, "plugins": ["penstock"]}\''
     )
     assert find_interpreter() == python
-    with pytest.raises(SettingsError, match=r"/else: no such interpreter"):
+    with pytest.raises(SettingsError, match=r"/else: there is no interpreter"):
         find_interpreter("/else")
 
 
