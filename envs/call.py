@@ -42,6 +42,8 @@ class Failed:
     """The call raised."""
 
     error: BaseException
+    interim: bytes | None = None
+    """The interim result of a job whose process ended (`envs.processes.child_main.report_interim`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class TimedOut:
     """The call passed its deadline. A thread cannot be stopped, so the function may still be running."""
 
     timeout_s: float
+    interim: bytes | None = None
+    """The interim result of a job whose process was killed."""
 
 
 Outcome = Ok | Failed | TimedOut

@@ -2,13 +2,21 @@
 
 Missing rewards are never encoded as numbers. A reward is `Measured` or `Unmeasured`, and nothing turns an unmeasured
 reward into a measured one.
+
+The opposite mistake is as bad: a policy must not be able to choose to be unmeasured, because leaving a bad completion
+out of its group's baseline can pay. Where only the policy's own answer cannot be judged, a reward function measures its
+worst value and keeps the reason (`Measured.reason`).
 """
 
 import math
 from enum import StrEnum
 from numbers import Real
+from typing import Final
 
 from msgspec import Struct
+
+MAX_REWARD: Final = 1e18
+"""Largest absolute value of a measured reward; its square, and sums of squares, are finite in float32."""
 
 
 class RewardReason(StrEnum):
@@ -18,9 +26,10 @@ class RewardReason(StrEnum):
     TIMEOUT = "timeout"  # it exceeded its timeout
     MISSING = "missing"  # it returned None
     NOT_FINITE = "not_finite"  # NaN or an infinity
+    TOO_LARGE = "too_large"  # finite, and beyond `MAX_REWARD`
     NOT_NUMERIC = "not_numeric"  # a string, a list, or anything else that is not a number
     SHAPE = "shape"  # the number of results differs from the batch size
-    INVALID_GOLD = "invalid_gold"  # the reference answer does not parse
+    BAD_REFERENCE = "bad_reference"  # the gold answer itself is unusable
     COMPONENT = "component"  # one of several required parts is unmeasured
     UNAVAILABLE = "unavailable"  # the reward model or judge could not be reached
 
@@ -65,10 +74,14 @@ class DropReason(StrEnum):
     OPERATOR = "operator"  # an operator dropped its dead letter
 
 
-class Measured(Struct, frozen=True, tag="measured"):
-    """A reward with a value, which is a finite float."""
+class Measured(Struct, frozen=True, tag="measured", omit_defaults=True):
+    """A reward with a value, which is a finite float of at most `MAX_REWARD`."""
 
     value: float
+    reason: RewardReason | None = None
+    """Why the value is the worst one: the answer itself could not be judged. None for any other value."""
+    detail: str = ""
+    """The reason's text."""
 
 
 class Unmeasured(Struct, frozen=True, tag="unmeasured"):
@@ -88,7 +101,8 @@ def measure(value: object) -> Reward:
         value: any object. Numbers are Python and numpy numbers, bools, and arrays and tensors of one element.
 
     Returns:
-        `Measured` for a finite number, else `Unmeasured` with `missing`, `not_finite` or `not_numeric`.
+        `Measured` for a number up to ± `MAX_REWARD`, else `Unmeasured` with `missing`, `not_finite`, `too_large` or
+        `not_numeric`. A `Measured` keeps its reason and detail.
 
     Example:
         >>> measure(1)
@@ -98,7 +112,10 @@ def measure(value: object) -> Reward:
     """
     if isinstance(value, Unmeasured):
         return value
+    reason, detail = None, ""
     if isinstance(value, Measured):
+        reason = value.reason if isinstance(value.reason, RewardReason) else None
+        detail = str(value.detail) if reason else ""
         value = value.value  # its value may not be finite
     if value is None:
         return Unmeasured(RewardReason.MISSING, "returned None")
@@ -114,4 +131,6 @@ def measure(value: object) -> Reward:
         return Unmeasured(RewardReason.NOT_FINITE, "returned an integer beyond the range of a float")
     if not math.isfinite(number):
         return Unmeasured(RewardReason.NOT_FINITE, f"returned {number}")
-    return Measured(number)
+    if abs(number) > MAX_REWARD:
+        return Unmeasured(RewardReason.TOO_LARGE, f"returned {number:g}; the limit is {MAX_REWARD:g}")
+    return Measured(number, reason, detail)

@@ -90,7 +90,7 @@ def exact_answer(
     """Return 1.0 if the model's last message has `Answer: N` with the right number, after at least one tool call.
 
     The last of several answers counts. A gold answer that is no whole number makes the completion invalid
-    (`invalid_gold`).
+    (`bad_reference`).
 
     Args:
         completions: conversations, or texts.
@@ -111,5 +111,5 @@ def _score(completion: Any, environment: Any, gold: Any) -> float | Reward:
     try:
         expected = int(gold) if isinstance(gold, float) and gold.is_integer() else int(str(gold).strip())
     except ValueError:
-        return Unmeasured(RewardReason.INVALID_GOLD, f"the answer in the data, {gold!r}, is not a whole number")
+        return Unmeasured(RewardReason.BAD_REFERENCE, f"the answer in the data, {gold!r}, is not a whole number")
     return measure(final_answer(completion) == expected and len(environment.calls) > 0)

@@ -5,12 +5,13 @@
     "x = a + b"                    "x = a - b"        .666667
     "def add(a, b): return a + b"  "return a + b"     .253968
     " PRINT('Hello') "             "print('hello')"   1
+    ""                             anything           invalid, bad_reference
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from envs.builtin.gold_answers import gold_column
+from envs.builtin.gold_answers import bad_reference, gold_column
 from envs.messages import last_assistant_text
 from stream.validity import Reward, RewardReason, Unmeasured, measure
 
@@ -41,22 +42,21 @@ class CodeJaccard:
 def similarity(gold: str, text: str) -> float:
     """Return the Jaccard index of the two texts' words times the ratio of their lengths in characters, in [0, 1].
 
-    Both texts are stripped and lowercased first. Equal texts have similarity 1; any other text compared to an empty
-    gold text has 0.
+    Both texts are stripped and lowercased first. Equal texts have similarity 1. The gold text has at least one word.
     """
     gold, text = gold.strip().lower(), text.strip().lower()
     if gold == text:
         return 1.0
     expected, found = set(gold.split()), set(text.split())
-    if not expected:
-        return 0.0
     index = len(expected & found) / len(expected | found)
     return min(1.0, max(0.0, index * min(len(gold), len(text)) / max(len(gold), len(text))))
 
 
 def _score(gold: Any, completion: Any) -> Reward:
     if not isinstance(gold, str):
-        return Unmeasured(RewardReason.INVALID_GOLD, f"the gold code is a {type(gold).__name__}, not a string")
+        return Unmeasured(RewardReason.BAD_REFERENCE, f"the gold code is a {type(gold).__name__}, not a string")
+    if not gold.strip():
+        return bad_reference(gold, "is empty")
     try:
         return measure(similarity(gold, last_assistant_text(completion)))
     except TypeError as error:

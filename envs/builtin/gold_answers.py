@@ -20,6 +20,6 @@ def gold_column(columns: Mapping[str, Sequence[Any]], column: str) -> Sequence[A
     return golds
 
 
-def invalid_gold(gold: Any, why: str) -> Unmeasured:
+def bad_reference(gold: Any, why: str) -> Unmeasured:
     """Return the reward for a gold answer that is unusable: the completion is invalid, the data is at fault."""
-    return Unmeasured(RewardReason.INVALID_GOLD, f"the gold answer {str(gold)[:_MAX_SHOWN_CHARS]!r} {why}")
+    return Unmeasured(RewardReason.BAD_REFERENCE, f"the gold answer {str(gold)[:_MAX_SHOWN_CHARS]!r} {why}")

@@ -5,21 +5,28 @@ r"""The reward `math`: mathematical equality with the gold answer, by math-verif
     gold \frac12   "... so it is 0.5"             1.0
     gold 4         "\boxed{3} ... \boxed{4}"      0.0   two answers count as none
     gold 4         "no idea"                      0.0
-    gold \frac{1}{ anything                       invalid, invalid_gold
-    gold 1         "\boxed{9^{9^{9^9}}}"          invalid, timeout
+    gold 4         "\boxed{9^{9^{9^9}}}"          0.0   reason timeout: only the answer is unmanageable
+    gold \frac{1}{ anything                       invalid, bad_reference
+    gold 9^{9^{9^9}}  "4"                         invalid, timeout: the gold answer is unmanageable
 
 math-verify uses an alarm signal, which works only in a main thread: in a thread pool a right answer looks wrong. Its
 timeout exception is not an `Exception`, and without `raise_on_error` a timeout silently means "wrong". So it runs in
-main threads of killable child processes (`CallOptions`), and each step distinguishes errors in the data, in the model's
-answer and in the verifier. A model can provoke timeouts; `[abort]` stops a run in which too many completions are
-invalid.
+the main threads of killable child processes (`CallOptions`), and each step distinguishes errors in the data, in the
+model's answer and in the verifier.
+
+A policy must not be able to choose to be invalid, so the gold answer is read in a separate step: it is parsed and
+compared with a number. Once that worked, whatever the verifier cannot do in time, in memory or at all with the model's
+answer is a measured 0.0 that keeps its reason. A machine or an installation that fails (`ImportError`, `OSError`), or a
+verifier that can no longer compare the gold answer with itself, measures nothing.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-from envs.builtin.gold_answers import gold_column, invalid_gold
+from envs.builtin.gold_answers import bad_reference, gold_column
+from envs.call import describe_error
 from envs.extras import missing_extra
 from envs.messages import last_assistant_text
 from envs.rewards.loading import CallOptions
@@ -52,15 +59,25 @@ class Math:
         """Run once in each process, so that slow imports do not count towards a call's deadline."""
         self._equal("1", r"\boxed{1}", self._precision)
 
-    def __call__(self, completions: Sequence[Any], **columns: Sequence[Any]) -> list[Reward]:
+    def __call__(
+        self, completions: Sequence[Any], set_fallback: Callable[[list[Reward]], None] | None = None, **columns: Any
+    ) -> list[Reward]:
         """Score completions.
 
         Args:
             completions: conversations, or texts.
+            set_fallback: gets the rewards that count if this call is killed.
             **columns: columns of the data, among them the gold answers.
         """
-        judged = zip(gold_column(columns, self._column), completions, strict=True)
-        return [self._equal(gold, last_assistant_text(completion), self._precision) for gold, completion in judged]
+        rewards: list[Reward] = []
+        for gold, completion in zip(gold_column(columns, self._column), completions, strict=True):
+            if set_fallback is not None and is_comparable(gold):
+                later = [Unmeasured(RewardReason.TIMEOUT, "its turn did not come")] * (
+                    len(completions) - len(rewards) - 1
+                )
+                set_fallback([*rewards, UNMANAGEABLE, *later])
+            rewards.append(self._equal(gold, last_assistant_text(completion), self._precision))
+        return rewards
 
 
 Verifier = Callable[[Any, str, int], Reward]
@@ -80,6 +97,10 @@ def get_verifier(name: str) -> Verifier:
     return VERIFIERS[name]
 
 
+UNMANAGEABLE = Measured(0.0, RewardReason.TIMEOUT, "math-verify could not judge the answer")
+"""Reward of an answer that is killed with the verifier; the reason and its detail are completed then."""
+
+
 def math_verify(gold: Any, text: str, precision: int = 6) -> Reward:
     """Return whether a text states the gold answer. Call it only in the main thread of a killable process.
 
@@ -87,38 +108,96 @@ def math_verify(gold: Any, text: str, precision: int = 6) -> Reward:
         gold: a string, or a number.
         text: the model's message.
         precision: decimal places to which numbers are compared.
+
+    Returns:
+        1.0 or 0.0. A 0.0 with a reason: the gold answer is fine, and the text cannot be compared with it. `Unmeasured`
+        if the gold answer cannot be used.
     """
-    if isinstance(gold, bool) or not isinstance(gold, str | int | float):
-        return Unmeasured(
-            RewardReason.INVALID_GOLD, f"the gold answer is a {type(gold).__name__}, neither text nor number"
-        )
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    expected = _read_gold(gold)
+    if isinstance(expected, Unmeasured):
+        return expected
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
     from math_verify.errors import TimeoutException
 
-    from_latex, from_text = LatexExtractionConfig(), ExprExtractionConfig()
-    limits = {"parsing_timeout": _TIMEOUT_S, "raise_on_error": True}
-    step = "parse the gold answer"
+    step = "parse"
     try:
-        expected = parse(f"\\boxed{{{gold}}}", (from_latex,), **limits)
-        if all(isinstance(expression, str) for expression in expected):  # nothing parsed, or only text
-            return invalid_gold(gold, "is not an expression")
-        step = "parse the prediction"
-        found = parse(text, (from_text, from_latex), **limits)
-        step = "compare the two"
-        equal = verify(expected, found, float_rounding=precision, timeout_seconds=_TIMEOUT_S, raise_on_error=True)
+        found = parse(text, (ExprExtractionConfig(), LatexExtractionConfig()), **_parse_limits())
+        step = "compare"
+        return Measured(float(_compare(expected, found, precision)))
     except TimeoutException:  # not a subclass of Exception
-        return Unmeasured(RewardReason.TIMEOUT, f"math-verify did not {step} within {_TIMEOUT_S} s")
-    except MemoryError:
-        return Unmeasured(RewardReason.RAISED, f"math-verify needed too much memory to {step}")
+        if step == "compare" and not is_comparable(gold):
+            return Unmeasured(
+                RewardReason.TIMEOUT, f"math-verify did not compare the gold answer within {_TIMEOUT_S} s"
+            )
+        return Measured(0.0, RewardReason.TIMEOUT, f"math-verify did not {step} the answer within {_TIMEOUT_S} s")
     except (ImportError, OSError):  # a failure of the machine
         raise
-    except Exception:  # the library raises many types for unreadable input
-        if step == "parse the gold answer":
-            return invalid_gold(gold, "is not an expression")
-        if step == "parse the prediction":
+    except Exception as error:  # the library raises many types for unreadable input
+        if step == "parse" and not isinstance(error, MemoryError):
             return Measured(0.0)
+        if step == "compare" and not _compare(expected, expected, precision):
+            raise
+        return Measured(0.0, RewardReason.RAISED, f"math-verify could not {step} the answer: {describe_error(error)}")
+
+
+def is_comparable(gold: Any) -> bool:
+    """Return whether the gold answer parses and can be compared with a number in time; computed once for each one."""
+    from math_verify.errors import TimeoutException
+
+    try:
+        return not isinstance(_read_gold(gold), Unmeasured) and _probe(str(gold), _TIMEOUT_S)
+    except TimeoutException:  # not a subclass of Exception
+        return False
+
+
+def _read_gold(gold: Any) -> list[Any] | Unmeasured:
+    """Parse a gold answer, or return why it cannot be used."""
+    if isinstance(gold, bool) or not isinstance(gold, str | int | float):
+        return Unmeasured(
+            RewardReason.BAD_REFERENCE, f"the gold answer is a {type(gold).__name__}, neither text nor number"
+        )
+    from math_verify import LatexExtractionConfig, parse
+    from math_verify.errors import TimeoutException
+
+    try:
+        expected: list[Any] = parse(f"\\boxed{{{gold}}}", (LatexExtractionConfig(),), **_parse_limits())
+    except TimeoutException:  # not a subclass of Exception
+        return Unmeasured(RewardReason.TIMEOUT, f"math-verify did not parse the gold answer within {_TIMEOUT_S} s")
+    except MemoryError:
+        return Unmeasured(RewardReason.RAISED, "math-verify needed too much memory to parse the gold answer")
+    except (ImportError, OSError):  # a failure of the machine
         raise
-    return Measured(float(equal))
+    except Exception:  # noqa: BLE001  (the library raises many types for unreadable input)
+        return bad_reference(gold, "is not an expression")
+    if all(isinstance(expression, str) for expression in expected):  # nothing parsed, or only text
+        return bad_reference(gold, "is not an expression")
+    return expected
+
+
+@lru_cache(maxsize=1024)
+def _probe(gold: str, _timeout_s: float) -> bool:
+    """Compare a gold answer with a number, which evaluates it; return whether that ended in time."""
+    from math_verify.errors import TimeoutException
+
+    try:
+        _compare(_read_gold(gold), _read_gold(1), 6)
+    except TimeoutException:  # not a subclass of Exception
+        return False
+    except (ImportError, OSError):  # a failure of the machine
+        raise
+    except Exception:  # noqa: BLE001  (comparing with an answer of its own kind may work)
+        return True
+    return True
+
+
+def _compare(expected: Any, found: Any, precision: int) -> bool:
+    from math_verify import verify
+
+    return bool(verify(expected, found, float_rounding=precision, timeout_seconds=_TIMEOUT_S, raise_on_error=True))
+
+
+def _parse_limits() -> dict[str, Any]:
+    return {"parsing_timeout": _TIMEOUT_S, "raise_on_error": True}
 
 
 VERIFIERS: dict[str, Verifier] = {DEFAULT_VERIFIER: math_verify}

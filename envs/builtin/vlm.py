@@ -5,25 +5,30 @@ r"""The reward `vlm`: weighted parts for image prompts, after NeMo-RL, with corr
 `exact_alnum`  1 if the answer's letters and digits equal the gold's, ignoring case
 `math_expr`    1 if the answer is mathematically equal to the gold (`math_verifier`)
 `bbox_giou`    generalized intersection over union of two boxes `[x1, y1, x2, y2]`, from -1 to 1. A box is four finite
-               numbers with x2 > x1 and y2 > y1; any other answer gives 0
+               numbers with x2 > x1 and y2 > y1; any other answer gives 0. A box too large for floating-point numbers
+               gives -1 as an answer, and is unusable as a gold answer
 `geo3k`        .9 for the right expression in the last `\boxed{}` plus .1 for `</think> ... \boxed{}`
 =============  ========================================================================================================
 
 The answer is the text between `<answer>` and `</answer>`; without it, parts that need it are 0. A gold answer that a
-part cannot read makes the part invalid (`invalid_gold`), whatever the model answered.
+part cannot read makes the part invalid (`bad_reference`), whatever the model answered. An answer on which the verifier
+of `math_expr` or `geo3k` hangs is wrong, and the part keeps the reason.
 """
 
+import decimal
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from envs.builtin.gold_answers import invalid_gold
-from envs.builtin.math_verifier import PROCESSES, get_verifier
+import msgspec
+
+from envs.builtin.gold_answers import bad_reference
+from envs.builtin.math_verifier import PROCESSES, UNMANAGEABLE, get_verifier, is_comparable
 from envs.messages import last_assistant_text
 from envs.rewards.loading import CallOptions
-from stream.validity import Measured, Reward, Unmeasured
+from stream.validity import Measured, Reward, RewardReason, Unmeasured
 
 _THINK = re.compile(r"<think>[\s\S]*</think>")
 _ANSWER = re.compile(r"<answer>([\s\S]*)</answer>")
@@ -59,7 +64,7 @@ class Vlm:
             raise ValueError("the weights of the parts must be at least 0, and one of them above 0")
         self._weights = {name: weight / total for name, weight in parts.items()}
         self._column = answer
-        self._needs_math = not {"math_expr", "geo3k"}.isdisjoint(parts)
+        self._needs_math = not _MATH_PARTS.keys().isdisjoint(parts)
         if self._needs_math:
             get_verifier("math_verify")  # fail here rather than in a child process
 
@@ -68,19 +73,32 @@ class Vlm:
         if self._needs_math:
             math_expr("1", "<answer>1</answer>")
 
-    def __call__(self, completions: Sequence[Any], **columns: Sequence[Any]) -> list[dict[str, Reward]]:
+    def __call__(
+        self, completions: Sequence[Any], set_fallback: Callable[[list[Any]], None] | None = None, **columns: Any
+    ) -> list[dict[str, Reward]]:
         """Score completions.
 
         Args:
             completions: conversations, or texts.
+            set_fallback: gets the rewards that count if this call is killed.
             **columns: columns of the data, among them the gold answers.
         """
         golds = columns.get(self._column, [None] * len(completions))
-        judged = zip(golds, map(last_assistant_text, completions), strict=True)
-        return [
-            {name: _weighted(PARTS[name](gold, text), weight) for name, weight in self._weights.items()}
-            for gold, text in judged
-        ]
+        rewards: list[dict[str, Reward]] = []
+        for gold, text in zip(golds, map(last_assistant_text, completions), strict=True):
+            found = {name: PARTS[name](gold, text) for name in self._weights if name not in _MATH_PARTS}
+            if set_fallback is not None and self._needs_math and is_comparable(gold):
+                unmanageable = {name: part(UNMANAGEABLE, text) for name, part in _MATH_PARTS.items()}
+                later = [Unmeasured(RewardReason.TIMEOUT, "its turn did not come")] * (
+                    len(completions) - len(rewards) - 1
+                )
+                set_fallback([*rewards, self._weighted(unmanageable | found), *later])
+            found |= {name: PARTS[name](gold, text) for name in self._weights if name in _MATH_PARTS}
+            rewards.append(self._weighted(found))
+        return rewards
+
+    def _weighted(self, parts: Mapping[str, Reward]) -> dict[str, Reward]:
+        return {name: _scaled(parts[name], weight) for name, weight in self._weights.items()}
 
 
 def format_tags(_: Any, text: str) -> Reward:
@@ -92,7 +110,7 @@ def exact_alnum(gold: Any, text: str) -> Reward:
     """Return 1 if the answer's letters and digits equal the gold's."""
     expected = _alnum(str(gold)) if isinstance(gold, str | int) and not isinstance(gold, bool) else ""
     if not expected:
-        return invalid_gold(gold, "has no letter and no digit")
+        return bad_reference(gold, "has no letter and no digit")
     answer = _answer(text)
     return Measured(float(answer is not None and _alnum(answer) == expected))
 
@@ -107,19 +125,28 @@ def bbox_giou(gold: Any, text: str) -> Reward:
     """Return the generalized intersection over union of the answer's box and the gold's."""
     expected = parse_box(gold)
     if expected is None:
-        return invalid_gold(gold, "is not a box")
-    found = parse_box(_answer(text))
-    value = 0.0 if found is None else generalized_iou(expected, found)
-    return Measured(min(1.0, max(-1.0, value)) if math.isfinite(value) else 0.0)
+        return bad_reference(gold, "is not a box")
+    found = _read_box(_answer(text))
+    if found is None:
+        return Measured(0.0)
+    value = generalized_iou(expected, found)
+    if not math.isfinite(value):
+        return Measured(-1.0, RewardReason.TOO_LARGE, "the answer's box is too large for floating-point numbers")
+    return Measured(min(1.0, max(-1.0, value)))
 
 
 def geo3k(gold: Any, text: str) -> Reward:
     r"""Score the expression in the last `\boxed{}`, and reasoning before it."""
     answer = last_boxed(text)
-    right = get_verifier("math_verify")(gold, "" if answer is None else f"\\boxed{{{answer}}}", 6)
+    return _geo3k(get_verifier("math_verify")(gold, "" if answer is None else f"\\boxed{{{answer}}}", 6), text)
+
+
+def _geo3k(right: Reward, text: str) -> Reward:
+    """Combine the verdict on the expression with the score of the format."""
     if isinstance(right, Unmeasured):
         return right
-    return Measured((1 - _GEO3K_FORMAT) * right.value + _GEO3K_FORMAT * bool(_GEO3K.search(text)))
+    value = (1 - _GEO3K_FORMAT) * right.value + _GEO3K_FORMAT * bool(_GEO3K.search(text))
+    return Measured(value, right.reason, right.detail)
 
 
 PARTS: dict[str, Callable[[Any, str], Reward]] = {
@@ -129,23 +156,31 @@ PARTS: dict[str, Callable[[Any, str], Reward]] = {
     "bbox_giou": bbox_giou,
     "geo3k": geo3k,
 }
+_MATH_PARTS: dict[str, Callable[[Reward, str], Reward]] = {"math_expr": lambda right, _: right, "geo3k": _geo3k}
+"""Parts that need the verifier: the part's reward from the verdict and the text."""
 
 Box = tuple[float, float, float, float]
 """x1, y1, x2, y2."""
 
 
 def parse_box(value: Any) -> Box | None:
-    """Parse a box from a text or a list of numbers; None for anything else."""
+    """Parse a box from a text or a list of numbers; None for anything else, or if its area overflows or underflows."""
+    box = _read_box(value)
+    return box if box is not None and 0 < _area(box) < math.inf else None
+
+
+def _read_box(value: Any) -> Box | None:
+    """Read four finite numbers with x2 > x1 and y2 > y1; numbers beyond the range of a float become infinite."""
     if isinstance(value, str):
         value = value.replace("[", "").replace("]", "").split(",")
     if not isinstance(value, list | tuple) or len(value) != 4:
         return None
     try:
-        x1, y1, x2, y2 = (float(number) for number in value)
-    except (TypeError, ValueError, OverflowError):
+        x1, y1, x2, y2 = (decimal.Decimal(n) if isinstance(n, str | int) else decimal.Decimal(float(n)) for n in value)
+    except (TypeError, ValueError, decimal.InvalidOperation):
         return None
-    is_box = all(map(math.isfinite, (x1, y1, x2, y2))) and x2 > x1 and y2 > y1
-    return (x1, y1, x2, y2) if is_box else None
+    is_box = all(number.is_finite() for number in (x1, y1, x2, y2)) and x2 > x1 and y2 > y1
+    return (float(x1), float(y1), float(x2), float(y2)) if is_box else None
 
 
 def generalized_iou(a: Box, b: Box) -> float:
@@ -184,5 +219,5 @@ def _alnum(text: str) -> str:
     return "".join(c for c in text if c.isalnum()).lower()
 
 
-def _weighted(reward: Reward, weight: float) -> Reward:
-    return Measured(weight * reward.value) if isinstance(reward, Measured) else reward
+def _scaled(reward: Reward, weight: float) -> Reward:
+    return msgspec.structs.replace(reward, value=weight * reward.value) if isinstance(reward, Measured) else reward

@@ -1,8 +1,9 @@
 """The child's side of a `ProcessPool`: runs one job after another in the main thread.
 
 A request is one frame with a list of jobs. Each result is a separate frame, written as soon as the job ends, so the
-parent knows which job is running. A frame is a length (4 bytes, little-endian) and msgpack. Jobs print to /dev/null:
-the pipes to the parent are not their standard streams.
+parent knows which job is running. A job may report an interim result, which counts if its process is then killed. A
+frame is a length (4 bytes, little-endian) and msgpack. Jobs print to /dev/null: the pipes to the parent are not their
+standard streams.
 """
 
 import importlib
@@ -65,6 +66,18 @@ class JobResult(msgspec.Struct, array_like=True):
     error: str | None = None
     is_last: bool = False
     """The child runs no further job."""
+    is_interim: bool = False
+    """The job goes on; `value` is its result if the process ends before the job does."""
+
+
+_results: int | None = None
+"""In a child: the pipe of results."""
+
+
+def report_interim(value: bytes) -> None:
+    """In a job: report what the job's outcome contains if this process ends before the job. Elsewhere: do nothing."""
+    if _results is not None:
+        _write(_results, JobResult(value, is_interim=True))
 
 
 def main() -> NoReturn:
@@ -84,6 +97,8 @@ def main() -> NoReturn:
         _write(results, ReadyMessage(error=traceback.format_exc(limit=-1)))
         os._exit(1)
     _write(results, ReadyMessage())
+    global _results  # noqa: PLW0603  (a process has one pipe of results)
+    _results = results
     _serve(handler, requests, results, config.recycle_bytes)
     os._exit(0)  # also ends threads that jobs left behind
 

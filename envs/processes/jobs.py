@@ -34,6 +34,8 @@ class Job:
     batch: JobBatch
     attempts: int = 0
     """Children that ended while they ran this job."""
+    interim: bytes | None = None
+    """The last interim result that the job reported, in any child."""
     outcome: Outcome | None = None
 
     def finish(self, outcome: Outcome) -> None:

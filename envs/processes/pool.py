@@ -122,7 +122,8 @@ class ProcessPool:
 
         Returns:
             One outcome for each job, in order: `Ok` with bytes, `TimedOut`, or `Failed` with a `JobError` (the job
-            raised) or a `ProcessPoolError` (two children ended while they ran it).
+            raised) or a `ProcessPoolError` (two children ended while they ran it). `TimedOut` and the last hold the
+            job's interim result, if it reported one.
         """
         if not jobs:
             return []

@@ -104,20 +104,26 @@ class PoolChild:
         job = jobs[0]
         with anyio.move_on_after(job.timeout_s) as scope:
             try:
-                result = msgspec.msgpack.decode(await self._receive(), type=JobResult)
+                result = await self._receive_final(job)
             except _PIPE_ERRORS:
                 self._ended = True
                 job.attempts += 1
                 if job.attempts >= _MAX_ATTEMPTS:
                     message = f"{_MAX_ATTEMPTS} processes ended while they ran it"
-                    jobs.popleft().finish(Failed(ProcessPoolError(message)))
+                    jobs.popleft().finish(Failed(ProcessPoolError(message), job.interim))
                 return
             self._jobs_done += 1
             self._ended = result.is_last
             jobs.popleft().finish(Ok(result.value) if result.error is None else Failed(JobError(result.error)))
         if scope.cancelled_caught:
             self.kill()
-            jobs.popleft().finish(TimedOut(job.timeout_s))
+            jobs.popleft().finish(TimedOut(job.timeout_s, job.interim))
+
+    async def _receive_final(self, job: Job) -> JobResult:
+        """Wait for a job's result; interim ones are kept with the job."""
+        while (result := msgspec.msgpack.decode(await self._receive(), type=JobResult)).is_interim:
+            job.interim = result.value
+        return result
 
     async def _receive(self) -> bytes:
         return await self._results.receive_exactly(frame_length(await self._results.receive_exactly(HEADER_BYTES)))

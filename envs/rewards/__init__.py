@@ -6,6 +6,7 @@
 `reward_processes.py`    reward functions in killable child processes
 `reward_batch.py`        a group in the form that reward functions receive
 `env_reward.py`          rewards from an environment's `get_reward`
+`call_report.py`         what a function reports during a call
 `call_results.py`        what a call returned, as rewards or the reason why there is none
 `merge.py`               merge the parts of a completion's reward into one
 =======================  ===========================================================================

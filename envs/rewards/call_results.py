@@ -102,8 +102,6 @@ def read_values(result: Any, count: int, per: str) -> tuple[list[Any], str]:
 
 def to_reward(value: Any) -> Reward:
     """Convert any returned value to a reward; anything but a finite number is `Unmeasured`."""
-    if isinstance(value, Measured):
-        value = value.value  # user code may have put anything into it
     try:
         return measure(value)
     except Exception as error:  # noqa: BLE001  (conversion runs the value's own code)

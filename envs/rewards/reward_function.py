@@ -17,7 +17,8 @@ import anyio
 import structlog
 from anyio import CapacityLimiter
 
-from envs.call import CallRunner, RateLimiter, filter_kwargs, is_async
+from envs.call import CallRunner, RateLimiter, TimedOut, filter_kwargs, is_async
+from envs.rewards.call_report import CallReport, use_fallback
 from envs.rewards.call_results import CallResult, NamedRewards, RowResult, classify_call
 from envs.rewards.loading import CallOptions, load_reward_function
 from envs.rewards.reward_batch import RewardBatch
@@ -175,7 +176,12 @@ class RewardFunction:
             if self._process_pool is not None:
                 return (await self._process_pool.call([self._kwargs_for(batch)], timeout_s))[0]
             _, arguments = self._kwargs_for(batch)
-            return classify_call(await self._runner.call(self.function, arguments, timeout_s), batch.size)
+            report = CallReport(batch.size)
+            arguments |= report.kwargs(self.function)
+            outcome = await self._runner.call(self.function, arguments, timeout_s)
+            if isinstance(outcome, TimedOut) and report.fallback is not None:
+                return CallResult(use_fallback(report.fallback, outcome))
+            return classify_call(outcome, batch.size)
 
     def _kwargs_for(self, batch: RewardBatch) -> tuple[int, dict[str, Any]]:
         """Return the number of completions and the keyword arguments of a call."""

@@ -7,7 +7,9 @@ from typing import Any
 import msgspec
 
 from envs.call import Ok, Outcome, call_inline
+from envs.processes.child_main import report_interim
 from envs.processes.pool import ProcessPool
+from envs.rewards.call_report import CallReport, use_fallback
 from envs.rewards.call_results import CallResult, classify_call
 from envs.rewards.loading import load_reward_function
 
@@ -31,6 +33,8 @@ class RewardJobHandler:
     def __call__(self, job: bytes) -> bytes:
         """Call the function once and classify the result, so that numbers of any library become plain floats."""
         rows, arguments = self._decoder.decode(job)
+        report = CallReport(rows, lambda fallback: report_interim(self._encoder.encode(fallback)))
+        arguments |= report.kwargs(self._function)
         return self._encoder.encode(classify_call(call_inline(self._function, arguments), rows))
 
 
@@ -61,4 +65,6 @@ class RewardProcessPool:
     def _call_result(self, outcome: Outcome, rows: int) -> CallResult:
         if isinstance(outcome, Ok):
             return self._decoder.decode(outcome.value)
+        if outcome.interim is not None:
+            return CallResult(use_fallback(self._decoder.decode(outcome.interim).rows, outcome))
         return classify_call(outcome, rows, timeout_is_retryable=True)  # the process was killed: calling again is safe

@@ -29,7 +29,7 @@ def areal_losses(case: Case) -> None:
     kind = case.get("loss", case.id.partition("/")[0])
     name = named(LOSS_NAMES, kind, "loss")
     level = case.get("level", "sequence" if kind == "gspo" else "token")
-    if name != "clipped" and level != "token":
+    if name not in {"clipped", "sapo"} and level != "token":
         raise NotMappedError(f"{kind!r} has no ratio of level {level!r}")
     # AReaL's sapo has no proximal policy: its ratio is taken against the policy that sampled.
     against = "behave_logp" if name == "sapo" else "prox_logp"

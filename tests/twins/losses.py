@@ -123,13 +123,27 @@ def kl_cov(token: Token, *, kl_cov_coefficient: float) -> tuple[float, float]:
     return loss, slope
 
 
-@twin("sapo", {"tau_positive": 1.0, "tau_negative": 1.05}, {"tau_positive": 3.0, "tau_negative": 0.4})
-@by_token
-def sapo(token: Token, *, tau_positive: float, tau_negative: float) -> tuple[float, float]:
-    tau = tau_positive if token.advantage > 0 else tau_negative
-    ratio, growth = ratio_of(token)
-    gate = 1 / (1 + math.exp(max(-700.0, -tau * (ratio - 1))))
-    return -token.advantage * 4 / tau * gate, -token.advantage * 4 * gate * (1 - gate) * growth
+@twin(
+    "sapo",
+    {"tau_positive": 1.0, "tau_negative": 1.05, "level": "token"},
+    {"tau_positive": 3.0, "tau_negative": 0.4, "level": "token"},
+    {"tau_positive": 1.0, "tau_negative": 1.05, "level": "sequence"},
+    {"tau_positive": 3.0, "tau_negative": 0.4, "level": "sequence"},
+)
+def sapo(
+    tokens: list[Token], *, tau_positive: float, tau_negative: float, level: str
+) -> tuple[list[float], list[float]]:
+    groups = [[token] for token in tokens] if level == "token" else [tokens]
+    losses, gradient = [], []
+    for group in groups:
+        advantage = sum(token.advantage for token in group) / len(group)
+        ratio, growth = exponential(sum(token.logprob - token.proximal for token in group) / len(group))
+        tau = tau_positive if advantage > 0 else tau_negative
+        gate = 1 / (1 + math.exp(max(-700.0, -tau * (ratio - 1))))
+        losses += [token.weight * -advantage * 4 / tau * gate for token in group]
+        slope = -advantage * 4 * gate * (1 - gate) * growth / len(group)
+        gradient += [sum(token.factor * token.weight for token in group) * slope] * len(group)
+    return losses, gradient
 
 
 @twin("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}, {"clip_low": 0.2, "clip_high": 0.3})

@@ -90,7 +90,7 @@ def test_only_the_last_message_counts():
 
 @pytest.mark.parametrize("gold", [None, "many", 0.5, float("nan"), True])
 def test_a_gold_answer_that_is_not_an_integer_makes_the_reward_unmeasured(gold):
-    assert score("Answer: 679", gold).reason is RewardReason.INVALID_GOLD
+    assert score("Answer: 679", gold).reason is RewardReason.BAD_REFERENCE
 
 
 async def test_the_reward_function_is_found_by_name_and_scores_the_snapshot():

@@ -56,10 +56,24 @@ def test_an_unmeasured_reward_is_not_a_number(checker, progress):
     assert progress.completion_states == {"valid": 1, "reward:timeout": 1}
 
 
-@pytest.mark.parametrize("reward", [1e19, -1.7e308])
-def test_a_reward_too_large_for_float32_makes_the_group_unreadable(checker, reward):
-    with pytest.raises(RecordError, match="too large"):
-        checker.check(group(completion(0, Measured(1.0)), completion(1, Measured(reward))), 0)
+@pytest.mark.parametrize(
+    ("reward", "part"),
+    [
+        (1e19, None),
+        (-1.7e308, None),
+        (1.0, RewardPart(name="a", reward=Measured(1e19), weight=0.0)),
+        (1.0, RewardPart(name="a", reward=Measured(1.0), weight=1e30)),
+    ],
+)
+def test_a_huge_reward_of_a_foreign_scorer_makes_its_own_completion_invalid_and_leaves_its_siblings_readable(
+    checker, progress, reward, part
+):
+    huge = completion(2, Measured(reward))
+    huge.parts = [part] if part else []
+    checked = checker.check(group(*GOOD, huge), 0)
+    assert not isinstance(checked, Dropped)
+    assert checked.states == {"valid": 2, "reward:too_large": 1}
+    assert checked.rewards.rewards_C[checked.rewards.baseline_C].tolist() == [1.0, 0.0]
 
 
 def test_a_huge_reward_part_of_an_invalid_completion_is_ignored(checker):

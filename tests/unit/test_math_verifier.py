@@ -15,13 +15,12 @@ from envs.call import CallRunner
 from envs.rewards import RewardBatch, RewardFunction
 from envs.rewards.loading import CallOptions
 from envs.rewards.merge import merge_parts
-from stream.errors import ReferenceNotFoundError, RunFailedError
-from stream.records import Completion, Group, Prompt, RewardPart
+from stream.errors import ReferenceNotFoundError
+from stream.records import RewardPart
 from stream.validity import Measured, RewardReason, Unmeasured
-from workers.train.groups.invalid_reward_monitor import InvalidRewardMonitor
 
 REF = "envs.builtin.math_verifier:Math"
-BAD = RewardReason.INVALID_GOLD
+BAD = RewardReason.BAD_REFERENCE
 
 # (gold, the model's answer, the right verdict)
 PAIRS = [
@@ -129,19 +128,67 @@ def test_each_trap_is_a_known_answer(gold, text, expected):
 HANGS = r"\boxed{9^{9^{9^9}}}"
 
 
-async def test_an_answer_that_hangs_the_verifier_is_a_timeout_and_affects_no_other_reward():
-    async with opened(timeout_s=0.5) as function:
-        pairs = [("4", "4"), ("1", HANGS), ("4", "5"), *[("4", r"\boxed{4}")] * 12]
+UNMANAGEABLE = [HANGS, r"\boxed{10^{10^{10}}}", r"\boxed{2^{1000000000}}", r"\boxed{100000000!}"]
+
+
+async def test_an_answer_that_hangs_the_verifier_is_measured_0_with_its_reason_and_costs_no_sibling_its_reward():
+    async with opened(timeout_s=0.5, processes=4) as function:
+        pairs = [*[("4", said) for said in UNMANAGEABLE], ("4", "4"), ("4", "5"), *[("4", r"\boxed{4}")] * 12]
         rewards = await function(batch_of_pairs(*pairs), 30)
-    assert outcome(rewards[1]) is RewardReason.TIMEOUT
-    assert [outcome(reward) for i, reward in enumerate(rewards) if i != 1] == [1.0, 0.0, *[1.0] * 12]
+    assert [outcome(reward) for reward in rewards] == [*[0.0] * len(UNMANAGEABLE), 1.0, 0.0, *[1.0] * 12]
+    for reward in rewards[: len(UNMANAGEABLE)]:
+        assert (reward.reason, reward.detail) == (
+            RewardReason.TIMEOUT,
+            "math-verify could not judge the answer: did not return within 0.5 s",
+        )
+    assert all(reward == Measured(reward.value) for reward in rewards[len(UNMANAGEABLE) :])
 
 
-async def test_the_verifiers_own_timeout_is_a_timeout_and_not_a_wrong_answer(monkeypatch):
+def test_the_verifiers_own_timeout_on_an_answer_is_a_measured_0_with_its_reason(monkeypatch):
     monkeypatch.setattr("envs.builtin.math_verifier._TIMEOUT_S", 1)
     reward = math_verify("1", HANGS)  # in this main thread
-    assert outcome(reward) is RewardReason.TIMEOUT
+    assert (outcome(reward), reward.reason) == (0.0, RewardReason.TIMEOUT)
     assert "compare" in reward.detail
+
+
+def test_a_gold_answer_that_hangs_the_verifier_makes_no_answer_wrong(monkeypatch):
+    monkeypatch.setattr("envs.builtin.math_verifier._TIMEOUT_S", 1)
+    assert outcome(math_verify(r"10^{10^{10}}", "4")) is RewardReason.TIMEOUT
+    assert math_verify(r"10^{10^{10}}", r"\boxed{10^{10^{10}}}") == Measured(1.0)
+
+
+async def test_a_gold_answer_that_cannot_be_compared_measures_nothing_when_the_process_is_killed():
+    async with opened(timeout_s=0.5) as function:
+        (reward,) = await function(batch_of_pairs((r"10^{10^{10}}", "4")), 30)
+    assert outcome(reward) is RewardReason.TIMEOUT
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RecursionError("too deep"), ValueError("4300 digits")])
+def test_an_answer_on_which_the_verifier_raises_is_a_measured_0_with_its_reason(monkeypatch, error):
+    import math_verify as library
+
+    real = library.verify
+
+    def verify(gold, answer, **options):
+        if "777" in map(str, answer):
+            raise error
+        return real(gold, answer, **options)
+
+    monkeypatch.setattr(library, "verify", verify)
+    reward = math_verify("4", "777")
+    assert (outcome(reward), reward.reason) == (0.0, RewardReason.RAISED)
+    assert type(error).__name__ in reward.detail
+
+
+def test_a_verifier_that_compares_nothing_any_more_measures_nothing(monkeypatch):
+    import math_verify as library
+
+    def broken(*_, **__):
+        raise AttributeError("another version of sympy")
+
+    monkeypatch.setattr(library, "verify", broken)
+    with pytest.raises(AttributeError, match="sympy"):
+        math_verify("4", "4")
 
 
 async def test_in_a_thread_the_reward_is_unmeasured_and_not_0():
@@ -196,20 +243,12 @@ def test_the_models_last_message_counts():
     ]
 
 
-async def test_a_policy_that_makes_the_verifier_hang_stops_the_run():
-    guard = InvalidRewardMonitor(max_invalid_fraction=0.2, window=3)
+async def test_a_policy_that_makes_the_verifier_hang_earns_the_worst_reward_and_is_in_the_baseline():
     async with opened(timeout_s=0.3) as function:
-
-        async def see(i):
-            entries = await function(batch_of_pairs(*[("4", "4")] * 3, ("4", HANGS)), 30)
-            merged = [merge_parts([RewardPart(name="math", reward=entry)]) for entry in entries]
-            completions = [Completion(index=j, reward=reward) for j, reward in enumerate(merged)]
-            guard.observe(Group(prompt=Prompt(id=f"d:0:{i}", messages=[]), completions=completions))
-
-        await see(0)
-        await see(1)
-        with pytest.raises(RunFailedError, match=r"3 of the last 12 .* reward:timeout"):
-            await see(2)
+        entries = await function(batch_of_pairs(*[("4", "4")] * 3, ("4", HANGS)), 30)
+    merged = [merge_parts([RewardPart(name="math", reward=entry)]) for entry in entries]
+    assert [outcome(reward) for reward in merged] == [1.0, 1.0, 1.0, 0.0]
+    assert (merged[3].reason, merged[3].detail) == (entries[3].reason, f"math: {entries[3].detail}")
 
 
 def test_a_gold_answer_is_judged_before_the_prediction():

@@ -57,3 +57,16 @@ def test_a_part_of_weight_0_is_required_like_any_other():
 )
 def test_a_sum_that_overflows_is_unmeasured(parts):
     assert merge_parts(parts).reason is RewardReason.NOT_FINITE
+
+
+@pytest.mark.parametrize(
+    "parts", [[part(1e18, weight=2.0)], [part(1e18), part(1e18)], [part(1e18, 9.0), part(-1e18, 9.0)]]
+)
+def test_a_weighted_part_or_a_sum_beyond_the_largest_reward_is_no_reward(parts):
+    assert merge_parts(parts).reason is RewardReason.TOO_LARGE
+    assert merge_parts([part(1e18)]) == Measured(1e18)
+
+
+def test_the_reason_of_a_measured_part_is_kept():
+    hung = RewardPart(name="math", reward=Measured(0.0, RewardReason.TIMEOUT, "30 s"))
+    assert merge_parts([part(0.25, name="format"), hung]) == Measured(0.25, RewardReason.TIMEOUT, "math: 30 s")

@@ -14,6 +14,7 @@ from envs.rewards.merge import merge_parts
 from stream.errors import EnvironmentFailure
 from stream.records import Completion, Group, Prompt, RewardPart, Row
 from stream.validity import Measured, RewardReason, Unmeasured
+from workers.score.worker import score_group
 
 
 def batch(n=3, environments=None, **columns):
@@ -407,3 +408,21 @@ async def test_get_reward_may_be_async_and_has_a_deadline():
     assert part.reward == Measured(1.0)
     (part,) = await environment_reward(Slow(10), 0.05)
     assert part.reward.reason is RewardReason.TIMEOUT
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.0])
+@pytest.mark.parametrize("huge", [1e19, 1e30, -1e39])
+async def test_a_huge_finite_reward_makes_its_own_completion_invalid_where_it_is_measured(huge, weight):
+    said = [[{"role": "assistant", "content": str(i)}] for i in range(3)]
+    group = Group(
+        prompt=Prompt(id="p", messages=[]), completions=[Completion(index=i, messages=m) for i, m in enumerate(said)]
+    )
+    functions = [
+        RewardFunction(lambda completions: [1.0, huge, 0.0], "huge", weight),
+        RewardFunction(lambda completions: [0.5] * 3, "other"),
+    ]
+    await score_group(group, functions, {}, 5.0)
+    first, bad, last = (completion.reward for completion in group.completions)
+    assert (first, last) == (Measured(weight + 0.5), Measured(0.5))
+    assert bad.reason is RewardReason.COMPONENT
+    assert bad.detail == f"huge: too_large returned {huge:g}; the limit is 1e+18"

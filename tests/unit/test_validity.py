@@ -43,6 +43,10 @@ def test_numbers_are_rewards(value, reward):
         (-math.inf, RewardReason.NOT_FINITE),
         (10**400, RewardReason.NOT_FINITE),
         (np.float32("nan"), RewardReason.NOT_FINITE),
+        (1e30, RewardReason.TOO_LARGE),
+        (-1e39, RewardReason.TOO_LARGE),
+        (10**19, RewardReason.TOO_LARGE),
+        (Measured(1e19), RewardReason.TOO_LARGE),
         (Measured(math.nan), RewardReason.NOT_FINITE),
         ("1.0", RewardReason.NOT_NUMERIC),
         ("", RewardReason.NOT_NUMERIC),
@@ -60,6 +64,11 @@ def test_other_values_are_unmeasured_with_a_reason(value, reason):
     result = measure(value)
     assert isinstance(result, Unmeasured)
     assert (result.reason, bool(result.detail)) == (reason, True)
+
+
+def test_a_measured_reward_keeps_its_reason():
+    given = Measured(0.0, RewardReason.TIMEOUT, "the answer hangs")
+    assert measure(given) == given
 
 
 def test_unmeasured_rewards_stay_unmeasured():

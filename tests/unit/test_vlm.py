@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.builtin.vlm import PARTS, Vlm, generalized_iou, last_boxed, parse_box
-from envs.rewards import RewardFunction
+from envs.rewards import RewardBatch, RewardFunction
+from envs.rewards.loading import CallOptions
 from stream.errors import ReferenceNotFoundError
 from stream.records import Completion, Group, Prompt
 from stream.validity import Measured, RewardReason
 from workers.score.worker import score_group
 
-BAD = RewardReason.INVALID_GOLD
+BAD = RewardReason.BAD_REFERENCE
 SQUARE = "[0, 0, 1, 1]"
 
 
@@ -54,6 +55,14 @@ def outcome(reward):
         ("bbox_giou", "[nan,0,1,1]", f"<answer>{SQUARE}</answer>", BAD),
         ("bbox_giou", "[1,1,0,0]", "<answer>[1,1,0,0]</answer>", BAD),
         ("bbox_giou", None, "nothing", BAD),
+        ("bbox_giou", "[0,0,1e200,1e200]", f"<answer>{SQUARE}</answer>", BAD),  # its area overflows
+        ("bbox_giou", "[0,0,1e999,1]", f"<answer>{SQUARE}</answer>", BAD),
+        ("bbox_giou", [0, 0, 10**400, 1], f"<answer>{SQUARE}</answer>", BAD),
+        ("bbox_giou", "[0,0,1e-200,1e-200]", f"<answer>{SQUARE}</answer>", BAD),  # its area underflows
+        ("bbox_giou", SQUARE, "<answer>[0,0,1e200,1e200]</answer>", -1.0),
+        ("bbox_giou", SQUARE, "<answer>[-1e308,0,1e308,1]</answer>", -1.0),
+        ("bbox_giou", SQUARE, "<answer>[0,0,1e999,1]</answer>", -1.0),
+        ("bbox_giou", SQUARE, "<answer>[1e200,1e200,1e201,1e201]</answer>", -1.0),
         ("geo3k", "4", r"<think>a</think> \boxed{3} \boxed{4}", 1.0),
         ("geo3k", "4", r"\boxed{4}", 0.9),
         ("geo3k", "4", r"</think> \boxed{5}", 0.1),
@@ -64,6 +73,26 @@ def outcome(reward):
 def test_each_part_scores_known_answers(part, gold, text, expected):
     result = outcome(PARTS[part](gold, text))
     assert result == (pytest.approx(expected) if isinstance(expected, float) else expected)
+
+
+async def test_an_answer_that_hangs_the_verifier_costs_its_own_parts_only():
+    function = await anyio.to_thread.run_sync(
+        partial(
+            RewardFunction.load,
+            "envs.builtin.vlm:Vlm",
+            args={"parts": {"format": 2, "math_expr": 1, "geo3k": 1}},
+            call_options=CallOptions(timeout_s=0.5),
+        )
+    )
+    said = r"<think>a</think> \boxed{2^{1000000000}} <answer>2^{1000000000}</answer>"
+    async with function.open():
+        (found,) = await function(RewardBatch(["?"], [said], [[]], columns={"answer": ["4"]}), 30)
+    assert {name: reward.value for name, reward in found.by_name.items()} == {
+        "format": 0.5,
+        "math_expr": 0.0,
+        "geo3k": pytest.approx(0.025),
+    }
+    assert [reward.reason for reward in found.by_name.values()] == [None, RewardReason.TIMEOUT, RewardReason.TIMEOUT]
 
 
 def test_parts_are_weighted_by_their_share_and_returned_separately():

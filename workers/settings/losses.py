@@ -61,6 +61,8 @@ class Sapo(LossChoice, frozen=True, tag="sapo"):
     """Temperature of the gate for positive advantages."""
     tau_negative: PositiveFloat = 1.05
     """Temperature of the gate for negative advantages."""
+    level: Literal["token", "sequence"] = "token"
+    """Ratio of each token, or its geometric mean over the completion."""
 
 
 class GeoMean(LossChoice, frozen=True, tag="geo_mean"):

@@ -42,14 +42,8 @@ def clipped(
     Raises:
         ValueError: unknown level.
     """
-    if level == "token":
-        log_ratio, advantages = logprobs_RT - proximal_RT, advantages_RT
-    elif level == "sequence":
-        log_ratio = sequences.broadcast(sequences.mean(logprobs_RT - proximal_RT)).expand_as(logprobs_RT)
-        advantages = sequences.broadcast(sequences.mean(advantages_RT)).expand_as(logprobs_RT)
-    else:
-        raise ValueError(f"unknown level {level!r}; use 'token' or 'sequence'")
-    loss = clipped_surrogate(clamp_log_ratio(log_ratio).exp(), advantages, clip_low, clip_high)
+    ratio_RT, advantages = _at_level(level, logprobs_RT, proximal_RT, advantages_RT, sequences)
+    loss = clipped_surrogate(ratio_RT, advantages, clip_low, clip_high)
     return _dual_clip(loss, advantages, dual_clip) if dual_clip else loss
 
 
@@ -93,15 +87,32 @@ def clip_cov(
     "sapo",
     LossTraits(aggregation="seq-mean-token-mean"),
     formula="-A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A",
-    source="Soft Adaptive Policy Optimization, 2025, arXiv:2511.20347",
+    source="Soft Adaptive Policy Optimization, 2025, arXiv:2511.20347; by sequence: AReaL",
 )
 def sapo(
-    logprobs_RT: Tensor, proximal_RT: Tensor, advantages_RT: Tensor, *, tau_positive: float, tau_negative: float
+    logprobs_RT: Tensor,
+    proximal_RT: Tensor,
+    advantages_RT: Tensor,
+    sequences: Sequences,
+    *,
+    tau_positive: float,
+    tau_negative: float,
+    level: str,
 ) -> TokenLoss:
-    """Weigh the advantage with a gate that closes smoothly where PPO clips; at r = 1 the gradient is that of -A r."""
-    tau_RT = torch.full_like(advantages_RT, tau_negative).masked_fill(advantages_RT > 0, tau_positive)
-    gate_RT = torch.sigmoid(tau_RT * (ratio(logprobs_RT, proximal_RT) - 1)) * 4 / tau_RT
-    return TokenLoss(-advantages_RT * gate_RT)
+    """Weigh the advantage with a gate that closes smoothly where PPO clips; at r = 1 the gradient is that of -A r.
+
+    Options:
+        tau_positive: temperature of the gate where A > 0.
+        tau_negative: temperature of the gate elsewhere.
+        level: `token` or `sequence`, as for `clipped`.
+
+    Raises:
+        ValueError: unknown level.
+    """
+    ratio_RT, advantages = _at_level(level, logprobs_RT, proximal_RT, advantages_RT, sequences)
+    tau_RT = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
+    gate_RT = torch.sigmoid(tau_RT * (ratio_RT - 1)) * 4 / tau_RT
+    return TokenLoss(-advantages * gate_RT)
 
 
 def clipped_surrogate(ratio_RT: Tensor, advantages_RT: Tensor, clip_low: float, clip_high: float) -> TokenLoss:
@@ -109,6 +120,26 @@ def clipped_surrogate(ratio_RT: Tensor, advantages_RT: Tensor, clip_low: float, 
     plain_RT = -advantages_RT * ratio_RT
     cut_RT = -advantages_RT * ratio_RT.clamp(1 - clip_low, 1 + clip_high)
     return TokenLoss(torch.maximum(plain_RT, cut_RT), {"clip_fraction": cut_RT > plain_RT})
+
+
+def _at_level(
+    level: str, logprobs_RT: Tensor, proximal_RT: Tensor, advantages_RT: Tensor, sequences: Sequences
+) -> tuple[Tensor, Tensor]:
+    """Return ratios and advantages of each token, or the same for all tokens of a completion.
+
+    By sequence the ratio is the geometric mean over the completion's loss tokens and the advantage is their mean.
+
+    Raises:
+        ValueError: unknown level.
+    """
+    log_ratio = logprobs_RT - proximal_RT
+    if level == "token":
+        return clamp_log_ratio(log_ratio).exp(), advantages_RT
+    if level != "sequence":
+        raise ValueError(f"unknown level {level!r}; use 'token' or 'sequence'")
+    mean = sequences.broadcast(sequences.mean(log_ratio)).expand_as(logprobs_RT)
+    advantages = sequences.broadcast(sequences.mean(advantages_RT)).expand_as(logprobs_RT)
+    return clamp_log_ratio(mean).exp(), advantages
 
 
 def _dual_clip(loss: TokenLoss, advantages_RT: Tensor, dual_clip: float) -> TokenLoss:

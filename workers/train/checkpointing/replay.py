@@ -28,6 +28,7 @@ from workers.train.step.batch import collate
 from workers.train.step.group_checks import check_group
 from workers.train.step.learner import Learner
 from workers.train.step.metrics import StepReport
+from workers.train.step.reward_parts import with_bounded_rewards
 
 
 class ReplayReport(Struct, kw_only=True):
@@ -132,7 +133,7 @@ class _Replay:
                 raise _ledger_mismatch(
                     written, step, f"has version {written.record.version}, others of its step {version}"
                 )
-        report = self.learner.step(collate([group for _, group in batch]), version)
+        report = self.learner.step(collate([with_bounded_rewards(group) for _, group in batch]), version)
         for written, _ in batch:
             end = _outcome(report, written.record.prompt)
             if written.record.outcome != end:

@@ -28,9 +28,7 @@ from workers.train.algorithms.masks import (
 )
 from workers.train.step.batch import Batch, collate
 from workers.train.step.estimation import estimate_advantages, greedy_baseline
-
-MAX_REWARD = 1e18
-"""Largest absolute reward; its square, and sums of squares, are finite in float32."""
+from workers.train.step.reward_parts import with_bounded_rewards
 
 
 class GroupRewards(NamedTuple):
@@ -59,16 +57,12 @@ def check_group(group: Group, settings: Settings, version: int, vocab_size: int)
     """Collate and mask a group, and decide whether it is worth training on at this policy version.
 
     Raises:
-        RecordError: the group cannot be trained on (see `batch.collate`), a token id is not in the vocabulary, or a
-            reward exceeds `MAX_REWARD`.
+        RecordError: the group cannot be trained on (see `batch.collate`), or a token id is not in the vocabulary.
     """
-    batch = collate([group])
+    batch = collate([with_bounded_rewards(group)])
     if batch.tokens_RT.numel() and not 0 <= int(batch.tokens_RT.min()) <= int(batch.tokens_RT.max()) < vocab_size:
         raise RecordError(f"group {group.prompt.id}: a token id outside of the model's vocabulary of {vocab_size}")
     masks = mask_batch(batch, settings, version)
-    largest = _max_abs_reward(batch, masks)
-    if not largest <= MAX_REWARD:
-        raise RecordError(f"group {group.prompt.id}: a reward of {largest:g} is too large; the limit is {MAX_REWARD:g}")
     return CheckedGroup(
         batch=batch,
         drop_reason=filter_reasons(batch, masks, settings)[0],
@@ -163,17 +157,3 @@ def _state(
     if rejected != NONE:
         return f"rejected:{rules[rejected]}"
     return f"truncated:{TRUNCATION_REASONS[truncated]}"
-
-
-def _max_abs_reward(batch: Batch, masks: Masks) -> float:
-    """Return the largest absolute reward in use: of completions in B, their parts and turns, and greedy completions."""
-    in_baseline_R = masks.baseline_C[batch.completion_ids_R]
-    parts_PC = batch.parts_PC[:, masks.baseline_C]
-    used = (
-        masks.rewards_C,
-        parts_PC,
-        parts_PC * batch.part_weights_P.unsqueeze(1),
-        batch.turn_rewards_RT[in_baseline_R],
-        batch.greedy_rewards_G,
-    )
-    return max((float(values.abs().max()) for values in used if values.numel()), default=0.0)

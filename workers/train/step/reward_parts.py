@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from stream.errors import RecordError
 from stream.records import Completion, Group
-from stream.validity import Measured, Reward
+from stream.validity import MAX_REWARD, Measured, Reward, RewardReason, Unmeasured
 
 PartKey = tuple[str, float]
 """Name and weight of a reward part."""
@@ -22,6 +23,24 @@ class PartTable(NamedTuple):
     keys: tuple[PartKey, ...]
     values_PC: Tensor
     weights_P: Tensor
+
+
+def with_bounded_rewards(group: Group) -> Group:
+    """Return the group; completions whose reward, part or weighted part exceeds `MAX_REWARD` are unmeasured in it.
+
+    Our scorers check the bound where they measure; the group may come from another one. Its siblings stay readable.
+    """
+    return structs.replace(group, completions=list(map(_with_bounded_reward, group.completions)))
+
+
+def _with_bounded_reward(completion: Completion) -> Completion:
+    rewards = [(completion.reward, 1.0), *((part.reward, part.weight) for part in completion.parts)]
+    values = [(value, weight) for reward, weight in rewards if (value := measured_value(reward)) is not None]
+    largest = max((max(abs(value), abs(weight * value)) for value, weight in values), default=0.0)
+    if largest <= MAX_REWARD or not isinstance(completion.reward, Measured):
+        return completion
+    detail = f"a reward of {largest:g}; the limit is {MAX_REWARD:g}"
+    return structs.replace(completion, reward=Unmeasured(RewardReason.TOO_LARGE, detail))
 
 
 def measured_value(reward: Reward | None) -> float | None:
