@@ -37,7 +37,7 @@ import transformers
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import Measured
 from workers import settings
-from workers.train.step.batch import collate
+from workers.train.step.collation import collate
 from workers.train.step.learner import Learner
 
 SMALL = transformers.Qwen3Config(

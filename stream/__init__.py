@@ -21,7 +21,8 @@ from stream.errors import PenstockError
 from stream.operator.dead_letters import DeadLetter, list_dead_letters
 from stream.operator.run_status import RunStatus, read_status
 from stream.queue.feed import Feed
-from stream.queue.stage import Lease, RetryPolicy, Stage
+from stream.queue.lease import Lease
+from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.server_process import private_server
 from stream.trainer.archive import Archive, ArchivedGroups

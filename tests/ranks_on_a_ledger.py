@@ -26,7 +26,7 @@ from workers.train.progress import Progress
 from workers.train.rank_control.commands import RankCommands
 from workers.train.rank_control.follower import run_follower
 from workers.train.rank_control.rank0 import Rank0Learner
-from workers.train.step.batch import collate
+from workers.train.step.collation import collate
 from workers.train.step.learner import Learner
 
 

@@ -19,7 +19,8 @@ from stream.codec import decode, encode
 from stream.connection.keys import RESERVED_CONSUMERS, EvaluationStage, StageName
 from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
 from stream.errors import LeaseLostError, PenstockError, RecordError
-from stream.records import Completion, Group, Prompt
+from stream.queue.lease import Lease
+from stream.records import Completion, Group
 
 log = structlog.get_logger()
 
@@ -40,87 +41,6 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     def delay_s(self, failures: int) -> float:
         """Return the seconds before the next attempt, after this many earlier failures."""
         return Backoff(self.backoff_s, 60 * self.backoff_s).delay_s(failures + 1)
-
-
-class Lease(Struct, kw_only=True, eq=False):
-    """An entry that belongs to this worker while it renews the lease."""
-
-    id: str
-    """The entry's id in its stream."""
-    prompt_id: str
-    """The entry's plain field beside the payload; empty for foreign junk."""
-    payload: bytes
-    infra_failures: int = 0
-    data_failures: int = 0
-    cancelled_attempts_s: tuple[float, ...] = ()
-    """The run time of each attempt that was cancelled as stale, oldest first."""
-    evaluated_version: int | None = None
-    """For a prompt of an evaluation: the policy version that must sample it."""
-    claimed_version: int = 0
-    """The policy version at the claim; 0 before the first publication, since nothing is sampled before."""
-    claimed_at: float = 0.0
-    """By this process's monotonic clock, in seconds."""
-    lost: bool = False
-    """The lease expired and another worker may have the entry."""
-    stale: bool = False
-    """The work was cancelled as stale; the worker gives the entry back for that reason."""
-    ending: bool = False
-    """The verb that ends the lease is in progress; it reports whether the lease was still held."""
-    _scope: anyio.CancelScope | None = None
-
-    @contextmanager
-    def cancel_on_loss(self) -> Iterator[anyio.CancelScope]:
-        """Run the body of the `with` statement in a scope that is cancelled when the lease is lost or becomes stale."""
-        with anyio.CancelScope() as self._scope:
-            if self.lost:
-                self._scope.cancel()
-            yield self._scope
-
-    def mark_lost(self) -> None:
-        """Note that the lease was lost, and cancel the work."""
-        self.lost = True
-        self._cancel()
-
-    def cancel_stale(self) -> None:
-        """Cancel the work because newer policies overtook it, unless the lease is being ended at this moment."""
-        if self._scope is not None and not self.ending:
-            self.stale = True
-            self._cancel()
-
-    def begin_ending(self) -> None:
-        """Note that the verb that ends the lease is in progress."""
-        self.ending = True
-
-    def prompt(self) -> Prompt:
-        """Return the record of an entry of `prompts`.
-
-        Raises:
-            NewerSchemaError: a newer major version wrote it; release the lease.
-            RecordError: it is not a prompt, or not the one that the entry names; dead-letter the lease.
-        """
-        prompt = decode(self.payload, Prompt)
-        self._check_name(prompt.id)
-        return prompt
-
-    def group(self) -> Group:
-        """Return the record of an entry of `groups` or `scored`.
-
-        Raises:
-            NewerSchemaError: a newer major version wrote it; release the lease.
-            RecordError: it is not a group, or not of the prompt that the entry names; dead-letter the lease.
-        """
-        group = decode(self.payload, Group)
-        self._check_name(group.prompt.id)
-        return group
-
-    def _check_name(self, prompt_id: str) -> None:
-        """Ending an entry ends the prompt that the entry names, so the record must be of that prompt."""
-        if prompt_id != self.prompt_id:
-            raise RecordError(f"the entry names prompt {self.prompt_id!r}, its record prompt {prompt_id!r}")
-
-    def _cancel(self) -> None:
-        if self._scope is not None:
-            self._scope.cancel()
 
 
 class Claim(Struct, kw_only=True):

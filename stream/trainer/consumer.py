@@ -29,7 +29,8 @@ from msgspec.structs import replace
 from stream.cancellation import cancel_on
 from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
 from stream.errors import LeaseLostError, NewerSchemaError, RecordError, RunFailedError
-from stream.queue.stage import Claim, Lease, Stage
+from stream.queue.lease import Lease
+from stream.queue.stage import Claim, Stage
 from stream.records import Group
 from stream.trainer.archive import Archive
 from stream.trainer.lease import EndedGroup, TrainerLease

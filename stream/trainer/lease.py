@@ -29,7 +29,8 @@ from msgspec import Struct
 from stream.connection.run_connection import RunConnection
 from stream.errors import FencedError, RunMismatchError
 from stream.queue.entry_scan import scan_dead_entries
-from stream.queue.stage import Lease, Stage
+from stream.queue.lease import Lease
+from stream.queue.stage import Stage
 from stream.trainer.ledger import Ledger
 from stream.trainer.outcomes import GroupOutcome, encode_outcome
 

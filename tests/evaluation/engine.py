@@ -18,7 +18,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from workers.engine_api.wire import GenerateRequest
-from workers.testing.scripted_engine import ReplyFunction, ScriptedEngine
+from workers.testing.scripted_engine import ScriptedEngine
+from workers.testing.scripted_state import ReplyFunction
 
 
 def scripted(model: Path) -> ReplyFunction:

@@ -12,7 +12,7 @@ from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError, RecordError
 from stream.operator.run_control import pause, resume
 from stream.operator.run_status import read_status
-from stream.queue.stage import Lease
+from stream.queue.lease import Lease
 from tests.fuzz.junk import BYTES, HEADER, TREES, seal, spoil_tree
 from workers.run.run_info import RunInfo, read_run_info
 

@@ -13,7 +13,7 @@ import torch
 
 from stream.codec import encode
 from stream.errors import DataError, NewerSchemaError, RecordError
-from stream.queue.stage import Lease
+from stream.queue.lease import Lease
 from stream.records import Group, Span
 from stream.trainer.ledger import Ledger
 from stream.trainer.outcomes import Dropped
@@ -31,7 +31,7 @@ from workers.score.worker import score_group
 from workers.settings.toml_file import parse_settings
 from workers.train.groups.group_checker import GroupChecker
 from workers.train.progress import Progress
-from workers.train.step.batch import collate
+from workers.train.step.collation import collate
 from workers.train.step.estimation import estimate_advantages
 from workers.train.step.group_checks import mask_batch
 

@@ -15,7 +15,7 @@ from workers.train.model.lm_head import find_lm_head
 from workers.train.model.logit_blocks import LogitTransform
 from workers.train.model.logprobs import LogprobModel, token_logprobs
 from workers.train.model.packing import set_attention
-from workers.train.step.batch import collate
+from workers.train.step.collation import collate
 from workers.train.step.learner import Learner
 
 pytestmark = [

@@ -23,7 +23,8 @@ from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.settings import Rollout
-from workers.testing.scripted_engine import Fault, ScriptedEngine
+from workers.testing.scripted_answers import Fault
+from workers.testing.scripted_engine import ScriptedEngine
 
 FAULTS = get_args(Fault)
 RETRIED = [fault for fault in FAULTS if fault != "400"]

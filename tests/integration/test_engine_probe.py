@@ -18,7 +18,8 @@ from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.runtime.http_server import listen
 from workers.settings import Eval, Rollout
 from workers.settings.toml_file import parse_settings
-from workers.testing.scripted_engine import Fault, ScriptedEngine
+from workers.testing.scripted_answers import Fault
+from workers.testing.scripted_engine import ScriptedEngine
 
 WARM = SamplingOptions(temperature=0.7, max_tokens=8)
 PLAIN = SamplingOptions(temperature=1.0, max_tokens=8)

@@ -27,7 +27,7 @@ from workers.settings import Algorithm, Data, Model, RewardSettings, Rollout, Se
 from workers.train.publishing.paused_update import PausedUpdate
 from workers.train.publishing.publisher import WeightPublisher
 from workers.train.publishing.shared_folder import SharedFolderTransfer
-from workers.train.step.batch import collate
+from workers.train.step.collation import collate
 from workers.train.step.group_checks import mask_batch
 
 pytestmark = pytest.mark.timeout(120)

@@ -16,7 +16,7 @@ from tests.cases.rows import sampled_row
 from tests.cases.tables import SOME, TABLES, choosing, settings_of
 from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.masks import NONE, TRUNCATION_POLICIES, derive_masks, drop_completions, reject_tokens
-from workers.train.step.batch import collate
+from workers.train.step.collation import collate
 from workers.train.step.estimation import _EstimatorInputs
 from workers.train.step.group_checks import mask_batch
 

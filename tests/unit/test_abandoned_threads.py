@@ -7,6 +7,7 @@ import pytest
 
 from envs import call
 from envs.call import AbandonedThreads, CallRunner, Ok, TimedOut
+from envs.call.threads import ThreadCall
 from workers.runtime.recycling import WorkerRecycler
 from workers.settings import Queue
 
@@ -55,7 +56,7 @@ async def test_a_thread_whose_call_is_cancelled_is_counted(abandoned):
 
 async def test_a_call_abandoned_before_it_starts_is_neither_counted_nor_made(abandoned):
     blocking = Blocking()
-    pending = call._ThreadCall(blocking, {})
+    pending = ThreadCall(blocking, {})
     pending.abandon()
     assert isinstance(pending.run(), TimedOut)
     assert (abandoned.count, blocking.started.is_set()) == (0, False)

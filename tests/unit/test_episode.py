@@ -42,7 +42,7 @@ from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.settings import Rollout
 from workers.testing.scripted_engine import ScriptedEngine
-from workers.train.step.batch import collate
+from workers.train.step.collation import collate
 
 TEMPLATE = """\
 {%- for message in messages %}

@@ -16,7 +16,7 @@ from workers.train.algorithms.divergence import DIVERGENCES
 from workers.train.algorithms.losses import LOSSES
 from workers.train.algorithms.rejection import REJECTIONS
 from workers.train.model.logprobs import token_logprobs
-from workers.train.step.batch import collate
+from workers.train.step.collation import collate
 from workers.train.step.learner import Learner
 
 VOCABULARY = 24

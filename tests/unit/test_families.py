@@ -25,8 +25,9 @@ from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.settings import Rollout
-from workers.testing.scripted_engine import ScriptedEngine, scripted_logprob
-from workers.train.step.batch import collate
+from workers.testing.scripted_answers import scripted_logprob
+from workers.testing.scripted_engine import ScriptedEngine
+from workers.train.step.collation import collate
 
 
 class Sums:

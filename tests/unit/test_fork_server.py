@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from workers.run.fork_server import ForkServer, Program
+from workers.run.fork_server import ForkServer
 from workers.run.process_launcher import ProcessLauncher
+from workers.run.program import Program
 from workers.run.role_specs import RoleSpec
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forking is for Linux")
@@ -99,7 +100,8 @@ def test_other_commands_are_started_as_new_processes(command):
 PARENT = """
 import os, sys, time
 from pathlib import Path
-from workers.run.fork_server import ForkServer, Program
+from workers.run.fork_server import ForkServer
+from workers.run.program import Program
 server = ForkServer.start()
 program = Program.parse([sys.executable, "-c", "import time; print('runs', flush=True); time.sleep(1000)"])
 pid = server.spawn(program, environment=dict(os.environ), folder=Path.cwd(), output=(1, 2))
@@ -125,7 +127,8 @@ def test_server_and_program_end_with_a_killed_caller():
 NESTED = """
 import os, sys
 from pathlib import Path
-from workers.run.fork_server import ForkServer, Program
+from workers.run.fork_server import ForkServer
+from workers.run.program import Program
 server = ForkServer.start()
 program = Program.parse([sys.executable, "-c", "import os, sys; print(os.getppid(), 'colorsys' in sys.modules)"])
 pid = server.spawn(program, environment=dict(os.environ), folder=Path.cwd(), output=(1, 2))

@@ -18,7 +18,7 @@ from workers.local_engine.weight_loader import load_weights
 from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.schedule import learning_rate_factor
 from workers.train.model.logprobs import token_logprobs
-from workers.train.step.batch import collate
+from workers.train.step.collation import collate
 from workers.train.step.group_checks import check_group
 from workers.train.step.learner import Learner
 from workers.train.step.metrics import STEP_METRICS

@@ -19,7 +19,8 @@ from workers.train.rank_control.commands import (
     Shutdown,
     TrainStep,
 )
-from workers.train.step.batch import Batch, collate
+from workers.train.step.batch import Batch
+from workers.train.step.collation import collate
 
 
 class Overheard(Ranks):

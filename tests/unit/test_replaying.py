@@ -26,7 +26,7 @@ from workers.settings.toml_file import dump_settings, parse_settings
 from workers.train.checkpointing.checkpoint import MANIFEST, OPTIMIZER, CheckpointStore
 from workers.train.checkpointing.replay import replay
 from workers.train.progress import Progress
-from workers.train.step.batch import collate
+from workers.train.step.collation import collate
 from workers.train.step.group_checks import check_group
 from workers.train.step.learner import Learner
 

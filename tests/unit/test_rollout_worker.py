@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from stream.codec import encode
-from stream.queue.stage import Lease
+from stream.queue.lease import Lease
 from stream.records import Group, Prompt
 from workers.rollout.stale_canceller import StaleCanceller
 from workers.rollout.worker import TrainingRollout

@@ -9,7 +9,7 @@ from stream.validity import DropReason, Measured, RewardReason, RolloutReason, T
 from workers import settings
 from workers.train.algorithms.advantages import dr_grpo
 from workers.train.algorithms.grouping import Grouping
-from workers.train.step.batch import collate
+from workers.train.step.collation import collate
 from workers.train.step.group_checks import check_group, count_states, mask_batch
 from workers.train.step.metrics import step_metrics
 

@@ -58,7 +58,7 @@ from workers.train.algorithms.masks import reject_tokens
 from workers.train.algorithms.ratios import log_ratios
 from workers.train.algorithms.sequences import Sequences
 from workers.train.groups.invalid_reward_monitor import InvalidRewardMonitor
-from workers.train.step.batch import collate
+from workers.train.step.collation import collate
 from workers.train.step.estimation import estimate_advantages
 from workers.train.step.group_checks import filter_reasons, mask_batch
 

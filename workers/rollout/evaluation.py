@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from stream.errors import RecordError
 from stream.queue.evaluation import create_evaluation_streams
-from stream.queue.stage import Lease, Stage
+from stream.queue.lease import Lease
+from stream.queue.stage import Stage
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner, with_attempt
 from workers.runtime.concurrency import ConcurrencyLimit

@@ -10,7 +10,7 @@ import msgspec
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
 from stream.errors import DataError, PenstockError
-from stream.queue.stage import Lease
+from stream.queue.lease import Lease
 from stream.records import Completion, Group, Message, Prompt
 from workers.rollout.agent_endpoint.agent_episode import run_agent_episode
 from workers.rollout.agent_endpoint.endpoint import AgentEndpoint

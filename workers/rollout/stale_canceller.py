@@ -2,7 +2,8 @@
 
 import structlog
 
-from stream.queue.stage import Lease, Stage
+from stream.queue.lease import Lease
+from stream.queue.stage import Stage
 from stream.queue.versions import watch_versions
 
 log = structlog.get_logger()

@@ -10,7 +10,8 @@ import structlog
 
 from envs.factory import EnvironmentFactory
 from stream.errors import SettingsError
-from stream.queue.stage import Lease, Stage
+from stream.queue.lease import Lease
+from stream.queue.stage import Stage
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.rollout.agent_endpoint.endpoint import serve_endpoint_if_needed
 from workers.rollout.chat.chat_setup import load_chat_setups

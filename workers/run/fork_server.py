@@ -12,13 +12,11 @@ subreaper (`prctl(2)`): the supervisor, which marks itself for the duration of a
 ordinary child of the supervisor: the supervisor waits for it and signals it, and it dies with the supervisor.
 """
 
-import atexit
 import contextlib
 import ctypes
 import gc
 import importlib
 import os
-import runpy
 import select
 import socket
 import struct
@@ -28,13 +26,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import NoReturn
 
 import msgspec
 from msgspec import Struct
 
 from stream.parent_death import die_with_parent
+from workers.run.program import Program
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LENGTH = struct.Struct(">I")
@@ -44,31 +42,6 @@ _DESCRIPTORS = 2
 _subreaper_lock = threading.Lock()
 _inherited: "ForkServer | None" = None
 """This process's fork server, set by `nest` before the program runs; None if there is none."""
-
-
-class Program(Struct, frozen=True):
-    """A Python command line, split as the interpreter splits it."""
-
-    command: list[str]
-    """The complete command line, as `ps` shows it."""
-    kind: str
-    """`-m`, `-c`, or empty for a script."""
-    target: str
-    """The module, the code, or the script's path."""
-    arguments: list[str]
-    safe_path: bool
-    """Option `-P`: neither the working directory nor the script's folder is prepended to `sys.path`."""
-
-    @classmethod
-    def parse(cls, command: Sequence[str]) -> "Program | None":
-        """Parse a command line. None: it needs another interpreter, or options that only a new interpreter applies."""
-        executable, *rest = command
-        safe_path = rest[:1] == ["-P"]
-        rest = rest[safe_path:]
-        kind = rest.pop(0) if rest and rest[0] in {"-m", "-c"} else ""
-        if executable != sys.executable or not rest or (not kind and rest[0].startswith("-")):
-            return None
-        return cls(list(command), kind, rest[0], rest[1:], safe_path)
 
 
 class _Request(Struct, frozen=True):
@@ -244,7 +217,7 @@ def _become(request: _Request, descriptors: list[int]) -> NoReturn:
     os.chdir(request.folder)
     if "numpy" in sys.modules:  # numpy's global generator is the only one that a fork does not reseed
         sys.modules["numpy"].random.seed()
-    os._exit(_run(request.program))
+    os._exit(request.program.run())
 
 
 def _set_command_line(command: Sequence[str]) -> None:
@@ -269,37 +242,6 @@ def nest() -> None:
     for target in (0, 1, 2):  # a reader of this process's output must not wait for the server to exit
         os.dup2(null, target)
     serve(theirs, parent)
-
-
-def _run(program: Program) -> int:
-    """Run a program as the interpreter would. Returns its exit code."""
-    sys.argv[1:] = program.arguments
-    first = {"-m": str(Path.cwd()), "-c": "", "": str(Path(program.target).resolve().parent)}[program.kind]
-    if not program.safe_path:
-        sys.path.insert(0, first)
-    try:
-        if program.kind == "-m":
-            runpy.run_module(program.target, run_name="__main__", alter_sys=True)
-        elif program.kind == "-c":
-            sys.argv[0] = "-c"
-            main = sys.modules["__main__"] = ModuleType("__main__")
-            exec(compile(program.target, "<string>", "exec"), main.__dict__)  # noqa: S102
-        else:
-            sys.argv[0] = program.target
-            runpy.run_path(program.target, run_name="__main__")
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if code and not isinstance(error.code, int):
-            print(error.code, file=sys.stderr)  # noqa: T201  (as the interpreter does)
-    except BaseException:  # noqa: BLE001  (as the interpreter does)
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  (as the interpreter does at exit)
-    atexit._run_exitfuncs()  # noqa: SLF001
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code & 0xFF
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:

@@ -15,7 +15,8 @@ import structlog
 
 from stream import parent_death
 from stream.errors import RunFailedError
-from workers.run.fork_server import ForkServer, Program
+from workers.run.fork_server import ForkServer
+from workers.run.program import Program
 from workers.run.role_specs import RoleSpec
 
 log = structlog.get_logger()

@@ -24,7 +24,8 @@ from anyio.abc import TaskGroup
 from stream.cancellation import cancel_on
 from stream.connection.keys import EVALUATION_STAGES
 from stream.errors import DataError, EngineUnavailableError, LeaseLostError, NewerSchemaError, RecordError
-from stream.queue.stage import Claim, Lease, ReleaseReason, Stage
+from stream.queue.lease import Lease
+from stream.queue.stage import Claim, ReleaseReason, Stage
 from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.idle_log import IdleLogger
 

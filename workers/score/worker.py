@@ -15,7 +15,8 @@ from envs.rewards import RewardFunction
 from envs.rewards.merge import merge_parts
 from stream.errors import RecordError
 from stream.queue.evaluation import create_evaluation_streams
-from stream.queue.stage import Lease, Stage
+from stream.queue.lease import Lease
+from stream.queue.stage import Stage
 from stream.records import Group
 from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.context import WorkerContext

@@ -28,7 +28,7 @@ from workers.train.groups.collector import CollectedBatch, Collector
 from workers.train.metrics_log import MetricsLog
 from workers.train.progress import Progress
 from workers.train.publishing.policy_versions import PolicyVersions
-from workers.train.step.batch import merge_batches
+from workers.train.step.collation import merge_batches
 from workers.train.step.group_checks import CheckedGroup, GroupRewards
 from workers.train.step.learner import Learner
 from workers.train.step.metrics import StepReport

@@ -24,7 +24,7 @@ from workers.train.checkpointing.replay_comparison import (
     ReplayMismatchFound,
     compare_with_checkpoint,
 )
-from workers.train.step.batch import collate
+from workers.train.step.collation import collate
 from workers.train.step.group_checks import check_group
 from workers.train.step.learner import Learner
 from workers.train.step.metrics import StepReport

@@ -26,7 +26,8 @@ from workers.train.algorithms.masks import (
     drop_completions,
     too_old_tokens,
 )
-from workers.train.step.batch import Batch, collate
+from workers.train.step.batch import Batch
+from workers.train.step.collation import collate
 from workers.train.step.estimation import estimate_advantages, greedy_baseline
 from workers.train.step.reward_parts import with_bounded_rewards
 

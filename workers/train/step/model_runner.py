@@ -13,8 +13,9 @@ from workers.train.distributed.ranks import Ranks
 from workers.train.model.critic import Critic
 from workers.train.model.logprobs import LogprobModel, TokenLogprobs, token_logprobs
 from workers.train.model.packing import set_attention
-from workers.train.step.batch import Batch, ForwardStatistics, split_micro_batches
+from workers.train.step.batch import Batch, ForwardStatistics
 from workers.train.step.loss import micro_batch_loss
+from workers.train.step.micro_batches import split_micro_batches
 from workers.train.step.prepared_batch import PreparedBatch
 
 

@@ -1,0 +1,42 @@
+"""Run user code (environments, reward functions) with a deadline, without letting it block or end a worker.
+
+Synchronous functions run in threads, coroutine functions on the event loop. A call returns an `Outcome` instead of
+raising, so nothing that user code raises, `SystemExit` included, reaches the worker::
+
+    outcome = await CallRunner(CapacityLimiter(8)).call(env.step, {"action": "left"}, timeout_s=5.0)
+    match outcome:
+        case Ok(value): ...
+        case Failed(error): ...
+        case TimedOut(timeout_s): ...
+"""
+
+from envs.call.outcomes import (
+    Failed,
+    Ok,
+    Outcome,
+    TimedOut,
+    call_inline,
+    describe_error,
+    describe_failure,
+    replace_surrogates,
+)
+from envs.call.rate_limiter import RateLimiter
+from envs.call.runner import CallRunner, filter_kwargs, is_async
+from envs.call.threads import AbandonedThreads, abandoned_threads
+
+__all__ = [
+    "AbandonedThreads",
+    "CallRunner",
+    "Failed",
+    "Ok",
+    "Outcome",
+    "RateLimiter",
+    "TimedOut",
+    "abandoned_threads",
+    "call_inline",
+    "describe_error",
+    "describe_failure",
+    "filter_kwargs",
+    "is_async",
+    "replace_surrogates",
+]
