@@ -5,8 +5,7 @@ import threading
 import anyio
 import pytest
 
-from envs import call
-from envs.call import AbandonedThreads, CallRunner, Ok, TimedOut
+from envs.call import AbandonedThreads, CallRunner, Ok, TimedOut, threads
 from envs.call.threads import ThreadCall
 from workers.runtime.recycling import WorkerRecycler
 from workers.settings import Queue
@@ -15,7 +14,7 @@ from workers.settings import Queue
 @pytest.fixture
 def abandoned(monkeypatch):
     """A counter for this test only: threads of other tests return at any time."""
-    monkeypatch.setattr(call, "abandoned_threads", counter := AbandonedThreads())
+    monkeypatch.setattr(threads, "abandoned_threads", counter := AbandonedThreads())
     return counter
 
 

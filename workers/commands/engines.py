@@ -1,20 +1,16 @@
 """`penstock engines`: list the engines of a run, add one, or remove one."""
 
 from datetime import UTC, datetime
-from functools import partial
-from http.client import HTTPException
 from typing import Literal
-from urllib.request import ProxyHandler, build_opener
 
 import anyio
-import msgspec
 from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from stream.connection.run_connection import RunConnection
-from stream.errors import PenstockError
+from stream.errors import EngineError, PenstockError
 from stream.operator.engine_overrides import (
     EngineOverride,
     add_engine,
@@ -24,15 +20,14 @@ from stream.operator.engine_overrides import (
 )
 from workers.commands.control import operator_name
 from workers.commands.output import print_json, print_line
+from workers.engine_api.connection import ConnectionPool
 from workers.engine_api.discovery.addresses import normalize_engine_url, resolve_engines
-from workers.engine_api.wire import WeightInfo, policy_version
+from workers.engine_api.queries import check_health, fetch_weight_name
+from workers.engine_api.wire import policy_version
 from workers.run.run_info import RunLocation, find_run, read_run_info, with_run
 from workers.settings.engine import DNS_PREFIX
 
 _PROBE_TIMEOUT_S = 3.0
-_OPENER = build_opener(ProxyHandler({}))
-"""Connects without a proxy, as workers do."""
-
 
 Source = Literal["settings", "dns", "operator"]
 
@@ -169,20 +164,13 @@ async def _configured_engines(location: RunLocation) -> tuple[dict[str, Source],
 
 async def _probe(report: EngineReport) -> None:
     """Query the engine, and fill in its health and policy version."""
-    try:
-        await anyio.to_thread.run_sync(partial(_get, f"{report.url}/health"))
-        report.healthy = True
-        info = await anyio.to_thread.run_sync(partial(_get, f"{report.url}/weight_info"))
-        report.policy_version = policy_version(msgspec.json.decode(info, type=WeightInfo).weight_version)
-    except (OSError, HTTPException) as error:
-        report.error = "" if report.healthy else str(error) or type(error).__name__
-    except msgspec.DecodeError:
-        report.policy_version = None
-
-
-def _get(url: str) -> bytes:
-    with _OPENER.open(url, timeout=_PROBE_TIMEOUT_S) as response:  # `normalize_engine_url` allows only http and https
-        return bytes(response.read(1_000_000))
+    async with ConnectionPool(keep_alive=False) as connections:
+        try:
+            await check_health(connections, report.url, _PROBE_TIMEOUT_S)
+            report.healthy = True
+            report.policy_version = policy_version(await fetch_weight_name(connections, report.url, _PROBE_TIMEOUT_S))
+        except EngineError as error:  # a healthy engine need not name its weights
+            report.error = "" if report.healthy else str(error)
 
 
 def _table(reports: list[EngineReport]) -> Table:

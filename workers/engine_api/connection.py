@@ -48,13 +48,13 @@ class ConnectionPool:
     ) -> None:
         await self._session.close()
 
-    async def get(self, url: str, kind: type[T]) -> T:
+    async def get(self, url: str, kind: type[T], timeout_s: float = QUERY_TIMEOUT_S) -> T:
         """Send a GET request that does not sample; return the decoded answer.
 
         Raises:
             EngineError: no answer, a status other than 200, or a body that does not decode as `kind`.
         """
-        status, payload = await self.request("GET", url, QUERY_TIMEOUT_S)
+        status, payload = await self.request("GET", url, timeout_s)
         try:
             return decode_response(status, payload, url, msgspec.json.Decoder(kind))
         except EngineRefusedError as error:  # nothing was sampled, so only the engine is at fault

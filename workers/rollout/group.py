@@ -1,7 +1,8 @@
 """All completions of one prompt, run concurrently."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import anyio
@@ -13,14 +14,14 @@ from stream.errors import DataError, PenstockError
 from stream.queue.lease import Lease
 from stream.records import Completion, Group, Message, Prompt
 from workers.rollout.agent_endpoint.agent_episode import run_agent_episode
-from workers.rollout.agent_endpoint.endpoint import AgentEndpoint
+from workers.rollout.agent_endpoint.endpoint import AgentEndpoint, serve_endpoint_if_needed
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.engine_client.sampling import Sampler
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.episode import run_episode
 from workers.rollout.episode_base import EpisodeContext
-from workers.runtime.reward_functions import add_reward_parts
-from workers.settings import Rollout
+from workers.runtime.reward_functions import add_reward_parts, open_reward_functions
+from workers.settings import Rollout, Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,3 +156,37 @@ def _is_valid(message: Message) -> bool:
 
 def _are_parts(content: object) -> bool:
     return isinstance(content, list) and all(isinstance(part, dict) for part in content)
+
+
+@asynccontextmanager
+async def open_group_runner(
+    settings: Settings,
+    factories: Mapping[str, EnvironmentFactory],
+    chats: Mapping[str | None, ChatSetup],
+    sampler: Sampler,
+    *,
+    max_episodes: int,
+) -> AsyncIterator[GroupRunner]:
+    """Open what episodes need besides an engine: environments, reward functions, an endpoint for agents.
+
+    Args:
+        settings: of the run.
+        factories: the run's environments.
+        chats: by environment.
+        sampler: the engines.
+        max_episodes: largest number of concurrent episodes.
+    """
+    async with (
+        EnvironmentPool(factories, size=max_episodes) as pool,
+        open_reward_functions(settings, "rollout") as rewards,
+        serve_endpoint_if_needed(factories, settings.run.host) as endpoint,
+    ):
+        yield GroupRunner(
+            chats=chats,
+            sampler=sampler,
+            pool=pool,
+            limits=settings.rollout,
+            rewards=rewards,
+            factories=factories,
+            endpoint=endpoint,
+        )

@@ -13,16 +13,14 @@ from stream.errors import SettingsError
 from stream.queue.lease import Lease
 from stream.queue.stage import Stage
 from workers.engine_api.discovery.discovery import EngineDiscovery
-from workers.rollout.agent_endpoint.endpoint import serve_endpoint_if_needed
 from workers.rollout.chat.chat_setup import load_chat_setups
 from workers.rollout.engine_client.client import EngineClient
-from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.evaluation import open_evaluation
-from workers.rollout.group import GroupRunner, with_attempt
+from workers.rollout.group import GroupRunner, open_group_runner, with_attempt
 from workers.rollout.stale_canceller import StaleCanceller
 from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.context import WorkerContext
-from workers.runtime.reward_functions import load_factories, open_reward_functions
+from workers.runtime.reward_functions import load_factories
 from workers.runtime.work_loop import work_loop
 from workers.settings import Settings
 
@@ -75,23 +73,12 @@ async def rollout(context: WorkerContext) -> None:
     chats = await anyio.to_thread.run_sync(load_chat_setups, settings, Path(settings.model.path), factories)
     with_greedy = settings.estimator.name == "remax"
     concurrency = ConcurrencyLimit(settings.rollout.groups_in_flight)
-    pool_size = concurrency.limit * (settings.rollout.group_size + with_greedy)
+    max_episodes = concurrency.limit * (settings.rollout.group_size + with_greedy)
     async with (
         EngineClient.from_settings(settings, discovery) as engines,
-        EnvironmentPool(factories, size=pool_size) as pool,
-        open_reward_functions(settings, "rollout") as rewards,
-        serve_endpoint_if_needed(factories, settings.run.host) as endpoint,
+        open_group_runner(settings, factories, chats, engines, max_episodes=max_episodes) as runner,
     ):
         await engines.wait_until_ready()
-        runner = GroupRunner(
-            chats=chats,
-            sampler=engines,
-            pool=pool,
-            limits=settings.rollout,
-            rewards=rewards,
-            factories=factories,
-            endpoint=endpoint,
-        )
         await _work(context, runner, concurrency, with_greedy=with_greedy)
 
 

@@ -11,7 +11,6 @@ vLLM's output is copied to this process's stderr.
 import ipaddress
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -24,6 +23,7 @@ from anyio.abc import Process
 
 from stream.errors import EngineError, SettingsError
 from workers.runtime.http_server import server_url
+from workers.runtime.ports import free_port
 from workers.settings import Settings
 from workers.vllm.interpreter import PLUGIN_NAME, check_interpreter, resolve_interpreter
 from workers.vllm.launch_command import build_command, build_environment, weight_transfer_backend
@@ -69,7 +69,7 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
         raise EngineError(
             f"{settings.model.path}: no config.json there; model.path must be a folder in Hugging Face form"
         )
-    port = _free_port(host, port)
+    port = free_port(host, port)  # another server on that port could be mistaken for vLLM
     tail = OutputTail()
     started = build_command(settings, python, host, port, is_cpu_build=installed.is_cpu_build)
     log.info("engine.started", vllm=installed.version, cpu=installed.is_cpu_build, command=" ".join(started))
@@ -216,24 +216,6 @@ async def _wait_unreachable(url: str) -> None:
                 refused += 1
             except (aiohttp.ClientError, TimeoutError, OSError):
                 refused = 0
-
-
-def _free_port(host: str, port: int) -> int:
-    """Return the port if it is free now, or any free port for 0; vLLM binds it within its first seconds.
-
-    Without this check, another server on that port could be mistaken for vLLM.
-
-    Raises:
-        EngineError: this machine does not have the address, or the port is taken.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore TIME_WAIT
-            probe.bind((host, port))
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        raise EngineError(f"cannot listen on {host}{f':{port}' if port else ''}: {error}") from error
 
 
 def _is_loopback(host: str) -> bool:

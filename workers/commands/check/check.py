@@ -11,15 +11,13 @@ from rich.console import Console
 
 from envs.call import CallRunner, Ok
 from stream.errors import SettingsError
-from workers.commands.check.check_report import EnvironmentReport, RewardReport
+from workers.commands.check.check_report import LOAD_TIMEOUT_S, EnvironmentReport, RewardReport
 from workers.commands.check.environment_check import check_environment
 from workers.commands.check.rendering import render_report
 from workers.commands.check.reward_check import check_reward, is_reward_function
 from workers.runtime.daemon_thread import run_in_daemon_thread
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.log_setup import configure_logging
-
-_LOAD_TIMEOUT_S = 120.0
 
 
 def check_reference(
@@ -59,7 +57,7 @@ async def _check(
     ref: str, row: dict[str, Any], args: dict[str, Any], environment: str
 ) -> EnvironmentReport | RewardReport:
     outcome = await CallRunner(anyio.CapacityLimiter(1)).call(
-        is_reward_function, {"ref": ref, "args": args}, _LOAD_TIMEOUT_S
+        is_reward_function, {"ref": ref, "args": args}, LOAD_TIMEOUT_S
     )
     if isinstance(outcome, Ok) and outcome.value:
         return await check_reward(ref, row, args=args, environment=environment)

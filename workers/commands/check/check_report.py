@@ -1,14 +1,18 @@
 """Reports of `penstock check` about an environment or a reward function."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from msgspec import Struct, field
 
-from envs import call
-from envs.call import Failed, Outcome
+from envs.call import CallRunner, Failed, Ok, Outcome, describe_failure
 from stream.errors import PenstockError
 from stream.records import RewardPart
 from stream.validity import Reward
+
+LOAD_TIMEOUT_S = 120.0
+"""For importing what a reference names, and for constructing it."""
+T = TypeVar("T")
 
 
 class ToolTrial(Struct, kw_only=True):
@@ -27,16 +31,32 @@ class ToolTrial(Struct, kw_only=True):
     """Reason why the call failed the episode and made the completion invalid; empty: it did not."""
 
 
-class EnvironmentReport(Struct, kw_only=True):
-    """Findings about an environment."""
+class CheckReport(Struct, kw_only=True):
+    """Findings about a reference."""
 
     ref: str
-    kind: str = "environment"
     fields: dict[str, Any]
     args: dict[str, Any] = {}
     ok: bool = False
-    """Whether the environment is usable, possibly with warnings."""
+    """Whether what it names is usable, possibly with warnings."""
     reference_kind: str = ""
+    warnings: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    async def load(self, loader: Callable[..., T], caller: CallRunner) -> T | None:
+        """Return what the reference and its arguments name; None if that failed, which is then among the errors."""
+        loaded = await caller.call(loader, {"ref": self.ref, "args": self.args}, LOAD_TIMEOUT_S)
+        if isinstance(loaded, Ok):
+            value: T = loaded.value
+            return value
+        self.errors.append(failure_reason(loaded))
+        return None
+
+
+class EnvironmentReport(CheckReport, kw_only=True):
+    """Findings about an environment."""
+
+    kind: str = "environment"
     environment: str = ""
     """Class of the environment as `module:qualname`."""
     observation: Any = None
@@ -49,8 +69,6 @@ class EnvironmentReport(Struct, kw_only=True):
     snapshot_bytes: int | None = None
     omitted: dict[str, str] = field(default_factory=dict)
     """Attributes that are missing from the snapshot, with the reason."""
-    warnings: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
 
 
 class RewardTrial(Struct, kw_only=True):
@@ -62,28 +80,20 @@ class RewardTrial(Struct, kw_only=True):
     reward: Reward
 
 
-class RewardReport(Struct, kw_only=True):
-    """Findings about a reward function."""
+class RewardReport(CheckReport, kw_only=True):
+    """Findings about a reward function; it is usable if it measured at least one row."""
 
-    ref: str
     kind: str = "reward function"
-    fields: dict[str, Any]
-    args: dict[str, Any] = {}
-    ok: bool = False
-    """Whether the function measured at least one row, possibly with warnings."""
-    reference_kind: str = ""
     name: str = ""
     """Name of the reward part."""
     parameters: list[str] = field(default_factory=list)
     """Names of the function's parameters."""
     is_async: bool = False
     trials: list[RewardTrial] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
 
 
 def failure_reason(outcome: Outcome) -> str:
     """Return why a call failed: the message of a `PenstockError`, else a description of the error."""
     if isinstance(outcome, Failed) and isinstance(outcome.error, PenstockError):
         return str(outcome.error)
-    return call.describe_failure(outcome)
+    return describe_failure(outcome)

@@ -28,7 +28,6 @@ from workers.rollout.environment_slot import MAX_SNAPSHOT_BYTES, EnvironmentSlot
 from workers.rollout.tool_formats.parsed_turn import ToolCall
 from workers.settings import Rollout
 
-_LOAD_TIMEOUT_S = 120.0
 _COMPARE_TIMEOUT_S = 30.0
 _MUTABLE = (list, dict, set, bytearray, deque)
 
@@ -50,11 +49,9 @@ async def check_environment(
     limits = limits or Rollout()
     report = EnvironmentReport(ref=ref, fields=fields, args=dict(args))
     caller = CallRunner(anyio.CapacityLimiter(4))
-    loaded = await caller.call(EnvironmentFactory.load, {"ref": ref, "args": args}, _LOAD_TIMEOUT_S)
-    if not isinstance(loaded, Ok):
-        report.errors.append(failure_reason(loaded))
+    factory = await report.load(EnvironmentFactory.load, caller)
+    if factory is None:
         return report
-    factory: EnvironmentFactory = loaded.value
     report.reference_kind = factory.reference.kind
     report.environment = class_key(factory.environment_class)
     report.has_reward = factory.has_reward

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 
 from envs import factory as environments
-from envs.call import CallRunner, Ok, describe_error, is_async
+from envs.call import CallRunner, describe_error, is_async
 from envs.factory import EnvironmentFactory
 from envs.references import resolve
 from envs.rewards import RewardBatch, RewardFunction, loading
@@ -18,11 +18,10 @@ from envs.snapshot import thaw
 from stream.errors import PenstockError, ReferenceNotFoundError
 from stream.records import Failure
 from stream.validity import Measured, Reward, Unmeasured
-from workers.commands.check.check_report import RewardReport, RewardTrial, failure_reason
+from workers.commands.check.check_report import RewardReport, RewardTrial
 from workers.rollout.environment_slot import MAX_SNAPSHOT_BYTES, EnvironmentSlot
 from workers.settings import Rollout
 
-_LOAD_TIMEOUT_S = 120.0
 _SIGNATURE = ("prompts", "completions", "completion_ids", "environments")
 _PROMPT = "What is the answer?"
 
@@ -66,11 +65,9 @@ async def check_reward(
     limits = limits or Rollout()
     report = RewardReport(ref=ref, fields=fields, args=dict(args))
     caller = CallRunner(anyio.CapacityLimiter(4))
-    loaded = await caller.call(RewardFunction.load, {"ref": ref, "args": args}, _LOAD_TIMEOUT_S)
-    if not isinstance(loaded, Ok):
-        report.errors.append(failure_reason(loaded))
+    function = await report.load(RewardFunction.load, caller)
+    if function is None:
         return report
-    function: RewardFunction = loaded.value
     names, needed = _parameters(function.function)
     report.name, report.parameters, report.is_async = function.name, names, is_async(function.function)
     report.reference_kind = "entry point" if ":" not in ref else "file" if ".py:" in ref else "module"

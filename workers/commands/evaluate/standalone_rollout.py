@@ -7,11 +7,9 @@ import anyio
 
 from envs.factory import EnvironmentFactory
 from stream.records import Group, Prompt
-from workers.rollout.agent_endpoint.endpoint import serve_endpoint_if_needed
 from workers.rollout.chat.chat_setup import ChatSetup, load_chat_setups
 from workers.rollout.engine_client.client import EngineClient
-from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.group import GroupRunner
+from workers.rollout.group import open_group_runner
 from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.reward_functions import load_factories, open_reward_functions
 from workers.score.worker import score_group
@@ -37,32 +35,20 @@ async def roll_out_and_score(
         EngineUnavailableError: no engine answers.
         DataError: a prompt cannot be rendered.
     """
-    limits = settings.rollout
     factories, chats = await anyio.to_thread.run_sync(_load, settings, model)
     groups: dict[int, Group] = {}
     limit = ConcurrencyLimit(MAX_GROUPS_IN_FLIGHT)
-    most = max((prompt.group_size for prompt in prompts), default=1)
+    max_episodes = MAX_GROUPS_IN_FLIGHT * max((prompt.group_size for prompt in prompts), default=1)
     async with (
         EngineClient.from_settings(settings, urls) as engine,
-        EnvironmentPool(factories, size=MAX_GROUPS_IN_FLIGHT * most) as pool,
-        open_reward_functions(settings, "rollout") as at_rollout,
-        open_reward_functions(settings, "score") as at_score,
-        serve_endpoint_if_needed(factories, settings.run.host) as endpoint,
+        open_group_runner(settings, factories, chats, engine, max_episodes=max_episodes) as runner,
+        open_reward_functions(settings, "score") as rewards,
     ):
         await engine.wait_until_ready()
-        runner = GroupRunner(
-            chats=chats,
-            sampler=engine,
-            pool=pool,
-            limits=limits,
-            rewards=at_rollout,
-            factories=factories,
-            endpoint=endpoint,
-        )
 
         async def run_prompt(index: int, prompt: Prompt) -> None:
             group = await runner.run(prompt, min_policy_version=min_policy_version)
-            await score_group(group, at_score, factories, limits.call_timeout_s)
+            await score_group(group, rewards, factories, settings.rollout.call_timeout_s)
             groups[index] = group
             limit.release()
 

@@ -23,7 +23,7 @@ from stream.backoff import Backoff
 from stream.errors import EngineError
 from workers.engine_api.connection import QUERY_TIMEOUT_S, ConnectionPool, UnreachableError
 from workers.engine_api.discovery.discovery import EngineDiscovery
-from workers.engine_api.wire import WeightInfo
+from workers.engine_api.queries import check_health, fetch_weight_name
 from workers.rollout.engine_client.engine_metrics import parse_metrics
 from workers.rollout.engine_client.engine_state import EngineState
 from workers.rollout.engine_client.probe import EngineProbe
@@ -105,7 +105,7 @@ class HealthMonitor:
     async def check_health(self, engine: EngineState) -> bool:
         """Return whether the engine reports that it is healthy; eject it if not."""
         try:
-            await self._get_health(engine)
+            await check_health(self._connections, engine.url, self._health_timeout_s)
         except EngineError as error:
             engine.eject(error)
             return False
@@ -120,8 +120,7 @@ class HealthMonitor:
 
     async def fetch_version(self, engine: EngineState) -> int:
         """Ask the engine for its policy version."""
-        info = await self._connections.get(f"{engine.url}/weight_info", WeightInfo)
-        engine.record_version(version_from_name(info.weight_version))
+        engine.record_version(version_from_name(await fetch_weight_name(self._connections, engine.url)))
         return engine.version
 
     async def _poll_version(self, engine: EngineState) -> None:
@@ -152,7 +151,7 @@ class HealthMonitor:
         """Probe the engine until it is healthy and compatible."""
         for attempt in itertools.count(1):
             try:
-                await self._get_health(engine)
+                await check_health(self._connections, engine.url, self._health_timeout_s)
                 engine.mark_healthy(await self._probe.inspect(engine.url))
             except EngineError as error:
                 engine.mark_unavailable(error)
@@ -191,8 +190,3 @@ class HealthMonitor:
         engine.eject(error)
         if self._router.healthy:
             engine.cancel_requests()
-
-    async def _get_health(self, engine: EngineState) -> None:
-        status, _ = await self._connections.request("GET", engine.url + "/health", self._health_timeout_s)
-        if status != 200:
-            raise EngineError(f"{engine.url}/health answers {status}")

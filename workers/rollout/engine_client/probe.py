@@ -16,6 +16,7 @@ from msgspec import structs
 from envs.remote.service_client import describe_response
 from stream.errors import EngineError, EngineRefusedError
 from workers.engine_api.connection import QUERY_TIMEOUT_S, ConnectionPool
+from workers.engine_api.queries import WEIGHT_INFO_PATH
 from workers.engine_api.wire import PROBE_PREFIX
 from workers.rollout.engine_client.completions_api import CompletionsApi
 from workers.rollout.engine_client.generate_api import GenerateApi
@@ -95,7 +96,7 @@ class EngineProbe:
             raise IncompatibleEngineError(
                 f"{url} answers, but /version or /v1/models is not that of vLLM's API"
             ) from error
-        reports_version = await self._has_route("GET", f"{url}/weight_info")
+        reports_version = await self._has_route("GET", url + WEIGHT_INFO_PATH)
         api: SamplingApi = GenerateApi() if await self._has_route("POST", url + GenerateApi.path) else CompletionsApi()
         target = _Target(url, model, api)
         answers = [await self._try_sampling(target, options) for options in self._sampling_options]

@@ -3,8 +3,7 @@
 import re
 
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
-from workers.rollout.tool_formats.parsing import DECODER, parse_error, skip_whitespace, to_tool_call
-from workers.rollout.tool_formats.reasoning import reasoning_end
+from workers.rollout.tool_formats.parsing import DECODER, parse_marked_calls, skip_whitespace, to_tool_call
 
 
 def _token(words: str) -> str:
@@ -25,42 +24,29 @@ class DeepSeek:
 
     def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
         """See `ToolFormat.parse`."""
-        if _BEGIN not in text:
-            return ParsedTurn(text)
-        position = reasoning_end(text, starts_in_reasoning=starts_in_reasoning)
-        reasoning, kept, calls, errors = text[:position], [], [], []
-        while (start := text.find(_BEGIN, position)) >= 0:
-            kept.append(text[position:start])
-            position, call = self._parse_call(text, start + len(_BEGIN))
-            if isinstance(call, ToolCall):
-                calls.append(call)
-            else:
-                errors.append(parse_error(call))
-                kept.append(text[start:position])
-        kept.append(text[position:])
-        content = "".join(kept).replace(_ALL_BEGIN, "").replace(_ALL_END, "")
-        return ParsedTurn((reasoning + content).strip() if calls else text, calls, errors)
+        return parse_marked_calls(
+            text, _BEGIN, self._parse_call, starts_in_reasoning=starts_in_reasoning, wrapper=(_ALL_BEGIN, _ALL_END)
+        )
 
-    def _parse_call(self, text: str, start: int) -> tuple[int, ToolCall | str]:
-        """Return where parsing continues, and the call that starts at `start`, or an error message."""
+    def _parse_call(self, text: str, start: int) -> tuple[int, list[ToolCall | str]]:
+        """Return where parsing continues, and the call that starts at `start`, or its problem."""
         following = text.find(_BEGIN, start)
         limit = following if following >= 0 else len(text)
         separator = text.find(_SEPARATOR, start, limit)
         if separator < 0:
-            return limit, f"{_SEPARATOR} is missing"
+            return limit, [f"{_SEPARATOR} is missing"]
         name, body = text[start:separator].strip(), skip_whitespace(text, separator + len(_SEPARATOR))
         if not text.startswith("{", body):
             named = _NAME.match(text, body)
             if named is None:
-                return limit, "it has no name"
+                return limit, ["it has no name"]
             name, body = named.group(1), named.end()
         try:
             value, end = DECODER.raw_decode(text, body)
         except (ValueError, RecursionError) as error:
-            return limit, f"its JSON is malformed ({error})"
+            return limit, [f"its JSON is malformed ({error})"]
         fence = _FENCE.match(text, end)
         closing = fence.end() if fence else end
         if not text.startswith(_END, closing):
-            return max(limit, end), f"{_END} is missing"
-        found = to_tool_call({"name": name, "arguments": value}, text[start:closing])
-        return closing + len(_END), found
+            return max(limit, end), [f"{_END} is missing"]
+        return closing + len(_END), [to_tool_call({"name": name, "arguments": value}, text[start:closing])]

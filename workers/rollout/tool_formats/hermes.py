@@ -1,8 +1,7 @@
 """The format of Hermes and Qwen: JSON between tags."""
 
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
-from workers.rollout.tool_formats.parsing import DECODER, parse_error, skip_whitespace, to_tool_call
-from workers.rollout.tool_formats.reasoning import reasoning_end
+from workers.rollout.tool_formats.parsing import DECODER, parse_marked_calls, skip_whitespace, to_tool_call
 
 _OPENING = "<tool_call>"
 _CLOSING = "</tool_call>"
@@ -16,23 +15,10 @@ class Hermes:
 
     def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
         """See `ToolFormat.parse`."""
-        if _OPENING not in text:
-            return ParsedTurn(text)
-        position = reasoning_end(text, starts_in_reasoning=starts_in_reasoning)
-        kept, calls, errors = [text[:position]], [], []
-        while (start := text.find(_OPENING, position)) >= 0:
-            kept.append(text[position:start])
-            position, call = self._parse_call(text, start + len(_OPENING))
-            if isinstance(call, ToolCall):
-                calls.append(call)
-            else:
-                errors.append(call)
-                kept.append(text[start:position])
-        kept.append(text[position:])
-        return ParsedTurn("".join(kept).strip() if calls else text, calls, errors)
+        return parse_marked_calls(text, _OPENING, self._parse_call, starts_in_reasoning=starts_in_reasoning)
 
-    def _parse_call(self, text: str, start: int) -> tuple[int, ToolCall | str]:
-        """Return where parsing continues, and the call whose JSON starts at `start`, or an error message."""
+    def _parse_call(self, text: str, start: int) -> tuple[int, list[ToolCall | str]]:
+        """Return where parsing continues, and the call whose JSON starts at `start`, or its problem."""
         body = skip_whitespace(text, start)
         try:
             value, end = DECODER.raw_decode(text, body)
@@ -44,14 +30,13 @@ class Hermes:
                 f"its JSON is followed by {text[closing : closing + 20]!r}" if closing < len(text) else "the turn ends"
             )
             return self._skip(text, start, f"{_CLOSING} is missing: {what}")
-        call = to_tool_call(value, text[body:end])
-        return closing + len(_CLOSING), call if isinstance(call, ToolCall) else parse_error(call)
+        return closing + len(_CLOSING), [to_tool_call(value, text[body:end])]
 
-    def _skip(self, text: str, start: int, problem: str) -> tuple[int, str]:
+    def _skip(self, text: str, start: int, problem: str) -> tuple[int, list[ToolCall | str]]:
         """Continue after this call's closing tag, but before the next call's opening tag."""
         closing, opening = text.find(_CLOSING, start), text.find(_OPENING, start)
         if closing >= 0 and (opening < 0 or closing < opening):
-            return closing + len(_CLOSING), parse_error(problem)
+            return closing + len(_CLOSING), [problem]
         if closing < 0 and _CLOSING not in problem:
             problem = f"{_CLOSING} is missing; {problem}"
-        return (opening if opening >= 0 else len(text)), parse_error(problem)
+        return (opening if opening >= 0 else len(text)), [problem]

@@ -8,11 +8,10 @@ from workers.rollout.tool_formats.parsing import (
     DECODER,
     json_type_name,
     make_tool_call,
-    parse_error,
+    parse_marked_calls,
     skip_whitespace,
     to_tool_call,
 )
-from workers.rollout.tool_formats.reasoning import reasoning_end
 
 _OPENING = "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([^\s\[\]{}\"]{1,200})\s*(?:\[CALL_ID\]\s*(\w*)\s*)?(?:\[ARGS\])?\s*(?=\{)")
@@ -27,23 +26,10 @@ class Mistral:
 
     def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
         """See `ToolFormat.parse`."""
-        if _OPENING not in text:
-            return ParsedTurn(text)
-        position = reasoning_end(text, starts_in_reasoning=starts_in_reasoning)
-        kept, calls, errors = [text[:position]], [], []
-        while (start := text.find(_OPENING, position)) >= 0:
-            kept.append(text[position:start])
-            position, read = self._parse_calls(text, start + len(_OPENING))
-            calls += [call for call in read if isinstance(call, ToolCall)]
-            wrong = [error for error in read if isinstance(error, str)]
-            errors += wrong
-            if wrong:
-                kept.append(text[start:position])
-        kept.append(text[position:])
-        return ParsedTurn("".join(kept).strip() if calls else text, calls, errors)
+        return parse_marked_calls(text, _OPENING, self._parse_calls, starts_in_reasoning=starts_in_reasoning)
 
     def _parse_calls(self, text: str, start: int) -> tuple[int, list[ToolCall | str]]:
-        """Return where parsing continues, and the calls and errors at `start`."""
+        """Return where parsing continues, and each call at `start` or its problem."""
         body = skip_whitespace(text, start)
         named = _NAMED.match(text, body)
         try:
@@ -52,19 +38,12 @@ class Mistral:
             following = text.find(_OPENING, start)
             end = following if following >= 0 else len(text)
             what = "its JSON is malformed" if named or text.startswith(("[", "{"), body) else "no name or JSON follows"
-            return end, [parse_error(f"{what} ({error})")]
-        read: list[ToolCall | str]
+            return end, [f"{what} ({error})"]
         if named:
             name, identity = named.groups()
-            is_object = isinstance(value, dict)
-            found = (
-                make_tool_call(name, value, text[body:end], identity)
-                if is_object
-                else f"not an object, {json_type_name(value)}"
-            )
-            read = [found]
-        elif not isinstance(value, list):
-            read = [to_tool_call(value, text[body:end])]
-        else:
-            read = [to_tool_call(each, json.dumps(each)) for each in value] or ["the array is empty"]
-        return end, [call if isinstance(call, ToolCall) else parse_error(call) for call in read]
+            if isinstance(value, dict):
+                return end, [make_tool_call(name, value, text[body:end], identity)]
+            return end, [f"not an object, {json_type_name(value)}"]
+        if not isinstance(value, list):
+            return end, [to_tool_call(value, text[body:end])]
+        return end, [to_tool_call(each, json.dumps(each)) for each in value] or ["the array is empty"]

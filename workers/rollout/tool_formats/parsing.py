@@ -2,9 +2,11 @@
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from workers.rollout.tool_formats.parsed_turn import ToolCall
+from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
+from workers.rollout.tool_formats.reasoning import reasoning_end
 
 _SPACE = re.compile(r"\s*")
 _ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -17,6 +19,46 @@ def _refuse(constant: str) -> NoReturn:
 
 DECODER = json.JSONDecoder(parse_constant=_refuse)
 """Raises ValueError, or RecursionError. `raw_decode` finds the end: a string may contain a closing tag."""
+
+
+def parse_marked_calls(
+    text: str,
+    marker: str,
+    read_calls: Callable[[str, int], tuple[int, list[ToolCall | str]]],
+    *,
+    starts_in_reasoning: bool,
+    wrapper: tuple[str, ...] = (),
+) -> ParsedTurn:
+    """Parse a turn in whose answer each tool call, or list of calls, follows a marker.
+
+    Calls that cannot be read stay in the content, and each gets an error message for the model.
+
+    Args:
+        text: the turn.
+        marker: text before a call.
+        read_calls: called with the text and the position after a marker; returns where parsing continues, and each call
+            or what is wrong with it.
+        starts_in_reasoning: the prompt opened the reasoning.
+        wrapper: texts around all calls, which are not content.
+    """
+    if marker not in text:
+        return ParsedTurn(text)
+    answer = position = reasoning_end(text, starts_in_reasoning=starts_in_reasoning)
+    kept: list[str] = []
+    calls: list[ToolCall] = []
+    errors: list[str] = []
+    while (start := text.find(marker, position)) >= 0:
+        kept.append(text[position:start])
+        position, found = read_calls(text, start + len(marker))
+        calls += [call for call in found if isinstance(call, ToolCall)]
+        problems = [parse_error(problem) for problem in found if isinstance(problem, str)]
+        errors += problems
+        if problems:
+            kept.append(text[start:position])
+    content = "".join([*kept, text[position:]])
+    for words in wrapper:
+        content = content.replace(words, "")
+    return ParsedTurn((text[:answer] + content).strip() if calls else text, calls, errors)
 
 
 def to_tool_call(value: Any, raw: str, argument_names: tuple[str, ...] = ("arguments",)) -> ToolCall | str:

@@ -8,7 +8,8 @@ import structlog
 from envs.remote.service_client import describe_response
 from stream.errors import EngineError, EngineRefusedError
 from workers.engine_api.connection import ConnectionPool, decode_response
-from workers.engine_api.wire import UNNAMED_WEIGHTS, WeightInfo, policy_version
+from workers.engine_api.queries import WEIGHT_INFO_PATH, check_health, fetch_weight_name
+from workers.engine_api.wire import UNNAMED_WEIGHTS, policy_version
 
 log = structlog.get_logger()
 
@@ -142,7 +143,8 @@ class EngineControlClient:
         Raises:
             EngineError: the engine does not answer.
         """
-        name = (await self._get("/weight_info", WeightInfo)).weight_version
+        async with ConnectionPool(keep_alive=False) as connections:
+            name = await fetch_weight_name(connections, self.url, _INFO_TIMEOUT_S)
         version = policy_version(name)
         if version is None and name not in (*_UNVERSIONED_NAMES, self._logged_foreign_version):
             self._logged_foreign_version = name
@@ -167,7 +169,7 @@ class EngineControlClient:
             EngineRefusedError: the engine has no control routes; the message names the missing option.
         """
         try:
-            await self._get("/weight_info", _JsonObject)
+            await self._get(WEIGHT_INFO_PATH, _JsonObject)
         except EngineRefusedError as error:
             raise EngineRefusedError(
                 f"{self.url} has no route that takes weights ({error}); start vLLM with VLLM_SERVER_DEV_MODE=1 in its "
@@ -181,11 +183,12 @@ class EngineControlClient:
 
     async def is_healthy(self) -> bool:
         """Whether the engine answers 200 at `/health`."""
-        try:
-            status, _ = await self._send("GET", "/health", _INFO_TIMEOUT_S)
-        except EngineError:
-            return False
-        return status == 200
+        async with ConnectionPool(keep_alive=False) as connections:
+            try:
+                await check_health(connections, self.url, _INFO_TIMEOUT_S)
+            except EngineError:
+                return False
+        return True
 
     async def _get(self, path: str, kind: type[T], timeout_s: float | None = None) -> T:
         status, payload = await self._send("GET", path, timeout_s or _INFO_TIMEOUT_S)

@@ -3,7 +3,6 @@
 Each engine forms a process group with the trainer as rank 0, so an engine that restarts or is added affects no other.
 """
 
-import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from anyio.from_thread import BlockingPortal
 from safetensors import safe_open
 
 from stream.errors import EngineError, SettingsError
+from workers.runtime.ports import free_port
 from workers.train.publishing.engine_control import EngineControlClient, PartialUpdateError
 
 log = structlog.get_logger()
@@ -92,7 +92,7 @@ class NcclTransfer:
             with anyio.fail_after(engine.update_timeout_s):
                 if engine.url not in self._groups:
                     info = self._info(
-                        rank=0, master_address=self._host, master_port=_free_port(), world_size=1 + workers
+                        rank=0, master_address=self._host, master_port=free_port(""), world_size=1 + workers
                     )
                     join = partial(self._factory.trainer_init, info, client=client, source=source)
                     self._groups[engine.url] = await anyio.to_thread.run_sync(join, abandon_on_cancel=True)
@@ -148,10 +148,3 @@ class _FolderSource:
             with safe_open(file, framework="pt", device=device) as tensors:
                 for name in tensors.keys():  # noqa: SIM118  (not iterable)
                     yield name, tensors.get_tensor(name)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port

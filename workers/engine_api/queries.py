@@ -1,0 +1,33 @@
+"""What every client of an engine asks: whether it is healthy, and which weights it has."""
+
+from http import HTTPStatus
+
+from envs.remote.service_client import describe_response
+from stream.errors import EngineError
+from workers.engine_api.connection import QUERY_TIMEOUT_S, ConnectionPool
+from workers.engine_api.wire import WeightInfo
+
+WEIGHT_INFO_PATH = "/weight_info"
+
+
+async def check_health(connections: ConnectionPool, engine_url: str, timeout_s: float = QUERY_TIMEOUT_S) -> None:
+    """Require that the engine answers 200 at `/health`.
+
+    Raises:
+        EngineError: it does not.
+    """
+    url = f"{engine_url}/health"
+    status, payload = await connections.request("GET", url, timeout_s)
+    if status != HTTPStatus.OK:
+        raise EngineError(describe_response(url, status, payload))
+
+
+async def fetch_weight_name(
+    connections: ConnectionPool, engine_url: str, timeout_s: float = QUERY_TIMEOUT_S
+) -> str | None:
+    """Return the name of the engine's weights; None before the first update.
+
+    Raises:
+        EngineError: the engine does not answer, or does not name its weights.
+    """
+    return (await connections.get(engine_url + WEIGHT_INFO_PATH, WeightInfo, timeout_s)).weight_version
