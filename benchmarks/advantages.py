@@ -5,9 +5,8 @@
 Batches of 65,536 rows x 64 tokens and of 4,096 x 1,024, one row per completion, in interleaved groups of 8 and 16 with
 string ids; a tenth of the rewards are unmeasured and NaN. Baselines: copying the rewards once in torch, summing the
 batch's tokens (float32) once, and plain Python loops group by group. Estimators get coded ids; building the `Grouping`
-counts towards their time. `--check` exits with 1 if a limit is exceeded: coding the ids 30 token sums; an estimator
-with one value per row 8, gdpo 8 per part; a row's advantage on its tokens must be a view. Cost per row is measured up
-to 1,048,576 rows.
+counts towards their time. `--check` exits with 1 if a limit is exceeded: 8 token sums for an estimator with one value
+per row, gdpo 8 per part; a row's advantage on its tokens must be a view. Cost per row is measured up to 1,048,576 rows.
 
 Method: one thread and its CPU time, because wall time on a shared machine depends on other processes. Medians over
 rounds; each round measures every entry in another order, entries without a limit every third round. The garbage
@@ -33,7 +32,7 @@ from workers import settings
 from workers.settings.losses import Clipped
 from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.aggregation import AGGREGATIONS, BatchTotals, row_factors
-from workers.train.algorithms.grouping import Grouping, encode_ids
+from workers.train.algorithms.grouping import Grouping
 from workers.train.algorithms.losses import LossInputs, policy_loss
 from workers.train.algorithms.masks import NONE, CompletionFacts, Masks, derive_masks
 from workers.train.algorithms.normalization import normalize, normalize_tokens, whiten
@@ -45,17 +44,16 @@ SHAPES: Final = ((65_536, 64), (4_096, 1_024))
 GROUP_SIZES: Final = (8, 16)
 ROWS: Final = (65_536, 262_144, 1_048_576)
 """Rows of the batches that show how cost grows; they have no tokens."""
-GROWTH_LIMIT, CODING_GROWTH_LIMIT = 2.5, 1.5
-"""Time of a row in the largest of them by that in the smallest; a cost that grew with the square would have 16. That of
-coding ids is told in that of a bare hash table, which outgrows the processor's caches."""
+GROWTH_LIMIT: Final = 2.5
+"""Time of a row in the largest of them by that in the smallest; a cost that grew with the square would have 16."""
 GROWING: Final = ("grpo", "rloo", "opo", "passk", "max_rl", "reinforce_plus_plus_baseline", "gdpo")
-CODING_LIMIT, ESTIMATOR_LIMIT = 30.0, 8.0
+ESTIMATOR_LIMIT: Final = 8.0
 """In sums of the batch's tokens."""
 PARTS: Final = 3
 CHOICES: Final = {kind().name: kind() for kind in get_args(settings.Estimator)}
 """Estimators of the settings by name, with the defaults of their options."""
 NORMALIZATION: Final = {"leave_one_out": False, "unbiased": True, "epsilon": 1e-5}
-TOKEN_SUM, TABLE, CODING = "floor: tokens summed", "floor: dict.fromkeys", "encode_ids"
+TOKEN_SUM: Final = "floor: tokens summed"
 LOOPED: Final = ("grpo", "rloo")
 """Estimators that are written out as loops below, to compare."""
 
@@ -87,7 +85,8 @@ class Rows:
         self.rows, self.groups = rows, rows // size
         self._ids = [f"train:0:{place // size}".encode() for place in range(rows)]
         random.Random(rows + size).shuffle(self._ids)
-        self.codes_C, _ = encode_ids(self.ids())
+        codes: dict[str, int] = {}
+        self.codes_C = torch.tensor([codes.setdefault(name, len(codes)) for name in self.ids()])
         self.valid_C = torch.rand(rows, generator=self.rng) >= 0.1
         self.rewards_C = torch.where(self.valid_C, self._scores(rows), torch.nan)
         lengths = torch.randint(1, 64, (rows,), generator=self.rng) * self.valid_C
@@ -114,9 +113,6 @@ class Rows:
     def estimate(self, name: str) -> Any:
         """Run a registered estimator with its default options and a new grouping."""
         return ESTIMATORS[name]({**self.inputs, "groups": self.grouping()}, CHOICES[name].options)
-
-    def coding(self) -> TimedWork:
-        return TimedWork(CODING, encode_ids, CODING_LIMIT, prepare=self.ids)
 
     def estimator(self, name: str) -> TimedWork:
         by_token, parts = ESTIMATORS[name].traits.level == "token", "parts_PC" in ESTIMATORS[name].input_names
@@ -233,7 +229,6 @@ class Tokens(Rows):
         return [
             TimedWork("floor: rewards copied", lambda _: into.copy_(self.rewards_C)),
             TimedWork(TOKEN_SUM, lambda _: self.logprobs_RT.sum()),
-            self.coding(),
             *(self.estimator(name) for name in by_level),
             *(TimedWork(looped(name), partial(self.loop, name), seldom=True, prepare=self.ids) for name in LOOPED),
             *(TimedWork(name, alone(work), seldom=True) for name, work in work_by_name.items()),
@@ -325,7 +320,6 @@ def case(rows: int, tokens: int, size: int, rounds: int) -> dict[str, Any]:
         "python_loop": {
             name: {
                 "times_estimator": round(medians[looped(name)] / medians[name], 1),
-                "times_coding_and_estimator": round(medians[looped(name)] / (medians[CODING] + medians[name]), 1),
             }
             for name in LOOPED
         },
@@ -338,20 +332,18 @@ def growth(rounds: int) -> list[dict[str, Any]]:
     lines = []
     for rows in ROWS:
         batch = Rows(rows, GROUP_SIZES[0])
-        some = [TimedWork(TABLE, dict.fromkeys, prepare=batch.ids), batch.coding(), *map(batch.estimator, GROWING)]
-        lines += [replace(line, name=f"{line.name} {rows}") for line in some]
-    times, rows_of_growth, ratios = measure(lines, rounds), [], {}
-    for name in (TABLE, CODING, *GROWING):
+        lines += [replace(line, name=f"{line.name} {rows}") for line in map(batch.estimator, GROWING)]
+    times, rows_of_growth = measure(lines, rounds), []
+    for name in GROWING:
         by_rows = {rows: statistics.median(times[f"{name} {rows}"]) * 1e6 / rows for rows in ROWS}
-        ratios[name] = by_rows[ROWS[-1]] / by_rows[ROWS[0]]
-        limit = {TABLE: None, CODING: CODING_GROWTH_LIMIT * ratios[TABLE]}.get(name, GROWTH_LIMIT)
+        ratio = by_rows[ROWS[-1]] / by_rows[ROWS[0]]
         rows_of_growth.append(
             {
                 "line": name,
                 "ns_per_row": {str(rows): round(spent, 1) for rows, spent in by_rows.items()},
-                "ratio": round(ratios[name], 2),
-                "limit": limit and round(limit, 2),
-                "within_limits": None if limit is None else ratios[name] <= limit,
+                "ratio": round(ratio, 2),
+                "limit": GROWTH_LIMIT,
+                "within_limits": ratio <= GROWTH_LIMIT,
             }
         )
     return rows_of_growth
@@ -375,8 +367,7 @@ def show(result: dict[str, Any]) -> None:
             f"  {'a row on its tokens is a view':36} {'':48} {marks[view['within_limits']]} {' '.join(view['copied'])}"
         )
         for name, found_ in reported["python_loop"].items():
-            both = found_["times_estimator"], found_["times_coding_and_estimator"]
-            print(f"  {looped(name)} takes {both[0]} times as long as {name}, {both[1]} times with {CODING} added")
+            print(f"  {looped(name)} takes {found_['times_estimator']} times as long as {name}")
     print(
         f"{'nanoseconds of a row, by rows':32}" + "".join(f"{rows:>11,}" for rows in ROWS) + "   ratio  limit  within"
     )

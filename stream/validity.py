@@ -58,11 +58,6 @@ class TruncationReason(StrEnum):
 class DropReason(StrEnum):
     """Why a group, or a row of it, is not trained although it was sampled."""
 
-    ABORTED = "aborted"
-    STALE = "stale"
-    DUPLICATE = "duplicate"
-    LATE = "late"
-    PADDING = "padding"
     NO_VALID_ROW = "no_valid_row"  # no row of the group is in the baseline mask
     MIN_VALID_ROWS = "min_valid_rows"  # fewer than the setting requires
     ZERO_VARIANCE = "zero_variance"  # every valid row has the same reward: no signal

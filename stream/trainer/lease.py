@@ -49,22 +49,6 @@ class EndedGroup(Struct, frozen=True):
     step dropped it. Freed immediately, more groups would be started with this version than can be trained in time."""
 
 
-class PublishedPolicy(Struct, frozen=True):
-    """A published policy version; -1 before the first."""
-
-    version: int = -1
-    path: str = ""
-    step: int = 0
-
-
-async def read_published_policy(connection: RunConnection) -> PublishedPolicy:
-    """Return the policy version that was published last."""
-    found = await connection.read_hash("policy")
-    if "version" not in found:
-        return PublishedPolicy()
-    return PublishedPolicy(int(found["version"]), found["path"], int(found["step"]))
-
-
 class TrainerLease:
     """The exclusive right to train a run. Every verb raises `FencedError` once another trainer has taken over."""
 

@@ -147,7 +147,7 @@ def build(
         truncation_reason_C=torch.tensor(
             [TRUNCATION_REASONS.index(m.truncated) if m.truncated else NONE for m in case]
         ).long(),
-        drop_reason_C=_codes(case, "dropped", DROP_REASONS.index(DropReason.PADDING)),
+        drop_reason_C=_codes(case, "dropped", DROP_REASONS.index(DropReason.NO_VALID_ROW)),
         turns_C=torch.tensor([len(made.turns) for made in case], dtype=torch.int64),
     )
     parts = [[drawn(made.key, "part", name) for made in case] for name in range(2)]

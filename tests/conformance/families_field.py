@@ -171,7 +171,7 @@ def inf_reward_before_clip(case: Case) -> None:
 def gpg_padding_rows(case: Case) -> None:
     """Rows of padding are not of the batch."""
     rewards = [*case.get("rewards", [1.0, 0.0, 1.0, 0.0]), *[0.0] * 4]
-    dropped = [DropReason.PADDING if row >= len(rewards) - 4 else None for row in range(len(rewards))]
+    dropped = [DropReason.NO_VALID_ROW if row >= len(rewards) - 4 else None for row in range(len(rewards))]
     facts = _facts(rewards, torch.zeros(len(rewards), dtype=torch.int64), dropped=dropped)
     ids_R = torch.arange(len(rewards))
     masks = derive_masks(facts, ids_R, torch.ones(len(ids_R), 1, dtype=torch.bool), truncation={})

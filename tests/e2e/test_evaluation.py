@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from stream.operator.dead_letters import list_dead_letters
+from tests.cases.evaluations import read_evaluations
 from tests.chaos.kills import processes
 from tests.e2e.harness import summary_of
 from tests.evaluation.engine import scripted
@@ -22,7 +23,6 @@ from workers.commands.audit import audit_run
 from workers.commands.evaluate.evaluate import evaluate
 from workers.run.run_info import find_run
 from workers.testing.scripted_engine import ScriptedEngine
-from workers.train.evaluation.results import read_evaluations
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("preloaded")]
 

@@ -21,7 +21,6 @@ from stream.connection.run_connection import RunConnection, connect
 from stream.operator.run_status import read_status
 from stream.queue.feed import Feed
 from stream.records import Group, Row
-from stream.trainer.lease import read_published_policy
 from tests.e2e.by_hand import Cast, Role, cast, feed, until
 from tests.e2e.harness import Project
 
@@ -128,13 +127,13 @@ async def _tell(connection: RunConnection, roles: Cast, tasks, story: Story, red
     one_step = ("--set", f"train.batch_size={again + LATE}")
     trainer = await roles.start(project.command("train", file, *addresses, *one_step))
     await until(connection, lambda: _published(connection, KILLED_AT + 1))
-    policy = await read_published_policy(connection)
-    story.taken_up.append((policy.step, policy.version))
-    await anyio.to_thread.run_sync(story.keep_model, policy.version)
+    status = await read_status(connection)
+    story.taken_up.append((int(status.policy["step"]), status.version))
+    await anyio.to_thread.run_sync(story.keep_model, status.version)
     await until(connection, lambda: _at_rest(connection, KILLED_AT + LATE), 120)
 
     # A new engine at the same address, with the run's initial weights and no version.
-    newest = (await read_published_policy(connection)).version
+    newest = (await read_status(connection)).version
     await anyio.to_thread.run_sync(story.keep_model, newest)
     with anyio.fail_after(60):
         while story.told[-1] != newest:
@@ -160,7 +159,7 @@ async def _at_rest(connection: RunConnection, trained: int) -> bool:
 
 
 async def _published(connection: RunConnection, version: int) -> bool:
-    return (await read_published_policy(connection)).version >= version
+    return (await read_status(connection)).version >= version
 
 
 async def _sampled(url: str) -> int:

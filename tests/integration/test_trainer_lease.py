@@ -10,7 +10,7 @@ import pytest
 from stream.errors import FencedError, RunMismatchError, ServerError
 from stream.operator.run_status import read_status
 from stream.queue.feed import Feed
-from stream.trainer.lease import EndedGroup, TrainerLease, read_published_policy
+from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger, LedgerRecord
 from stream.trainer.outcomes import AlreadyEnded, Dropped, Duplicate, GroupOutcome, LedgerOutcome, Trained
 
@@ -111,7 +111,7 @@ async def test_every_operation_of_a_fenced_trainer_is_refused(pipe, ledger, tmp_
     await zombie.release()  # releases a lease that it no longer has
     assert (await read_status(pipe.connection)).policy["owner"]
     assert (await read_status(pipe.connection)).counts == {"fed": 1}
-    assert (await read_published_policy(pipe.connection)).version == -1
+    assert (await read_status(pipe.connection)).version == -1
     assert await heir.recover(ledger) == 0
     assert await train(pipe, heir, {"a": Trained()})
 
@@ -202,10 +202,10 @@ async def test_version_numbers_are_never_used_twice(pipe):
 
 async def test_the_published_policy_is_readable(pipe, tmp_path):
     trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
-    assert (await read_published_policy(pipe.connection)).version == -1
+    assert (await read_status(pipe.connection)).version == -1
     await trainer_lease.publish(3, tmp_path / "v3", 12, {"reward": 0.5, "odd": float("nan")})
-    policy = await read_published_policy(pipe.connection)
-    assert (policy.version, policy.path, policy.step) == (3, str(tmp_path / "v3"), 12)
+    status = await read_status(pipe.connection)
+    assert (status.version, status.policy["path"], status.policy["step"]) == (3, str(tmp_path / "v3"), "12")
     assert (await pipe.stage("prompts").claim(1)).version == 3
     assert (await read_status(pipe.connection)).metrics == {"reward": 0.5, "odd": None}
 

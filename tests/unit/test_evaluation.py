@@ -7,13 +7,14 @@ from stream.operator.run_status import EvaluationStatus, RunStatus
 from stream.queue.evaluation import PromptEvaluation
 from stream.records import Completion, Failure, Group, Prompt, Row, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
+from tests.cases.evaluations import read_evaluations
 from workers.commands.evaluate.evaluate import find_policy_folder
 from workers.feed.evaluation_prompts import read_evaluation_prompts
 from workers.run.evaluation_text import format_progress, format_result
 from workers.run.stall_detector import StallDetector
 from workers.score.evaluation import evaluate_group
 from workers.settings.toml_file import parse_settings
-from workers.train.evaluation.results import EvaluationLog, EvaluationResult, read_evaluations, summarize
+from workers.train.evaluation.results import EvaluationLog, EvaluationResult, summarize
 
 TABLE = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}]}
 

@@ -62,7 +62,7 @@ def test_a_measured_completion_is_in_b_and_in_l():
         {"rewards": [1.0, math.nan]},
         {"rewards": [1.0, -math.inf]},
         {"rewards": [1.0, 1.0], "failed": {1: RolloutReason.ENGINE}},
-        {"rewards": [1.0, 1.0], "dropped": {1: DropReason.ABORTED}},
+        {"rewards": [1.0, 1.0], "dropped": {1: DropReason.DIFFICULTY}},
     ],
 )
 def test_invalid_completions_are_in_neither_mask(bad):

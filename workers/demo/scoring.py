@@ -13,6 +13,11 @@ from workers.commands.evaluate.standalone_rollout import roll_out_and_score
 from workers.feed.row_mapping import row_to_prompt
 from workers.settings import Settings
 
+_EPISODES = 4
+"""Sampled episodes of each problem."""
+_SHOWN = 3
+"""Problems whose first episode is shown to the user."""
+
 
 class DemoScore(Struct, kw_only=True):
     """Score of a policy on the held-out problems."""
@@ -29,14 +34,12 @@ class DemoScore(Struct, kw_only=True):
     """First sampled episode of each of the first problems, to show to the user."""
 
 
-async def score_policy(
-    settings: Settings, url: str, model: Path, rows: Sequence[dict[str, Any]], *, episodes: int = 4, show: int = 3
-) -> DemoScore:
-    """Run every row `episodes` times at the run's temperature and once greedily on the engine at `url`.
+async def score_policy(settings: Settings, url: str, model: Path, rows: Sequence[dict[str, Any]]) -> DemoScore:
+    """Run every row several times at the run's temperature and once greedily on the engine at `url`.
 
     The reward is the one in `settings`; for a control run, pass settings with the real reward.
     """
-    sampled = await _play(settings, url, model, rows, episodes, settings.rollout.temperature)
+    sampled = await _play(settings, url, model, rows, _EPISODES, settings.rollout.temperature)
     greedy = await _play(settings, url, model, rows, 1, 0.0)
     completions = [c for group in sampled for c in group.completions]
     return DemoScore(
@@ -44,7 +47,7 @@ async def score_policy(
         greedy=_mean([c for group in greedy for c in group.completions]),
         unmeasured=sum(not isinstance(c.reward, Measured) for g in (*sampled, *greedy) for c in g.completions),
         turns=sum(c.turns for c in completions) / len(completions),
-        samples=[group.completions[0] for group in sampled[:show]],
+        samples=[group.completions[0] for group in sampled[:_SHOWN]],
     )
 
 

@@ -21,6 +21,8 @@ CLEAN_SHARE = 2 / 3
 """Share of steps, at the start, with clean transcripts. With one half, one seed in three never copies digits well."""
 CONTEXT_WEIGHT = 0.1
 """Loss weight of tokens that the assistant does not write; its own tokens have weight 1."""
+LEARNING_RATE = 2e-3
+"""Peak of the schedule: linear warm-up, then cosine decay to 0."""
 WEIGHT_DECAY = 0.1
 WARMUP_STEPS = 50
 RECENT = 50
@@ -45,7 +47,6 @@ def warm_start(
     seed: int,
     steps: int = 1200,
     batch: int = 8,
-    learning_rate: float = 2e-3,
     threads: int = 1,
     progress: Callable[[int, float], None] | None = None,
 ) -> WarmStart:
@@ -58,7 +59,6 @@ def warm_start(
         seed: seed of the transcripts.
         steps: optimizer steps, two thirds of them on clean transcripts; at least 2.
         batch: transcripts per step.
-        learning_rate: peak of the schedule: linear warm-up, then cosine decay to 0.
         threads: torch threads during this call. Two save a fifth of the time on an idle machine and take ten times as
             long on a busy one.
         progress: called after each step with the number of steps done and the step's loss.
@@ -74,7 +74,7 @@ def warm_start(
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        losses = _imitate(model, _batches(tokenizer, seed, steps, batch), steps, learning_rate, progress)
+        losses = _imitate(model, _batches(tokenizer, seed, steps, batch), steps, progress)
     finally:
         torch.set_num_threads(before)
     model.eval()
@@ -88,11 +88,10 @@ def _imitate(
     model: Any,
     batches: Iterator[tuple[Tensor, Tensor]],
     steps: int,
-    learning_rate: float,
     progress: Callable[[int, float], None] | None,
 ) -> list[float]:
     """Run the optimizer; return the loss of each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_peak(step, steps))
     model.train()
     losses = []

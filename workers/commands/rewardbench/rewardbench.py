@@ -1,6 +1,6 @@
 """Score pairs of answers with a served reward model, optionally also with transformers, and print the accuracy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
@@ -19,9 +19,6 @@ from workers.settings import Data
 
 _CHUNK = 256
 """Pairs per batch of requests; the client limits the concurrency."""
-
-ReferenceScorer = Callable[[Sequence[Message]], float]
-"""Returns the raw logit of one conversation."""
 
 
 def run_rewardbench(file: Path, urls: Sequence[str], reference: Path | None, *, as_json: bool = False) -> int:

@@ -1,31 +1,9 @@
 """Statistics over the members of each group, found by group id: never by position, never in a loop."""
 
-from collections import defaultdict
-from collections.abc import Sequence
-from itertools import count
-
 import torch
 from torch import Tensor
 
 from workers.train.algorithms.rounding import tolerant_difference
-
-
-def encode_ids(ids: Sequence[str]) -> tuple[Tensor, list[str]]:
-    """Turn group names, one per member, into the integer codes that `Grouping` works on.
-
-    Args:
-        ids: in any order; members of a group may stand anywhere.
-
-    Returns:
-        int64 codes 0 ... groups - 1 in order of first appearance, and the name of each code.
-
-    Example:
-        >>> codes_C, names_G = encode_ids(["b", "a", "b"])
-        >>> groups = Grouping(codes_C, valid_C, len(names_G))  # codes 0, 1, 0
-    """
-    codes: defaultdict[str, int] = defaultdict(count().__next__)
-    codes_C = torch.tensor(list(map(codes.__getitem__, ids)), dtype=torch.int64)
-    return codes_C, list(codes)
 
 
 class Grouping:

@@ -148,11 +148,6 @@ class EvaluationLog:
         self.results.append(result)
 
 
-def read_evaluations(folder: Path) -> list[EvaluationResult]:
-    """Read a run's evaluations from its folder without changing it."""
-    return [result for result, _ in _read_lines(folder / FILE)]
-
-
 def _read_lines(path: Path) -> Iterable[tuple[EvaluationResult, int]]:
     """Yield the complete lines up to the first invalid one, each with the file's length up to its end."""
     if not path.exists():

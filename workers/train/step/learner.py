@@ -46,8 +46,6 @@ class Learner:
 
     Args:
         settings: of the run.
-        folder: the model to start from; `settings.model.path` by default.
-        total_steps: step at which a decaying learning rate ends; `settings.train.max_steps` by default.
         device: the first GPU if there is one, by default; with several ranks on a machine each has its own.
         dtype: of weights and optimizer state.
 
@@ -60,8 +58,6 @@ class Learner:
         self,
         settings: Settings,
         *,
-        folder: Path | None = None,
-        total_steps: int = 0,
         device: str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -70,8 +66,7 @@ class Learner:
         """Batches passed to `step`, including skipped ones."""
         self.skipped_steps = 0
         """Of those, batches with an optimizer step omitted because of a gradient that is not finite."""
-        self.total_steps = total_steps or settings.train.max_steps
-        if settings.train.schedule != "constant" and not self.total_steps:
+        if settings.train.schedule != "constant" and not settings.train.max_steps:
             raise SettingsError(
                 f"train.schedule is {settings.train.schedule!r}, but the number of steps is unknown; set "
                 "train.max_steps"
@@ -79,7 +74,7 @@ class Learner:
         torch.set_num_threads(settings.run.threads)
         self.ranks = Ranks(device)
         self.device, self.dtype = self.ranks.device, dtype
-        self.policy = TrainableModel(settings, Path(folder or settings.model.path), self.ranks, dtype)
+        self.policy = TrainableModel(settings, Path(settings.model.path), self.ranks, dtype)
         self.model, self.parameters = self.policy.model, self.policy.parameters
         self.critic = None
         if isinstance(settings.estimator, Gae):
@@ -121,7 +116,7 @@ class Learner:
             seed=self.settings.run.seed + self.steps,
         )
         skipped, accumulator = "no_valid_row", StepAccumulator()
-        learning_rate = self.optimizer.set_learning_rate(self.steps, self.total_steps)
+        learning_rate = self.optimizer.set_learning_rate(self.steps)
         if prepared.loss_weights.totals.tokens:
             skipped = self._train(prepared, accumulator)
         else:
@@ -234,7 +229,7 @@ class Learner:
             accumulator.add({"grad_norm": norm}, {})
             if not finite:
                 self.skipped_steps += 1
-                skipped = "gradient_not_finite"
+                skipped = DropReason.GRADIENT_NOT_FINITE
                 log.error("step.skipped", step=self.steps + 1, reason=skipped, norm=float(norm))
                 break
             self.optimizer.step()

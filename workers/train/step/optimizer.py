@@ -44,11 +44,11 @@ class Optimizer:
             weight_decay=settings.train.weight_decay,
         )
 
-    def set_learning_rate(self, step: int, total_steps: int) -> float:
+    def set_learning_rate(self, step: int) -> float:
         """Set the learning rates of a step, counted from 0; return the policy's."""
         train = self.settings
         now = learning_rate_factor(
-            step, schedule=train.schedule, warmup_steps=train.warmup_steps, total_steps=total_steps
+            step, schedule=train.schedule, warmup_steps=train.warmup_steps, total_steps=train.max_steps
         )
         for group in self.adamw.param_groups:
             group["lr"] = group["peak"] * now
