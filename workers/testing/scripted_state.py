@@ -3,6 +3,7 @@
 import math
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 import anyio
 import msgspec
@@ -36,7 +37,17 @@ def _no_faults(_number: int, _request: GenerateRequest) -> Fault | None:
 
 
 class ScriptedState:
-    """State of an engine without a model. `ScriptedEngine` describes the arguments."""
+    """State of an engine without a model.
+
+    Args:
+        reply: returns the tokens of each answer.
+        version: initial version of the weights; None as after a restart.
+        max_length: prompt tokens from which a request is refused.
+        delay_s: seconds for each answer. Its tokens are spread evenly over that time; tokens before a change of weights
+            carry the earlier version.
+        port: 0: any free port; a fixed one allows a 'restart' at the same address.
+        max_concurrency: requests processed at once; others wait. None: no limit.
+    """
 
     def __init__(
         self,
@@ -45,8 +56,12 @@ class ScriptedState:
         version: str | None = None,
         max_length: int = 4096,
         delay_s: float | DelayFunction = 0.0,
+        port: int = 0,
         max_concurrency: int | None = None,
     ) -> None:
+        self.url = ""
+        """Base URL, once the engine listens."""
+        self.port = port
         self.version = version
         self.max_length = max_length
         self.faults: FaultFunction = _no_faults
@@ -81,6 +96,8 @@ class ScriptedState:
         self.slots = anyio.CapacityLimiter(max_concurrency or math.inf)
         """Requests in progress; the others wait."""
         self.closing = anyio.Event()
+        self.server = AsyncExitStack()
+        """Holds the HTTP server while it listens."""
         self._reply = reply
         self._delay_s = delay_s
         self._replaced: deque[tuple[float, str]] = deque(maxlen=_MAX_RECORDED)

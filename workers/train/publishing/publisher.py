@@ -1,9 +1,10 @@
 """Pushes policy versions to the engines of a run: to all of them concurrently, and later to those that missed one."""
 
 import math
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import anyio
 import structlog
@@ -18,6 +19,7 @@ from workers.train.publishing.engine_control import EngineControlClient
 from workers.train.publishing.transport import WeightTransport, open_transport
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 UPDATE_TIMEOUT_S = 600.0
 """Timeout of one call that moves weights into an engine."""
@@ -126,41 +128,23 @@ class WeightPublisher:
 
         Engines that are busy, or were unreachable at the last request, count as None without a request.
         """
-        versions: dict[str, int | None] = {}
-
-        async def fetch(target: TargetEngine) -> None:
-            versions[target.url] = None
-            if target.is_busy or not target.availability.is_available:
-                return
-            try:
-                versions[target.url] = await target.client.weight_version()
-            except EngineError as error:
-                target.availability.mark_unavailable(error)
-
-        async with anyio.create_task_group() as tasks:
-            for target in self._current_targets():
-                tasks.start_soon(fetch, target)
-        return versions
+        targets = self._current_targets()
+        askable = [target for target in targets if not target.is_busy and target.availability.is_available]
+        answers = await _ask_all(askable, lambda client: client.weight_version())
+        return {target.url: answers.get(target.url) for target in targets}
 
     async def outdated_engines(self, version: int) -> list[TargetEngine]:
         """Return reachable engines that do not serve `version`: new, restarted, missed by a push, or paused.
 
         Engines with a push in progress are excluded; if that push installs another version, a later call returns them.
         """
-        outdated: list[TargetEngine] = []
 
-        async def fetch(target: TargetEngine) -> None:
-            try:
-                if await target.client.weight_version() != version or await target.client.is_paused():
-                    outdated.append(target)
-                target.availability.mark_available()
-            except EngineError as error:
-                target.availability.mark_unavailable(error)
+        async def is_outdated(client: EngineControlClient) -> bool:
+            return await client.weight_version() != version or await client.is_paused()
 
-        async with anyio.create_task_group() as tasks:
-            for target in self._idle_targets():
-                tasks.start_soon(fetch, target)
-        return outdated
+        targets = self._idle_targets()
+        answers = await _ask_all(targets, is_outdated)
+        return [target for target in targets if answers.get(target.url)]
 
     async def refresh(
         self,
@@ -261,6 +245,23 @@ class WeightPublisher:
         if all_refused and all_tried:
             return EngineRefusedError(f"no engine took version {version}: {reasons}")
         return EngineUnavailableError(f"no engine took version {version} within {self._retry_timeout_s:g} s: {reasons}")
+
+
+async def _ask_all(targets: Iterable[TargetEngine], ask: Callable[[EngineControlClient], Awaitable[T]]) -> dict[str, T]:
+    """Ask engines concurrently. Returns the answers by URL, without those of engines that do not answer."""
+    answers: dict[str, T] = {}
+
+    async def ask_one(target: TargetEngine) -> None:
+        try:
+            answers[target.url] = await ask(target.client)
+            target.availability.mark_available()
+        except EngineError as error:
+            target.availability.mark_unavailable(error)
+
+    async with anyio.create_task_group() as tasks:
+        for target in targets:
+            tasks.start_soon(ask_one, target)
+    return answers
 
 
 async def _wait_until_finished(
