@@ -18,6 +18,7 @@ from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.settings.engine import Engine
 from workers.testing.scripted_engine import ScriptedEngine
+from workers.testing.scripted_routes import ScriptedRoutes
 
 
 def reply(token_ids: list[int], _request) -> list[int]:
@@ -392,7 +393,7 @@ async def test_an_engine_without_metrics_gets_a_fixed_limit_which_is_logged_once
     async def nothing(self, _):
         return web.Response(status=404)
 
-    monkeypatch.setattr(ScriptedEngine, "_metrics", nothing)
+    monkeypatch.setattr(ScriptedRoutes, "_metrics", nothing)
     async with ScriptedEngine(reply, version="0", delay_s=0.2) as engine:
         with capture_logs() as lines:
             async with client_of(engine, concurrency_bounds=(2, 6)) as client:
@@ -404,13 +405,13 @@ async def test_an_engine_without_metrics_gets_a_fixed_limit_which_is_logged_once
 
 async def test_an_engine_whose_metrics_fail_once_is_polled_again(monkeypatch):
     monkeypatch.setattr("workers.rollout.engine_client.health._POLL_INTERVAL_S", (0.01, 0.02))
-    polls, figures = [], ScriptedEngine._metrics
+    polls, figures = [], ScriptedRoutes._metrics
 
     async def sometimes(self, http):
         polls.append(len(polls) % 2 == 1)
         return await figures(self, http) if polls[-1] else web.Response(status=503)
 
-    monkeypatch.setattr(ScriptedEngine, "_metrics", sometimes)
+    monkeypatch.setattr(ScriptedRoutes, "_metrics", sometimes)
     async with ScriptedEngine(reply, version="0", delay_s=0.2) as engine:
         with capture_logs() as lines:
             async with client_of(engine, concurrency_bounds=(2, 6)) as client:
