@@ -354,7 +354,7 @@ def test_other_settings_than_the_runs_give_a_difference(made):
 
 
 def test_a_replay_needs_the_runs_folder(tmp_path):
-    with pytest.raises(PenstockError, match="no run's folder"):
+    with pytest.raises(PenstockError, match="neither a run's folder"):
         show_replay(str(tmp_path))
 
 
