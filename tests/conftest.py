@@ -29,7 +29,9 @@ from tests.cases.rows import sampled_row
 from tests.preload.fixtures import preloaded, pytest_collection_finish  # noqa: F401  (a fixture, a hook)
 
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", max_examples=200, deadline=None, derandomize=True, print_blob=True)
+settings.register_profile(
+    "ci", max_examples=25, deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile(
     "nightly", max_examples=100, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )

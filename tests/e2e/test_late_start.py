@@ -120,7 +120,7 @@ def with_one_of_each(settings: Settings, redis: str, reconnect_s: float) -> Sett
 @pytest.mark.parametrize(
     "wait_s",
     [
-        pytest.param(2.5, marks=pytest.mark.timeout(150)),
+        pytest.param(1.2, marks=pytest.mark.timeout(150)),
         pytest.param(60.0, marks=[pytest.mark.full, pytest.mark.timeout(400)]),
     ],
 )

@@ -75,7 +75,7 @@ async def test_a_checkpoint_that_cannot_be_saved_acknowledges_nothing(pipe, ledg
     await finish_feeding(pipe)
 
     async def train() -> None:
-        async with consume(pipe.connection, ledger) as consumer:
+        async with consume(pipe.connection, ledger, lease_s=1.0) as consumer:
             await consumer.commit(await consumer.claim(1), 1)
             await consumer.checkpoint(full)
 

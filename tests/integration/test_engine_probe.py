@@ -155,7 +155,7 @@ async def test_a_server_that_is_not_vllm_is_refused(answers, message):
 
 async def test_another_server_at_the_same_address_is_probed_again():
     port = free_port()
-    async with client_of(f"http://127.0.0.1:{port}", samplings=[WARM], attempts=3, reconnect_s=10) as client:
+    async with client_of(f"http://127.0.0.1:{port}", samplings=[WARM], attempts=3, reconnect_s=3) as client:
         async with ScriptedEngine(reply, version="1", port=port):
             await client.sample([5], WARM)
         async with ScriptedEngine(reply, version="1", port=port) as engine:

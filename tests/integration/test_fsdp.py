@@ -51,8 +51,8 @@ RUNS = {
 """Sections of the settings by run: `untied` has a critic and a reference beside the policy, packed rows and recomputed
 layers; the reference of `adapter` is the policy without its adapter.
 """
-SHORT = [("tied", "float64"), ("adapter", "float64"), ("tied", "float32")]
-LONG = [("untied", "float64"), *((name, "float32") for name in RUNS)]
+SHORT = [("tied", "float64")]
+LONG = [("untied", "float64"), ("adapter", "float64"), *((name, "float32") for name in RUNS)]
 OTHERS = ("2", "1 on", "3 on")
 
 
@@ -198,9 +198,6 @@ def all_equal_in_float64(results: Results, name: str) -> None:
 def test_ranks_match_one_process_and_any_number_resumes(tmp_path):
     results = Results(tmp_path, SHORT)
     all_equal_in_float64(results, "tied")
-    all_equal_in_float64(results, "adapter")
-    apart = {ranks: results.apart("tied", "float32", ranks) for ranks in OTHERS}
-    assert max(apart.values()) < 1e-4, apart
     assert loaded(results, "tied", "float64").dtype == torch.float32
 
 
@@ -212,12 +209,13 @@ def more_results(tmp_path_factory):
 @pytest.mark.full
 def test_ranks_with_critic_reference_and_packing_match_one_process(more_results):
     all_equal_in_float64(more_results, "untied")
+    all_equal_in_float64(more_results, "adapter")
     assert loaded(more_results, "untied", "float64").dtype == torch.float32
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", OTHERS)
-@pytest.mark.parametrize("name", ["untied", "adapter"])
+@pytest.mark.parametrize("name", ["tied", "untied", "adapter"])
 def test_log_probs_of_ranks_agree_in_float32(more_results, name, ranks):
     assert more_results.apart(name, "float32", ranks) < 1e-4
 

@@ -139,6 +139,13 @@ def alive(pid: int) -> bool:
     return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3] if sys.platform == "linux" else True
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at the run more often, and give roles less time to notice its end; scripts are quick."""
+    monkeypatch.setattr("workers.run.supervisor._POLL_S", 0.1)
+    monkeypatch.setattr("workers.run.supervisor._FINISH_TIMEOUT_S", 1.0)
+
+
 @pytest.fixture
 def make_pipeline(tmp_path: Path, run_name: str, redis_url: str) -> Callable[..., Pipeline]:
     return lambda scripts, **delivery: Pipeline(tmp_path, run_name, redis_url, scripts, **delivery)

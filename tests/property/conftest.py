@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
-QUICK = {"test_properties_of_the_path": 5, "test_properties_of_": 12, "test_twins_of_": 20, "test_": 100}
+QUICK = {"test_properties_of_the_path": 3, "test_properties_of_": 8, "test_twins_of_": 15, "test_": 25}
 """Maximum number of examples per test, by the prefix of the module's name."""
 MOST = 5000
 RESTED_ON = {

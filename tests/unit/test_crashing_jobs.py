@@ -24,7 +24,7 @@ def handler(tmp_path, monkeypatch):
 
 
 async def test_jobs_that_crash_their_process_do_not_affect_other_jobs():
-    jobs = [b"die %d" % i if i % 4 < 3 else b"fine %d" % i for i in range(16)]
+    jobs = [b"die %d" % i if i % 4 < 3 else b"fine %d" % i for i in range(8)]
     async with ProcessPool.open("poisoned_handler:handler", {}, 3) as pool:
         outcomes = await pool.map(jobs, 20)
     for job, outcome in zip(jobs, outcomes, strict=True):
