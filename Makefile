@@ -4,6 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 SEED   ?= 1
 
+# Without compiled files every process that a test starts compiles the project again, which takes minutes in sum.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check test test-nightly test-gpu test-vllm clean
 
