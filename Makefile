@@ -34,7 +34,7 @@ check: setup  ## Format, lint, types, import contracts, spelling, house rules
 	$(BIN)/pytest -q tests/unit/test_house_rules.py
 
 test: setup  ## Unit, property, integration and end-to-end tests
-	$(BIN)/pytest -m "not full and not gpu and not vllm" -n 2 --dist worksteal
+	$(BIN)/pytest -m "not full and not gpu and not vllm" -n 3 --dist worksteal
 
 test-nightly: setup  ## What is too long for `make test`, with random examples; takes hours
 	$(BIN)/python tests/nightly.py

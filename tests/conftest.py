@@ -28,9 +28,17 @@ from stream.validity import Measured
 from tests.cases.rows import sampled_row
 from tests.preload.fixtures import preloaded, pytest_collection_finish  # noqa: F401  (a fixture, a hook)
 
+# Several test processes share the cores; threads that wait for each other's share of small tensors slow all of them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(
-    "ci", max_examples=25, deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "ci",
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile(
     "nightly", max_examples=100, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]

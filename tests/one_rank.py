@@ -14,11 +14,15 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from stream.errors import SettingsError
 from stream.records import Completion, Group, Prompt
 from stream.validity import Measured, RewardReason, Unmeasured
 from tests.cases.rows import sampled_row
 from tests.forked import ended, fork, import_ahead
 from workers.settings.toml_file import parse_settings
+from workers.train.distributed.ranks import Ranks
+from workers.train.model.logprobs import LogprobModel
+from workers.train.step import model_runner
 from workers.train.step.collation import collate
 from workers.train.step.learner import Learner
 
@@ -64,6 +68,17 @@ def train(base: Path, case: str) -> dict[str, object]:
     }
 
 
+def refusal(rank: int) -> str:
+    """Return the error of a step on ranks of which only rank 0 packs rows, as different devices would."""
+    settings = parse_settings({"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}})
+    model_runner.set_attention = lambda model, *_: model._replace(packed=rank == 0)
+    try:
+        model_runner.ModelRunner(LogprobModel(torch.nn.Linear(1, 1), None), None, None, settings, Ranks())
+    except SettingsError as error:
+        return str(error)
+    return ""
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole tensor, on every rank."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
@@ -73,7 +88,10 @@ def be(folder: Path, rank: int, size: int) -> int:
     """Run one rank of `size`; returns the exit code."""
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{size}", rank=rank, world_size=size)
-    torch.save({case: train(folder / "base", case) for case in CASES}, folder / f"{rank}-of-{size}.pt")
+    results = {case: train(folder / "base", case) for case in CASES}
+    if size > 1:
+        results["refusal where only rank 0 packs rows"] = refusal(rank)
+    torch.save(results, folder / f"{rank}-of-{size}.pt")
     if size > 1:
         dist.destroy_process_group()
     return 0
