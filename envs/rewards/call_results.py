@@ -24,20 +24,6 @@ class CallResult(msgspec.Struct):
 
     rows: list[RowResult]
     """One result for each completion of the call."""
-    rows_retryable: bool = False
-    """The call raised or was killed: calling again for each completion may give results for some of them."""
-
-
-def classify_call(outcome: Outcome, rows: int, *, timeout_is_retryable: bool = False) -> CallResult:
-    """Classify the outcome of one call.
-
-    Args:
-        outcome: of the call.
-        rows: number of completions in the call.
-        timeout_is_retryable: a timed-out call is known to have ended; in a thread it may still be running.
-    """
-    retryable = isinstance(outcome, Failed) or (timeout_is_retryable and isinstance(outcome, TimedOut))
-    return CallResult(classify_rows(outcome, rows), retryable)
 
 
 def classify_rows(outcome: Outcome, rows: int) -> list[RowResult]:

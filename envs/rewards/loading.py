@@ -23,8 +23,8 @@ class CallOptions:
     Args:
         processes: size of a pool of child processes that call it in their main thread, where a call past its deadline
             is killed; 0: call it in a thread of the worker.
-        granularity: `group`: one call for all completions of a prompt, never fewer. `row`: one call for each
-            completion. Empty: as `group`, and if that call raises or is killed, one call for each completion.
+        granularity: `group`, the default: one call for all completions of a prompt, never fewer. `row`: one call for
+            each completion.
         timeout_s: deadline of each call; 0: the setting `rollout.call_timeout_s`.
         max_concurrency: concurrent calls of an asynchronous function; 0: no limit.
         calls_per_second: rate limit; 0: none.

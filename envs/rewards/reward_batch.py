@@ -1,5 +1,7 @@
 """The arguments of a reward function: one group, or one completion of it."""
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +63,7 @@ class RewardBatch:
         return RewardBatch([self.prompts[i]], [self.completions[i]], [self.completion_ids[i]], environments, columns)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return keyword arguments for TRL's signature; the lists are copies that a function may change."""
+        """Return keyword arguments for TRL's signature. Their values are shared; `copy_arguments` copies them."""
         own: dict[str, list[Any]] = {
             "prompts": self.prompts,
             "completions": self.completions,
@@ -69,7 +71,24 @@ class RewardBatch:
         }
         if self.environments is not None:
             own["environments"] = self.environments
-        return {name: list(values) for name, values in ((self.columns or {}) | own).items()}
+        return (self.columns or {}) | own
+
+
+def copy_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments in which every completion has values of its own.
+
+    A function that edits messages or columns in place changes neither what another function measures, nor a sibling,
+    nor what the archive stores. Environments are thawed for each function and are passed as they are.
+    """
+    return {name: _copy_rows(name, values) for name, values in arguments.items()}
+
+
+def _copy_rows(name: str, values: Any) -> Any:
+    if name == "environments":
+        return list(values)
+    if name == "completion_ids":
+        return [list(ids) for ids in values]
+    return [value if isinstance(value, str) else copy.deepcopy(value) for value in values]
 
 
 def _prompt_messages(prompt: Prompt, completion: Completion) -> list[Message]:

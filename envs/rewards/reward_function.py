@@ -14,20 +14,16 @@ from types import MappingProxyType
 from typing import Any
 
 import anyio
-import structlog
 from anyio import CapacityLimiter
 
 from envs.call import CallRunner, RateLimiter, TimedOut, filter_kwargs, is_async
 from envs.rewards.call_report import CallReport, use_fallback
-from envs.rewards.call_results import CallResult, NamedRewards, RowResult, classify_call
+from envs.rewards.call_results import CallResult, NamedRewards, RowResult, classify_rows
 from envs.rewards.loading import CallOptions, load_reward_function
-from envs.rewards.reward_batch import RewardBatch
+from envs.rewards.reward_batch import RewardBatch, copy_arguments
 from envs.rewards.reward_processes import RewardProcessPool
 from stream.errors import ReferenceNotFoundError
 from stream.records import RewardPart
-from stream.validity import Unmeasured
-
-log = structlog.get_logger()
 
 
 class RewardFunction:
@@ -137,25 +133,20 @@ class RewardFunction:
             timeout_s: deadline of each call, unless `call_options` has one.
 
         Returns:
-            One result for each completion. If the call raises, it is repeated for each completion (unless
-            `call_options.granularity` is `group`), so only completions that raise on their own are unmeasured. A
-            result of the wrong shape, or a timeout in a thread, makes all of them unmeasured.
+            One result for each completion. If a call raises, times out or returns a result of the wrong shape, all of
+            its completions are unmeasured: one completion with `call_options.granularity` `row`, else the group.
         """
         if batch.size == 0:
             return []
-        timeout_s = self.call_options.timeout_s or timeout_s
-        if self.call_options.granularity != "row":
-            (result,) = await self._call_batches([batch], timeout_s)
-            if not result.rows_retryable or batch.size == 1 or self.call_options.granularity == "group":
-                return result.rows
-            log.warning("reward.call_failed", reward=self.name, rows=batch.size, why=_first_detail(result))
-        results = await self._call_batches([batch.row(i) for i in range(batch.size)], timeout_s)
+        by_row = self.call_options.granularity == "row"
+        batches = [batch.row(i) for i in range(batch.size)] if by_row else [batch]
+        results = await self._call_batches(batches, self.call_options.timeout_s or timeout_s)
         return list(chain.from_iterable(result.rows for result in results))
 
     async def _call_batches(self, batches: Sequence[RewardBatch], timeout_s: float) -> list[CallResult]:
         """Call the function once for each batch, concurrently within its limits."""
         if self._process_pool is not None and not self.call_options.calls_per_second:
-            return await self._process_pool.call([self._kwargs_for(batch) for batch in batches], timeout_s)
+            return await self._process_pool.call([await self._kwargs_for(batch) for batch in batches], timeout_s)
         results: dict[int, CallResult] = {}
 
         async def call(i: int) -> None:
@@ -174,21 +165,22 @@ class RewardFunction:
         async with self._limiter:
             await self._rate_limiter.acquire()
             if self._process_pool is not None:
-                return (await self._process_pool.call([self._kwargs_for(batch)], timeout_s))[0]
-            _, arguments = self._kwargs_for(batch)
+                return (await self._process_pool.call([await self._kwargs_for(batch)], timeout_s))[0]
+            _, arguments = await self._kwargs_for(batch)
             report = CallReport(batch.size)
             arguments |= report.kwargs(self.function)
             outcome = await self._runner.call(self.function, arguments, timeout_s)
             if isinstance(outcome, TimedOut) and report.fallback is not None:
                 return CallResult(use_fallback(report.fallback, outcome))
-            return classify_call(outcome, batch.size)
+            return CallResult(classify_rows(outcome, batch.size))
 
-    def _kwargs_for(self, batch: RewardBatch) -> tuple[int, dict[str, Any]]:
-        """Return the number of completions and the keyword arguments of a call."""
-        arguments = batch.to_kwargs()
+    async def _kwargs_for(self, batch: RewardBatch) -> tuple[int, dict[str, Any]]:
+        """Return the number of completions and the keyword arguments of a call, which are the function's own."""
+        arguments = filter_kwargs(self.function, batch.to_kwargs())
         if self.call_options.processes:
             arguments.pop("environments", None)  # objects of this process
-        return batch.size, filter_kwargs(self.function, arguments)
+            return batch.size, arguments  # copied by encoding them
+        return batch.size, await anyio.to_thread.run_sync(copy_arguments, arguments)
 
 
 def _check_process_compatible(ref: str, function: Callable[..., Any]) -> None:
@@ -204,7 +196,3 @@ def _check_process_compatible(ref: str, function: Callable[..., Any]) -> None:
         raise ReferenceNotFoundError(
             f"{ref!r} takes `environments`, which are objects of the worker's own process; leave out `processes`"
         )
-
-
-def _first_detail(result: CallResult) -> str:
-    return next((row.detail for row in result.rows if isinstance(row, Unmeasured)), "")

@@ -10,7 +10,7 @@ from envs.call import Ok, Outcome, call_inline
 from envs.processes.child_main import report_interim
 from envs.processes.pool import ProcessPool
 from envs.rewards.call_report import CallReport, use_fallback
-from envs.rewards.call_results import CallResult, classify_call
+from envs.rewards.call_results import CallResult, classify_rows
 from envs.rewards.loading import load_reward_function
 
 
@@ -35,7 +35,7 @@ class RewardJobHandler:
         rows, arguments = self._decoder.decode(job)
         report = CallReport(rows, lambda fallback: report_interim(self._encoder.encode(fallback)))
         arguments |= report.kwargs(self._function)
-        return self._encoder.encode(classify_call(call_inline(self._function, arguments), rows))
+        return self._encoder.encode(CallResult(classify_rows(call_inline(self._function, arguments), rows)))
 
 
 class RewardProcessPool:
@@ -67,4 +67,4 @@ class RewardProcessPool:
             return self._decoder.decode(outcome.value)
         if outcome.interim is not None:
             return CallResult(use_fallback(self._decoder.decode(outcome.interim).rows, outcome))
-        return classify_call(outcome, rows, timeout_is_retryable=True)  # the process was killed: calling again is safe
+        return CallResult(classify_rows(outcome, rows))

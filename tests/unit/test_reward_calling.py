@@ -115,15 +115,15 @@ async def test_granularity_decides_the_size_of_a_call():
     ],
 )
 async def test_one_bad_row_of_a_call_in_processes_costs_only_itself(bad, reason):
-    async with opened("hangs_on_row", processes=2, timeout_s=0.5) as function:
+    async with opened("hangs_on_row", processes=2, timeout_s=0.5, granularity="row") as function:
         assert facts(await function(batch("a", bad, "b"), 30)) == [1.0, reason, 1.0]
-        assert facts(await function(batch("a", "b"), 30)) == [2.0, 2.0]  # the pool still works
+        assert facts(await function(batch("a", "b"), 30)) == [1.0, 1.0]  # the pool still works
 
 
 @pytest.mark.parametrize("processes", [0, 1])
 async def test_a_function_that_compares_completions_sees_the_whole_group_or_nothing(processes):
     """Called by row, it would return numbers that compare nothing."""
-    async with opened("rank", granularity="group", processes=processes) as function:
+    async with opened("rank", processes=processes) as function:
         assert facts(await function(batch("c", "a", "b"), 30)) == [1.0, 0.0, 0.5]
         assert facts(await function(batch("c", "raise", "b"), 30)) == [RewardReason.RAISED] * 3
 

@@ -5,11 +5,13 @@ import threading
 import time
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from envs.rewards import RewardBatch, RewardFunction, environment_reward
+from envs.rewards.loading import CallOptions
 from envs.rewards.merge import merge_parts
 from stream.errors import EnvironmentFailure
 from stream.records import Completion, Group, Prompt, RewardPart, Row
@@ -155,18 +157,35 @@ async def test_numbers_of_every_kind_count(result):
     assert await rewards_of(lambda completions: result) == [Measured(1.0), Measured(2.0), Measured(3.0)]
 
 
-async def test_one_row_that_raises_leaves_the_others_valid():
+@pytest.mark.parametrize("granularity", ["", "group"])
+async def test_a_call_that_raises_is_not_repeated_for_its_rows(granularity):
+    """A function that compares completions would return a meaningless number for one alone."""
+    calls = []
+
+    def longest(completions, answer):
+        calls.append(len(completions))
+        lengths = [1 / a for a in answer]
+        return [float(length == max(lengths)) for length in lengths]
+
+    function = RewardFunction(longest, "longest", call_options=CallOptions(granularity=granularity))
+    rewards = await function(batch(answer=[1, 0, 2]), 5.0)
+    assert rewards == [Unmeasured(RewardReason.RAISED, "ZeroDivisionError: division by zero")] * 3
+    assert calls == [3]
+
+
+async def test_a_row_that_raises_is_invalid_alone_if_the_function_is_called_by_row():
     calls = []
 
     def score(completions, answer):
         calls.append(len(completions))
         return [1 / a for a in answer]
 
-    rewards = await rewards_of(score, batch(answer=[1, 0, 2]))
+    function = RewardFunction(score, "score", call_options=CallOptions(granularity="row"))
+    rewards = await function(batch(answer=[1, 0, 2]), 5.0)
     assert rewards[0] == Measured(1.0)
     assert rewards[2] == Measured(0.5)
     assert rewards[1] == Unmeasured(RewardReason.RAISED, "ZeroDivisionError: division by zero")
-    assert calls == [3, 1, 1, 1]
+    assert calls == [1, 1, 1]
 
 
 async def test_a_single_row_that_raises_is_not_called_again():
@@ -426,3 +445,38 @@ async def test_a_huge_finite_reward_makes_its_own_completion_invalid_where_it_is
     assert (first, last) == (Measured(weight + 0.5), Measured(0.5))
     assert bad.reason is RewardReason.COMPONENT
     assert bad.detail == f"huge: too_large returned {huge:g}; the limit is 1e+18"
+
+
+@pytest.mark.parametrize("granularity", ["row", "group"])
+async def test_a_function_that_edits_its_arguments_changes_nothing_for_others(granularity):
+    """Messages, columns and ids belong to one function and to one completion; the archive keeps what was sampled."""
+    seen = []
+
+    def vandal(prompts, completions, completion_ids, answer):
+        for prompt, completion, ids, gold in zip(prompts, completions, completion_ids, answer, strict=True):
+            prompt[0]["content"] += "!"
+            completion[0]["content"] = "changed"
+            completion.append({"role": "assistant", "content": "mine"})
+            ids.clear()
+            gold["steps"].append(1)
+        return [float(len(gold["steps"])) for gold in answer]
+
+    def reader(prompts, completions, completion_ids, answer):
+        seen.append((prompts, completions, completion_ids, answer))
+        return [float(len(gold["steps"])) for gold in answer]
+
+    group = group_of(text=False)
+    group.prompt.fields = {"answer": {"steps": []}}
+    before = msgspec.msgpack.encode(group)
+    options = CallOptions(granularity=granularity)
+    functions = [RewardFunction(f, f.__name__, call_options=options) for f in (vandal, reader)]
+    await score_group(group, functions, {}, 5.0)
+    for completion in group.completions:
+        assert [part.reward for part in completion.parts] == [Measured(1.0), Measured(0.0)]  # one edit, its own
+        completion.parts, completion.reward = [], None
+    assert msgspec.msgpack.encode(group) == before
+    unedited = RewardBatch.from_group(group, None).to_kwargs()
+    for name, of_calls in zip(
+        ("prompts", "completions", "completion_ids", "answer"), zip(*seen, strict=True), strict=True
+    ):
+        assert [row for rows in of_calls for row in rows] == unedited[name]

@@ -78,8 +78,8 @@ class RewardSettings(Section, frozen=True):
     """Child processes for a synchronous function; one that passes its deadline is killed and replaced. 0: what the
     function itself asks for, else a thread."""
     granularity: Literal["", "row", "group"] = ""
-    """Completions per call. `group`: all completions of a prompt, for functions that compare them; `row`: one. Empty:
-    `group`, and if that call raises or is killed, one call for each completion."""
+    """Completions per call. `group`: all completions of a prompt, which may be compared; `row`: one, so that a
+    completion on which the call fails is invalid alone. Empty: what the function itself asks for, else `group`."""
     timeout_s: NonNegativeFloat = 0.0
     """Deadline of one call; 0: `rollout.call_timeout_s`."""
     max_concurrency: NonNegativeInt = 0
