@@ -53,6 +53,11 @@ reclaim_expired()
 
 local free = math.huge
 if capacity >= 0 then free = capacity - outstanding() end
+-- While groups under way can complete, no prompt is started that could take the memory they need.
+if stage == 'prompts' and free > 0 and redis.call('ZCARD', leases) + redis.call('XLEN', key('groups')) > 0
+    and memory_exceeds(0.8, 0) then
+  free = 0
+end
 local before = #claimed
 local function remaining() return math.min(count - #claimed, free - (#claimed - before)) end
 

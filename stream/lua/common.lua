@@ -32,6 +32,8 @@
 --                       server restart); a key of its own because every worker may write it
 --   {NAME}:meta         hash, facts about the run, `finished`; while paused also `paused` (by whom) and `paused_ms`; `stop`
 --                       (number of the last stop request, only grows) and `stop_by`
+--   {NAME}:identity     hash, `id` of the run, `change:N` (accepted changes), and pinned values by name (settings, digests of
+--                       code, model and data); every process compares itself with it before it claims (`run_identity.py`)
 --   {NAME}:latest       hash, metrics of the last step, for display
 --   {NAME}:wake         stream with one entry; every blocked worker waits on it
 --   {NAME}:engines      stream with one entry, the operator's engine overrides: URL -> `ACTION MS BY` (add or remove, when,
@@ -169,6 +171,14 @@ local function extend_after_restart(lease_ms)
     end
   end
   return true
+end
+
+-- Whether more than this share of the server's memory limit is in use, `extra` bytes included. Prompts must leave room for
+-- the groups that are made of them: a server that is full of prompts can complete nothing.
+local function memory_exceeds(share, extra)
+  local info = redis.call('INFO', 'memory')
+  local limit = tonumber(string.match(info, 'maxmemory:(%d+)') or 0)
+  return limit > 0 and tonumber(string.match(info, 'used_memory:(%d+)')) + extra > share * limit
 end
 
 -- Move an entry with its payload to the dead letters. Of an entry with very many fields (foreign junk) only the first

@@ -6,9 +6,15 @@ continues from there.
 
 from collections.abc import Sequence
 
+import structlog
+
 from stream.codec import encode
 from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
 from stream.records import Prompt
+
+log = structlog.get_logger()
+
+_MEMORY_SHORT = -2
 
 
 class CursorMovedError(Exception):
@@ -38,7 +44,7 @@ class Feed:
     async def put(
         self, prompts: Sequence[Prompt], cursor_before: str, cursor_after: str, *, already_ended: int = 0
     ) -> int:
-        """Feed a batch and move the cursor; waits while the backlog is full or the run is paused.
+        """Feed a batch and move the cursor; waits while the backlog or the memory is full, or the run is paused.
 
         Args:
             prompts: the batch; may be empty.
@@ -55,6 +61,7 @@ class Feed:
         flat: list[str | bytes] = []
         for prompt in prompts:
             flat += [prompt.id, encode(prompt)]
+        logged = False
         while True:
             status, value, stop = await self.connection.run_script(
                 "feed", *(self.max_queued_prompts, cursor_before, cursor_after, already_ended), *flat
@@ -64,6 +71,9 @@ class Feed:
                 return int(value)
             if status == -1:
                 raise CursorMovedError(value.decode())
+            if status == _MEMORY_SHORT and not logged:
+                log.warning("feed.waiting", why="the server's memory is needed for groups; see maxmemory")
+                logged = True
             await self.connection.wait_for_change(value.decode(), MAX_BLOCK_S)
 
     async def finish(self) -> None:

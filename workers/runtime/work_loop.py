@@ -7,6 +7,7 @@ the work completes it               nothing more to do
 its bytes are not a valid record    dead letter; a record of a newer schema is given back for workers that can read it
 the record itself is at fault       given back, up to a limit (`DataError`)
 no engine answers                   given back after a delay; counts towards no limit
+the server has no memory for it     given back after a delay; counts towards no limit
 anything else raises                given back as a failure of the infrastructure, up to a limit
 the lease is lost                   the work is cancelled and its result discarded
 newer policies make it stale        the work is cancelled and the entry given back; counts towards no limit
@@ -23,7 +24,14 @@ from anyio.abc import TaskGroup
 
 from stream.cancellation import cancel_on
 from stream.connection.keys import EVALUATION_STAGES
-from stream.errors import DataError, EngineUnavailableError, LeaseLostError, NewerSchemaError, RecordError
+from stream.errors import (
+    DataError,
+    EngineUnavailableError,
+    LeaseLostError,
+    NewerSchemaError,
+    RecordError,
+    ServerError,
+)
 from stream.queue.lease import Lease
 from stream.queue.stage import Claim, ReleaseReason, Stage
 from workers.runtime.concurrency import ConcurrencyLimit
@@ -93,7 +101,7 @@ async def _run_job(stage: Stage, lease: Lease, version: int, work: Work, limit: 
         await _ignore_lost_lease(stage.dead_letter(lease, "unreadable", str(error)))
     except DataError as error:
         await _release(stage, lease, "data", str(error))
-    except EngineUnavailableError as error:
+    except (EngineUnavailableError, ServerError) as error:  # a server that is down refuses the release, too
         await _release(stage, lease, "none", str(error))
     except LeaseLostError as error:
         log.warning("result.discarded", stage=stage.name, why=str(error))
