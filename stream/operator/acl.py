@@ -43,6 +43,8 @@ def _subkeys(stage: str, *names: str) -> tuple[str, ...]:
 _WAKE = AclRule(("xadd",), ("wake",))
 _STREAMS = AclRule(("xgroup|create",), (*STAGES, *EVALUATION_STAGES))
 """Every role creates the streams if they do not exist."""
+_IDENTITY = AclRule(("hset", "hsetnx", "hdel"), ("identity",))
+"""Every role records what the server does not know about the run."""
 _SERVER_RESTARTED = (
     AclRule(("zadd",), tuple(f"{stage}:leases" for stage in (*STAGES, *EVALUATION_STAGES))),
     AclRule(("hset",), ("server",)),
@@ -73,7 +75,8 @@ def _worker_rules(stage: StageName | EvaluationStage) -> tuple[AclRule, ...]:
 _FEED = (
     AclRule(("hset",), ("unfinished",)),
     AclRule(("xadd",), ("prompts",)),
-    AclRule(("hset",), ("feed", "meta")),
+    AclRule(("hset", "hdel"), ("feed",)),
+    AclRule(("hset",), ("meta",)),
     AclRule(("hset", "hdel"), ("eval",)),
     AclRule(("hset", "unlink"), ("eval:dataset",)),
     AclRule(("hincrby",), ("counts",)),
@@ -116,11 +119,11 @@ _OPERATOR = (
     AclRule(("hincrby",), ("counts",)),
 )
 _WRITE_RULES: dict[AclRole, tuple[AclRule, ...]] = {
-    "feed": (*_FEED, _STREAMS, _WAKE),
-    "rollout": (*_ROLLOUT, _STREAMS, _WAKE),
-    "score": (*_SCORE, _STREAMS, _WAKE),
-    "train": (*_TRAIN, _STREAMS, _WAKE),
-    "run": (*_FEED, *_ROLLOUT, *_SCORE, *_TRAIN, _STREAMS, _WAKE),
+    "feed": (*_FEED, _STREAMS, _IDENTITY, _WAKE),
+    "rollout": (*_ROLLOUT, _STREAMS, _IDENTITY, _WAKE),
+    "score": (*_SCORE, _STREAMS, _IDENTITY, _WAKE),
+    "train": (*_TRAIN, _STREAMS, _IDENTITY, _WAKE),
+    "run": (*_FEED, *_ROLLOUT, *_SCORE, *_TRAIN, _STREAMS, _IDENTITY, _WAKE),
     "operator": (*_OPERATOR, _WAKE),
     "viewer": (),
 }

@@ -20,6 +20,7 @@ import anyio
 import structlog
 
 from stream.connection.run_connection import RunConnection
+from stream.connection.run_identity import identify_for_trainer, record_for_trainer
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Group
 from stream.trainer.archive import Archive
@@ -48,12 +49,16 @@ async def open_trainer_lease(
 
     Raises:
         FencedError: another trainer that is alive holds the run, or, later, has taken it over.
+        RunMismatchError: the folder is another run's than the server.
     """
+    identity = await identify_for_trainer(connection, folder)
     async with anyio.create_task_group() as tasks:
         min_token = await anyio.to_thread.run_sync(last_token, folder)
         trainer_lease = await TrainerLease.acquire(connection, lease_s, min_token)
         tasks.start_soon(trainer_lease.renew_forever)
-        yield trainer_lease, await anyio.to_thread.run_sync(RunFolderLock.acquire, folder, trainer_lease.token)
+        folder_lock = await anyio.to_thread.run_sync(RunFolderLock.acquire, folder, trainer_lease.token)
+        await record_for_trainer(connection, folder, identity)
+        yield trainer_lease, folder_lock
         await trainer_lease.release()
         tasks.cancel_scope.cancel()
 

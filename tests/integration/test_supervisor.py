@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,11 +19,12 @@ from stream.errors import PenstockError, RunMismatchError
 from stream.operator.run_control import pause, stop
 from stream.queue.feed import Feed
 from stream.records import Prompt
+from workers.run.identity_check import NOTHING, check_folder
 from workers.run.progress_display import SilentDisplay, SupervisorState
 from workers.run.role_specs import RoleSpec
 from workers.run.run_command import raise_for_failure, supervise
 from workers.run.run_folder import lock_folder, write_settings
-from workers.run.run_info import RunInfo
+from workers.run.run_info import RunInfo, process_start, write_run_info
 from workers.run.run_info import read_run_info as read_live
 from workers.run.supervisor import RunOutcome, Supervisor
 from workers.settings import Settings
@@ -172,6 +174,8 @@ async def test_live_json_exists_only_during_the_run(make_pipeline, redis_url):
         "redis": redis_url,
         "engines": ["http://127.0.0.1:1"],
         "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "process_start": await anyio.to_thread.run_sync(process_start, os.getpid()),
     }
     assert not (pipeline.settings.folder / "live.json").exists()
 
@@ -497,7 +501,7 @@ def test_a_folder_belongs_to_one_run(tmp_path):
     write_settings(there)
     other = settings_in(tmp_path, "two", "", {}, {})
     with pytest.raises(RunMismatchError, match=r"run\.name is 'one' there and 'two' here"):
-        write_settings(other)
+        check_folder(other, NOTHING)
 
 
 def test_a_killed_supervisor_is_not_reported_as_running(tmp_path):
@@ -507,6 +511,23 @@ def test_a_killed_supervisor_is_not_reported_as_running(tmp_path):
     assert read_live(tmp_path) is None
     (tmp_path / "live.json").write_text(json.dumps({"run": "r", "redis": "unix://x", "pid": os.getpid()}))
     assert read_live(tmp_path) == RunInfo(run="r", redis="unix://x", pid=os.getpid())
+
+
+def test_a_process_that_got_the_supervisors_id_is_not_taken_for_it(tmp_path):
+    written = RunInfo.of_this_process("r", "unix://x")
+    write_run_info(tmp_path, written)
+    assert read_live(tmp_path) == written
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        write_run_info(tmp_path, msgspec.structs.replace(written, pid=other.pid))
+        assert read_live(tmp_path) is None
+        boot, ticks = written.process_start.split("/")
+        write_run_info(tmp_path, msgspec.structs.replace(written, process_start=f"{boot[::-1]}/{ticks}"))
+        assert read_live(tmp_path) is None, "the machine has been started again"
+        write_run_info(tmp_path, msgspec.structs.replace(written, pid=other.pid, host="elsewhere"))
+        assert read_live(tmp_path) is not None, "nobody here knows what runs on another host"
+    finally:
+        other.communicate(b"\n")
 
 
 DRIVER = """

@@ -173,5 +173,5 @@ def test_contradictory_settings_are_refused(data, error):
 
 def test_settings_with_a_mix_round_trip(make):
     """A run stores its settings in its folder."""
-    settings = make({"a": (1, {"weight": 2}), "b": (1, {"weight": 1, "columns": {"x": "gold"}})})._settings
+    settings = make({"a": (1, {"weight": 2}), "b": (1, {"weight": 1, "columns": {"x": "gold"}})}).settings
     assert parse_settings(tomllib.loads(dump_settings(settings))) == settings

@@ -7,8 +7,8 @@ import pytest
 
 from stream.errors import PenstockError
 from stream.operator.run_status import RunStatus
+from workers.run.pinned import differences, free_changes, pinned_settings
 from workers.run.plot import draw_progress, read_metrics, smooth
-from workers.run.run_folder import setting_differences
 from workers.run.summary import RunSummary, latest_progress, summarize
 from workers.settings.toml_file import parse_settings
 from workers.train.progress import Progress
@@ -97,9 +97,9 @@ def settings(**sections):
     ],
 )
 def test_settings_that_define_another_run_are_named(changed, key):
-    result = setting_differences(settings(), settings(**changed))
-    assert result
-    assert all(text.startswith(key) for text in result), result
+    found = differences(pinned_settings(settings()), pinned_settings(settings(**changed)))
+    assert found
+    assert all(each.text.startswith(key) for each in found), found
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,8 @@ def test_settings_that_define_another_run_are_named(changed, key):
     ],
 )
 def test_other_settings_may_change_when_a_run_is_resumed(changed):
-    assert setting_differences(settings(), settings(**changed)) == []
+    assert differences(pinned_settings(settings()), pinned_settings(settings(**changed))) == []
+    assert free_changes(settings(), settings(**changed))
 
 
 def test_only_the_last_execution_of_a_repeated_step_counts(tmp_path):

@@ -24,13 +24,28 @@ class SettingsCommandError(CommandError):
     exit_code = ExitCode.USAGE
 
 
+class InterruptedCommandError(CommandError):
+    """Ctrl-C ended the command."""
+
+    exit_code = ExitCode.INTERRUPTED
+
+    def show(self, file: Any = None) -> None:
+        """Print one calm line to stderr."""
+        click.echo(self.message, file=file, err=file is None)
+
+
 def as_command_error(error: BaseException) -> CommandError | None:
-    """Merge an error or exception group into one error; None if any part of it is not a `PenstockError`."""
+    """Merge an error or exception group into one error; None if any part of it is not a `PenstockError`.
+
+    Ctrl-C takes precedence over errors that its unwinding caused.
+    """
+    leaves = _leaf_errors(error)
+    if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
+        return InterruptedCommandError("interrupted")
     if "stream.errors" not in sys.modules:  # then no module that raises a `PenstockError` was imported
         return None
     from stream.errors import PenstockError, SettingsError
 
-    leaves = _leaf_errors(error)
     if not all(isinstance(leaf, PenstockError) for leaf in leaves):
         return None
     kind = SettingsCommandError if any(isinstance(leaf, SettingsError) for leaf in leaves) else CommandError

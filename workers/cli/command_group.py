@@ -17,10 +17,10 @@ class CommandGroup(click.Group):
         return list(self.commands)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; an expected error becomes one line and an exit code."""
+        """Run a command; an expected error becomes one line and an exit code, and Ctrl-C becomes a line, too."""
         try:
             return super().invoke(ctx)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
             expected = as_command_error(error)
             if expected is None:
                 raise

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -62,14 +62,25 @@ def _demo_folder(seed: int, steps: int | None, control: str | None, engine: str 
 @options.overrides
 @options.json
 @click.option("--quiet", is_flag=True, help="Show no progress.")
-def run(file: Path, overrides: tuple[str, ...], as_json: bool, quiet: bool) -> None:
+@options.accept_change
+@options.accept_data
+def run(
+    file: Path,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
+    accepted: tuple[str, ...],
+    accept_data: Literal["appended"] | None,
+) -> None:
     """Start the run that FILE describes on this machine, or resume it.
 
     Ctrl-C drains and stops; `penstock run runs/NAME/run.toml` resumes.
     """
+    from workers.run.identity_check import Accept
     from workers.run.run_command import run
 
-    sys.exit(run(file, overrides, as_json=as_json, quiet=quiet))
+    accept = Accept(accepted, accept_data or "")
+    sys.exit(run(file, overrides, as_json=as_json, quiet=quiet, accept=accept))
 
 
 @click.command()
@@ -107,12 +118,23 @@ def _role_command(role: str, text: str) -> click.Command:
         help="URL of an engine; may be repeated; default: engine.urls.",
     )
     @options.overrides
-    def command(file: Path, redis: str, engines: tuple[str, ...], overrides: tuple[str, ...]) -> None:
+    @options.accept_change
+    @options.accept_data
+    def command(
+        file: Path,
+        redis: str,
+        engines: tuple[str, ...],
+        overrides: tuple[str, ...],
+        accepted: tuple[str, ...],
+        accept_data: Literal["appended"] | None,
+    ) -> None:
+        from workers.run.identity_check import Accept
         from workers.run.role_process import run_role, run_trainer
 
+        accept = Accept(accepted, accept_data or "")
         if role == "train":
-            exit_process(run_trainer(file, overrides, redis, engines, current_command()))
-        exit_process(run_role(role, file, overrides, redis, engines))
+            exit_process(run_trainer(file, overrides, redis, engines, current_command(), accept))
+        exit_process(run_role(role, file, overrides, redis, engines, accept=accept))
 
     return command
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stream.connection.run_connection import RunConnection
+from stream.connection.run_identity import read_identity
 from stream.errors import PenstockError, ServerError
 from stream.operator.audit import AuditInput, AuditReport, audit
 from stream.operator.run_scan import RunScan, scan_run
@@ -19,6 +20,7 @@ from workers.commands.output import print_json
 from workers.commands.prompt_index import PromptIndex
 from workers.commands.run_files import saved_settings
 from workers.feed.dataset_mix import DatasetMix, open_dataset_mix
+from workers.feed.dataset_rows import dataset_lengths
 from workers.run.run_info import RunLocation, find_run, with_run
 from workers.run.summary import latest_progress
 from workers.runtime.exit_codes import ExitCode
@@ -105,7 +107,8 @@ def _read_run_files(location: RunLocation) -> RunFiles:
     settings, folder = saved_settings(location, "an audit")
     if not location.url and not any((folder / name).exists() for name in ("redis", "ledger.jsonl")):
         raise PenstockError(f"the run in {folder} has not begun: there is neither a server nor a ledger")
-    dataset_mix = open_dataset_mix(settings)
+    identity = read_identity(folder)
+    dataset_mix = open_dataset_mix(settings, dataset_lengths(identity.pinned) if identity else None)
     return RunFiles(settings, folder, dataset_mix, PromptIndex(dataset_mix))
 
 

@@ -9,6 +9,7 @@ import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from workers.settings import Data
 Row = dict[str, Any]
 
 _BLOCK = 1 << 20
+_ROWS_AT_ONCE = 1000
 
 
 class Source(Protocol):
@@ -32,7 +34,10 @@ class Source(Protocol):
         """Yield these rows in this order; an error in place of a row that cannot be read."""
 
     def fingerprint(self) -> str:
-        """Return a digest of the content."""
+        """Return a digest of the files."""
+
+    def row_digests(self, lengths: Sequence[int]) -> list[str]:
+        """Return a digest of the first rows, for each of these numbers of rows; they rise, and are at most all."""
 
 
 def open_source(data: Data, setting: str = "data.path") -> Source:
@@ -107,6 +112,11 @@ class JsonLinesSource:
         """See `Source.fingerprint`."""
         return _digest([self._path])
 
+    def row_digests(self, lengths: Sequence[int]) -> list[str]:
+        """See `Source.row_digests`."""
+        with self._path.open("rb") as file:
+            return _digest_rows((line.strip() for line in file if line.strip()), lengths)
+
     def _read(self, text: bytes, number: int) -> Row | DataError:
         place = f"{self._path}:{self._lines[number]}"
         try:
@@ -144,19 +154,40 @@ class TableSource:
 
     def fingerprint(self) -> str:
         """See `Source.fingerprint`."""
-        if self._path.is_file():
-            return _digest([self._path])
-        files = (path for path in self._path.rglob("*") if path.is_file() and not path.name.startswith("cache-"))
-        return _digest(sorted(files))
+        return files_fingerprint(str(self._path))
+
+    def row_digests(self, lengths: Sequence[int]) -> list[str]:
+        """See `Source.row_digests`."""
+        total = max(lengths, default=0)
+        rows = (
+            repr(row).encode(errors="surrogatepass")
+            for start in range(0, total, _ROWS_AT_ONCE)
+            for row in self._table.values(start, min(total, start + _ROWS_AT_ONCE))
+        )
+        return _digest_rows(rows, lengths)
 
 
 class Table:
-    """A table with access to rows by index."""
+    """A table with access to rows by index.
 
-    def __init__(self, size: int, columns: Sequence[str], row: Callable[[int], Row]) -> None:
+    Args:
+        size: number of rows.
+        columns: their names.
+        row: returns a row.
+        values: returns the rows from one index to another as they are stored, nothing decoded.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        columns: Sequence[str],
+        row: Callable[[int], Row],
+        values: Callable[[int, int], Sequence[Row]],
+    ) -> None:
         self._size = size
         self.columns = columns
         self.row = row
+        self.values = values
 
     def __len__(self) -> int:
         return self._size
@@ -177,7 +208,10 @@ def _parquet(path: Path) -> Table:
         found: Row = table.slice(number, 1).to_pylist()[0]
         return found
 
-    return Table(table.num_rows, table.column_names, row)
+    return Table(
+        *(table.num_rows, table.column_names, row),
+        lambda start, stop: table.slice(start, stop - start).to_pylist(),
+    )
 
 
 def _hugging_face(path: Path, split: str) -> Table:
@@ -196,7 +230,10 @@ def _hugging_face(path: Path, split: str) -> Table:
         found = found[split]
     elif split:
         raise DataError(f"{path}: a dataset without splits; leave out #{split}")
-    return Table(len(found), found.column_names, found.__getitem__)
+    stored = found.with_format("arrow")
+    return Table(
+        *(len(found), found.column_names, found.__getitem__), lambda start, stop: stored[start:stop].to_pylist()
+    )
 
 
 def _check_prompt(row: Row, prompt: str, place: str) -> Row | DataError:
@@ -220,6 +257,28 @@ def _split_path(path: str) -> tuple[Path, str]:
 
 def _missing_library(library: str, path: Path) -> DataError:
     return DataError(f"{path}: reading it needs {library}, which is not installed: pip install 'penstock[data]'")
+
+
+def files_fingerprint(path: str) -> str:
+    """Return a digest of the names and contents of a prompt file, or of the files of a data set in a folder.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    place, _ = _split_path(path)
+    if not place.is_dir():
+        return _digest([place])
+    return _digest(sorted(each for each in place.rglob("*") if each.is_file() and not each.name.startswith("cache-")))
+
+
+def _digest_rows(rows: Iterable[bytes], lengths: Sequence[int]) -> list[str]:
+    digest = hashlib.blake2b(digest_size=16)
+    found = {0: digest.hexdigest()}
+    for number, row in enumerate(islice(rows, max(lengths, default=0)), 1):
+        digest.update(len(row).to_bytes(8) + row)
+        if number in lengths:
+            found[number] = digest.hexdigest()
+    return [found[length] for length in lengths]
 
 
 def _digest(paths: Iterable[Path]) -> str:

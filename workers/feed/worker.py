@@ -11,10 +11,12 @@ import structlog
 
 from stream.cancellation import cancel_on
 from stream.connection.run_connection import MAX_BLOCK_S
+from stream.connection.run_identity import read_server_identity
 from stream.errors import DataError, RunFailedError
 from stream.queue.feed import CursorMovedError, Feed
 from stream.trainer.ledger import Ledger
 from workers.feed.dataset_mix import DatasetMix, open_dataset_mix
+from workers.feed.dataset_rows import dataset_lengths
 from workers.feed.evaluation_prompts import upload_evaluation_prompts
 from workers.runtime.context import WorkerContext
 
@@ -29,7 +31,8 @@ _IDLE_POLL_S = 1.0
 async def feed(context: WorkerContext) -> None:
     """Feed all prompts, then wait until the run has ended or a stop is requested."""
     settings, connection = context.settings, context.connection
-    dataset_mix = await anyio.to_thread.run_sync(open_dataset_mix, settings)
+    lengths = dataset_lengths((await read_server_identity(connection)).pinned)
+    dataset_mix = await anyio.to_thread.run_sync(open_dataset_mix, settings, lengths)
     fingerprint = await anyio.to_thread.run_sync(dataset_mix.fingerprint)
     await connection.write_hash("meta", {"data": fingerprint, "capacity": str(settings.capacity)})
     total = await anyio.to_thread.run_sync(lambda: dataset_mix.total_prompts)

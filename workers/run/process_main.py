@@ -3,6 +3,7 @@
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import TypeVar
 
@@ -48,7 +49,8 @@ def run_to_exit_code(main: Callable[[], Awaitable[ExitCode]]) -> ExitCode:
 def report_error(error: PenstockError, code: ExitCode | None = None) -> ExitCode:
     """Log an error and print it in the form that the supervisor quotes. Returns `code`, or the error's own."""
     log.error("role.failed", kind=type(error).__name__, error=str(error))
-    print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+    with suppress(OSError):  # a full disk must not turn the error into another one
+        print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
     default = ExitCode.PERMANENT if isinstance(error, _PERMANENT_ERRORS) else ExitCode.FAILURE
     return default if code is None else code
 

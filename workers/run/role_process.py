@@ -15,6 +15,7 @@ import structlog
 from stream.connection.run_connection import connect
 from stream.errors import PenstockError, SettingsError
 from stream.parent_death import die_with_parent
+from workers.run.identity_check import NOTHING, Accept, join_run
 from workers.run.process_main import limit_drain, report_error, run_to_exit_code, watch_signals
 from workers.runtime.context import RoleMain, WorkerContext
 from workers.runtime.exit_codes import ExitCode
@@ -34,6 +35,7 @@ def run_role(
     redis: str,
     engines: tuple[str, ...],
     role_main: RoleMain | None = None,
+    accept: Accept = NOTHING,
 ) -> ExitCode:
     """Run one role until its work is done or it is stopped. Returns the exit code.
 
@@ -44,6 +46,7 @@ def run_role(
         redis: URL of the Redis server; default: `run.redis` of the settings.
         engines: URLs of engines; default: `engine.urls` of the settings.
         role_main: coroutine function of the role; default: the standard one of `role`.
+        accept: changes since the last start that would be refused otherwise.
     """
     configure_logging(role)
     try:
@@ -53,11 +56,16 @@ def run_role(
         return report_error(error, ExitCode.USAGE)
     if engines:
         settings = msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, urls=engines))
-    return run_to_exit_code(partial(_run_connected, role, settings, url, role_main))
+    return run_to_exit_code(partial(_run_connected, role, settings, url, role_main, accept))
 
 
 def run_trainer(
-    file: Path, overrides: tuple[str, ...], redis: str, engines: tuple[str, ...], command: Sequence[str]
+    file: Path,
+    overrides: tuple[str, ...],
+    redis: str,
+    engines: tuple[str, ...],
+    command: Sequence[str],
+    accept: Accept = NOTHING,
 ) -> int:
     """Run the trainer, or one of its ranks. Returns the exit code.
 
@@ -70,6 +78,7 @@ def run_trainer(
         redis: URL of the Redis server; default: `run.redis` of the settings.
         engines: URLs of engines; default: `engine.urls` of the settings.
         command: command line that starts each rank.
+        accept: changes since the last start that would be refused otherwise.
     """
     configure_logging("train")
     from workers.train.distributed.ranks import collective_timeout_s, rank_and_world_size
@@ -83,14 +92,14 @@ def run_trainer(
             return run_follower()
         from workers.train.rank_control.rank0 import train_as_rank0
 
-        return run_role("train", file, overrides, redis, engines, train_as_rank0)
+        return run_role("train", file, overrides, redis, engines, train_as_rank0, accept)
     try:
         ranks = load_settings(file, overrides).train.ranks
         collective_timeout_s()  # report an invalid value once, not in every rank
     except PenstockError as error:
         return report_error(error, ExitCode.USAGE)
     if ranks == 1 or "RANK" in os.environ:
-        return run_role("train", file, overrides, redis, engines)
+        return run_role("train", file, overrides, redis, engines, accept=accept)
     from workers.train.rank_control.launcher import launch_ranks
 
     return launch_ranks(ranks, command)
@@ -109,10 +118,11 @@ def _load_for_role(role: str, file: Path, overrides: tuple[str, ...], redis: str
     return settings, url
 
 
-async def _run_connected(name: str, settings: Settings, url: str, main: RoleMain) -> ExitCode:
+async def _run_connected(name: str, settings: Settings, url: str, main: RoleMain, accept: Accept) -> ExitCode:
     consumer = f"{name}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     queue = settings.queue
     async with connect(url, settings.run.name, reconnect_s=queue.reconnect_timeout_s) as connection:
+        await join_run(connection, settings, name, accept)
         stopping = connection.stopping
         context = WorkerContext(settings=settings, connection=connection, consumer=consumer, stopping=stopping)
         recycler = WorkerRecycler(queue, stopping)

@@ -1,5 +1,6 @@
 """The command `penstock run`: prepare the run's folder, supervise the run, and print a summary."""
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -9,7 +10,9 @@ import msgspec
 import structlog
 from msgspec import Struct
 
-from stream.errors import PenstockError, RunFailedError
+from stream.errors import RunFailedError
+from workers.run.identity_check import NOTHING, Accept, FolderCheck, check_folder
+from workers.run.pinned import free_changes
 from workers.run.progress_display import choose_display, format_duration
 from workers.run.role_specs import MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs
 from workers.run.run_folder import lock_folder, write_atomically, write_settings
@@ -22,6 +25,8 @@ from workers.settings.toml_file import load_settings
 
 log = structlog.get_logger()
 
+_LEAST_FREE_BYTES = 1 << 20
+
 
 class RunResult(Struct, kw_only=True):
     """Result of a supervised run."""
@@ -31,18 +36,32 @@ class RunResult(Struct, kw_only=True):
     """None if the server was lost before the final status was read."""
 
 
-def run(file: Path, overrides: tuple[str, ...] = (), *, as_json: bool = False, quiet: bool = False) -> ExitCode:
+def run(
+    file: Path,
+    overrides: tuple[str, ...] = (),
+    *,
+    as_json: bool = False,
+    quiet: bool = False,
+    accept: Accept = NOTHING,
+) -> ExitCode:
     """Start or resume the run that a settings file describes. Returns the exit code.
+
+    Args:
+        file: settings file.
+        overrides: values of single settings; they take precedence over the file.
+        as_json: print the summary as JSON.
+        quiet: show no progress.
+        accept: changes since the last start that would be refused otherwise.
 
     Raises:
         PenstockError: the run cannot start, or it failed.
     """
     settings = load_settings(file, overrides)
-    result = supervise(settings, quiet=quiet)
+    result = supervise(settings, quiet=quiet, accept=accept)
     outcome, summary = result.outcome, result.summary
     if summary is not None and as_json:
         print(msgspec.json.encode(summary).decode(), flush=True)  # noqa: T201  (this is the command's output)
-    elif summary is not None and not quiet:
+    elif summary is not None and not quiet and (summary.fed or not outcome.interrupted):
         print(format_summary(summary, settings), flush=True)  # noqa: T201
     raise_for_failure(result, settings)
     if outcome.interrupted:
@@ -57,6 +76,7 @@ def supervise(
     quiet: bool = False,
     make_roles: MakeRoleSpecs = role_specs,
     make_engine: MakeEngineSpec = engine_spec,
+    accept: Accept = NOTHING,
 ) -> RunResult:
     """Supervise a run to its end, then write `summary.json` and `progress.png` to its folder.
 
@@ -65,22 +85,25 @@ def supervise(
         quiet: show no progress.
         make_roles: returns the specs of all roles except engines.
         make_engine: returns the spec of an engine that the run starts.
+        accept: changes since the last start that would be refused otherwise.
 
     Raises:
         PenstockError: the run cannot start.
     """
     folder = settings.folder
     with lock_folder(folder):
+        check = check_folder(settings, accept)
+        _print_changes(settings, check)
         file = write_settings(settings)
         (folder / "logs").mkdir(exist_ok=True)
         with logs.log_to_file("run", folder / "logs" / "supervisor.log"):
             before, began = latest_progress(folder), time.monotonic()
             with choose_display(quiet) as display:
-                outcome = anyio.run(Supervisor(settings, file, display, make_roles, make_engine).run)
+                outcome = anyio.run(Supervisor(settings, file, display, make_roles, make_engine, check).run)
             summary = None
             if outcome.view is not None:
                 summary = summarize(outcome.view, before, latest_progress(folder), time.monotonic() - began)
-                write_atomically(folder / "summary.json", msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
+                _write_summary(folder, summary)
             _draw(folder)
     return RunResult(outcome=outcome, summary=summary)
 
@@ -92,11 +115,26 @@ def raise_for_failure(result: RunResult, settings: Settings) -> None:
         RunFailedError: the run failed, its server was lost, or prompts are unaccounted for.
     """
     if result.outcome.failure is not None:
-        raise result.outcome.failure
+        full = _full_disk(settings.folder)
+        raise RunFailedError(f"{full}{result.outcome.failure}") if full else result.outcome.failure
     if result.summary is None:
         raise RunFailedError(f"run {settings.run.name!r} ended, but its server was gone before it could be asked how")
     if not result.summary.is_balanced:
         raise RunFailedError(f"the books of run {settings.run.name!r} do not balance: {result.summary.balance}")
+
+
+def _full_disk(folder: Path) -> str:
+    """Return the cause of a failure if the disk of the run's folder is full, else nothing.
+
+    A role that could not write often could not write why, either.
+    """
+    free = shutil.disk_usage(folder).free
+    if free >= _LEAST_FREE_BYTES:
+        return ""
+    return (
+        f"the disk of {folder} is full ({free // 1024:,} KiB are free): make room there and run again, the run resumes "
+        "from its last checkpoint. What failed first: "
+    )
 
 
 def format_summary(summary: RunSummary, settings: Settings) -> str:
@@ -118,14 +156,29 @@ def format_summary(summary: RunSummary, settings: Settings) -> str:
     return "\n".join(lines)
 
 
+def _print_changes(settings: Settings, check: FolderCheck) -> None:
+    """Tell the user what differs from the run's last start."""
+    file = settings.folder / "run.toml"
+    lines = [f"accepted: {change.name} changed" for change in check.changes]
+    if file.exists() and (changes := free_changes(load_settings(file), settings)):
+        lines.append(f"changed since the last start: {'; '.join(changes)}")
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _write_summary(folder: Path, summary: RunSummary) -> None:
+    """Write `summary.json`. A full disk must not hide why the run ended; the file is missing then."""
+    try:
+        write_atomically(folder / "summary.json", msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
+    except OSError as error:
+        log.warning("summary.not_written", why=str(error))
+
+
 def _draw(folder: Path) -> None:
-    """Plot the run's progress; skipped without a finished step or without matplotlib."""
+    """Plot the run's progress. Drawing never ends a run: whatever fails, the plot is missing and the log says why."""
     try:
         from workers.run.plot import draw_progress
-    except ImportError as error:
-        log.info("plot.skipped", why=str(error))
-        return
-    try:
+
         draw_progress(folder)
-    except PenstockError as error:
-        log.info("plot.skipped", why=str(error))
+    except Exception as error:  # noqa: BLE001  (matplotlib and Pillow raise what they like, such as on a full disk)
+        log.info("plot.skipped", why=f"{type(error).__name__}: {error}")

@@ -3,6 +3,7 @@
 ::
 
     runs/NAME/  run.toml        the resolved settings; `penstock run runs/NAME/run.toml` resumes
+                identity.json   id of the run, and what must not change in it (`stream.connection.run_identity`)
                 live.json       URL of the server; exists while the run is running
                 logs/           one log file per process
                 redis/          the private server's data
@@ -15,32 +16,11 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from stream.connection.address import has_secret
-from stream.errors import PenstockError, RunMismatchError
+from stream.errors import PenstockError
 from workers.settings import Settings
-from workers.settings.toml_file import dump_settings, load_settings
-
-_SAME_RUN = (
-    "run.name",
-    "run.seed",
-    "model",
-    "data",
-    "environments",
-    "rewards",
-    "rollout.group_size",
-    "rollout.temperature",
-    "estimator",
-    "loss",
-    "algorithm",
-    "filter",
-    "correction",
-)
-"""Settings that must not change when a run is resumed. All others may: steps, workers, threads, limits, timeouts."""
-_MAY_CHANGE = ("data.max_queued_prompts",)
+from workers.settings.toml_file import dump_settings
 
 
 @contextlib.contextmanager
@@ -67,34 +47,10 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def write_settings(settings: Settings) -> Path:
-    """Write the resolved settings to `run.toml`, unless the folder belongs to another run.
-
-    Returns:
-        The file that the roles read.
-
-    Raises:
-        RunMismatchError: the folder's run differs in settings that must not change; lists the keys.
-    """
+    """Write the resolved settings to `run.toml`. Returns the file, which the roles read."""
     file = settings.folder / "run.toml"
-    if file.exists():
-        different = setting_differences(load_settings(file), settings)
-        if different:
-            raise RunMismatchError(
-                f"{settings.folder} holds another run: {'; '.join(different)}. Give this one another run.name or "
-                "run.folder, or remove that folder"
-            )
     write_atomically(file, dump_settings(settings).encode(), private=has_secret(settings.run.redis))
     return file
-
-
-def setting_differences(stored: Settings, current: Settings) -> list[str]:
-    """Describe the settings that make these two different runs: key and both values. Empty: the same run."""
-    old, new = (_flat(msgspec.to_builtins(settings, str_keys=True)) for settings in (stored, current))
-    return [
-        f"{key} is {old.get(key)!r} there and {new.get(key)!r} here"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and _within(key, _SAME_RUN) and not _within(key, _MAY_CHANGE)
-    ]
 
 
 def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
@@ -106,19 +62,3 @@ def write_atomically(path: Path, content: bytes, *, private: bool = False) -> No
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-
-
-def _within(key: str, places: tuple[str, ...]) -> bool:
-    return any(key == place or key.startswith(f"{place}.") for place in places)
-
-
-def _flat(value: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """Flatten nested tables to `section.key`; an empty table stays as a value."""
-    flat: dict[str, Any] = {}
-    for name, inner in value.items():
-        key = f"{path}.{name}" if path else name
-        if isinstance(inner, dict) and inner:
-            flat |= _flat(inner, key)
-        else:
-            flat[key] = inner
-    return flat

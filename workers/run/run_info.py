@@ -1,6 +1,8 @@
 """Find a run and connect to its server. `live.json` in its folder names the server of a running run."""
 
 import os
+import socket
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import TypeVar
 
 import anyio
 import msgspec
+import psutil
 from msgspec import Struct
 
 from stream.connection.address import has_secret
@@ -32,6 +35,26 @@ class RunInfo(Struct, kw_only=True):
     engines: tuple[str, ...] = ()
     pid: int
     """Process id of the supervisor."""
+    host: str = ""
+    """Host of the supervisor; empty: this one."""
+    process_start: str = ""
+    """When the supervisor started (`process_start`): another process may have got its id since."""
+
+    @classmethod
+    def of_this_process(cls, run: str, redis: str, engines: tuple[str, ...] = ()) -> "RunInfo":
+        """Return the information about a run whose supervisor is this process."""
+        start = process_start(os.getpid())
+        return cls(
+            run=run, redis=redis, engines=engines, pid=os.getpid(), host=socket.gethostname(), process_start=start
+        )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the supervisor is running; a supervisor on another host is taken for running."""
+        if self.host not in {"", socket.gethostname()}:
+            return True
+        start = process_start(self.pid)
+        return bool(start) and self.process_start in {"", start}
 
 
 class RunLocation(Struct, frozen=True, kw_only=True):
@@ -44,6 +67,20 @@ class RunLocation(Struct, frozen=True, kw_only=True):
     fsync: str = "everysec"
     settings: Settings | None = None
     """None if only the server's URL is known."""
+
+
+def process_start(pid: int) -> str:
+    """Return a text that no other process has that gets this id: boot and start time. Empty: there is no process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{fields[19]}"
+    except (FileNotFoundError, ProcessLookupError):
+        if sys.platform == "linux":
+            return ""
+    try:
+        return str(psutil.Process(pid).create_time())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def write_run_info(folder: Path, info: RunInfo) -> None:
@@ -73,13 +110,7 @@ def read_run_info(folder: Path) -> RunInfo | None:
         ) from error
     except msgspec.DecodeError as error:
         raise PenstockError(f"{folder / 'live.json'} is broken: {error}; remove it if nothing runs there") from error
-    try:
-        os.kill(live.pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        return live
-    return live
+    return live if live.is_running else None
 
 
 def find_run(target: str | None, redis: str = "", *, must_have_begun: bool = True) -> RunLocation:

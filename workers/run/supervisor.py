@@ -13,7 +13,6 @@
 No process outlives the supervisor: each dies with it and is killed together with its descendants.
 """
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -31,6 +30,7 @@ from stream.server_process import private_server
 from workers.run.child_process import ChildProcess
 from workers.run.child_processes import ChildProcesses
 from workers.run.engine_processes import EngineProcesses
+from workers.run.identity_check import FolderCheck, record_identity
 from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import ProgressDisplay, SupervisorState
 from workers.run.restart_loop import RestartLoop
@@ -77,6 +77,7 @@ class Supervisor:
         display: shows progress.
         make_roles: returns the specs of all roles except engines.
         make_engine: returns the spec of an engine that the run starts.
+        check: what the run's folder must have in common with its server; None: nothing is compared.
     """
 
     def __init__(
@@ -86,12 +87,14 @@ class Supervisor:
         display: ProgressDisplay,
         make_roles: MakeRoleSpecs = role_specs,
         make_engine: MakeEngineSpec = engine_spec,
+        check: FolderCheck | None = None,
     ) -> None:
         self._settings = settings
         self._file = file
         self._display = display
         self._make_roles = make_roles
         self._make_engine = make_engine
+        self._check = check
         self._log_folder = settings.folder / "logs"
         self._launcher = ProcessLauncher()
         self._children = ChildProcesses(settings.queue.shutdown_timeout_s + _EXIT_MARGIN_S)
@@ -100,20 +103,26 @@ class Supervisor:
         self._phase = "starting"
         self._server_gone = False
         self._signals = 0
+        self._has_started = False
+        """Whether a role or an engine may have been started."""
 
     async def run(self) -> RunOutcome:
         """Run to the end. No child process is left when this returns.
 
         Raises:
             ServerError: no Redis server can be started or reached.
+            RunMismatchError: the server has another run of this name.
         """
         await anyio.Path(self._log_folder).mkdir(parents=True, exist_ok=True)
         with self._launcher:
+            outcome = None
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._watch_signals)
-                outcome = await self._run_on_server()
+                starting = anyio.CancelScope()
+                tasks.start_soon(self._watch_signals, starting)
+                with starting:
+                    outcome = await self._run_on_server()
                 tasks.cancel_scope.cancel()
-        return outcome
+        return outcome or RunOutcome(view=_empty_status(), failure=None, interrupted=True, killed=[])
 
     async def _run_on_server(self) -> RunOutcome:
         if url := self._settings.run.redis:
@@ -124,8 +133,11 @@ class Supervisor:
     async def _run_connected(self, url: str) -> RunOutcome:
         settings, queue = self._settings, self._settings.queue
         async with connect(url, settings.run.name, reconnect_s=queue.reconnect_timeout_s) as connection:
+            if self._check is not None:
+                await record_identity(connection, settings, self._check, is_private=not settings.run.redis)
             restart_loop = RestartLoop(connection, queue, self._ending)
             await restart_loop.reopen()
+            self._has_started = True
             for spec in self._make_roles(settings, self._file, url, ()):
                 self._launcher.preload(spec.modules)
             try:
@@ -177,8 +189,10 @@ class Supervisor:
             tasks.start_soon(restart_loop.keep_running, child)
 
     async def _write_run_info(self, url: str, engines: tuple[str, ...]) -> None:
-        info = RunInfo(run=self._settings.run.name, redis=url, engines=engines, pid=os.getpid())
-        await anyio.to_thread.run_sync(write_run_info, self._settings.folder, info)
+        def write() -> None:
+            write_run_info(self._settings.folder, RunInfo.of_this_process(self._settings.run.name, url, engines))
+
+        await anyio.to_thread.run_sync(write)
 
     async def _watch(self, connection: RunConnection, restart_loop: RestartLoop) -> None:
         """Show progress once a second, and fail a run that makes no progress."""
@@ -218,15 +232,17 @@ class Supervisor:
         await connection.stopping.wait()
         self._ending.interrupt()
 
-    async def _watch_signals(self) -> None:
-        """Drain at the first signal, kill all processes at each further one."""
+    async def _watch_signals(self, starting: anyio.CancelScope) -> None:
+        """Drain at the first signal, kill all processes at each further one; before they start, end at once."""
         # nohup makes the process ignore SIGHUP; then a closed terminal does not stop the run.
         hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, *hangup) as signals:
             async for received in signals:
                 self._signals += 1
                 log.info("signal.received", signal=received.name, count=self._signals)
-                if self._signals == 1:
+                if not self._has_started:
+                    starting.cancel()
+                elif self._signals == 1:
                     self._ending.interrupt()
                 else:
                     self._children.kill()

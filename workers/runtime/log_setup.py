@@ -1,8 +1,9 @@
 """Logging: readable events on a terminal, JSON lines everywhere else; on stderr unless a file is given."""
 
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -28,10 +29,39 @@ def configure_logging(role: str, *, file: TextIO | None = None, level: str = "de
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(file or sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(_LossyFile(file or sys.stderr)),  # type: ignore[arg-type]
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(role=role)
+
+
+class _LossyFile:
+    """A log file that drops lines instead of raising when its disk is full: an event must not end a process.
+
+    Lines are written to the descriptor, because a text file would keep what it could not write and raise again later.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        try:
+            self._descriptor: int | None = None if file.isatty() else file.fileno()
+        except (OSError, ValueError):  # an object without a descriptor, such as a test's
+            self._descriptor = None
+
+    def write(self, text: str) -> None:
+        """Write a line, if the disk has room."""
+        if self._descriptor is None:
+            self._file.write(text)
+            return
+        data = memoryview(text.encode(errors="backslashreplace"))
+        with suppress(OSError):
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+
+    def flush(self) -> None:
+        """Flush; lines in a file are not buffered."""
+        if self._descriptor is None:
+            self._file.flush()
 
 
 @contextmanager

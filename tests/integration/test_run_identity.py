@@ -1,0 +1,231 @@
+"""A run keeps one identity in its folder and on its server; a process with another one is refused before it claims."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import anyio
+import pytest
+
+from stream.connection.run_connection import connect
+from stream.connection.run_identity import read_identity, read_server_identity
+from stream.errors import RunMismatchError
+from stream.operator.run_status import read_status
+from stream.trainer.consume import consume, open_trainer_lease
+from workers.feed.worker import feed
+from workers.run.identity_check import NOTHING, Accept, check_folder, join_run, record_identity
+from workers.run.role_process import run_role
+from workers.runtime.context import WorkerContext
+from workers.runtime.exit_codes import ExitCode
+from workers.settings import Settings
+from workers.settings.toml_file import dump_settings, parse_settings
+
+TABLE = {"model": {"path": "m"}, "rollout": {"group_size": 4}, "queue": {"lease_s": 1.0}}
+
+
+@pytest.fixture
+def make(tmp_path, run_name, redis_url):
+    """Write a user's folder and return its settings; all have one run name and one server."""
+
+    def make(home="home", rows=40, reward="return [1.0]", **keys) -> Settings:
+        folder = tmp_path / home
+        folder.mkdir(exist_ok=True)
+        (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": f"{i}?"}) + "\n" for i in range(rows)))
+        (folder / "reward.py").write_text(f"def exact(completions): {reward}\n")
+        run = {"name": run_name, "folder": str(folder / "run"), "redis": redis_url} | keys.pop("run", {})
+        data = {"path": str(folder / "train.jsonl")}
+        return parse_settings(
+            TABLE | {"run": run, "data": data, "rewards": [{"ref": f"{folder / 'reward.py'}:exact"}]} | keys
+        )
+
+    return make
+
+
+async def start(connection, settings: Settings, accept: Accept = NOTHING, *, is_private: bool = False) -> None:
+    """Do what `penstock run` does before it starts a process."""
+    await anyio.Path(settings.folder).mkdir(exist_ok=True)
+    check = await anyio.to_thread.run_sync(check_folder, settings, accept)
+    await record_identity(connection, settings, check, is_private=is_private)
+
+
+async def everything(connection) -> dict[bytes, bytes | None]:
+    keys = sorted([key async for key in connection.redis.scan_iter(f"{{{connection.run}}}*")])
+    return {key: await connection.redis.dump(key) for key in keys if not key.endswith(b":wake")}
+
+
+async def feed_until_done(connection, settings: Settings) -> None:
+    """Run the feeder until it has fed everything."""
+    context = WorkerContext(settings=settings, connection=connection, consumer="f", stopping=anyio.Event())
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(feed, context)
+        with anyio.fail_after(10):
+            while (await connection.read_hash("feed")).get("done") != "1":
+                await anyio.sleep(0.01)
+        tasks.cancel_scope.cancel()
+
+
+async def queued(connection) -> list[str]:
+    entries = await connection.redis.xrange(connection.key("prompts"))
+    return [fields[b"prompt"].decode() for _, fields in entries]
+
+
+async def test_a_second_run_of_the_same_name_is_refused_before_it_does_anything(make, connection):
+    first, second = make("first"), make("second", reward="return [0.0]")
+    await start(connection, first)
+    before = await everything(connection)
+    with pytest.raises(
+        RunMismatchError, match=r"has a run named .* already, \w{8}, and this folder is new: .*run\.name"
+    ):
+        await start(connection, second)
+    assert not (second.folder / "identity.json").exists()
+    other = make("second", reward="return [0.0]", rollout={"group_size": 2})
+    words = {"feed": "group_size is 4", "rollout": "exact.code: changed", "score": "reward.py", "train": "and 2 here"}
+    for role, word in words.items():  # started one by one, in a folder of their own or in none
+        with pytest.raises(RunMismatchError, match=word):
+            await join_run(connection, other, role, NOTHING)
+    with pytest.raises(RunMismatchError, match="this folder is new"):
+        async with open_trainer_lease(connection, second.folder):
+            pass
+    assert await everything(connection) == before
+
+
+async def test_two_folders_with_one_name_are_told_apart_by_every_role(make, connection, redis_url, run_name):
+    first, second = make("first"), make("second")
+    await start(connection, first)
+    async with connect(redis_url, f"{run_name}-elsewhere") as elsewhere:
+        await start(elsewhere, second)
+    before = await everything(connection)
+    with pytest.raises(RunMismatchError, match=r"and this folder's run is \w{8}: give this run another"):
+        await start(connection, second)
+    for role in ("feed", "rollout", "score", "train"):
+        with pytest.raises(RunMismatchError, match="this folder's run is"):
+            await join_run(connection, second, role, NOTHING)
+    with pytest.raises(RunMismatchError, match="this folder's run is"):
+        async with consume(connection, second.folder / "ledger.jsonl"):
+            pass
+    assert await everything(connection) == before
+
+
+def test_a_role_of_another_run_exits_permanently_and_claims_nothing(make, redis_url, run_name, tmp_path, capsys):
+    ours, theirs = make("ours"), make("theirs", reward="return [0.0]")
+    anyio.run(partial(_on, redis_url, run_name, start, ours))
+    (tmp_path / "theirs.toml").write_text(dump_settings(theirs))
+    code = run_role("score", tmp_path / "theirs.toml", (), "", ())
+    assert code == ExitCode.PERMANENT
+    assert "error: the server of run" in (told := capsys.readouterr().err)
+    assert "rewards.exact.code: changed reward.py" in told
+    assert "--accept-change rewards.exact.code" in told
+
+
+async def _on(url, name, call, *arguments):
+    async with connect(url, name) as connection:
+        return await call(connection, *arguments)
+
+
+async def test_a_second_feeder_with_another_seed_or_file_is_refused(make, connection):
+    first = make("first")
+    await join_run(connection, first, "feed", NOTHING)  # a feeder alone, without a folder
+    assert not first.folder.exists()
+    await feed_until_done(connection, first)
+    before = await everything(connection)
+    with pytest.raises(RunMismatchError, match=r"run\.seed is 0 there and 7 here"):
+        await join_run(connection, make("second", run={"seed": 7}), "feed", NOTHING)
+    with pytest.raises(RunMismatchError, match=r"train\.jsonl has 39 rows now, and had 40"):
+        await join_run(connection, make("second", rows=39), "feed", NOTHING)
+    await join_run(connection, make("elsewhere"), "feed", NOTHING)  # the same rows, in another folder
+    assert await everything(connection) == before
+
+
+async def test_appended_rows_are_each_fed_once_after_the_others(make, connection):
+    settings = make()
+    await start(connection, settings)
+    await feed_until_done(connection, settings)
+    before = await queued(connection)
+    assert len(set(before)) == 40
+    longer = make(rows=50)
+    with pytest.raises(RunMismatchError, match="10 were added at the end, which --accept-data appended accepts"):
+        await start(connection, longer)
+    assert (await connection.read_hash("feed"))["done"] == "1"
+    await start(connection, longer, Accept(data="appended"))
+    assert "done" not in await connection.read_hash("feed"), "a trainer would take the run for fed"
+    await join_run(connection, longer, "feed", NOTHING)
+    await feed_until_done(connection, longer)
+    after = await queued(connection)
+    assert after[:40] == before
+    assert sorted(after, key=lambda name: int(name.split(":")[2])) == [f"train:0:{i}" for i in range(50)]
+    assert (await read_status(connection)).balance["fed"] == 50
+    await start(connection, longer)
+
+
+async def test_an_accepted_change_reaches_server_and_folder_once(make, connection):
+    settings = make()
+    await start(connection, settings)
+    changed = make(reward="return [0.5]", rollout={"group_size": 2})
+    with pytest.raises(RunMismatchError, match=r"--accept-change rewards\.exact\.code --accept-change rollout\.group"):
+        await start(connection, changed)
+    await start(connection, changed, Accept(("rewards", "rollout")))
+    await start(connection, changed)
+    server = await read_server_identity(connection)
+    folder = await anyio.to_thread.run_sync(read_identity, settings.folder)
+    assert server == folder
+    assert [change.name for change in folder.changes] == ["rewards.exact.code", "rollout.group_size"]
+    await join_run(connection, changed, "score", NOTHING)
+    with pytest.raises(RunMismatchError):
+        await join_run(connection, make("old"), "score", NOTHING)
+
+
+async def test_an_emptied_server_takes_the_folders_identity(make, connection):
+    settings = make()
+    await start(connection, settings)
+    before = await read_server_identity(connection)
+    await connection.redis.delete(connection.key("identity"))
+    await join_run(connection, settings, "rollout", NOTHING)
+    assert await read_server_identity(connection) == before
+    await connection.redis.delete(connection.key("identity"))
+    async with open_trainer_lease(connection, settings.folder):
+        assert await read_server_identity(connection) == before
+
+
+async def test_a_folder_that_lost_its_identity_takes_that_of_its_private_server_only(make, connection):
+    settings = make()
+    await start(connection, settings, is_private=True)
+    before = await anyio.to_thread.run_sync(read_identity, settings.folder)
+    (settings.folder / "identity.json").unlink()
+    with pytest.raises(RunMismatchError, match="this folder is new"):
+        await start(connection, settings)
+    await start(connection, settings, is_private=True)
+    assert await anyio.to_thread.run_sync(read_identity, settings.folder) == before
+
+
+async def test_a_trainer_alone_gives_the_run_its_identity_and_moves_only_with_its_folder(make, connection, tmp_path):
+    async with consume(connection, tmp_path / "one" / "ledger.jsonl"):
+        born = await read_server_identity(connection)
+    assert born.id
+    assert (await anyio.to_thread.run_sync(read_identity, tmp_path / "one")).id == born.id
+    (tmp_path / "one").rename(tmp_path / "moved")  # to another host
+    async with consume(connection, tmp_path / "moved" / "ledger.jsonl"):
+        assert await read_server_identity(connection) == born
+    with pytest.raises(RunMismatchError, match="this folder is new"):
+        async with consume(connection, tmp_path / "empty" / "ledger.jsonl"):
+            pass
+
+
+def test_penstock_run_names_the_change_with_one_line_and_leaves_the_folder_as_it_was(make, tmp_path):
+    settings = make()
+    settings.folder.mkdir()
+    anyio.run(partial(_on, settings.run.redis, settings.run.name, start, settings))
+    (tmp_path / "file.toml").write_text(dump_settings(make(reward="return [0.0]")))
+    before = {file.name: file.read_bytes() for file in settings.folder.iterdir()}
+    command = [sys.executable, "-P", "-m", "workers", "run", str(tmp_path / "file.toml")]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=root, env=dict(os.environ), timeout=60, check=False
+    )
+    assert done.returncode == ExitCode.FAILURE
+    assert done.stderr.count("\n") == 1
+    assert "rewards.exact.code: changed reward.py" in done.stderr
+    after = {file.name: file.read_bytes() for file in settings.folder.iterdir() if file.name != "supervisor.lock"}
+    assert after == before
