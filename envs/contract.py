@@ -15,6 +15,7 @@ __all__ = (
     "ToolError",
     "declares_tools",
     "is_content_parts",
+    "is_messages",
     "is_observation",
 )
 
@@ -22,7 +23,8 @@ RESERVED_METHODS = frozenset({"reset", "get_reward", "close"})
 """Public methods that the pipeline calls itself. Every other public method is a tool."""
 
 Observation = str | list[dict[str, Any]] | None
-"""What `reset` returns: text or content parts, appended to the last prompt message, or None for no observation."""
+"""What `reset` returns: text or content parts, appended to the last prompt message; messages with roles, which follow
+the prompt; or None for no observation."""
 
 
 @runtime_checkable
@@ -51,8 +53,27 @@ class Environment(Protocol):
 
 def is_observation(value: object) -> bool:
     """Return whether `reset` may return this value."""
-    is_parts = isinstance(value, list) and all(isinstance(part, dict) for part in value)
-    return value is None or isinstance(value, str) or is_parts
+    return value is None or isinstance(value, str) or value == [] or is_messages(value) or _are_parts(value)
+
+
+def is_messages(value: object) -> bool:
+    """Return whether a value is a non-empty list of chat messages, each with a role and with content or tool calls."""
+    return isinstance(value, list) and bool(value) and all(_is_message(message) for message in value)
+
+
+def _is_message(value: object) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    return isinstance(content, str) or (_are_parts(content) if content is not None else bool(value.get("tool_calls")))
+
+
+def _are_parts(value: object) -> bool:
+    """Return whether a value is a list of content parts, each with a type or at least a text."""
+    return isinstance(value, list) and all(
+        isinstance(part, dict) and "role" not in part and isinstance(part.get("type", part.get("text")), str)
+        for part in value
+    )
 
 
 _PART_TYPES = ("text", "image", "image_url")

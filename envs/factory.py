@@ -111,9 +111,12 @@ class EnvironmentFactory:
             ) from error
         _check_environment(ref, call, sample)
         try:
-            return cls(reference, call, sample, with_tools=with_tools)
+            factory = cls(reference, call, sample, with_tools=with_tools)
         finally:
             _close(sample, ref)
+        if with_tools and not _always_makes_new_objects(reference.target):
+            _check_distinct(ref, call, sample)
+        return factory
 
     def _tools_of(self, sample: Any) -> list[ToolSpec]:
         if self.runs_own_loop:
@@ -143,17 +146,19 @@ class EnvironmentFactory:
     def reset_arguments(self, env: object, fields: dict[str, Any], seed: int, completion_index: int) -> dict[str, Any]:
         """Return the keyword arguments for `reset`.
 
-        A `reset(self, **row)` receives all fields, plus `seed` and `completion_index` unless the row has such fields;
-        without `**row` it receives only the parameters it names.
+        A `reset(self, **row)` receives all fields, plus `seed`, `completion_seed` and `completion_index` unless the row
+        has such fields; without `**row` it receives only the parameters it names. An environment that makes its problem
+        from `seed` poses the same problem to all completions of a group.
 
         Args:
             env: the environment.
             fields: the prompt's fields.
-            seed: seed of this completion.
+            seed: seed of the group.
             completion_index: position of the completion in its group, from 0.
         """
         reset: Callable[..., Any] = env.reset  # type: ignore[attr-defined]
-        return filter_kwargs(reset, {"seed": seed, "completion_index": completion_index} | fields)
+        given = {"seed": seed, "completion_seed": seed + completion_index, "completion_index": completion_index}
+        return filter_kwargs(reset, given | fields)
 
 
 def _check_environment(ref: str, call: Callable[..., object], sample: object) -> None:
@@ -166,6 +171,35 @@ def _check_environment(ref: str, call: Callable[..., object], sample: object) ->
             f"{ref!r} was found, but {_callable_name(call)}() makes an object of type {type(sample).__name__} without "
             "a reset method, which is not an environment"
         )
+
+
+def _always_makes_new_objects(target: object) -> bool:
+    """Return whether calling `target` cannot return an object twice: it is a class that is made in Python's own way."""
+    new: Any = getattr(target, "__new__", None)
+    return isinstance(target, type) and new is object.__new__ and type(target).__call__ is type.__call__
+
+
+def _check_distinct(ref: str, call: Callable[..., object], sample: object) -> None:
+    """Make a second environment, and require another object than the first.
+
+    Raises:
+        ReferenceNotFoundError: it is the same object, or cannot be made.
+    """
+    try:
+        other = call()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # user code may even raise SystemExit
+        raise ReferenceNotFoundError(
+            f"{ref!r} made an environment, but making a second one raised {describe_error(error)}; a worker needs one "
+            "for each episode that it plays at the same time"
+        ) from error
+    if other is sample:
+        raise ReferenceNotFoundError(
+            f"{ref!r}: {_callable_name(call)}() returned the same object twice; episodes run at the same time, so each "
+            "needs an environment of its own: make a new one in each call"
+        )
+    _close(other, ref)
 
 
 def _known_classes(reference: Reference, environment: type) -> dict[str, type]:

@@ -19,6 +19,17 @@ def messages_text(messages: Sequence[Message]) -> str:
     return "\n".join(filter(None, (content_text(message.get("content")) for message in messages)))
 
 
+def is_empty_prompt(messages: Sequence[Message]) -> bool:
+    """Return whether messages ask the model nothing: besides a system message, none has content or tool calls."""
+    asked = [message for message in messages if message.get("role") != "system"]
+    return not any(_has_content(message) for message in asked)
+
+
+def _has_content(message: Message) -> bool:
+    content = message.get("content")
+    return bool(content.strip() if isinstance(content, str) else content or message.get("tool_calls"))
+
+
 def last_assistant_text(completion: Any) -> str:
     """Return the text of the model's last message in a conversation; a plain string is returned whole.
 

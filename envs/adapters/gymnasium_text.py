@@ -13,12 +13,14 @@ the action space; the environment is not called then. An exception from the envi
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
+from envs.adapters.step_rewards import AggregationMethod, NoStep, RewardAggregation
 from envs.call import describe_error, filter_kwargs
 from envs.extras import import_extra
 from envs.references import resolve
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
+from stream.validity import Unmeasured
 
 Codec = Callable[..., Any]
 
@@ -35,7 +37,9 @@ class GymnasiumText:
             must return text (`render_mode = "ansi"`).
         make: keyword arguments for `gymnasium.make`.
         how: description of an action, for the tool's schema.
-        reward: `sum` of the steps' rewards (0 without a step), or the `last`.
+        reward: `sum`, `last` or `max` of the steps' rewards.
+        no_step: reward of an episode without a step, a number or `invalid`. Default for `sum`: 0.0; `last` and `max`
+            require it.
 
     Attributes:
         rewards: reward of each step.
@@ -50,17 +54,16 @@ class GymnasiumText:
         render: str | Codec | None = None,
         make: Mapping[str, Any] = MappingProxyType({}),
         how: str = "the action",
-        reward: Literal["sum", "last"] = "sum",
+        reward: AggregationMethod = "sum",
+        no_step: NoStep | None = None,
     ) -> None:
-        if reward not in ("sum", "last"):
-            raise ReferenceNotFoundError(f"reward = {reward!r}; it may be 'sum' or 'last'")
         self.id = id
+        self.aggregation = RewardAggregation.from_options(reward, no_step)
         self.observation: Any = None
         self.actions: list[Any] = []
         self.rewards: list[float] = []
         self.terminated = self.truncated = False
         self._how = how
-        self._reward_of = reward
         self._parse = _load_function(parse_action)
         self._render = _load_function(render) if render is not None else _render_ansi
         self._env: Any = import_extra("gymnasium", "gymnasium").make(id, **make)
@@ -80,7 +83,7 @@ class GymnasiumText:
         return [{"type": "function", "function": act}]
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> str:
-        """Start an episode with the completion's seed, or the row's column `seed` for all completions of the group."""
+        """Start an episode. All completions of a group have one seed, so they start in the same state."""
         self.actions, self.rewards, self.terminated, self.truncated = [], [], False, False
         self.observation, info = self._env.reset(seed=seed, options=options)
         return self._render_text(None, info)
@@ -109,11 +112,19 @@ class GymnasiumText:
         self.terminated, self.truncated = bool(terminated), bool(truncated)
         return self._render_text(float(reward), info)
 
-    def get_reward(self) -> float | None:
-        """Return the sum of the rewards, or the last one; None if there is none."""
-        if self._reward_of == "last":
-            return self.rewards[-1] if self.rewards else None
-        return float(sum(self.rewards))
+    def get_reward(self) -> float | Unmeasured:
+        """Return the aggregated reward of the steps."""
+        return self.aggregation.aggregate(self.rewards)
+
+    def sample_rewards(self, count: int) -> list[float]:
+        """Take random actions after a reset, and return their rewards; for `penstock check`, which knows no action."""
+        rewards: list[float] = []
+        is_over = False
+        while len(rewards) < count and not is_over:
+            _, reward, terminated, truncated, _ = self._env.step(self._env.action_space.sample())
+            rewards.append(float(reward))
+            is_over = bool(terminated or truncated)
+        return rewards
 
     def close(self) -> None:
         """Close the environment."""

@@ -8,6 +8,9 @@
     <-  {"type": "observation", "data": {"observation": {"tool_name": ..., "result": {...}}, "reward": 0.2, ...}}
     <-  {"type": "error", "data": {"message": "...", "code": "EXECUTION_ERROR"}}
 
+An error of that code, the last line, is an exception of the environment's `step`, usually an illegal action: the model
+reads it, as it reads that of a raising tool.
+
 After an incomplete exchange the socket is closed (see `openenv_socket.py`), the episode is invalid, and the next reset
 connects again. Only `/ws` keeps an episode: the HTTP routes make a new environment for each call.
 
@@ -18,11 +21,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from envs.adapters.openenv_socket import EnvironmentSocket, websocket_url
+from envs.adapters.openenv_socket import EnvironmentSocket, RequestRefusedError, websocket_url
+from envs.adapters.step_rewards import AggregationMethod, NoStep, RewardAggregation
 from envs.call import describe_error
 from envs.contract import ToolError
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
-from stream.validity import RewardReason, Unmeasured
+from stream.validity import Unmeasured
 
 _STEP = "step"
 """The tool of a server without an MCP list. OpenEnv reserves the name."""
@@ -30,8 +34,6 @@ _MAX_SEED = 2**31
 """Some random generators behind such servers refuse larger seeds."""
 _MODEL_ERROR_TYPES = frozenset({"execution_error", "invalid_args", "tool_not_found", "timeout"})
 """Tool errors that the model reads; others make the episode invalid."""
-
-RewardAggregation = Literal["sum", "last", "max", "none"]
 
 
 class OpenEnv:
@@ -43,7 +45,8 @@ class OpenEnv:
 
     Attributes:
         calls: tool calls of this episode, with arguments and the server's observation.
-        rewards: reward of each step; None if the server sent null, which it does for NaN.
+        rewards: reward of each step; None if the server sent null, which it does for NaN. A call that was refused, by
+            the server or by a tool, and has no reward is no step.
         done: the server ended the episode.
     """
 
@@ -108,13 +111,20 @@ class OpenEnv:
         action = arguments if name == _STEP else {"type": "call_tool", "tool_name": name, "arguments": arguments}
         call = {"tool": name, "arguments": arguments, "observation": None}
         self.calls.append(call)
-        response = await self._exchange({"type": "step", "data": action})
-        if "errors" in response:
-            raise ToolError(f"the arguments do not fit: {_text(response['errors'])}")
-        self.rewards.append(response.get("reward"))
+        try:
+            response = await self._exchange({"type": "step", "data": action})
+        except RequestRefusedError as refusal:
+            raise ToolError(str(refusal)) from refusal
         self.done = bool(response.get("done"))
+        reward = response.get("reward")
         call["observation"] = observation = response.get("observation")
-        return _text(observation) if name == _STEP else _tool_result(observation)
+        try:
+            text = _text(observation) if name == _STEP else _tool_result(observation)
+        except ToolError:
+            self.rewards += [] if reward is None else [reward]
+            raise
+        self.rewards.append(reward)
+        return text
 
     async def close(self) -> None:
         """Close the socket, which ends the server's session."""
@@ -129,6 +139,8 @@ class OpenEnv:
             raise EnvironmentFailure("it was never reset")
         try:
             return await self._socket.request(message)
+        except RequestRefusedError:
+            raise
         except BaseException as error:  # including cancellation by a deadline
             self._broken = f"the connection to {self.url} was closed in this episode: {describe_error(error)}"
             raise
@@ -140,12 +152,19 @@ class RewardedOpenEnv(OpenEnv):
     Args:
         url: URL of the server.
         reward: `sum`, `last` or `max` of the steps' rewards.
+        no_step: reward of an episode without a step; `last` and `max` require it.
         max_message_bytes: size limit of a response.
     """
 
-    def __init__(self, url: str, reward: RewardAggregation = "sum", max_message_bytes: int = 64 * 1024 * 1024) -> None:
+    def __init__(
+        self,
+        url: str,
+        reward: AggregationMethod = "sum",
+        no_step: NoStep | None = None,
+        max_message_bytes: int = 64 * 1024 * 1024,
+    ) -> None:
         super().__init__(url, max_message_bytes)
-        self.aggregation = reward
+        self.aggregation = RewardAggregation.from_options(reward, no_step)
 
     def get_reward(self) -> float | Unmeasured:
         """Return the aggregated reward, or `Unmeasured`.
@@ -158,29 +177,31 @@ class RewardedOpenEnv(OpenEnv):
         """
         if self._broken:
             raise EnvironmentFailure(self._broken)
-        rewards = self.rewards[-1:] if self.aggregation == "last" else self.rewards
-        numbers = [reward for reward in rewards if reward is not None]
-        if not rewards:
-            return Unmeasured(RewardReason.MISSING, "no reward: the model took no step")
-        if len(numbers) < len(rewards):
-            nulls = f"{len(rewards) - len(numbers)} of {len(rewards)} steps have null as their reward"
-            return Unmeasured(RewardReason.MISSING, f"{nulls}, which also stands for NaN and infinity")
-        return max(numbers) if self.aggregation == "max" else float(sum(numbers))
+        return self.aggregation.aggregate(self.rewards)
 
 
-def openenv(url: str, reward: RewardAggregation = "sum", max_message_bytes: int = 64 * 1024 * 1024) -> OpenEnv:
+def openenv(
+    url: str,
+    reward: AggregationMethod | Literal["none"] = "sum",
+    no_step: NoStep | None = None,
+    max_message_bytes: int = 64 * 1024 * 1024,
+) -> OpenEnv:
     """Make an environment of an OpenEnv server, for references `openenv:ws://host:port`.
 
     Args:
         url: URL of the server, `ws://host:port` (or http, wss, https).
         reward: `sum`, `last` or `max` of the steps' rewards; `none` if only reward functions score the episode.
+        no_step: reward of an episode without a step, a number or `invalid`. Default for `sum`: 0.0; `last` and `max`
+            require it.
         max_message_bytes: size limit of a response.
     """
     if reward not in ("sum", "last", "max", "none"):
         raise ReferenceNotFoundError(f"reward = {reward!r}; it may be 'sum', 'last', 'max' or 'none'")
-    if reward == "none":
-        return OpenEnv(url, max_message_bytes)
-    return RewardedOpenEnv(url, reward, max_message_bytes)
+    if reward != "none":
+        return RewardedOpenEnv(url, reward, no_step, max_message_bytes)
+    if no_step is not None:
+        raise ReferenceNotFoundError("no_step has no effect with reward = 'none': leave one of them out")
+    return OpenEnv(url, max_message_bytes)
 
 
 def _mcp_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -215,8 +236,9 @@ def _json_fields(row: Mapping[str, Any]) -> dict[str, Any]:
             continue
         fields[name] = value
     fields.pop("prompt", None)
-    if isinstance(fields.get("seed"), int):
-        fields["seed"] %= _MAX_SEED
+    for name in ("seed", "completion_seed"):
+        if isinstance(fields.get(name), int):
+            fields[name] %= _MAX_SEED
     return fields
 
 

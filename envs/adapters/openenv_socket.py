@@ -21,6 +21,10 @@ _CONNECT_S = 10.0
 _LEAVE_S = 1.0
 
 
+class RequestRefusedError(EnvironmentFailure):
+    """The server answered a request with an error of that request, not of the connection, which stays usable."""
+
+
 class EnvironmentSocket:
     """One connection, which is one environment on the server."""
 
@@ -62,9 +66,10 @@ class EnvironmentSocket:
             await socket.close()
 
     async def request(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a message and return the `data` of its response; any failure or cancellation aborts the socket.
+        """Send a message and return the `data` of its response; an incomplete exchange aborts the socket.
 
         Raises:
+            RequestRefusedError: the message does not fit, or the environment raised; the next request may succeed.
             EnvironmentFailure: the connection failed, or the server reported an error.
         """
         async with self._lock:
@@ -73,6 +78,8 @@ class EnvironmentSocket:
             try:
                 await self._stream.send_str(json.dumps(message))
                 return _response_data(await self._stream.receive(), self._url)
+            except RequestRefusedError:
+                raise  # the exchange is complete
             except BaseException as error:
                 await self.abort()
                 if isinstance(error, Exception) and not isinstance(error, EnvironmentFailure):
@@ -117,7 +124,11 @@ def _response_data(message: Any, url: str) -> dict[str, Any]:
     if response.get("type") != "error":
         return data
     if data.get("code") == "VALIDATION_ERROR":
-        return {"errors": data.get("errors") or data.get("message")}
+        errors = data.get("errors") or data.get("message")
+        text = errors if isinstance(errors, str) else json.dumps(errors, ensure_ascii=False)
+        raise RequestRefusedError(f"the arguments do not fit: {text}")
+    if data.get("code") == "EXECUTION_ERROR":
+        raise RequestRefusedError(str(data.get("message") or "the environment raised an error without a message"))
     raise EnvironmentFailure(f"the server at {url} says {data.get('code')}: {data.get('message')}")
 
 

@@ -24,7 +24,7 @@ from stream.validity import Reward, RewardReason, Unmeasured, measure
 _NO_KEY = "PENSTOCK_HAS_NO_KEY"
 """Environment variable from which the server reads the endpoint's key; unset, because the endpoint's URL is secret."""
 
-_NOT_TASK = ("seed", "completion_index", "environment")
+_NOT_TASK = ("seed", "completion_seed", "completion_index", "environment")
 
 
 class VerifiersServer(AgentEnvironment):

@@ -9,8 +9,7 @@ from envs.contract import EnvironmentFailure
 class Guess:
     """Higher or lower. The reward is 1.0 once the number is found.
 
-    Rows may set `secret`, `low` and `high`. Without `secret` each completion draws its own from its seed; set it so
-    that the completions of a group are comparable.
+    Rows may set `secret`, `low` and `high`. Without `secret` it is drawn from the seed, one for each group.
     """
 
     def __init__(self) -> None:

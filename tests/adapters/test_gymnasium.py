@@ -12,11 +12,12 @@ from envs.factory import EnvironmentFactory
 from envs.rewards.merge import merge_parts
 from envs.snapshot import thaw
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
-from stream.validity import Measured, RolloutReason
+from stream.validity import Measured, RewardReason, RolloutReason
 from tests.adapters.episodes import completions, train
 from tests.adapters.servers import HERE
 from tests.e2e.conftest import project, random_model  # noqa: F401  (fixtures)
 from tests.unit.test_episode import call
+from workers.commands.check.environment_check import check_environment
 
 CODEC = HERE / "gymnasium" / "lake.py"
 ARGS = {
@@ -77,9 +78,33 @@ async def test_an_action_outside_the_space_is_an_error_for_the_model():
     assert kept.actions == []
 
 
-async def test_a_policy_that_never_moves_is_scored():
-    completion, _ = await play()
-    assert merge_parts(completion.parts) == Measured(0.0)
+@pytest.mark.parametrize("directions", [(), ("north",)], ids=["no call", "illegal calls only"])
+@pytest.mark.parametrize(
+    ("args", "reward"),
+    [
+        ({}, Measured(0.0)),
+        ({"no_step": -2}, Measured(-2.0)),
+        ({"reward": "last", "no_step": -0.5}, Measured(-0.5)),
+        ({"no_step": "invalid"}, None),
+    ],
+)
+async def test_an_episode_without_a_step_is_worth_what_no_step_says(args, reward, directions):
+    completion, _ = await play(*directions, **args)
+    assert (merge_parts(completion.parts) == reward) or (
+        reward is None and completion.parts[0].reward.reason is RewardReason.MISSING
+    )
+
+
+@pytest.mark.parametrize(("no_step", "worth"), [(0.0, "an episode without a step earns 0"), ("invalid", "is invalid")])
+async def test_check_warns_where_not_acting_would_pay(no_step, worth):
+    """CliffWalking gives -1 for each step, which the example call of `check` does not reach: it is no direction."""
+    args = ARGS | {"id": "CliffWalking-v1", "make": {"render_mode": "ansi"}, "no_step": no_step}
+    report = await check_environment("gymnasium", {}, args=args | {"render": None})
+    (warning,) = [warning for warning in report.warnings if "not acting" in warning]
+    assert worth in warning
+    assert "no_step" in warning
+    lake = await check_environment("gymnasium", {}, args=ARGS)
+    assert not [warning for warning in lake.warnings if "not acting" in warning]
 
 
 @pytest.mark.full
@@ -154,7 +179,9 @@ def test_later_steps_do_not_change_a_snapshot():
     ("args", "message"),
     [
         ({"parse_action": "nowhere.py:parse"}, "does not exist"),
-        ({"reward": "max"}, "'sum' or 'last'"),
+        ({"reward": "mean"}, "'sum', 'last' or 'max'"),
+        ({"reward": "last"}, "reward = 'last' needs no_step"),
+        ({"no_step": True}, "it may be a finite number or 'invalid'"),
         ({"id": "NoSuchLake-v1"}, "NoSuchLake"),
         ({"slippery": True}, "takes no argument 'slippery'"),
     ],

@@ -12,7 +12,7 @@ from envs.factory import EnvironmentFactory
 from envs.rewards.merge import merge_parts
 from envs.snapshot import thaw
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
-from stream.validity import Measured, RewardReason, RolloutReason
+from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
 from tests.adapters.episodes import completions
 from tests.cases.ports import free_port
 from tests.unit.test_episode import call
@@ -54,6 +54,8 @@ class Server:
             return {"type": "mcp", "data": {"jsonrpc": "2.0", "id": 1, **result}}
         if message["type"] == "reset":
             self.row = message["data"]
+            if code := self.row.get("fault"):
+                return {"type": "error", "data": {"message": "no such level", "code": code}}
             return {"type": "observation", "data": {"observation": {}, "reward": 0.0, "done": False}}
         self.steps.append(message["data"])
         arguments = message["data"].get("arguments", {})
@@ -70,7 +72,11 @@ class Server:
                 return {"type": "error", "data": {"message": "Invalid message", "code": "VALIDATION_ERROR"}}
             case "error":
                 error = {"error_type": "execution_error", "message": "that word is no word"}
-                return {"type": "observation", "data": {"observation": {"result": None, "error": error}, "reward": 0}}
+                value = arguments.get("reward", 0)
+                return {
+                    "type": "observation",
+                    "data": {"observation": {"result": None, "error": error}, "reward": value},
+                }
         reward = arguments.get("reward")
         return {"type": "observation", "data": observation(f"said {reward}", reward, arguments.get("done", False))}
 
@@ -100,9 +106,9 @@ def say(**arguments):
     return call("say", json.dumps(arguments))
 
 
-async def play(server, *turns, n=1, reward="sum", **more):
-    result = await completions(await load(server, reward=reward), [*turns, "Done."], n=n, **more)
-    return result[0]
+async def play(server, *turns, n=1, args=None, **more):
+    found = await completions(await load(server, **args or {}), [*turns, "Done."], n=n, **more)
+    return found[0]
 
 
 async def test_the_model_gets_the_servers_tools(server):
@@ -125,7 +131,7 @@ async def test_without_an_mcp_list_there_is_one_tool_with_the_actions_schema(ser
 
 @pytest.mark.parametrize(("reward", "total"), [("sum", 1.25), ("last", 0.25), ("max", 1.0)])
 async def test_the_reward_is_the_sum_the_last_or_the_largest_of_the_steps(server, reward, total):
-    completion = await play(server, say(reward=1.0), say(reward=0.25), reward=reward)
+    completion = await play(server, say(reward=1.0), say(reward=0.25), args={"reward": reward, "no_step": "invalid"})
     assert merge_parts(completion.parts) == Measured(total)
     assert completion.messages[1]["content"] == "said 1.0"
 
@@ -137,9 +143,26 @@ async def test_one_step_without_a_reward_makes_the_sum_unmeasured(server):
     assert "1 of 3 steps" in part.reward.detail
 
 
-async def test_an_episode_without_a_step_has_no_reward(server):
-    completion = await play(server)
-    assert completion.parts[0].reward.reason is RewardReason.MISSING
+NOT_MEASURED = "no reward: the model took no step, and no_step is 'invalid'"
+
+
+@pytest.mark.parametrize(
+    "turns", [(), (say(fault="raise"), say(fault="invalid"))], ids=["no call", "illegal calls only"]
+)
+@pytest.mark.parametrize(
+    ("args", "reward"),
+    [
+        ({}, Measured(0.0)),
+        ({"no_step": -2}, Measured(-2.0)),
+        ({"no_step": "invalid"}, Unmeasured(RewardReason.MISSING, NOT_MEASURED)),
+        ({"reward": "last", "no_step": 0.5}, Measured(0.5)),
+        ({"reward": "max", "no_step": "invalid"}, Unmeasured(RewardReason.MISSING, NOT_MEASURED)),
+    ],
+)
+async def test_an_episode_without_a_step_is_worth_what_no_step_says(server, args, reward, turns):
+    completion = await play(server, *turns, args=args)
+    assert completion.failure is None
+    assert completion.parts[0].reward == reward
 
 
 async def test_an_unused_reward_may_be_missing(server):
@@ -178,7 +201,7 @@ async def test_an_instance_reconnects_at_the_reset_after_a_cancelled_call(server
     await env.close()
 
 
-@pytest.mark.parametrize("fault", ["close", "junk", "raise"])
+@pytest.mark.parametrize("fault", ["close", "junk"])
 async def test_a_failing_server_invalidates_one_completion_and_the_next_one_reconnects(server, fault):
     factory = await load(server)
     before = server.connections
@@ -190,13 +213,26 @@ async def test_a_failing_server_invalidates_one_completion_and_the_next_one_reco
     assert server.connections == before + 2
 
 
-@pytest.mark.parametrize(("fault", "message"), [("error", "that word is no word"), ("invalid", "do not fit")])
-async def test_the_model_reads_why_a_tool_refused_a_call(server, fault, message):
-    completion = await play(server, say(fault=fault), say(reward=1), reward="last")
+@pytest.mark.parametrize(
+    ("fault", "message"), [("error", "that word is no word"), ("invalid", "do not fit"), ("raise", "no more")]
+)
+async def test_the_model_reads_why_a_call_was_refused(server, fault, message):
+    """The episode goes on, on the same connection: an illegal action is no way to an invalid completion."""
+    factory = await load(server)
+    before = server.connections
+    (completion,) = await completions(factory, [say(fault=fault, reward=None), say(reward=1), "Done."])
     assert completion.failure is None
     assert message in completion.messages[1]["content"]
     assert completion.tool_errors == 1
     assert merge_parts(completion.parts) == Measured(1.0)
+    assert server.connections == before + 1
+
+
+@pytest.mark.parametrize("code", ["EXECUTION_ERROR", "VALIDATION_ERROR", "SESSION_ERROR"])
+async def test_a_reset_that_the_server_refuses_is_not_the_models_fault(server, code):
+    completion = await play(server, fields={"fault": code})
+    assert completion.failure.reason is RolloutReason.ENV_RESET
+    assert "no such level" in completion.failure.detail
 
 
 async def test_the_server_gets_no_step_after_the_end(server):
@@ -207,7 +243,7 @@ async def test_the_server_gets_no_step_after_the_end(server):
 
 async def test_reset_gets_the_fields_that_json_can_hold_and_a_valid_seed(server):
     await play(server, fields={"level": 3, "junk": float("nan"), "seed": 2**40 + 5})
-    assert server.row == {"level": 3, "completion_index": 0, "seed": 5}
+    assert server.row == {"level": 3, "completion_index": 0, "completion_seed": 0, "seed": 5}
 
 
 async def test_a_copy_has_the_data_and_no_socket(server):
@@ -233,6 +269,11 @@ async def test_a_missing_server_is_reported_with_address_and_start_command():
     [
         ("openenv:ftp://x", {}, "not the URL of an OpenEnv server"),
         ("openenv:ws://x", {"reward": "mean"}, "'sum', 'last', 'max' or 'none'"),
+        ("openenv:ws://x", {"reward": "last"}, "reward = 'last' needs no_step"),
+        ("openenv:ws://x", {"reward": "max"}, "reward = 'max' needs no_step"),
+        ("openenv:ws://x", {"no_step": "zero"}, "no_step = 'zero'; it may be a finite number or 'invalid'"),
+        ("openenv:ws://x", {"no_step": float("nan")}, "it may be a finite number or 'invalid'"),
+        ("openenv:ws://x", {"reward": "none", "no_step": 0.0}, "no_step has no effect with reward = 'none'"),
         ("openenvy:ws://x", {}, "there is no adapter 'openenvy'; there are: openenv"),
     ],
 )

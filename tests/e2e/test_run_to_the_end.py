@@ -10,6 +10,7 @@ from tests.e2e.harness import balanced, summary_of
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("preloaded")]
 
 
+EMPTY = {"role": "user", "content": ""}
 PARITY = """
 class Parity:
     def reset(self, number, completion_index, **row):
@@ -22,28 +23,31 @@ class Parity:
 
 
 def test_every_prompt_ends_once_and_rerunning_a_finished_run_does_nothing(project):
-    """The project has its own folder `envs/`, and three lines of its prompt file hold no prompt."""
+    """The project has its own folder `envs/`. Some lines of its file hold no prompt, and two are equal."""
     (project.folder / "envs").mkdir()
     (project.folder / "envs" / "parity.py").write_text(PARITY)
     project.table |= {"environments": {"parity": "envs.parity:Parity"}, "rewards": []}
-    project.prompts(10, extra='{"prompt": \n[1, 2]\n{"number": 3}\n')
+    empty = [[], {"number": 3}, {}, {"prompt": ""}, {"prompt": " "}, {"prompt": []}, {"prompt": [EMPTY, EMPTY]}]
+    lines = ['{"prompt": ', *map(json.dumps, empty), "", " ", *[json.dumps({"prompt": "Say 1.", "number": 1})] * 2]
+    project.prompts(8, extra="\n".join(lines))
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert summary["fed"] == summary["groups_trained"] == 10
+    assert summary["rejected_rows"] == 1 + len(empty)
     assert summary["steps"] == 3  # 4 + 4 + 2
     assert summary["outstanding"] == summary["dead"] == summary["duplicates"] == 0
     assert balanced(summary)
     assert summary["completion_states"] == {"valid": 40}
     assert summary["tokens_per_second"] > 0
     records = project.ledger()
-    assert sorted(line["prompt"] for line in records) == sorted({line["prompt"] for line in records})
+    assert sorted(line["prompt"] for line in records) == sorted({line["prompt"] for line in records})  # equal rows too
     assert {line["outcome"] for line in records} == {"trained"}
     assert json.loads((project.run_folder / "summary.json").read_text()) == summary
     log = (project.run_folder / "logs" / "feed-0.log").read_text()
-    for line in (11, 12, 13):
+    for line in range(9, 15):
         assert f"prompts.jsonl:{line}" in log, log
 
     again = summary_of(project.run("run", str(project.run_folder / "run.toml"), "--json"), project)
-    for key in ("fed", "groups_trained", "groups_dropped", "steps", "completion_states"):
+    for key in ("fed", "groups_trained", "groups_dropped", "steps", "completion_states", "rejected_rows"):
         assert again[key] == summary[key], key
     assert project.ledger() == records
 

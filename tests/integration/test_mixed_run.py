@@ -21,11 +21,11 @@ WORLDS = """
 class World:
     kind = 0
 
-    def reset(self, seed, completion_index, value, **row):
-        self.seed, self.index, self.value = seed, completion_index, value
+    def reset(self, seed, completion_seed, completion_index, value, **row):
+        self.seed, self.own, self.index, self.value = seed, completion_seed, completion_index, value
 
     def get_reward(self):
-        return {"kind": self.kind, "seed": self.seed, "index": self.index, "value": self.value}
+        return {"kind": self.kind, "seed": self.seed, "own": self.own, "index": self.index, "value": self.value}
 
 class Red(World):
     kind = 1
@@ -116,6 +116,7 @@ async def test_a_dataset_mix_fed_across_a_restart_reaches_each_rows_environment_
             assert parts["env.kind"] == kinds[group.prompt.environment]
             assert parts["env.value"] == int(number)
             assert parts["env.index"] == completion.index
-            assert parts["env.seed"] == group.prompt.seed + completion.index  # different for each completion
-    seeds = {part.reward.value for g in groups for c in g.completions for part in c.parts if part.name == "env.seed"}
+            assert parts["env.seed"] == group.prompt.seed  # the group's, so that all are posed one problem
+            assert parts["env.own"] == group.prompt.seed + completion.index
+    seeds = {part.reward.value for g in groups for c in g.completions for part in c.parts if part.name == "env.own"}
     assert len(seeds) == 2 * total

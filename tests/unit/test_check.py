@@ -197,18 +197,20 @@ async def test_a_tool_that_fails_the_episode_differs_from_one_that_raises(enviro
     assert any("failed the episode" in warning for warning in report.warnings)
 
 
-async def test_one_object_for_all_episodes_is_a_warning(environment):
-    report = await check_environment(
-        environment("""
-            class _Env:
-                def reset(self): pass
-            ONE = _Env()
-            def Env():
-                return ONE
-        """),
-        {},
-    )
-    assert any("same object each time" in warning for warning in report.warnings)
+@pytest.mark.parametrize(("idle", "warned"), [("0.0", True), ("None", True), ("-2.0", False)])
+async def test_a_reward_for_not_acting_above_those_for_acting_is_a_warning(environment, idle, warned):
+    reference = environment(f"""
+        class Env:
+            def reset(self): self.reward = {idle}
+            def guess(self):
+                "Guess."
+                self.reward = -1.0
+            def get_reward(self): return self.reward
+    """)
+    report = await check_environment(reference, {})
+    assert report.reward == Measured(-1.0)
+    assert [warning for warning in report.warnings if "not acting would pay" in warning] == report.warnings
+    assert bool(report.warnings) is warned
 
 
 async def test_a_call_that_hangs_does_not_hang_the_check(environment):

@@ -74,13 +74,18 @@ class Counter:
 async def test_reset_passes_fields_seed_and_index_and_returns_the_observation():
     slot = slot_of(Counter)
     assert await slot.reset({"answer": "4"}, seed=11, index=3, timeout_s=5) is None
-    assert slot._environment.row == {"answer": "4", "seed": 11, "completion_index": 3}
+    assert slot._environment.row == {"answer": "4", "seed": 11, "completion_seed": 14, "completion_index": 3}
 
 
 @pytest.mark.parametrize(
-    "observation", ["Hello", "", None, [{"type": "text", "text": "Hello"}], [], "half a \ud800 character"]
+    "observation",
+    [
+        *("Hello", "", None, [{"type": "text", "text": "Hello"}], [], "half a \ud800 character"),
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
+        [{"role": "assistant", "tool_calls": [{}], "content": None}, {"role": "tool", "content": "4"}],
+    ],
 )
-async def test_an_observation_is_none_text_or_parts(observation):
+async def test_an_observation_is_none_text_parts_or_messages(observation):
     class Observing:
         async def reset(self):
             return observation
@@ -89,7 +94,14 @@ async def test_an_observation_is_none_text_or_parts(observation):
     assert result == (observation.replace("\ud800", "?") if isinstance(observation, str) else observation)
 
 
-@pytest.mark.parametrize("observation", [7, {"text": "Hello"}, ["Hello"], [{"image": object()}], b"Hello"])
+@pytest.mark.parametrize(
+    "observation",
+    [
+        *(7, {"text": "Hello"}, ["Hello"], [{"image": object()}], b"Hello", [{"content": "Hello"}]),
+        [{"role": "user", "content": "Hello"}, {"type": "text", "text": "Hello"}],
+        *([{"role": "user"}], [{"role": 1, "content": "Hello"}], [{"role": "user", "content": ["Hello"]}]),
+    ],
+)
 async def test_an_observation_that_cannot_end_a_prompt_fails_the_reset(observation):
     class Observing:
         def reset(self):
@@ -98,7 +110,7 @@ async def test_an_observation_that_cannot_end_a_prompt_fails_the_reset(observati
     slot = slot_of(Observing)
     failure = await slot.reset({}, 0, 0, 5)
     assert failure.reason is RolloutReason.ENV_RESET
-    assert "None, a string, or a list of plain content parts is expected" in failure.detail
+    assert "None, a string, a list of content parts, or a list of messages with roles is expected" in failure.detail
     assert slot.needs_replacement
 
 

@@ -1,3 +1,4 @@
+import random
 import sys
 import threading
 import time
@@ -344,6 +345,47 @@ async def test_the_observation_ends_the_prompt_of_this_completion_alone(greeting
     assert prompt.messages == group.prompt.messages == [{"role": "user", "content": "Fill it."}]
 
 
+SYSTEM, ASK, SHOW = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Where is it?"},
+    {"role": "user", "content": [{"type": "text", "text": "On the left."}]},
+)
+CALL = {"id": "call00001", "type": "function", "function": {"name": "put", "arguments": {}}}
+SHOT = [{"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "has 1"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "greeting", "whole"),
+    [
+        ([{"role": "user", "content": ""}], [SYSTEM, ASK], [SYSTEM, ASK]),
+        ([{"role": "system", "content": "Rant."}, {"role": "user", "content": ""}], [SYSTEM, ASK], [SYSTEM, ASK]),
+        ([SYSTEM, {"role": "user", "content": ""}], [ASK], [SYSTEM, ASK]),
+        ([{"role": "user", "content": "Fill it."}], [SHOW], [{"role": "user", "content": "Fill it."}, SHOW]),
+        ([ASK], [SYSTEM, SHOW], [SYSTEM, ASK, SHOW]),
+        ([ASK], [*SHOT, ASK], [ASK, *SHOT, ASK]),
+    ],
+    ids=["alone", "its system message wins", "the data's system message", "after the prompt", "system first", "calls"],
+)
+async def test_messages_that_reset_returns_continue_the_prompt(prompt, greeting, whole):
+    """The data's empty prompt (`data.prompt = ""`) gives way to them, so they are then the whole conversation."""
+    row = make_prompt(messages=prompt, fields={"greeting": greeting}, group_size=2)
+    group = await group_of(lambda *_: "Done.", prompt=row)
+    for completion in group.completions:
+        assert completion.failure is None
+        assert completion.prompt_messages == whole
+        template = ChatTemplate(TEMPLATE, {}, Path("model"))
+        assert text_of(completion.rows[0].prompt) == template.render(whole, None, add_generation_prompt=True)
+    assert row.messages == prompt
+
+
+async def test_a_prompt_that_stays_empty_fails_the_reset():
+    row = make_prompt(messages=[SYSTEM, {"role": "user", "content": ""}], fields={"greeting": None})
+    (completion,) = (await group_of(["Done."], prompt=row)).completions
+    assert completion.failure.reason is RolloutReason.ENV_RESET
+    assert "data.prompt" in completion.failure.detail
+    assert completion.rows == []
+
+
 async def test_text_is_appended_to_a_prompt_of_parts_as_one_more():
     parts = [{"type": "text", "text": "Fill it."}]
     prompt = make_prompt(messages=[{"role": "user", "content": parts}], fields={"greeting": "Now."})
@@ -355,7 +397,20 @@ async def test_text_is_appended_to_a_prompt_of_parts_as_one_more():
 async def test_reset_gets_fields_prompt_seed_and_index():
     group = await group_of(["Done."], prompt=make_prompt(fields={"answer": "4"}, group_size=2, is_plain_text=True))
     seen = [thaw(c.snapshot, factory_of(Box)).row for c in group.completions]
-    assert seen == [{"prompt": "Fill it.", "answer": "4", "seed": 100 + i, "completion_index": i} for i in range(2)]
+    given = {"prompt": "Fill it.", "answer": "4", "seed": 100}
+    assert seen == [given | {"completion_seed": 100 + i, "completion_index": i} for i in range(2)]
+
+
+async def test_an_environment_that_makes_its_problem_from_the_seed_poses_one_problem_to_the_whole_group():
+    class Drawn(Box):
+        def reset(self, seed, completion_seed):
+            super().reset()
+            self.noise = random.Random(completion_seed).random()
+            return f" What is 1 + {random.Random(seed).randint(1, 10**9)}?"
+
+    group = await group_of(["Done."], env=Drawn, prompt=make_prompt(group_size=4))
+    assert len({completion.prompt_messages[0]["content"] for completion in group.completions}) == 1
+    assert len({thaw(c.snapshot, factory_of(Drawn)).noise for c in group.completions}) == 4
 
 
 async def test_an_environment_that_changes_its_fields_does_not_change_others():
@@ -709,7 +764,7 @@ async def test_reward_functions_work_without_environments():
 
 class Numbered(Box):
     def reset(self, completion_index, **row):
-        super().reset(seed=row["seed"])
+        super().reset(seed=row["seed"], completion_seed=row["completion_seed"])
         return str(completion_index)  # appended to "Fill it."
 
 
@@ -728,7 +783,7 @@ async def test_a_greedy_completion_differs_only_in_its_temperature():
         (s.max_tokens, s.stop_token_ids) for ids, s, _ in sampler.asked if "<|im_start|>tool" not in text_of(ids)
     } == {(512, make_chat().stop_token_ids)}
     greedy = group.completions[3]
-    assert thaw(greedy.snapshot, factory_of(Numbered)).row == {"seed": 103}
+    assert thaw(greedy.snapshot, factory_of(Numbered)).row == {"seed": 100, "completion_seed": 103}
     assert [(p.name, p.reward) for p in greedy.parts] == [("env", Measured(1.0)), ("count", Measured(4.0))]
     assert (greedy.turns, greedy.tool_calls, greedy.failure) == (2, 1, None)
 

@@ -12,6 +12,7 @@ from envs.factory import EnvironmentFactory
 from envs.references import class_key, resolve
 from envs.rewards import RewardBatch, RewardFunction
 from stream.errors import ReferenceNotFoundError
+from workers.commands.check import check_environment
 
 
 @pytest.fixture
@@ -200,7 +201,7 @@ def test_a_function_is_a_factory_too_and_its_sample_is_closed(project):
     )
     factory = EnvironmentFactory.load("made.py:small")
     assert factory.make().size == 3
-    assert factory.reference.module.CLOSED == [3]
+    assert factory.reference.module.CLOSED == [3, 3]  # a function makes two, to see that they differ
 
 
 @pytest.mark.parametrize(
@@ -220,6 +221,65 @@ def test_a_factory_without_an_environment_is_refused_at_the_start(project, code,
     project("bad.py", code + "\n")
     with pytest.raises(ReferenceNotFoundError, match=message):
         EnvironmentFactory.load("bad.py:Env")
+
+
+ONE = """
+import functools
+class _Env:
+    def reset(self, word): self.word = word
+    def get_reward(self): return float(self.word == "yes")
+"""
+
+
+SINGLETONS = {
+    "global": "THE_ONE = _Env()\ndef Env(): return THE_ONE",
+    "cached": "@functools.cache\ndef Env(): return _Env()",
+    "__new__": """
+class Env(_Env):
+    one = None
+    def __new__(cls):
+        cls.one = cls.one or super().__new__(cls)
+        return cls.one
+""",
+    "metaclass": """
+class One(type):
+    one = None
+    def __call__(cls):
+        cls.one = cls.one or super().__call__()
+        return cls.one
+class Env(_Env, metaclass=One): ...
+""",
+}
+
+
+@pytest.mark.parametrize("code", SINGLETONS.values(), ids=SINGLETONS)
+def test_a_factory_that_returns_one_object_twice_is_refused_at_the_start(project, code):
+    """Two episodes in one object would measure each other: the second `reset` replaces the word of the first."""
+    project("one.py", ONE + code + "\n")
+    with pytest.raises(ReferenceNotFoundError, match=r"'one.py:Env'.* returned the same object twice"):
+        EnvironmentFactory.load("one.py:Env")
+    (error,) = anyio.run(check_environment, "one.py:Env", {"word": "yes"}).errors
+    assert "the same object twice" in error
+
+
+def test_a_class_whose_calls_cannot_return_one_object_twice_is_made_only_once_at_the_start(project):
+    project(
+        "costly.py",
+        """
+        MADE = []
+        class Env:
+            def __init__(self): MADE.append(self)
+            def reset(self): pass
+        def make():
+            return Env()
+        """,
+    )
+    module = EnvironmentFactory.load("costly.py:Env").reference.module
+    assert len(module.MADE) == 1
+    EnvironmentFactory.load("costly.py:make", with_tools=False)  # what a scorer needs, which plays no episode
+    assert len(module.MADE) == 2
+    EnvironmentFactory.load("costly.py:make")
+    assert len(module.MADE) == 4
 
 
 def test_a_close_that_raises_does_not_keep_an_environment_from_being_used(project):
@@ -243,7 +303,7 @@ def test_reset_gets_only_the_arguments_it_names():
     factory = EnvironmentFactory.load("guess")
     fields = {"answer": 4, "problem": "2 + 2"}
     reset = factory.reset_arguments
-    assert reset(All(), fields, 7, 2) == {"answer": 4, "problem": "2 + 2", "seed": 7, "completion_index": 2}
+    assert reset(All(), fields, 7, 2) == fields | {"seed": 7, "completion_seed": 9, "completion_index": 2}
     assert reset(Some(), fields, 7, 2) == {"answer": 4, "seed": 7}
     assert reset(Nothing(), fields, 7, 2) == {}
 

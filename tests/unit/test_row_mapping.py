@@ -68,6 +68,10 @@ def test_an_assistants_message_may_have_calls_instead_of_content():
         ("", "column 'prompt' is missing or empty"),
         ("  ", "column 'prompt' is missing or empty"),
         ([], "column 'prompt' is missing or empty"),
+        (
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " "}],
+            "messages of column 'prompt' are empty",
+        ),
         (7, "column 'prompt' is int"),
         (["Hi"], "message 0 of column 'prompt' is str"),
         ([{"content": "Hi"}], "message 0 of column 'prompt' has no 'role'"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from envs.messages import is_empty_prompt
 from stream.errors import DataError
 from stream.records import Message, Prompt
 from workers.feed.source import default_dataset_name
@@ -71,6 +72,10 @@ def _messages(value: Any, settings: Settings, place: str) -> tuple[list[Message]
     if not isinstance(value, list):
         raise DataError(f"{place}: column {column!r} is {type(value).__name__}, neither text nor a list of messages")
     messages = [_message(message, position, column, place) for position, message in enumerate(value)]
+    if is_empty_prompt(messages):
+        raise DataError(
+            f"{place}: the messages of column {column!r} are empty; data.prompt names the column with the prompt"
+        )
     return ([*system, *messages] if messages[0]["role"] != "system" else messages), False
 
 

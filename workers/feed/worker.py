@@ -64,7 +64,8 @@ async def _run_has_ended(context: WorkerContext) -> bool:
 
 async def _feed_all(context: WorkerContext, dataset_mix: DatasetMix, total: int) -> None:
     feed = Feed(context.connection, context.settings.data.max_queued_prompts)
-    cursor, rejected = await feed.cursor(), 0
+    cursor = await feed.cursor()
+    rejected = int((await context.connection.read_hash("feed")).get("rejected_rows", 0)) if cursor else 0
     ended = await _ended_prompts(context, cursor)
     while int(cursor or 0) < total:
         start = int(cursor or 0)
@@ -84,7 +85,7 @@ async def _feed_all(context: WorkerContext, dataset_mix: DatasetMix, total: int)
         else:
             cursor = str(stop)
             if errors:
-                await context.connection.write_hash("feed", {"bad_rows": str(rejected)})
+                await context.connection.write_hash("feed", {"rejected_rows": str(rejected)})
     if rejected == total and total:
         raise DataError(f"{dataset_mix.paths}: none of {total} rows is a prompt; the first errors are above")
 

@@ -85,7 +85,7 @@ class EnvironmentSlot:
 
         Args:
             fields: arguments that the environment's `reset` may ask for.
-            seed: of the episode.
+            seed: of the group.
             index: of the completion within its group.
             timeout_s: for making an instance, and again for resetting it.
         """
@@ -213,7 +213,10 @@ class EnvironmentSlot:
             observation: Observation = value
             return observation
         kind = type(value).__name__
-        error = TypeError(f"{kind} returned; None, a string, or a list of plain content parts is expected")
+        error = TypeError(
+            f"{kind} returned; None, a string, a list of content parts, or a list of messages with roles is expected, "
+            "all of plain data"
+        )
         return self._failure(RolloutReason.ENV_RESET, "reset", Failed(error))
 
 

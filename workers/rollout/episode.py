@@ -16,9 +16,10 @@ from functools import partial
 import anyio
 
 from envs.contract import Observation
+from envs.messages import is_empty_prompt
 from stream.errors import EngineError, EngineUnavailableError
 from stream.records import Completion, Failure, Message, Row
-from stream.validity import TruncationReason
+from stream.validity import RolloutReason, TruncationReason
 from workers.rollout.chat.renderer import AssistantTurn
 from workers.rollout.engine_client.sampled_turn import SampledTurn
 from workers.rollout.engine_client.sampling import end_after_error
@@ -38,6 +39,11 @@ from workers.rollout.tool_result import ToolResult, truncate_result
 
 _LONG_TURN_CHARACTERS = 20_000
 """Turns of this length and more are parsed in a thread, so that they do not block the event loop."""
+
+_EMPTY_PROMPT = (
+    "the prompt is empty: without a prompt column (data.prompt is empty) reset has to return the "
+    "prompt, as text or as messages with roles"
+)
 
 
 async def run_episode(context: EpisodeContext) -> Completion:
@@ -63,6 +69,8 @@ class ConversationEpisode(BaseEpisode):
 
     async def run_turns(self) -> EpisodeEnd:
         """Sample and call tools, turn by turn, until the episode ends or its time is up."""
+        if not self.context.prompt.is_plain_text and is_empty_prompt(self.completion.prompt_messages):
+            return Failure(reason=RolloutReason.ENV_RESET, detail=_EMPTY_PROMPT)
         self._builder = MultiRowBuilder(await self._chat.encode_prompt(self.completion.prompt_messages))
         with anyio.move_on_after(self._limits.episode_timeout_s):
             return await self._converse()
@@ -80,7 +88,8 @@ class ConversationEpisode(BaseEpisode):
             if not isinstance(sampled, SampledTurn):
                 return sampled
             open_reasoning = self._chat.open_reasoning(context)
-            turn = AssistantTurn(sampled.token_ids, self._chat.decode(sampled.token_ids), open_reasoning=open_reasoning)
+            text = self._chat.decode(sampled.token_ids)
+            turn = AssistantTurn(sampled.token_ids, text, open_reasoning=open_reasoning)
             parsed = await self._parse(turn)
             self.completion.messages.append(_message(parsed))
             if sampled.is_truncated:

@@ -42,7 +42,7 @@ class EpisodeContext:
 
     @property
     def seed(self) -> int:
-        """Seed of the episode."""
+        """Seed of what the model samples in this episode; the environment gets it as `completion_seed`."""
         return self.prompt.seed + self.index
 
     def sampling_options(self, turn: int, *, max_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingOptions:
@@ -96,7 +96,7 @@ class BaseEpisode(ABC):
             return None
         with timed(self.completion, "reset"):
             observation = await context.slot.reset(
-                _reset_fields(context.prompt), context.seed, context.index, context.limits.call_timeout_s
+                _reset_fields(context.prompt), context.prompt.seed, context.index, context.limits.call_timeout_s
             )
         if isinstance(observation, Failure):
             return observation

@@ -5,7 +5,8 @@ from typing import Any
 
 import msgspec
 
-from envs.contract import Observation
+from envs.contract import Observation, is_messages
+from envs.messages import is_empty_prompt
 from stream.records import Message
 
 _MAX_BRACKETS = 100
@@ -48,9 +49,16 @@ def storable_arguments(arguments: Any, raw: str) -> Any:
 
 
 def append_observation(messages: list[Message], observation: Observation) -> list[Message]:
-    """Return the prompt with an observation appended to its last message; the given messages stay unchanged."""
+    """Return the prompt with what `reset` returned; the given messages stay unchanged.
+
+    Text and content parts are appended to the last message. Messages with roles follow the prompt, and take the place
+    of a last message without content, which `data.prompt = ""` makes. The system message that they start with replaces
+    the prompt's.
+    """
     if not observation:
         return messages
+    if isinstance(observation, list) and is_messages(observation):
+        return _append_messages(messages, observation)
     last = dict(messages[-1])
     content = last.get("content") or ""
     if isinstance(content, str) and isinstance(observation, str):
@@ -58,6 +66,13 @@ def append_observation(messages: list[Message], observation: Observation) -> lis
     else:
         last["content"] = _parts(content) + _parts(observation)
     return [*messages[:-1], last]
+
+
+def _append_messages(messages: list[Message], observed: list[Message]) -> list[Message]:
+    kept = messages[:-1] if is_empty_prompt(messages[-1:]) else messages
+    if observed[0]["role"] != "system":
+        return [*kept, *observed]
+    return [observed[0], *(kept[1:] if kept and kept[0].get("role") == "system" else kept), *observed[1:]]
 
 
 def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -151,6 +151,10 @@ def format_summary(summary: RunSummary, settings: Settings) -> str:
         )
     if summary.staleness.mean is not None:
         lines.append(f"staleness: mean {summary.staleness.mean:.2f}, max {summary.staleness.max:g} versions")
+    if summary.rejected_rows:
+        lines.append(
+            f"{summary.rejected_rows} rows of the data are no prompts; {settings.folder}/logs/feed-0.log has why"
+        )
     if summary.dead:
         lines.append(f"`penstock dead list {settings.folder}` shows the dead letters")
     return "\n".join(lines)

@@ -49,6 +49,8 @@ class RunSummary(Struct, kw_only=True):
     """Unfinished prompts."""
     dead: int
     duplicates: int
+    rejected_rows: int = 0
+    """Rows of the data that are no prompts, once for each epoch; they were not fed."""
 
     @property
     def is_balanced(self) -> bool:
@@ -87,6 +89,7 @@ def summarize(view: RunStatus, before: Progress, after: Progress, seconds: float
         outstanding=view.balance["outstanding"],
         dead=view.balance["dead"],
         duplicates=view.counts.get("duplicates", 0),
+        rejected_rows=int(view.feed.get("rejected_rows", 0)),
     )
 
 

@@ -66,6 +66,10 @@ class EnvironmentReport(CheckReport, kw_only=True):
     parts: list[RewardPart] = field(default_factory=list)
     reward: Reward | None = None
     """The merged reward parts; None if the environment has no `get_reward`."""
+    no_step_reward: Reward | None = None
+    """The reward of an episode without a tool call, likewise."""
+    sampled_rewards: list[float] = field(default_factory=list)
+    """Rewards of random steps, where the environment can take some."""
     snapshot_bytes: int | None = None
     omitted: dict[str, str] = field(default_factory=dict)
     """Attributes that are missing from the snapshot, with the reason."""

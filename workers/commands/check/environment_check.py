@@ -15,6 +15,7 @@ import anyio
 from envs.call import CallRunner, Ok
 from envs.factory import EnvironmentFactory
 from envs.references import class_key
+from envs.rewards import environment_reward
 from envs.rewards.env_reward import accepts_messages
 from envs.rewards.merge import merge_parts
 from envs.snapshot import omitted_attributes, thaw
@@ -29,6 +30,7 @@ from workers.rollout.tool_formats.parsed_turn import ToolCall
 from workers.settings import Rollout
 
 _COMPARE_TIMEOUT_S = 30.0
+_SAMPLED_STEPS = 100
 _MUTABLE = (list, dict, set, bytearray, deque)
 
 
@@ -129,7 +131,7 @@ async def _try_tool(spec: ToolSpec, slot: EnvironmentSlot, timeout_s: float) -> 
 async def _compare_two_episodes(
     report: EnvironmentReport, factory: EnvironmentFactory, caller: CallRunner, limits: Rollout
 ) -> None:
-    """Start two more episodes and report state that their instances share."""
+    """Start two more episodes and report state that their instances share, and what an episode without a step earns."""
     instances: list[Any] = []
     unseen: list[str] = []
 
@@ -151,16 +153,36 @@ async def _compare_two_episodes(
         report.warnings += [f"reset takes no {name!r}: only reward functions see that field" for name in unseen]
         found = await caller.call(_compare_instances, {"one": instances[0], "other": instances[1]}, _COMPARE_TIMEOUT_S)
         report.warnings += found.value if isinstance(found, Ok) else [f"__copy__: {failure_reason(found)}"]
+        if factory.has_reward and factory.tools:
+            await _compare_with_no_step(report, factory, instances[0], caller, limits)
     for instance in instances:
         if callable(close := getattr(instance, "close", None)):
             await caller.call(close, {}, limits.call_timeout_s)
 
 
+async def _compare_with_no_step(
+    report: EnvironmentReport, factory: EnvironmentFactory, started: Any, caller: CallRunner, limits: Rollout
+) -> None:
+    """Warn if an episode without a tool call earns more than one with tool calls."""
+    parts = await environment_reward(started, limits.call_timeout_s, caller, _conversation([]))
+    report.no_step_reward = idle = merge_parts(parts)
+    seen = [report.reward.value] if isinstance(report.reward, Measured) else []
+    if factory.declares_tools and callable(getattr(started, "sample_rewards", None)):
+        sampled = await caller.call(started.sample_rewards, {"count": _SAMPLED_STEPS}, limits.call_timeout_s)
+        report.sampled_rewards = sampled.value if isinstance(sampled, Ok) else []
+    lowest = min([*seen, *report.sampled_rewards], default=0.0)
+    if lowest >= 0 or (isinstance(idle, Measured) and idle.value <= lowest):
+        return
+    worth = f"earns {idle.value:g}" if isinstance(idle, Measured) else "is invalid"
+    report.warnings.append(
+        f"rewards may be negative ({lowest:g} seen), and an episode without a step {worth}, so not acting would pay: "
+        "give such episodes a reward that is not higher (in get_reward; option no_step of the adapters)"
+    )
+
+
 def _compare_instances(one: object, other: object) -> Iterable[str]:
     warnings = []
-    if one is other:
-        warnings.append("the factory returns the same object each time; every episode needs its own")
-    elif hasattr(one, "__dict__") and hasattr(other, "__dict__"):
+    if hasattr(one, "__dict__") and hasattr(other, "__dict__"):
         shared = [n for n, v in vars(one).items() if isinstance(v, _MUTABLE) and vars(other).get(n) is v]
         warnings += [
             f"attribute {name} is the same object in two instances, so one episode's changes reach the other"
