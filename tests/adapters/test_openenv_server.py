@@ -69,7 +69,7 @@ async def test_the_template_environment_scores_a_tenth_per_character(echo):
     says = [echoing("four"), echoing("seven77"), "Done."]
     values = {}
     for how in ("sum", "last", "max"):
-        (completion,) = await completions(await load(echo, reward=how), says)
+        (completion,) = await completions(await load(echo, reward=how, no_step=0.0), says)
         values[how] = merge_parts(completion.parts)
     assert values == {
         "sum": Measured(pytest.approx(1.1)),
@@ -78,8 +78,10 @@ async def test_the_template_environment_scores_a_tenth_per_character(echo):
     }
 
 
-async def test_an_episode_without_a_step_is_not_scored(echo):
+async def test_an_episode_without_a_step_is_worth_what_no_step_says(echo):
     (completion,) = await completions(await load(echo), ["Done."])
+    assert merge_parts(completion.parts) == Measured(0.0)
+    (completion,) = await completions(await load(echo, no_step="invalid"), ["Done."])
     assert completion.parts[0].reward.reason is RewardReason.MISSING
 
 
@@ -106,7 +108,7 @@ async def test_a_run_trains_on_the_template_environment(echo, project):  # noqa:
 
 async def test_the_episode_after_a_cancelled_call_reads_its_own_reward(wordle):
     """Upstream issue 1143."""
-    env = openenv(wordle, reward="last")
+    env = openenv(wordle, reward="last", no_step=0.0)
     await env.reset()
     with anyio.move_on_after(0.2) as scope:
         await env.call_tool("step", {"message": "[slow]"})
@@ -126,11 +128,12 @@ async def test_a_nan_reward_is_null_on_the_wire_and_makes_the_completion_invalid
     assert completion.parts[0].reward.reason is RewardReason.MISSING
 
 
-async def test_an_environment_that_raises_invalidates_only_its_own_completion(wordle):
+async def test_the_model_reads_what_the_environment_raises_and_the_episode_goes_on(wordle):
     factory = await load(wordle)
-    (failed,) = await completions(factory, [guess("raise"), "Done."])
-    assert failed.failure.reason is RolloutReason.ENV_STEP
-    assert "the word list is gone" in failed.failure.detail
+    (completion,) = await completions(factory, [guess("raise"), guess("crane"), "Done."])
+    assert completion.failure is None
+    assert "the word list is gone" in completion.messages[1]["content"]
+    assert merge_parts(completion.parts) == Measured(1.0)
     result = await completions(factory, [guess("slate"), guess("crane"), guess("crane"), "Done."], n=4)
     assert [merge_parts(each.parts) for each in result] == [Measured(1.2)] * 4
     assert "the episode is over" in result[0].messages[5]["content"]
@@ -138,6 +141,6 @@ async def test_an_environment_that_raises_invalidates_only_its_own_completion(wo
 
 async def test_unknown_arguments_of_an_action_are_an_error_for_the_model(wordle):
     says = [call("step", '{"word": "crane"}'), guess("crane"), "Done."]
-    (completion,) = await completions(await load(wordle, reward="last"), says)
+    (completion,) = await completions(await load(wordle, reward="last", no_step=0.0), says)
     assert "do not fit" in completion.messages[1]["content"]
     assert merge_parts(completion.parts) == Measured(1.0)
